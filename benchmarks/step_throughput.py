@@ -1,0 +1,101 @@
+"""Tokens per second of the engine's step against the plain one: one `jit` of `jax.value_and_grad` over the whole model.
+
+Both update the same AdamW state from the same batch with the same recomputation, and take turns: run A, run B, run A, ...
+so that a machine whose speed drifts treats them alike. Prints the median of each and the median of the pairwise ratios
+(above 1 = the engine is faster). Memory is what XLA says the compiled programs need beside their arguments.
+
+    python benchmarks/step_throughput.py --config configs/tiny.py [--config.recompute_block=false] [--pairs 15]
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from surojax import placement, step
+from surojax.config import check, model_config, parse
+from surojax.engine import Engine
+from surojax.loss import cross_entropy
+from surojax.mesh import make_mesh
+from surojax.models.llama import Llama, abstract_params, functions
+from surojax.optim import adamw, learning_rate_schedule
+from surojax.state import init_state
+
+
+def plain_step(config, optimizer, dtype: str, recompute_block: bool, chunks: int):
+    """(state of master weights and moments) -> one step of ordinary data-parallel-free JAX training code."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+
+    def loss(params, inputs, labels):
+        logits = nnx.merge(graph, params)(inputs, recompute_block=recompute_block)
+        return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)) / labels.size
+
+    def train(master, moments, inputs, labels):
+        work = jax.tree.map(lambda p: p.astype(dtype), master)
+        value, grads = jax.value_and_grad(loss)(work, inputs, labels)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, moments = optimizer.update(grads, moments, master, grad_norm=optax.global_norm(grads))
+        return optax.apply_updates(master, updates), moments, value
+
+    return jax.jit(train, donate_argnums=(0, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=15, help="timed runs of each, taken in turn")
+    c, args = parse(None, parser)
+    check(c)
+    config, mesh = model_config(c), make_mesh(jax.devices()[:1])
+    schedule = learning_rate_schedule("cosine", peak=c.learning_rate, total_steps=1000)
+    optimizer = adamw(schedule)
+    shapes, _ = abstract_params(config)
+    table = placement.place(model_dtype=c.model_dtype)
+    plan = placement.state_plan(shapes, table, optimizer, mesh)
+    engine = Engine(functions(config), table, placement.shard_dims(shapes, mesh), c.recompute_block, c.lmhead_chunks)
+    ours = step.make_train_step(engine, optimizer, schedule, plan, mesh)
+    plain = plain_step(config, optimizer, c.model_dtype, c.recompute_block, c.lmhead_chunks)
+
+    shape = (1, c.per_device_batch_size, c.sequence_len + 1)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
+    inputs, labels = jax.device_put((tokens[..., :-1], tokens[..., 1:]), placement.batch_sharding(mesh))
+    state = init_state(config, plan, optimizer, 0)
+    master = jax.tree.map(jnp.copy, state.master)
+    moments = optimizer.init(master)
+    compiled = ours.lower(state, inputs, labels).compile(), plain.lower(master, moments, inputs[0], labels[0]).compile()
+    temp = [x.memory_analysis().temp_size_in_bytes / 2**20 for x in compiled]
+
+    def run_ours():
+        nonlocal state
+        state, metrics = ours(state, inputs, labels)
+        return metrics["loss"]
+
+    def run_plain():
+        nonlocal master, moments
+        master, moments, loss = plain(master, moments, inputs[0], labels[0])
+        return loss
+
+    def timed(run):
+        start = time.perf_counter()
+        loss = float(run())
+        return time.perf_counter() - start, loss
+
+    losses = [(timed(run_ours)[1], timed(run_plain)[1]) for _ in range(2)]
+    pairs = [(timed(run_ours)[0], timed(run_plain)[0]) for _ in range(args.pairs)]
+    seconds = [statistics.median(t) for t in zip(*pairs, strict=True)]
+    count = tokens[..., 1:].size
+    print(
+        f"{args.config}: {count} tokens a step, recompute_block={c.recompute_block}, jax {jax.__version__}, {jax.devices()[0].device_kind}"
+    )
+    print(f"losses of the first steps (engine, plain): {losses}")
+    for name, t, mib in zip(("engine", "plain"), seconds, temp, strict=True):
+        print(f"{name:7s} {count / t:10.0f} tokens/s {t * 1e3:9.1f} ms  {mib:8.1f} MiB temporaries")
+    print(f"engine / plain throughput, median of {args.pairs} pairs: {statistics.median(p / o for o, p in pairs):.3f}")
+
+
+if __name__ == "__main__":
+    main()

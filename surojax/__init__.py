@@ -1,0 +1,1 @@
+"""surojax: train language models that are larger than the GPUs they run on, in JAX."""

@@ -1,0 +1,171 @@
+"""Sampling with a key/value cache, as a function and as a command.
+
+    python -m surojax.generate --checkpoint runs/tiny --prompt "def main("
+
+Shape suffixes: B batch, S new positions, T cached positions, L layers, K key/value heads, h head dimension, V vocabulary.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from surojax import checkpoint
+from surojax.config import model_config, restored_config
+from surojax.errors import CheckpointError, ConfigError
+from surojax.models.llama import LlamaConfig, ModelFunctions, abstract_params, functions
+from surojax.tokenizer import Tokenizer, load_tokenizer
+
+
+def empty_cache(config: LlamaConfig, batch: int, length: int, dtype) -> tuple[jax.Array, jax.Array]:
+    """Room for the keys and values of `length` positions: two arrays `[L, B, T, K, h]`."""
+    shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+def cached_logits(model: ModelFunctions, weights, tokens_BS: jax.Array, cache, start: jax.Array):
+    """(float32 logits of the last of S new positions `[B, V]`, the cache with them in it)."""
+
+    def layer(x_BSD, xs):
+        w, layer_cache = xs
+        return model.cached_block(w, x_BSD, layer_cache, start)
+
+    x_BSD = model.embed(weights["outer"], tokens_BS)
+    x_BSD, cache = jax.lax.scan(layer, x_BSD, (weights["blocks"], cache))
+    return model.logits(weights["outer"], x_BSD[:, -1]), cache
+
+
+def pick(logits_BV: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:
+    """One token per row `[B]`: the likeliest for temperature 0, else drawn from the smallest set of tokens whose
+    probabilities at that temperature sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020)."""
+    if temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    logits_BV = logits_BV / temperature
+    if top_p < 1:
+        order_BV = jnp.argsort(-logits_BV, axis=-1)
+        probs_BV = jnp.take_along_axis(jax.nn.softmax(logits_BV, axis=-1), order_BV, axis=-1)
+        before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # probability of the likelier ones; 0 for the likeliest
+        kept_BV = jnp.take_along_axis(before_BV < top_p, jnp.argsort(order_BV, axis=-1), axis=-1)
+        logits_BV = jnp.where(kept_BV, logits_BV, -jnp.inf)
+    return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
+
+
+@functools.cache
+def _compiled(config: LlamaConfig, vocab_size: int, temperature: float, top_p: float):
+    model = functions(config)
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def advance(weights, tokens_BS, cache, start, key):
+        logits_BV, cache = cached_logits(model, weights, tokens_BS, cache, start)
+        ids = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
+        logits_BV = jnp.where(
+            ids < vocab_size, logits_BV, -jnp.inf
+        )  # rows that only pad the vocabulary are never drawn
+        return pick(logits_BV, key, temperature, top_p), cache
+
+    return advance
+
+
+def generate(
+    config: LlamaConfig,
+    weights: dict,
+    prompt: np.ndarray,
+    *,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eos_id: int | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[int]:
+    """Continue the token ids of `prompt` (1-D, not empty), one id at a time, until `eos_id` or `max_tokens`.
+
+    `weights` are work weights `{"blocks", "outer"}`, in any sharding; ids from `vocab_size` on (default: all rows) are never
+    drawn. Raises ValueError for an empty prompt, a negative temperature, or top_p outside (0, 1].
+    """
+    prompt = np.asarray(prompt, np.int32)
+    if prompt.ndim != 1 or not prompt.size:
+        raise ValueError(
+            f"prompt: expected token ids in one dimension, got shape {prompt.shape}; start from eos for an empty one"
+        )
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise ValueError(f"expected temperature >= 0 and 0 < top_p <= 1, got {temperature} and {top_p}")
+    advance = _compiled(config, vocab_size or config.vocab_size, float(temperature), float(top_p))
+    cache = empty_cache(config, 1, prompt.size + max_tokens, weights["outer"]["embed"].dtype)
+    key, tokens, start = jax.random.key(seed), jnp.asarray(prompt)[None], 0
+    for i in range(max_tokens):
+        token, cache = advance(weights, tokens, cache, start, jax.random.fold_in(key, i))
+        start, tokens = start + tokens.shape[1], token[:, None]
+        if (value := int(token[0])) == eos_id:
+            return
+        yield value
+
+
+def complete(config: LlamaConfig, weights: dict, tokenizer: Tokenizer, prompt: str, **options) -> str:
+    """The text that follows `prompt`; options as for `generate`. An empty prompt starts a new document."""
+    ids = tokenizer.encode(prompt) if prompt else np.array([tokenizer.eos_id])
+    new = generate(config, weights, ids, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size, **options)
+    return tokenizer.decode(list(new))
+
+
+def load(path: str | Path, tokenizer: str = "") -> tuple[LlamaConfig, dict, Tokenizer]:
+    """(architecture, work weights on the first device, tokenizer) of a checkpoint or of a run's newest one.
+
+    Raises CheckpointError for a checkpoint that is missing or unreadable, ConfigError for a tokenizer other than it was
+    trained with.
+    """
+    if (found := checkpoint.find(path)) is None:
+        raise CheckpointError(
+            f"--checkpoint: expected a checkpoint or the output_dir of a run, got {str(path)!r}, which holds none"
+        )
+    meta = checkpoint.read_meta(found)
+    c = restored_config(meta["config"])
+    words = load_tokenizer(tokenizer or c.tokenizer)
+    if words.name != meta["tokenizer"]:
+        raise ConfigError(
+            f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, got {words.name}"
+        )
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes, _ = abstract_params(model_config(c))
+    plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, c.model_dtype, sharding=here), shapes)
+    return model_config(c), checkpoint.restore_weights(found, plan), words
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and print a continuation."""
+    parser = argparse.ArgumentParser(
+        prog="python -m surojax.generate", description="Continue a text with a trained model."
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, help="a checkpoint folder, or the output_dir of a run for its newest one"
+    )
+    parser.add_argument("--prompt", default="", help="text to continue; empty = start a new document")
+    parser.add_argument("--max-tokens", type=int, default=200, help="tokens to generate at most (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 = greedy (default 0.8)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="draw only from the likeliest tokens of this total probability"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    parser.add_argument(
+        "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
+    )
+    args = parser.parse_args(argv)
+    try:
+        config, weights, tokenizer = load(args.checkpoint, args.tokenizer)
+        ids = tokenizer.encode(args.prompt) if args.prompt else np.array([tokenizer.eos_id])
+        new = generate(
+            config, weights, ids, max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p,
+            seed=args.seed, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size,
+        )  # fmt: skip
+        print(args.prompt + tokenizer.decode(list(new)))
+    except (ValueError, CheckpointError) as error:
+        sys.exit(f"surojax.generate: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Facts per GPU model: memory, peak rates and links, each with the public document it comes from.
+
+Rates are peaks at the boost clock the document uses, dense (no structured sparsity) and with float32 accumulation,
+because that is what training runs. NVIDIA's data sheets often print the sparse figure; dense is exactly half of it.
+GeForce tensor cores accumulate in float32 at half the rate they accumulate in float16: the number here is the
+float32-accumulate one, half of what reviews quote (RTX 4090: 165 and not 330 TFLOP/s for bf16).
+
+`memory_bytes` is what a CUDA program sees (`cuDeviceTotalMem`), which is less than the number on the box: ECC and
+the driver keep a part, and the part differs by a few MiB between drivers; where reports differ, the smallest is used.
+The CUDA context and cuDNN workspaces come out of it as well.
+
+Link rates are what the wire carries per direction after line coding; copies of pinned memory reach 80 to 90 % of it.
+So every figure is an upper bound, which makes times derived from them lower bounds. This file imports no jax.
+"""
+
+from dataclasses import dataclass
+
+GB, TB, TFLOPS = 1e9, 1e12, 1e12
+# PCI Express base specification: transfers/s x lanes x 128b/130b coding / 8 bits, B/s per direction.
+PCIE_4_X16 = 16e9 * 16 * 128 / 130 / 8  # 31.5 GB/s
+PCIE_5_X16 = 32e9 * 16 * 128 / 130 / 8  # 63.0 GB/s
+PCIE_5_X8 = PCIE_5_X16 / 2  # 31.5 GB/s
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU model. FLOP/s count a multiply-add as two; None means that the hardware has no such tensor core mode."""
+
+    name: str  # as jax reports it in `device.device_kind`
+    compute_capability: str  # as XLA and CUDA write it; "a" where architecture-specific instructions exist
+    sm_count: int  # streaming multiprocessors
+    memory_bytes: int  # bytes a CUDA program sees
+    memory_bandwidth: float  # B/s, device memory
+    bf16_flops: float  # FLOP/s, tensor cores, dense, float32 accumulate
+    fp8_flops: float | None  # FLOP/s, the same
+    fp4_flops: float | None  # FLOP/s, the same
+    tf32_flops: float  # FLOP/s, the same
+    fp32_flops: float  # FLOP/s, CUDA cores, no tensor cores
+    link_bandwidth: float  # B/s per direction between GPUs of one host: NVLink, or PCIe where there is none
+    pcie_bandwidth: float  # B/s per direction between GPU and host
+    aliases: tuple[str, ...] = ()  # other device kinds of exactly the same card
+
+
+GPUS: dict[str, Gpu] = {
+    # "NVIDIA A100 Tensor Core GPU" data sheet, column A100 80GB SXM: 2,039 GB/s, 312 bf16 (624 sparse), 156 TF32,
+    # 19.5 FP32, NVLink 600 GB/s both directions together, PCIe Gen4. SMs: A100 whitepaper. Memory: XLA's a100_sxm_80
+    # target.
+    "a100": Gpu(
+        name="NVIDIA A100-SXM4-80GB",
+        compute_capability="8.0",
+        sm_count=108,
+        memory_bytes=85_100_068_864,
+        memory_bandwidth=2039 * GB,
+        bf16_flops=312 * TFLOPS,
+        fp8_flops=None,
+        fp4_flops=None,
+        tf32_flops=156 * TFLOPS,
+        fp32_flops=19.5 * TFLOPS,
+        link_bandwidth=300 * GB,
+        pcie_bandwidth=PCIE_4_X16,
+        aliases=("A100-SXM-80GB",),  # drivers of 2020
+    ),
+    # "NVIDIA L40S" data sheet: 864 GB/s, 362.05 bf16 (733 sparse), 733 FP8 (1,466 sparse), 183 TF32 (366 sparse),
+    # 91.6 FP32, PCIe Gen4 x16, no NVLink. SMs: 18,176 CUDA cores / 128. Not a GeForce: float32 accumulation at the
+    # full rate. Memory: deviceQuery, 45,373 MiB with ECC on.
+    "l40s": Gpu(
+        name="NVIDIA L40S",
+        compute_capability="8.9",
+        sm_count=142,
+        memory_bytes=47_576_711_168,
+        memory_bandwidth=864 * GB,
+        bf16_flops=362.05 * TFLOPS,
+        fp8_flops=733 * TFLOPS,
+        fp4_flops=None,
+        tf32_flops=183 * TFLOPS,
+        fp32_flops=91.6 * TFLOPS,
+        link_bandwidth=PCIE_4_X16,
+        pcie_bandwidth=PCIE_4_X16,
+    ),
+    # "NVIDIA Ada GPU Architecture" whitepaper, appendix A, RTX 4090: 1,008 GB/s; dense with FP32 accumulate: 165.2
+    # bf16, 330.3 FP8, 82.6 TF32; 82.6 FP32; 128 SMs; PCIe Gen4. No NVLink, and NVIDIA's driver has no peer-to-peer for
+    # it: GPU-to-GPU copies are staged through host memory and cross PCIe twice. Memory: deviceQuery, 24,210 MiB.
+    "rtx4090": Gpu(
+        name="NVIDIA GeForce RTX 4090",
+        compute_capability="8.9",
+        sm_count=128,
+        memory_bytes=25_386_352_640,
+        memory_bandwidth=1008 * GB,
+        bf16_flops=165.2 * TFLOPS,
+        fp8_flops=330.3 * TFLOPS,
+        fp4_flops=None,
+        tf32_flops=82.6 * TFLOPS,
+        fp32_flops=82.6 * TFLOPS,
+        link_bandwidth=PCIE_4_X16,
+        pcie_bandwidth=PCIE_4_X16,
+    ),
+    # "NVIDIA RTX Blackwell GPU Architecture" whitepaper, appendix, RTX 5090: 1,792 GB/s; dense with FP32 accumulate:
+    # 209.5 bf16, 419 FP8, 1,676 FP4, 104.8 TF32; 104.8 FP32; 170 SMs; PCIe Gen5. No NVLink and no peer-to-peer, as the
+    # RTX 4090. Memory: deviceQuery, 32,101 MiB.
+    "rtx5090": Gpu(
+        name="NVIDIA GeForce RTX 5090",
+        compute_capability="12.0a",
+        sm_count=170,
+        memory_bytes=33_660_534_784,
+        memory_bandwidth=1792 * GB,
+        bf16_flops=209.5 * TFLOPS,
+        fp8_flops=419 * TFLOPS,
+        fp4_flops=1676 * TFLOPS,
+        tf32_flops=104.8 * TFLOPS,
+        fp32_flops=104.8 * TFLOPS,
+        link_bandwidth=PCIE_5_X16,
+        pcie_bandwidth=PCIE_5_X16,
+    ),
+    # NVIDIA's GeForce RTX 5060 family specifications: 4,608 CUDA cores (36 SMs), boost 2.57 GHz, 128 bit at 28 Gbit/s
+    # = 448 GB/s, 759 AI TOPS (sparse FP4), PCIe Gen5 x8. Rates are derived: the RTX 5090's FLOP per SM and clock (512
+    # bf16, 1024 FP8, 4096 FP4, 256 TF32 and FP32; 209.5 TFLOP/s at 170 SMs and 2.407 GHz) x 36 SMs x 2.572 GHz. Check:
+    # FP4 gives 379, half of 759. Memory: 15,825 MiB, the smallest of several reports by llama.cpp under Linux.
+    # The 8 GB version calls itself by the same name: its rates are these, its memory is half.
+    "rtx5060ti_16gb": Gpu(
+        name="NVIDIA GeForce RTX 5060 Ti",
+        compute_capability="12.0a",
+        sm_count=36,
+        memory_bytes=15_825 * 2**20,
+        memory_bandwidth=448 * GB,
+        bf16_flops=47.4 * TFLOPS,
+        fp8_flops=94.8 * TFLOPS,
+        fp4_flops=379 * TFLOPS,
+        tf32_flops=23.7 * TFLOPS,
+        fp32_flops=23.7 * TFLOPS,
+        link_bandwidth=PCIE_5_X8,
+        pcie_bandwidth=PCIE_5_X8,
+    ),
+    # "NVIDIA H100 Tensor Core GPU" data sheet, column H100 SXM: 3.35 TB/s; half of the sparse 1,979 bf16, 3,958 FP8 and
+    # 989 TF32; 67 FP32; NVLink 900 GB/s both directions together; PCIe Gen5. SMs: H100 whitepaper. Memory: XLA's
+    # h100_sxm target.
+    "h100": Gpu(
+        name="NVIDIA H100 80GB HBM3",
+        compute_capability="9.0a",
+        sm_count=132,
+        memory_bytes=84_942_979_072,
+        memory_bandwidth=3.35 * TB,
+        bf16_flops=989.5 * TFLOPS,
+        fp8_flops=1979 * TFLOPS,
+        fp4_flops=None,
+        tf32_flops=494.5 * TFLOPS,
+        fp32_flops=67 * TFLOPS,
+        link_bandwidth=450 * GB,
+        pcie_bandwidth=PCIE_5_X16,
+    ),
+    # "NVIDIA H200 Tensor Core GPU" data sheet, column H200 SXM: the H100's rates with 4.8 TB/s. Memory: 143,156 MiB as
+    # PyTorch reports it (139.8 GiB; XLA's h200 target says 141 GiB, which no card has).
+    "h200": Gpu(
+        name="NVIDIA H200",
+        compute_capability="9.0a",
+        sm_count=132,
+        memory_bytes=143_156 * 2**20,
+        memory_bandwidth=4.8 * TB,
+        bf16_flops=989.5 * TFLOPS,
+        fp8_flops=1979 * TFLOPS,
+        fp4_flops=None,
+        tf32_flops=494.5 * TFLOPS,
+        fp32_flops=67 * TFLOPS,
+        link_bandwidth=450 * GB,
+        pcie_bandwidth=PCIE_5_X16,
+        aliases=("NVIDIA H200 141GB HBM3e",),  # the name in XLA's target description
+    ),
+    # "NVIDIA Blackwell" data sheet, column HGX B200: half of the sparse 4.5 PFLOP/s bf16, 9 FP8 and 18 FP4; TF32 half
+    # of bf16 (printed rounded, 2.2 sparse); 75 TFLOP/s FP32; 7.7 TB/s; NVLink 5 1.8 TB/s and PCIe Gen5 128 GB/s, both
+    # directions together. SMs, memory and the exact bandwidth: XLA's b200 target.
+    "b200": Gpu(
+        name="NVIDIA B200",
+        compute_capability="10.0a",
+        sm_count=148,
+        memory_bytes=191_514_411_008,
+        memory_bandwidth=7.672 * TB,
+        bf16_flops=2250 * TFLOPS,
+        fp8_flops=4500 * TFLOPS,
+        fp4_flops=9000 * TFLOPS,
+        tf32_flops=1125 * TFLOPS,
+        fp32_flops=75 * TFLOPS,
+        link_bandwidth=900 * GB,
+        pcie_bandwidth=PCIE_5_X16,
+    ),
+}
+
+
+def find_gpu(device_kind: str) -> Gpu | None:
+    """The facts for jax's `device.device_kind`, or None for a model not in `GPUS`.
+
+    The whole name has to match (case, spacing and a leading "NVIDIA" aside): "H100 NVL", "RTX 4090 Laptop GPU", a MIG
+    slice or "A100-PCIE-40GB" are other cards with other rates, and no fact is better than a wrong one.
+    The one ambiguity is the RTX 5060 Ti, whose 8 GB version reports the same name and differs in `memory_bytes` only.
+    """
+    return _BY_KIND.get(_normalized(device_kind))
+
+
+def _normalized(device_kind: str) -> str:
+    return " ".join(device_kind.lower().split()).removeprefix("nvidia ")
+
+
+_BY_KIND = {_normalized(kind): gpu for gpu in GPUS.values() for kind in (gpu.name, *gpu.aliases)}

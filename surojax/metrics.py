@@ -1,0 +1,297 @@
+"""What a run reports: console lines, `metrics.jsonl`, TensorBoard events; and how metrics leave the device.
+
+Fetching a step's loss waits for that step. So nothing is fetched when it is produced: `LateMetrics.push` starts the
+copy of step n and returns the numbers of step n - 1, while step n already runs and the device never idles.
+
+    with MetricsLog(output_dir, total_steps=..., tokens_per_step=..., flops_per_token=...) as log:
+        late = LateMetrics()
+        for step in ...:
+            state, device_metrics = train_step(state, batch)         # dispatched, not waited for
+            if (done := late.push(step, device_metrics)) is not None:
+                log.step(done.step, **done.values, duration_s=done.duration_s)
+
+Before an evaluation or a checkpoint of step n: `late.flush()` and log it, so that the file already holds every step the
+checkpoint holds; after it: `late.restart_clock()`.
+
+Steps count completed updates: the first is 1, a checkpoint of step n holds n updates, a run resumed from it logs n + 1
+next. `metrics.jsonl` then keeps the records up to n and drops what the killed run wrote later, so that it ends up with
+the records of a run that was never stopped.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from surojax.errors import ConfigError
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIR = "tensorboard"
+ETA_WINDOW = 20  # steps in the moving average behind the eta
+
+
+class NonFiniteLoss(FloatingPointError):
+    """The loss or the gradient norm became NaN or infinite; the run stops."""
+
+
+class MetricsLog:
+    """Writes everything a run reports under `output_dir`; use it as a context manager, or `close()` it.
+
+    Args:
+      output_dir: an existing or new folder for `metrics.jsonl` and `tensorboard/`.
+      total_steps: the step at which the run ends.
+      tokens_per_step: tokens of one optimizer step over all devices and microbatches.
+      flops_per_token: see `flops_per_token`.
+      peak_flops: FLOP/s of all devices together at the run's precision; None leaves out `mfu` (model FLOP utilisation,
+        the fraction of that peak: PaLM, arXiv:2204.02311, appendix B).
+      first_step: steps already done, n for a run resumed from the checkpoint of step n. At 0 an existing
+        `metrics.jsonl` is replaced.
+      console: where the lines go, standard output by default.
+      progress: where the progress bar goes if it is a terminal, standard error by default.
+
+    Raises:
+      ConfigError: `metrics.jsonl` of a resumed run is damaged elsewhere than in its last line.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        total_steps: int,
+        tokens_per_step: int,
+        flops_per_token: float,
+        peak_flops: float | None = None,
+        first_step: int = 0,
+        console: TextIO | None = None,
+        progress: TextIO | None = None,
+    ):
+        self._total_steps = total_steps
+        self._tokens_per_step = tokens_per_step
+        self._flops_per_step = flops_per_token * tokens_per_step
+        self._peak_flops = peak_flops
+        self._console = sys.stdout if console is None else console
+        self._recent_s: deque[float] | None = None  # None until the first step, whose duration is mostly compilation
+
+        output_dir.mkdir(parents=True, exist_ok=True)
+        path = output_dir / METRICS_FILE
+        _keep_up_to(path, first_step)
+        self._file = path.open("ab")
+        self._tensorboard = SummaryWriter(
+            str(output_dir / TENSORBOARD_DIR),
+            # TensorBoard hides events of earlier runs in this folder from this step on.
+            purge_step=first_step + 1 if first_step else 0,
+            flush_secs=10,
+            filename_suffix=f".from-{first_step}",  # file names carry whole seconds: a quick restart must not overwrite
+        )
+        terminal = sys.stderr if progress is None else progress
+        self._bar = None
+        if terminal.isatty():
+            bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+            options = {"miniters": 1, "leave": False, "dynamic_ncols": True, "bar_format": bar_format}
+            self._bar = tqdm(total=total_steps, initial=first_step, file=terminal, **options)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Flush and close every output; calling it again does nothing."""
+        if self._bar is not None:
+            self._bar.close()
+        self._tensorboard.close()
+        self._file.close()
+
+    def step(self, step: int, *, loss: float, grad_norm: float, lr: float, duration_s: float) -> dict[str, Any]:
+        """Report a training step (loss in nats per token); returns its record in `metrics.jsonl`.
+
+        {"log":"step","step","loss","norm","lr","tokens_per_second","duration_ms"}, and "mfu" (a fraction) if known.
+        Floats are written in full: a float32 read back is the same to the bit. A value that is not finite becomes null,
+        since JSON has no NaN.
+        """
+        duration_s = max(duration_s, 1e-9)
+        tokens_per_second = self._tokens_per_step / duration_s
+        record = {"log": "step", "step": step, "loss": loss, "norm": grad_norm, "lr": lr}
+        record |= {"tokens_per_second": tokens_per_second, "duration_ms": duration_s * 1e3}
+        if self._peak_flops is not None:
+            record["mfu"] = self._flops_per_step / duration_s / self._peak_flops
+        self._append(record)
+        train = {"loss": loss, "grad_norm": grad_norm, "learning_rate": lr, "tokens_per_second": tokens_per_second}
+        self._scalars("train", step, train)
+
+        eta = self._eta(step, duration_s)
+        mfu = f"  mfu {record['mfu']:5.1%}" if "mfu" in record else ""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"eta {eta}", refresh=False)
+            self._bar.update(step - self._bar.n)
+        self.message(
+            f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}  loss {loss:.4f}  norm {grad_norm:.3f}  "
+            f"lr {lr:.2e}  {tokens_per_second:,.0f} tok/s  {duration_s * 1e3:,.1f} ms{mfu}  eta {eta}"
+        )
+        return record
+
+    def eval(self, step: int, *, loss: float, bits_per_byte: float, duration_s: float) -> dict[str, Any]:
+        """Report an evaluation after `step` steps (loss in nats per token); returns its record in `metrics.jsonl`.
+
+        {"log":"eval","step","loss","bits_per_byte","duration_ms"}
+        """
+        scores = {"loss": loss, "bits_per_byte": bits_per_byte}
+        record = {"log": "eval", "step": step, **scores, "duration_ms": duration_s * 1e3}
+        self._append(record)
+        self._scalars("eval", step, scores)
+        self.message(f"eval {step}  loss {loss:.4f}  {bits_per_byte:.4f} bits per byte  {duration_s * 1e3:,.1f} ms")
+        return record
+
+    def message(self, text: str) -> None:
+        """Print a plain line, above the progress bar where there is one."""
+        tqdm.write(text, file=self._console)
+        self._console.flush()
+
+    def _append(self, record: dict[str, Any]) -> None:
+        """One write and one flush a line: a SIGKILL loses at most the line being written."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(finite, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def _scalars(self, group: str, step: int, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            if math.isfinite(value):  # tensorboardX prints a warning for each one that is not
+                self._tensorboard.add_scalar(f"{group}/{name}", value, step)
+
+    def _eta(self, step: int, duration_s: float) -> str:
+        """Time left as [H:]MM:SS, from the mean of the last steps without the first."""
+        if self._recent_s is None:
+            self._recent_s = deque(maxlen=ETA_WINDOW)
+        else:
+            self._recent_s.append(duration_s)
+        if not self._recent_s:
+            return "--:--"
+        return tqdm.format_interval((self._total_steps - step) * sum(self._recent_s) / len(self._recent_s))
+
+
+class LateStep(NamedTuple):
+    """The metrics of a finished step."""
+
+    step: int
+    values: dict[str, float]
+    duration_s: float
+
+
+class LateMetrics:
+    """Hands out each step's metrics one step late, so that reading them never makes the device wait.
+
+    A step's duration is the wall time between the end of the step before it (or the clock's start) and its own end, as
+    seen when its metrics arrive. In a saturated loop the next step is dispatched before this one is waited for, so the
+    time between arrivals is the time the device takes for a step; where the host is slower it is the host's, which is
+    then the step's. Evaluations and checkpoints stay out of it: `flush()` before, `restart_clock()` after.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._clock = time.perf_counter()
+
+    def push(self, step: int, device_metrics: dict[str, jax.Array]) -> LateStep | None:
+        """Start copying the scalars of `step` to the host; return the step before it, or None if there is none."""
+        with jax.transfer_guard_device_to_host("allow"):  # deliberate, and asynchronous: under a guard it is implicit
+            for value in device_metrics.values():
+                value.copy_to_host_async()
+        previous = self.flush()
+        self._pending = (step, device_metrics)
+        return previous
+
+    def flush(self) -> LateStep | None:
+        """Wait for the step pushed last and return it, or None if it was returned already."""
+        if self._pending is None:
+            return None
+        step, device_metrics = self._pending
+        self._pending = None
+        values = {name: float(value) for name, value in jax.device_get(device_metrics).items()}
+        started, self._clock = self._clock, time.perf_counter()
+        return LateStep(step, values, self._clock - started)
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last finished step out of the next step's duration."""
+        assert self._pending is None, "flush() before restart_clock(): the pending step's time would be lost"
+        self._clock = time.perf_counter()
+
+
+def check_finite(step: int, loss: float, grad_norm: float, last_checkpoint: Path | None) -> None:
+    """Stop a run whose numbers have gone bad.
+
+    Raises:
+      NonFiniteLoss: the loss or the gradient norm is NaN or infinite.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    saved = f"the last checkpoint is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
+    raise NonFiniteLoss(
+        f"step {step}: loss {loss}, gradient norm {grad_norm}; expected finite numbers, so the run stops here and "
+        f"{saved}. Try a lower learning_rate, a longer warmup_steps, a smaller max_grad_norm, or model_dtype='float32'."
+    )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`, oldest first; a last line torn by a kill is left out.
+
+    Raises:
+      ConfigError: another line is not a record.
+    """
+    return [record for record, _ in _parse(path)]
+
+
+def flops_per_token(num_matmul_params: int, num_layers: int, num_heads: int, head_dim: int, sequence_len: int) -> float:
+    """FLOPs to train on one token, forward and backward: 6 N + 6 L H hd S.
+
+    PaLM (arXiv:2204.02311), appendix B, counts 6 N + 12 L H hd S: two FLOPs per parameter forward, four backward, and
+    the two attention products over the full square. Here attention is causal, so half of the square is counted.
+    Recomputation is not counted, so that a setting that recomputes does not look faster than it is.
+
+    Args:
+      num_matmul_params: N, parameters used in matrix products: all matrices and the LM head, not the embedding lookup.
+      head_dim: width of one of the `num_heads` query heads.
+      sequence_len: tokens that attend to each other.
+    """
+    return 6.0 * num_matmul_params + 6.0 * num_layers * num_heads * head_dim * sequence_len
+
+
+def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+    """Each record with the line it came from; a torn last line is dropped."""
+    records = []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError("not a record")
+        except ValueError as e:
+            if number == len(lines):
+                break
+            raise ConfigError(
+                f'{path} line {number}: expected a record like {{"log":"step","step":1,...}}, got {line[:60]!r}; '
+                "remove that line, or move the file away"
+            ) from e
+        records.append((record, line))
+    return records
+
+
+def _keep_up_to(path: Path, last_step: int) -> None:
+    """Drop the records after `last_step`, all of them at 0, the others left as they are; creates the file.
+
+    The new file replaces the old one in one step: a kill leaves one or the other, never a part.
+    """
+    old = _parse(path) if last_step and path.exists() else []
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as f:
+        f.writelines(line + b"\n" for record, line in old if record["step"] <= last_step)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,154 @@
+"""The parts of a decoder block: RMSNorm, rotary embedding, attention with grouped queries, SwiGLU.
+
+Shape suffixes: B batch, S sequence, D hidden size, F intermediate size, H query heads, K key/value heads,
+h head dimension, V vocabulary, T cached positions.
+
+Weights are stored [out, in]. That is the layout of published checkpoints, ZeRO shards its leading dimension (sharding the
+last one makes XLA keep a transposed copy of the whole stack), and FP8 tensor cores read it without a transpose.
+`linear` contracts the last dimensions directly: with `x @ w.T` the transposed weight would be an intermediate value that
+reverse mode saves, a copy of every weight when blocks are not recomputed.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from surojax.attention import attend
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than the model was first trained on.
+
+    kind: "none", "linear" (all frequencies divided by `factor`; Chen et al. 2023, Position Interpolation) or "llama3"
+    (only wavelengths longer than the original context are; Llama 3.1 model card and transformers' rope utilities).
+    """
+
+    kind: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], initializer) -> nnx.Param:
+    """A float32 parameter that carries the logical names of its axes; placement, not the model, turns them into shardings."""
+    named = nnx.with_partitioning(initializer, axes, eager_sharding=False)
+    return nnx.Param(named(rngs.params(), shape, jnp.float32))
+
+
+def linear(x_BSi: jax.Array, w_oi: jax.Array, b_o: jax.Array | None = None) -> jax.Array:
+    """x w^T (+ b): `[..., in]`, `[out, in]` -> `[..., out]`, in the dtype of x."""
+    y_BSo = jax.lax.dot_general(x_BSi, w_oi, (((x_BSi.ndim - 1,), (1,)), ((), ())))
+    return y_BSo if b_o is None else y_BSo + jnp.expand_dims(b_o, tuple(range(x_BSi.ndim - 1)))
+
+
+# For what is cheap to compute again: only its inputs are saved for the backward pass. Where a whole block is recomputed
+# anyway, the compiler sees the same operation twice in one loop body and keeps one (`prevent_cse=False` lets it).
+save_inputs_only = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+@functools.partial(save_inputs_only, static_argnums=2)
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
+    x32 = x.astype(jnp.float32)
+    y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (y * jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))).astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.Array:
+    """Angle per position of each pair of channels, `[head_dim / 2]`, radians, float32 (Su et al. 2021)."""
+    freq = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling.kind == "linear":
+        return freq / scaling.factor
+    if scaling.kind == "llama3":
+        # Turns made within the original context: few turns = long wavelength = stretched; many = kept; between: blended.
+        turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+        return keep * freq + (1 - keep) * freq / scaling.factor
+    return freq
+
+
+@functools.partial(save_inputs_only, static_argnums=(2, 3))
+def rope(x_BSHh: jax.Array, positions_S: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
+    """Rotate channel pairs (i, i + h/2) by position x frequency, in float32."""
+    freq = rope_frequencies(x_BSHh.shape[-1], theta, scaling)
+    angle = positions_S.astype(jnp.float32)[:, None] * freq[None, :]
+    cos, sin = (f(angle)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BSHh.dtype)
+
+
+@save_inputs_only
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up."""
+    return jax.nn.silu(gate) * up
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with grouped key/value heads, optional QKV bias (Qwen2) and per-head QK-norm (Qwen3)."""
+
+    def __init__(self, config, *, rngs: nnx.Rngs):
+        c, D, q, kv = config, config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        normal, h = nnx.initializers.normal(c.initializer_range), c.head_dim
+        out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
+        self.config = c
+        self.wq = parameter(rngs, (q * h, D), ("heads", "embed"), normal)
+        self.wk = parameter(rngs, (kv * h, D), ("kv_heads", "embed"), normal)
+        self.wv = parameter(rngs, (kv * h, D), ("kv_heads", "embed"), normal)
+        self.wo = parameter(rngs, (D, q * h), ("embed", "heads"), out)
+        if c.attention_bias:
+            self.bq = parameter(rngs, (q * h,), ("heads",), nnx.initializers.zeros)
+            self.bk = parameter(rngs, (kv * h,), ("kv_heads",), nnx.initializers.zeros)
+            self.bv = parameter(rngs, (kv * h,), ("kv_heads",), nnx.initializers.zeros)
+        if c.qk_norm:
+            self.q_norm = parameter(rngs, (h,), ("head_dim",), nnx.initializers.ones)
+            self.k_norm = parameter(rngs, (h,), ("head_dim",), nnx.initializers.ones)
+
+    def project(self, x_BSD: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries `[B, S, H, h]`, keys and values `[B, S, K, h]`; queries and keys normed and rotated."""
+        c, (B, S, _) = self.config, x_BSD.shape
+        bias = (self.bq[...], self.bk[...], self.bv[...]) if c.attention_bias else (None, None, None)
+        weights = (self.wq[...], self.wk[...], self.wv[...])
+        q, k, v = (linear(x_BSD, w, b).reshape(B, S, -1, c.head_dim) for w, b in zip(weights, bias, strict=True))
+        if c.qk_norm:
+            q, k = rms_norm(q, self.q_norm[...], c.rms_norm_eps), rms_norm(k, self.k_norm[...], c.rms_norm_eps)
+        rotate = lambda x: rope(x, positions_S, c.rope_theta, c.rope_scaling)
+        return rotate(q), rotate(k), v
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        B, S, _ = x_BSD.shape
+        q, k, v = self.project(x_BSD, jnp.arange(S))
+        y_BSHh = attend(q, k, v, implementation=self.config.attention)
+        return linear(y_BSHh.reshape(B, S, -1), self.wo[...])
+
+    def cached(self, x_BSD: jax.Array, cache: tuple[jax.Array, jax.Array], start: jax.Array):
+        """Attention of S new positions from `start` on over a cache of keys and values `[B, T, K, h]`, which it extends."""
+        B, S, _ = x_BSD.shape
+        q, k, v = self.project(x_BSD, start + jnp.arange(S))
+        keys, values = (jax.lax.dynamic_update_slice_in_dim(c, n, start, 1) for c, n in zip(cache, (k, v), strict=True))
+        visible_ST = jnp.arange(keys.shape[1])[None, :] <= start + jnp.arange(S)[:, None]
+        y_BSHh = attend(q, keys, values, mask=visible_ST[None, None], implementation="xla")
+        return linear(y_BSHh.reshape(B, S, -1), self.wo[...]), (keys, values)
+
+
+class SwiGLU(nnx.Module):
+    """(silu(x Wg^T) * x Wu^T) Wd^T (Shazeer 2020)."""
+
+    def __init__(self, config, *, rngs: nnx.Rngs):
+        c, D, F = config, config.hidden_size, config.intermediate_size
+        normal = nnx.initializers.normal(c.initializer_range)
+        out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
+        self.w_gate = parameter(rngs, (F, D), ("mlp", "embed"), normal)
+        self.w_up = parameter(rngs, (F, D), ("mlp", "embed"), normal)
+        self.w_down = parameter(rngs, (D, F), ("embed", "mlp"), out)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        y_BSF = gated(linear(x_BSD, self.w_gate[...]), linear(x_BSD, self.w_up[...]))
+        return linear(y_BSF, self.w_down[...])

@@ -1,0 +1,177 @@
+"""The Llama family (Llama 1-3, Mistral, Qwen2, Qwen3) as one Flax NNX module, and its pure functions for the engine.
+
+Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, L layers, N tokens, T cached positions, K key/value
+heads, h head dimension.
+
+Two ways to run the same parameters. `Llama.__call__` is the plain model: autodiff goes through all of it, which is the
+reference the engine must equal. `functions` gives the pieces of it as pure functions of arrays, so that the engine can
+hold one layer at a time. Parameters are `{"blocks": stacked [L, ...], "outer": {embed, norm, head}}`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from surojax.loss import cross_entropy
+from surojax.models.layers import Attention, RopeScaling, SwiGLU, linear, parameter, rms_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a model, named as in a Hugging Face `config.json`; `qk_norm` is what makes a Qwen3."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = RopeScaling()
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    qk_norm: bool = False
+    initializer_range: float = 0.02
+    attention: str = "auto"
+
+    @property
+    def num_matmul_params(self) -> int:
+        """Parameters that take part in matrix products once per token: the blocks' matrices and the head."""
+        heads = self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads)
+        block = self.hidden_size * (heads + 3 * self.intermediate_size)
+        return self.num_hidden_layers * block + self.vocab_size * self.hidden_size
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.eps = config.rms_norm_eps
+        self.attention_norm = parameter(rngs, (config.hidden_size,), ("embed",), nnx.initializers.ones)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = parameter(rngs, (config.hidden_size,), ("embed",), nnx.initializers.ones)
+        self.mlp = SwiGLU(config, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        x_BSD = x_BSD + self.attention(rms_norm(x_BSD, self.attention_norm[...], self.eps))
+        return x_BSD + self.mlp(rms_norm(x_BSD, self.mlp_norm[...], self.eps))
+
+    def cached(self, x_BSD: jax.Array, cache, start: jax.Array):
+        """The same with keys and values kept in `cache`; see `Attention.cached`."""
+        y_BSD, cache = self.attention.cached(rms_norm(x_BSD, self.attention_norm[...], self.eps), cache, start)
+        x_BSD = x_BSD + y_BSD
+        return x_BSD + self.mlp(rms_norm(x_BSD, self.mlp_norm[...], self.eps)), cache
+
+
+class Outer(nnx.Module):
+    """What stands around the blocks: embedding, final norm, and a head of its own unless tied to the embedding."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        normal, shape = nnx.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
+        self.embed = parameter(rngs, shape, ("vocab", "embed"), normal)
+        self.norm = parameter(rngs, (config.hidden_size,), ("embed",), nnx.initializers.ones)
+        if not config.tie_word_embeddings:
+            self.head = parameter(rngs, shape, ("vocab", "embed"), normal)
+
+
+class Llama(nnx.Module):
+    """tokens `[B, S]` -> logits `[B, S, V]`: the plain model."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=config.num_hidden_layers)
+        @nnx.vmap(
+            axis_size=config.num_hidden_layers,
+            transform_metadata={nnx.PARTITION_NAME: "layers"},  # type: ignore[arg-type]
+        )
+        def stack(rngs):
+            return Block(config, rngs=rngs)
+
+        self.config = config
+        self.outer = Outer(config, rngs=rngs)
+        self.blocks = stack(rngs)
+
+    def __call__(self, tokens_BS: jax.Array, *, recompute_block: bool = False) -> jax.Array:
+        graph, weights = nnx.split(self.blocks)
+
+        def block(x_BSD, w):
+            return nnx.merge(graph, w)(x_BSD), None
+
+        x_BSD = self.outer.embed[...][tokens_BS]
+        x_BSD, _ = jax.lax.scan(jax.checkpoint(block) if recompute_block else block, x_BSD, weights)
+        x_BSD = rms_norm(x_BSD, self.outer.norm[...], self.config.rms_norm_eps)
+        return linear(x_BSD, (self.outer.embed if self.config.tie_word_embeddings else self.outer.head)[...])
+
+
+def init_params(config: LlamaConfig, seed: int | jax.Array) -> dict:
+    """Random float32 parameters `{"blocks": ..., "outer": ...}`; call it under `jit` with shardings to build them in place."""
+    return nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(jax.random.key(seed))), nnx.Param))
+
+
+def abstract_params(config: LlamaConfig) -> tuple[dict, dict]:
+    """(shapes and dtypes, logical axis names as tuples), both like `init_params`, without building any array."""
+    state = nnx.state(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))), nnx.Param)
+    return nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.get_partition_spec(state))
+
+
+class ModelFunctions(NamedTuple):
+    """What the engine needs of a model, as pure functions of arrays.
+
+    block: (weights of one layer, x `[B, S, D]`) -> x.
+    embed: (outer, tokens `[B, S]`) -> x.
+    push_embed: (outer accumulators, tokens, dx) -> accumulators, the transpose of `embed` added in place.
+    head_loss: (outer restricted to `head_uses`, x `[N, D]`, labels `[N]`) -> summed loss in nats.
+    cached_block: (weights, x, (keys, values), start) -> (x, (keys, values)), for sampling.
+    logits: (outer, x `[..., D]`) -> `[..., V]` float32.
+    """
+
+    num_layers: int
+    block: Callable
+    embed: Callable
+    push_embed: Callable
+    head_uses: tuple[str, ...]
+    head_loss: Callable
+    cached_block: Callable
+    logits: Callable
+
+
+def functions(config: LlamaConfig) -> ModelFunctions:
+    """The pure functions of a Llama with these sizes."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
+    table = "embed" if config.tie_word_embeddings else "head"
+
+    def block(w, x_BSD):
+        return nnx.merge(graph, w)(x_BSD)
+
+    def cached_block(w, x_BSD, cache, start):
+        return nnx.merge(graph, w).cached(x_BSD, cache, start)
+
+    def embed(outer, tokens_BS):
+        return outer["embed"][tokens_BS]
+
+    def push_embed(grads, tokens_BS, dx_BSD):
+        # Negative or too large tokens cannot occur: the data pipeline and the config check the vocabulary.
+        return grads | {"embed": grads["embed"].at[tokens_BS].add(dx_BSD.astype(grads["embed"].dtype))}
+
+    def logits(outer, x):
+        return linear(rms_norm(x, outer["norm"], config.rms_norm_eps), outer[table]).astype(jnp.float32)
+
+    def head_loss(outer, x_ND, labels_N):
+        x_ND = rms_norm(x_ND, outer["norm"], config.rms_norm_eps)
+        return cross_entropy(linear(x_ND, outer[table]), labels_N)
+
+    return ModelFunctions(
+        num_layers=config.num_hidden_layers,
+        block=block,
+        embed=embed,
+        push_embed=push_embed,
+        head_uses=("norm", table),
+        head_loss=head_loss,
+        cached_block=cached_block,
+        logits=logits,
+    )

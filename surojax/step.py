@@ -1,0 +1,78 @@
+"""One optimizer step, and one evaluation batch, as compiled programs over the mesh.
+
+A step is `engine.loss_and_gradients`, the global norm, and the optimizer applied layer by layer to shards of master weights
+and moments; then the work weights are written anew, gathered unless they rest in shards.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from surojax import collectives
+from surojax.engine import Engine, evaluate, loss_and_gradients, read, write
+from surojax.optim import Schedule, apply_layer
+from surojax.placement import batch_sharding
+from surojax.state import TrainState, shardings
+
+
+def update(engine: Engine, optimizer: optax.GradientTransformation, state: TrainState, grads, grad_norm) -> TrainState:
+    """The state after one optimizer step; runs per device on shards."""
+
+    def step_layer(part, weights, master, moments, grads):
+        dims = engine.dims[part]
+        moments, master = apply_layer(optimizer, grads, moments, master, grad_norm)
+        work = jax.tree.map(lambda m, w: m.astype(w.dtype), master, weights)
+        keep_shard = part == "blocks" and engine.placement.weights.sharded
+        return work if keep_shard else collectives.gather_same(work, dims), master, moments
+
+    def layer(l, carry):
+        # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
+        # update and then has to copy the whole stack, once a layer.
+        old = jax.lax.optimization_barrier(read((*carry, grads["blocks"]), l))
+        return write(carry, step_layer("blocks", *old), l)
+
+    weights, master, moments = (dict(t) for t in (state.weights, state.master, state.moments))
+    carry = (weights["blocks"], master["blocks"], moments["blocks"])
+    blocks = jax.lax.fori_loop(0, engine.model.num_layers, layer, carry)
+    outer = step_layer("outer", weights["outer"], master["outer"], moments["outer"], grads["outer"])
+    weights, master, moments = ({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))
+    return TrainState(state.step + 1, weights, master, moments)
+
+
+def make_train_step(
+    engine: Engine,
+    optimizer: optax.GradientTransformation,
+    schedule: Schedule,
+    plan: TrainState,
+    mesh: jax.sharding.Mesh,
+) -> Callable:
+    """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), float32 scalars.
+
+    The state is donated: its arrays are updated in place. Loss is the mean in nats per label over the whole batch,
+    grad_norm the global norm before clipping, lr the rate this step used.
+    """
+    spec = jax.tree.map(lambda x: x.sharding.spec, plan)
+    tokens = batch_sharding(mesh)
+
+    def per_device(state: TrainState, inputs_ABS, labels_ABS):
+        loss, grads = loss_and_gradients(engine, state.weights, inputs_ABS, labels_ABS)
+        grad_norm = jnp.sqrt(collectives.sum_of_squares(grads, engine.dims))
+        metrics = {"loss": loss, "grad_norm": grad_norm, "lr": jnp.float32(schedule(state.step))}
+        return update(engine, optimizer, state, grads, grad_norm), metrics
+
+    step = jax.shard_map(per_device, mesh=mesh, in_specs=(spec, tokens.spec, tokens.spec), out_specs=(spec, jax.P()))
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings(plan), everywhere))
+
+
+def make_eval_step(engine: Engine, plan: TrainState, mesh: jax.sharding.Mesh) -> Callable:
+    """A jitted (weights, inputs `[B, S]`, labels) -> (summed loss in nats, number of labels)."""
+    spec = jax.tree.map(lambda x: x.sharding.spec, plan.weights)
+    tokens = batch_sharding(mesh, accumulated=False)
+
+    def per_device(weights, inputs_BS, labels_BS):
+        return evaluate(engine, weights, inputs_BS, labels_BS)
+
+    return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=(spec, tokens.spec, tokens.spec), out_specs=jax.P()))

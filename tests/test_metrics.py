@@ -1,0 +1,297 @@
+"""Metrics: what the console, metrics.jsonl and TensorBoard receive, resuming, and reading one step late."""
+
+import io
+import struct
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from surojax.errors import ConfigError
+from surojax.metrics import LateMetrics, MetricsLog, NonFiniteLoss, check_finite, flops_per_token, read_metrics
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def open_log(folder, *, console=None, progress=None, **overrides):
+    options = {"total_steps": 10, "tokens_per_step": 1000, "flops_per_token": 2e9, "peak_flops": 8e12} | overrides
+    return MetricsLog(folder, console=console or io.StringIO(), progress=progress or io.StringIO(), **options)
+
+
+def log_steps(log, first, last, losses=lambda step: 1.0 / step):
+    for step in range(first, last + 1):
+        log.step(step, loss=losses(step), grad_norm=0.5, lr=3e-4, duration_s=0.5)
+
+
+# ----------------------------------------------------------------- console
+
+
+def test_a_log_gets_plain_lines(tmp_path):
+    console, progress = io.StringIO(), io.StringIO()
+    with open_log(tmp_path, console=console, progress=progress) as log:
+        log.step(1, loss=2.25, grad_norm=1.5, lr=3e-4, duration_s=100.0)
+        log.step(2, loss=2.125, grad_norm=1.25, lr=3e-4, duration_s=0.5)
+        log.eval(2, loss=2.0, bits_per_byte=2.885, duration_s=0.25)
+        log.message("checkpoint saved")
+    assert console.getvalue().splitlines() == [
+        "step  1/10  loss 2.2500  norm 1.500  lr 3.00e-04  10 tok/s  100,000.0 ms  mfu  0.2%  eta --:--",
+        # The compiling step is not in the average: 8 steps of 0.5 s are left.
+        "step  2/10  loss 2.1250  norm 1.250  lr 3.00e-04  2,000 tok/s  500.0 ms  mfu 50.0%  eta 00:04",
+        "eval 2  loss 2.0000  2.8850 bits per byte  250.0 ms",
+        "checkpoint saved",
+    ]
+    assert all(c == "\n" or c.isprintable() for c in console.getvalue())
+    assert progress.getvalue() == ""
+
+
+def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path):
+    console = io.StringIO()
+    with open_log(tmp_path, console=console, peak_flops=None) as log:
+        record = log.step(1, loss=2.25, grad_norm=1.5, lr=3e-4, duration_s=0.5)
+    assert "mfu" not in record
+    assert "mfu" not in console.getvalue()
+
+
+def test_the_eta_follows_the_recent_steps(tmp_path):
+    console = io.StringIO()
+    with open_log(tmp_path, console=console, total_steps=930) as log:
+        for step in range(1, 31):
+            log.step(step, loss=1.0, grad_norm=1.0, lr=1e-4, duration_s=100.0 if step <= 10 else 4.0)
+    assert console.getvalue().splitlines()[-1].endswith("eta 1:00:00")  # 900 steps of 4 s
+
+
+def test_a_terminal_gets_a_progress_bar_and_whole_lines(tmp_path):
+    terminal = Terminal()
+    with open_log(tmp_path, console=terminal, progress=terminal, first_step=4) as log:
+        log_steps(log, 5, 6)
+        log.message("checkpoint saved")
+    text = terminal.getvalue()
+    assert "4/10" in text  # the bar starts where the resumed run does
+    assert " 60%|" in text and "6/10, eta 00:02" in text
+    lines = [line.rpartition("\r")[2] for line in text.split("\n")]  # what is left after the bar was wiped
+    assert lines[0].startswith("step  5/10  loss 0.2000")
+    assert lines[1].startswith("step  6/10  loss 0.1667")
+    assert lines[2] == "checkpoint saved"
+
+
+def test_the_bar_stays_out_of_redirected_lines(tmp_path):
+    console, progress = io.StringIO(), Terminal()
+    with open_log(tmp_path, console=console, progress=progress) as log:
+        log_steps(log, 1, 2)
+    assert "0/10" in progress.getvalue() and "step" not in progress.getvalue()
+    assert "\r" not in console.getvalue() and len(console.getvalue().splitlines()) == 2
+
+
+# ----------------------------------------------------------------- metrics.jsonl
+
+
+def test_records(tmp_path):
+    with open_log(tmp_path) as log:
+        step = log.step(1, loss=2.25, grad_norm=1.5, lr=3e-4, duration_s=0.5)
+        evaluation = log.eval(1, loss=2.0, bits_per_byte=2.885, duration_s=0.25)
+        assert read_metrics(tmp_path / "metrics.jsonl") == [step, evaluation]  # readable while the run goes on
+    first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert first == (
+        '{"log":"step","step":1,"loss":2.25,"norm":1.5,"lr":0.0003,"tokens_per_second":2000.0,"duration_ms":500.0,'
+        '"mfu":0.5}'
+    )
+    assert second == '{"log":"eval","step":1,"loss":2.0,"bits_per_byte":2.885,"duration_ms":250.0}'
+
+
+def test_float32_losses_come_back_bit_for_bit(tmp_path):
+    losses = np.random.default_rng(0).lognormal(size=100).astype(np.float32)
+    with open_log(tmp_path, total_steps=100) as log:
+        log_steps(log, 1, 100, losses=lambda step: float(losses[step - 1]))
+    read = [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert [struct.pack("f", loss) for loss in read] == [struct.pack("f", loss) for loss in losses]
+
+
+def test_a_loss_that_is_not_finite_is_null(tmp_path):
+    console = io.StringIO()
+    with open_log(tmp_path, console=console) as log:
+        log.step(1, loss=float("nan"), grad_norm=float("inf"), lr=3e-4, duration_s=0.5)
+    assert '"loss":null,"norm":null' in (tmp_path / "metrics.jsonl").read_text()  # JSON has no NaN
+    assert "loss nan  norm inf" in console.getvalue()
+
+
+def test_a_resumed_run_ends_with_the_file_of_one_that_never_stopped(tmp_path):
+    with open_log(tmp_path / "whole") as log:
+        log_steps(log, 1, 4)
+        log.eval(4, loss=1.0, bits_per_byte=2.0, duration_s=0.5)
+        log_steps(log, 5, 8)
+
+    path = tmp_path / "resumed" / "metrics.jsonl"
+    with open_log(tmp_path / "resumed") as log:
+        log_steps(log, 1, 4)
+        log.eval(4, loss=1.0, bits_per_byte=2.0, duration_s=0.5)
+        log_steps(log, 5, 6)
+    with path.open("ab") as f:
+        f.write(b'{"log":"step","step":7,"loss":0.1')  # the kill came in the middle of a line
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4, 4, 5, 6]
+    with open_log(tmp_path / "resumed", first_step=4) as log:
+        log_steps(log, 5, 8)
+
+    assert path.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert sorted(p.name for p in path.parent.iterdir()) == ["metrics.jsonl", "tensorboard"]
+
+
+def test_a_line_that_only_lacks_its_newline_is_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"log":"step","step":1,"loss":1.0}')
+    with open_log(tmp_path, first_step=1) as log:
+        log_steps(log, 2, 2)
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
+
+
+def test_a_fresh_run_replaces_the_file_whatever_it_holds(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("something else\nentirely\n")
+    with open_log(tmp_path) as log:
+        log_steps(log, 1, 2)
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("damage", ["half a li\n", "[1]\n", '{"log":"step"}\n', '\xff{"step":1}\n'])
+def test_a_damaged_file_is_named_and_left_alone(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    content = ('{"log":"step","step":1}\n' + damage + '{"log":"step","step":3}\n').encode("latin-1")
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl line 2: expected a record"):
+        open_log(tmp_path, first_step=3)
+    assert path.read_bytes() == content
+
+
+def test_a_kill_loses_no_finished_line(tmp_path):
+    code = (
+        "import os, signal, sys, pathlib\n"
+        "from surojax.metrics import MetricsLog\n"
+        "assert 'torch' not in sys.modules and 'tensorboard' not in sys.modules\n"
+        f"log = MetricsLog(pathlib.Path({str(tmp_path)!r}), total_steps=9, tokens_per_step=1, flops_per_token=1.0)\n"
+        "for step in range(1, 6):\n"
+        "    log.step(step, loss=1.0, grad_norm=1.0, lr=1.0, duration_s=1.0)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    assert done.stdout.count("\n") == 5 and done.stderr == ""  # tensorboardX prints nothing of its own either
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+# ----------------------------------------------------------------- TensorBoard
+
+
+def tensorboard_events(file):
+    """The events of one file; a TFRecord is a length, its checksum, the event, its checksum."""
+    data, events = file.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))  # pyright: ignore[reportAttributeAccessIssue]
+        data = data[16 + length :]
+    return events
+
+
+def test_tensorboard_events(tmp_path):
+    with open_log(tmp_path) as log:
+        log_steps(log, 1, 6)
+        log.eval(6, loss=2.0, bits_per_byte=2.885, duration_s=0.25)
+    with open_log(tmp_path, first_step=4) as log:
+        log_steps(log, 5, 5)
+    fresh, resumed = sorted((tmp_path / "tensorboard").iterdir(), key=lambda file: file.name[-1:])
+
+    scalars = [(e.step, v.tag, v.simple_value) for e in tensorboard_events(fresh) for v in e.summary.value]
+    train = {f"train/{name}" for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second")}
+    assert {tag for _, tag, _ in scalars} == train | {"eval/loss", "eval/bits_per_byte"}
+    assert [(step, value) for step, tag, value in scalars if tag == "train/loss"][1] == (2, 0.5)
+    # TensorBoard hides what an earlier file says about step 5 and later.
+    assert [e.step for e in tensorboard_events(resumed) if e.session_log.status] == [5]
+
+
+# ----------------------------------------------------------------- one step late
+
+
+def device_metrics(step):
+    return {"loss": jnp.float32(1.0 / step), "grad_norm": jnp.float32(step)}
+
+
+def test_metrics_come_one_step_late():
+    late, (first, second, third) = LateMetrics(), (device_metrics(step) for step in (1, 2, 3))
+    with jax.transfer_guard("disallow"):  # as the run does: reading is an explicit transfer
+        assert late.push(1, first) is None
+        done = [late.push(2, second), late.push(3, third), late.flush()]
+        assert late.flush() is None
+    assert [(d.step, d.values["loss"], d.values["grad_norm"]) for d in done if d is not None] == [
+        (1, 1.0, 1.0),
+        (2, 0.5, 2.0),
+        (3, float(np.float32(1 / 3)), 3.0),
+    ]
+    assert all(type(value) is float for d in done if d is not None for value in d.values.values())
+
+
+def test_push_does_not_wait_for_the_step_it_is_given():
+    class Unfinished:
+        copying = False
+
+        def copy_to_host_async(self):
+            self.copying = True
+
+        def __array__(self, *_args, **_kwargs):
+            pytest.fail("waited for a running step")
+
+    late, running = LateMetrics(), Unfinished()
+    late.push(1, device_metrics(1))
+    assert late.push(2, {"loss": running}) is not None  # type: ignore[dict-item]
+    assert running.copying
+
+
+def test_a_duration_runs_from_the_end_of_the_step_before(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    late, durations = LateMetrics(), []
+    for step, arrival in enumerate([5.0, 5.0, 6.0, 8.0], start=1):  # the 1st arrival is while step 2 is pushed
+        now[0] = arrival
+        durations.append(late.push(step, device_metrics(step)))
+    now[0] = 9.0
+    durations.append(late.flush())
+    assert [d.duration_s for d in durations[1:]] == [5.0, 1.0, 2.0, 1.0]  # step 1 includes compilation
+
+    now[0] = 100.0  # an evaluation
+    late.restart_clock()
+    late.push(5, device_metrics(5))
+    with pytest.raises(AssertionError, match="flush"):
+        late.restart_clock()  # the pending step's time would be lost
+    now[0] = 101.5
+    done = late.flush()
+    assert done is not None and done.duration_s == 1.5
+
+
+@pytest.mark.parametrize(("loss", "grad_norm"), [(np.nan, 1.0), (np.inf, 1.0), (2.0, np.nan)])
+def test_a_number_that_is_not_finite_stops_the_run(tmp_path, loss, grad_norm):
+    with pytest.raises(NonFiniteLoss) as error:
+        check_finite(7, loss, grad_norm, tmp_path / "checkpoints" / "5")
+    message = str(error.value)
+    assert "\n" not in message
+    assert f"step 7: loss {loss}, gradient norm {grad_norm}" in message
+    assert f"the last checkpoint is {tmp_path}/checkpoints/5" in message
+    for setting in ("learning_rate", "warmup_steps", "max_grad_norm", "model_dtype"):
+        assert setting in message
+
+
+def test_only_numbers_that_are_not_finite_stop_it_also_without_a_checkpoint():
+    check_finite(1, 2.0, 1e30, None)
+    with pytest.raises(NonFiniteLoss, match="there is no checkpoint yet"):
+        check_finite(1, float("nan"), 1.0, None)
+
+
+def test_flops_per_token_of_llama_2_7b():
+    params = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096  # without norms and the embedding
+    flops = flops_per_token(params, num_layers=32, num_heads=32, head_dim=128, sequence_len=4096)
+    assert params == pytest.approx(6.6e9, rel=2e-3)
+    assert flops == 6 * params + 6 * 32 * 4096 * 4096  # 39.6 + 3.2 GFLOP
+    assert flops == pytest.approx(42.86e9, rel=1e-3)

@@ -1,0 +1,153 @@
+"""Tokenizers: what goes in comes out, nothing is cut or added, and every bad file is one clear line."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from surojax.errors import ConfigError
+from surojax.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+TEXT = "def greet(name):\r\n\treturn f'Grüße, {name} 👋🏽'  # 你好\n\x00"
+
+
+def save_bpe(path, *, special=("<unk>", "<s>", "</s>"), vocab_size=270, prepare=lambda tokenizer: None):
+    """A tiny byte-level BPE trained here; `prepare` may spoil it before it is saved."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, the dog sat on the log"] * 20, trainer)
+    prepare(tokenizer)
+    tokenizer.save(str(path))
+    return path
+
+
+def test_bytes_round_trip_and_ids():
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(TEXT)
+    assert ids.dtype == np.int32 and ids.tolist() == list(TEXT.encode())
+    assert tokenizer.decode(ids) == TEXT
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.name) == (257, 256, "bytes")
+    assert tokenizer.encode("").shape == (0,)
+    for one, batched in zip(("a", "", "ü"), tokenizer.encode_batch(["a", "", "ü"]), strict=True):
+        np.testing.assert_array_equal(batched, tokenizer.encode(one))
+
+
+def test_bytes_decode_leaves_out_eos_and_padded_vocabulary_and_survives_broken_utf8():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([104, 256, 105, 257, 383, -1]) == "hi"
+    assert tokenizer.decode(np.array([0xC3, 104], np.int64)) == "\ufffdh"  # a sample may stop inside a character
+    assert tokenizer.decode([]) == ""
+
+
+@pytest.fixture(scope="module")
+def bpe_file(tmp_path_factory):
+    return save_bpe(tmp_path_factory.mktemp("bpe") / "tokenizer.json")
+
+
+def test_hugging_face_round_trip(bpe_file):
+    tokenizer = load_tokenizer(str(bpe_file))
+    ids = tokenizer.encode(TEXT)
+    assert ids.dtype == np.int32 and tokenizer.decode(ids) == TEXT
+    assert len(tokenizer.encode("the cat sat")) < len("the cat sat")  # merges are used
+    assert ids.max() < tokenizer.vocab_size == 270
+    assert tokenizer.eos_id == 2
+    texts = ["the cat", "", "sat on ü"]
+    for text, batched in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        np.testing.assert_array_equal(batched, tokenizer.encode(text))
+
+
+def test_hugging_face_decode_leaves_out_special_and_unknown_ids(bpe_file):
+    tokenizer = load_tokenizer(str(bpe_file))
+    ids = tokenizer.encode("the cat").tolist()
+    assert tokenizer.decode([1, *ids, tokenizer.eos_id, 270, 100_000, -1]) == "the cat"
+
+
+def test_hugging_face_name_is_the_content(bpe_file, tmp_path):
+    copy = tmp_path / "tokenizer.json"
+    copy.write_bytes(bpe_file.read_bytes())
+    assert load_tokenizer(str(copy)).name == load_tokenizer(str(bpe_file)).name
+    assert load_tokenizer(str(tmp_path)).name == load_tokenizer(str(copy)).name  # the folder that holds it
+    other = save_bpe(tmp_path / "other.json", vocab_size=265)
+    assert load_tokenizer(str(other)).name != load_tokenizer(str(copy)).name
+    assert load_tokenizer(str(other)).name.startswith("tokenizer.json:")
+
+
+def test_hugging_face_stored_truncation_padding_and_template_are_not_applied(bpe_file, tmp_path):
+    """Published files carry the settings of their last use; applied, they would cut the corpus without a word."""
+    from tokenizers import processors
+
+    def spoil(tokenizer):
+        tokenizer.enable_truncation(max_length=4)
+        tokenizer.enable_padding(length=400)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+
+    spoilt = load_tokenizer(str(save_bpe(tmp_path / "tokenizer.json", prepare=spoil)))
+    np.testing.assert_array_equal(spoilt.encode(TEXT), load_tokenizer(str(bpe_file)).encode(TEXT))
+
+
+@pytest.mark.parametrize("name", ["<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>"])
+def test_hugging_face_eos_names(tmp_path, name):
+    assert load_tokenizer(str(save_bpe(tmp_path / "tokenizer.json", special=("<pad>", name)))).eos_id == 1
+
+
+def test_hugging_face_eos_prefers_special_tokens_over_ordinary_ones(tmp_path):
+    path = save_bpe(tmp_path / "tokenizer.json", special=("<|im_end|>",), prepare=lambda t: t.add_tokens(["</s>"]))
+    assert load_tokenizer(str(path)).eos_id == 0
+
+
+def test_vocab_size_covers_ids_with_holes(tmp_path):
+    path = save_bpe(tmp_path / "tokenizer.json")
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["far away"] = 999
+    path.write_text(json.dumps(content))
+    assert load_tokenizer(str(path)).vocab_size == 1000
+
+
+def error_of(spec) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(str(spec))
+    message = str(caught.value)
+    assert "\n" not in message and "expected" in message and "got" in message
+    return message
+
+
+def test_errors(tmp_path):
+    assert "'bytes'" in error_of("byte")
+    assert "''" in error_of("")
+    assert "nowhere" in error_of(tmp_path / "nowhere" / "tokenizer.json")
+    assert "without that file" in error_of(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"\x00\x01")
+    assert "save_pretrained" in error_of(tmp_path / "tokenizer.model")
+    for name, content in {
+        "no.json": b"{",
+        "other.json": b'{"a": 1}',
+        "binary.json": b"\xff\xfe",
+        "empty.json": b"",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        assert name in error_of(tmp_path / name)
+    no_eos = error_of(save_bpe(tmp_path / "tokenizer.json", special=("<unk>",)))
+    assert "end-of-sequence" in no_eos and "</s>" in no_eos and "add_special_tokens" in no_eos
+    with pytest.raises(ConfigError, match="readable"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_both_are_tokenizers_and_bytes_need_no_library(bpe_file):
+    both: list[Tokenizer] = [ByteTokenizer(), HuggingFaceTokenizer(bpe_file)]  # pyright checks the protocol here
+    assert all(0 <= tokenizer.eos_id < tokenizer.vocab_size for tokenizer in both)
+    code = (
+        "import sys; from surojax.tokenizer import load_tokenizer; load_tokenizer('bytes'); "
+        "assert not {'tokenizers', 'jax'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
