@@ -39,7 +39,7 @@ def plain_step(config, optimizer, dtype: str, recompute_block: bool, chunks: int
         work = jax.tree.map(lambda p: p.astype(dtype), master)
         value, grads = jax.value_and_grad(loss)(work, inputs, labels)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        updates, moments = optimizer.update(grads, moments, master, grad_norm=optax.global_norm(grads))
+        updates, moments = optimizer.update(grads, moments, master, grad_norm=optax.tree.norm(grads))
         return optax.apply_updates(master, updates), moments, value
 
     return jax.jit(train, donate_argnums=(0, 1))

@@ -1,9 +1,9 @@
-"""A first run: a 3M-parameter Llama learns Python source code, byte by byte, on two CPU cores in under 3 minutes.
+"""A first run: a 0.9M-parameter Llama learns Python source code, byte by byte, on two CPU cores in under 3 minutes.
 
     python -m surojax.train --config configs/tiny.py
 
-Data: the source of this interpreter's own standard library; nothing is downloaded. Expect an evaluation loss below
-2.5 bits per byte at the end, and a continuation that looks like Python from a distance.
+Data: the source of this interpreter's own standard library; nothing is downloaded. Expect about 2.1 bits per byte on
+held-out files at the end, and a continuation that looks like Python from a distance.
 """
 
 from surojax.config import default_config
@@ -13,18 +13,17 @@ def get_config():
     c = default_config()
     c.output_dir = "runs/tiny"
     c.model.vocab_size = 320  # 256 bytes, the end of a document, and room to a multiple of 64
-    c.model.hidden_size = 256
-    c.model.intermediate_size = 704
+    c.model.hidden_size = 128
+    c.model.intermediate_size = 352
     c.model.num_hidden_layers = 4
-    c.model.num_attention_heads = 8
-    c.model.num_key_value_heads = 4
+    c.model.num_attention_heads = 2
+    c.model.num_key_value_heads = 2
     c.model_dtype = "float32"  # CPUs have no fast bfloat16
-    c.sequence_len = 256
+    c.sequence_len = 128
     c.per_device_batch_size = 16
-    c.recompute_block = False
-    c.max_steps = 120
-    c.eval_steps = 30
-    c.save_steps = 40
-    c.learning_rate = 3e-3
-    c.warmup_steps = 10
+    c.max_steps = 600
+    c.eval_steps = 100
+    c.save_steps = 200
+    c.learning_rate = 4e-3
+    c.warmup_steps = 30
     return c

@@ -1,0 +1,90 @@
+"""A model small enough to compile in a second, and a few functions to run it, shared by the tests."""
+
+import jax
+import numpy as np
+from flax import nnx
+
+from surojax import optim, placement, step
+from surojax.engine import Engine
+from surojax.loss import cross_entropy
+from surojax.mesh import make_mesh
+from surojax.models.llama import Llama, LlamaConfig, abstract_params, functions
+from surojax.state import init_state
+
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+def tokens(*shape: int, seed: int = 0, vocab_size: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, labels), int32 of this shape; a few labels are ignored."""
+    rng = np.random.default_rng(seed)
+    inputs = rng.integers(0, vocab_size, shape).astype(np.int32)
+    labels = np.roll(inputs, -1, axis=-1)
+    return inputs, np.where(rng.random(shape) < 0.05, np.int32(-1), labels)
+
+
+class Small:
+    """A built training step over `devices` virtual devices, and its state."""
+
+    def __init__(
+        self,
+        devices: int = 1,
+        *,
+        config: LlamaConfig = CONFIG,
+        replicate: int = 1,
+        recompute_block: bool = True,
+        lmhead_chunks: int = 1,
+        seed: int = 0,
+        m_dtype: str = "float32",
+        **placed,
+    ):
+        self.mesh = make_mesh(jax.devices()[:devices], dp_replicate_size=replicate)
+        self.table = placement.place(**{"model_dtype": "float32", **placed})
+        self.schedule = optim.learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
+        self.optimizer = optim.adamw(self.schedule, m_dtype=m_dtype)
+        shapes, _ = abstract_params(config)
+        dims = placement.shard_dims(shapes, self.mesh)
+        self.plan = placement.state_plan(shapes, self.table, self.optimizer, self.mesh)
+        self.engine = Engine(functions(config), self.table, dims, recompute_block, lmhead_chunks)
+        self.step = step.make_train_step(self.engine, self.optimizer, self.schedule, self.plan, self.mesh)
+        self.state = init_state(config, self.plan, self.optimizer, seed)
+
+    def put(self, batch):
+        """A batch `[A, B, S]` on the devices."""
+        return jax.device_put(batch, placement.batch_sharding(self.mesh))
+
+    def train(self, batches) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of each step."""
+        found = []
+        for batch in batches:
+            self.state, metrics = self.step(self.state, *self.put(batch))
+            found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        return found
+
+
+def plain_loss(config: LlamaConfig):
+    """(params, inputs `[..., S]`, labels) -> mean loss of the plain model: what the engine must equal."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+
+    def loss(params, inputs, labels):
+        logits = nnx.merge(graph, params)(inputs.reshape(-1, inputs.shape[-1]))
+        return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)) / (labels >= 0).sum()
+
+    return loss
+
+
+def worst_relative(found, expected) -> float:
+    """Largest difference over a tree, relative to the largest entry of the expected leaf."""
+
+    def one(a, b):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30)
+
+    return max(jax.tree.leaves(jax.tree.map(one, found, expected)))

@@ -1,0 +1,192 @@
+"""The engine equals `jax.grad` of the plain model, however it is placed, split and recomputed."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import CONFIG, Small, plain_loss, tokens, worst_relative
+
+from surojax import placement
+from surojax.engine import evaluate, loss_and_gradients
+
+QWEN = dataclasses.replace(CONFIG, attention_bias=True, qk_norm=True, tie_word_embeddings=True, head_dim=16)
+
+# The same sums in another order: blocks of at most a few thousand float32 terms, each rounded to 6e-8. 1e-5 is what the
+# issue asks; measured at most 2e-6.
+ORDER_OF_SUMS = 1e-5
+
+
+@functools.cache
+def reference(config):
+    """Loss and gradients of the plain model on a fixed batch `[2, 8, 24]`."""
+    small, batch = Small(config=config), tokens(2, 8, 24)
+    params = jax.tree.map(np.asarray, small.state.weights)
+    loss, grads = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *batch)
+    return batch, float(loss), jax.tree.map(np.asarray, grads)
+
+
+def engine_gradients(small: Small, batch):
+    """Loss and whole gradients as the engine computes them."""
+    spec = jax.tree.map(lambda x: x.sharding.spec, small.plan.weights)
+    token_spec = placement.batch_sharding(small.mesh).spec
+    out = (jax.P(), placement.specs(small.engine.dims, True))
+    f = jax.shard_map(
+        lambda w, i, l: loss_and_gradients(small.engine, w, i, l),
+        mesh=small.mesh,
+        in_specs=(spec, token_spec, token_spec),
+        out_specs=out,
+    )
+    loss, grads = jax.jit(f)(small.state.weights, *small.put(batch))
+    return float(loss), jax.tree.map(np.asarray, grads)
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN], ids=["llama", "qwen"])
+@pytest.mark.parametrize("recompute_block", [True, False])
+@pytest.mark.parametrize(
+    "devices, placed",
+    [
+        (1, {}),
+        (8, {}),
+        (4, {"zero_level": 2}),
+        (8, {"zero_level": 3}),
+        (8, {"zero_level": 3, "replicate": 2}),
+        (4, {"zero_level": 1, "replicate": 4}),
+        (4, {"shard_weights": True}),
+    ],
+    ids=["1", "8-zero1", "4-zero2", "8-zero3", "2x4-zero3", "4x1", "4-weights-only"],
+)
+def test_equals_grad_of_the_plain_model(config, recompute_block, devices, placed):
+    batch, loss, grads = reference(config)
+    small = Small(devices, config=config, recompute_block=recompute_block, lmhead_chunks=4, **placed)
+    ours, our_grads = engine_gradients(small, batch)
+    assert ours == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
+
+
+def test_uneven_devices_keep_leaves_whole():
+    """Three devices divide none of the matrices: they are kept whole, named, and the result is the same."""
+    (inputs, labels), _, _ = reference(CONFIG)
+    batch = inputs[:, :6], labels[:, :6]
+    small = Small(3)
+    params = jax.tree.map(np.asarray, small.state.weights)
+    loss, grads = jax.jit(jax.value_and_grad(plain_loss(CONFIG)))(params, *batch)
+    ours, our_grads = engine_gradients(small, batch)
+    assert ours == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
+    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
+    whole = placement.kept_whole(params, small.engine.dims)
+    assert whole["outer.embed"] == (64, 32) and set(whole) >= {"blocks.attention.wq", "blocks.mlp.w_up"}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_accumulation_does_not_change_the_result(accumulation, devices):
+    """The same 16 sequences as one microbatch or four; ignored labels are spread unevenly over them."""
+    inputs, labels = tokens(1, 16, 24)
+    labels[0, :5] = -1
+    batch = inputs.reshape(accumulation, -1, 24), labels.reshape(accumulation, -1, 24)
+    expected = engine_gradients(Small(), (inputs, labels))
+    ours = engine_gradients(Small(devices), batch)
+    assert ours[0] == pytest.approx(expected[0], rel=ORDER_OF_SUMS)
+    assert worst_relative(ours[1], expected[1]) < ORDER_OF_SUMS
+
+
+@pytest.mark.parametrize("chunks", [2, 8, 192])
+def test_head_chunks_do_not_change_the_result(chunks):
+    batch, loss, grads = reference(CONFIG)
+    ours, our_grads = engine_gradients(Small(lmhead_chunks=chunks), batch)
+    assert ours == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
+
+
+def test_recomputing_blocks_changes_nothing():
+    """No arithmetic changes, so not a bit of ten steps may."""
+    batches = [tokens(2, 8, 24, seed=i) for i in range(10)]
+    assert Small(recompute_block=True).train(batches) == Small(recompute_block=False).train(batches)
+
+
+def test_zero_levels_and_device_counts_train_alike():
+    """Ten steps on 1 device, and on 8 at each level; only the order of float32 sums differs between them."""
+    batches = [tokens(1, 16, 24, seed=i) for i in range(10)]
+    expected = np.array(Small().train(batches))
+    for level in (1, 2, 3):
+        # AdamW divides by the root of a tiny second moment early on, which amplifies rounding: 1e-6 grows to 1e-5.
+        np.testing.assert_allclose(Small(8, zero_level=level).train(batches), expected, rtol=1e-4)
+
+
+def test_bfloat16_work_weights_follow_the_master():
+    small = Small(model_dtype="bfloat16", m_dtype="bfloat16")
+    small.train([tokens(1, 4, 24)])
+    for work, master in zip(jax.tree.leaves(small.state.weights), jax.tree.leaves(small.state.master), strict=True):
+        assert work.dtype == jnp.bfloat16 and master.dtype == jnp.float32
+        np.testing.assert_array_equal(work, master.astype(jnp.bfloat16))
+
+
+def test_evaluation_is_the_loss_of_training():
+    (inputs, labels), loss, _ = reference(CONFIG)
+    small = Small(4, zero_level=3, lmhead_chunks=2)
+    spec = jax.tree.map(lambda x: x.sharding.spec, small.plan.weights)
+    where = placement.batch_sharding(small.mesh, accumulated=False)
+    f = jax.shard_map(
+        lambda w, i, l: evaluate(small.engine, w, i, l),
+        mesh=small.mesh,
+        in_specs=(spec, where.spec, where.spec),
+        out_specs=jax.P(),
+    )
+    sums = [jax.jit(f)(small.state.weights, *jax.device_put(b, where)) for b in zip(inputs, labels, strict=True)]
+    total, count = (sum(float(x) for x in column) for column in zip(*sums, strict=True))
+    assert count == (labels >= 0).sum()
+    assert total / count == pytest.approx(loss, rel=ORDER_OF_SUMS)
+
+
+def test_all_labels_ignored_is_zero_not_nan():
+    inputs, labels = tokens(1, 4, 24)
+    loss, grads = engine_gradients(Small(), (inputs, np.full_like(labels, -1)))
+    assert loss == 0 and all(not g.any() for g in jax.tree.leaves(grads))
+
+
+def compiled_text(small: Small) -> str:
+    batch = [jax.ShapeDtypeStruct((2, 8, 24), np.int32, sharding=placement.batch_sharding(small.mesh))] * 2
+    return small.step.lower(small.plan, *batch).compile().as_text()
+
+
+def computations(text: str) -> dict[str, str]:
+    """The computations of an HLO module by name."""
+    return dict(re.findall(r"^%?([\w.\-]+) \(.*?\) -> .*? \{\n(.*?)^\}", text, flags=re.M | re.S))
+
+
+@pytest.mark.parametrize("recompute_block", [True, False])
+def test_loops_copy_no_stack(recompute_block):
+    """No loop body copies a whole stacked parameter, moment or accumulator: layers are read and written in place."""
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", text := compiled_text(Small(recompute_block=recompute_block))))
+    stacks = {",".join(map(str, p.shape)) for p in jax.tree.leaves(Small().plan.master["blocks"])}
+    assert len(bodies) >= 4 and stacks
+    for name, body in computations(text).items():
+        if name in bodies:
+            copied = set(re.findall(r"= f32\[([\d,]+)\]\S* copy\(", body)) & stacks
+            assert not copied, f"{name} copies whole stacks {copied}"
+
+
+def test_zero1_communicates_once_per_step():
+    """ZeRO-1 issues no collective inside a loop over microbatches or layers, but for the gather of the update."""
+    text = compiled_text(Small(8))
+    inside = [name for name, body in computations(text).items() if "reduce-scatter(" in body or "all-reduce(" in body]
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
+    assert not bodies & set(inside)
+    assert "reduce-scatter(" in text or "all-reduce(" in text
+
+
+GOLDEN = [(4.160937786102295, 0.4332071542739868), (4.158306121826172, 0.4448266923427582), (4.162992477416992, 0.4752430021762848)]
+
+
+def test_golden_steps():
+    """Losses and gradient norms of three steps against stored values, to notice when a refactoring changes numbers.
+
+    If this fails and the change was meant to alter the arithmetic, print the new values with
+    `print(Small().train(batches))` and replace GOLDEN, saying why in the commit. rtol: float32 in another order of sums.
+    """
+    batches = [tokens(2, 8, 24, seed=i) for i in range(3)]
+    np.testing.assert_allclose(Small().train(batches), GOLDEN, rtol=1e-4)

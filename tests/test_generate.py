@@ -1,0 +1,86 @@
+"""Sampling: the cache equals the plain model, greedy equals argmax, nucleus and vocabulary bounds hold."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from small import CONFIG, tokens
+
+from surojax import generate
+from surojax.models.llama import Llama, functions, init_params
+from surojax.tokenizer import ByteTokenizer
+
+QWEN = dataclasses.replace(CONFIG, qk_norm=True, tie_word_embeddings=True, attention_bias=True)
+
+
+def plain_logits(config, params, ids):
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graph, params)(jnp.asarray(ids)[None])[0]
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN], ids=["llama", "qwen"])
+def test_cache_equals_the_plain_model(config):
+    """A prompt of five at once, then one token at a time: float32 logits as from the whole sequence (1e-5: order of sums)."""
+    params, (ids, _) = init_params(config, 1), tokens(12)
+    expected = plain_logits(config, params, ids)
+    cache = generate.empty_cache(config, 1, 12, jnp.float32)
+    step = jax.jit(lambda t, c, s: generate.cached_logits(functions(config), params, t, c, s))
+    logits, cache = step(ids[None, :5], cache, 0)
+    np.testing.assert_allclose(logits[0], expected[4], atol=1e-5)
+    for i in range(5, 12):
+        logits, cache = step(ids[None, i : i + 1], cache, i)
+        np.testing.assert_allclose(logits[0], expected[i], atol=1e-5)
+
+
+def test_greedy_is_the_argmax_of_the_plain_model():
+    params, ids = init_params(CONFIG, 1), [3, 1, 4]
+    new = list(generate.generate(CONFIG, params, np.array(ids), max_tokens=6, temperature=0))
+    for token in new:
+        assert token == int(jnp.argmax(plain_logits(CONFIG, params, ids)[-1]))
+        ids.append(token)
+    assert len(new) == 6
+
+
+def test_sampling_follows_seed_and_stops_at_eos():
+    params, prompt = init_params(CONFIG, 1), np.array([3, 1, 4])
+    run = lambda seed, **o: list(generate.generate(CONFIG, params, prompt, max_tokens=8, seed=seed, **o))
+    assert run(0) == run(0) != run(1)
+    assert run(0, eos_id=run(0)[2]) == run(0)[:2]
+
+
+def test_nucleus_keeps_the_smallest_set():
+    logits = jnp.log(jnp.array([[0.5, 0.05, 0.3, 0.15]]))
+    draw = lambda p: {int(generate.pick(logits, jax.random.key(i), 1.0, p)[0]) for i in range(200)}
+    assert draw(0.4) == {0} and draw(0.6) == {0, 2} and draw(0.9) == {0, 2, 3} and draw(1.0) == {0, 1, 2, 3}
+    assert int(generate.pick(logits, jax.random.key(0), 0.0, 1.0)[0]) == 0
+
+
+def test_padding_of_the_vocabulary_is_never_drawn():
+    params, prompt = init_params(CONFIG, 1), np.array([1])
+    new = list(generate.generate(CONFIG, params, prompt, max_tokens=200, temperature=5.0, vocab_size=10))
+    assert len(new) == 200 and max(new) < 10
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"prompt": np.array([])}, "prompt")],
+)
+def test_bad_options_are_refused(options, message):
+    prompt = options.pop("prompt", np.array([1]))
+    with pytest.raises(ValueError, match=message):
+        list(generate.generate(CONFIG, {}, prompt, max_tokens=1, **options))
+
+
+def test_complete_starts_a_document_for_an_empty_prompt():
+    config = dataclasses.replace(CONFIG, vocab_size=320)
+    text = generate.complete(config, init_params(config, 0), ByteTokenizer(), "", max_tokens=5)
+    assert isinstance(text, str)
+
+
+def test_command_explains_a_missing_checkpoint(capsys):
+    with pytest.raises(SystemExit) as end:
+        generate.main(["--checkpoint", "nowhere", "--prompt", "x"])
+    assert "nowhere" in str(end.value) and "\n" not in str(end.value)

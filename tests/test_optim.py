@@ -1,0 +1,100 @@
+"""The optimizer chain against optax's own, schedules at their corners, and updates layer by layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from surojax import optim
+
+
+def tree(seed: int, layers: int = 3) -> dict:
+    keys = iter(jax.random.split(jax.random.key(seed), 4))
+    normal = lambda *shape: jax.random.normal(next(keys), shape)
+    return {
+        "blocks": {"w": normal(layers, 8, 4), "norm": normal(layers, 4)},
+        "outer": {"embed": normal(16, 4), "norm": normal(4)},
+    }
+
+
+def by_layers(optimizer, grads, moments, master, norm, layers: int = 3):
+    """`apply_layer` for every layer and the outer parameters, as the step does it."""
+    done = []
+    for l in range(layers):
+        read = lambda t, l=l: jax.tree.map(lambda x: x[l], t["blocks"])
+        done.append(optim.apply_layer(optimizer, read(grads), read(moments), read(master), norm))
+    blocks = jax.tree.map(lambda *x: jnp.stack(x), *done)
+    outer = optim.apply_layer(optimizer, grads["outer"], moments["outer"], master["outer"], norm)
+    return tuple({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_layer_by_layer_equals_optax_on_the_whole(max_grad_norm):
+    """Ten steps of optax's clip + adamw on the whole tree; elementwise the same formulas, in another order of roundings."""
+    schedule = optim.learning_rate_schedule("cosine", peak=1e-2, total_steps=10, warmup_steps=3)
+    ours = optim.adamw(schedule, weight_decay=0.1, max_grad_norm=max_grad_norm)
+    mask = {"blocks": {"w": True, "norm": False}, "outer": {"embed": True, "norm": False}}
+    clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
+    theirs = optax.chain(clip, optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=mask))
+    params = expected = tree(0)
+    moments, state = optim.init_moments(ours, params), theirs.init(params)
+    for i in range(10):
+        grads = tree(i + 1)
+        moments, params = by_layers(ours, grads, moments, params, optax.tree.norm(grads))
+        updates, state = theirs.update(grads, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), params, expected)
+    assert moments["blocks"][1].count.tolist() == [10, 10, 10]
+
+
+def test_decay_is_on_matrices_only():
+    optimizer = optim.adamw(optax.constant_schedule(0.1), weight_decay=0.5)
+    params = tree(0)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    _, new = by_layers(optimizer, zero, optim.init_moments(optimizer, params), params, jnp.float32(0))
+    np.testing.assert_allclose(new["blocks"]["w"], params["blocks"]["w"] * 0.95, rtol=1e-6)
+    np.testing.assert_array_equal(new["blocks"]["norm"], params["blocks"]["norm"])
+    np.testing.assert_array_equal(new["outer"]["norm"], params["outer"]["norm"])
+
+
+def test_moments_have_their_own_dtypes():
+    optimizer = optim.adamw(optax.constant_schedule(0.1), m_dtype="bfloat16", v_dtype="float32")
+    params = tree(0)
+    moments, _ = by_layers(optimizer, tree(1), optim.init_moments(optimizer, params), params, jnp.float32(1))
+    adam = moments["blocks"][1]
+    assert adam.mu["w"].dtype == jnp.bfloat16 and adam.nu["w"].dtype == jnp.float32
+    assert adam.mu["w"].shape == (3, 8, 4)
+
+
+def test_bfloat16_gradients_are_updated_in_float32():
+    optimizer = optim.adamw(optax.constant_schedule(1e-3), max_grad_norm=0)
+    params, grads = tree(0), jax.tree.map(lambda g: g.astype(jnp.bfloat16), tree(1))
+    exact = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    results = [by_layers(optimizer, g, optim.init_moments(optimizer, params), params, 1.0)[1] for g in (grads, exact)]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def rates(kind, **options) -> np.ndarray:
+    schedule = optim.learning_rate_schedule(kind, peak=1.0, total_steps=100, **options)
+    return np.array([float(schedule(jnp.int32(i))) for i in range(100)])
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_decaying_schedules(kind):
+    lr = rates(kind, warmup_steps=10, final_fraction=0.1)
+    np.testing.assert_allclose(lr[:10], np.arange(1, 11) / 10, rtol=1e-5)  # no step is wasted on a rate of zero
+    assert lr[10] == pytest.approx(1.0) and lr[99] == pytest.approx(0.1, rel=1e-4)
+    assert np.all(np.diff(lr[10:]) <= 0)
+
+
+def test_wsd_is_flat_then_falls():
+    lr = rates("wsd", warmup_steps=10, cooldown_steps=20, final_fraction=0.1)
+    np.testing.assert_allclose(lr[9:80], 1.0)
+    assert lr[99] == pytest.approx(0.1) and np.all(np.diff(lr[79:]) < 0)
+
+
+def test_without_warmup_the_first_step_is_at_the_peak():
+    assert rates("linear")[0] == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="cosine, linear or wsd"):
+        rates("exponential")

@@ -1,0 +1,91 @@
+"""Logits, loss and every gradient against Hugging Face transformers, from `fixtures/make_hf_reference.py`.
+
+Both compute in float32 with sums in different orders; the issue asks for 1e-4 relative, a float64 evaluation of the same
+formulas differs from the stored numbers by up to 8e-6 on logits of size 1 and 2e-6 of the largest gradient entry.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from small import plain_loss
+
+from surojax.models.layers import RopeScaling
+from surojax.models.llama import Llama, LlamaConfig
+
+REFERENCE = np.load(Path(__file__).parent / "fixtures" / "hf_reference.npz")
+CASES = sorted({name.split("/")[0] for name in REFERENCE})
+TOLERANCE = 2e-5
+
+BLOCK = {
+    "input_layernorm.weight": "attention_norm",
+    "post_attention_layernorm.weight": "mlp_norm",
+    "self_attn.q_proj.weight": "attention.wq",
+    "self_attn.k_proj.weight": "attention.wk",
+    "self_attn.v_proj.weight": "attention.wv",
+    "self_attn.o_proj.weight": "attention.wo",
+    "self_attn.q_proj.bias": "attention.bq",
+    "self_attn.k_proj.bias": "attention.bk",
+    "self_attn.v_proj.bias": "attention.bv",
+    "self_attn.q_norm.weight": "attention.q_norm",
+    "self_attn.k_norm.weight": "attention.k_norm",
+    "mlp.gate_proj.weight": "mlp.w_gate",
+    "mlp.up_proj.weight": "mlp.w_up",
+    "mlp.down_proj.weight": "mlp.w_down",
+}
+OUTER = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "head"}
+
+
+def load_config(case: str) -> LlamaConfig:
+    c = json.loads(str(REFERENCE[f"{case}/config"]))
+    scaling = c.pop("rope_scaling") or {}
+    kind = scaling.pop("rope_type", "none")
+    fields = {f: c[f] for f in LlamaConfig.__dataclass_fields__ if f in c}
+    return LlamaConfig(**fields, rope_scaling=RopeScaling(kind=kind, **scaling))
+
+
+def load_tree(case: str, what: str, layers: int) -> dict:
+    """The stored weights or gradients in our names, blocks stacked."""
+    stored = {name.split("/", 2)[2]: REFERENCE[name] for name in REFERENCE if name.startswith(f"{case}/{what}/")}
+    tree: dict = {"blocks": {}, "outer": {ours: stored.pop(hf) for hf, ours in OUTER.items() if hf in stored}}
+    for hf, ours in BLOCK.items():
+        if f"model.layers.0.{hf}" in stored:
+            *parents, leaf = ours.split(".")
+            node = tree["blocks"]
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[leaf] = np.stack([stored.pop(f"model.layers.{i}.{hf}") for i in range(layers)])
+    assert not stored, f"not mapped: {sorted(stored)}"
+    return tree
+
+
+def close(found, expected, what: str):
+    """Within TOLERANCE of the largest entry."""
+    worst = np.max(np.abs(np.asarray(found, np.float64) - expected)) / np.max(np.abs(expected))
+    assert worst < TOLERANCE, f"{what}: {worst:.1e} of the largest entry"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_hugging_face(case):
+    config = load_config(case)
+    weights = load_tree(case, "weight", config.num_hidden_layers)
+    tokens = REFERENCE[f"{case}/tokens"]
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    weights = jax.tree.map(jnp.asarray, weights)
+    close(jax.jit(lambda w: nnx.merge(graph, w)(tokens))(weights), REFERENCE[f"{case}/logits"], "logits")
+
+    labels = np.concatenate([tokens[:, 1:], np.full_like(tokens[:, :1], -1)], axis=1)
+    loss, grads = jax.jit(jax.value_and_grad(plain_loss(config)))(weights, tokens, labels)
+    close(loss, REFERENCE[f"{case}/loss"], "loss")
+    expected = load_tree(case, "grad", config.num_hidden_layers)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    for (path, g), e in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
+        close(g, e, f"gradient of {jax.tree_util.keystr(path)}")
+
+
+def test_all_families_are_there():
+    assert CASES == ["llama", "llama3_rope", "llama_linear_rope", "qwen2", "qwen3"]

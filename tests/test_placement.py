@@ -1,0 +1,76 @@
+"""The table, the plan it gives, and that arrays are built the way the plan says."""
+
+import jax
+import numpy as np
+import pytest
+from small import CONFIG, Small
+
+from surojax import placement
+from surojax.collectives import WHOLE
+from surojax.mesh import find_devices, make_mesh
+from surojax.models.llama import abstract_params
+
+
+@pytest.mark.parametrize("level, grads, weights", [(1, False, False), (2, True, False), (3, True, True)])
+def test_zero_levels_fill_the_table(level, grads, weights):
+    table = placement.place(zero_level=level)
+    assert (table.grads.sharded, table.weights.sharded) == (grads, weights)
+    assert table.master.sharded and not table.outer.sharded
+    assert placement.place(zero_level=level, shard_gradients=not grads).grads.sharded is not grads
+
+
+def test_unknown_level_is_refused():
+    with pytest.raises(ValueError, match="1, 2 or 3"):
+        placement.place(zero_level=4)
+
+
+def test_state_is_built_as_planned():
+    """Every array of a new state has the plan's shape, dtype and sharding, at ZeRO-3 on a 2 x 4 mesh."""
+    small = Small(8, replicate=2, zero_level=3, m_dtype="bfloat16")
+    check = lambda x, p: (x.shape, x.dtype, x.sharding) == (p.shape, p.dtype, p.sharding)
+    assert all(jax.tree.leaves(jax.tree.map(check, small.state, small.plan)))
+    gate = small.state.weights["blocks"]["mlp"]["w_gate"]
+    assert gate.addressable_shards[0].data.shape == (3, 20, 32)
+    assert small.state.moments["blocks"][1].mu["mlp"]["w_gate"].sharding == gate.sharding
+
+
+@pytest.mark.parametrize("devices", [3, 8])
+def test_new_weights_do_not_depend_on_the_mesh(devices):
+    jax.tree.map(np.testing.assert_array_equal, Small(devices, zero_level=3).state.master, Small().state.master)
+
+
+def test_bytes_fall_with_the_level():
+    """On 4 devices: ZeRO-1 divides master weights and moments by 4, ZeRO-3 the block weights as well."""
+    one, level1, level3 = Small().plan, Small(4).plan, Small(4, zero_level=3).plan
+    size = placement.bytes_per_device
+    assert size(level1.master) * 4 == size(one.master)
+    assert size(level1.weights) == size(one.weights)
+    assert size(level3.weights["blocks"]) * 4 == size(one.weights["blocks"])
+    assert size(level3.weights["outer"]) == size(one.weights["outer"])
+
+
+def test_leading_dimension_is_sharded_and_odd_ones_stay_whole():
+    shapes, _ = abstract_params(CONFIG)
+    dims = placement.shard_dims(shapes, make_mesh(jax.devices()[:5]))
+    assert dims["blocks"]["mlp"]["w_gate"] == 0  # 80 x 32, 5 divides 80
+    assert dims["blocks"]["mlp"]["w_down"] == 1  # 32 x 80
+    assert dims["blocks"]["attention"]["wq"] == WHOLE
+    assert placement.shard_dims(shapes, make_mesh(jax.devices()[:1]))["blocks"]["mlp"]["w_gate"] == WHOLE
+
+
+def test_parameters_carry_logical_axis_names():
+    shapes, names = abstract_params(CONFIG)
+    assert tuple(names["blocks"]["attention"]["wq"]) == ("layers", "heads", "embed")
+    assert tuple(names["outer"]["embed"]) == ("vocab", "embed")
+    assert all(len(n) == s.ndim for n, s in zip(jax.tree.leaves(names), jax.tree.leaves(shapes), strict=True))
+
+
+def test_meshes():
+    assert len(find_devices(0)) == 8 and len(find_devices(3)) == 3
+    assert dict(make_mesh(jax.devices(), dp_replicate_size=2).shape) == {"dp_replicate": 2, "dp_shard": 4}
+    with pytest.raises(ValueError, match="gpus: expected at most 8"):
+        find_devices(9)
+    with pytest.raises(ValueError, match="divisor"):
+        make_mesh(jax.devices(), dp_replicate_size=3)
+    with pytest.raises(ValueError, match="expected 8"):
+        make_mesh(jax.devices(), dp_replicate_size=2, dp_shard_size=3)
