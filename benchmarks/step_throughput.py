@@ -1,7 +1,7 @@
-"""Tokens per second of the engine's step against the plain one: one `jit` of `jax.value_and_grad` over the whole model.
+"""Tokens per second of the engine's step against a plain one: `jit` of `jax.value_and_grad` over the whole model.
 
-Both update the same AdamW state from the same batch with the same recomputation, and take turns: run A, run B, run A, ...
-so that a machine whose speed drifts treats them alike. Prints the median of each and the median of the pairwise ratios
+Both update the same AdamW state from the same batch with the same recomputation, and take turns: A, B, A, B, ... so
+that a machine whose speed drifts treats them alike. Prints the median of each and the median of the pairwise ratios
 (above 1 = the engine is faster). Memory is what XLA says the compiled programs need beside their arguments.
 
     python benchmarks/step_throughput.py --config configs/tiny.py [--config.recompute_block=false] [--pairs 15]
@@ -27,8 +27,8 @@ from surojax.optim import adamw, learning_rate_schedule
 from surojax.state import init_state
 
 
-def plain_step(config, optimizer, dtype: str, recompute_block: bool, chunks: int):
-    """(state of master weights and moments) -> one step of ordinary data-parallel-free JAX training code."""
+def plain_step(config, optimizer, dtype: str, recompute_block: bool):
+    """(master, moments, inputs, labels) -> (master, moments, loss): what one writes first in JAX."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
 
     def loss(params, inputs, labels):
@@ -58,7 +58,7 @@ def main() -> None:
     plan = placement.state_plan(shapes, table, optimizer, mesh)
     engine = Engine(functions(config), table, placement.shard_dims(shapes, mesh), c.recompute_block, c.lmhead_chunks)
     ours = step.make_train_step(engine, optimizer, schedule, plan, mesh)
-    plain = plain_step(config, optimizer, c.model_dtype, c.recompute_block, c.lmhead_chunks)
+    plain = plain_step(config, optimizer, c.model_dtype, c.recompute_block)
 
     shape = (1, c.per_device_batch_size, c.sequence_len + 1)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
@@ -88,9 +88,8 @@ def main() -> None:
     pairs = [(timed(run_ours)[0], timed(run_plain)[0]) for _ in range(args.pairs)]
     seconds = [statistics.median(t) for t in zip(*pairs, strict=True)]
     count = tokens[..., 1:].size
-    print(
-        f"{args.config}: {count} tokens a step, recompute_block={c.recompute_block}, jax {jax.__version__}, {jax.devices()[0].device_kind}"
-    )
+    print(f"{args.config}: {count} tokens a step, recompute_block={c.recompute_block}")
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
     print(f"losses of the first steps (engine, plain): {losses}")
     for name, t, mib in zip(("engine", "plain"), seconds, temp, strict=True):
         print(f"{name:7s} {count / t:10.0f} tokens/s {t * 1e3:9.1f} ms  {mib:8.1f} MiB temporaries")

@@ -13,7 +13,7 @@ WHOLE = -1
 
 
 def varying(tree, axes: tuple[str, ...] = DATA):
-    """Mark values as free to differ between devices: then reverse mode keeps gradients local instead of summing them."""
+    """Mark values as free to differ between devices, so that reverse mode keeps gradients local instead of summing."""
 
     def mark(x):
         missing = tuple(a for a in axes if a not in jax.typeof(x).manual_axis_type.varying)

@@ -12,8 +12,8 @@ Why not `jax.grad` of the whole model: it holds all gathered weights, or a whole
 layer's weights and gradients exist at a time, whatever the placement.
 
 The loops carry stacked `[L, ...]` arrays and read or write layer l in place. `lax.scan` with xs/ys would copy the stack
-(measured on compiled Llama-7B: 123 GiB instead of 85). Without recomputation the saved values are the block's own reverse
-mode residuals, except the weights, which are fetched again: `jax.vjp(saveable_args=...)` leaves them out.
+(measured on compiled Llama-7B: 123 GiB instead of 85). Without recomputation the saved values are the block's own
+reverse mode residuals, except the weights, which are fetched again: `jax.vjp(saveable_args=...)` leaves them out.
 
 Everything here runs inside `jax.shard_map` over the data axes: arrays are one device's part. Communication is only in
 `fetch`, `push` and `finish`. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.
@@ -180,7 +180,7 @@ def count(labels: jax.Array) -> jax.Array:
 
 
 def accumulators(engine: Engine, weights):
-    """Zeros for the gradients: the blocks' as the placement says, the outer ones whole (they are summed once per step)."""
+    """Zeros for the gradients: the blocks' as the placement says, the outer ones whole (summed once per step)."""
     dtype, dims = engine.placement.grads.dtype, engine.dims["blocks"]
     blocks = weights["blocks"]
     if engine.placement.grads.sharded and not engine.placement.weights.sharded:

@@ -2,7 +2,8 @@
 
     python -m surojax.generate --checkpoint runs/tiny --prompt "def main("
 
-Shape suffixes: B batch, S new positions, T cached positions, L layers, K key/value heads, h head dimension, V vocabulary.
+Shape suffixes: B batch, S new positions, T cached positions, L layers, K key/value heads, h head dimension,
+V vocabulary.
 """
 
 import argparse
@@ -91,9 +92,9 @@ def generate(
     prompt = np.asarray(prompt, np.int32)
     if prompt.ndim != 1 or not prompt.size:
         raise ValueError(
-            f"prompt: expected token ids in one dimension, got shape {prompt.shape}; start from eos for an empty one"
+            f"prompt: expected token ids in one dimension, got shape {prompt.shape}; pass eos to start anew"
         )
-    if temperature < 0 or not 0 < top_p <= 1:
+    if not (temperature >= 0 and 0 < top_p <= 1):
         raise ValueError(f"expected temperature >= 0 and 0 < top_p <= 1, got {temperature} and {top_p}")
     advance = _compiled(config, vocab_size or config.vocab_size, float(temperature), float(top_p))
     cache = empty_cache(config, 1, prompt.size + max_tokens, weights["outer"]["embed"].dtype)
@@ -121,7 +122,7 @@ def load(path: str | Path, tokenizer: str = "") -> tuple[LlamaConfig, dict, Toke
     """
     if (found := checkpoint.find(path)) is None:
         raise CheckpointError(
-            f"--checkpoint: expected a checkpoint or the output_dir of a run, got {str(path)!r}, which holds none"
+            f"--checkpoint: expected a checkpoint or a run's output_dir, got {str(path)!r}, which holds none"
         )
     meta = checkpoint.read_meta(found)
     c = restored_config(meta["config"])

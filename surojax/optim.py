@@ -26,8 +26,8 @@ def learning_rate_schedule(
 ) -> Schedule:
     """Learning rate of step 0, 1, ..., total_steps - 1: linear warmup, then `kind`.
 
-    cosine, linear: from the peak to `final_fraction` of it at the last step. wsd: constant at the peak, then linear over
-    the last `cooldown_steps` (Hu et al. 2024, MiniCPM). Raises ValueError for another kind.
+    cosine, linear: from the peak to `final_fraction` of it at the last step. wsd: constant at the peak, then linear
+    over the last `cooldown_steps` (Hu et al. 2024, MiniCPM). Raises ValueError for another kind.
     """
     final = peak * final_fraction
     after = max(total_steps - warmup_steps - 1, 1)
@@ -54,7 +54,7 @@ class NoState(NamedTuple):
 
 
 def clip_by_given_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Scale updates by min(1, max_norm / grad_norm), with `grad_norm` computed over all layers and devices by the caller."""
+    """Scale updates by min(1, max_norm / grad_norm), `grad_norm` being that of all layers and devices."""
 
     def update(updates, state, params=None, *, grad_norm, **_):
         factor = jnp.minimum(1.0, max_norm / jnp.maximum(grad_norm, 1e-12))
@@ -107,8 +107,11 @@ def adamw(
 
 
 def init_moments(optimizer: optax.GradientTransformation, params: dict):
-    """Optimizer state of `{"blocks": stacked, "outer": ...}`: every leaf of the blocks' part has the layer axis, its step
-    counter too, so that reading layer l of it is the same as reading layer l of the weights."""
+    """Optimizer state of `{"blocks": stacked, "outer": ...}`.
+
+    Every leaf of the blocks' part has the layer axis, the step counter too, so that layer l of it is read like layer l
+    of the weights.
+    """
     return {"blocks": jax.vmap(optimizer.init)(params["blocks"]), "outer": optimizer.init(params["outer"])}
 
 

@@ -9,7 +9,7 @@
 | moments   | optimizer state                                         | always (ZeRO-1)                   |
 | residuals | what the forward pass saves for the backward pass       | by batch                          |
 
-`state_plan` turns the table into a shape, dtype and sharding for every array of the training state without building one.
+`state_plan` turns the table into a shape, dtype and sharding for every array of the training state, building none.
 Initialisation, the step, checkpoint restore and the memory report all read that plan.
 """
 
@@ -67,8 +67,9 @@ def place(
 
 
 def shard_dims(params: dict, mesh: jax.sharding.Mesh) -> dict:
-    """For each leaf the dimension that `dp_shard` divides: the first one that it can, counted without the layer axis for
-    `blocks`; WHOLE when none divides evenly or there is one shard only.
+    """For each leaf the dimension that `dp_shard` divides: the first one that it can, without counting the layer axis.
+
+    WHOLE when none divides evenly or there is one shard only.
 
     The first, because sharding the last dimension makes XLA keep a transposed copy of a whole stack.
     """
@@ -84,7 +85,7 @@ def shard_dims(params: dict, mesh: jax.sharding.Mesh) -> dict:
 
 
 def kept_whole(params: dict, dims: dict) -> dict[str, tuple[int, ...]]:
-    """Matrices that no shard count divides, by name with their shapes: their state costs its whole size on every device."""
+    """Matrices kept whole, by name with their shapes: their state costs its whole size on every device."""
     leaves, marks = jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(dims)
     pairs = zip(leaves, marks, strict=True)
     return {
@@ -109,7 +110,7 @@ def specs(dims: dict, sharded: bool) -> dict:
 def state_plan(
     params: dict, placement: Placement, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, as `abstract_params` gives them."""
+    """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`."""
     dims = shard_dims(params, mesh)
     sharded, whole = specs(dims, True), specs(dims, False)
     work = {"blocks": (sharded if placement.weights.sharded else whole)["blocks"], "outer": whole["outer"]}
@@ -142,7 +143,7 @@ def state_plan(
 
 
 def batch_sharding(mesh: jax.sharding.Mesh, *, accumulated: bool = True) -> jax.NamedSharding:
-    """Of tokens `[accumulation, batch, S]`, or `[batch, S]` in evaluation: the batch is split over all data-parallel devices."""
+    """Of tokens `[accumulation, batch, S]`, or `[batch, S]` in evaluation: the batch is split over all devices."""
     return jax.NamedSharding(mesh, jax.P(None, DATA) if accumulated else jax.P(DATA))
 
 

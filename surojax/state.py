@@ -13,8 +13,8 @@ from surojax.optim import init_moments
 class TrainState(NamedTuple):
     """Everything that changes from step to step; `weights` and `master` are `{"blocks": [L, ...], "outer": ...}`.
 
-    `weights` is always `master` cast to the work dtype, so checkpoints hold `master` only. Randomness has no state: every
-    draw is derived from the run's seed (weights, order of the data) and a position that is stored.
+    `weights` is always `master` cast to the work dtype, so checkpoints hold `master` only. Randomness has no state:
+    every draw is derived from the run's seed (weights, order of the data) and a position that is stored.
     """
 
     step: Any  # int32 scalar: optimizer steps done
@@ -34,7 +34,7 @@ def shardings(plan):
 
 
 def init_state(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """A new state, each array created in its own sharding: no device ever holds a whole one that is planned in shards."""
+    """A new state, each array created in its own sharding: what is planned in shards is never whole on a device."""
 
     def build(seed):
         master = jax.tree.map(lambda p, m: p.astype(m.dtype), init_params(config, seed), plan.master)

@@ -1,7 +1,7 @@
 """One optimizer step, and one evaluation batch, as compiled programs over the mesh.
 
-A step is `engine.loss_and_gradients`, the global norm, and the optimizer applied layer by layer to shards of master weights
-and moments; then the work weights are written anew, gathered unless they rest in shards.
+A step is `engine.loss_and_gradients`, the global norm, and the optimizer applied layer by layer to shards of master
+weights and moments; then the work weights are written anew, gathered unless they rest in shards.
 """
 
 from collections.abc import Callable

@@ -179,14 +179,18 @@ def test_zero1_communicates_once_per_step():
     assert "reduce-scatter(" in text or "all-reduce(" in text
 
 
-GOLDEN = [(4.160937786102295, 0.4332071542739868), (4.158306121826172, 0.4448266923427582), (4.162992477416992, 0.4752430021762848)]
+GOLDEN = [
+    (4.160937786102295, 0.4332071542739868),
+    (4.158306121826172, 0.4448266923427582),
+    (4.162992477416992, 0.4752430021762848),
+]
 
 
 def test_golden_steps():
     """Losses and gradient norms of three steps against stored values, to notice when a refactoring changes numbers.
 
     If this fails and the change was meant to alter the arithmetic, print the new values with
-    `print(Small().train(batches))` and replace GOLDEN, saying why in the commit. rtol: float32 in another order of sums.
+    `print(Small().train(batches))` and replace GOLDEN, saying why in the commit. rtol: float32, another order of sums.
     """
     batches = [tokens(2, 8, 24, seed=i) for i in range(3)]
     np.testing.assert_allclose(Small().train(batches), GOLDEN, rtol=1e-4)

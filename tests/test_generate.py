@@ -23,7 +23,7 @@ def plain_logits(config, params, ids):
 
 @pytest.mark.parametrize("config", [CONFIG, QWEN], ids=["llama", "qwen"])
 def test_cache_equals_the_plain_model(config):
-    """A prompt of five at once, then one token at a time: float32 logits as from the whole sequence (1e-5: order of sums)."""
+    """A prompt of five at once, then token by token: logits as from the whole (1e-5: order of float32 sums)."""
     params, (ids, _) = init_params(config, 1), tokens(12)
     expected = plain_logits(config, params, ids)
     cache = generate.empty_cache(config, 1, 12, jnp.float32)

@@ -31,7 +31,7 @@ def by_layers(optimizer, grads, moments, master, norm, layers: int = 3):
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 def test_layer_by_layer_equals_optax_on_the_whole(max_grad_norm):
-    """Ten steps of optax's clip + adamw on the whole tree; elementwise the same formulas, in another order of roundings."""
+    """Ten steps of optax's clip + adamw on the whole tree; the same formulas, rounded in another order."""
     schedule = optim.learning_rate_schedule("cosine", peak=1e-2, total_steps=10, warmup_steps=3)
     ours = optim.adamw(schedule, weight_decay=0.1, max_grad_norm=max_grad_norm)
     mask = {"blocks": {"w": True, "norm": False}, "outer": {"embed": True, "norm": False}}

@@ -1,7 +1,7 @@
 """Logits, loss and every gradient against Hugging Face transformers, from `fixtures/make_hf_reference.py`.
 
-Both compute in float32 with sums in different orders; the issue asks for 1e-4 relative, a float64 evaluation of the same
-formulas differs from the stored numbers by up to 8e-6 on logits of size 1 and 2e-6 of the largest gradient entry.
+Both compute in float32 with sums in different orders; the issue asks for 1e-4 relative, and a float64 evaluation of the
+same formulas differs from the stored numbers by up to 8e-6 on logits of size 1 and 2e-6 of the largest gradient entry.
 """
 
 import json

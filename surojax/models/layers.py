@@ -3,10 +3,10 @@
 Shape suffixes: B batch, S sequence, D hidden size, F intermediate size, H query heads, K key/value heads,
 h head dimension, V vocabulary, T cached positions.
 
-Weights are stored [out, in]. That is the layout of published checkpoints, ZeRO shards its leading dimension (sharding the
-last one makes XLA keep a transposed copy of the whole stack), and FP8 tensor cores read it without a transpose.
-`linear` contracts the last dimensions directly: with `x @ w.T` the transposed weight would be an intermediate value that
-reverse mode saves, a copy of every weight when blocks are not recomputed.
+Weights are stored [out, in]. That is the layout of published checkpoints, ZeRO shards its leading dimension (sharding
+the last one makes XLA keep a transposed copy of the whole stack), and FP8 tensor cores read it without a transpose.
+`linear` contracts the last dimensions directly: with `x @ w.T` the transposed weight would be an intermediate value
+that reverse mode saves, a copy of every weight when blocks are not recomputed.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class RopeScaling:
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], initializer) -> nnx.Param:
-    """A float32 parameter that carries the logical names of its axes; placement, not the model, turns them into shardings."""
+    """A float32 parameter that carries the logical names of its axes; shardings are made of them elsewhere."""
     named = nnx.with_partitioning(initializer, axes, eager_sharding=False)
     return nnx.Param(named(rngs.params(), shape, jnp.float32))
 
@@ -66,7 +66,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.A
     if scaling.kind == "linear":
         return freq / scaling.factor
     if scaling.kind == "llama3":
-        # Turns made within the original context: few turns = long wavelength = stretched; many = kept; between: blended.
+        # Turns made within the original context: few = long wavelength = stretched; many = kept; blended between.
         turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
         span = scaling.high_freq_factor - scaling.low_freq_factor
         keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
@@ -129,7 +129,7 @@ class Attention(nnx.Module):
         return linear(y_BSHh.reshape(B, S, -1), self.wo[...])
 
     def cached(self, x_BSD: jax.Array, cache: tuple[jax.Array, jax.Array], start: jax.Array):
-        """Attention of S new positions from `start` on over a cache of keys and values `[B, T, K, h]`, which it extends."""
+        """Attention of S new positions, the first at `start`, over keys and values `[B, T, K, h]`, which it extends."""
         B, S, _ = x_BSD.shape
         q, k, v = self.project(x_BSD, start + jnp.arange(S))
         keys, values = (jax.lax.dynamic_update_slice_in_dim(c, n, start, 1) for c, n in zip(cache, (k, v), strict=True))

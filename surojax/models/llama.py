@@ -33,7 +33,7 @@ class LlamaConfig:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling = RopeScaling()
+    rope_scaling: RopeScaling = dataclasses.field(default_factory=RopeScaling)
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     qk_norm: bool = False
@@ -109,7 +109,7 @@ class Llama(nnx.Module):
 
 
 def init_params(config: LlamaConfig, seed: int | jax.Array) -> dict:
-    """Random float32 parameters `{"blocks": ..., "outer": ...}`; call it under `jit` with shardings to build them in place."""
+    """Random float32 parameters `{"blocks", "outer"}`; call it under `jit` with shardings to build them in place."""
     return nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(jax.random.key(seed))), nnx.Param))
 
 
