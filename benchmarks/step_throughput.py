@@ -18,8 +18,9 @@ import optax
 from flax import nnx
 
 from surojax import placement, step
-from surojax.config import check, model_config, parse
+from surojax.config import check, model_config
 from surojax.engine import Engine
+from surojax.flags import parse
 from surojax.loss import cross_entropy
 from surojax.mesh import make_mesh
 from surojax.models.llama import Llama, abstract_params, functions

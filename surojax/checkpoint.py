@@ -1,16 +1,25 @@
-"""Checkpoints: orbax, written in the background, atomic, restorable onto any mesh.
+"""Checkpoints: orbax, written in the background, atomic, verified, restorable onto any mesh.
 
 A checkpoint is the folder `<output_dir>/checkpoints/<step>` with the items `master` (weights), `moments` (optimizer
 state) and `meta` (JSON: step, data position, config). Orbax writes into a temporary folder and renames it when all is
-on disk, so a killed run leaves either a whole checkpoint or none. Work weights are `master` cast, so they are not
+written, so a killed run leaves either a whole checkpoint or none. Work weights are `master` cast, so they are not
 written; random numbers are derived from the seed in the config and the positions in `meta`.
 
 Shapes, not placements, are stored: the plan given to `restore` says which device gets which part.
+
+Damage is found in two ways, because orbax itself hands out a flipped byte as another number without a word. The list
+`files.json` has the size of every file, and checksums of the small ones: it is compared before anything is compiled,
+and names the file. What the large ones hold is checked by array: `meta` has a checksum of each, taken on the devices,
+which `restore` takes again of the arrays it returns. That covers disk, file format and the new sharding, and costs one
+pass over the devices' memory, where reading the files once more would cost minutes. Both are written before the rename.
 """
 
+import contextlib
 import json
 import logging
+import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +31,10 @@ from surojax.errors import CheckpointError
 from surojax.state import TrainState, shardings, work_weights
 
 FOLDER = "checkpoints"
-logging.getLogger("absl").setLevel(logging.ERROR)  # orbax warns about choices that are ours to make
+FILES = "files.json"
+SMALL = 1 << 20  # bytes; larger files are only measured, not read
+WRITE_TIMEOUT_S = 24 * 3600  # orbax gives up after 20 minutes by itself, which a terabyte exceeds
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs with tracebacks what it raises anyway
 
 
 def find(path: str | Path) -> Path | None:
@@ -41,8 +53,9 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself. Raises CheckpointError when it cannot be read."""
+    """What a checkpoint says of itself. Raises CheckpointError when a file is damaged or missing."""
     with _readable(path):
+        _check_files(path)
         return json.loads((path / "meta" / "metadata").read_text())
 
 
@@ -59,82 +72,178 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> d
 
 
 class Checkpoints:
-    """The checkpoints of one run; a context manager that waits for the last write."""
+    """The checkpoints of one run; a context manager that waits for the last write.
+
+    `last` is the newest one; it may still be in the writing.
+    """
 
     def __init__(self, output_dir: Path, *, save_total_limit: int):
         self.folder = output_dir / FOLDER
-        options = ocp.CheckpointManagerOptions(max_to_keep=save_total_limit, cleanup_tmp_directories=True)
-        self.manager = ocp.CheckpointManager(self.folder, options=options)
+        self.last = find(self.folder)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=save_total_limit,
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(
+                timeout_secs=WRITE_TIMEOUT_S, post_finalization_callback=lambda: _list_files(self.folder)
+            ),
+        )
+        with _Translate(lambda e: f"cannot keep checkpoints in {self.folder} ({e}); choose another output_dir"):
+            self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
-        if kind is None:
+        try:
             self.wait()
-        self.manager.close()
-
-    @property
-    def last(self) -> Path | None:
-        """The newest finished checkpoint."""
-        return find(self.folder)
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))  # what ended the run comes first
+        finally:
+            with contextlib.suppress(Exception):  # `wait` has reported what went wrong
+                self.manager.close()
 
     def save(self, state: TrainState, meta: dict[str, Any]) -> None:
         """Copy the state off the devices and start writing; an earlier write is waited for.
 
-        Raises CheckpointError, leaving every earlier checkpoint as it was, when there is no room or a write failed.
+        Raises CheckpointError, leaving every earlier checkpoint as it was, when the state holds NaN or infinity, when
+        there is no room, or when a write failed.
         """
         self.wait()
+        step = meta["step"]
+        sums, bad = checksums(weights=state.weights, master=state.master, moments=state.moments)
+        if bad:
+            raise CheckpointError(
+                f"no checkpoint of step {step} was written: {bad[0]} holds NaN or infinity, as do {len(bad) - 1} other "
+                f"arrays; lower learning_rate; last checkpoint: {self.last}"
+            )
         need, free = bytes_on_disk(state), shutil.disk_usage(self.folder).free
         if need > free:
             raise CheckpointError(
-                f"no room for the checkpoint of step {meta['step']} in {self.folder}: it needs {need / 2**30:.3f} GiB, "
-                f"{free / 2**30:.3f} GiB are free; free some, or move output_dir; last checkpoint: {self.last}"
+                f"no room for the checkpoint of step {step} in {self.folder}: it needs {need / 2**20:,.1f} MiB, "
+                f"{free / 2**20:,.1f} MiB are free; free some, or move output_dir; last checkpoint: {self.last}"
             )
         items = ocp.args.Composite(
             master=ocp.args.StandardSave(state.master),
             moments=ocp.args.StandardSave(state.moments),
-            meta=ocp.args.JsonSave(meta),
+            meta=ocp.args.JsonSave({**meta, "checksums": sums}),
         )
-        with self._writing(meta["step"]):
-            self.manager.save(meta["step"], args=items)
+        assert step not in self.manager.all_steps(), f"the checkpoint of step {step} would be written twice"
+        self.last = self.folder / str(step)
+        with self._writing():
+            self.manager.save(step, args=items, force=True)
+
+    def check(self) -> None:
+        """Raises CheckpointError when the write in the background has failed; costs nothing, so ask every step."""
+        if not self.manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
         """Until everything is on disk. Raises CheckpointError when a write failed."""
-        with self._writing(None):
+        with self._writing():
             self.manager.wait_until_finished()
 
-    def _writing(self, step):
-        what = f"the checkpoint of step {step}" if step is not None else "the last checkpoint"
-        return _Translate(lambda e: f"could not write {what} in {self.folder} ({e}); last whole one: {self.last}")
+    def _writing(self):
+        def message(reason):
+            what, self.last = self.last, find(self.folder)
+            return f"could not write checkpoint {what} ({reason}); the disk may be full; last checkpoint: {self.last}"
+
+        return _Translate(message)
 
 
 def restore(path: Path, plan: TrainState) -> TrainState:
     """The state in a checkpoint, each array straight into the plan's sharding. Raises CheckpointError."""
     meta = read_meta(path)
-    loaded = _load(path, {"master": plan.master, "moments": plan.moments})
+    with _readable(path):
+        loaded = _load(path, {"master": plan.master, "moments": plan.moments})
 
-    def build(step, master, moments):
-        return TrainState(step, work_weights(master, plan), master, moments)
+        def build(step, master, moments):
+            return TrainState(step, work_weights(master, plan), master, moments)
 
-    # Through jit, so that the arrays are XLA's own: on CPU restored ones can alias memory of the reader.
-    assemble = jax.jit(build, out_shardings=shardings(plan))
-    return assemble(jnp.int32(meta["step"]), loaded["master"], loaded["moments"])
+        # Through jit, so that the arrays are XLA's own: on CPU restored ones can alias memory of the reader.
+        assemble = jax.jit(build, out_shardings=shardings(plan), donate_argnums=(1, 2))
+        state = assemble(jnp.int32(meta["step"]), loaded["master"], loaded["moments"])
+        _verify(meta, master=state.master, moments=state.moments)
+    return state
 
 
 def restore_weights(path: Path, plan: dict) -> dict:
     """Only the weights in a checkpoint, in the dtype and sharding of `plan`. Raises CheckpointError."""
-    return _load(path, {"master": plan})["master"]
+    meta = read_meta(path)
+    with _readable(path):
+        weights = _load(path, {"master": plan})["master"]
+        _verify(meta, weights=weights)
+    return weights
 
 
 def _load(path: Path, items: dict) -> dict:
-    with _readable(path), ocp.StandardCheckpointer() as reader:
+    with ocp.StandardCheckpointer() as reader:
         return {name: reader.restore(path / name, plan) for name, plan in items.items()}
 
 
 def bytes_on_disk(state: TrainState) -> int:
     """Bytes of the arrays that a checkpoint holds, before compression."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.master, state.moments)))
+
+
+def checksums(**trees) -> tuple[dict[str, int], list[str]]:
+    """The checksum of every array by name and dtype, and the names of those that are not finite everywhere."""
+    leaves = jax.tree_util.tree_leaves_with_path(trees)
+    names = [f"{jax.tree_util.keystr(path, simple=True, separator='/')} {x.dtype}" for path, x in leaves]
+    sums, finite = jax.device_get(_checksums([x for _, x in leaves]))
+    bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
+    return dict(zip(names, map(int, sums), strict=True)), bad
+
+
+@jax.jit
+def _checksums(arrays: list[jax.Array]):
+    """For each array the sum over i of word i times 2 i + 1, modulo 2^32, and whether all of it is finite.
+
+    Integer sums do not depend on order, so not on the sharding. Odd factors are invertible, so any change of one word
+    changes the sum, and of changes in several words all but one in 2^32 do.
+    """
+
+    def one(x):
+        words = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+        index, stride = jnp.zeros(x.shape, jnp.uint32), 1
+        for d in reversed(range(x.ndim)):
+            index += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
+            stride *= x.shape[d]
+        return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32), jnp.isfinite(x).all()
+
+    return tuple(zip(*map(one, arrays), strict=True))
+
+
+def _verify(meta: dict[str, Any], **trees) -> None:
+    """Raises ValueError unless the arrays are the saved ones; one that was cast on the way is not compared."""
+    sums, _ = checksums(**trees)
+    saved = meta["checksums"]
+    if bad := [name for name, value in sums.items() if saved.get(name, value) != value]:
+        others = f" and {len(bad) - 1} other arrays are" if len(bad) > 1 else " is"
+        raise ValueError(f"{bad[0]}{others} damaged: not the checksum it was written with")
+
+
+def _list_files(folder: Path) -> None:
+    """Write the list of a checkpoint's files. Orbax calls this when all are written, and then renames the folder."""
+    (unfinished,) = folder.glob("*.orbax-checkpoint-tmp")
+    files = {str(p.relative_to(unfinished)): _measure(p) for p in unfinished.glob("*/**/*") if p.is_file()}
+    (unfinished / FILES).write_text(json.dumps(files, indent=1))
+
+
+def _check_files(path: Path) -> None:
+    """Raises ValueError or FileNotFoundError unless every file is there, as long as it was, and if small the same."""
+    for name, written in json.loads((path / FILES).read_text()).items():
+        if (now := _measure(path / name)) != written:
+            sizes = f"{written['bytes']} bytes were written, {now['bytes']} are there"
+            raise ValueError(
+                f"{name} is damaged: {sizes if now['bytes'] != written['bytes'] else 'its content changed'}"
+            )
+
+
+def _measure(file: Path) -> dict[str, int]:
+    size = file.stat().st_size
+    return {"bytes": size} | ({"crc32": zlib.crc32(file.read_bytes())} if size <= SMALL else {})
 
 
 class _Translate:
@@ -148,15 +257,19 @@ class _Translate:
 
     def __exit__(self, kind, error, trace):
         if isinstance(error, Exception) and not isinstance(error, CheckpointError):
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise CheckpointError(self.message(reason[:300])) from error
+            raise CheckpointError(self.message(_reason(error))) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause in one line; of a long one the start (what was done) and the end (why it failed)."""
+    while error.__cause__:
+        error = error.__cause__
+    text = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+    text = " ".join(re.sub(r"\[(tensorstore_spec|source locations).*", "", text, flags=re.DOTALL).split())
+    return text if len(text) <= 400 else f"{text[:150]} ... {text[-230:]}"
 
 
 def _readable(path: Path) -> _Translate:
-    others = ", ".join(str(p) for p in steps_in(path.parent) if p != path) or "none"
-    return _Translate(
-        lambda e: (
-            f"checkpoint {path} cannot be read ({e}); resume from another (there are: {others}) with "
-            "resume_from_checkpoint=PATH, or delete it"
-        )
-    )
+    others = [p for p in steps_in(path.parent) if p != path]
+    change = f"to continue from {others[-1]}, move it away" if others else "there is no other beside it"
+    return _Translate(lambda e: f"checkpoint {path} cannot be read ({e}); {change}")

@@ -1,20 +1,16 @@
 """Every option of a run, in one commented list, and the checks that refuse a bad one before anything is built.
 
-`default_config()` is locked: a typo in a config file, a notebook or a flag is an error. `parse` reads
-`--config FILE --config.field=value ...`; `check` raises ConfigError, one line that says what was expected, what was
-given and what to change. Only the commands see the ConfigDict: `model_config` and keywords carry it below.
+`default_config()` is locked: a typo in a config file, a notebook or a flag is an error. `check` raises ConfigError, one
+line that says what was expected, what was given and what to change; `flags` reads config files and command lines.
+Only the commands see the ConfigDict: `model_config` and keywords carry it below.
 """
 
-import argparse
 import difflib
-import inspect
 import math
-import os
-import re
-import runpy
-import sys
-import traceback
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_collections
 from ml_collections import config_dict
@@ -24,12 +20,10 @@ from surojax.errors import ConfigError
 from surojax.models.layers import RopeScaling
 from surojax.models.llama import LlamaConfig
 
-FLOATS = ("float32", "bfloat16")
-SCHEDULES = ("cosine", "linear", "wsd")
-ROPE_KINDS = ("none", "linear", "llama3")
+type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
 
 
-def default_config() -> ml_collections.ConfigDict:
+def default_config() -> Config:
     """All fields with their defaults; locked. Every line's comment is its help text."""
     c = ml_collections.ConfigDict()
 
@@ -98,8 +92,8 @@ def default_config() -> ml_collections.ConfigDict:
     c.dp_shard_size = -1  # GPUs a copy is sharded over; -1 = the rest
 
     # Optimizer
-    c.optimizer = "adamw"  # adamw
-    c.learning_rate = 3e-4  # peak
+    c.optimizer = "adamw"  # the update rule; adamw is the only one
+    c.learning_rate = 3e-4  # the peak, after the warmup
     c.lr_scheduler_type = "cosine"  # after the warmup: cosine, linear, or wsd (constant, then a linear cooldown)
     c.warmup_steps = 0  # steps of linear warmup; 0 = warmup_ratio decides
     c.warmup_ratio = 0.0  # warmup as a fraction of all steps
@@ -113,96 +107,85 @@ def default_config() -> ml_collections.ConfigDict:
     return c.lock()
 
 
-def describe() -> str:
-    """Help for every field, read from the one list above: `--config.field=default  comment`."""
-    lines, source = [], inspect.getsource(default_config)
-    for line in source.splitlines():
-        if section := re.fullmatch(r"    # (.+)", line):
-            lines.append(f"\n{section[1]}")
-        elif field := re.fullmatch(r"    c\.([\w.]+) = (.+?)  # (.+)", line):
-            value = "unset" if "placeholder" in field[2] else field[2]
-            lines.append(f"  --config.{field[1]}={value}\n        {field[3]}")
-    return "\n".join(lines)
+# What a value of each type is called, and what a field's value must be beyond its type: condition, its words, the fix.
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    (
+        "num_epochs eval_batches save_total_limit sequence_len per_device_batch_size gradient_accumulation_steps "
+        "lmhead_chunks dp_replicate_size model.vocab_size model.hidden_size model.intermediate_size "
+        "model.num_hidden_layers model.num_attention_heads model.num_key_value_heads "
+        "model.rope_original_max_position_embeddings",
+        lambda v: v >= 1,
+        "1 or more",
+        "raise it",
+    ),
+    (
+        "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
+        "weight_decay max_grad_norm model.head_dim",
+        lambda v: v >= 0,
+        "0 or more",
+        "--help says what 0 means",
+    ),
+    (
+        "learning_rate adamw_epsilon model.rms_norm_eps model.rope_theta model.initializer_range",
+        lambda v: v > 0,
+        "more than 0",
+        "--help shows the default",
+    ),
+    ("warmup_ratio final_lr_fraction", lambda v: 0 <= v <= 1, "a fraction from 0 to 1", "divide a percentage by 100"),
+    ("adamw_beta1 adamw_beta2", lambda v: 0 <= v < 1, "0 or more and below 1", "--help shows the default"),
+    ("dp_shard_size", lambda v: v == -1 or v >= 1, "1 or more, or -1", "-1 is all that dp_replicate_size leaves"),
+    (
+        "output_dir data text_field tokenizer resume_from_checkpoint",
+        lambda v: v.strip() != "",
+        "text that is not empty",
+        "leave it out for the default of --help",
+    ),
+)
+FLOATS = ("bfloat16", "float32")
+CHOICES: dict[str, tuple] = {
+    **dict.fromkeys(("model_dtype", "master_dtype", "accum_dtype", "opt_m_dtype", "opt_v_dtype"), FLOATS),
+    "lr_scheduler_type": ("cosine", "linear", "wsd"),
+    "optimizer": ("adamw",),
+    "attention": IMPLEMENTATIONS,
+    "zero_level": (1, 2, 3),
+    "model.rope_scaling": ("none", "linear", "llama3"),
+}
+ROPE_FIELDS = "factor low_freq_factor high_freq_factor original_max_position_embeddings".split()
+ROPE_USES = {"none": [], "linear": ROPE_FIELDS[:1], "llama3": ROPE_FIELDS}
 
 
-def parse(
-    argv: list[str] | None, parser: argparse.ArgumentParser
-) -> tuple[ml_collections.ConfigDict, argparse.Namespace]:
-    """The config of a command line, and the command's own options, which the caller has added to `parser`.
-
-    `--config FILE` names a Python file with `get_config()`; `--config.FIELD=VALUE` overrides its fields.
-    Raises ConfigError for a bad option; `--help` prints the options and every field, and exits.
-    """
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"fields (--config.FIELD=VALUE overrides the config file's value):\n{describe()}"
-    parser.add_argument("--config", metavar="FILE", help="Python file whose get_config() returns the config")
-    parser.exit_on_error = False  # type: ignore[misc]
-    argv = list(sys.argv[1:] if argv is None else argv)
-    overrides = []
-    while at := [i for i, a in enumerate(argv) if a.startswith("--config.")]:
-        name, equals, value = argv.pop(at[0]).partition("=")
-        if not equals and at[0] < len(argv) and not argv[at[0]].startswith("--"):
-            value = argv.pop(at[0])
-        elif not equals:
-            value = "true"  # --config.recompute_block alone switches it on
-        overrides.append((name.removeprefix("--config."), value))
-    try:
-        args, unknown = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error)) from error
-    if unknown:
-        raise ConfigError(f"unknown option {unknown[0]!r}: fields are set with --config.FIELD=VALUE; see --help")
-    if not args.config:
-        raise ConfigError("no config given: pass --config FILE, for example --config configs/tiny.py; see --help")
-    config = load(args.config)
-    for name, value in overrides:
-        _override(config, name, value)
-    return config, args
+def flat(c: Config) -> dict[str, Any]:
+    """Field names, those of the architecture as `model.NAME`, and their values."""
+    values = dict(c.items())
+    model = values.pop("model", None)
+    if not isinstance(model, ml_collections.ConfigDict):
+        return values
+    return values | {f"model.{name}": value for name, value in model.items()}
 
 
-def load(path: str) -> ml_collections.ConfigDict:
-    """`get_config()` of a Python file. Raises ConfigError when there is no such file or it does not return a config."""
-    if not Path(path).is_file():
-        raise ConfigError(f"--config: expected a Python file, got {path!r}, which does not exist; see configs/")
-    try:
-        config = runpy.run_path(path)["get_config"]()
-    except Exception as error:
-        frames = reversed(traceback.extract_tb(error.__traceback__))
-        line = next((f.lineno for f in frames if f.filename == path), None)
-        locked = re.search(r'[Kk]ey "(\w+)" does not exist', str(error)) if isinstance(error, AttributeError) else None
-        message = _no_field(locked[1]) if locked else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ConfigError(f"{path}{f':{line}' if line else ''}: {message}") from error
-    if not isinstance(config, ml_collections.ConfigDict):
-        got = type(config).__name__
-        raise ConfigError(f"{path}: expected get_config() to return default_config() with changes, got {got}")
-    return config
+def no_field(name: str) -> str:
+    """That there is no such field, and the one that was probably meant."""
+    names = list(flat(default_config()))
+    near = difflib.get_close_matches(name, [*names, *(n.removeprefix("model.") for n in names)], n=1, cutoff=0.6)
+    full = near and (near[0] if near[0] in names else f"model.{near[0]}")
+    return f"config has no field {name!r}: " + (f"did you mean {full!r}?" if full else "--help lists every field")
 
 
-def _no_field(name: str) -> str:
-    default = default_config()
-    names = [*default, *(f"model.{k}" for k in default.model)]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"config has no field {name!r}: " + (f"did you mean {near[0]!r}?" if near else "--help lists every field")
-
-
-def _override(config: ml_collections.ConfigDict, name: str, text: str) -> None:
-    """Set one field from the command line, in the type that it has."""
-    *parents, field = name.split(".")
-    owner = config
-    for parent in parents:
-        owner = owner.get(parent) if isinstance(owner, ml_collections.ConfigDict) else None
-    if not isinstance(owner, ml_collections.ConfigDict) or field not in owner:
-        raise ConfigError(_no_field(name))
-    if isinstance(owner.get(field), ml_collections.ConfigDict):
-        inside = ", ".join(f"{name}.{k}" for k in owner[field])
-        raise ConfigError(f"--config.{name} holds several fields: set one of {inside}")
-    kind = owner.get_type(field)
-    try:
-        words = {"true": True, "1": True, "false": False, "0": False}
-        owner[field] = words[text.lower()] if kind is bool else kind(text)
-    except (ValueError, KeyError):
-        expected = "true or false" if kind is bool else {int: "a whole number", float: "a number"}[kind]
-        raise ConfigError(f"--config.{name}: expected {expected}, got {text!r}") from None
+def check(c: Config) -> None:
+    """Everything that can be judged from the config alone. Raises ConfigError for the first field that is wrong."""
+    _check_types(c)
+    values = flat(c)
+    for names, ok, expected, change in RULES:
+        for name in names.split():
+            _need(ok(values[name]), name, expected, values[name], change)
+    for name, choices in CHOICES.items():
+        near = difflib.get_close_matches(str(values[name]), map(str, choices), n=1, cutoff=0.4)
+        change = f"did you mean {near[0]!r}?" if near else "choose one of them"
+        _need(values[name] in choices, name, f"one of {', '.join(map(str, choices))}", values[name], change)
+    _check_model(c)
+    _check_schedule(c)
+    _check_sizes(c)
 
 
 def _need(ok: bool, field: str, expected: str, got, change: str) -> None:
@@ -210,136 +193,135 @@ def _need(ok: bool, field: str, expected: str, got, change: str) -> None:
         raise ConfigError(f"{field}: expected {expected}, got {got!r}; {change}")
 
 
-def check(c: ml_collections.ConfigDict) -> None:
-    """Everything that can be judged from the config alone. Raises ConfigError for the first field that is wrong."""
-    positive = (
-        "num_epochs per_device_batch_size gradient_accumulation_steps sequence_len lmhead_chunks "
-        "dp_replicate_size save_total_limit eval_batches learning_rate adamw_epsilon"
-    )
-    for name in positive.split():
-        _need(c[name] > 0, name, "a positive number", c[name], "raise it")
-    for name in "gpus max_steps eval_steps save_steps sample_tokens warmup_steps cooldown_steps".split():
-        _need(c[name] >= 0, name, "0 or more", c[name], "0 has the meaning that --help gives")
-    for name in "sample_temperature weight_decay max_grad_norm".split():
-        _need(c[name] >= 0, name, "0 or more", c[name], "0 turns it off")
-    for name in "warmup_ratio adamw_beta1 adamw_beta2 final_lr_fraction".split():
-        below = c[name] < 1 if name.startswith("adamw") else c[name] <= 1
-        _need(c[name] >= 0 and below, name, "a fraction from 0 to 1", c[name], "use for example the default of --help")
-    for name in "model_dtype master_dtype accum_dtype opt_m_dtype opt_v_dtype".split():
-        _need(c[name] in FLOATS, name, f"one of {', '.join(FLOATS)}", c[name], "choose one of them")
-    for name, choices in (("lr_scheduler_type", SCHEDULES), ("optimizer", ("adamw",)), ("attention", IMPLEMENTATIONS)):
-        _need(c[name] in choices, name, f"one of {', '.join(choices)}", c[name], "choose one of them")
-    _need(c.zero_level in (1, 2, 3), "zero_level", "1, 2 or 3", c.zero_level, "choose one of them")
-    _need(
-        c.dp_shard_size == -1 or c.dp_shard_size > 0,
-        "dp_shard_size",
-        "-1 or a positive number",
-        c.dp_shard_size,
-        "use -1",
-    )
-    _need(
-        not (c.warmup_steps and c.warmup_ratio), "warmup_ratio", "0 beside warmup_steps", c.warmup_ratio, "set only one"
-    )
-    if c.lr_scheduler_type == "wsd":
-        _need(
-            c.cooldown_steps > 0,
-            "cooldown_steps",
-            "a positive number with wsd",
-            c.cooldown_steps,
-            "set it to ~20% of the steps",
-        )
-    else:
-        _need(
-            c.cooldown_steps == 0,
-            "cooldown_steps",
-            "0 unless lr_scheduler_type is wsd",
-            c.cooldown_steps,
-            "use wsd or 0",
-        )
-    if c.max_steps:
-        warmup = warmup_steps(c, c.max_steps)
-        _need(warmup + c.cooldown_steps <= c.max_steps, "warmup_steps + cooldown_steps", f"at most max_steps={c.max_steps}",
-              warmup + c.cooldown_steps, "shorten them")  # fmt: skip
-    tokens = c.per_device_batch_size * c.sequence_len
-    _need(tokens % c.lmhead_chunks == 0, "lmhead_chunks", f"a divisor of per_device_batch_size x sequence_len = {tokens}",
-          c.lmhead_chunks, f"use {math.gcd(tokens, c.lmhead_chunks)}")  # fmt: skip
-    _check_model(c.model)
+def _check_types(c: Config) -> None:
+    """Every field is there, no other, each of its type: a ConfigDict by itself lets True pass as a number."""
+    values, defaults = flat(c), flat(default_config())
+    if unknown := sorted(values.keys() - defaults.keys()):
+        raise ConfigError(no_field(unknown[0]))
+    if missing := sorted(defaults.keys() - values.keys()):
+        raise ConfigError(f"config lacks the field {missing[0]!r}: start from default_config(), which has all of them")
+    for name, default in defaults.items():
+        value, kind = values[name], bool if default is None else type(default)
+        if default is None and value is None:
+            continue
+        whole = kind is float and type(value) is int
+        _need(type(value) is kind or whole, name, KINDS[kind], value, f"its type is {kind.__name__}")
+        if isinstance(value, str):
+            bad = any((ord(char) < 32 and name != "sample_prompt") or 0xD800 <= ord(char) < 0xE000 for char in value)
+            _need(not bad, name, "text without control characters, in UTF-8", value, "remove those that show as codes")
+        elif kind is float:
+            _need(math.isfinite(value), name, "a finite number", value, "--help shows the default")
+        else:
+            _need(value < 2**31, name, "less than 2^31", value, "lower it")
 
 
-def _check_model(m: ml_collections.ConfigDict) -> None:
-    sizes = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-    for name in sizes.split() + ["rms_norm_eps", "rope_theta", "rope_factor", "initializer_range"]:
-        _need(m[name] > 0, f"model.{name}", "a positive number", m[name], "see the model's config.json")
-    heads, kv = m.num_attention_heads, m.num_key_value_heads
-    _need(
-        heads % kv == 0,
-        "model.num_key_value_heads",
-        f"a divisor of num_attention_heads={heads}",
-        kv,
-        f"use {math.gcd(heads, kv)}",
-    )
-    _need(m.head_dim >= 0, "model.head_dim", "0 or more", m.head_dim, "0 = hidden_size / num_attention_heads")
+def _check_model(c: Config) -> None:
+    m, heads, kv = c.model, c.model.num_attention_heads, c.model.num_key_value_heads
+    near = math.gcd(heads, kv)
+    _need(heads % kv == 0, "model.num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv, f"use {near}")
     if not m.head_dim:
-        _need(m.hidden_size % heads == 0, "model.hidden_size", f"a multiple of num_attention_heads={heads}", m.hidden_size,
-              "change one of them or set model.head_dim")  # fmt: skip
-    head_dim = m.head_dim or m.hidden_size // heads
-    _need(head_dim % 2 == 0, "model.head_dim", "an even number (channels rotate in pairs)", head_dim, "use an even one")
-    _need(
-        m.rope_scaling in ROPE_KINDS,
-        "model.rope_scaling",
-        f"one of {', '.join(ROPE_KINDS)}",
-        m.rope_scaling,
-        "choose one of them",
-    )
-    if m.rope_scaling == "llama3":
-        low, high = m.rope_low_freq_factor, m.rope_high_freq_factor
-        _need(
-            0 < low < high,
-            "model.rope_high_freq_factor",
-            f"more than rope_low_freq_factor={low} > 0",
-            high,
-            "Llama 3 uses 1 and 4",
-        )
+        expected = f"a multiple of num_attention_heads={heads}"
+        _need(m.hidden_size % heads == 0, "model.hidden_size", expected, m.hidden_size, "or set model.head_dim")
+    h = head_dim(c)
+    _need(h % 2 == 0, "model.head_dim", "an even number, since channels rotate in pairs", h, f"use {h + 1}")
+    if c.attention == "cudnn":
+        change = "set attention='xla', or change it"
+        _need(c.model_dtype == "bfloat16", "model_dtype", "bfloat16 with attention='cudnn'", c.model_dtype, change)
+        _need(h % 8 == 0 and h <= 256, "model.head_dim", "a multiple of 8 up to 256 with cudnn", h, change)
+    kind, default = m.rope_scaling, default_config().model
+    for name in (f"rope_{field}" for field in ROPE_FIELDS if field not in ROPE_USES[kind]):
+        expected = f"{default[name]} with rope_scaling={kind!r}, which does not use it"
+        _need(m[name] == default[name], f"model.{name}", expected, m[name], "leave it out, or set model.rope_scaling")
+    if kind != "none":
+        change = "it is the new context length divided by the old one"
+        _need(m.rope_factor > 1, "model.rope_factor", f"more than 1 with rope_scaling={kind!r}", m.rope_factor, change)
+    low, high = m.rope_low_freq_factor, m.rope_high_freq_factor
+    _need(low > 0, "model.rope_low_freq_factor", "more than 0", low, "Llama 3 uses 1")
+    _need(high > low, "model.rope_high_freq_factor", f"more than rope_low_freq_factor={low}", high, "Llama 3 uses 4")
 
 
-def warmup_steps(c: ml_collections.ConfigDict, total_steps: int) -> int:
+def _check_schedule(c: Config) -> None:
+    alone = not (c.warmup_steps and c.warmup_ratio)
+    _need(alone, "warmup_ratio", f"0 beside warmup_steps={c.warmup_steps}", c.warmup_ratio, "set only one of them")
+    if c.lr_scheduler_type == "wsd":
+        expected, change = "1 or more with lr_scheduler_type='wsd'", "a fifth of all steps is usual"
+        _need(c.cooldown_steps > 0, "cooldown_steps", expected, c.cooldown_steps, change)
+    else:
+        expected = f"0 with lr_scheduler_type={c.lr_scheduler_type!r}, which does not use it"
+        _need(c.cooldown_steps == 0, "cooldown_steps", expected, c.cooldown_steps, "leave it out, or use 'wsd'")
+    if c.max_steps:
+        expected = f"1 beside max_steps={c.max_steps}, which decides"
+        _need(c.num_epochs == 1, "num_epochs", expected, c.num_epochs, "set one of them: max_steps=0 counts epochs")
+        planned, expected = warmup_steps(c, c.max_steps) + c.cooldown_steps, f"at most max_steps={c.max_steps}"
+        _need(planned <= c.max_steps, "warmup_steps + cooldown_steps", expected, planned, "shorten them")
+
+
+def _check_sizes(c: Config) -> None:
+    tokens, chunks = c.per_device_batch_size * c.sequence_len, c.lmhead_chunks
+    _need(tokens < 2**31, "per_device_batch_size x sequence_len", "less than 2^31 tokens", tokens, "lower one of them")
+    expected = f"a divisor of per_device_batch_size x sequence_len = {tokens}"
+    change = f"use {divisor(tokens, min(chunks, tokens))}"
+    _need(tokens % chunks == 0, "lmhead_chunks", expected, chunks, change)
+    shards = c.gpus // c.dp_replicate_size if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
+    if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients):
+        expected = "2 or more, to shard over, with zero_level above 1, shard_weights or shard_gradients"
+        _need(shards != 1, "dp_shard_size", expected, 1, "lower dp_replicate_size or zero_level, or raise gpus")
+
+
+def divisor(n: int, at_least: int) -> int:
+    """The smallest divisor of n that is so large at least."""
+    pairs = ((i, n // i) for i in range(1, math.isqrt(n) + 1) if n % i == 0)
+    return min(d for pair in pairs for d in pair if d >= at_least)
+
+
+def head_dim(c: Config) -> int:
+    """Channels of an attention head."""
+    return c.model.head_dim or c.model.hidden_size // c.model.num_attention_heads
+
+
+def warmup_steps(c: Config, total_steps: int) -> int:
     """Steps of warmup in a run of `total_steps`."""
     return c.warmup_steps or round(c.warmup_ratio * total_steps)
 
 
-def model_config(c: ml_collections.ConfigDict) -> LlamaConfig:
+def model_config(c: Config) -> LlamaConfig:
     """The frozen architecture of a checked config."""
-    m = c.model.to_dict()
-    scaling = RopeScaling(
-        kind=m.pop("rope_scaling"),
-        factor=m.pop("rope_factor"),
-        low_freq_factor=m.pop("rope_low_freq_factor"),
-        high_freq_factor=m.pop("rope_high_freq_factor"),
-        original_max_position_embeddings=m.pop("rope_original_max_position_embeddings"),
-    )
-    m["head_dim"] = m["head_dim"] or m["hidden_size"] // m["num_attention_heads"]
-    return LlamaConfig(**m, rope_scaling=scaling, attention=c.attention)
+    sizes = c.model.to_dict() | {"head_dim": head_dim(c)}
+    scaling = RopeScaling(sizes.pop("rope_scaling"), **{name: sizes.pop(f"rope_{name}") for name in ROPE_FIELDS})
+    return LlamaConfig(**sizes, rope_scaling=scaling, attention=c.attention)
 
 
 def check_output_dir(path: str) -> Path:
-    """The output folder as an absolute path; ConfigError if it cannot be made or written. Creates nothing."""
-    folder = Path(path).expanduser().absolute()
-    nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    _need(nearest.is_dir(), "output_dir", "a folder", str(folder), f"{nearest} is a file; choose another path")
-    writable = os.access(nearest, os.W_OK | os.X_OK)
-    _need(
-        writable,
-        "output_dir",
-        "a folder that can be written",
-        str(folder),
-        f"{nearest} is not writable; choose another path",
-    )
+    """The output folder as an absolute path; ConfigError if it cannot be made or written. Leaves nothing behind."""
+    change = "choose another path"
+    _need("://" not in path, "output_dir", "a folder of this machine", path, "mount the storage and give its path")
+    try:
+        folder = Path(path).expanduser().absolute()
+        for place in (folder, folder / "checkpoints"):
+            nearest = next(p for p in (place, *place.parents) if p.exists(follow_symlinks=False))
+            _need(nearest.is_dir(), "output_dir", "a folder", str(place), f"{nearest} is a file; {change}")
+            tempfile.TemporaryFile(dir=nearest).close()  # has no name, or loses it at once; asks the file system itself
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder for "~"
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"output_dir: expected a folder that can be written, got {path!r} ({reason}); {change}"
+        ) from error
     return folder
 
 
-def restored_config(values: dict) -> ml_collections.ConfigDict:
-    """The config that a checkpoint stores, as `to_dict` gave it; fields that are newer than it get their defaults."""
+def restored_config(values: dict) -> Config:
+    """The config that a checkpoint stores, as `to_dict` gave it; fields that are newer than it get their defaults.
+
+    Raises ConfigError for a field that this version does not know, or of another type.
+    """
     c = default_config()
-    with c.unlocked():
+    try:
         c.update(values)
+        _check_types(c)
+    except (AttributeError, KeyError, TypeError, ConfigError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(
+            f"checkpoint: expected the fields of this version, got a config that has others ({reason}); "
+            "use the version of surojax that wrote it"
+        ) from error
     return c

@@ -4,6 +4,7 @@ Data-parallel devices form a grid `dp_replicate x dp_shard`: the batch is split 
 only, so every row of the grid holds one whole copy of it (HSDP when both are larger than one).
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -15,9 +16,14 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 DATA = (REPLICATE, SHARD)
 
 
-def find_devices(gpus: int) -> list[jax.Device]:
+def find_devices(gpus: int) -> list:
     """The first `gpus` devices of the default backend, all of them for 0. Raises ConfigError if there are fewer."""
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:200] or f"JAX_PLATFORMS={jax.config.jax_platforms}"
+        change = "install what drives them (pip install 'surojax[cuda]'), or set JAX_PLATFORMS=cpu"
+        raise ConfigError(f"gpus: expected devices that JAX can use, got none ({reason}); {change}") from error
     if gpus > len(devices):
         kind = devices[0].device_kind
         hint = f" (virtual ones: XLA_FLAGS=--xla_force_host_platform_device_count={gpus})" if kind == "cpu" else ""
@@ -27,21 +33,17 @@ def find_devices(gpus: int) -> list[jax.Device]:
     return devices[: gpus or len(devices)]
 
 
-def make_mesh(
-    devices: Sequence[jax.Device], *, dp_replicate_size: int = 1, dp_shard_size: int = -1
-) -> jax.sharding.Mesh:
+def make_mesh(devices: Sequence, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -> jax.sharding.Mesh:
     """A mesh over the devices. Raises ConfigError when the sizes do not multiply to their number."""
-    n = len(devices)
-    if dp_shard_size == -1:
-        if n % dp_replicate_size:
-            raise ConfigError(
-                f"dp_replicate_size: expected a divisor of the {n} devices, got {dp_replicate_size}; change gpus or it"
-            )
-        dp_shard_size = n // dp_replicate_size
-    if dp_replicate_size * dp_shard_size != n:
-        sizes = f"{dp_replicate_size} x {dp_shard_size}"
-        raise ConfigError(
-            f"dp_replicate_size x dp_shard_size: expected {n} (the devices in use), got {sizes}; use -1 for one"
-        )
+    n, replicate, shard = len(devices), dp_replicate_size, dp_shard_size
+    if shard == -1 and n % replicate:
+        change = f"use {math.gcd(n, replicate)}, or gpus={math.ceil(n / replicate) * replicate}"
+        raise ConfigError(f"dp_replicate_size: expected a divisor of the {n} devices in use, got {replicate}; {change}")
+    if shard == -1:
+        shard = n // replicate
+    if replicate * shard != n:
+        change = f"set gpus={replicate * shard}, or leave dp_shard_size out"
+        sizes = f"{replicate} x {shard} = {replicate * shard}"
+        raise ConfigError(f"dp_replicate_size x dp_shard_size: expected {n}, the devices in use, got {sizes}; {change}")
     auto = (jax.sharding.AxisType.Auto,) * 2
-    return jax.sharding.Mesh(np.array(devices).reshape(dp_replicate_size, dp_shard_size), DATA, axis_types=auto)
+    return jax.sharding.Mesh(np.array(devices).reshape(replicate, shard), DATA, axis_types=auto)

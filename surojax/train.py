@@ -2,8 +2,8 @@
 
     python -m surojax.train --config configs/tiny.py [--config.FIELD=VALUE ...]
 
-`train(config)` is the run: check, data, plan, compile, loop, finish. Nothing is written before everything that can be
-checked has been. Start the same command again after any kind of end: it continues where the last checkpoint stands.
+`train(config)` is the run: check, data, plan, compile, state, loop, finish. Nothing is written before everything that
+can be checked has been. Start the same command again after any kind of end: it continues from the last checkpoint.
 """
 
 import argparse
@@ -17,18 +17,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import ml_collections
 import numpy as np
+from tqdm import tqdm
 
 from surojax import checkpoint, config as configs, data, gpus, placement, state
 from surojax.blueprint import Blueprint, draw
 from surojax.checkpoint import Checkpoints
 from surojax.errors import CheckpointError, ConfigError
 from surojax.fit import GiB, check_fit
+from surojax.flags import parse
 from surojax.generate import complete
 from surojax.mesh import find_devices, make_mesh
-from surojax.metrics import LateMetrics, MetricsLog, NonFiniteLoss, check_finite, flops_per_token
-from surojax.tokenizer import load_tokenizer
+from surojax.metrics import (
+    METRICS_FILE,
+    LateMetrics,
+    MetricsLog,
+    NonFiniteLoss,
+    check_finite,
+    flops_per_token,
+    read_metrics,
+)
+from surojax.tokenizer import Tokenizer, load_tokenizer
+
+type Config = Any  # a checked ml_collections.ConfigDict, whose fields have no types for pyright to know
 
 
 class Result(NamedTuple):
@@ -40,11 +51,11 @@ class Result(NamedTuple):
     finished: bool  # False after SIGTERM or Ctrl-C
 
 
-def train(config: ml_collections.ConfigDict) -> Result:
+def train(config: Config) -> Result:
     """Train as the config says; see `config.default_config` for the fields.
 
-    Raises ConfigError (bad settings or data, too little memory; nothing was written), CheckpointError (a checkpoint that
-    cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite).
+    Raises ConfigError (bad settings or data, too little memory; nothing was written), CheckpointError (a checkpoint
+    cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), OSError (no room for metrics).
     """
     c, started = config, time.perf_counter()
 
@@ -53,98 +64,87 @@ def train(config: ml_collections.ConfigDict) -> Result:
     output_dir = configs.check_output_dir(c.output_dir)
     devices = find_devices(c.gpus)
     mesh = make_mesh(devices, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
-    check_fit(c, draw(c, mesh, total_steps=1), devices)
+    need = check_fit(c, draw(c, mesh, total_steps=1), devices)
 
     # -- Data ---------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(c.tokenizer)
-    if tokenizer.vocab_size > c.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: expected at least {tokenizer.vocab_size} (of {tokenizer.name}), got {c.model.vocab_size}; raise it"
-        )
-    corpus, held_out = data.load_corpora(c.data, eval_source=c.eval_data, tokenizer=tokenizer, text_field=c.text_field)
+    corpus, held_out = load_corpora(c, tokenizer)
     batch_size = c.per_device_batch_size * len(devices)
     samples_per_step = batch_size * c.gradient_accumulation_steps
     data.check_length(corpus, c.sequence_len, samples_per_step)
     total_steps = c.max_steps or c.num_epochs * data.samples_per_epoch(corpus, c.sequence_len) // samples_per_step
+    check_schedule(c, total_steps)
 
     # -- Plan: shapes, shardings, memory; and what there is to continue from ------------------------------------------
     run = draw(c, mesh, total_steps)
-    need = check_fit(c, run, devices)
     identity = {"tokenizer": tokenizer.name, "data": corpus.fingerprint}
     resume = find_resume(c, output_dir, identity)
-
-    # -- Compile ------------------------------------------------------------------------------------------------------
-    say = lambda text: print(text, flush=True)
-    parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(run.params))
-    say(
-        f"surojax: {parameters / 1e6:,.1f}M parameters on {len(devices)} x {devices[0].device_kind} ({' x '.join(f'{a}={n}' for a, n in mesh.shape.items())})"
-    )
-    say(
-        f"data: {corpus.name}, {len(corpus.tokens):,} tokens for training, {len(held_out.tokens):,} held out; {total_steps} steps of {samples_per_step * c.sequence_len:,} tokens"
-    )
-    say(
-        f"memory per device: {sum(need.values()) / GiB:.2f} GiB ({', '.join(f'{k} {v / GiB:.2f}' for k, v in need.items())})"
-    )
-    if whole := placement.kept_whole(run.params, run.engine.dims) if mesh.shape["dp_shard"] > 1 else {}:
-        say(
-            f"note: kept whole on every device, since {mesh.shape['dp_shard']} divides none of their dimensions: {whole}"
-        )
-    compile_start = time.perf_counter()
-    tokens_sharding = placement.batch_sharding(mesh)
-    tokens = jax.ShapeDtypeStruct(
-        (c.gradient_accumulation_steps, batch_size, c.sequence_len), np.int32, sharding=tokens_sharding
-    )
-    train_step = run.train_step().lower(run.plan, tokens, tokens).compile()
-    say(f"compiled the step in {time.perf_counter() - compile_start:.1f} s")
-
-    # -- State: new, or from a checkpoint -----------------------------------------------------------------------------
-    if resume:
-        train_state, meta = checkpoint.restore(resume, run.plan), checkpoint.read_meta(resume)
-        say(f"continuing from {resume}")
-    else:
-        train_state, meta = state.init_state(run.model, run.plan, run.optimizer, c.seed), {"step": 0, "samples": 0}
+    meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
     first_step, samples = meta["step"], meta["samples"]
+    describe(run, devices, need)
+    say(f"data: {corpus.name}, {len(corpus.tokens):,} tokens for training, {len(held_out.tokens):,} held out")
+    say(f"run: {total_steps} steps of {samples_per_step * c.sequence_len:,} tokens into {output_dir}")
+    if resume and first_step >= total_steps:
+        say(f"nothing left to train: {resume} is at step {first_step} of {total_steps}; raise max_steps to go on")
+        return Result(checkpoint.restore(resume, run.plan), [], resume, True)
 
-    # -- Loop ---------------------------------------------------------------------------------------------------------
-    history, evaluate = [], Evaluation(c, run, held_out, batch_size)
-    batches = data.batches(
-        corpus,
-        sequence_len=c.sequence_len,
-        batch_size=batch_size,
-        accumulation=c.gradient_accumulation_steps,
-        seed=c.seed,
-        start_sample=samples,
-    )
-    log_options = {
-        "total_steps": total_steps,
-        "tokens_per_step": samples_per_step * c.sequence_len,
-        "first_step": first_step,
-    }
-    log_options |= {"flops_per_token": run_flops(run, c.sequence_len), "peak_flops": peak_flops(devices, c.model_dtype)}
-    with (
-        contextlib.closing(batches),
-        Checkpoints(output_dir, save_total_limit=c.save_total_limit) as checkpoints,
-        MetricsLog(output_dir, **log_options) as log,
-        StopSignal() as stop,
-    ):
-        late = LateMetrics()
+    with contextlib.ExitStack() as until_end:
+        # -- Compile, while the first batches are prepared ------------------------------------------------------------
+        batches = data.batches(
+            corpus,
+            sequence_len=c.sequence_len,
+            batch_size=batch_size,
+            accumulation=c.gradient_accumulation_steps,
+            seed=c.seed,
+            start_sample=samples,
+        )
+        until_end.enter_context(contextlib.closing(batches))
+        compile_start = time.perf_counter()
+        tokens_shape = (c.gradient_accumulation_steps, batch_size, c.sequence_len)
+        tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=placement.batch_sharding(mesh))
+        train_step = run.train_step().lower(run.plan, tokens, tokens).compile()
+        evaluate = Evaluation(c, run, mesh, held_out)
+        say(f"compiled in {time.perf_counter() - compile_start:.1f} s")
+
+        # -- State: new, or from a checkpoint -------------------------------------------------------------------------
+        if resume:
+            train_state = checkpoint.restore(resume, run.plan)
+            say(f"continuing from {resume}")
+        else:
+            train_state = state.init_state(run.model, run.plan, run.optimizer, c.seed)
+
+        # -- Loop -----------------------------------------------------------------------------------------------------
+        checkpoints = until_end.enter_context(Checkpoints(output_dir, save_total_limit=c.save_total_limit))
+        log = MetricsLog(
+            output_dir,
+            total_steps=total_steps,
+            tokens_per_step=samples_per_step * c.sequence_len,
+            first_step=first_step,
+            flops_per_token=run_flops(run, c.sequence_len),
+            peak_flops=peak_flops(devices, c.model_dtype),
+        )
+        until_end.enter_context(log)
+        stop = until_end.enter_context(StopSignal())
+        history, late = [], LateMetrics()
 
         def report(done) -> None:
             if done is not None:
                 history.append(log.step(done.step, **done.values, duration_s=done.duration_s))
                 check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last)
 
+        step = first_step
         for step in range(first_step + 1, total_steps + 1):
             batch = next(batches)
-            inputs, labels = jax.device_put((batch["inputs"], batch["labels"]), tokens_sharding)
+            inputs, labels = jax.device_put((batch["inputs"], batch["labels"]), tokens.sharding)
             with jax.transfer_guard("disallow"):
                 train_state, metrics = train_step(train_state, inputs, labels)
-            report(late.push(step, metrics))
             samples += samples_per_step
+            report(late.push(step, metrics))
+            checkpoints.check()
 
-            last = step == total_steps or bool(stop.received)
-            evaluate_now = step == total_steps or (c.eval_steps and step % c.eval_steps == 0)
-            save_now = last or (c.save_steps and step % c.save_steps == 0)
+            stopping, final = stop.received, step == total_steps
+            evaluate_now = final or (c.eval_steps and step % c.eval_steps == 0)
+            save_now = final or stopping or (c.save_steps and step % c.save_steps == 0)
             if evaluate_now or save_now:
                 report(late.flush())  # a checkpoint of step n is written when n is known to be sound and is in the log
                 if evaluate_now:
@@ -152,24 +152,49 @@ def train(config: ml_collections.ConfigDict) -> Result:
                 if save_now:
                     checkpoints.save(train_state, {"step": step, "samples": samples, "config": c.to_dict(), **identity})
                 late.restart_clock()
-            if last:
+            if stopping:
+                say(f"stopped by {stopping} after step {step} of {total_steps}; start again to continue")
                 break
 
         # -- Finish ---------------------------------------------------------------------------------------------------
-        finished = step == total_steps if total_steps > first_step else True
-        if not finished:
-            log.message(f"stopped by {stop.received} after step {step}")
-        elif c.sample_tokens:
-            log.message(sample(c, run, train_state.weights, tokenizer, held_out))
         checkpoints.wait()
-        log.message(
-            f"{total_steps - first_step if finished else step - first_step} steps in {time.perf_counter() - started:.0f} s"
-        )
-        log.message(f"checkpoint: {checkpoints.last}")
+        finished = step == total_steps
+        if finished and c.sample_tokens:
+            say(sample(c, run, train_state.weights, tokenizer, held_out))
+        say(f"{step - first_step} steps in {time.perf_counter() - started:.0f} s")
+        say(evaluation_summary(output_dir))
+        say(f"checkpoint: {checkpoints.last}")
         return Result(train_state, history, checkpoints.last, finished)
 
 
-def find_resume(c: ml_collections.ConfigDict, output_dir: Path, identity: dict[str, str]) -> Path | None:
+def say(text: str) -> None:
+    """Print a line, above the progress bar where there is one; what the terminal cannot show is escaped."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+
+
+def load_corpora(c: Config, tokenizer: Tokenizer) -> tuple[data.Corpus, data.Corpus]:
+    """The text to train on and the text to evaluate on, in tokens the model has rows for."""
+    if tokenizer.vocab_size > c.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: expected at least {tokenizer.vocab_size} (of {tokenizer.name}), got "
+            f"{c.model.vocab_size}; raise it"
+        )
+    return data.load_corpora(c.data, eval_source=c.eval_data, tokenizer=tokenizer, text_field=c.text_field)
+
+
+def check_schedule(c: Config, total_steps: int) -> None:
+    """Raises ConfigError when warmup and cooldown are longer than the run, whose length may follow from the data."""
+    planned = configs.warmup_steps(c, total_steps) + c.cooldown_steps
+    if planned > total_steps:
+        raise ConfigError(
+            f"warmup_steps + cooldown_steps: expected at most the {total_steps} steps of num_epochs={c.num_epochs}, "
+            f"got {planned}; shorten them, or raise num_epochs"
+        )
+
+
+def find_resume(c: Config, output_dir: Path, identity: dict[str, str]) -> Path | None:
     """The checkpoint to continue from, None for a new run; refused unless it is of the same model, data and seed."""
     own, wanted = checkpoint.find(output_dir / checkpoint.FOLDER), c.resume_from_checkpoint
     if wanted == "no":
@@ -178,39 +203,57 @@ def find_resume(c: ml_collections.ConfigDict, output_dir: Path, identity: dict[s
                 f"resume_from_checkpoint: 'no', but {own} exists; choose another output_dir, delete it, or use 'auto'"
             )
         return None
-    found = own if wanted == "auto" else checkpoint.find(wanted)
+    found = own
+    # A run that began with another run's checkpoint and was killed goes on from its own when the command is repeated.
+    if wanted != "auto" and not (own and checkpoint.read_meta(own)["config"]["resume_from_checkpoint"] == wanted):
+        found = checkpoint.find(wanted)
+        if found is None:
+            raise ConfigError(
+                f"resume_from_checkpoint: expected 'auto', 'no' or a checkpoint, got {wanted!r}, which holds none"
+            )
+        if own and found != own:
+            raise ConfigError(
+                f"resume_from_checkpoint: expected {own}, the newest in output_dir, got {found}; "
+                "move the newer ones away, or choose another output_dir"
+            )
     if found is None:
-        if wanted == "auto":
-            return None
-        raise ConfigError(
-            f"resume_from_checkpoint: expected 'auto', 'no' or a checkpoint, got {wanted!r}, which holds none"
-        )
-    if own and found != own:
-        raise ConfigError(
-            f"resume_from_checkpoint: {found} is not the newest in output_dir; delete {own} or choose another output_dir"
-        )
+        return None
     meta = checkpoint.read_meta(found)
-    old = meta["config"]
-    changed = checkpoint.differences(old, configs.restored_config(old).to_dict() | c.to_dict())
+    changed = checkpoint.differences(configs.restored_config(meta["config"]).to_dict(), c.to_dict())
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] in ("model", "seed", "sequence_len")}
     fixed |= {k: (meta[k], v) for k, v in identity.items() if meta[k] != v}
     if fixed:
         what = ", ".join(f"{k} is {a!r} there and {b!r} here" for k, (a, b) in fixed.items())
         raise CheckpointError(f"checkpoint {found} is of another run: {what}; use the same, or another output_dir")
-    ignored = ("output_dir", "resume_from_checkpoint")
-    if rest := {k: v for k, v in changed.items() if k not in ignored}:
-        print("continuing with changed settings: " + ", ".join(f"{k} {a!r} -> {b!r}" for k, (a, b) in rest.items()))
+    rest = {k: v for k, v in changed.items() if k not in ("output_dir", "resume_from_checkpoint")}
+    if rest:
+        say("continuing with changed settings: " + ", ".join(f"{k} {a!r} -> {b!r}" for k, (a, b) in rest.items()))
     return found
+
+
+def describe(run: Blueprint, devices, need: dict[str, int]) -> None:
+    """Say what will run where, and what it needs."""
+    parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(run.params))
+    axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
+    say(f"surojax: {parameters / 1e6:,.1f}M parameters on {len(devices)} x {devices[0].device_kind} ({axes})")
+    parts = ", ".join(f"{name} {size / GiB:.2f}" for name, size in need.items())
+    say(f"memory per device: {sum(need.values()) / GiB:.2f} GiB ({parts})")
+    shards = run.mesh.shape["dp_shard"]
+    if shards > 1 and (whole := placement.kept_whole(run.params, run.engine.dims)):
+        say(f"note: kept whole on every device, since {shards} divides none of their dimensions: {whole}")
 
 
 class Evaluation:
     """Loss on held-out text: nats per token, and bits per byte, which compares across tokenizers."""
 
-    def __init__(self, c: ml_collections.ConfigDict, run: Blueprint, held_out: data.Corpus, batch_size: int):
+    def __init__(self, c: Config, run: Blueprint, mesh: jax.sharding.Mesh, held_out: data.Corpus):
+        batch_size = c.per_device_batch_size * mesh.size
         options = {"sequence_len": c.sequence_len, "batch_size": batch_size, "max_batches": c.eval_batches}
         self.batches = list(data.evaluation_batches(held_out, **options))
-        self.step, self.bytes_per_token = run.eval_step(), held_out.bytes_per_token
-        self.sharding = placement.batch_sharding(run.mesh, accumulated=False)
+        self.bytes_per_token = held_out.bytes_per_token
+        self.sharding = placement.batch_sharding(mesh, accumulated=False)
+        tokens = jax.ShapeDtypeStruct((batch_size, c.sequence_len), np.int32, sharding=self.sharding)
+        self.step = run.eval_step().lower(run.plan.weights, tokens, tokens).compile()
 
     def __call__(self, weights) -> dict[str, float]:
         start = time.perf_counter()
@@ -235,7 +278,7 @@ class StopSignal:
 
     def __exit__(self, *_):
         for number, handler in self.old.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that Python did not set
 
     def _receive(self, number, _frame):
         if self.received and number == signal.SIGINT:
@@ -243,13 +286,24 @@ class StopSignal:
         self.received = signal.Signals(number).name
 
 
-def sample(c: ml_collections.ConfigDict, run: Blueprint, weights, tokenizer, held_out: data.Corpus) -> str:
-    """The prompt and what the model makes of it."""
+def sample(c: Config, run: Blueprint, weights, tokenizer: Tokenizer, held_out: data.Corpus) -> str:
+    """The prompt and what the model makes of it, with control characters escaped."""
     prompt = c.sample_prompt or tokenizer.decode(held_out.tokens[:64])
-    text = complete(
-        run.model, weights, tokenizer, prompt, max_tokens=c.sample_tokens, temperature=c.sample_temperature, seed=c.seed
-    )
-    return f"--- prompt\n{prompt}\n--- continuation\n{text}\n---"
+    options = {"max_tokens": c.sample_tokens, "temperature": c.sample_temperature, "seed": c.seed}
+    text = complete(run.model, weights, tokenizer, prompt, **options)
+    shown = (x if x.isprintable() or x in "\n\t" else x.encode("unicode_escape").decode() for x in text)
+    return f"--- prompt\n{prompt}\n--- continuation\n{''.join(shown)}\n---"
+
+
+def evaluation_summary(output_dir: Path) -> str:
+    """The first and the last evaluation of the whole run, whatever number of times it was started."""
+    evals = [record for record in read_metrics(output_dir / METRICS_FILE) if record["log"] == "eval"]
+    if not evals:
+        return "evaluation: none yet"
+    first, last = evals[0], evals[-1]
+    arrow = lambda key: f"{first[key]:.4f} -> {last[key]:.4f}"
+    steps = f"steps {first['step']} -> {last['step']}"
+    return f"evaluation: loss {arrow('loss')}, {arrow('bits_per_byte')} bits per byte ({steps})"
 
 
 def run_flops(run: Blueprint, sequence_len: int) -> float:
@@ -267,15 +321,20 @@ def peak_flops(devices, dtype: str) -> float | None:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, run, and say how to go on; one line and a non-zero exit code for an error."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m surojax.train", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m surojax.train", description=(__doc__ or "").partition("\n")[0])
+    again = shlex.join(["python", "-m", "surojax.train", *argv])
     try:
-        c, _ = configs.parse(argv, parser)
+        c, _ = parse(argv, parser)
         result = train(c)
     except (ConfigError, CheckpointError, NonFiniteLoss) as error:
-        sys.exit(f"surojax.train: error: {error}")
-    print(f"sample:  python -m surojax.generate --checkpoint {shlex.quote(c.output_dir)} --prompt TEXT")
-    again = shlex.join(["python", "-m", "surojax.train", *argv])
-    print(f"resume:  {again}" + (f" --config.max_steps={2 * result.state.step}" if result.finished else ""))
+        sys.exit(f"surojax.train: error: {'; '.join([str(error), *getattr(error, '__notes__', ())])}")
+    except OSError as error:
+        sys.exit(f"surojax.train: error: {error}; when that is repaired, continue with: {again}")
+    except KeyboardInterrupt:
+        print(f"surojax.train: aborted; continue with: {again}", file=sys.stderr)
+        sys.exit(130)  # what shells expect after Ctrl-C
+    say(f"sample: python -m surojax.generate --checkpoint {shlex.quote(str(c.output_dir))} --prompt TEXT")
+    say(f"resume: {again}" + (f" --config.max_steps={2 * int(result.state.step)}" if result.finished else ""))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""Config files and command lines: `--config FILE --config.FIELD=VALUE ...`, and the help for every field."""
+
+import argparse
+import difflib
+import inspect
+import re
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import ml_collections
+
+from surojax.config import KINDS, Config, default_config, flat, no_field
+from surojax.errors import ConfigError
+
+WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def describe() -> str:
+    """Help for every field, read from the one list in `default_config`: `--config.field=default  comment`."""
+    lines, source = [], inspect.getsource(default_config)
+    for line in source.splitlines():
+        if section := re.fullmatch(r"    # (.+)", line):
+            lines.append(f"\n{section[1]}")
+        elif field := re.fullmatch(r"    c\.([\w.]+) = (.+?)  # (.+)", line):
+            value = "unset" if "placeholder" in field[2] else field[2]
+            lines.append(f"  --config.{field[1]}={value}\n        {field[3]}")
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Config, argparse.Namespace]:
+    """The config of a command line, and the command's own options, which the caller has added to `parser`.
+
+    `--config FILE` names a Python file with `get_config()`; `--config.FIELD=VALUE` overrides its fields, the last one
+    counts. Raises ConfigError for a bad option; `--help` prints the options and every field, and exits.
+    """
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"fields (--config.FIELD=VALUE overrides the config file's value):\n{describe()}"
+    parser.add_argument("--config", metavar="FILE", help="Python file whose get_config() returns the config")
+    parser.allow_abbrev, parser.error = False, _refuse  # by itself argparse prints the usage, and exits
+    rest, overrides = _split(sys.argv[1:] if argv is None else argv)
+    args, unknown = parser.parse_known_args(rest)
+    if unknown:
+        field = unknown[0].strip("-").partition("=")[0].replace("-", "_")
+        meant = f"did you mean --config.{field}?" if field in flat(default_config()) else "see --help"
+        raise ConfigError(f"unknown option {unknown[0]!r}: fields are set with --config.FIELD=VALUE; {meant}")
+    if not args.config:
+        raise ConfigError("no config given: pass --config FILE, for example --config configs/tiny.py; see --help")
+    config = load(args.config)
+    for name, text in overrides:
+        _override(config, name, text)
+    return config, args
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; see --help")
+
+
+def load(path: str) -> Config:
+    """`get_config()` of a Python file. Raises ConfigError when there is no such file or it does not return a config."""
+    file = Path(path)
+    if not file.is_file() or file.suffix != ".py":
+        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], n=1)
+        hint = f"did you mean {file.parent / near[0]}?" if near else "see configs/ for examples"
+        is_what = "another kind of file" if file.is_file() else "a folder" if file.is_dir() else "nothing there"
+        raise ConfigError(f"--config: expected a Python file with get_config(), got {path!r} ({is_what}); {hint}")
+    try:
+        get_config = runpy.run_path(path).get("get_config")
+        if get_config is None:
+            raise ConfigError("expected a function get_config(), got none; see configs/tiny.py")
+        config = get_config()
+        if not isinstance(config, ml_collections.ConfigDict):
+            got = type(config).__name__
+            raise ConfigError(f"expected get_config() to return default_config() with changes, got {got}; return it")
+    except (Exception, SystemExit) as error:
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        line = next((f.lineno for f in frames if f.filename == path), getattr(error, "lineno", None))
+        raise ConfigError(f"{path}{f':{line}' if line else ''}: {_in_words(error)}") from error
+    return config
+
+
+def _in_words(error: BaseException) -> str:
+    """What is wrong in a config file, in one line; ml_collections lists the whole config in its own messages."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ConfigError):
+        return text
+    if locked := re.search(r'[Kk]ey "(\w+)" does not exist', text):
+        return no_field(locked[1])
+    if missing := re.search(r'Did you mean "\w+" instead of "(\w+)"', text):
+        return no_field(missing[1])
+    wrong = re.search(r"field '(\w+)' .*?\. (.*) is of original type <class '(.+?)'> and .* <class '(\w+)'>", text)
+    if wrong and (kind := next((k for k in KINDS if k.__name__ == wrong[4]), None)):
+        field, value, given = wrong[1], wrong[2], wrong[3]
+        return f"{field}: expected {KINDS[kind]}, got {value} of type {given}; its type is {kind.__name__}"
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """The arguments that set no field, and the fields that the others set, with the text of the value or None."""
+    rest, overrides, argv = [], [], list(argv)
+    while argv:
+        name, equals, text = argv.pop(0).partition("=")
+        if not name.startswith("--config."):
+            rest.append(name + equals + text)
+        elif equals:
+            overrides.append((name.removeprefix("--config."), text))
+        else:
+            follows = argv and not argv[0].startswith("--")
+            overrides.append((name.removeprefix("--config."), argv.pop(0) if follows else None))
+    return rest, overrides
+
+
+def _override(config: Config, name: str, text: str | None) -> None:
+    """Set one field from the command line, in the type that it has."""
+    defaults = flat(default_config())
+    if inside := [field for field in defaults if field.startswith(f"{name}.")]:
+        raise ConfigError(f"--config.{name} holds several fields: set one of {', '.join(inside)}")
+    if name not in defaults:
+        raise ConfigError(no_field(name))
+    optional = defaults[name] is None
+    kind = bool if optional else type(defaults[name])
+    owner = config.model if name.startswith("model.") else config
+    try:
+        owner[name.removeprefix("model.")] = _value(kind, text, optional)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        expected = KINDS[kind] + (" or unset" if optional else "")
+        got = "no value" if text is None else repr(text)
+        raise ConfigError(f"--config.{name}: expected {expected}, got {got}; write --config.{name}=VALUE") from None
+
+
+def _value(kind: type, text: str | None, optional: bool) -> bool | int | float | str | None:
+    """The value of a text. Raises KeyError, TypeError, ValueError or OverflowError when it has none of this kind."""
+    if kind is bool:
+        if text is None:
+            return True  # --config.recompute_block alone switches it on
+        return None if optional and text.lower() == "unset" else WORDS[text.lower()]
+    if text is None:
+        raise ValueError
+    if kind is int and "e" in text.lower() and float(text).is_integer():  # 1e3
+        return int(float(text))
+    return kind(text)

@@ -1,0 +1,308 @@
+"""Bad input ends in seconds: one line that says what was expected, what was given and what to change; nothing written.
+
+Most cases run the command in this process, with compilation forbidden; a few run it as a user does.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from surojax import fit
+from surojax.errors import ConfigError
+from surojax.mesh import find_devices, make_mesh
+from surojax.train import main
+
+ROOT = Path(__file__).parent.parent
+TINY = str(ROOT / "configs" / "tiny.py")
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capfd):
+    """A function (arguments) -> the one line that the command ends with; the working directory is a new folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def compile(*_, **__):
+        raise AssertionError("bad input was compiled")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
+    (tmp_path / "other.txt").write_text("Pack my box with five dozen liquor jugs.\n" * 400)
+
+    def run(*arguments: str, config: str = TINY) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        small = [] if any(a.startswith("--config.data") for a in arguments) else ["--config.data=text.txt,other.txt"]
+        with pytest.raises(SystemExit) as exited:
+            main(["--config", config, *small, "--config.output_dir=out", *arguments])
+        line, (_, err) = exited.value.code, capfd.readouterr()
+        assert isinstance(line, str) and line.startswith("surojax.train: error: "), line  # Python prints it and exits 1
+        assert "\n" not in line and "Traceback" not in line and err == "", (line, err)
+        assert sorted(tmp_path.rglob("*")) == before, "something was written"
+        return line.removeprefix("surojax.train: error: ")
+
+    return run
+
+
+def field_cases() -> list[tuple[str, str]]:
+    """(flags, what the line has to say), for what can be judged from the config alone."""
+    text = """
+    max_step=3                  | no field 'max_step': did you mean 'max_steps'?
+    hidden_size=64              | no field 'hidden_size': did you mean 'model.hidden_size'?
+    model.hidden=64             | no field 'model.hidden': did you mean 'model.hidden_size'?
+    lr=1e-3                     | no field 'lr': --help lists
+    model=3                     | --config.model holds several fields: set one of model.attention_bias
+    max_steps=ten               | --config.max_steps: expected a whole number, got 'ten'
+    max_steps=10.5              | --config.max_steps: expected a whole number, got '10.5'
+    max_steps=                  | --config.max_steps: expected a whole number, got ''
+    max_steps                   | --config.max_steps: expected a whole number, got no value
+    max_steps=1e999             | --config.max_steps: expected a whole number, got '1e999'
+    output_dir                  | --config.output_dir: expected text, got no value
+    learning_rate=fast          | --config.learning_rate: expected a number, got 'fast'
+    recompute_block=maybe       | --config.recompute_block: expected true or false, got 'maybe'
+    shard_weights=2             | --config.shard_weights: expected true or false or unset, got '2'
+    recompute_block=unset       | --config.recompute_block: expected true or false, got 'unset'
+    learning_rate=nan           | learning_rate: expected a finite number, got nan
+    learning_rate=inf           | learning_rate: expected a finite number, got inf
+    learning_rate=0             | learning_rate: expected more than 0, got 0.0
+    learning_rate=-1e-4         | learning_rate: expected more than 0, got -0.0001
+    weight_decay=-0.1           | weight_decay: expected 0 or more, got -0.1; --help says what 0 means
+    max_grad_norm=-1            | max_grad_norm: expected 0 or more
+    sample_temperature=-1       | sample_temperature: expected 0 or more
+    sample_tokens=-1            | sample_tokens: expected 0 or more
+    seed=-1                     | seed: expected 0 or more
+    seed=4294967296             | seed: expected less than 2^31
+    max_steps=-5                | max_steps: expected 0 or more, got -5
+    eval_steps=-1               | eval_steps: expected 0 or more
+    eval_batches=0              | eval_batches: expected 1 or more
+    save_total_limit=0          | save_total_limit: expected 1 or more, got 0; raise it
+    per_device_batch_size=0     | per_device_batch_size: expected 1 or more
+    gradient_accumulation_steps=0 | gradient_accumulation_steps: expected 1 or more
+    sequence_len=0              | sequence_len: expected 1 or more
+    sequence_len=-128           | sequence_len: expected 1 or more
+    sequence_len=2147483647     | per_device_batch_size x sequence_len: expected less than 2^31 tokens
+    max_steps=0 num_epochs=0    | num_epochs: expected 1 or more
+    num_epochs=3                | num_epochs: expected 1 beside max_steps=600, which decides, got 3
+    warmup_ratio=3              | warmup_ratio: expected a fraction from 0 to 1, got 3.0; divide a percentage by 100
+    warmup_ratio=0.1            | warmup_ratio: expected 0 beside warmup_steps=30, got 0.1; set only one
+    warmup_steps=601            | warmup_steps + cooldown_steps: expected at most max_steps=600, got 601
+    max_steps=20                | warmup_steps + cooldown_steps: expected at most max_steps=20, got 30
+    adamw_beta2=1               | adamw_beta2: expected 0 or more and below 1, got 1.0
+    adamw_epsilon=0             | adamw_epsilon: expected more than 0
+    final_lr_fraction=10        | final_lr_fraction: expected a fraction from 0 to 1
+    cooldown_steps=10           | cooldown_steps: expected 0 with lr_scheduler_type='cosine', which does not use it
+    lr_scheduler_type=wsd       | cooldown_steps: expected 1 or more with lr_scheduler_type='wsd'
+    lr_scheduler_type=cosin     | lr_scheduler_type: expected one of cosine, linear, wsd, got 'cosin'; did you
+    optimizer=sgd               | optimizer: expected one of adamw, got 'sgd'
+    model_dtype=float16         | model_dtype: expected one of bfloat16, float32, got 'float16'
+    opt_m_dtype=fp8             | opt_m_dtype: expected one of bfloat16, float32, got 'fp8'
+    attention=flash             | attention: expected one of auto, xla, cudnn, got 'flash'
+    attention=cudnn             | model_dtype: expected bfloat16 with attention='cudnn', got 'float32'
+    attention=cudnn model_dtype=bfloat16 | attention: expected 'auto' or 'xla' on cpu, got 'cudnn'
+    zero_level=0                | zero_level: expected one of 1, 2, 3, got 0
+    zero_level=4                | zero_level: expected one of 1, 2, 3, got 4
+    lmhead_chunks=7             | a divisor of per_device_batch_size x sequence_len = 2048, got 7; use 8
+    lmhead_chunks=4096          | a divisor of per_device_batch_size x sequence_len = 2048, got 4096; use 2048
+    gpus=9                      | gpus: expected at most 8 (cpu), got 9; lower it or use 0 for all
+    gpus=-1                     | gpus: expected 0 or more
+    gpus=8 dp_replicate_size=3  | dp_replicate_size: expected a divisor of the 8 devices in use, got 3; use 1, or gpus=9
+    gpus=2 dp_replicate_size=2 dp_shard_size=4 | expected 2, the devices in use, got 2 x 4 = 8; set gpus=8
+    dp_shard_size=4             | x dp_shard_size: expected 1, the devices in use, got 1 x 4 = 4; set gpus=4
+    dp_shard_size=0             | dp_shard_size: expected 1 or more, or -1, got 0
+    dp_replicate_size=0         | dp_replicate_size: expected 1 or more
+    gpus=4 dp_replicate_size=4 zero_level=3 | dp_shard_size: expected 2 or more, to shard over, with zero_level
+    output_dir=                 | output_dir: expected text that is not empty
+    output_dir=s3://bucket/run  | output_dir: expected a folder of this machine, got 's3://bucket/run'
+    output_dir=text.txt         | text.txt is a file; choose another path
+    output_dir=text.txt/below   | text.txt is a file; choose another path
+    output_dir=/proc/surojax    | output_dir: expected a folder that can be written, got '/proc/surojax'
+    output_dir=~nobody-here/run | output_dir: expected a folder that can be written, got '~nobody-here/run'
+    resume_from_checkpoint=     | resume_from_checkpoint: expected text that is not empty
+    resume_from_checkpoint=true | resume_from_checkpoint: expected 'auto', 'no' or a checkpoint, got 'true'
+    resume_from_checkpoint=runs/none | resume_from_checkpoint: expected 'auto', 'no' or a checkpoint, got 'runs/none'
+    model.vocab_size=256        | model.vocab_size: expected at least 257 (of bytes), got 256; raise it
+    model.vocab_size=0          | model.vocab_size: expected 1 or more
+    model.num_hidden_layers=0   | model.num_hidden_layers: expected 1 or more
+    model.num_attention_heads=3 | model.num_key_value_heads: expected a divisor of num_attention_heads=3, got 2; use 1
+    model.hidden_size=129       | model.hidden_size: expected a multiple of num_attention_heads=2, got 129
+    model.head_dim=15           | expected an even number, since channels rotate in pairs, got 15; use 16
+    model.head_dim=-1           | model.head_dim: expected 0 or more
+    model.rms_norm_eps=0        | model.rms_norm_eps: expected more than 0
+    model.rope_scaling=yarn     | model.rope_scaling: expected one of none, linear, llama3, got 'yarn'
+    model.rope_factor=8         | expected 1.0 with rope_scaling='none', which does not use it, got 8.0
+    model.rope_scaling=linear   | model.rope_factor: expected more than 1 with rope_scaling='linear', got 1.0
+    model.rope_scaling=linear model.rope_factor=2 model.rope_low_freq_factor=2 | rope_low_freq_factor: expected 1.0
+    model.rope_scaling=llama3 model.rope_factor=8 model.rope_high_freq_factor=1 | more than rope_low_freq_factor=1.0
+    """
+    rows = (line.split(" | ") for line in text.strip().splitlines())
+    return [(flags.strip(), said.strip()) for flags, said in rows]
+
+
+@pytest.mark.parametrize("flags, said", field_cases(), ids=lambda x: x.split(" |")[0][:40])
+def test_fields(refused, flags, said):
+    assert said in refused(*(f"--config.{flag}" for flag in flags.split()))
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--max_steps=5"], "fields are set with --config.FIELD=VALUE; did you mean --config.max_steps?"),
+        (["--max-steps", "5"], "did you mean --config.max_steps?"),
+        (["max_steps=5"], "did you mean --config.max_steps?"),
+        (["--gpu"], "unknown option '--gpu'"),
+        (["--config.sample_prompt=\ud800"], "sample_prompt: expected text without control characters, in UTF-8"),
+        (["--config.output_dir=a\nb"], "output_dir: expected text without control characters"),
+        (["--config.output_dir=" + "x" * 300], "output_dir: expected a folder that can be written"),
+    ],
+)  # fmt: skip
+def test_flags(refused, arguments, said):
+    assert said in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "no config given: pass --config FILE, for example --config configs/tiny.py"),
+        (["--config"], "expected one argument"),
+        (["--config", "nowhere/tiny.py"], "got 'nowhere/tiny.py' (nothing there); see configs/"),
+        (["--config", TINY.replace("tiny", "tinny")], f"did you mean {TINY}?"),
+        (["--config", "."], "got '.' (a folder)"),
+        (["--config", str(ROOT / "pyproject.toml")], "(another kind of file)"),
+    ],
+)
+def test_no_config_file(arguments, said, capsys):
+    with pytest.raises(SystemExit) as exited:
+        main(arguments)
+    line = exited.value.code
+    assert isinstance(line, str) and said in line and "\n" not in line
+    assert capsys.readouterr().err == ""
+
+
+START = "from surojax.config import default_config\ndef get_config():\n    c = default_config()\n    "
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("c.max_step = 5", ":4: config has no field 'max_step': did you mean 'max_steps'?"),
+        ("c['max_step'] = 5", ":4: config has no field 'max_step': did you mean 'max_steps'?"),
+        ("c.update(max_step=5)", ":4: config has no field 'max_step': did you mean 'max_steps'?"),
+        ("c.model.hidden = 5", ":4: config has no field 'hidden': did you mean 'model.hidden_size'?"),
+        ("c.seed = c.max_step", ":4: config has no field 'max_step': did you mean 'max_steps'?"),
+        ("c.max_steps = '10'", ":4: max_steps: expected a whole number, got 10 of type str; its type is int"),
+        ("c.max_steps = 1e3", ":4: max_steps: expected a whole number, got 1000.0 of type float; its type is int"),
+        ("c.model.hidden_size = 1.5", ":4: hidden_size: expected a whole number, got 1.5 of type float"),
+        ("c.recompute_block = 'yes'", ":4: recompute_block: expected true or false, got yes of type str"),
+        ("c.shard_weights = 1", ":4: shard_weights: expected true or false, got 1 of type int"),
+        ("c.data = ['a.txt']", ":4: data: expected text, got ['a.txt'] of type list"),
+        ("c.learning_rate = '1e-3'", ":4: learning_rate: expected a number, got 1e-3 of type str"),
+        ("c.max_steps = True", "max_steps: expected a whole number, got True; its type is int"),
+        ("c.max_steps = None", "max_steps: expected a whole number, got None; its type is int"),
+        ("c.model = {'hidden_size': 8}", "config lacks the field 'model.attention_bias': start from default_config()"),
+        ("c.seed = 1 / 0", ":4: ZeroDivisionError: division by zero"),
+        ("import nothing_like_it", ":4: ModuleNotFoundError: No module named 'nothing_like_it'"),
+        ("raise SystemExit('stop')", ":4: SystemExit: stop"),
+        ("c.seed = (1", ":4: SyntaxError: '(' was never closed"),
+        ("c.unlock(); c.max_step = 1", "config has no field 'max_step': did you mean 'max_steps'?"),
+        ("return", "expected get_config() to return default_config() with changes, got NoneType"),
+        ("return c.to_dict()", "expected get_config() to return default_config() with changes, got dict"),
+        ("c = None\nget_config = None", "expected a function get_config(), got none"),
+    ],
+)
+def test_config_files(refused, tmp_path, source, said):
+    path = tmp_path / "mine.py"
+    path.write_text(f"{START}{source}\n" + ("" if "get_config =" in source else "    return c\n"))
+    assert said in refused(config=str(path))
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        (
+            "missing.txt",
+            None,
+            "missing.txt: expected a file, a folder or a glob that matches, got nothing of that name",
+        ),
+        ("empty.txt", b"", "empty.txt: expected text, got an empty file"),
+        ("latin.txt", b"ok\ncaf\xe9\n", "latin.txt:2: expected UTF-8 text, got the byte 0xe9 at byte offset 6"),
+        ("table.csv", b"a,b\n", "table.csv: expected a file ending in .jsonl or .txt, got '.csv'"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text"\n', "bad.jsonl:2: expected a JSON object"),
+        ("field.jsonl", b'{"content": "a"}\n', "got 'content'; name the field that holds the text"),
+        ("short.txt", b"one line\n" * 3, "for one step of 16 samples with sequence_len 128, got"),
+    ],
+)
+def test_data(refused, tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert said in refused(f"--config.data={name}")
+
+
+def test_warmup_longer_than_the_epochs(refused):
+    line = refused("--config.max_steps=0", "--config.warmup_steps=1000", "--config.per_device_batch_size=1")
+    assert "warmup_steps + cooldown_steps: expected at most the" in line
+
+
+def test_tokenizer(refused, tmp_path):
+    assert "tokenizer: expected 'bytes', the path" in refused("--config.tokenizer=gpt2")
+    vocabulary = {"</s>": 0} | {f"w{i}": i for i in range(1, 400)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w1"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    line = refused("--config.tokenizer=tokenizer.json")
+    assert "model.vocab_size: expected at least 400 (of tokenizer.json:" in line and "got 320; raise it" in line
+
+
+def test_a_file_where_checkpoints_belong(refused, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoints").touch()
+    assert f"{tmp_path}/out/checkpoints is a file; choose another path" in refused()
+
+
+def test_more_memory_than_there_is(refused, monkeypatch):
+    """The 7B config ends with what it needs, what there is and what to change, also where the memory would do."""
+    monkeypatch.setattr(fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * fit.GiB))
+    line = refused(config=str(ROOT / "configs" / "llama7b.py"))
+    assert "does not fit: needs 79.1 GiB" in line and "where 8.0 GiB are free" in line
+    assert "gpus=4 zero_level=3 needs 21.2 GiB on each" in line
+
+
+def test_no_device_at_all(monkeypatch):
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'cuda':\n no GPU")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(
+        ConfigError, match=r"^gpus: expected devices that JAX can use, got none \(Unable.*JAX_PLATFORMS"
+    ):
+        find_devices(1)
+
+
+def test_mesh_sizes_are_filled_in():
+    devices = find_devices(8)
+    assert dict(make_mesh(devices, dp_replicate_size=2).shape) == {"dp_replicate": 2, "dp_shard": 4}
+    assert dict(make_mesh(devices, dp_replicate_size=4, dp_shard_size=2).shape) == {"dp_replicate": 4, "dp_shard": 2}
+    assert len(find_devices(0)) == 8
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--config.max_step=3"], "did you mean 'max_steps'?"),
+        (["--config.data=latin.txt", "--config.output_dir=out"], "latin.txt:2: expected UTF-8 text"),
+    ],
+)
+def test_as_a_user_runs_it(tmp_path, arguments, said):
+    (tmp_path / "latin.txt").write_bytes(b"ok\ncaf\xe9\n")
+    command = [sys.executable, "-m", "surojax.train", "--config", TINY, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["latin.txt"]
+    assert time.monotonic() - start < 60

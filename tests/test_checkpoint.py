@@ -1,0 +1,311 @@
+"""Checkpoints: what comes back is what was saved, to the bit, on any mesh; what damages one is found and named."""
+
+import contextlib
+import errno
+import json
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import CONFIG
+
+from surojax import checkpoint, optim, placement, state
+from surojax.checkpoint import Checkpoints, checksums, find, read_meta, restore, restore_weights, steps_in
+from surojax.errors import CheckpointError
+from surojax.mesh import make_mesh
+from surojax.models.llama import abstract_params
+
+# When a read or a write fails, those beside it still answer to orbax's event loop, which is closed by then.
+THREADS = "ignore::pytest.PytestUnraisableExceptionWarning"
+ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def toy(seed: int = 0, size: int = 3000) -> state.TrainState:
+    """A state that needs no compilation, with a float32 array, a bfloat16 one, and an integer."""
+    a, b = jax.random.normal(jax.random.key(seed), (2, 3, size // 3))
+    master = {"a": a, "b": b.astype(jnp.bfloat16)}
+    weights = jax.tree.map(lambda m: jnp.array(m, jnp.bfloat16, copy=True), master)
+    return state.TrainState(jnp.int32(seed), weights, master, {"m": a + b, "count": jnp.int32(seed)})
+
+
+def plan_of(arrays) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+
+
+def newest(folder: Path) -> Path:
+    found = find(folder)
+    assert found is not None
+    return found
+
+
+def write(folder: Path, *steps: int, limit: int = 9) -> list[Path]:
+    """Checkpoints of toy states at these steps."""
+    with Checkpoints(folder, save_total_limit=limit) as checkpoints:
+        for step in steps:
+            checkpoints.save(toy(step), {"step": step})
+    return steps_in(folder / checkpoint.FOLDER)
+
+
+def assert_same(found, expected):
+    """To the bit: nothing is computed between saving and restoring."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# ----------------------------------------------------------------- what comes back
+
+
+def small_plan(devices: int, zero_level: int = 1) -> state.TrainState:
+    """The plan of the tests' small model, in two float dtypes."""
+    shapes, _ = abstract_params(CONFIG)
+    table = placement.place(zero_level=zero_level, model_dtype="bfloat16")
+    mesh = make_mesh(jax.devices()[:devices])
+    return placement.state_plan(shapes, table, optim.adamw(lambda _: jnp.float32(1e-3), m_dtype="bfloat16"), mesh)
+
+
+@pytest.mark.parametrize("zero_level", [1, 2, 3])
+def test_a_state_moves_from_one_device_to_eight_and_back(tmp_path, zero_level):
+    rng = np.random.default_rng(0)
+    one, eight = small_plan(1), small_plan(8, zero_level)
+    number = lambda p: jax.device_put(jnp.asarray(rng.standard_normal(p.shape) * 9, p.dtype), p.sharding)
+    saved = jax.tree.map(number, one)
+    saved = saved._replace(step=jnp.int32(5), weights=state.work_weights(saved.master, one))
+    with Checkpoints(tmp_path / "one", save_total_limit=1) as checkpoints:
+        checkpoints.save(saved, {"step": 5})
+    there = restore(newest(tmp_path / "one"), eight)
+    assert jax.tree.map(lambda x: x.sharding, there) == state.shardings(eight)
+    assert len(there.master["blocks"]["mlp"]["w_up"].sharding.device_set) == 8
+    assert there.weights["blocks"]["mlp"]["w_up"].sharding.is_fully_replicated == (zero_level < 3)
+    assert_same(there, saved)
+
+    with Checkpoints(tmp_path / "eight", save_total_limit=1) as checkpoints:
+        checkpoints.save(there, {"step": 5})
+    assert_same(restore(newest(tmp_path / "eight"), one), saved)
+
+
+def test_later_steps_do_not_reach_a_checkpoint_that_is_still_being_written(tmp_path):
+    """The step updates its state in place while the writer works."""
+    current = toy(1, 600_000)
+    expected = jax.tree.map(np.array, current)
+    advance = jax.jit(lambda s: jax.tree.map(lambda x: x + x.dtype.type(1), s), donate_argnums=0)
+    with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
+        checkpoints.save(current, {"step": 1})
+        for _ in range(5):
+            current = advance(current)
+        jax.block_until_ready(current)
+    assert_same(restore(newest(tmp_path), plan_of(current)), expected)
+
+
+def test_weights_alone_come_back_in_the_work_dtype(tmp_path):
+    (path,) = write(tmp_path, 1)
+    assert_same(restore_weights(path, plan_of(toy(1).weights)), toy(1).weights)
+
+
+def test_a_dtype_may_change_on_the_way(tmp_path):
+    (path,) = write(tmp_path, 1)
+    plan = plan_of(toy(1))
+    other = {"a": jnp.bfloat16, "b": jnp.float32}
+    master = {k: jax.ShapeDtypeStruct(plan.master[k].shape, dtype, sharding=ONE) for k, dtype in other.items()}
+    found = restore(path, plan._replace(master=master, weights=master))
+    expected = {k: toy(1).master[k].astype(dtype) for k, dtype in other.items()}
+    assert_same(found, toy(1)._replace(master=expected, weights=expected))
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    assert [p.name for p in write(tmp_path, 2, 4, 6, 8, 10, limit=2)] == ["8", "10"]
+    assert find(tmp_path) == find(tmp_path / "checkpoints") == find(tmp_path / "checkpoints/10")
+    assert find(tmp_path / "elsewhere") is None
+    assert json.loads((newest(tmp_path) / "meta/metadata").read_text())["step"] == 10
+
+
+def test_what_a_kill_left_behind_is_no_checkpoint_and_is_removed(tmp_path):
+    path, other = write(tmp_path, 1, 2)
+    half = path.with_name("3.orbax-checkpoint-tmp")
+    shutil.copytree(other, half)
+    shutil.rmtree(path / "master")  # killed while it was being deleted, as the oldest
+    assert find(tmp_path) == other
+    assert [p.name for p in write(tmp_path, 3, limit=2)] == ["2", "3"]
+    assert not half.exists()
+    assert_same(restore(newest(tmp_path), plan_of(toy(3))), toy(3))
+
+
+# ----------------------------------------------------------------- damage
+
+
+def big_file(path: Path) -> Path:
+    return max((p for p in (path / "master").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def flip(file: Path, at: float) -> None:
+    """Change one bit, at this fraction of the file."""
+    content = bytearray(file.read_bytes())
+    content[int(at * len(content))] ^= 4
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "cut short": lambda f: f.write_bytes(f.read_bytes()[: f.stat().st_size // 2]),
+    "one bit": lambda f: flip(f, 0.5),
+    "missing": lambda f: f.unlink(),
+}
+
+
+@pytest.mark.parametrize("which", ["largest", "meta/metadata", "master/manifest.ocdbt", "moments/_METADATA"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_named_and_so_is_the_next_checkpoint(tmp_path, damage, which):
+    older, path = write(tmp_path, 1, 2)
+    file = big_file(path) if which == "largest" else path / which
+    DAMAGE[damage](file)
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        restore(path, plan_of(toy(2)))
+    for expected in (str(path), file.name, f"to continue from {older}, move it away"):
+        assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert contents(tmp_path) == before
+    assert_same(restore(older, plan_of(toy(1))), toy(1))
+
+
+@pytest.mark.filterwarnings(THREADS)
+@pytest.mark.parametrize("at", [0.2, 0.4, 0.6, 0.8])
+def test_a_bit_in_a_file_too_large_to_read_twice_is_found(tmp_path, at, monkeypatch):
+    """Without the checksums of the arrays most of these come back as numbers: see the next test."""
+    monkeypatch.setattr(checkpoint, "SMALL", 10_000)
+    (path,) = write(tmp_path, 1)
+    assert big_file(path).stat().st_size > 10_000
+    flip(big_file(path), at)
+    with pytest.raises(CheckpointError, match=r"checkpoints/1 cannot be read \(.*there is no other beside it"):
+        restore(path, plan_of(toy(1)))
+    try:
+        found = restore_weights(path, plan_of(toy(1).weights))
+    except CheckpointError:
+        return
+    assert_same(found, toy(1).weights)  # the bit was lost in rounding to bfloat16
+
+
+def test_orbax_itself_does_not_notice(tmp_path, monkeypatch):
+    """Why there are checksums; when this fails, orbax has its own, and ours can go."""
+    monkeypatch.setattr(checkpoint, "SMALL", 10_000)
+    monkeypatch.setattr(checkpoint, "_verify", lambda *_, **__: None)
+    (path,) = write(tmp_path, 1)
+    flip(big_file(path), 0.5)
+    found = restore(path, plan_of(toy(1)))
+    assert any(
+        np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (found, toy(1))), strict=True)
+    )
+
+
+def test_a_damaged_array_is_named(tmp_path, monkeypatch):
+    (path,) = write(tmp_path, 1)
+    wrong = {
+        name: value + 1 if name == "moments/m float32" else value
+        for name, value in read_meta(path)["checksums"].items()
+    }
+    monkeypatch.setattr(checkpoint, "read_meta", lambda path: {"step": 1, "checksums": wrong})
+    with pytest.raises(CheckpointError, match="moments/m float32 is damaged"):
+        restore(path, plan_of(toy(1)))
+
+
+def test_a_checksum_sees_every_word_and_its_place_but_not_the_sharding():
+    x = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
+    value = lambda x: checksums(x=x)[0]
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.int8):
+        whole = jnp.asarray(x * 50, dtype)
+        rows = jax.NamedSharding(jax.make_mesh((8,), ("rows",)), jax.P("rows"))
+        assert value(whole) == value(jax.device_put(whole, rows)) == value(whole + 0)
+        for i, j in np.ndindex(8, 6):
+            assert value(whole.at[i, j].add(1)) != value(whole)
+    assert value(jnp.asarray(x)) != value(jnp.asarray(x[::-1])) != value(jnp.asarray(x[:, ::-1]))
+    assert checksums(good=jnp.ones(3), bad=jnp.array([1.0, jnp.nan]), worse=jnp.array([jnp.inf]))[1] == [
+        "bad float32",
+        "worse float32",
+    ]
+
+
+# ----------------------------------------------------------------- what cannot be written
+
+
+def test_a_disk_without_room_is_seen_before_writing(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path, save_total_limit=2) as checkpoints:
+        checkpoints.save(toy(1), {"step": 1})
+        checkpoints.wait()
+        before = contents(tmp_path)
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+        with pytest.raises(
+            CheckpointError, match=r"no room .* step 2 .* 0.0 MiB are free; .*; last checkpoint: .*checkpoints/1$"
+        ):
+            checkpoints.save(toy(2), {"step": 2})
+    assert contents(tmp_path) == before
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Files of more than 20,000 bytes cannot be written: a write fails in the middle, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    threads = set(threading.enumerate())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        yield
+        for thread in set(threading.enumerate()) - threads:  # the writes beside it: here the process lives on
+            with contextlib.suppress(Exception):
+                thread.join()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.filterwarnings(THREADS)
+def test_a_write_that_fails_says_so_and_leaves_the_older_ones_to_go_on_from(tmp_path):
+    write(tmp_path, 1, 2, limit=2)
+    before = contents(tmp_path)
+    checkpoints = Checkpoints(tmp_path, save_total_limit=2)
+    with full_disk(), pytest.raises(CheckpointError) as caught, checkpoints:
+        checkpoints.save(toy(3, 90_000), {"step": 3})
+        for _ in range(1000):
+            time.sleep(0.01)  # a step
+            checkpoints.check()
+    for expected in (f"could not write checkpoint {tmp_path}/checkpoints/3", "File too large", "last checkpoint: "):
+        assert expected in str(caught.value)
+    assert str(caught.value).endswith("checkpoints/2")
+    assert {k: v for k, v in contents(tmp_path).items() if "orbax-checkpoint-tmp" not in k} == before
+
+    assert [p.name for p in write(tmp_path, 3, limit=2)] == ["2", "3"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+    assert_same(restore(newest(tmp_path), plan_of(toy(3))), toy(3))
+
+
+def test_a_failed_write_does_not_hide_what_ended_the_run(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_list_files", fail)
+    with pytest.raises(ZeroDivisionError) as caught, Checkpoints(tmp_path, save_total_limit=2) as checkpoints:
+        checkpoints.save(toy(1), {"step": 1})
+        raise ZeroDivisionError
+    assert "No space left on device" in caught.value.__notes__[0]
+    assert find(tmp_path) is None
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_state_that_is_not_finite_is_not_written(tmp_path, bad):
+    write(tmp_path, 1)
+    before = contents(tmp_path)
+    broken = toy(2)
+    broken.moments["m"] = broken.moments["m"].at[1, 7].set(bad)
+    expected = r"step 2 was written: moments/m float32 .*; last .*checkpoints/1$"
+    with Checkpoints(tmp_path, save_total_limit=2) as checkpoints, pytest.raises(CheckpointError, match=expected):
+        checkpoints.save(broken, {"step": 2})
+    assert contents(tmp_path) == before

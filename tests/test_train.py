@@ -1,0 +1,392 @@
+"""A run: killed, stopped, continued and refused in every way, it ends with the numbers of one that never stopped.
+
+Exact comparison throughout where the program is the same: the same compiled step on the same numbers.
+"""
+
+import errno
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from surojax import CheckpointError, ConfigError, checkpoint, flags, read_metrics, train
+from surojax.metrics import MetricsLog
+
+module = importlib.import_module("surojax.train")  # `surojax.train` is the function
+
+CONFIG = """
+from surojax import default_config
+
+def get_config():
+    c = default_config()
+    c.data, c.output_dir = {data!r}, {output_dir!r}
+    c.model.vocab_size, c.model.hidden_size, c.model.intermediate_size = 320, 32, 64
+    c.model.num_hidden_layers, c.model.num_attention_heads, c.model.num_key_value_heads = 2, 2, 1
+    c.model_dtype, c.sequence_len, c.per_device_batch_size = "float32", 32, 8
+    c.max_steps, c.learning_rate, c.warmup_steps = 12, 1e-2, 2
+    c.eval_steps, c.eval_batches, c.save_steps, c.save_total_limit = 4, 2, 3, 9
+    c.sample_tokens = 5
+    return c
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_each_program_once(tmp_path_factory):
+    """Most runs here compile the same step, the runs in other processes too."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    names = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0.0}
+    old = {name: getattr(jax.config, name) for name in names}
+    for name, value in names.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+    yield
+    for name, value in old.items():
+        jax.config.update(name, value)
+        del os.environ[name.upper()]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefghij"), rng.integers(2, 8))) for _ in range(60)]
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("\n".join(" ".join(rng.choice(words, 8)) for _ in range(900)))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path, text):
+    """The run that all others are compared with, into a folder of its own."""
+    (tmp_path / "config.py").write_text(CONFIG.format(data=str(text), output_dir=str(tmp_path / "run")))
+    return flags.load(str(tmp_path / "config.py"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text):
+    """The output folder of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "config.py").write_text(CONFIG.format(data=str(text), output_dir=str(folder / "run")))
+    result = train(flags.load(str(folder / "config.py")))
+    assert result.finished and result.checkpoint == folder / "run/checkpoints/12"
+    assert result.history == read_metrics(folder / "run/metrics.jsonl")
+    return folder / "run"
+
+
+def records(folder: Path) -> list[dict]:
+    """What metrics.jsonl says, but for timings."""
+    timings = ("tokens_per_second", "duration_ms", "mfu")
+    return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
+
+
+def steps_saved(folder: Path) -> list[int]:
+    return [int(p.name) for p in checkpoint.steps_in(folder / "checkpoints")]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def killed_after(whole: Path, step: int, folder: Path) -> None:
+    """What a run leaves that is killed when the checkpoint of `step` is whole: the log may be further."""
+    shutil.copytree(whole, folder, dirs_exist_ok=True)
+    for path in checkpoint.steps_in(folder / "checkpoints"):
+        if int(path.name) > step:
+            shutil.rmtree(path)
+
+
+def test_the_undisturbed_run(whole):
+    """Each step once, evaluations and checkpoints when they are due, the last ones at the end."""
+    found = records(whole)
+    assert [r["step"] for r in found if r["log"] == "step"] == list(range(1, 13))
+    assert [r["step"] for r in found if r["log"] == "eval"] == [4, 8, 12]
+    assert steps_saved(whole) == [3, 6, 9, 12]
+    assert found[-1]["loss"] < found[4]["loss"] < np.log(320)
+    rates = [r["lr"] for r in found if r["log"] == "step"]
+    assert rates[0] == rates[1] / 2 and rates[1] == np.float32(1e-2) and rates[-1] == pytest.approx(1e-3)
+
+
+def error_of(argv: list[str]) -> str:
+    """The line that the command ends with; a text as exit code means 1."""
+    with pytest.raises(SystemExit) as caught:
+        module.main(argv)
+    assert isinstance(caught.value.code, str) and "\n" not in caught.value.code
+    return caught.value.code
+
+
+# ----------------------------------------------------------------- killed
+
+KILL = """
+import os, signal, sys, time
+from surojax import checkpoint, metrics
+import surojax.train
+
+train = sys.modules["surojax.train"]
+
+def kill_at(owner, name, when):
+    plain = getattr(owner, name)
+    def kill(*args, **keywords):
+        if when(*args):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*args, **keywords)
+    setattr(owner, name, kill)
+
+{moment}
+train.main(sys.argv[1:])
+"""
+
+MOMENTS = {  # in this order, each with what the run leaves behind
+    "before the first checkpoint": ("kill_at(metrics.MetricsLog, 'step', lambda log, step: step == 2)", []),
+    "while one is written": (
+        "kill_at(checkpoint, '_list_files', lambda f: (f / '6.orbax-checkpoint-tmp').exists())",
+        [3],
+    ),
+    "during evaluation": ("kill_at(train.Evaluation, '__call__', lambda evaluate, weights: True)", [3]),
+    "between two": ("kill_at(metrics.MetricsLog, 'step', lambda log, step: step == 8 and not time.sleep(1))", [3, 6]),
+}
+
+
+def test_killed_at_any_moment_and_started_again_it_ends_as_if_nothing_had_been(
+    whole, config, tmp_path, capsys, monkeypatch
+):
+    """SIGKILL in four processes, one after the other, in the same folder: loss, norm, rate, evaluations to the bit."""
+    run = tmp_path / "run"
+    for name, (moment, saved) in MOMENTS.items():
+        command = [sys.executable, "-c", KILL.format(moment=moment), "--config", str(tmp_path / "config.py")]
+        assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL, name
+        assert steps_saved(run) == saved, name
+    with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
+        patch.setattr(module, "sample", lambda *_: 1 // 0)  # after the last checkpoint
+        train(config)
+    assert records(run) == records(whole)
+    before = contents(run)
+    result = train(config)
+    assert result.finished and int(result.state.step) == 12 and result.history == []
+    assert "nothing left to train" in capsys.readouterr().out
+    assert contents(run) == before
+
+
+# ----------------------------------------------------------------- stopped
+
+
+def signal_at(monkeypatch, step: int, *numbers: int) -> None:
+    """These signals arrive when this step is reported."""
+    assert threading.current_thread() is threading.main_thread(), "else the signal would end the tests"
+    plain = MetricsLog.step
+
+    def report(log, n, **keywords):
+        if n == step:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return plain(log, n, **keywords)
+
+    monkeypatch.setattr(MetricsLog, "step", report)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tmp_path, capsys, monkeypatch, number):
+    """Exit code 0: `main` returns."""
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        signal_at(patch, 4, number)
+        module.main(["--config", str(tmp_path / "config.py")])
+    printed = capsys.readouterr()
+    assert signal.getsignal(number) is handler
+    assert steps_saved(tmp_path / "run") == [3, 5]  # step 4 is reported when step 5 is on its way
+    assert f"stopped by {number.name} after step 5 of 12; start again to continue" in printed.out
+    command = f"python -m surojax.train --config {tmp_path / 'config.py'}"
+    assert printed.out.splitlines()[-1] == f"resume: {command}" and printed.err == ""
+    if number == signal.SIGTERM:
+        module.main(["--config", str(tmp_path / "config.py")])
+        printed = capsys.readouterr().out
+        assert records(tmp_path / "run") == records(whole)
+        assert steps_saved(tmp_path / "run") == [3, 5, 6, 9, 12]
+        first, last = records(whole)[4], records(whole)[-1]
+        for expected in (
+            f"continuing from {tmp_path}/run/checkpoints/5",
+            f"evaluation: loss {first['loss']:.4f} -> {last['loss']:.4f}",
+            "--- continuation",
+            "7 steps in",
+            f"checkpoint: {tmp_path}/run/checkpoints/12",
+            f"sample: python -m surojax.generate --checkpoint {tmp_path}/run --prompt TEXT",
+            f"resume: {command} --config.max_steps=24",
+        ):
+            assert expected in printed
+
+
+def test_ctrl_c_twice_aborts(config, tmp_path, capsys, monkeypatch):
+    signal_at(monkeypatch, 4, signal.SIGINT, signal.SIGINT)
+    with pytest.raises(SystemExit, match="130"):
+        module.main(["--config", str(tmp_path / "config.py")])
+    assert steps_saved(tmp_path / "run") == [3]
+    assert capsys.readouterr().err.startswith("surojax.train: aborted; continue with: python -m surojax.train --config")
+
+
+def test_it_runs_in_a_thread(whole, config, tmp_path):
+    """As a web server or a notebook extension would: no signals there, and no argv."""
+    killed_after(whole, 9, tmp_path / "run")
+    results = []
+    thread = threading.Thread(target=lambda: results.append(train(config)))
+    thread.start()
+    thread.join()
+    assert results[0].finished and records(tmp_path / "run") == records(whole)
+
+
+# ----------------------------------------------------------------- continued
+
+
+def test_on_other_numbers_of_devices(whole, config, tmp_path, request):
+    """One device, then eight, then one; the effective batch stays. Losses differ by the order of float32 sums: at most
+    1e-5 after nine steps, which amplify the rounding of the first."""
+    jax.config.update("jax_disable_most_optimizations", True)  # compiles in half the time
+    request.addfinalizer(lambda: jax.config.update("jax_disable_most_optimizations", False))
+    legs = [(3, 8, 3), (9, 1, 1)]  # continue from this step, on so many devices, at this ZeRO level
+    folder = whole
+    for step, devices, zero_level in legs:
+        killed_after(folder, step, tmp_path / f"from-{step}")
+        folder = tmp_path / f"from-{step}"
+        config.output_dir, config.gpus, config.per_device_batch_size = str(folder), devices, 8 // devices
+        config.zero_level = zero_level
+        result = train(config)
+        found, expected = records(folder), records(whole)
+        assert [(r["log"], r["step"]) for r in found] == [(r["log"], r["step"]) for r in expected]
+        for a, b in zip(found, expected, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert len(result.state.master["blocks"]["mlp"]["w_up"].sharding.device_set) == devices
+
+
+def test_more_steps_than_before(whole, config, tmp_path, capsys):
+    killed_after(whole, 12, tmp_path / "run")
+    config.max_steps = 14
+    result = train(config)
+    assert [r["step"] for r in result.history] == [13, 14, 14] and steps_saved(tmp_path / "run")[-1] == 14
+    assert records(tmp_path / "run")[:15] == records(whole)
+    assert "continuing with changed settings: max_steps 12 -> 14" in capsys.readouterr().out
+    config.max_steps = 13
+    assert train(config).finished
+    assert "is at step 14 of 13; raise max_steps to go on" in capsys.readouterr().out
+
+
+def test_from_a_checkpoint_of_another_folder(whole, config, tmp_path, capsys):
+    """It is only read; and when the same command is started again, the run goes on from its own checkpoints."""
+    before = contents(whole)
+    config.resume_from_checkpoint = str(whole / "checkpoints/6")
+    train(config)
+    expected = [r for r in records(whole) if r["step"] > 6]
+    assert records(tmp_path / "run") == expected and contents(whole) == before
+    shutil.rmtree(tmp_path / "run/checkpoints/12")
+    train(config)
+    assert f"continuing from {tmp_path}/run/checkpoints/9" in capsys.readouterr().out
+    assert records(tmp_path / "run") == expected
+
+
+# ----------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.hidden_size": 64}, "is of another run: model.hidden_size is 32 there and 64 here; use the same, or"),
+        ({"seed": 1}, "seed is 0 there and 1 here"),
+        ({"sequence_len": 16}, "sequence_len is 32 there and 16 here"),
+        ({"data": ""}, "is of another run: data is '[0-9a-f]{16}' there and '[0-9a-f]{16}' here"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(whole, config, tmp_path, capsys, changes, message):
+    other = tmp_path / "other.txt"
+    other.write_text("other words\n" * 900)
+    killed_after(whole, 9, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=message):
+        train(changed(config, **{name: value or str(other) for name, value in changes.items()}))
+    assert contents(tmp_path / "run") == before
+    assert "compiled" not in capsys.readouterr().out
+
+
+def changed(config, **changes):
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def test_where_to_resume_from_is_checked(whole, config, tmp_path):
+    killed_after(whole, 9, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    for wanted, message in [
+        ("no", r"'no', but .*/run/checkpoints/9 exists; choose another output_dir"),
+        (str(tmp_path / "nowhere"), r"expected 'auto', 'no' or a checkpoint, got '.*nowhere', which holds none"),
+        (str(tmp_path / "run/checkpoints/6"), r"expected .*/9, the newest in output_dir, got .*/6; move the newer"),
+    ]:
+        with pytest.raises(ConfigError, match=f"resume_from_checkpoint: {message}"):
+            train(changed(config, resume_from_checkpoint=wanted))
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_damaged_checkpoint_stops_the_run_and_the_older_one_continues_it(whole, config, tmp_path, capsys):
+    killed_after(whole, 9, tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/9"
+    file = max((newest / "moments").rglob("*"), key=lambda p: p.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+    before = contents(tmp_path / "run")
+    error = error_of(["--config", str(tmp_path / "config.py")])
+    for expected in (str(newest), file.name, f"to continue from {newest.with_name('6')}, move it away"):
+        assert expected in error
+    assert "compiled" not in capsys.readouterr().out and contents(tmp_path / "run") == before
+    newest.rename(tmp_path / "damaged")
+    assert train(config).finished and records(tmp_path / "run") == records(whole)
+
+
+def test_warmup_longer_than_the_data_lasts(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"expected at most the \d+ steps of num_epochs=1, got 1000; shorten"):
+        train(changed(config, max_steps=0, warmup_steps=1000))
+    assert not (tmp_path / "run").exists()
+
+
+# ----------------------------------------------------------------- ended by what goes wrong
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(config, tmp_path):
+    """The first steps still fit into float32; what follows is infinite, and no checkpoint holds it."""
+    argv = ["--config", str(tmp_path / "config.py"), "--config.learning_rate=1e30", "--config.save_steps=1"]
+    error = error_of(argv)
+    found = records(tmp_path / "run")
+    last = tmp_path / f"run/checkpoints/{steps_saved(tmp_path / 'run')[-1]}"
+    assert found[-1]["loss"] is None or found[-1]["norm"] is None
+    assert error.startswith(f"surojax.train: error: step {found[-1]['step']}: loss ")
+    assert f"the last checkpoint is {last}" in error
+    for path in checkpoint.steps_in(tmp_path / "run/checkpoints"):
+        assert int(path.name) < found[-1]["step"]
+
+
+def test_a_full_disk_ends_the_run_and_room_continues_it(whole, config, tmp_path, capsys, monkeypatch):
+    """The write of step 6 fails at its end, in the background, and the run stops soon after."""
+    plain = checkpoint._list_files
+
+    def fail(folder):
+        if (folder / "6.orbax-checkpoint-tmp").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_list_files", fail)
+        error = error_of(["--config", str(tmp_path / "config.py")])
+    run = tmp_path / "run"
+    assert error.startswith(f"surojax.train: error: could not write checkpoint {run}/checkpoints/6 (")
+    assert "No space left on device" in error and error.endswith(f"{run}/checkpoints/3")
+    assert capsys.readouterr().err == "" and steps_saved(run) == [3] and records(run)[-1]["step"] < 12
+    assert train(config).finished and records(run) == records(whole) and steps_saved(run) == [3, 6, 9, 12]
+
+
+def test_metrics_that_cannot_be_written_end_the_run_in_one_line(config, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MetricsLog, "step", fail)
+    error = error_of(["--config", str(tmp_path / "config.py")])
+    assert error.startswith("surojax.train: error: [Errno 28] No space left on device; when that is repaired")
