@@ -36,7 +36,7 @@ def cached_logits(model: ModelFunctions, weights, tokens_BS: jax.Array, cache, s
         w, layer_cache = xs
         return model.cached_block(w, x_BSD, layer_cache, start)
 
-    x_BSD = model.embed(weights["outer"], tokens_BS)
+    x_BSD = weights["outer"]["embed"][tokens_BS]
     x_BSD, cache = jax.lax.scan(layer, x_BSD, (weights["blocks"], cache))
     return model.logits(weights["outer"], x_BSD[:, -1]), cache
 
