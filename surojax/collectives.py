@@ -1,7 +1,7 @@
 """Data-parallel communication of parameter trees, inside `shard_map`.
 
-`dims` is a tree like the parameters: for each leaf the dimension that is sharded over `dp_shard`, or WHOLE when the leaf is
-kept whole on every device (there is one device, or no dimension divides).
+`dims` is a tree like the parameters: for each leaf the dimension that is sharded over `dp_shard`, or WHOLE when the
+leaf is kept whole on every device (there is one device, or no dimension divides).
 
 An axis of one device takes part in nothing: values are not marked as varying over it and no collective names it, so a
 program for one device has none.
@@ -10,7 +10,7 @@ program for one device has none.
 import jax
 import jax.numpy as jnp
 
-from surojax.mesh import DATA, REPLICATE, SHARD
+from surojax.mesh import DATA, SHARD
 
 WHOLE = -1
 

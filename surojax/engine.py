@@ -15,9 +15,9 @@ The loops carry stacked `[L, ...]` arrays and read or write layer l in place. `l
 (measured on compiled Llama-7B: 123 GiB instead of 85). Without recomputation the saved values are the block's own
 reverse mode residuals, except the weights, which are fetched again: `jax.vjp(saveable_args=...)` leaves them out.
 
-Stacks may rest in pinned host memory (`offload_*`): `read` brings one layer to the device, `write` returns it to where its
-stack rests. Where fetching costs time, because weights rest in shards or in host memory, layer l + 1 is fetched while
-layer l computes: the loops carry the weights of the next layer, and two layers of weights are on the device.
+Stacks may rest in pinned host memory (`offload_*`): `read` brings one layer to the device, `write` returns it to where
+its stack rests. Where fetching costs time, because weights rest in shards or in host memory, layer l + 1 is fetched
+while layer l computes: the loops carry the weights of the next layer, and two layers of weights are on the device.
 
 Everything here runs inside `jax.shard_map` over the data axes: arrays are one device's part. Communication is only in
 `fetch`, `push` and `finish`. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.
@@ -93,8 +93,8 @@ def summed_by_push(engine: Engine) -> bool:
 def finish(engine: Engine, grads, squares):
     """(accumulators summed over all devices, as the shards that the optimizer updates; their global norm).
 
-    `squares` is the sum of squares of the blocks' accumulators if `push` completed them; then they are not touched again,
-    which saves a pass over the host link where they rest in host memory.
+    `squares` is the sum of squares of the blocks' accumulators if `push` completed them; then they are not touched
+    again, which saves a pass over the host link where they rest in host memory.
     """
     dims, table = engine.dims, engine.placement.grads
     done = {name for name, d in engine.resting["outer"].items() if d != WHOLE}  # gathered as shards: outer.py

@@ -86,8 +86,8 @@ def generate(
 ) -> Iterator[int]:
     """Continue the token ids of `prompt` (1-D, not empty), one id at a time, until `eos_id` or `max_tokens`.
 
-    `weights` are work weights `{"blocks", "outer"}`, in any sharding; ids from `vocab_size` on (default: all rows) are never
-    drawn. Raises ValueError for an empty prompt, a negative temperature, or top_p outside (0, 1].
+    `weights` are work weights `{"blocks", "outer"}`, in any sharding; ids from `vocab_size` on (default: all rows) are
+    never drawn. Raises ValueError for an empty prompt, a negative temperature, or top_p outside (0, 1].
     """
     prompt = np.asarray(prompt, np.int32)
     if prompt.ndim != 1 or not prompt.size:

@@ -36,7 +36,7 @@ cross_entropy.defvjp(_forward, _backward)
 
 
 def sharded_cross_entropy(logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax.Array, axis: str):
-    """(this device's part of the summed loss, d loss / d logits float32) where each device of `axis` has v of the words.
+    """(this device's part of the summed loss, d loss / d logits float32) where a device of `axis` has v of the words.
 
     All devices see the same N tokens; `mine_N` marks those whose log-sum-exp this device adds to the loss, so that the
     sum over devices counts every token once. Device i has the words i v to (i + 1) v - 1. Labels < 0 are ignored.

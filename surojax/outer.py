@@ -2,13 +2,13 @@
 
 Whole (the default): every device looks its tokens up in its own copy, and the gradients are summed once per step.
 
-Sharded (`shard_outer`): a device holds the rows of V / n words of the embedding and of the head, their accumulators too, and
-no device ever holds the rest. Instead of weights, tokens travel: a lookup gathers the token ids, takes the rows it has, and
-reduce-scatters them; the head gathers a slice of activations, computes its part of the logits, and shares only the
-maximum and the sum of exponentials (as in Megatron-LM, Shoeybi et al. 2019, there over tensor-parallel devices). Gathering the
-weights instead would move V rows three times a microbatch where this moves as many rows as there are tokens, and its
-gradient needs no reduction at all; for Qwen's 152k words and 4 x 2048 tokens that is 18 times less, and the 1.5 GB matrix
-and its gradient are never in memory.
+Sharded (`shard_outer`): a device holds the rows of V / n words of the embedding and of the head, their accumulators
+too, and no device ever holds the rest. Instead of weights, tokens travel: a lookup gathers the token ids, takes the
+rows it has, and reduce-scatters them; the head gathers a slice of activations, computes its part of the logits, and
+shares only the maximum and the sum of exponentials (as in Megatron-LM, Shoeybi et al. 2019, there over tensor-parallel
+devices). Gathering the weights instead would move V rows three times a microbatch where this moves as many rows as
+there are tokens, and its gradient needs no reduction at all; for Qwen's 152k words and 4 x 2048 tokens that is 18
+times less, and the 1.5 GB matrix and its gradient are never in memory.
 
 Shape suffixes: B batch, S sequence, D hidden size, N tokens of a slice on this device, M of it on all devices of
 `dp_shard`, V vocabulary, v the words of one device.
@@ -58,7 +58,7 @@ def push_embed(grads: dict, tokens_BS: jax.Array, dx_BSD: jax.Array, sharded: bo
 
 
 def head(model: ModelFunctions, outer: dict, grads: dict, x_BSD, labels_BS, scale, *, chunks: int, sharded: bool):
-    """(summed loss, d loss x scale / dx, outer accumulators with the head's gradients added), in `chunks` slices of tokens.
+    """(summed loss, d loss x scale / dx, outer accumulators plus the head's gradients), in `chunks` slices of tokens.
 
     Loss and gradient of a slice are computed together, so logits exist once, for one slice, and are never recomputed;
     dx is written over x.

@@ -1,13 +1,13 @@
 """Where everything lives: the one table that the settings fill, and nothing else reads those settings.
 
-| class     | what it is                                        | sharded over dp_shard by          | in host memory by |
-|-----------|---------------------------------------------------|-----------------------------------|-------------------|
-| weights   | work copy of the block weights                    | zero_level >= 3 / shard_weights   | offload_weights   |
-| outer     | embedding, final norm, head: work copies          | shard_outer; else one sum a step  | never             |
-| grads     | gradient accumulators of the blocks               | zero_level >= 2 / shard_gradients | offload_grads     |
-| master    | the weights the optimizer updates                 | always (ZeRO-1)                   | offload_master    |
-| moments   | optimizer state                                   | always (ZeRO-1)                   | offload_optimizer |
-| residuals | what the forward pass saves for the backward pass | by batch                          | offload_residual  |
+| class     | what it is                                   | sharded over dp_shard by          | in host memory by |
+|-----------|----------------------------------------------|-----------------------------------|-------------------|
+| weights   | work copy of the block weights               | zero_level >= 3 / shard_weights   | offload_weights   |
+| outer     | embedding, final norm, head: work copies     | shard_outer                       | never             |
+| grads     | gradient accumulators of the blocks          | zero_level >= 2 / shard_gradients | offload_grads     |
+| master    | the weights the optimizer updates            | always (ZeRO-1)                   | offload_master    |
+| moments   | optimizer state                              | always (ZeRO-1)                   | offload_optimizer |
+| residuals | what a forward pass saves for the backward   | by batch                          | offload_residual  |
 
 `state_plan` turns the table into a shape, dtype and sharding for every array of the training state, building none.
 Initialisation, the step, checkpoint restore and the memory report all read that plan.
@@ -78,8 +78,8 @@ def place(
     several = num_shards > 1
     if offload_grads and several and not shard_gradients:
         raise ConfigError(
-            f"offload_grads: expected sharded gradients on {num_shards} GPUs, got shard_gradients=False; every GPU would "
-            "move whole gradients over its host link; set shard_gradients=True or zero_level=2"
+            f"offload_grads: expected sharded gradients on {num_shards} GPUs, got shard_gradients=False, with which "
+            "every GPU would move whole gradients over its host link; set shard_gradients=True or zero_level=2"
         )
     home = lambda offloaded: "host" if offloaded else "device"
     return Placement(
@@ -120,7 +120,9 @@ def resting_dims(params: dict, dims: dict, placement: Placement) -> dict:
         if not placement.outer.sharded or p.ndim == 1:
             return WHOLE
         if d != 0:
-            raise ConfigError(f"shard_outer: expected a vocabulary that dp_shard_size divides, got {p.shape[0]} words; pad it")
+            raise ConfigError(
+                f"shard_outer: expected a vocabulary that dp_shard_size divides, got {p.shape[0]} words; pad it"
+            )
         return d
 
     blocks = dims["blocks"] if placement.weights.sharded else jax.tree.map(lambda _: WHOLE, dims["blocks"])
@@ -150,9 +152,7 @@ def specs(dims: dict) -> dict:
     }
 
 
-def state_plan(
-    params: dict, placement: Placement, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> TrainState:
+def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`."""
     dims = shard_dims(params, mesh)
     sharded, work = specs(dims), specs(resting_dims(params, dims, placement))
@@ -192,6 +192,6 @@ def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding
 
 
 def bytes_per_device(plan, home: Home = "device") -> int:
-    """Bytes that the arrays of a plan (any tree of ShapeDtypeStructs with shardings) take in this memory, per device."""
+    """Bytes that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory, per device."""
     here = [x for x in jax.tree.leaves(plan) if x.sharding.memory_kind == MEMORY_KIND[home]]
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in here)

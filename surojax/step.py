@@ -21,7 +21,6 @@ from surojax.state import TrainState, shardings
 def update(engine: Engine, optimizer: optax.GradientTransformation, state: TrainState, grads, grad_norm) -> TrainState:
     """The state after one optimizer step; runs per device on shards."""
 
-
     def one(part, master, moments, grads):
         """(work weights, master, moments) of one layer, or of the outer parameters, from device memory."""
         # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
