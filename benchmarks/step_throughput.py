@@ -55,9 +55,11 @@ def main() -> None:
     schedule = learning_rate_schedule("cosine", peak=c.learning_rate, total_steps=1000)
     optimizer = adamw(schedule)
     shapes, _ = abstract_params(config)
-    table = placement.place(model_dtype=c.model_dtype)
+    table = placement.place(model_dtype=c.model_dtype, num_shards=1)
     plan = placement.state_plan(shapes, table, optimizer, mesh)
-    engine = Engine(functions(config), table, placement.shard_dims(shapes, mesh), c.recompute_block, c.lmhead_chunks)
+    dims = placement.shard_dims(shapes, mesh)
+    resting = placement.resting_dims(shapes, dims, table)
+    engine = Engine(functions(config), table, dims, resting, c.recompute_block, c.lmhead_chunks)
     ours = step.make_train_step(engine, optimizer, schedule, plan, mesh)
     plain = plain_step(config, optimizer, c.model_dtype, c.recompute_block)
 

@@ -11,6 +11,7 @@ import optax
 
 from surojax import config as configs, optim, placement, step
 from surojax.engine import Engine
+from surojax.mesh import SHARD
 from surojax.models.llama import LlamaConfig, abstract_params, functions
 from surojax.state import TrainState
 
@@ -64,9 +65,12 @@ def draw(c: ml_collections.ConfigDict, mesh, total_steps: int) -> Blueprint:
         model_dtype=c.model_dtype,
         accum_dtype=c.accum_dtype,
         master_dtype=c.master_dtype,
+        num_shards=mesh.shape[SHARD],
     )
     params, _ = abstract_params(model)
-    engine = Engine(functions(model), table, placement.shard_dims(params, mesh), c.recompute_block, c.lmhead_chunks)
+    dims = placement.shard_dims(params, mesh)
+    resting = placement.resting_dims(params, dims, table)
+    engine = Engine(functions(model), table, dims, resting, c.recompute_block, c.lmhead_chunks)
     return Blueprint(
         model, optimizer, schedule, params, placement.state_plan(params, table, optimizer, mesh), engine, mesh
     )

@@ -2,24 +2,42 @@
 
 `dims` is a tree like the parameters: for each leaf the dimension that is sharded over `dp_shard`, or WHOLE when the
 leaf is kept whole on every device (there is one device, or no dimension divides).
+
+An axis of one device takes part in nothing: values are not marked as varying over it and no collective names it, so a
+program for one device has none.
 """
 
 import jax
 import jax.numpy as jnp
 
-from surojax.mesh import DATA, REPLICATE, SHARD
+from surojax.mesh import DATA, SHARD
 
 WHOLE = -1
+
+
+def active(*axes: str) -> tuple[str, ...]:
+    """Those of the axes that have more than one device."""
+    return tuple(a for a in axes if jax.lax.axis_size(a) > 1)
 
 
 def varying(tree, axes: tuple[str, ...] = DATA):
     """Mark values as free to differ between devices, so that reverse mode keeps gradients local instead of summing."""
 
     def mark(x):
-        missing = tuple(a for a in axes if a not in jax.typeof(x).manual_axis_type.varying)
+        missing = tuple(a for a in active(*axes) if a not in jax.typeof(x).manual_axis_type.varying)
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree)
+
+
+def add_up(tree, *axes: str):
+    """Sums over those of the mesh axes on which a value differs; it is then the same on every device of them."""
+
+    def one(x):
+        names = tuple(a for a in axes if a in jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.psum(x, names) if names else x
+
+    return jax.tree.map(one, tree)
 
 
 def gather(tree, dims):
@@ -31,33 +49,37 @@ def gather(tree, dims):
     return varying(jax.tree.map(one, tree, dims))
 
 
-def gather_same(tree, dims):
-    """Whole arrays from shards, known to be the same on every device of `dp_shard`."""
+def gather_same(tree, dims, resting):
+    """Arrays cut as `resting` says from shards cut as `dims` says; whole ones are the same on every device."""
 
-    def one(x, d):
-        return x if d == WHOLE else jax.lax.all_gather(x, SHARD, axis=d, tiled=True, to="invarying")
+    def one(x, d, r):
+        return x if d == r else jax.lax.all_gather(x, SHARD, axis=d, tiled=True, to="invarying")
 
-    return jax.tree.map(one, tree, dims)
+    return jax.tree.map(one, tree, dims, resting)
 
 
 def scatter(tree, dims):
-    """Sum over `dp_shard`, each device keeping its shard; leaves kept whole stay unsummed."""
+    """Sums over `dp_shard`: each device keeps its shard, and all of a leaf that is kept whole."""
 
     def one(x, d):
-        return x if d == WHOLE else jax.lax.psum_scatter(x, SHARD, scatter_dimension=d, tiled=True)
+        return add_up(x, SHARD) if d == WHOLE else jax.lax.psum_scatter(x, SHARD, scatter_dimension=d, tiled=True)
 
     return jax.tree.map(one, tree, dims)
 
 
-def sum_rest(tree, dims):
-    """The sums that `scatter` left: over `dp_replicate`, and over `dp_shard` for leaves that are kept whole."""
-    return jax.tree.map(lambda x, d: jax.lax.psum(x, DATA if d == WHOLE else REPLICATE), tree, dims)
-
-
-def sum_of_squares(tree, dims) -> jax.Array:
-    """Sum of squares over a tree of shards and whole leaves, float32, the same on every device."""
+def sum_of_squares(tree, dims) -> tuple[jax.Array, ...]:
+    """(of shards, of whole leaves): sums of squares of this device's part of a tree, float32; see `norm`."""
     squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree)
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(dims), strict=True))
-    sharded = [s for s, d in pairs if d != WHOLE]
-    whole = sum((s for s, d in pairs if d == WHOLE), start=jnp.float32(0))
-    return whole + (jax.lax.psum(sum(sharded), SHARD) if sharded else 0)
+    of_shards, of_whole = ([s for s, d in pairs if (d == WHOLE) == whole] for whole in (False, True))
+    return tuple(a + sum(b) for a, b in zip(no_squares(), (of_shards, of_whole), strict=True))
+
+
+def no_squares() -> tuple[jax.Array, jax.Array]:
+    """Where a sum of `sum_of_squares` starts."""
+    return varying(jnp.float32(0), (SHARD,)), jnp.float32(0)
+
+
+def norm(of_shards: jax.Array, of_whole: jax.Array) -> jax.Array:
+    """The global norm from sums of squares, the same on every device of `dp_shard`."""
+    return jnp.sqrt(add_up(of_shards, SHARD) + of_whole)

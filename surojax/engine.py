@@ -15,12 +15,15 @@ The loops carry stacked `[L, ...]` arrays and read or write layer l in place. `l
 (measured on compiled Llama-7B: 123 GiB instead of 85). Without recomputation the saved values are the block's own
 reverse mode residuals, except the weights, which are fetched again: `jax.vjp(saveable_args=...)` leaves them out.
 
+Stacks may rest in pinned host memory (`offload_*`): `read` brings one layer to the device, `write` returns it to where
+its stack rests. Where fetching costs time, because weights rest in shards or in host memory, layer l + 1 is fetched
+while layer l computes: the loops carry the weights of the next layer, and two layers of weights are on the device.
+
 Everything here runs inside `jax.shard_map` over the data axes: arrays are one device's part. Communication is only in
 `fetch`, `push` and `finish`. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +32,10 @@ import jax.numpy as jnp
 
 from surojax import collectives
 from surojax.collectives import WHOLE, varying
-from surojax.mesh import DATA
+from surojax.mesh import DATA, REPLICATE, SHARD
 from surojax.models.llama import ModelFunctions
+from surojax.offload import Device, move, put
+from surojax.outer import add, embed, head, loss, push_embed
 from surojax.placement import Placement
 
 
@@ -40,20 +45,25 @@ class Engine:
 
     model: ModelFunctions
     placement: Placement
-    dims: Any  # placement.shard_dims
+    dims: Any  # placement.shard_dims: how shards of master weights and moments are cut
+    resting: Any  # placement.resting_dims: how the work weights rest
     recompute_block: bool = True
     lmhead_chunks: int = 1
 
 
 def read(tree, l: jax.Array | int):
-    """Layer l of stacked arrays."""
+    """Layer l of stacked arrays, in device memory."""
     one = lambda x: jax.lax.dynamic_index_in_dim(x, l, 0, keepdims=False, allow_negative_indices=False)
-    return jax.tree.map(one, tree)
+    return jax.tree.map(lambda x: move(one(x), Device), tree)
 
 
 def write(tree, new, l: jax.Array | int):
-    """Stacked arrays with layer l replaced, in place when the compiler can."""
-    one = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), l, 0, allow_negative_indices=False)
+    """Stacked arrays with layer l replaced, in the memory where they rest, in place when the compiler can."""
+
+    def one(x, y):
+        y = move(y.astype(x.dtype), jax.typeof(x).memory_space)
+        return jax.lax.dynamic_update_index_in_dim(x, y, l, 0, allow_negative_indices=False)
+
     return jax.tree.map(one, tree, new)
 
 
@@ -64,55 +74,106 @@ def fetch(engine: Engine, weights, l: jax.Array | int):
 
 
 def push(engine: Engine, grads, dw, l: jax.Array):
-    """Accumulators with the gradient of layer l added."""
+    """(accumulators with the gradient of layer l added, sum of squares of what they hold now of layer l)."""
     if engine.placement.grads.sharded:
         dw = collectives.scatter(dw, engine.dims["blocks"])
-    return grads | {"blocks": write(grads["blocks"], _add(read(grads["blocks"], l), dw), l)}
+    # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
+    total = jax.lax.optimization_barrier(add(read(grads["blocks"], l), dw))
+    complete = summed_by_push(engine)
+    squares = collectives.sum_of_squares(total, engine.dims["blocks"]) if complete else collectives.no_squares()
+    return grads | {"blocks": write(grads["blocks"], total, l)}, squares
 
 
-def finish(engine: Engine, grads):
-    """Accumulators summed over all devices, as the shards that the optimizer updates."""
-    stacked = jax.tree.map(lambda d: d if d == WHOLE else d + 1, engine.dims["blocks"])
-    blocks, outer = grads["blocks"], collectives.scatter(grads["outer"], engine.dims["outer"])
-    if not engine.placement.grads.sharded:
-        blocks = collectives.scatter(blocks, stacked)
-    return {
-        "blocks": collectives.sum_rest(blocks, engine.dims["blocks"]),
-        "outer": collectives.sum_rest(outer, engine.dims["outer"]),
-    }
+def summed_by_push(engine: Engine) -> bool:
+    """Whether accumulators need no more sums over devices after the last push."""
+    one_shard = not collectives.active(SHARD)
+    return (one_shard or engine.placement.grads.sharded) and not collectives.active(REPLICATE)
+
+
+def finish(engine: Engine, grads, squares):
+    """(accumulators summed over all devices, as the shards that the optimizer updates; their global norm).
+
+    `squares` is the sum of squares of the blocks' accumulators if `push` completed them; then they are not touched
+    again, which saves a pass over the host link where they rest in host memory.
+    """
+    dims, table = engine.dims, engine.placement.grads
+    done = {name for name, d in engine.resting["outer"].items() if d != WHOLE}  # gathered as shards: outer.py
+    scatter = lambda name, g: g if name in done else collectives.scatter(g, dims["outer"][name])
+    outer = collectives.add_up({name: scatter(name, g) for name, g in grads["outer"].items()}, REPLICATE)
+    blocks = grads["blocks"]
+    if not summed_by_push(engine):
+        if not table.sharded:
+            blocks = collectives.scatter(blocks, jax.tree.map(lambda d: d if d == WHOLE else d + 1, dims["blocks"]))
+        if table.home == "device":
+            blocks = collectives.add_up(blocks, REPLICATE)
+        layer = lambda l, s: add(s, collectives.sum_of_squares(read_gradient(blocks, l), dims["blocks"]))
+        squares = jax.lax.fori_loop(0, engine.model.num_layers, layer, collectives.no_squares())
+    squares = add(squares, collectives.sum_of_squares(outer, dims["outer"]))
+    return {"blocks": blocks, "outer": outer}, collectives.norm(*squares)
+
+
+def read_gradient(blocks, l: jax.Array):
+    """Layer l of finished accumulators; those in host memory are summed over `dp_replicate` here, each time."""
+    return collectives.add_up(read(blocks, l), REPLICATE)
 
 
 def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array):
-    """(mean loss in nats per label, gradients as `finish` leaves them) of all microbatches and devices together.
+    """(mean loss in nats per label, gradients as `finish` leaves them, their norm) of all microbatches and devices.
 
     Labels < 0 are ignored and not counted, so the result does not depend on how a batch is split into microbatches.
     """
     model, L = engine.model, engine.model.num_layers
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
-    outer = varying(weights["outer"])
+    outer, ahead, sharded = varying(weights["outer"]), Ahead(engine, weights), engine.placement.outer.sharded
 
     def microbatch(a, carry):
-        grads, total = carry
+        grads, total, _, held = carry
         inputs_BS, labels_BS = read((inputs_ABS, labels_ABS), a)
-        x_BSD, saved, block_vjp = forward(engine, weights, model.embed(outer, inputs_BS))
-        loss, dx_BSD, grads = head(engine, outer, grads, x_BSD, labels_BS, scale)
+        x_BSD, saved, block_vjp, held = forward(engine, ahead, embed(outer, inputs_BS, sharded), held)
+        loss, dx_BSD, d_outer = head(
+            model, outer, grads["outer"], x_BSD, labels_BS, scale, chunks=engine.lmhead_chunks, sharded=sharded
+        )
+        grads = grads | {"outer": d_outer}
 
         def backward(i, carry):
-            dx_BSD, grads = carry
+            dx_BSD, grads, squares, held = carry
             l = L - 1 - i
-            dw, dx_BSD = block_vjp(fetch(engine, weights, l), read(saved, l), dx_BSD)
-            return dx_BSD, push(engine, grads, dw, l)
+            w, held = ahead.take(held, l, then=jnp.maximum(l - 1, 0))
+            dw, dx_BSD = block_vjp(w, read(saved, l), dx_BSD)
+            grads, of_layer = push(engine, grads, dw, l)
+            return dx_BSD, grads, add(squares, of_layer), held
 
-        dx_BSD, grads = jax.lax.fori_loop(0, L, backward, (dx_BSD, grads))
-        return grads | {"outer": model.push_embed(grads["outer"], inputs_BS, dx_BSD)}, total + loss
+        start = (dx_BSD, grads, collectives.no_squares(), held)
+        dx_BSD, grads, squares, held = jax.lax.fori_loop(0, L, backward, start)
+        d_outer = push_embed(grads["outer"], inputs_BS, dx_BSD, sharded)
+        return grads | {"outer": d_outer}, total + loss, squares, held
 
-    zero = (accumulators(engine, weights), varying(jnp.float32(0)))
-    grads, total = jax.lax.fori_loop(0, inputs_ABS.shape[0], microbatch, zero)
-    return jax.lax.psum(total, DATA) * scale, finish(engine, grads)
+    start = (accumulators(engine, weights), varying(jnp.float32(0)), collectives.no_squares(), ahead.first())
+    grads, total, squares, _ = jax.lax.fori_loop(0, inputs_ABS.shape[0], microbatch, start)
+    return collectives.add_up(total, *DATA) * scale, *finish(engine, grads, squares)
 
 
-def forward(engine: Engine, weights, x_BSD: jax.Array) -> tuple[jax.Array, Any, Callable]:
-    """All blocks: (output, what was saved `[L, ...]`, a function (w, saved of one layer, dy) -> (dw, dx))."""
+class Ahead:
+    """Fetches each layer one layer early where fetching costs time; what is `held` travels in the loops' carry.
+
+    The last fetch of a forward pass is what the backward pass starts with, and the other way around.
+    """
+
+    def __init__(self, engine: Engine, weights):
+        self.fetch = lambda l: fetch(engine, weights, l)
+        self.early = engine.placement.weights.sharded or engine.placement.weights.home == "host"
+
+    def first(self):
+        """What is held before the first layer."""
+        return self.fetch(0) if self.early else None
+
+    def take(self, held, l, then):
+        """(weights of layer l, what is held afterwards: those of layer `then`, on their way)."""
+        return (held, self.fetch(then)) if self.early else (self.fetch(l), None)
+
+
+def forward(engine: Engine, ahead: Ahead, x_BSD: jax.Array, held) -> tuple[jax.Array, Any, Callable, Any]:
+    """All blocks: (output, what was saved `[L, ...]`, a function (w, saved of one layer, dy) -> (dw, dx), held)."""
     model, L = engine.model, engine.model.num_layers
 
     def run_and_save(w, x_BSD):
@@ -127,56 +188,37 @@ def forward(engine: Engine, weights, x_BSD: jax.Array) -> tuple[jax.Array, Any, 
             saved.args_res = [w, saved.args_res[1]]
         return saved(dy_BSD)
 
-    like = jax.eval_shape(lambda w, x: run_and_save(fetch(engine, w, 0), x)[1], weights, x_BSD)
+    like = jax.eval_shape(lambda x: run_and_save(ahead.fetch(0), x)[1], x_BSD)
     stack = jax.tree.map(lambda s: varying(jnp.zeros((L, *s.shape), s.dtype)), like)
-    structure = jax.tree.structure(like)
+    stack, structure = put(stack, engine.placement.residuals.home), jax.tree.structure(like)
 
     def layer(l, carry):
-        x_BSD, stack = carry
-        x_BSD, saved = run_and_save(fetch(engine, weights, l), x_BSD)
-        return x_BSD, write(stack, jax.tree.unflatten(structure, jax.tree.leaves(saved)), l)
+        x_BSD, stack, held = carry
+        w, held = ahead.take(held, l, then=jnp.minimum(l + 1, L - 1))
+        x_BSD, saved = run_and_save(w, x_BSD)
+        return x_BSD, write(stack, jax.tree.unflatten(structure, jax.tree.leaves(saved)), l), held
 
-    x_BSD, stack = jax.lax.fori_loop(0, L, layer, (x_BSD, stack))
-    return x_BSD, stack, block_vjp
-
-
-def head(engine: Engine, outer, grads, x_BSD: jax.Array, labels_BS: jax.Array, scale: jax.Array):
-    """(summed loss, d loss x scale / dx, accumulators with the head's gradients added), a slice of tokens at a time.
-
-    Loss and gradient of a slice are computed together, so logits exist once, for one slice, and are never recomputed;
-    dx is written over x.
-    """
-    x_ND, labels_N = x_BSD.reshape(-1, x_BSD.shape[-1]), labels_BS.reshape(-1)
-    used = {name: outer[name] for name in engine.model.head_uses}
-    n = labels_N.size // engine.lmhead_chunks
-
-    def chunk(c, carry):
-        x_ND, grads, total = carry
-        x, labels = (jax.lax.dynamic_slice_in_dim(v, c * n, n) for v in (x_ND, labels_N))
-        loss, vjp = jax.vjp(functools.partial(engine.model.head_loss, labels_N=labels), used, x)
-        d_used, dx = vjp(varying(scale))
-        grads = grads | {"outer": grads["outer"] | _add({name: grads["outer"][name] for name in used}, d_used)}
-        return jax.lax.dynamic_update_slice_in_dim(x_ND, dx, c * n, 0), grads, total + loss
-
-    x_ND, grads, total = jax.lax.fori_loop(0, engine.lmhead_chunks, chunk, (x_ND, grads, varying(jnp.float32(0))))
-    return total, x_ND.reshape(x_BSD.shape), grads
+    x_BSD, stack, held = jax.lax.fori_loop(0, L, layer, (x_BSD, stack, held))
+    return x_BSD, stack, block_vjp, held
 
 
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array):
     """(summed loss in nats, labels counted) over all devices; forward only."""
     model, outer = engine.model, varying(weights["outer"])
-    layer = lambda l, x_BSD: model.block(fetch(engine, weights, l), x_BSD)
-    x_BSD = jax.lax.fori_loop(0, model.num_layers, layer, model.embed(outer, inputs_BS))
-    x_CND = x_BSD.reshape(engine.lmhead_chunks, -1, x_BSD.shape[-1])
-    labels_CN = labels_BS.reshape(engine.lmhead_chunks, -1)
-    chunk = lambda c, total: total + model.head_loss(outer, x_CND[c], labels_CN[c])
-    total = jax.lax.fori_loop(0, engine.lmhead_chunks, chunk, varying(jnp.float32(0)))
-    return jax.lax.psum(total, DATA), count(labels_BS)
+    ahead, L, sharded = Ahead(engine, weights), model.num_layers, engine.placement.outer.sharded
+
+    def layer(l, carry):
+        w, held = ahead.take(carry[1], l, then=jnp.minimum(l + 1, L - 1))
+        return model.block(w, carry[0]), held
+
+    x_BSD, _ = jax.lax.fori_loop(0, L, layer, (embed(outer, inputs_BS, sharded), ahead.first()))
+    total = loss(model, outer, x_BSD, labels_BS, chunks=engine.lmhead_chunks, sharded=sharded)
+    return collectives.add_up(total, *DATA), count(labels_BS)
 
 
 def count(labels: jax.Array) -> jax.Array:
     """Labels that are not ignored, on all devices together."""
-    return jax.lax.psum(jnp.sum(labels >= 0, dtype=jnp.int32), DATA)
+    return collectives.add_up(jnp.sum(labels >= 0, dtype=jnp.int32), *DATA)
 
 
 def accumulators(engine: Engine, weights):
@@ -187,8 +229,8 @@ def accumulators(engine: Engine, weights):
         blocks = jax.eval_shape(lambda t: jax.vmap(lambda w: collectives.scatter(varying(w), dims))(t), blocks)
     elif engine.placement.weights.sharded and not engine.placement.grads.sharded:
         blocks = jax.eval_shape(lambda t: jax.vmap(lambda w: collectives.gather(w, dims))(t), blocks)
-    return jax.tree.map(lambda w: varying(jnp.zeros(w.shape, dtype)), weights | {"blocks": blocks})
-
-
-def _add(tree, more):
-    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, more)
+    # A whole leaf of sharded accumulators is summed over dp_shard at every push, so it is the same there.
+    axes = lambda d: (REPLICATE,) if engine.placement.grads.sharded and d == WHOLE else DATA
+    zeros = lambda w, d: varying(jnp.zeros(w.shape, dtype), axes(d))
+    outer = jax.tree.map(lambda w: varying(jnp.zeros(w.shape, dtype)), weights["outer"])
+    return {"blocks": put(jax.tree.map(zeros, blocks, dims), engine.placement.grads.home), "outer": outer}

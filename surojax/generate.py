@@ -36,7 +36,7 @@ def cached_logits(model: ModelFunctions, weights, tokens_BS: jax.Array, cache, s
         w, layer_cache = xs
         return model.cached_block(w, x_BSD, layer_cache, start)
 
-    x_BSD = model.embed(weights["outer"], tokens_BS)
+    x_BSD = weights["outer"]["embed"][tokens_BS]
     x_BSD, cache = jax.lax.scan(layer, x_BSD, (weights["blocks"], cache))
     return model.logits(weights["outer"], x_BSD[:, -1]), cache
 
@@ -86,8 +86,8 @@ def generate(
 ) -> Iterator[int]:
     """Continue the token ids of `prompt` (1-D, not empty), one id at a time, until `eos_id` or `max_tokens`.
 
-    `weights` are work weights `{"blocks", "outer"}`, in any sharding; ids from `vocab_size` on (default: all rows) are never
-    drawn. Raises ValueError for an empty prompt, a negative temperature, or top_p outside (0, 1].
+    `weights` are work weights `{"blocks", "outer"}`, in any sharding; ids from `vocab_size` on (default: all rows) are
+    never drawn. Raises ValueError for an empty prompt, a negative temperature, or top_p outside (0, 1].
     """
     prompt = np.asarray(prompt, np.int32)
     if prompt.ndim != 1 or not prompt.size:

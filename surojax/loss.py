@@ -1,6 +1,6 @@
 """Softmax cross-entropy with ignored labels.
 
-Shape suffixes: N tokens, V vocabulary.
+Shape suffixes: N tokens, V vocabulary, v the words of one device.
 """
 
 import jax
@@ -33,3 +33,20 @@ def _backward(saved, d_loss):
 
 
 cross_entropy.defvjp(_forward, _backward)
+
+
+def sharded_cross_entropy(logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax.Array, axis: str):
+    """(this device's part of the summed loss, d loss / d logits float32) where a device of `axis` has v of the words.
+
+    All devices see the same N tokens; `mine_N` marks those whose log-sum-exp this device adds to the loss, so that the
+    sum over devices counts every token once. Device i has the words i v to (i + 1) v - 1. Labels < 0 are ignored.
+    """
+    logits32 = logits_Nv.astype(jnp.float32)
+    v = logits_Nv.shape[1]
+    top_N = jax.lax.pmax(jnp.max(logits32, axis=1), axis)
+    lse_N = top_N + jnp.log(jax.lax.psum(jnp.sum(jnp.exp(logits32 - top_N[:, None]), axis=1), axis))
+    row_N, valid_N = labels_N - jax.lax.axis_index(axis) * v, labels_N >= 0
+    label_Nv = jax.lax.broadcasted_iota(jnp.int32, logits_Nv.shape, 1) == row_N[:, None]
+    loss = jnp.sum(jnp.where(mine_N & valid_N, lse_N, 0.0))
+    loss -= jnp.sum(jnp.where(label_Nv & valid_N[:, None], logits32, 0.0))
+    return loss, jnp.where(valid_N[:, None], jnp.exp(logits32 - lse_N[:, None]) - label_Nv, 0.0)

@@ -1,13 +1,13 @@
 """Where everything lives: the one table that the settings fill, and nothing else reads those settings.
 
-| class     | what it is                                              | sharded over dp_shard by          |
-|-----------|---------------------------------------------------------|-----------------------------------|
-| weights   | work copy of the block weights                          | zero_level >= 3 / shard_weights   |
-| outer     | embedding, final norm, head: work copies                | never: one gradient sum per step  |
-| grads     | gradient accumulators of the blocks                     | zero_level >= 2 / shard_gradients |
-| master    | the weights the optimizer updates                       | always (ZeRO-1)                   |
-| moments   | optimizer state                                         | always (ZeRO-1)                   |
-| residuals | what the forward pass saves for the backward pass       | by batch                          |
+| class     | what it is                                   | sharded over dp_shard by          | in host memory by |
+|-----------|----------------------------------------------|-----------------------------------|-------------------|
+| weights   | work copy of the block weights               | zero_level >= 3 / shard_weights   | offload_weights   |
+| outer     | embedding, final norm, head: work copies     | shard_outer                       | never             |
+| grads     | gradient accumulators of the blocks          | zero_level >= 2 / shard_gradients | offload_grads     |
+| master    | the weights the optimizer updates            | always (ZeRO-1)                   | offload_master    |
+| moments   | optimizer state                              | always (ZeRO-1)                   | offload_optimizer |
+| residuals | what a forward pass saves for the backward   | by batch                          | offload_residual  |
 
 `state_plan` turns the table into a shape, dtype and sharding for every array of the training state, building none.
 Initialisation, the step, checkpoint restore and the memory report all read that plan.
@@ -21,27 +21,34 @@ import numpy as np
 import optax
 
 from surojax.collectives import WHOLE
+from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
+from surojax.offload import MEMORY_KIND, Home
 from surojax.optim import init_moments
 from surojax.state import TrainState
+
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One tensor class: its dtype and whether `dp_shard` divides it. Home is the device."""
+    """One tensor class: its dtype, whether `dp_shard` divides it, and the memory it rests in."""
 
     dtype: str
     sharded: bool
+    home: Home = "device"
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The table. `moments` has no dtype of its own: the optimizer chose it."""
+    """The table. The optimizer chooses the dtypes of `moments`, the model those of `residuals`."""
 
     weights: Row
     outer: Row
     grads: Row
     master: Row
+    moments: Row
+    residuals: Row
 
 
 def place(
@@ -49,24 +56,43 @@ def place(
     zero_level: int = 1,
     shard_gradients: bool | None = None,
     shard_weights: bool | None = None,
+    shard_outer: bool = False,
+    offload_residual: bool = False,
+    offload_optimizer: bool = False,
+    offload_master: bool = False,
+    offload_grads: bool = False,
+    offload_weights: bool = False,
     model_dtype: str = "bfloat16",
     accum_dtype: str = "float32",
     master_dtype: str = "float32",
+    num_shards: int,
 ) -> Placement:
-    """The table of these settings. Raises ValueError for a level other than 1, 2, 3."""
+    """The table of these settings, for `num_shards` devices of `dp_shard`.
+
+    Raises ConfigError for a level other than 1, 2, 3, and for a combination that cannot work, naming the fix.
+    """
     if zero_level not in (1, 2, 3):
-        raise ValueError(f"zero_level: expected 1, 2 or 3, got {zero_level}")
+        raise ConfigError(f"zero_level: expected 1, 2 or 3, got {zero_level}; choose one of them")
     shard_gradients = zero_level >= 2 if shard_gradients is None else shard_gradients
     shard_weights = zero_level >= 3 if shard_weights is None else shard_weights
+    several = num_shards > 1
+    if offload_grads and several and not shard_gradients:
+        raise ConfigError(
+            f"offload_grads: expected sharded gradients on {num_shards} GPUs, got shard_gradients=False, with which "
+            "every GPU would move whole gradients over its host link; set shard_gradients=True or zero_level=2"
+        )
+    home = lambda offloaded: "host" if offloaded else "device"
     return Placement(
-        weights=Row(model_dtype, shard_weights),
-        outer=Row(model_dtype, False),
-        grads=Row(accum_dtype, shard_gradients),
-        master=Row(master_dtype, True),
+        weights=Row(model_dtype, shard_weights and several, home(offload_weights)),
+        outer=Row(model_dtype, shard_outer and several),
+        grads=Row(accum_dtype, shard_gradients and several, home(offload_grads)),
+        master=Row(master_dtype, True, home(offload_master)),
+        moments=Row("", True, home(offload_optimizer)),
+        residuals=Row("", False, home(offload_residual)),
     )
 
 
-def shard_dims(params: dict, mesh: jax.sharding.Mesh) -> dict:
+def shard_dims(params: dict, mesh: Mesh) -> dict:
     """For each leaf the dimension that `dp_shard` divides: the first one that it can, without counting the layer axis.
 
     WHOLE when none divides evenly or there is one shard only.
@@ -84,6 +110,25 @@ def shard_dims(params: dict, mesh: jax.sharding.Mesh) -> dict:
     }
 
 
+def resting_dims(params: dict, dims: dict, placement: Placement) -> dict:
+    """Like `dims`, for the work weights as they rest: WHOLE where they are not sharded. Outer vectors never are.
+
+    Raises ConfigError when `shard_outer` cannot cut a vocabulary evenly.
+    """
+
+    def outer(p, d):
+        if not placement.outer.sharded or p.ndim == 1:
+            return WHOLE
+        if d != 0:
+            raise ConfigError(
+                f"shard_outer: expected a vocabulary that dp_shard_size divides, got {p.shape[0]} words; pad it"
+            )
+        return d
+
+    blocks = dims["blocks"] if placement.weights.sharded else jax.tree.map(lambda _: WHOLE, dims["blocks"])
+    return {"blocks": blocks, "outer": jax.tree.map(outer, params["outer"], dims["outer"])}
+
+
 def kept_whole(params: dict, dims: dict) -> dict[str, tuple[int, ...]]:
     """Matrices kept whole, by name with their shapes: their state costs its whole size on every device."""
     leaves, marks = jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(dims)
@@ -95,11 +140,11 @@ def kept_whole(params: dict, dims: dict) -> dict[str, tuple[int, ...]]:
     }
 
 
-def specs(dims: dict, sharded: bool) -> dict:
-    """PartitionSpecs of `{"blocks": [L, ...], "outer": ...}`, split over `dp_shard` along `dims` if `sharded`."""
+def specs(dims: dict) -> dict:
+    """PartitionSpecs of `{"blocks": [L, ...], "outer": ...}`, split over `dp_shard` along `dims`."""
 
     def spec(d, lead):
-        return jax.P(*[None] * (d + lead), SHARD) if sharded and d != WHOLE else jax.P()
+        return jax.P(*[None] * (d + lead), SHARD) if d != WHOLE else jax.P()
 
     return {
         "blocks": jax.tree.map(lambda d: spec(d, 1), dims["blocks"]),
@@ -107,19 +152,17 @@ def specs(dims: dict, sharded: bool) -> dict:
     }
 
 
-def state_plan(
-    params: dict, placement: Placement, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
-) -> TrainState:
+def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`."""
     dims = shard_dims(params, mesh)
-    sharded, whole = specs(dims, True), specs(dims, False)
-    work = {"blocks": (sharded if placement.weights.sharded else whole)["blocks"], "outer": whole["outer"]}
+    sharded, work = specs(dims), specs(resting_dims(params, dims, placement))
 
-    def leaf(shape, dtype, spec):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+    def leaf(shape, dtype, spec, home: Home = "device"):
+        sharding = jax.NamedSharding(mesh, spec, memory_kind=MEMORY_KIND[home])
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def tree(row: Row, spec: dict):
-        return jax.tree.map(lambda p, s: leaf(p.shape, row.dtype, s), params, spec)
+    def tree(row: Row, spec, part: str):
+        return jax.tree.map(lambda p, s: leaf(p.shape, row.dtype, s, row.home), params[part], spec[part])
 
     moments = jax.eval_shape(
         lambda: init_moments(optimizer, jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params))
@@ -127,7 +170,7 @@ def state_plan(
     moments = {
         part: optax.tree_map_params(
             optimizer,
-            lambda m, s: leaf(m.shape, m.dtype, s),
+            lambda m, s: leaf(m.shape, m.dtype, s, placement.moments.home),
             moments[part],
             sharded[part],
             transform_non_params=lambda m: leaf(m.shape, m.dtype, jax.P()),
@@ -136,17 +179,19 @@ def state_plan(
     }
     return TrainState(
         step=leaf((), jnp.int32, jax.P()),
-        weights=tree(placement.weights, work),
-        master=tree(placement.master, sharded),
+        weights={"blocks": tree(placement.weights, work, "blocks"), "outer": tree(placement.outer, work, "outer")},
+        master={part: tree(placement.master, sharded, part) for part in ("blocks", "outer")},
         moments=moments,
     )
 
 
-def batch_sharding(mesh: jax.sharding.Mesh, *, accumulated: bool = True) -> jax.NamedSharding:
+def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding:
     """Of tokens `[accumulation, batch, S]`, or `[batch, S]` in evaluation: the batch is split over all devices."""
-    return jax.NamedSharding(mesh, jax.P(None, DATA) if accumulated else jax.P(DATA))
+    axes = tuple(a for a in DATA if mesh.shape[a] > 1)
+    return jax.NamedSharding(mesh, jax.P(None, axes or None) if accumulated else jax.P(axes or None))
 
 
-def bytes_per_device(plan) -> int:
-    """Bytes that the arrays of a plan (any tree of ShapeDtypeStructs with shardings) take on one device."""
-    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(plan))
+def bytes_per_device(plan, home: Home = "device") -> int:
+    """Bytes that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory, per device."""
+    here = [x for x in jax.tree.leaves(plan) if x.sharding.memory_kind == MEMORY_KIND[home]]
+    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in here)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from surojax import collectives
-from surojax.engine import Engine, evaluate, loss_and_gradients, read, write
+from surojax.engine import Engine, evaluate, loss_and_gradients, read, read_gradient, write
+from surojax.offload import move, put
 from surojax.optim import Schedule, apply_layer
 from surojax.placement import batch_sharding
 from surojax.state import TrainState, shardings
@@ -20,23 +21,24 @@ from surojax.state import TrainState, shardings
 def update(engine: Engine, optimizer: optax.GradientTransformation, state: TrainState, grads, grad_norm) -> TrainState:
     """The state after one optimizer step; runs per device on shards."""
 
-    def step_layer(part, weights, master, moments, grads):
-        dims = engine.dims[part]
-        moments, master = apply_layer(optimizer, grads, moments, master, grad_norm)
-        work = jax.tree.map(lambda m, w: m.astype(w.dtype), master, weights)
-        keep_shard = part == "blocks" and engine.placement.weights.sharded
-        return work if keep_shard else collectives.gather_same(work, dims), master, moments
-
-    def layer(l, carry):
+    def one(part, master, moments, grads):
+        """(work weights, master, moments) of one layer, or of the outer parameters, from device memory."""
         # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
         # update and then has to copy the whole stack, once a layer.
-        old = jax.lax.optimization_barrier(read((*carry, grads["blocks"]), l))
-        return write(carry, step_layer("blocks", *old), l)
+        master, moments, grads = jax.lax.optimization_barrier((master, moments, grads))
+        moments, master = apply_layer(optimizer, grads, moments, master, grad_norm)
+        work = jax.tree.map(lambda m: m.astype(engine.placement.weights.dtype), master)
+        return collectives.gather_same(work, engine.dims[part], engine.resting[part]), master, moments
 
-    weights, master, moments = (dict(t) for t in (state.weights, state.master, state.moments))
-    carry = (weights["blocks"], master["blocks"], moments["blocks"])
-    blocks = jax.lax.fori_loop(0, engine.model.num_layers, layer, carry)
-    outer = step_layer("outer", weights["outer"], master["outer"], moments["outer"], grads["outer"])
+    def layer(l, carry):
+        old = *read(carry[1:], l), read_gradient(grads["blocks"], l)
+        return write(carry, one("blocks", *old), l)
+
+    blocks = state.weights["blocks"], state.master["blocks"], state.moments["blocks"]
+    blocks = jax.lax.fori_loop(0, engine.model.num_layers, layer, blocks)
+    old = state.weights["outer"], state.master["outer"], state.moments["outer"]
+    outer = one("outer", *put(old[1:], "device"), grads["outer"])
+    outer = jax.tree.map(lambda x, y: move(y, jax.typeof(x).memory_space), old, outer)
     weights, master, moments = ({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))
     return TrainState(state.step + 1, weights, master, moments)
 
@@ -57,8 +59,7 @@ def make_train_step(
     tokens = batch_sharding(mesh)
 
     def per_device(state: TrainState, inputs_ABS, labels_ABS):
-        loss, grads = loss_and_gradients(engine, state.weights, inputs_ABS, labels_ABS)
-        grad_norm = jnp.sqrt(collectives.sum_of_squares(grads, engine.dims))
+        loss, grads, grad_norm = loss_and_gradients(engine, state.weights, inputs_ABS, labels_ABS)
         metrics = {"loss": loss, "grad_norm": grad_norm, "lr": jnp.float32(schedule(state.step))}
         return update(engine, optimizer, state, grads, grad_norm), metrics
 

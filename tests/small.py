@@ -46,13 +46,15 @@ class Small:
         **placed,
     ):
         self.mesh = make_mesh(jax.devices()[:devices], dp_replicate_size=replicate)
-        self.table = placement.place(**{"model_dtype": "float32", **placed})
+        shards = self.mesh.shape["dp_shard"]
+        self.table = placement.place(**{"model_dtype": "float32", **placed}, num_shards=shards)
         self.schedule = optim.learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
         self.optimizer = optim.adamw(self.schedule, m_dtype=m_dtype)
         shapes, _ = abstract_params(config)
         dims = placement.shard_dims(shapes, self.mesh)
         self.plan = placement.state_plan(shapes, self.table, self.optimizer, self.mesh)
-        self.engine = Engine(functions(config), self.table, dims, recompute_block, lmhead_chunks)
+        resting = placement.resting_dims(shapes, dims, self.table)
+        self.engine = Engine(functions(config), self.table, dims, resting, recompute_block, lmhead_chunks)
         self.step = step.make_train_step(self.engine, self.optimizer, self.schedule, self.plan, self.mesh)
         self.state = init_state(config, self.plan, self.optimizer, seed)
 

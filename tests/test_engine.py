@@ -33,14 +33,16 @@ def engine_gradients(small: Small, batch):
     """Loss and whole gradients as the engine computes them."""
     spec = jax.tree.map(lambda x: x.sharding.spec, small.plan.weights)
     token_spec = placement.batch_sharding(small.mesh).spec
-    out = (jax.P(), placement.specs(small.engine.dims, True))
+    out = (jax.P(), placement.specs(small.engine.dims), jax.P())
     f = jax.shard_map(
         lambda w, i, l: loss_and_gradients(small.engine, w, i, l),
         mesh=small.mesh,
         in_specs=(spec, token_spec, token_spec),
         out_specs=out,
     )
-    loss, grads = jax.jit(f)(small.state.weights, *small.put(batch))
+    loss, grads, norm = jax.jit(f)(small.state.weights, *small.put(batch))
+    squares = sum(float(jnp.sum(jnp.square(g))) for g in jax.tree.leaves(grads))
+    assert float(norm) == pytest.approx(squares**0.5, rel=ORDER_OF_SUMS)
     return float(loss), jax.tree.map(np.asarray, grads)
 
 

@@ -13,15 +13,15 @@ from surojax.models.llama import abstract_params
 
 @pytest.mark.parametrize("level, grads, weights", [(1, False, False), (2, True, False), (3, True, True)])
 def test_zero_levels_fill_the_table(level, grads, weights):
-    table = placement.place(zero_level=level)
+    table = placement.place(zero_level=level, num_shards=4)
     assert (table.grads.sharded, table.weights.sharded) == (grads, weights)
     assert table.master.sharded and not table.outer.sharded
-    assert placement.place(zero_level=level, shard_gradients=not grads).grads.sharded is not grads
+    assert placement.place(zero_level=level, shard_gradients=not grads, num_shards=4).grads.sharded is not grads
 
 
 def test_unknown_level_is_refused():
     with pytest.raises(ValueError, match="1, 2 or 3"):
-        placement.place(zero_level=4)
+        placement.place(zero_level=4, num_shards=1)
 
 
 def test_state_is_built_as_planned():

@@ -123,17 +123,18 @@ class ModelFunctions(NamedTuple):
     """What the engine needs of a model, as pure functions of arrays.
 
     block: (weights of one layer, x `[B, S, D]`) -> x.
-    embed: (outer, tokens `[B, S]`) -> x.
-    push_embed: (outer accumulators, tokens, dx) -> accumulators, the transpose of `embed` added in place.
-    head_loss: (outer restricted to `head_uses`, x `[N, D]`, labels `[N]`) -> summed loss in nats.
+    final: (outer, x) -> x normed for the head.
+    head: the name of the head's matrix `[V, D]`; the embedding's is "embed".
+    head_uses: names of the outer parameters that `final` and the head read.
+    head_loss: (those, x `[N, D]`, labels `[N]`) -> summed loss in nats.
     cached_block: (weights, x, (keys, values), start) -> (x, (keys, values)), for sampling.
     logits: (outer, x `[..., D]`) -> `[..., V]` float32.
     """
 
     num_layers: int
     block: Callable
-    embed: Callable
-    push_embed: Callable
+    final: Callable
+    head: str
     head_uses: tuple[str, ...]
     head_loss: Callable
     cached_block: Callable
@@ -151,25 +152,20 @@ def functions(config: LlamaConfig) -> ModelFunctions:
     def cached_block(w, x_BSD, cache, start):
         return nnx.merge(graph, w).cached(x_BSD, cache, start)
 
-    def embed(outer, tokens_BS):
-        return outer["embed"][tokens_BS]
-
-    def push_embed(grads, tokens_BS, dx_BSD):
-        # Negative or too large tokens cannot occur: the data pipeline and the config check the vocabulary.
-        return grads | {"embed": grads["embed"].at[tokens_BS].add(dx_BSD.astype(grads["embed"].dtype))}
+    def final(outer, x):
+        return rms_norm(x, outer["norm"], config.rms_norm_eps)
 
     def logits(outer, x):
-        return linear(rms_norm(x, outer["norm"], config.rms_norm_eps), outer[table]).astype(jnp.float32)
+        return linear(final(outer, x), outer[table]).astype(jnp.float32)
 
     def head_loss(outer, x_ND, labels_N):
-        x_ND = rms_norm(x_ND, outer["norm"], config.rms_norm_eps)
-        return cross_entropy(linear(x_ND, outer[table]), labels_N)
+        return cross_entropy(linear(final(outer, x_ND), outer[table]), labels_N)
 
     return ModelFunctions(
         num_layers=config.num_hidden_layers,
         block=block,
-        embed=embed,
-        push_embed=push_embed,
+        final=final,
+        head=table,
         head_uses=("norm", table),
         head_loss=head_loss,
         cached_block=cached_block,
