@@ -47,7 +47,7 @@ def plain_step(config, optimizer, dtype: str, recompute_block: bool):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Engine against plain value_and_grad.")
     parser.add_argument("--pairs", type=int, default=15, help="timed runs of each, taken in turn")
     c, args = parse(None, parser)
     check(c)
@@ -70,7 +70,7 @@ def main() -> None:
     master = jax.tree.map(jnp.copy, state.master)
     moments = optimizer.init(master)
     compiled = ours.lower(state, inputs, labels).compile(), plain.lower(master, moments, inputs[0], labels[0]).compile()
-    temp = [x.memory_analysis().temp_size_in_bytes / 2**20 for x in compiled]
+    temp = [(s.temp_size_in_bytes if (s := x.memory_analysis()) else 0) / 2**20 for x in compiled]
 
     def run_ours():
         nonlocal state

@@ -27,8 +27,9 @@ def attend(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
     half = q_BSHh.dtype in (jnp.bfloat16, jnp.float16)
+    flash = half and mask is None and q_BSHh.shape[-1] % 8 == 0 and q_BSHh.shape[-1] <= 128  # what cuDNN takes anywhere
     if implementation == "auto":
-        implementation = "cudnn" if jax.default_backend() == "gpu" and half and mask is None else "xla"
+        implementation = "cudnn" if jax.default_backend() == "gpu" and flash else "xla"
     if implementation == "cudnn" and not half:
         raise NotImplementedError(
             f"cudnn attention: expected bfloat16 or float16, got {q_BSHh.dtype}; "

@@ -5,8 +5,6 @@ The commands share it: `train` builds what it says, `fit` adds up its bytes. The
 
 import dataclasses
 
-import jax
-import ml_collections
 import optax
 
 from surojax import config as configs, optim, placement, step
@@ -26,7 +24,7 @@ class Blueprint:
     params: dict  # shapes of the float32 parameters
     plan: TrainState
     engine: Engine
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    mesh: placement.Mesh
 
     def train_step(self):
         """See `step.make_train_step`."""
@@ -37,7 +35,7 @@ class Blueprint:
         return step.make_eval_step(self.engine, self.plan, self.mesh)
 
 
-def draw(c: ml_collections.ConfigDict, mesh, total_steps: int) -> Blueprint:
+def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint:
     """The blueprint of a checked config on a mesh, for a run of `total_steps`."""
     model = configs.model_config(c)
     schedule = optim.learning_rate_schedule(
@@ -62,6 +60,12 @@ def draw(c: ml_collections.ConfigDict, mesh, total_steps: int) -> Blueprint:
         zero_level=c.zero_level,
         shard_gradients=c.shard_gradients,
         shard_weights=c.shard_weights,
+        shard_outer=c.shard_outer,
+        offload_residual=c.offload_residual,
+        offload_optimizer=c.offload_optimizer,
+        offload_master=c.offload_master,
+        offload_grads=c.offload_grads,
+        offload_weights=c.offload_weights,
         model_dtype=c.model_dtype,
         accum_dtype=c.accum_dtype,
         master_dtype=c.master_dtype,

@@ -84,6 +84,12 @@ def default_config() -> Config:
     c.zero_level = 1  # shards over dp_shard: 1 = optimizer state, 2 = + gradients, 3 = + block weights
     c.shard_gradients = config_dict.placeholder(bool)  # shard the gradient accumulators; unset = zero_level >= 2
     c.shard_weights = config_dict.placeholder(bool)  # shard the block weights; unset = zero_level >= 3
+    c.shard_outer = False  # split embedding and head over dp_shard by words; for vocabularies that cost too much memory
+    c.offload_residual = False  # what the forward pass saves for the backward pass rests in pinned host memory
+    c.offload_optimizer = False  # optimizer state rests in pinned host memory
+    c.offload_master = False  # master weights rest in pinned host memory
+    c.offload_grads = False  # gradient accumulators of the blocks rest in host memory; several GPUs: shard_gradients
+    c.offload_weights = False  # block weights rest in host memory and stream through the device, two layers at a time
     c.recompute_block = True  # save only each block's input and compute the block again in the backward pass
     c.lmhead_chunks = 1  # slices of the tokens in head and loss; more = less memory for logits
 
@@ -263,7 +269,7 @@ def _check_sizes(c: Config) -> None:
     change = f"use {divisor(tokens, min(chunks, tokens))}"
     _need(tokens % chunks == 0, "lmhead_chunks", expected, chunks, change)
     shards = c.gpus // c.dp_replicate_size if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
-    if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients):
+    if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients or c.shard_outer):
         expected = "2 or more, to shard over, with zero_level above 1, shard_weights or shard_gradients"
         _need(shards != 1, "dp_shard_size", expected, 1, "lower dp_replicate_size or zero_level, or raise gpus")
 

@@ -43,8 +43,21 @@ SHARDED = {
 def estimate(run: blueprint.Blueprint, batch: int, sequence_len: int, *, platform: str = "gpu") -> dict[str, int]:
     """Bytes per device by class, for microbatches of `batch` sequences of `sequence_len` tokens.
 
-    platform: "gpu", or "cpu", where XLA multiplies in float32 and fuses less.
+    Only what is in device memory: see `estimate_host` for the rest. platform: "gpu", or "cpu", where XLA multiplies in
+    float32 and fuses less, and where host memory is the device's, so that everything counts.
     """
+    homes = ("device", "host") if platform == "cpu" else ("device",)
+    return {k: sum(v[h] for h in homes) for k, v in _classes(run, batch, sequence_len, platform).items()}
+
+
+def estimate_host(run: blueprint.Blueprint, batch: int, sequence_len: int) -> dict[str, int]:
+    """Bytes of pinned host memory per GPU by class; empty when nothing is offloaded."""
+    found = {k: v["host"] for k, v in _classes(run, batch, sequence_len, "gpu").items()}
+    return {k: size for k, size in found.items() if size}
+
+
+def _classes(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: str) -> dict[str, dict[str, int]]:
+    """Bytes per device of each class by the memory it rests in."""
     plan, engine, m = run.plan, run.engine, run.model
     work, grads = engine.placement.weights, engine.placement.grads
     layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], work.dtype), run.params["blocks"])
@@ -54,24 +67,33 @@ def estimate(run: blueprint.Blueprint, batch: int, sequence_len: int, *, platfor
     shards = lambda dim: run.mesh.shape[SHARD] if grads.sharded and dim != WHOLE else 1
     parts = jax.tree.map(lambda p, dim: p.size // shards(dim), run.params["blocks"], engine.dims["blocks"])
     block_grads = jnp.dtype(grads.dtype).itemsize * sum(jax.tree.leaves(parts))
-    outer_grads = jnp.dtype(grads.dtype).itemsize * sum(p.size for p in jax.tree.leaves(run.params["outer"]))
+    outer = jax.tree.leaves(plan.weights["outer"])  # their accumulators are cut like the work weights
+    outer_size = sum(math.prod(w.sharding.shard_shape(w.shape)) for w in outer)
+    outer_grads = jnp.dtype(grads.dtype).itemsize * outer_size
 
     wide = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
     logits = wide * (batch * sequence_len // engine.lmhead_chunks) * m.vocab_size
     # Fitted to the measurements above: what a block's backward pass holds of the values that its forward pass saves.
     again = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
     block = 2 * layer_bytes + int(again * saved_bytes) + scores_bytes
-    head = logits + max(logits, wide * m.vocab_size * m.hidden_size)  # and their gradient, then the head's
+    vocabulary = m.vocab_size // (run.mesh.shape[SHARD] if engine.placement.outer.sharded else 1)
+    head = logits + max(logits, wide * vocabulary * m.hidden_size)  # and their gradient, then the head's
     activations = m.num_hidden_layers * (x_bytes if engine.recompute_block else saved_bytes)
-    state = placement.bytes_per_device((plan.master["blocks"], plan.moments["blocks"])) + block_grads
-    update = state // m.num_hidden_layers + 2 * layer_bytes - activations
+    at = lambda plan: {home: placement.bytes_per_device(plan, home) for home in ("device", "host")}
+    state = sum(at((plan.master["blocks"], plan.moments["blocks"])).values()) + block_grads
+    saved_on_device = activations if engine.placement.residuals.home == "device" else 0
+    update = state // m.num_hidden_layers + 2 * layer_bytes - saved_on_device
+    early = layer_bytes if work.sharded or work.home == "host" else 0  # the next layer's weights
+    none = {"device": 0, "host": 0}
     return {
-        "weights": placement.bytes_per_device(plan.weights),
-        "master": placement.bytes_per_device(plan.master),
-        "moments": placement.bytes_per_device(plan.moments),
-        "gradients": block_grads + outer_grads,
-        "activations": activations,
-        "working space": max(block, head, update) + 2 * x_bytes,
+        "weights": at(plan.weights),
+        "master": at(plan.master),
+        "moments": at(plan.moments),
+        "gradients": none
+        | {grads.home: block_grads}
+        | {"device": outer_grads + (block_grads if grads.home == "device" else 0)},
+        "activations": none | {engine.placement.residuals.home: activations},
+        "working space": none | {"device": max(block + early, head, update) + 2 * x_bytes},
     }
 
 
@@ -98,6 +120,7 @@ def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | Non
     need = estimate(run, c.per_device_batch_size, c.sequence_len, platform=platform)
     available = available_bytes(devices) if available is None else available
     if sum(need.values()) <= available:
+        check_host(run, c, n, platform)
         return need
     parts = ", ".join(f"{name} {size / GiB:.1f}" for name, size in need.items())
     where = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
@@ -105,6 +128,18 @@ def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | Non
         f"does not fit: needs {gib(sum(need.values()))} ({parts}) on {where}, where {gib(available)} are free; "
         f"what would change it: {'; '.join(_advice(c, devices, available))}"
     )
+
+
+def check_host(run: blueprint.Blueprint, c: Config, n: int, platform: str) -> None:
+    """Raises ConfigError when the machine has less memory free than what is offloaded to it."""
+    need = {} if platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
+    free = psutil.virtual_memory().available
+    if n * sum(need.values()) > free:
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in need.items())
+        raise ConfigError(
+            f"does not fit: needs {gib(n * sum(need.values()))} of host memory for {n} GPUs (each {parts}), where "
+            f"{gib(free)} are free; offload less, or store it in 16 bits (opt_m_dtype, opt_v_dtype, master_dtype)"
+        )
 
 
 def changes_that_help(c: Config, n: int, available: int, platform: str) -> list[tuple[dict, int]]:

@@ -94,8 +94,7 @@ def generate(
         raise ValueError(
             f"prompt: expected token ids in one dimension, got shape {prompt.shape}; pass eos to start anew"
         )
-    if not (temperature >= 0 and 0 < top_p <= 1):
-        raise ValueError(f"expected temperature >= 0 and 0 < top_p <= 1, got {temperature} and {top_p}")
+    check_options(max_tokens, temperature, top_p)
     advance = _compiled(config, vocab_size or config.vocab_size, float(temperature), float(top_p))
     cache = empty_cache(config, 1, prompt.size + max_tokens, weights["outer"]["embed"].dtype)
     key, tokens, start = jax.random.key(seed), jnp.asarray(prompt)[None], 0
@@ -112,6 +111,14 @@ def complete(config: LlamaConfig, weights: dict, tokenizer: Tokenizer, prompt: s
     ids = tokenizer.encode(prompt) if prompt else np.array([tokenizer.eos_id])
     new = generate(config, weights, ids, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size, **options)
     return tokenizer.decode(list(new))
+
+
+def check_options(max_tokens: int, temperature: float, top_p: float) -> None:
+    """Raises ValueError for what cannot be sampled with."""
+    if not (max_tokens >= 0 and 0 <= temperature < float("inf") and 0 < top_p <= 1):
+        raise ValueError(
+            f"expected max_tokens >= 0, temperature >= 0 and 0 < top_p <= 1, got {max_tokens}, {temperature} and {top_p}"
+        )
 
 
 def load(path: str | Path, tokenizer: str = "") -> tuple[LlamaConfig, dict, Tokenizer]:
@@ -155,8 +162,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
     )
+    parser.error = lambda text: sys.exit(f"surojax.generate: error: {text}; see --help")
     args = parser.parse_args(argv)
     try:
+        check_options(args.max_tokens, args.temperature, args.top_p)
         config, weights, tokenizer = load(args.checkpoint, args.tokenizer)
         ids = tokenizer.encode(args.prompt) if args.prompt else np.array([tokenizer.eos_id])
         new = generate(

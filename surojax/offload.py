@@ -10,7 +10,7 @@ import jax
 
 Home = Literal["device", "host"]
 Device, Host = jax.memory.Space.Device, jax.memory.Space.Host
-SPACE: dict[str, jax.memory.Space] = {"device": Device, "host": Host}
+SPACE = {"device": Device, "host": Host}
 MEMORY_KIND: dict[str, str] = {"device": "device", "host": "pinned_host"}
 
 
@@ -19,6 +19,6 @@ def put(tree, home: Home):
     return jax.tree.map(lambda x: move(x, SPACE[home]), tree)
 
 
-def move(x: jax.Array, space: jax.memory.Space) -> jax.Array:
+def move(x: jax.Array, space) -> jax.Array:
     """x in a memory space; nothing happens where it is there already."""
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)

@@ -5,14 +5,13 @@ handed to the chain as the extra argument `grad_norm`. Everything else in the ch
 communication: a shard of a matrix is updated as the whole would be.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-Schedule = Callable[[jax.Array], jax.Array]
+Schedule = optax.Schedule
 
 
 def learning_rate_schedule(
@@ -56,11 +55,11 @@ class NoState(NamedTuple):
 def clip_by_given_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Scale updates by min(1, max_norm / grad_norm), `grad_norm` being that of all layers and devices."""
 
-    def update(updates, state, params=None, *, grad_norm, **_):
+    def update(updates, state, params=None, *, grad_norm: jax.Array, **_):
         factor = jnp.minimum(1.0, max_norm / jnp.maximum(grad_norm, 1e-12))
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: NoState(), update)
+    return optax.GradientTransformationExtraArgs(lambda params: NoState(), update)  # type: ignore[arg-type]
 
 
 def scale_by_adam(b1: float, b2: float, eps: float, m_dtype: str, v_dtype: str) -> optax.GradientTransformation:
@@ -80,7 +79,7 @@ def scale_by_adam(b1: float, b2: float, eps: float, m_dtype: str, v_dtype: str) 
         cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
         return updates, optax.ScaleByAdamState(count, cast(m, m_dtype), cast(v, v_dtype))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
 
 def adamw(

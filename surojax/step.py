@@ -14,30 +14,30 @@ from surojax import collectives
 from surojax.engine import Engine, evaluate, loss_and_gradients, read, read_gradient, write
 from surojax.offload import move, put
 from surojax.optim import Schedule, apply_layer
-from surojax.placement import batch_sharding
+from surojax.placement import Mesh, batch_sharding
 from surojax.state import TrainState, shardings
 
 
 def update(engine: Engine, optimizer: optax.GradientTransformation, state: TrainState, grads, grad_norm) -> TrainState:
     """The state after one optimizer step; runs per device on shards."""
 
-    def one(part, master, moments, grads):
+    def one(part, old):
         """(work weights, master, moments) of one layer, or of the outer parameters, from device memory."""
         # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
         # update and then has to copy the whole stack, once a layer.
-        master, moments, grads = jax.lax.optimization_barrier((master, moments, grads))
+        master, moments, grads = jax.lax.optimization_barrier(old)
         moments, master = apply_layer(optimizer, grads, moments, master, grad_norm)
         work = jax.tree.map(lambda m: m.astype(engine.placement.weights.dtype), master)
         return collectives.gather_same(work, engine.dims[part], engine.resting[part]), master, moments
 
     def layer(l, carry):
         old = *read(carry[1:], l), read_gradient(grads["blocks"], l)
-        return write(carry, one("blocks", *old), l)
+        return write(carry, one("blocks", old), l)
 
     blocks = state.weights["blocks"], state.master["blocks"], state.moments["blocks"]
     blocks = jax.lax.fori_loop(0, engine.model.num_layers, layer, blocks)
     old = state.weights["outer"], state.master["outer"], state.moments["outer"]
-    outer = one("outer", *put(old[1:], "device"), grads["outer"])
+    outer = one("outer", (*put(old[1:], "device"), grads["outer"]))
     outer = jax.tree.map(lambda x, y: move(y, jax.typeof(x).memory_space), old, outer)
     weights, master, moments = ({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))
     return TrainState(state.step + 1, weights, master, moments)
@@ -48,7 +48,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: Schedule,
     plan: TrainState,
-    mesh: jax.sharding.Mesh,
+    mesh: Mesh,
 ) -> Callable:
     """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), float32 scalars.
 
@@ -68,7 +68,7 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings(plan), everywhere))
 
 
-def make_eval_step(engine: Engine, plan: TrainState, mesh: jax.sharding.Mesh) -> Callable:
+def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Callable:
     """A jitted (weights, inputs `[B, S]`, labels) -> (summed loss in nats, number of labels)."""
     spec = jax.tree.map(lambda x: x.sharding.spec, plan.weights)
     tokens = batch_sharding(mesh, accumulated=False)

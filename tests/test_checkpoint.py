@@ -71,8 +71,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def small_plan(devices: int, zero_level: int = 1) -> state.TrainState:
     """The plan of the tests' small model, in two float dtypes."""
     shapes, _ = abstract_params(CONFIG)
-    table = placement.place(zero_level=zero_level, model_dtype="bfloat16")
     mesh = make_mesh(jax.devices()[:devices])
+    table = placement.place(zero_level=zero_level, model_dtype="bfloat16", num_shards=devices)
     return placement.state_plan(shapes, table, optim.adamw(lambda _: jnp.float32(1e-3), m_dtype="bfloat16"), mesh)
 
 
