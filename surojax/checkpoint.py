@@ -15,8 +15,10 @@ pass over the devices' memory, where reading the files once more would cost minu
 """
 
 import contextlib
+import functools
 import json
 import logging
+import math
 import re
 import shutil
 import zlib
@@ -28,6 +30,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from surojax.errors import CheckpointError
+from surojax.offload import Device, move, read
 from surojax.state import TrainState, shardings, work_weights
 
 FOLDER = "checkpoints"
@@ -191,28 +194,38 @@ def checksums(**trees) -> tuple[dict[str, int], list[str]]:
     """The checksum of every array by name and dtype, and the names of those that are not finite everywhere."""
     leaves = jax.tree_util.tree_leaves_with_path(trees)
     names = [f"{jax.tree_util.keystr(path, simple=True, separator='/')} {x.dtype}" for path, x in leaves]
-    sums, finite = jax.device_get(_checksums([x for _, x in leaves]))
+    stacked = tuple("/blocks/" in name for name in names)
+    sums, finite = jax.device_get(_checksums([x for _, x in leaves], stacked))
     bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
     return dict(zip(names, map(int, sums), strict=True)), bad
 
 
-@jax.jit
-def _checksums(arrays: list[jax.Array]):
+@functools.partial(jax.jit, static_argnums=1)
+def _checksums(arrays: list[jax.Array], stacked: tuple[bool, ...]):
     """For each array the sum over i of word i times 2 i + 1, modulo 2^32, and whether all of it is finite.
 
     Integer sums do not depend on order, so not on the sharding. Odd factors are invertible, so any change of one word
-    changes the sum, and of changes in several words all but one in 2^32 do.
+    changes the sum, and of changes in several words all but one in 2^32 do. Stacks of layers are read a layer at a
+    time: they may rest in host memory because the device has no room for them.
     """
 
-    def one(x):
+    def one(x, start):
         words = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-        index, stride = jnp.zeros(x.shape, jnp.uint32), 1
+        index, stride = jnp.full(x.shape, start, jnp.uint32), 1
         for d in reversed(range(x.ndim)):
             index += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
             stride *= x.shape[d]
         return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32), jnp.isfinite(x).all()
 
-    return tuple(zip(*map(one, arrays), strict=True))
+    def layers(x):
+        def add(l, found):
+            total, finite = one(read(x, l), jnp.uint32(l) * jnp.uint32(math.prod(x.shape[1:]) % 2**32))
+            return found[0] + total, found[1] & finite
+
+        return jax.lax.fori_loop(0, x.shape[0], add, (jnp.uint32(0), jnp.bool(True)))
+
+    found = [layers(x) if many else one(move(x, Device), 0) for x, many in zip(arrays, stacked, strict=True)]
+    return tuple(zip(*found, strict=True))
 
 
 def _verify(meta: dict[str, Any], **trees) -> None:

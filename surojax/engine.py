@@ -34,7 +34,7 @@ from surojax import collectives
 from surojax.collectives import WHOLE, varying
 from surojax.mesh import DATA, REPLICATE, SHARD
 from surojax.models.llama import ModelFunctions
-from surojax.offload import Device, move, put
+from surojax.offload import put, read, write
 from surojax.outer import add, embed, head, loss, push_embed
 from surojax.placement import Placement
 
@@ -49,22 +49,6 @@ class Engine:
     resting: Any  # placement.resting_dims: how the work weights rest
     recompute_block: bool = True
     lmhead_chunks: int = 1
-
-
-def read(tree, l: jax.Array | int):
-    """Layer l of stacked arrays, in device memory."""
-    one = lambda x: jax.lax.dynamic_index_in_dim(x, l, 0, keepdims=False, allow_negative_indices=False)
-    return jax.tree.map(lambda x: move(one(x), Device), tree)
-
-
-def write(tree, new, l: jax.Array | int):
-    """Stacked arrays with layer l replaced, in the memory where they rest, in place when the compiler can."""
-
-    def one(x, y):
-        y = move(y.astype(x.dtype), jax.typeof(x).memory_space)
-        return jax.lax.dynamic_update_index_in_dim(x, y, l, 0, allow_negative_indices=False)
-
-    return jax.tree.map(one, tree, new)
 
 
 def fetch(engine: Engine, weights, l: jax.Array | int):

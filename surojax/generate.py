@@ -20,6 +20,7 @@ from surojax import checkpoint
 from surojax.config import model_config, restored_config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.models.llama import LlamaConfig, ModelFunctions, abstract_params, functions
+from surojax.offload import read, write
 from surojax.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -32,12 +33,13 @@ def empty_cache(config: LlamaConfig, batch: int, length: int, dtype) -> tuple[ja
 def cached_logits(model: ModelFunctions, weights, tokens_BS: jax.Array, cache, start: jax.Array):
     """(float32 logits of the last of S new positions `[B, V]`, the cache with them in it)."""
 
-    def layer(x_BSD, xs):
-        w, layer_cache = xs
-        return model.cached_block(w, x_BSD, layer_cache, start)
+    def layer(l, carry):
+        x_BSD, cache = carry
+        x_BSD, of_layer = model.cached_block(read(weights["blocks"], l), x_BSD, read(cache, l), start)
+        return x_BSD, write(cache, of_layer, l)
 
     x_BSD = weights["outer"]["embed"][tokens_BS]
-    x_BSD, cache = jax.lax.scan(layer, x_BSD, (weights["blocks"], cache))
+    x_BSD, cache = jax.lax.fori_loop(0, model.num_layers, layer, (x_BSD, cache))
     return model.logits(weights["outer"], x_BSD[:, -1]), cache
 
 
@@ -117,7 +119,8 @@ def check_options(max_tokens: int, temperature: float, top_p: float) -> None:
     """Raises ValueError for what cannot be sampled with."""
     if not (max_tokens >= 0 and 0 <= temperature < float("inf") and 0 < top_p <= 1):
         raise ValueError(
-            f"expected max_tokens >= 0, temperature >= 0 and 0 < top_p <= 1, got {max_tokens}, {temperature} and {top_p}"
+            "expected max_tokens >= 0, temperature >= 0 and 0 < top_p <= 1, "
+            f"got {max_tokens}, {temperature} and {top_p}"
         )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from surojax.models.llama import LlamaConfig, init_params
+from surojax.offload import MEMORY_KIND, put, read, write
 from surojax.optim import init_moments
 
 
@@ -24,8 +25,19 @@ class TrainState(NamedTuple):
 
 
 def work_weights(master, plan: TrainState):
-    """The work copy of master weights."""
-    return jax.tree.map(lambda m, w: m.astype(w.dtype), master, plan.weights)
+    """The work copy of master weights, inside `jit`; a layer at a time where either rests in host memory."""
+    work = {part: jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), plan.weights[part]) for part in plan.weights}
+    homes = {x.sharding.memory_kind for x in jax.tree.leaves((plan.master["blocks"], plan.weights["blocks"]))}
+    outer = jax.tree.map(lambda m, w: m.astype(w.dtype), put(master["outer"], "device"), work["outer"])
+    if homes == {MEMORY_KIND["device"]}:
+        blocks = jax.tree.map(lambda m, w: m.astype(w.dtype), master["blocks"], work["blocks"])
+    else:
+        num_layers = jax.tree.leaves(work["blocks"])[0].shape[0]
+        on_device = jax.tree.leaves(plan.weights["blocks"])[0].sharding.memory_kind == MEMORY_KIND["device"]
+        home = "device" if on_device else "host"
+        layer = lambda l, stack: write(stack, read(master["blocks"], l), l)
+        blocks = jax.lax.fori_loop(0, num_layers, layer, put(work["blocks"], home))
+    return {"blocks": blocks, "outer": outer}
 
 
 def shardings(plan):

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from surojax import collectives
-from surojax.engine import Engine, evaluate, loss_and_gradients, read, read_gradient, write
-from surojax.offload import move, put
+from surojax.engine import Engine, evaluate, loss_and_gradients, read_gradient
+from surojax.offload import move, put, read, write
 from surojax.optim import Schedule, apply_layer
 from surojax.placement import Mesh, batch_sharding
 from surojax.state import TrainState, shardings
