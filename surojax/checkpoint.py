@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from surojax.errors import CheckpointError
-from surojax.offload import Device, move, read
+from surojax.offload import MEMORY_KIND, Device, move, read
 from surojax.state import TrainState, shardings, work_weights
 
 FOLDER = "checkpoints"
@@ -128,8 +128,8 @@ class Checkpoints:
                 f"{free / 2**20:,.1f} MiB are free; free some, or move output_dir; last checkpoint: {self.last}"
             )
         items = ocp.args.Composite(
-            master=ocp.args.StandardSave(state.master),
-            moments=ocp.args.StandardSave(state.moments),
+            master=ocp.args.StandardSave(_apart(state.master)),
+            moments=ocp.args.StandardSave(_apart(state.moments)),
             meta=ocp.args.JsonSave({**meta, "checksums": sums}),
         )
         assert step not in self.manager.all_steps(), f"the checkpoint of step {step} would be written twice"
@@ -160,13 +160,9 @@ def restore(path: Path, plan: TrainState) -> TrainState:
     meta = read_meta(path)
     with _readable(path):
         loaded = _load(path, {"master": plan.master, "moments": plan.moments})
-
-        def build(step, master, moments):
-            return TrainState(step, work_weights(master, plan), master, moments)
-
-        # Through jit, so that the arrays are XLA's own: on CPU restored ones can alias memory of the reader.
-        assemble = jax.jit(build, out_shardings=shardings(plan), donate_argnums=(1, 2))
-        state = assemble(jnp.int32(meta["step"]), loaded["master"], loaded["moments"])
+        cast = jax.jit(lambda master: work_weights(master, plan), out_shardings=shardings(plan.weights))
+        step = jax.device_put(jnp.int32(meta["step"]), plan.step.sharding)
+        state = TrainState(step, cast(loaded["master"]), loaded["master"], loaded["moments"])
         _verify(meta, master=state.master, moments=state.moments)
     return state
 
@@ -178,6 +174,12 @@ def restore_weights(path: Path, plan: dict) -> dict:
         weights = _load(path, {"master": plan})["master"]
         _verify(meta, weights=weights)
     return weights
+
+
+def _apart(tree):
+    """Arrays that the next step does not touch: orbax copies from devices, but reads host memory while it writes."""
+    host = lambda x: x.sharding.memory_kind == MEMORY_KIND["host"]
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False) if host(x) else x, tree)
 
 
 def _load(path: Path, items: dict) -> dict:
@@ -194,22 +196,22 @@ def checksums(**trees) -> tuple[dict[str, int], list[str]]:
     """The checksum of every array by name and dtype, and the names of those that are not finite everywhere."""
     leaves = jax.tree_util.tree_leaves_with_path(trees)
     names = [f"{jax.tree_util.keystr(path, simple=True, separator='/')} {x.dtype}" for path, x in leaves]
-    stacked = tuple("/blocks/" in name for name in names)
-    sums, finite = jax.device_get(_checksums([x for _, x in leaves], stacked))
+    found = [_checksum(x, stacked="/blocks/" in name) for name, (_, x) in zip(names, leaves, strict=True)]
+    sums, finite = zip(*jax.device_get(found), strict=True)
     bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
     return dict(zip(names, map(int, sums), strict=True)), bad
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _checksums(arrays: list[jax.Array], stacked: tuple[bool, ...]):
-    """For each array the sum over i of word i times 2 i + 1, modulo 2^32, and whether all of it is finite.
+@functools.partial(jax.jit, static_argnames="stacked")
+def _checksum(x: jax.Array, *, stacked: bool):
+    """(the sum over i of word i times 2 i + 1, modulo 2^32; whether all of x is finite).
 
     Integer sums do not depend on order, so not on the sharding. Odd factors are invertible, so any change of one word
-    changes the sum, and of changes in several words all but one in 2^32 do. Stacks of layers are read a layer at a
-    time: they may rest in host memory because the device has no room for them.
+    changes the sum, and of changes in several words all but one in 2^32 do. Stacks of layers in host memory are read a
+    layer at a time: they may be there because the device has no room for them.
     """
 
-    def one(x, start):
+    def part(x, start):
         words = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
         index, stride = jnp.full(x.shape, start, jnp.uint32), 1
         for d in reversed(range(x.ndim)):
@@ -217,15 +219,13 @@ def _checksums(arrays: list[jax.Array], stacked: tuple[bool, ...]):
             stride *= x.shape[d]
         return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32), jnp.isfinite(x).all()
 
-    def layers(x):
-        def add(l, found):
-            total, finite = one(read(x, l), jnp.uint32(l) * jnp.uint32(math.prod(x.shape[1:]) % 2**32))
-            return found[0] + total, found[1] & finite
+    def layer(l, found):
+        total, finite = part(read(x, l), jnp.uint32(l) * jnp.uint32(math.prod(x.shape[1:]) % 2**32))
+        return found[0] + total, found[1] & finite
 
-        return jax.lax.fori_loop(0, x.shape[0], add, (jnp.uint32(0), jnp.bool(True)))
-
-    found = [layers(x) if many else one(move(x, Device), 0) for x, many in zip(arrays, stacked, strict=True)]
-    return tuple(zip(*found, strict=True))
+    if stacked and jax.typeof(x).memory_space != Device:
+        return jax.lax.fori_loop(0, x.shape[0], layer, (jnp.uint32(0), jnp.bool(True)))
+    return part(move(x, Device), 0)
 
 
 def _verify(meta: dict[str, Any], **trees) -> None:

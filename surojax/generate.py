@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
     )
-    parser.error = lambda text: sys.exit(f"surojax.generate: error: {text}; see --help")
+    parser.error = lambda message: sys.exit(f"surojax.generate: error: {message}; see -h")
     args = parser.parse_args(argv)
     try:
         check_options(args.max_tokens, args.temperature, args.top_p)

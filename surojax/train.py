@@ -23,8 +23,9 @@ from tqdm import tqdm
 from surojax import checkpoint, config as configs, data, gpus, placement, state
 from surojax.blueprint import Blueprint, draw
 from surojax.checkpoint import Checkpoints
+from surojax.config import Config
 from surojax.errors import CheckpointError, ConfigError
-from surojax.fit import GiB, check_fit
+from surojax.fit import GiB, check_fit, estimate_host
 from surojax.flags import parse
 from surojax.generate import complete
 from surojax.mesh import find_devices, make_mesh
@@ -38,8 +39,6 @@ from surojax.metrics import (
     read_metrics,
 )
 from surojax.tokenizer import Tokenizer, load_tokenizer
-
-type Config = Any  # a checked ml_collections.ConfigDict, whose fields have no types for pyright to know
 
 
 class Result(NamedTuple):
@@ -81,7 +80,7 @@ def train(config: Config) -> Result:
     resume = find_resume(c, output_dir, identity)
     meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
     first_step, samples = meta["step"], meta["samples"]
-    describe(run, devices, need)
+    describe(c, run, devices, need)
     say(f"data: {corpus.name}, {len(corpus.tokens):,} tokens for training, {len(held_out.tokens):,} held out")
     say(f"run: {total_steps} steps of {samples_per_step * c.sequence_len:,} tokens into {output_dir}")
     if resume and first_step >= total_steps:
@@ -152,7 +151,7 @@ def train(config: Config) -> Result:
                 if save_now:
                     checkpoints.save(train_state, {"step": step, "samples": samples, "config": c.to_dict(), **identity})
                 late.restart_clock()
-            if stopping:
+            if stopping and not final:
                 say(f"stopped by {stopping} after step {step} of {total_steps}; start again to continue")
                 break
 
@@ -231,13 +230,17 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str]) -> Path |
     return found
 
 
-def describe(run: Blueprint, devices, need: dict[str, int]) -> None:
+def describe(c: Config, run: Blueprint, devices, need: dict[str, int]) -> None:
     """Say what will run where, and what it needs."""
     parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(run.params))
     axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
     say(f"surojax: {parameters / 1e6:,.1f}M parameters on {len(devices)} x {devices[0].device_kind} ({axes})")
-    parts = ", ".join(f"{name} {size / GiB:.2f}" for name, size in need.items())
-    say(f"memory per device: {sum(need.values()) / GiB:.2f} GiB ({parts})")
+    # On a CPU the devices' memory is the host's, and all of it has been counted.
+    host = {} if devices[0].platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
+    for memory, needs in (("memory", need), ("host memory", host)):
+        if needs:
+            parts = ", ".join(f"{name} {size / GiB:.2f}" for name, size in needs.items())
+            say(f"{memory} per device: {sum(needs.values()) / GiB:.2f} GiB ({parts})")
     shards = run.mesh.shape["dp_shard"]
     if shards > 1 and (whole := placement.kept_whole(run.params, run.engine.dims)):
         say(f"note: kept whole on every device, since {shards} divides none of their dimensions: {whole}")

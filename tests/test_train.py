@@ -247,13 +247,14 @@ def test_on_other_numbers_of_devices(whole, config, tmp_path, request):
     1e-5 after nine steps, which amplify the rounding of the first."""
     jax.config.update("jax_disable_most_optimizations", True)  # compiles in half the time
     request.addfinalizer(lambda: jax.config.update("jax_disable_most_optimizations", False))
-    legs = [(3, 8, 3), (9, 1, 1)]  # continue from this step, on so many devices, at this ZeRO level
+    legs = [(3, 8, 3, True), (9, 1, 1, False)]  # continue from this step, devices, ZeRO level, offloaded
     folder = whole
-    for step, devices, zero_level in legs:
+    for step, devices, zero_level, offloaded in legs:
         killed_after(folder, step, tmp_path / f"from-{step}")
         folder = tmp_path / f"from-{step}"
         config.output_dir, config.gpus, config.per_device_batch_size = str(folder), devices, 8 // devices
         config.zero_level = zero_level
+        config.offload_master = config.offload_optimizer = config.offload_weights = offloaded
         result = train(config)
         found, expected = records(folder), records(whole)
         assert [(r["log"], r["step"]) for r in found] == [(r["log"], r["step"]) for r in expected]
