@@ -196,8 +196,9 @@ def checksums(**trees) -> tuple[dict[str, int], list[str]]:
     """The checksum of every array by name and dtype, and the names of those that are not finite everywhere."""
     leaves = jax.tree_util.tree_leaves_with_path(trees)
     names = [f"{jax.tree_util.keystr(path, simple=True, separator='/')} {x.dtype}" for path, x in leaves]
-    found = [_checksum(x, stacked="/blocks/" in name) for name, (_, x) in zip(names, leaves, strict=True)]
-    sums, finite = zip(*jax.device_get(found), strict=True)
+    # One at a time: several programs with collectives in flight can block each other on virtual CPU devices.
+    fetch = lambda name, x: jax.device_get(_checksum(x, stacked="/blocks/" in name))
+    sums, finite = zip(*(fetch(name, x) for name, (_, x) in zip(names, leaves, strict=True)), strict=True)
     bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
     return dict(zip(names, map(int, sums), strict=True)), bad
 

@@ -125,6 +125,7 @@ def train(config: Config) -> Result:
         until_end.enter_context(log)
         stop = until_end.enter_context(StopSignal())
         history, late = [], LateMetrics()
+        virtual = devices[0].platform == "cpu" and len(devices) > 1
 
         def report(done) -> None:
             if done is not None:
@@ -139,6 +140,8 @@ def train(config: Config) -> Result:
                 train_state, metrics = train_step(train_state, inputs, labels)
             samples += samples_per_step
             report(late.push(step, metrics))
+            if virtual:  # several programs with collectives in flight can block each other on virtual CPU devices
+                report(late.flush())
             checkpoints.check()
 
             stopping, final = stop.received, step == total_steps
@@ -261,7 +264,8 @@ class Evaluation:
     def __call__(self, weights) -> dict[str, float]:
         start = time.perf_counter()
         put = lambda b: jax.device_put((b["inputs"], b["labels"]), self.sharding)
-        sums = jax.device_get([self.step(weights, *put(b)) for b in self.batches])
+        # One at a time: several programs with collectives in flight can block each other on virtual CPU devices.
+        sums = [jax.device_get(self.step(weights, *put(b))) for b in self.batches]
         loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))
         bits = loss / math.log(2) / self.bytes_per_token
         return {"loss": loss, "bits_per_byte": bits, "duration_s": time.perf_counter() - start}
