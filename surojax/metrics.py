@@ -18,6 +18,7 @@ next. `metrics.jsonl` then keeps the records up to n and drops what the killed r
 the records of a run that was never stopped.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -28,13 +29,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jax
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tqdm import tqdm
 
 from surojax.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
+TENSORBOARD_FLUSH_S = 10
 ETA_WINDOW = 20  # steps in the moving average behind the eta
 
 
@@ -84,13 +88,7 @@ class MetricsLog:
         path = output_dir / METRICS_FILE
         _keep_up_to(path, first_step)
         self._file = path.open("ab")
-        self._tensorboard = SummaryWriter(
-            str(output_dir / TENSORBOARD_DIR),
-            # TensorBoard hides events of earlier runs in this folder from this step on.
-            purge_step=first_step + 1 if first_step else 0,
-            flush_secs=10,
-            filename_suffix=f".from-{first_step}",  # file names carry whole seconds: a quick restart must not overwrite
-        )
+        self._tensorboard = _Events(output_dir / TENSORBOARD_DIR, first_step)
         terminal = sys.stderr if progress is None else progress
         self._bar = None
         if terminal.isatty():
@@ -101,15 +99,21 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, *_exc_info: object) -> None:
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            self.close()
+        except OSError as failed:
+            if error is None:
+                raise
+            error.add_note(f"metrics: {failed}")  # what ended the run comes first
 
     def close(self) -> None:
-        """Flush and close every output; calling it again does nothing."""
-        if self._bar is not None:
-            self._bar.close()
-        self._tensorboard.close()
-        self._file.close()
+        """Flush and close every output, also when one fails; calling it again does nothing."""
+        with contextlib.ExitStack() as outputs:
+            outputs.callback(self._file.close)
+            outputs.callback(self._tensorboard.close)
+            if self._bar is not None:
+                outputs.callback(self._bar.close)
 
     def step(self, step: int, *, loss: float, grad_norm: float, lr: float, duration_s: float) -> dict[str, Any]:
         """Report a training step (loss in nats per token); returns its record in `metrics.jsonl`.
@@ -163,9 +167,7 @@ class MetricsLog:
         self._file.flush()
 
     def _scalars(self, group: str, step: int, scalars: dict[str, float]) -> None:
-        for name, value in scalars.items():
-            if math.isfinite(value):  # tensorboardX prints a warning for each one that is not
-                self._tensorboard.add_scalar(f"{group}/{name}", value, step)
+        self._tensorboard.scalars(step, {f"{group}/{name}": v for name, v in scalars.items() if math.isfinite(v)})
 
     def _eta(self, step: int, duration_s: float) -> str:
         """Time left as [H:]MM:SS, from the mean of the last steps without the first."""
@@ -176,6 +178,34 @@ class MetricsLog:
         if not self._recent_s:
             return "--:--"
         return tqdm.format_interval((self._total_steps - step) * sum(self._recent_s) / len(self._recent_s))
+
+
+class _Events:
+    """TensorBoard event files, written by the thread that calls.
+
+    tensorboardX's SummaryWriter writes in a thread of its own: a full disk ends that, and the run then waits for ever.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # File names carry whole seconds: a quick restart must not overwrite.
+        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".from-{first_step}")
+        # TensorBoard hides events of earlier runs in this folder from this step on.
+        start, step = SessionLog(status=SessionLog.START), first_step + 1 if first_step else 0
+        self._writer.write_event(Event(wall_time=time.time(), step=step, session_log=start))
+        self._flush_at, self._closed = 0.0, False
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+        if time.monotonic() >= self._flush_at:
+            self._writer.flush()
+            self._flush_at = time.monotonic() + TENSORBOARD_FLUSH_S
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._writer.close()
 
 
 class LateStep(NamedTuple):

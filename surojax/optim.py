@@ -99,7 +99,7 @@ def adamw(
         optax.chain(
             clip_by_given_norm(max_grad_norm) if max_grad_norm else optax.identity(),
             scale_by_adam(b1, b2, eps, m_dtype, v_dtype),
-            optax.add_decayed_weights(weight_decay, mask=matrices) if weight_decay else optax.identity(),
+            optax.add_decayed_weights(weight_decay, mask=matrices),
             optax.scale_by_learning_rate(schedule),
         )
     )
