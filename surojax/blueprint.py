@@ -56,21 +56,7 @@ def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint
         m_dtype=c.opt_m_dtype,
         v_dtype=c.opt_v_dtype,
     )
-    table = placement.place(
-        zero_level=c.zero_level,
-        shard_gradients=c.shard_gradients,
-        shard_weights=c.shard_weights,
-        shard_outer=c.shard_outer,
-        offload_residual=c.offload_residual,
-        offload_optimizer=c.offload_optimizer,
-        offload_master=c.offload_master,
-        offload_grads=c.offload_grads,
-        offload_weights=c.offload_weights,
-        model_dtype=c.model_dtype,
-        accum_dtype=c.accum_dtype,
-        master_dtype=c.master_dtype,
-        num_shards=mesh.shape[SHARD],
-    )
+    table = placement.place(**{name: c[name] for name in placement.SETTINGS}, num_shards=mesh.shape[SHARD])
     params, _ = abstract_params(model)
     dims = placement.shard_dims(params, mesh)
     resting = placement.resting_dims(params, dims, table)

@@ -14,6 +14,7 @@ Initialisation, the step, checkpoint restore and the memory report all read that
 """
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,9 @@ def place(
         moments=Row("", True, home(offload_optimizer)),
         residuals=Row("", False, home(offload_residual)),
     )
+
+
+SETTINGS = tuple(name for name in inspect.signature(place).parameters if name != "num_shards")  # fields of the config
 
 
 def shard_dims(params: dict, mesh: Mesh) -> dict:
