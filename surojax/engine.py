@@ -16,8 +16,10 @@ The loops carry stacked `[L, ...]` arrays and read or write layer l in place. `l
 reverse mode residuals, except the weights, which are fetched again: `jax.vjp(saveable_args=...)` leaves them out.
 
 Stacks may rest in pinned host memory (`offload_*`): `read` brings one layer to the device, `write` returns it to where
-its stack rests. Where fetching costs time, because weights rest in shards or in host memory, layer l + 1 is fetched
-while layer l computes: the loops carry the weights of the next layer, and two layers of weights are on the device.
+its stack rests. Communication that depends on a layer's computation cannot overlap it, so none does: what a layer needs
+was asked for one or two layers earlier, and what it made leaves while the next one computes. In between it travels in
+the loops' carry: see `Ahead` (weights), `Saved` (activations) and `pull` (gradients). All copies and gathers of a loop
+can thus start with the iteration, and XLA's scheduler spreads them over it (blueprint.compiler_options).
 
 Everything here runs inside `jax.shard_map` over the data axes: arrays are one device's part. Communication is only in
 `fetch`, `push` and `finish`. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.
@@ -51,21 +53,42 @@ class Engine:
     lmhead_chunks: int = 1
 
 
-def fetch(engine: Engine, weights, l: jax.Array | int):
-    """The whole weights of layer l, on this device."""
-    w = read(weights["blocks"], l)
+def bring(engine: Engine, weights, l: jax.Array | int):
+    """The weights of layer l as they rest, in this device's memory: the first half of fetch."""
+    return read(weights["blocks"], l)
+
+
+def whole(engine: Engine, w):
+    """The whole weights of a layer from what `bring` gave: the second half of fetch."""
     return collectives.gather(w, engine.dims["blocks"]) if engine.placement.weights.sharded else varying(w)
 
 
-def push(engine: Engine, grads, dw, l: jax.Array):
-    """(accumulators with the gradient of layer l added, sum of squares of what they hold now of layer l)."""
+def pull(engine: Engine, grads, l: jax.Array):
+    """(accumulators, what they hold of layer l): asked for before layer l computes if they rest in host memory.
+
+    Those lag by one layer: the sums of the layer before this one in the backward pass are `late`; they leave now.
+    """
+    if engine.placement.grads.home == "device":
+        return grads, None
+    grads = settle(engine, grads, (l + 1) % engine.model.num_layers)
+    return grads, read(grads["blocks"], l)
+
+
+def push(engine: Engine, grads, sums, dw, l: jax.Array):
+    """(accumulators with the gradient of layer l added to its `sums` from pull, sum of squares of the result)."""
     if engine.placement.grads.sharded:
         dw = collectives.scatter(dw, engine.dims["blocks"])
     # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
-    total = jax.lax.optimization_barrier(add(read(grads["blocks"], l), dw))
+    sums = jax.lax.optimization_barrier(add(read(grads["blocks"], l) if sums is None else sums, dw))
     complete = summed_by_push(engine)
-    squares = collectives.sum_of_squares(total, engine.dims["blocks"]) if complete else collectives.no_squares()
-    return grads | {"blocks": write(grads["blocks"], total, l)}, squares
+    squares = collectives.sum_of_squares(sums, engine.dims["blocks"]) if complete else collectives.no_squares()
+    late = engine.placement.grads.home == "host"
+    return grads | ({"late": sums} if late else {"blocks": write(grads["blocks"], sums, l)}), squares
+
+
+def settle(engine: Engine, grads, l: jax.Array | int):
+    """Accumulators with what is late written to layer l."""
+    return grads if grads["late"] is None else grads | {"blocks": write(grads["blocks"], grads["late"], l)}
 
 
 def summed_by_push(engine: Engine) -> bool:
@@ -81,6 +104,7 @@ def finish(engine: Engine, grads, squares):
     again, which saves a pass over the host link where they rest in host memory.
     """
     dims, table = engine.dims, engine.placement.grads
+    grads = settle(engine, grads, 0)  # the backward pass ends with layer 0
     done = {name for name, d in engine.resting["outer"].items() if d != WHOLE}  # gathered as shards: outer.py
     scatter = lambda name, g: g if name in done else collectives.scatter(g, dims["outer"][name])
     outer = collectives.add_up({name: scatter(name, g) for name, g in grads["outer"].items()}, REPLICATE)
@@ -113,22 +137,28 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
     def microbatch(a, carry):
         grads, total, _, held = carry
         inputs_BS, labels_BS = read((inputs_ABS, labels_ABS), a)
-        x_BSD, saved, block_vjp, held = forward(engine, ahead, embed(outer, inputs_BS, sharded), held)
+        x_BSD, saved, (stack, late), block_vjp, held = forward(engine, ahead, embed(outer, inputs_BS, sharded), held)
         loss, dx_BSD, d_outer = head(
             model, outer, grads["outer"], x_BSD, labels_BS, scale, chunks=engine.lmhead_chunks, sharded=sharded
         )
         grads = grads | {"outer": d_outer}
 
         def backward(i, carry):
-            dx_BSD, grads, squares, held = carry
+            dx_BSD, grads, squares, late, held = carry
             l = L - 1 - i
-            w, held = ahead.take(held, l, then=jnp.maximum(l - 1, 0))
-            dw, dx_BSD = block_vjp(w, read(saved, l), dx_BSD)
-            grads, of_layer = push(engine, grads, dw, l)
-            return dx_BSD, grads, add(squares, of_layer), held
+            w, held = ahead.take(held, L + i)
+            of_forward, late = saved.take(stack, late, l)
+            grads, sums = pull(engine, grads, l)
+            if engine.recompute_block and engine.placement.grads.sharded:
+                # What was asked for arrives while the block is recomputed, gradients leave while it is differentiated:
+                # one after the other, or the scheduler puts all that arrives behind the last gradient.
+                dx_BSD, late, held, sums = jax.lax.optimization_barrier((dx_BSD, late, held, sums))
+            dw, dx_BSD = block_vjp(w, of_forward, dx_BSD)
+            grads, of_layer = push(engine, grads, sums, dw, l)
+            return dx_BSD, grads, add(squares, of_layer), late, held
 
-        start = (dx_BSD, grads, collectives.no_squares(), held)
-        dx_BSD, grads, squares, held = jax.lax.fori_loop(0, L, backward, start)
+        start = (dx_BSD, grads, collectives.no_squares(), late, held)
+        dx_BSD, grads, squares, _, held = jax.lax.fori_loop(0, L, backward, start)
         d_outer = push_embed(grads["outer"], inputs_BS, dx_BSD, sharded)
         return grads | {"outer": d_outer}, total + loss, squares, held
 
@@ -138,27 +168,66 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
 
 
 class Ahead:
-    """Fetches each layer one layer early where fetching costs time; what is `held` travels in the loops' carry.
+    """Fetches weights before they are needed, where fetching costs time; what is `held` travels in the loops' carry.
 
-    The last fetch of a forward pass is what the backward pass starts with, and the other way around.
+    A microbatch passes the positions 0 to 2L - 1: the layers forward, then backward; what follows is the next one's
+    forward pass. Weights that rest in shards, or in host memory, are fetched one position early; those that rest in
+    shards in host memory are brought two positions early and gathered one position early, so that neither waits.
     """
 
     def __init__(self, engine: Engine, weights):
-        self.fetch = lambda l: fetch(engine, weights, l)
-        self.early = engine.placement.weights.sharded or engine.placement.weights.home == "host"
+        table, L = engine.placement.weights, engine.model.num_layers
+        self.stages = table.sharded + (table.home == "host")
+        layer = lambda p: jnp.minimum(p % (2 * L), 2 * L - 1 - p % (2 * L))
+        self.bring = lambda p: bring(engine, weights, layer(p))
+        self.whole = lambda w: whole(engine, w)
 
     def first(self):
-        """What is held before the first layer."""
-        return self.fetch(0) if self.early else None
+        """What is held before position 0."""
+        if self.stages == 2:
+            return self.whole(self.bring(0)), self.bring(1)
+        return self.whole(self.bring(0)) if self.stages else None
 
-    def take(self, held, l, then):
-        """(weights of layer l, what is held afterwards: those of layer `then`, on their way)."""
-        return (held, self.fetch(then)) if self.early else (self.fetch(l), None)
+    def take(self, held, p):
+        """(weights of position p, what is held afterwards: those of the next positions, on their way)."""
+        if self.stages == 2:
+            w, shards = held
+            return w, (self.whole(shards), self.bring(p + 2))
+        return (held, self.whole(self.bring(p + 1))) if self.stages else (self.whole(self.bring(p)), None)
 
 
-def forward(engine: Engine, ahead: Ahead, x_BSD: jax.Array, held) -> tuple[jax.Array, Any, Callable, Any]:
-    """All blocks: (output, what was saved `[L, ...]`, a function (w, saved of one layer, dy) -> (dw, dx), held)."""
-    model, L = engine.model, engine.model.num_layers
+class Saved:
+    """What the forward pass saves for the backward pass: a stack `[L, ...]`, and one layer's values that are `late`.
+
+    A stack in host memory lags by one layer: the values of layer l - 1 leave for it while layer l computes, and come
+    back while layer l + 1 is differentiated. The last layer's are never there: the backward pass begins with them.
+    Elsewhere nothing is late.
+    """
+
+    def __init__(self, engine: Engine, like):
+        self.L, self.host, self.structure = engine.model.num_layers, engine.placement.residuals.home == "host", like
+        self.home = engine.placement.residuals.home
+
+    def first(self):
+        """(stack, late) before layer 0."""
+        zeros = lambda *lead: jax.tree.map(lambda s: varying(jnp.zeros((*lead, *s.shape), s.dtype)), self.structure)
+        return put(zeros(self.L), self.home), zeros() if self.host else None
+
+    def keep(self, stack, late, values, l):
+        """(stack, late) after the forward pass of layer l."""
+        values = jax.tree.unflatten(jax.tree.structure(self.structure), jax.tree.leaves(values))
+        if self.host:
+            return write(stack, late, (l - 1) % self.L), varying(values)
+        return write(stack, values, l), None
+
+    def take(self, stack, late, l):
+        """(values of layer l, late: those of the layer below it, on their way)."""
+        return (late, read(stack, jnp.maximum(l - 1, 0))) if self.host else (read(stack, l), None)
+
+
+def forward(engine: Engine, ahead: Ahead, x_BSD: jax.Array, held) -> tuple[jax.Array, Saved, Any, Callable, Any]:
+    """All blocks: (output, Saved, its (stack, late), a function (w, saved of one layer, dy) -> (dw, dx), held)."""
+    model = engine.model
 
     def run_and_save(w, x_BSD):
         if engine.recompute_block:
@@ -172,30 +241,28 @@ def forward(engine: Engine, ahead: Ahead, x_BSD: jax.Array, held) -> tuple[jax.A
             saved.args_res = [w, saved.args_res[1]]
         return saved(dy_BSD)
 
-    like = jax.eval_shape(lambda x: run_and_save(ahead.fetch(0), x)[1], x_BSD)
-    stack = jax.tree.map(lambda s: varying(jnp.zeros((L, *s.shape), s.dtype)), like)
-    stack, structure = put(stack, engine.placement.residuals.home), jax.tree.structure(like)
+    saved = Saved(engine, jax.eval_shape(lambda x: run_and_save(ahead.whole(ahead.bring(0)), x)[1], x_BSD))
 
     def layer(l, carry):
-        x_BSD, stack, held = carry
-        w, held = ahead.take(held, l, then=jnp.minimum(l + 1, L - 1))
-        x_BSD, saved = run_and_save(w, x_BSD)
-        return x_BSD, write(stack, jax.tree.unflatten(structure, jax.tree.leaves(saved)), l), held
+        x_BSD, kept, held = carry
+        w, held = ahead.take(held, l)
+        x_BSD, values = run_and_save(w, x_BSD)
+        return x_BSD, saved.keep(*kept, values, l), held
 
-    x_BSD, stack, held = jax.lax.fori_loop(0, L, layer, (x_BSD, stack, held))
-    return x_BSD, stack, block_vjp, held
+    x_BSD, kept, held = jax.lax.fori_loop(0, model.num_layers, layer, (x_BSD, saved.first(), held))
+    return x_BSD, saved, kept, block_vjp, held
 
 
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array):
     """(summed loss in nats, labels counted) over all devices; forward only."""
     model, outer = engine.model, varying(weights["outer"])
-    ahead, L, sharded = Ahead(engine, weights), model.num_layers, engine.placement.outer.sharded
+    ahead, sharded = Ahead(engine, weights), engine.placement.outer.sharded
 
     def layer(l, carry):
-        w, held = ahead.take(carry[1], l, then=jnp.minimum(l + 1, L - 1))
+        w, held = ahead.take(carry[1], l)
         return model.block(w, carry[0]), held
 
-    x_BSD, _ = jax.lax.fori_loop(0, L, layer, (embed(outer, inputs_BS, sharded), ahead.first()))
+    x_BSD, _ = jax.lax.fori_loop(0, model.num_layers, layer, (embed(outer, inputs_BS, sharded), ahead.first()))
     total = loss(model, outer, x_BSD, labels_BS, chunks=engine.lmhead_chunks, sharded=sharded)
     return collectives.add_up(total, *DATA), count(labels_BS)
 
@@ -217,4 +284,6 @@ def accumulators(engine: Engine, weights):
     axes = lambda d: (REPLICATE,) if engine.placement.grads.sharded and d == WHOLE else DATA
     zeros = lambda w, d: varying(jnp.zeros(w.shape, dtype), axes(d))
     outer = jax.tree.map(lambda w: varying(jnp.zeros(w.shape, dtype)), weights["outer"])
-    return {"blocks": put(jax.tree.map(zeros, blocks, dims), engine.placement.grads.home), "outer": outer}
+    stacks, home = jax.tree.map(zeros, blocks, dims), engine.placement.grads.home
+    late = jax.tree.map(lambda w, d: varying(jnp.zeros(w.shape[1:], dtype), axes(d)), blocks, dims)
+    return {"blocks": put(stacks, home), "outer": outer, "late": late if home == "host" else None}
