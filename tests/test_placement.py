@@ -1,6 +1,7 @@
 """The table, the plan it gives, and that arrays are built the way the plan says."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -48,8 +49,8 @@ def test_new_weights_do_not_depend_on_the_placement(devices, placed):
     found, expected = Small(devices, zero_level=3, **placed).state, Small().state
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     plain = nnx.to_pure_dict(nnx.state(Llama(CONFIG, rngs=nnx.Rngs(jax.random.key(0))), nnx.Param))
-    jax.tree.map(np.testing.assert_array_equal, found.master, plain)
-    jax.tree.map(np.testing.assert_array_equal, plain, init_params(CONFIG, 0))
+    for params in (found.master, init_params(CONFIG, 0)):  # compiled as a whole or op by op: 1 unit in the last place
+        jax.tree.map(functools.partial(np.testing.assert_array_max_ulp, maxulp=1), params, plain)
 
 
 @pytest.mark.parametrize("devices, placed", [(1, OFFLOADED), (4, {"zero_level": 1})], ids=["1-offloaded", "4-zero1"])
