@@ -11,6 +11,7 @@ from small import CONFIG, Small, tokens
 
 from surojax import engine, placement
 from surojax.errors import ConfigError
+from surojax.models.layers import Recompute
 
 SETTINGS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
 ALL = dict.fromkeys(SETTINGS, True)
@@ -31,11 +32,12 @@ def test_offloading_changes_no_bit(devices, offloaded):
     assert Small(devices, zero_level=level, **offloaded).train(BATCHES) == plain(devices, True)
 
 
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute(norm=True, att=True)], ids=["none", "parts"])
 @pytest.mark.parametrize("devices", [1, 4])
-def test_saved_activations_follow_the_residuals(devices):
-    """Without recomputation all that a block saves is offloaded, with the same result."""
-    level = 3 if devices > 1 else 1
-    ours = Small(devices, zero_level=level, recompute_block=False, **ALL).train(BATCHES)
+def test_saved_activations_follow_the_residuals(devices, recompute):
+    """Without recomputation of whole blocks all that a block saves is offloaded, with the same result."""
+    level, config = 3 if devices > 1 else 1, dataclasses.replace(CONFIG, recompute=recompute)
+    ours = Small(devices, config=config, zero_level=level, recompute_block=False, **ALL).train(BATCHES)
     assert ours == plain(devices, False)
 
 
