@@ -74,15 +74,20 @@ def pull(engine: Engine, grads, l: jax.Array):
     return grads, read(grads["blocks"], l)
 
 
-def push(engine: Engine, grads, sums, dw, l: jax.Array):
-    """(accumulators with the gradient of layer l added to its `sums` from pull, sum of squares of the result)."""
+def push(engine: Engine, grads, sums, dw, l: jax.Array, first: jax.Array):
+    """(accumulators with the gradient of layer l added to its `sums` from pull, sum of squares of the result).
+
+    `first` says that nothing was added to them in this step. Those in host memory may hold anything then: XLA allocates
+    zeros that layers are written into there without filling them (`AllocateBuffer`; jax 0.12 on GPUs).
+    """
     if engine.placement.grads.sharded:
         dw = collectives.scatter(dw, engine.dims["blocks"])
+    late = engine.placement.grads.home == "host"
+    old = jax.tree.map(lambda x: jnp.where(first, jnp.zeros_like(x), x), sums) if late else read(grads["blocks"], l)
     # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
-    sums = jax.lax.optimization_barrier(add(read(grads["blocks"], l) if sums is None else sums, dw))
+    sums = jax.lax.optimization_barrier(add(old, dw))
     complete = summed_by_push(engine)
     squares = collectives.sum_of_squares(sums, engine.dims["blocks"]) if complete else collectives.no_squares()
-    late = engine.placement.grads.home == "host"
     return grads | ({"late": sums} if late else {"blocks": write(grads["blocks"], sums, l)}), squares
 
 
@@ -154,7 +159,7 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
                 # one after the other, or the scheduler puts all that arrives behind the last gradient.
                 dx_BSD, late, held, sums = jax.lax.optimization_barrier((dx_BSD, late, held, sums))
             dw, dx_BSD = block_vjp(w, of_forward, dx_BSD)
-            grads, of_layer = push(engine, grads, sums, dw, l)
+            grads, of_layer = push(engine, grads, sums, dw, l, first=a == 0)
             return dx_BSD, grads, add(squares, of_layer), late, held
 
         start = (dx_BSD, grads, collectives.no_squares(), late, held)

@@ -1,14 +1,14 @@
 """The training state: what a step takes and returns."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from surojax.models.llama import LlamaConfig, init_params
+from surojax.models.llama import LlamaConfig, init_layer, init_outer
 from surojax.offload import MEMORY_KIND, put, read, write
-from surojax.optim import init_moments
 
 
 class TrainState(NamedTuple):
@@ -24,36 +24,70 @@ class TrainState(NamedTuple):
     moments: Any
 
 
-def work_weights(master, plan: TrainState):
-    """The work copy of master weights, inside `jit`; a layer at a time where either rests in host memory."""
-    work = {part: jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), plan.weights[part]) for part in plan.weights}
-    homes = {x.sharding.memory_kind for x in jax.tree.leaves((plan.master["blocks"], plan.weights["blocks"]))}
-    outer = jax.tree.map(lambda m, w: m.astype(w.dtype), put(master["outer"], "device"), work["outer"])
-    if homes == {MEMORY_KIND["device"]}:
-        blocks = jax.tree.map(lambda m, w: m.astype(w.dtype), master["blocks"], work["blocks"])
-    else:
-        num_layers = jax.tree.leaves(work["blocks"])[0].shape[0]
-        on_device = jax.tree.leaves(plan.weights["blocks"])[0].sharding.memory_kind == MEMORY_KIND["device"]
-        home = "device" if on_device else "host"
-        layer = lambda l, stack: write(stack, read(master["blocks"], l), l)
-        blocks = jax.lax.fori_loop(0, num_layers, layer, put(work["blocks"], home))
-    return {"blocks": blocks, "outer": outer}
-
-
 def shardings(plan):
     """The shardings of a plan's leaves."""
     return jax.tree.map(lambda x: x.sharding, plan)
 
 
-def init_state(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """A new state, each array created in its own sharding: what is planned in shards is never whole on a device.
+def cast(tree, plan):
+    """Arrays in the dtypes and shardings of a plan, in device memory, inside `jit`."""
 
-    What is planned for host memory is built on the device first, all of it in one program, and moved then: offloading
-    does not yet lower what this needs there (24.8 GiB for Llama-7B on one device, compiled), only what a step needs.
+    def one(x, p):
+        return jax.lax.with_sharding_constraint(x.astype(p.dtype), p.sharding.with_memory_kind(MEMORY_KIND["device"]))
+
+    return jax.tree.map(one, tree, plan)
+
+
+def layer_of(plan):
+    """The plan of one layer, in device memory, from that of stacked arrays `[L, ...]`."""
+
+    def one(x):
+        sharding = x.sharding.with_memory_kind(MEMORY_KIND["device"])
+        if isinstance(sharding, jax.NamedSharding):  # one of a single device has no spec
+            sharding = sharding.update(spec=jax.P(*sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+    return jax.tree.map(one, plan)
+
+
+def build_stacks(plan, layer: Callable):
+    """Stacked arrays as planned, inside `jit`, from a function l -> the arrays of layer l: only one layer at a time is
+    anywhere but where the stack rests."""
+    of_layer = layer_of(plan)
+    # In host memory XLA allocates these without filling them (jax 0.12, GPUs), so every layer must be written.
+    stacks = jax.tree.map(lambda p: jax.device_put(jnp.zeros(p.shape, p.dtype), p.sharding), plan)
+    num_layers = jax.tree.leaves(plan)[0].shape[0]
+    return jax.lax.fori_loop(0, num_layers, lambda l, stacks: write(stacks, cast(layer(l), of_layer), l), stacks)
+
+
+def work_weights(master, plan: TrainState):
+    """The work copy of master weights, inside `jit`, a layer at a time."""
+    blocks = build_stacks(plan.weights["blocks"], lambda l: read(master["blocks"], l))
+    return {"blocks": blocks, "outer": cast(put(master["outer"], "device"), plan.weights["outer"])}
+
+
+def init_state(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+    """A new state, each array created in its own sharding and memory; see `init_program`."""
+    return init_program(config, plan, optimizer)(seed)
+
+
+def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation) -> Callable:
+    """A jitted seed -> TrainState that draws the blocks layer by layer.
+
+    What is planned in shards is never whole on a device, and of what is planned for host memory one layer at a time is
+    there.
     """
+    blocks, outer = ((plan.weights[k], plan.master[k], plan.moments[k]) for k in ("blocks", "outer"))
+
+    def arrays(params, plan):
+        """(work weights, master weights, moments) of new parameters."""
+        master = cast(params, plan[1])
+        return cast((master, master, optimizer.init(master)), plan)
 
     def build(seed):
-        master = jax.tree.map(lambda p, m: p.astype(m.dtype), init_params(config, seed), plan.master)
-        return TrainState(jnp.int32(0), work_weights(master, plan), master, init_moments(optimizer, master))
+        layer = lambda l: arrays(init_layer(config, seed, l), layer_of(blocks))
+        parts = build_stacks(blocks, layer), arrays(init_outer(config, seed), outer)
+        weights, master, moments = ({"blocks": b, "outer": o} for b, o in zip(*parts, strict=True))
+        return TrainState(jnp.int32(0), weights, master, moments)
 
-    return jax.jit(build, out_shardings=shardings(plan))(seed)
+    return jax.jit(build, out_shardings=shardings(plan))
