@@ -90,6 +90,11 @@ def default_config() -> Config:
     c.offload_master = False  # master weights rest in pinned host memory
     c.offload_grads = False  # gradient accumulators of the blocks rest in host memory; several GPUs: shard_gradients
     c.offload_weights = False  # block weights rest in host memory and stream through the device, two layers at a time
+    c.zero_quantized_weights = "none"  # gather block matrices in 8 bits: none, fp8 or int8; needs zero_level=3
+    c.persistent_quants = False  # the 8-bit matrices rest in the state in place of 16-bit ones; made once a step
+    c.offload_quants = False  # they rest in pinned host memory; needs persistent_quants
+    c.use_all_to_all_reduce = False  # gradients are sent to their shard's GPU and added up there in float32
+    c.zero_quantized_gradients = False  # so, with the blocks' matrices sent in int8 (one GPU has nothing to send)
     c.recompute_block = True  # save only each block's input and compute the block again in the backward pass
     c.lmhead_chunks = 1  # slices of the tokens in head and loss; more = less memory for logits
 
@@ -155,6 +160,7 @@ CHOICES: dict[str, tuple] = {
     "optimizer": ("adamw",),
     "attention": IMPLEMENTATIONS,
     "zero_level": (1, 2, 3),
+    "zero_quantized_weights": ("none", "fp8", "int8"),
     "model.rope_scaling": ("none", "linear", "llama3"),
 }
 ROPE_FIELDS = "factor low_freq_factor high_freq_factor original_max_position_embeddings".split()

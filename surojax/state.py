@@ -7,15 +7,17 @@ import jax.numpy as jnp
 import optax
 
 from surojax.models.llama import LlamaConfig, init_params
-from surojax.offload import MEMORY_KIND, put, read, write
+from surojax.offload import MEMORY_KIND, Device, Host, move, put, read, write
 from surojax.optim import init_moments
+from surojax.quantize import work_copy
 
 
 class TrainState(NamedTuple):
     """Everything that changes from step to step; `weights` and `master` are `{"blocks": [L, ...], "outer": ...}`.
 
-    `weights` is always `master` cast to the work dtype, so checkpoints hold `master` only. Randomness has no state:
-    every draw is derived from the run's seed (weights, order of the data) and a position that is stored.
+    `weights` is always `master` cast to the work dtype, quantised from there with `persistent_quants`, so checkpoints
+    hold `master` only. Randomness has no state: every draw is derived from the run's seed (weights, order of the data)
+    and a position that is stored.
     """
 
     step: Any  # int32 scalar: optimizer steps done
@@ -29,14 +31,15 @@ def work_weights(master, plan: TrainState):
     work = {part: jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), plan.weights[part]) for part in plan.weights}
     homes = {x.sharding.memory_kind for x in jax.tree.leaves((plan.master["blocks"], plan.weights["blocks"]))}
     outer = jax.tree.map(lambda m, w: m.astype(w.dtype), put(master["outer"], "device"), work["outer"])
+    dtype = jax.tree.leaves(plan.weights["outer"])[0].dtype
     if homes == {MEMORY_KIND["device"]}:
-        blocks = jax.tree.map(lambda m, w: m.astype(w.dtype), master["blocks"], work["blocks"])
+        blocks = work_copy(master["blocks"], work["blocks"], dtype)
     else:
         num_layers = jax.tree.leaves(work["blocks"])[0].shape[0]
-        on_device = jax.tree.leaves(plan.weights["blocks"])[0].sharding.memory_kind == MEMORY_KIND["device"]
-        home = "device" if on_device else "host"
-        layer = lambda l, stack: write(stack, read(master["blocks"], l), l)
-        blocks = jax.lax.fori_loop(0, num_layers, layer, put(work["blocks"], home))
+        space = lambda x: Host if x.sharding.memory_kind == MEMORY_KIND["host"] else Device
+        stacks = jax.tree.map(lambda z, x: move(z, space(x)), work["blocks"], plan.weights["blocks"])
+        layer = lambda l, stack: write(stack, work_copy(read(master["blocks"], l), work["blocks"], dtype), l)
+        blocks = jax.lax.fori_loop(0, num_layers, layer, stacks)
     return {"blocks": blocks, "outer": outer}
 
 
