@@ -12,11 +12,42 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
 from surojax.quantize import Quantized, dequantise, is_quantized, quantise
 
 WHOLE = -1
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # see `scatter`
+
+# Settings that let a GPU's copy engines move data between the GPUs of one machine, so that no multiprocessor is taken
+# from the matrix products, and what XLA is told for each when it compiles a step.
+# memcpy_all_gather: one-sided: each device writes its shard into the memory of the others with ncclPutSignal, which
+# NCCL (2.29 and later) gives to the copy engines over NVLink or PCIe (openxla/xla pull requests 41492 and 40594).
+# memcpy_send_recv: all-to-all and permute as peer-to-peer copies, where one process drives the GPUs.
+COPY_ENGINE: dict[str, dict[str, str | bool]] = {
+    "memcpy_all_gather": {"xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
+    "memcpy_send_recv": {"xla_gpu_use_memcpy_local_p2p": True},
+}
+
+
+def compiler_options(settings: tuple[str, ...]) -> dict[str, str | bool]:
+    """What `compile(compiler_options=...)` of a step is given for these settings of COPY_ENGINE."""
+    return {name: value for setting in settings for name, value in COPY_ENGINE[setting].items()}
+
+
+def check_copy_engine(settings: tuple[str, ...], platform: str) -> None:
+    """Raises ConfigError for settings of COPY_ENGINE that these devices, or the installed jax, cannot follow."""
+    for setting in settings:
+        if platform != "gpu":
+            raise ConfigError(f"{setting}: expected false on {platform}, got True; only GPUs have copy engines to use")
+        try:
+            jax.jit(lambda: 0).lower().compile(compiler_options=compiler_options((setting,)))
+        except jax.errors.JaxRuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{setting}: expected a jax that can do it, got {jax.__version__} ({reason}); leave it out, or install "
+                "a version that constraints.txt names"
+            ) from error
 
 
 def active(*axes: str) -> tuple[str, ...]:

@@ -95,6 +95,8 @@ def default_config() -> Config:
     c.offload_quants = False  # they rest in pinned host memory; needs persistent_quants
     c.use_all_to_all_reduce = False  # gradients are sent to their shard's GPU and added up there in float32
     c.zero_quantized_gradients = False  # so, with the blocks' matrices sent in int8 (one GPU has nothing to send)
+    c.memcpy_all_gather = False  # gathers by the GPUs' copy engines within a machine (NCCL 2.29 or later)
+    c.memcpy_send_recv = False  # all-to-all reductions by the GPUs' copy engines within a machine
     c.recompute_block = True  # save only each block's input and compute the block again in the backward pass
     c.lmhead_chunks = 1  # slices of the tokens in head and loss; more = less memory for logits
 

@@ -52,6 +52,7 @@ class Placement:
 
     quants: dtype "" when weights are not quantised; home is where they rest if they are persistent.
     reduce: how gradients are summed over `dp_shard`, see `collectives.scatter`.
+    copy_engine: settings of `collectives.COPY_ENGINE` that are on.
     """
 
     weights: Row
@@ -63,6 +64,7 @@ class Placement:
     residuals: Row
     persistent_quants: bool = False
     reduce: Reduce = "reduce_scatter"
+    copy_engine: tuple[str, ...] = ()
 
 
 def place(
@@ -81,6 +83,8 @@ def place(
     offload_quants: bool = False,
     use_all_to_all_reduce: bool = False,
     zero_quantized_gradients: bool = False,
+    memcpy_all_gather: bool = False,
+    memcpy_send_recv: bool = False,
     model_dtype: str = "bfloat16",
     accum_dtype: str = "float32",
     master_dtype: str = "float32",
@@ -104,6 +108,11 @@ def place(
             "every GPU would move whole gradients over its host link; set shard_gradients=True or zero_level=2"
         )
     _check_quants(zero_quantized_weights, shard_weights, persistent_quants, offload_quants)
+    if memcpy_send_recv and not (use_all_to_all_reduce or zero_quantized_gradients):
+        raise ConfigError(
+            "memcpy_send_recv: expected false with use_all_to_all_reduce=False, got True: only an all-to-all is sent "
+            "and received; set use_all_to_all_reduce=True or zero_quantized_gradients=True"
+        )
     home = lambda offloaded: "host" if offloaded else "device"
     return Placement(
         weights=Row(model_dtype, shard_weights and several, home(offload_weights)),
@@ -115,6 +124,7 @@ def place(
         residuals=Row("", False, home(offload_residual)),
         persistent_quants=persistent_quants,
         reduce="int8" if zero_quantized_gradients else "all_to_all" if use_all_to_all_reduce else "reduce_scatter",
+        copy_engine=("memcpy_all_gather",) * memcpy_all_gather + ("memcpy_send_recv",) * memcpy_send_recv,
     )
 
 
