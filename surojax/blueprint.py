@@ -7,7 +7,7 @@ import dataclasses
 
 import optax
 
-from surojax import config as configs, optim, placement, step
+from surojax import collectives, config as configs, optim, placement, step
 from surojax.engine import Engine
 from surojax.mesh import SHARD
 from surojax.models.llama import LlamaConfig, abstract_params, functions
@@ -29,6 +29,11 @@ class Blueprint:
     def train_step(self):
         """See `step.make_train_step`."""
         return step.make_train_step(self.engine, self.optimizer, self.schedule, self.plan, self.mesh)
+
+    @property
+    def compiler_options(self) -> dict[str, str | bool]:
+        """What to compile the steps with."""
+        return collectives.compiler_options(self.engine.placement.copy_engine)
 
     def eval_step(self):
         """See `step.make_eval_step`."""

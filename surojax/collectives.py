@@ -7,12 +7,47 @@ An axis of one device takes part in nothing: values are not marked as varying ov
 program for one device has none.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
+from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
+from surojax.quantize import Quantized, dequantise, is_quantized, quantise
 
 WHOLE = -1
+Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # see `scatter`
+
+# Settings that let a GPU's copy engines move data between the GPUs of one machine, so that no multiprocessor is taken
+# from the matrix products, and what XLA is told for each when it compiles a step.
+# memcpy_all_gather: one-sided: each device writes its shard into the memory of the others with ncclPutSignal, which
+# NCCL (2.29 and later) gives to the copy engines over NVLink or PCIe (openxla/xla pull requests 41492 and 40594).
+# memcpy_send_recv: all-to-all and permute as peer-to-peer copies, where one process drives the GPUs.
+COPY_ENGINE: dict[str, dict[str, str | bool]] = {
+    "memcpy_all_gather": {"xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
+    "memcpy_send_recv": {"xla_gpu_use_memcpy_local_p2p": True},
+}
+
+
+def compiler_options(settings: tuple[str, ...]) -> dict[str, str | bool]:
+    """What `compile(compiler_options=...)` of a step is given for these settings of COPY_ENGINE."""
+    return {name: value for setting in settings for name, value in COPY_ENGINE[setting].items()}
+
+
+def check_copy_engine(settings: tuple[str, ...], platform: str) -> None:
+    """Raises ConfigError for settings of COPY_ENGINE that these devices, or the installed jax, cannot follow."""
+    for setting in settings:
+        if platform != "gpu":
+            raise ConfigError(f"{setting}: expected false on {platform}, got True; only GPUs have copy engines to use")
+        try:
+            jax.jit(lambda: 0).lower().compile(compiler_options=compiler_options((setting,)))
+        except jax.errors.JaxRuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{setting}: expected a jax that can do it, got {jax.__version__} ({reason}); leave it out, or install "
+                "a version that constraints.txt names"
+            ) from error
 
 
 def active(*axes: str) -> tuple[str, ...]:
@@ -41,12 +76,26 @@ def add_up(tree, *axes: str):
 
 
 def gather(tree, dims):
-    """Whole arrays from shards, for use in one device's own computation."""
+    """Whole arrays from shards, for use in one device's own computation; what is Quantized travels in 8 bits."""
 
-    def one(x, d):
-        return x if d == WHOLE else jax.lax.all_gather(x, SHARD, axis=d, tiled=True)
+    def one(d, x):
+        if d == WHOLE:
+            return x
+        if is_quantized(x):
+            values = jax.lax.all_gather(_bits(x.values), SHARD, axis=d, tiled=True)
+            return Quantized(_from_bits(values, x.values.dtype), one(d, x.scales))
+        return jax.lax.all_gather(x, SHARD, axis=d, tiled=True)
 
-    return varying(jax.tree.map(one, tree, dims))
+    return varying(jax.tree.map(one, dims, tree))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """8-bit numbers as plain bytes, which no backend converts to something wider on the way."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def _from_bits(x: jax.Array, dtype) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, dtype)
 
 
 def gather_same(tree, dims, resting):
@@ -58,11 +107,26 @@ def gather_same(tree, dims, resting):
     return jax.tree.map(one, tree, dims, resting)
 
 
-def scatter(tree, dims):
-    """Sums over `dp_shard`: each device keeps its shard, and all of a leaf that is kept whole."""
+def scatter(tree, dims, reduce: Reduce = "reduce_scatter"):
+    """Sums over `dp_shard`: each device keeps its shard, and all of a leaf that is kept whole.
+
+    reduce_scatter: added up on the way, in the leaf's dtype. all_to_all: every device is sent all devices' terms of its
+    shard and adds them up in float32. int8: that, with matrices sent in 8 bits (ZeRO++'s qgZ in one hop).
+    """
 
     def one(x, d):
-        return add_up(x, SHARD) if d == WHOLE else jax.lax.psum_scatter(x, SHARD, scatter_dimension=d, tiled=True)
+        if d == WHOLE:
+            return add_up(x, SHARD)
+        if reduce == "reduce_scatter":
+            return jax.lax.psum_scatter(x, SHARD, scatter_dimension=d, tiled=True)
+        n = jax.lax.axis_size(SHARD)
+        parts = jnp.moveaxis(x.reshape(*x.shape[:d], n, -1, *x.shape[d + 1 :]), d, 0)  # one for each device
+        exchange = lambda v: jax.lax.all_to_all(v, SHARD, split_axis=0, concat_axis=0, tiled=True)
+        if reduce == "int8" and x.ndim > 1:
+            terms = dequantise(Quantized(*map(exchange, quantise(parts, jnp.int8))), jnp.float32)
+        else:
+            terms = exchange(parts).astype(jnp.float32)
+        return jnp.sum(terms, axis=0).astype(x.dtype)
 
     return jax.tree.map(one, tree, dims)
 

@@ -91,6 +91,13 @@ def default_config() -> Config:
     c.offload_master = False  # master weights rest in pinned host memory
     c.offload_grads = False  # gradient accumulators of the blocks rest in host memory; several GPUs: shard_gradients
     c.offload_weights = False  # block weights rest in host memory and stream through the device, two layers at a time
+    c.zero_quantized_weights = "none"  # gather block matrices in 8 bits: none, fp8 or int8; needs zero_level=3
+    c.persistent_quants = False  # the 8-bit matrices rest in the state in place of 16-bit ones; made once a step
+    c.offload_quants = False  # they rest in pinned host memory; needs persistent_quants
+    c.use_all_to_all_reduce = False  # gradients are sent to their shard's GPU and added up there in float32
+    c.zero_quantized_gradients = False  # so, with the blocks' matrices sent in int8 (one GPU has nothing to send)
+    c.memcpy_all_gather = False  # gathers by the GPUs' copy engines within a machine (NCCL 2.29 or later)
+    c.memcpy_send_recv = False  # all-to-all reductions by the GPUs' copy engines within a machine
     c.recompute_block = True  # save only each block's input and compute the block again in the backward pass
     c.recompute_norm = False  # recompute_block=False: compute the norms' outputs again instead of saving them
     c.recompute_swiglu = False  # recompute_block=False: compute silu(gate) * up again
@@ -160,6 +167,7 @@ CHOICES: dict[str, tuple] = {
     "optimizer": ("adamw",),
     "attention": IMPLEMENTATIONS,
     "zero_level": (1, 2, 3),
+    "zero_quantized_weights": ("none", "fp8", "int8"),
     "model.rope_scaling": ("none", "linear", "llama3"),
 }
 RECOMPUTE_PARTS = tuple(f"recompute_{field.name}" for field in dataclasses.fields(Recompute))

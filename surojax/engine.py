@@ -39,6 +39,7 @@ from surojax.models.llama import ModelFunctions
 from surojax.offload import put, read, write
 from surojax.outer import add, embed, head, loss, push_embed
 from surojax.placement import Placement
+from surojax.quantize import dequantise_all, quantise_matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +54,21 @@ class Engine:
     lmhead_chunks: int = 1
 
 
+def fetch(engine: Engine, weights, l: jax.Array | int):
+    """The whole weights of layer l, on this device."""
+    return whole(engine, bring(engine, weights, l))
+
+
 def bring(engine: Engine, weights, l: jax.Array | int):
-    """The weights of layer l as they rest, in this device's memory: the first half of fetch."""
-    return read(weights["blocks"], l)
+    """Layer l as it travels between devices: what this device has of it, in device memory, in 8 bits if it is to be."""
+    w, table = read(weights["blocks"], l), engine.placement
+    return quantise_matrices(w, table.quants.dtype) if table.quants.dtype and not table.persistent_quants else w
 
 
 def whole(engine: Engine, w):
-    """The whole weights of a layer from what `bring` gave: the second half of fetch."""
-    return collectives.gather(w, engine.dims["blocks"]) if engine.placement.weights.sharded else varying(w)
+    """The weights of a layer to compute with, from what `bring` returns."""
+    w = collectives.gather(w, engine.dims["blocks"]) if engine.placement.weights.sharded else varying(w)
+    return dequantise_all(w, engine.placement.weights.dtype)
 
 
 def pull(engine: Engine, grads, l: jax.Array):
@@ -81,7 +89,7 @@ def push(engine: Engine, grads, sums, dw, l: jax.Array, first: jax.Array):
     zeros that layers are written into there without filling them (`AllocateBuffer`; jax 0.12 on GPUs).
     """
     if engine.placement.grads.sharded:
-        dw = collectives.scatter(dw, engine.dims["blocks"])
+        dw = collectives.scatter(dw, engine.dims["blocks"], engine.placement.reduce)
     late = engine.placement.grads.home == "host"
     old = jax.tree.map(lambda x: jnp.where(first, jnp.zeros_like(x), x), sums) if late else read(grads["blocks"], l)
     # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
@@ -111,18 +119,32 @@ def finish(engine: Engine, grads, squares):
     dims, table = engine.dims, engine.placement.grads
     grads = settle(engine, grads, 0)  # the backward pass ends with layer 0
     done = {name for name, d in engine.resting["outer"].items() if d != WHOLE}  # gathered as shards: outer.py
-    scatter = lambda name, g: g if name in done else collectives.scatter(g, dims["outer"][name])
+    reduce = engine.placement.reduce
+    reduce = "all_to_all" if reduce == "int8" else reduce  # the outer ones travel once a step: not in 8 bits
+    scatter = lambda name, g: g if name in done else collectives.scatter(g, dims["outer"][name], reduce)
     outer = collectives.add_up({name: scatter(name, g) for name, g in grads["outer"].items()}, REPLICATE)
     blocks = grads["blocks"]
     if not summed_by_push(engine):
         if not table.sharded:
-            blocks = collectives.scatter(blocks, jax.tree.map(lambda d: d if d == WHOLE else d + 1, dims["blocks"]))
+            blocks = scatter_stacks(engine, blocks)
         if table.home == "device":
             blocks = collectives.add_up(blocks, REPLICATE)
         layer = lambda l, s: add(s, collectives.sum_of_squares(read_gradient(blocks, l), dims["blocks"]))
         squares = jax.lax.fori_loop(0, engine.model.num_layers, layer, collectives.no_squares())
     squares = add(squares, collectives.sum_of_squares(outer, dims["outer"]))
     return {"blocks": blocks, "outer": outer}, collectives.norm(*squares)
+
+
+def scatter_stacks(engine: Engine, blocks):
+    """`collectives.scatter` of whole accumulators; a layer at a time where it needs room for all devices' terms."""
+    dims, reduce, L = engine.dims["blocks"], engine.placement.reduce, engine.model.num_layers
+    if reduce == "reduce_scatter" or not collectives.active(SHARD):
+        return collectives.scatter(blocks, jax.tree.map(lambda d: d if d == WHOLE else d + 1, dims))
+    of_layer = lambda l: collectives.scatter(read(blocks, l), dims, reduce)
+    like = jax.eval_shape(of_layer, 0)
+    axes = lambda x: tuple(x.manual_axis_type.varying)
+    zeros = jax.tree.map(lambda x: varying(jnp.zeros((L, *x.shape), x.dtype), axes(x)), like)
+    return jax.lax.fori_loop(0, L, lambda l, stack: write(stack, of_layer(l), l), zeros)
 
 
 def read_gradient(blocks, l: jax.Array):
@@ -181,8 +203,8 @@ class Ahead:
     """
 
     def __init__(self, engine: Engine, weights):
-        table, L = engine.placement.weights, engine.model.num_layers
-        self.stages = table.sharded + (table.home == "host")
+        table, L = engine.placement, engine.model.num_layers
+        self.stages = table.weights.sharded + ("host" in (table.weights.home, table.quants.home))
         layer = lambda p: jnp.minimum(p % (2 * L), 2 * L - 1 - p % (2 * L))
         self.bring = lambda p: bring(engine, weights, layer(p))
         self.whole = lambda w: whole(engine, w)
@@ -280,11 +302,9 @@ def count(labels: jax.Array) -> jax.Array:
 def accumulators(engine: Engine, weights):
     """Zeros for the gradients: the blocks' as the placement says, the outer ones whole (summed once per step)."""
     dtype, dims = engine.placement.grads.dtype, engine.dims["blocks"]
-    blocks = weights["blocks"]
-    if engine.placement.grads.sharded and not engine.placement.weights.sharded:
-        blocks = jax.eval_shape(lambda t: jax.vmap(lambda w: collectives.scatter(varying(w), dims))(t), blocks)
-    elif engine.placement.weights.sharded and not engine.placement.grads.sharded:
-        blocks = jax.eval_shape(lambda t: jax.vmap(lambda w: collectives.gather(w, dims))(t), blocks)
+    scatter = lambda w: collectives.scatter(w, dims) if engine.placement.grads.sharded else w
+    layer = jax.eval_shape(lambda: scatter(fetch(engine, weights, 0)))
+    blocks = jax.tree.map(lambda w: jax.ShapeDtypeStruct((engine.model.num_layers, *w.shape), w.dtype), layer)
     # A whole leaf of sharded accumulators is summed over dp_shard at every push, so it is the same there.
     axes = lambda d: (REPLICATE,) if engine.placement.grads.sharded and d == WHOLE else DATA
     zeros = lambda w, d: varying(jnp.zeros(w.shape, dtype), axes(d))

@@ -24,12 +24,13 @@ import jax.numpy as jnp
 import psutil
 
 from surojax import blueprint, placement
-from surojax.collectives import WHOLE
+from surojax.collectives import WHOLE, check_copy_engine
 from surojax.config import RECOMPUTE_PARTS, Config, divisor
 from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
 from surojax.models.layers import Recompute
 from surojax.models.llama import LlamaConfig, functions
+from surojax.quantize import is_quantized
 
 GiB = 2**30
 SHARDED = {
@@ -86,10 +87,17 @@ def _classes(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     state = sum(at((plan.master["blocks"], plan.moments["blocks"])).values()) + block_grads
     saved_on_device = activations if engine.placement.residuals.home == "device" else 0
     update = state // m.num_hidden_layers + 2 * layer_bytes - saved_on_device
-    early = layer_bytes if work.sharded or work.home == "host" else 0  # the next layer's weights
+    quants = [x for x in jax.tree.leaves(plan.weights["blocks"], is_leaf=is_quantized) if is_quantized(x)]
+    table = engine.placement
+    early = layer_bytes if work.sharded or "host" in (work.home, table.quants.home) else 0  # the next layer's weights
+    if table.quants.dtype:  # and the matrices in 8 bits that they are made of
+        early += _bytes(jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, table.quants.dtype), layer))
+    if table.reduce != "reduce_scatter" and run.mesh.shape[SHARD] > 1:  # gradients of a layer from all devices
+        early += layer_bytes
     none = {"device": 0, "host": 0}
     return {
-        "weights": at(plan.weights),
+        "weights": at([x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]),
+        **({"quants": at(quants)} if quants else {}),
         "master": at(plan.master),
         "moments": at(plan.moments),
         "gradients": none
@@ -116,11 +124,12 @@ def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | Non
     """The estimate per device of a run that fits; `available` bytes per device are measured when not given.
 
     Raises ConfigError naming what is needed, what there is, and changes that would make it fit; also for an attention
-    that the devices do not have.
+    or copy engines that the devices do not have.
     """
     platform, n, kind = devices[0].platform, len(devices), devices[0].device_kind
     if c.attention == "cudnn" and platform != "gpu":
         raise ConfigError(f"attention: expected 'auto' or 'xla' on {kind}, got 'cudnn'; cuDNN needs an NVIDIA GPU")
+    check_copy_engine(run.engine.placement.copy_engine, platform)
     need = estimate(run, c.per_device_batch_size, c.sequence_len, platform=platform)
     available = available_bytes(devices) if available is None else available
     if sum(need.values()) <= available:

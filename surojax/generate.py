@@ -21,6 +21,7 @@ from surojax.config import model_config, restored_config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.models.llama import LlamaConfig, ModelFunctions, abstract_params, functions
 from surojax.offload import read, write
+from surojax.quantize import dequantise_all
 from surojax.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -35,7 +36,8 @@ def cached_logits(model: ModelFunctions, weights, tokens_BS: jax.Array, cache, s
 
     def layer(l, carry):
         x_BSD, cache = carry
-        x_BSD, of_layer = model.cached_block(read(weights["blocks"], l), x_BSD, read(cache, l), start)
+        w = dequantise_all(read(weights["blocks"], l), x_BSD.dtype)
+        x_BSD, of_layer = model.cached_block(w, x_BSD, read(cache, l), start)
         return x_BSD, write(cache, of_layer, l)
 
     x_BSD = weights["outer"]["embed"][tokens_BS]
@@ -88,8 +90,9 @@ def generate(
 ) -> Iterator[int]:
     """Continue the token ids of `prompt` (1-D, not empty), one id at a time, until `eos_id` or `max_tokens`.
 
-    `weights` are work weights `{"blocks", "outer"}`, in any sharding; ids from `vocab_size` on (default: all rows) are
-    never drawn. Raises ValueError for an empty prompt, a negative temperature, or top_p outside (0, 1].
+    `weights` are work weights `{"blocks", "outer"}`, in any sharding, quantised or not; ids from `vocab_size` on
+    (default: all rows) are never drawn. Raises ValueError for an empty prompt, a negative temperature, or top_p outside
+    (0, 1].
     """
     prompt = np.asarray(prompt, np.int32)
     if prompt.ndim != 1 or not prompt.size:

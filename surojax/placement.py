@@ -3,11 +3,16 @@
 | class     | what it is                                   | sharded over dp_shard by          | in host memory by |
 |-----------|----------------------------------------------|-----------------------------------|-------------------|
 | weights   | work copy of the block weights               | zero_level >= 3 / shard_weights   | offload_weights   |
+| quants    | block matrices in 8 bits, if persistent      | as weights                        | offload_quants    |
 | outer     | embedding, final norm, head: work copies     | shard_outer                       | never             |
 | grads     | gradient accumulators of the blocks          | zero_level >= 2 / shard_gradients | offload_grads     |
 | master    | the weights the optimizer updates            | always (ZeRO-1)                   | offload_master    |
 | moments   | optimizer state                              | always (ZeRO-1)                   | offload_optimizer |
 | residuals | what a forward pass saves for the backward   | by batch                          | offload_residual  |
+
+Quantised weights (`zero_quantized_weights`) are gathered in 8 bits (quantize.py). By default they are made of `weights`
+at every fetch. With `persistent_quants` they are made once, after the update, and rest in the state in place of the
+16-bit matrices; of `weights` only the vectors are left, so that is what `offload_weights` moves then.
 
 `state_plan` turns the table into a shape, dtype and sharding for every array of the training state, building none.
 Initialisation, the step, checkpoint restore and the memory report all read that plan.
@@ -21,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from surojax.collectives import WHOLE
+from surojax import quantize
+from surojax.collectives import WHOLE, Reduce
 from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
 from surojax.offload import MEMORY_KIND, Home
@@ -42,14 +48,23 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The table. The optimizer chooses the dtypes of `moments`, the model those of `residuals`."""
+    """The table. The optimizer chooses the dtypes of `moments`, the model those of `residuals`.
+
+    quants: dtype "" when weights are not quantised; home is where they rest if they are persistent.
+    reduce: how gradients are summed over `dp_shard`, see `collectives.scatter`.
+    copy_engine: settings of `collectives.COPY_ENGINE` that are on.
+    """
 
     weights: Row
+    quants: Row
     outer: Row
     grads: Row
     master: Row
     moments: Row
     residuals: Row
+    persistent_quants: bool = False
+    reduce: Reduce = "reduce_scatter"
+    copy_engine: tuple[str, ...] = ()
 
 
 def place(
@@ -63,12 +78,22 @@ def place(
     offload_master: bool = False,
     offload_grads: bool = False,
     offload_weights: bool = False,
+    zero_quantized_weights: str = "none",
+    persistent_quants: bool = False,
+    offload_quants: bool = False,
+    use_all_to_all_reduce: bool = False,
+    zero_quantized_gradients: bool = False,
+    memcpy_all_gather: bool = False,
+    memcpy_send_recv: bool = False,
     model_dtype: str = "bfloat16",
     accum_dtype: str = "float32",
     master_dtype: str = "float32",
     num_shards: int,
 ) -> Placement:
     """The table of these settings, for `num_shards` devices of `dp_shard`.
+
+    Settings of communication are kept for one device, where nothing is communicated: the same config runs on any
+    number. Weights are quantised there too, so that they are the same numbers as on several.
 
     Raises ConfigError for a level other than 1, 2, 3, and for a combination that cannot work, naming the fix.
     """
@@ -82,15 +107,52 @@ def place(
             f"offload_grads: expected sharded gradients on {num_shards} GPUs, got shard_gradients=False, with which "
             "every GPU would move whole gradients over its host link; set shard_gradients=True or zero_level=2"
         )
+    _check_quants(zero_quantized_weights, shard_weights, persistent_quants, offload_quants)
+    if memcpy_send_recv and not (use_all_to_all_reduce or zero_quantized_gradients):
+        raise ConfigError(
+            "memcpy_send_recv: expected false with use_all_to_all_reduce=False, got True: only an all-to-all is sent "
+            "and received; set use_all_to_all_reduce=True or zero_quantized_gradients=True"
+        )
     home = lambda offloaded: "host" if offloaded else "device"
     return Placement(
         weights=Row(model_dtype, shard_weights and several, home(offload_weights)),
+        quants=Row(quantize.DTYPES.get(zero_quantized_weights, ""), shard_weights and several, home(offload_quants)),
         outer=Row(model_dtype, shard_outer and several),
         grads=Row(accum_dtype, shard_gradients and several, home(offload_grads)),
         master=Row(master_dtype, True, home(offload_master)),
         moments=Row("", True, home(offload_optimizer)),
         residuals=Row("", False, home(offload_residual)),
+        persistent_quants=persistent_quants,
+        reduce="int8" if zero_quantized_gradients else "all_to_all" if use_all_to_all_reduce else "reduce_scatter",
+        copy_engine=("memcpy_all_gather",) * memcpy_all_gather + ("memcpy_send_recv",) * memcpy_send_recv,
     )
+
+
+def _check_quants(weights: str, sharded: bool, persistent: bool, offloaded: bool) -> None:
+    """Raises ConfigError for settings of quantised weights that need another one."""
+    choices = ("none", *quantize.DTYPES)
+    if weights not in choices:
+        raise ConfigError(f"zero_quantized_weights: expected one of {', '.join(choices)}, got {weights!r}; choose one")
+    if weights != "none" and not sharded:
+        raise ConfigError(
+            f"zero_quantized_weights: expected 'none' with shard_weights=False, got {weights!r}, which is for "
+            "sharded weights; set zero_level=3 or shard_weights=True"
+        )
+    if persistent and not sharded:
+        raise ConfigError(
+            "persistent_quants: expected false with shard_weights=False, got True; set zero_level=3 or "
+            "shard_weights=True, and zero_quantized_weights"
+        )
+    if persistent and weights == "none":
+        raise ConfigError(
+            "persistent_quants: expected false with zero_quantized_weights='none', got True; "
+            "set zero_quantized_weights='fp8' or 'int8'"
+        )
+    if offloaded and not persistent:
+        raise ConfigError(
+            "offload_quants: expected false with persistent_quants=False, got True: nothing quantised rests then; "
+            "set persistent_quants=True"
+        )
 
 
 SETTINGS = tuple(name for name in inspect.signature(place).parameters if name != "num_shards")  # fields of the config
@@ -168,6 +230,17 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
     def tree(row: Row, spec, part: str):
         return jax.tree.map(lambda p, s: leaf(p.shape, row.dtype, s, row.home), params[part], spec[part])
 
+    def quants(p, s, whole):
+        if p.ndim < 3:  # a vector of each layer
+            return whole
+        block = quantize.block_size(jax.NamedSharding(mesh, s).shard_shape(p.shape)[-1])
+        q = quantize.planned(p, placement.quants.dtype, block)
+        return jax.tree.map(lambda x: leaf(x.shape, x.dtype, s, placement.quants.home), q)
+
+    blocks = tree(placement.weights, work, "blocks")
+    if placement.persistent_quants:
+        blocks = jax.tree.map(quants, params["blocks"], work["blocks"], blocks)
+
     moments = jax.eval_shape(
         lambda: init_moments(optimizer, jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params))
     )
@@ -183,7 +256,7 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
     }
     return TrainState(
         step=leaf((), jnp.int32, jax.P()),
-        weights={"blocks": tree(placement.weights, work, "blocks"), "outer": tree(placement.outer, work, "outer")},
+        weights={"blocks": blocks, "outer": tree(placement.outer, work, "outer")},
         master={part: tree(placement.master, sharded, part) for part in ("blocks", "outer")},
         moments=moments,
     )

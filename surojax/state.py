@@ -9,13 +9,15 @@ import optax
 
 from surojax.models.llama import LlamaConfig, init_layer, init_outer
 from surojax.offload import MEMORY_KIND, put, read, write
+from surojax.quantize import work_copy
 
 
 class TrainState(NamedTuple):
     """Everything that changes from step to step; `weights` and `master` are `{"blocks": [L, ...], "outer": ...}`.
 
-    `weights` is always `master` cast to the work dtype, so checkpoints hold `master` only. Randomness has no state:
-    every draw is derived from the run's seed (weights, order of the data) and a position that is stored.
+    `weights` is always `master` cast to the work dtype, quantised from there with `persistent_quants`, so checkpoints
+    hold `master` only. Randomness has no state: every draw is derived from the run's seed (weights, order of the data)
+    and a position that is stored.
     """
 
     step: Any  # int32 scalar: optimizer steps done
@@ -62,7 +64,8 @@ def build_stacks(plan, layer: Callable):
 
 def work_weights(master, plan: TrainState):
     """The work copy of master weights, inside `jit`, a layer at a time."""
-    blocks = build_stacks(plan.weights["blocks"], lambda l: read(master["blocks"], l))
+    blocks, dtype = plan.weights["blocks"], jax.tree.leaves(plan.weights["outer"])[0].dtype
+    blocks = build_stacks(blocks, lambda l: work_copy(read(master["blocks"], l), blocks, dtype))
     return {"blocks": blocks, "outer": cast(put(master["outer"], "device"), plan.weights["outer"])}
 
 
@@ -77,12 +80,13 @@ def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.Gradien
     What is planned in shards is never whole on a device, and of what is planned for host memory one layer at a time is
     there.
     """
+    dtype = jax.tree.leaves(plan.weights["outer"])[0].dtype
     blocks, outer = ((plan.weights[k], plan.master[k], plan.moments[k]) for k in ("blocks", "outer"))
 
     def arrays(params, plan):
         """(work weights, master weights, moments) of new parameters."""
         master = cast(params, plan[1])
-        return cast((master, master, optimizer.init(master)), plan)
+        return cast((work_copy(master, plan[0], dtype), master, optimizer.init(master)), plan)
 
     def build(seed):
         layer = lambda l: arrays(init_layer(config, seed, l), layer_of(blocks))

@@ -15,6 +15,7 @@ from surojax.engine import Engine, evaluate, loss_and_gradients, read_gradient
 from surojax.offload import move, put, read, write
 from surojax.optim import Schedule, apply_layer
 from surojax.placement import Mesh, batch_sharding
+from surojax.quantize import work_copy
 from surojax.state import TrainState, shardings
 
 
@@ -27,8 +28,10 @@ def update(engine: Engine, optimizer: optax.GradientTransformation, state: Train
         # update and then has to copy the whole stack, once a layer.
         master, moments, grads = jax.lax.optimization_barrier(old)
         moments, master = apply_layer(optimizer, grads, moments, master, grad_norm)
-        work = jax.tree.map(lambda m: m.astype(engine.placement.weights.dtype), master)
-        return collectives.gather_same(work, engine.dims[part], engine.resting[part]), master, moments
+        dtype = engine.placement.weights.dtype
+        work = jax.tree.map(lambda m: m.astype(dtype), master)
+        work = collectives.gather_same(work, engine.dims[part], engine.resting[part])
+        return work_copy(work, state.weights[part], dtype), master, moments
 
     def layer(l, carry):
         old = *read(carry[1:], l), read_gradient(grads["blocks"], l)
