@@ -8,9 +8,9 @@ from typing import Literal
 
 import jax
 
-Home = Literal["device", "host"]
+Home = Literal["device", "host", "nvme"]  # arrays are in one of the first two; see nvme.py for the third
 Device, Host = jax.memory.Space.Device, jax.memory.Space.Host
-SPACE = {"device": Device, "host": Host}
+SPACE: dict[str, jax.memory.Space] = {"device": Device, "host": Host}
 MEMORY_KIND: dict[str, str] = {"device": "device", "host": "pinned_host"}
 
 

@@ -9,6 +9,9 @@
 | moments   | optimizer state                              | always (ZeRO-1)                   | offload_optimizer |
 | residuals | what a forward pass saves for the backward   | by batch                          | offload_residual  |
 
+`offload_master` and `offload_optimizer` may be "nvme" instead: the blocks' part then rests in a file under `nvme_path`
+(see nvme.py), and the outer part, which is a few layers' worth and not read layer by layer, in pinned host memory.
+
 `state_plan` turns the table into a shape, dtype and sharding for every array of the training state, building none.
 Initialisation, the step, checkpoint restore and the memory report all read that plan.
 """
@@ -24,6 +27,7 @@ import optax
 from surojax.collectives import WHOLE
 from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
+from surojax.nvme import InFile, Store
 from surojax.offload import MEMORY_KIND, Home
 from surojax.optim import init_moments
 from surojax.state import TrainState
@@ -50,6 +54,7 @@ class Placement:
     master: Row
     moments: Row
     residuals: Row
+    nvme_path: str = ""
 
 
 def place(
@@ -59,10 +64,11 @@ def place(
     shard_weights: bool | None = None,
     shard_outer: bool = False,
     offload_residual: bool = False,
-    offload_optimizer: bool = False,
-    offload_master: bool = False,
+    offload_optimizer: bool | str = False,
+    offload_master: bool | str = False,
     offload_grads: bool = False,
     offload_weights: bool = False,
+    nvme_path: str = "",
     model_dtype: str = "bfloat16",
     accum_dtype: str = "float32",
     master_dtype: str = "float32",
@@ -82,7 +88,18 @@ def place(
             f"offload_grads: expected sharded gradients on {num_shards} GPUs, got shard_gradients=False, with which "
             "every GPU would move whole gradients over its host link; set shard_gradients=True or zero_level=2"
         )
-    home = lambda offloaded: "host" if offloaded else "device"
+    homes = {"offload_master": offload_master, "offload_optimizer": offload_optimizer}
+    for name, value in homes.items():
+        if value not in (True, False, "nvme"):
+            raise ConfigError(f"{name}: expected true, false or 'nvme', got {value!r}; choose one of them")
+        if value == "nvme" and not nvme_path:
+            raise ConfigError(f"nvme_path: expected a folder with {name}='nvme', got ''; set it to one on an NVMe disk")
+    if nvme_path and "nvme" not in homes.values():
+        raise ConfigError(
+            f"nvme_path: expected '' with nothing to keep there, got {nvme_path!r}; set offload_optimizer='nvme' or "
+            "offload_master='nvme', or leave it out"
+        )
+    home = lambda offloaded: "nvme" if offloaded == "nvme" else "host" if offloaded else "device"
     return Placement(
         weights=Row(model_dtype, shard_weights and several, home(offload_weights)),
         outer=Row(model_dtype, shard_outer and several),
@@ -90,6 +107,7 @@ def place(
         master=Row(master_dtype, True, home(offload_master)),
         moments=Row("", True, home(offload_optimizer)),
         residuals=Row("", False, home(offload_residual)),
+        nvme_path=nvme_path,
     )
 
 
@@ -157,16 +175,23 @@ def specs(dims: dict) -> dict:
 
 
 def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`."""
+    """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`.
+
+    Stacks of layers with home nvme are `InFile`s of one store.
+    """
     dims = shard_dims(params, mesh)
     sharded, work = specs(dims), specs(resting_dims(params, dims, placement))
 
-    def leaf(shape, dtype, spec, home: Home = "device"):
-        sharding = jax.NamedSharding(mesh, spec, memory_kind=MEMORY_KIND[home])
+    store = Store(placement.nvme_path, jax.tree.leaves(params["blocks"])[0].shape[0])
+
+    def leaf(shape, dtype, spec, home: Home = "device", part: str = "outer"):
+        if home == "nvme" and part == "blocks":
+            return InFile(store, shape, dtype, jax.NamedSharding(mesh, spec))
+        sharding = jax.NamedSharding(mesh, spec, memory_kind=MEMORY_KIND["host" if home == "nvme" else home])
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def tree(row: Row, spec, part: str):
-        return jax.tree.map(lambda p, s: leaf(p.shape, row.dtype, s, row.home), params[part], spec[part])
+        return jax.tree.map(lambda p, s: leaf(p.shape, row.dtype, s, row.home, part), params[part], spec[part])
 
     moments = jax.eval_shape(
         lambda: init_moments(optimizer, jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params))
@@ -174,7 +199,7 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
     moments = {
         part: optax.tree_map_params(
             optimizer,
-            lambda m, s: leaf(m.shape, m.dtype, s, placement.moments.home),
+            lambda m, s, part=part: leaf(m.shape, m.dtype, s, placement.moments.home, part),
             moments[part],
             sharded[part],
             transform_non_params=lambda m: leaf(m.shape, m.dtype, jax.P()),
@@ -196,6 +221,12 @@ def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding
 
 
 def bytes_per_device(plan, home: Home = "device") -> int:
-    """Bytes that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory, per device."""
-    here = [x for x in jax.tree.leaves(plan) if x.sharding.memory_kind == MEMORY_KIND[home]]
+    """Bytes that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory, per device.
+
+    nvme: an equal part of the files, which hold everything once.
+    """
+    leaves = jax.tree.leaves(plan)
+    if home == "nvme":
+        return sum(x.size * x.dtype.itemsize // x.sharding.mesh.size for x in leaves if isinstance(x, InFile))
+    here = [x for x in leaves if not isinstance(x, InFile) and x.sharding.memory_kind == MEMORY_KIND[home]]
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in here)

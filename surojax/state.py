@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from surojax.models.llama import LlamaConfig, init_params
+from surojax.models.llama import LlamaConfig, init_layer, init_params
+from surojax.nvme import InFile, store_of
 from surojax.offload import MEMORY_KIND, put, read, write
 from surojax.optim import init_moments
 
@@ -54,6 +55,38 @@ def init_state(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientT
 
     def build(seed):
         master = jax.tree.map(lambda p, m: p.astype(m.dtype), init_params(config, seed), plan.master)
-        return TrainState(jnp.int32(0), work_weights(master, plan), master, init_moments(optimizer, master))
+        return in_memory(
+            TrainState(jnp.int32(0), work_weights(master, plan), master, init_moments(optimizer, master)), plan
+        )
 
-    return jax.jit(build, out_shardings=shardings(plan))(seed)
+    state = jax.jit(build, out_shardings=shardings(in_memory(plan, plan)))(seed)
+    return with_files(state, plan) if fill_files(config, plan, optimizer, seed) else state
+
+
+def fill_files(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation, seed: int) -> bool:
+    """Write what a new state has in files (see nvme.py), a layer at a time; whether there is any."""
+    store = store_of(plan)
+    if store is None:
+        return False
+    files, structure = jax.tree.flatten((plan.master["blocks"], plan.moments["blocks"]))
+    wanted = [isinstance(x, InFile) for x in files]
+    take = lambda leaves: [x for x, want in zip(leaves, wanted, strict=True) if want]
+
+    @jax.jit
+    def layer(seed, l):
+        master = jax.tree.map(lambda p, m: p.astype(m.dtype), init_layer(config, seed, l), plan.master["blocks"])
+        return take(structure.flatten_up_to((master, optimizer.init(master))))
+
+    for l in range(config.num_hidden_layers):
+        store.write(l, take(files), map(jax.device_get, layer(seed, l)))
+    return True
+
+
+def in_memory(state: TrainState, plan: TrainState) -> TrainState:
+    """The state (or a plan) with None where the plan has a file: what a compiled program can take and return."""
+    return jax.tree.map(lambda p, x: None if isinstance(p, InFile) else x, plan, state)
+
+
+def with_files(state: TrainState, plan: TrainState) -> TrainState:
+    """What `in_memory` left, with the plan's files back in their places."""
+    return jax.tree.map(lambda p, x: p if isinstance(p, InFile) else x, plan, state)

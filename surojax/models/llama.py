@@ -113,6 +113,15 @@ def init_params(config: LlamaConfig, seed: int | jax.Array) -> dict:
     return nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(jax.random.key(seed))), nnx.Param))
 
 
+def init_layer(config: LlamaConfig, seed: int | jax.Array, l: int | jax.Array) -> dict:
+    """Layer l of `init_params(config, seed)["blocks"]`, to the bit, without the others."""
+    rngs = nnx.Rngs(jax.random.key(seed))
+    Outer(config, rngs=rngs)  # draws first; what is drawn here is dropped by the compiler
+    graph, keys = nnx.split(rngs.split(config.num_hidden_layers))
+    rngs = nnx.merge(graph, jax.tree.map(lambda k: k[l], keys))
+    return nnx.to_pure_dict(nnx.state(Block(config, rngs=rngs), nnx.Param))
+
+
 def abstract_params(config: LlamaConfig) -> tuple[dict, dict]:
     """(shapes and dtypes, logical axis names as tuples), both like `init_params`, without building any array."""
     state = nnx.state(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))), nnx.Param)
