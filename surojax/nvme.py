@@ -8,9 +8,9 @@ The plan and the state hold an `InFile` where an array would be. One record per 
 one write; each is cut into pieces for several threads, since a disk needs several requests at a time to be fast.
 The file has the layers whole, whatever the number of devices, and exists once: one process drives all devices here.
 
-**The file is never trusted at start.** It is updated in place, so a run that is killed within an update leaves a mixture
-of two steps. The next start writes all of it anew, from the last checkpoint or from the seed; layers.json only serves
-to say what happened.
+**The file is never trusted at start.** It is updated in place, so a run that is killed within an update leaves a
+mixture of two steps. The next start writes all of it anew, from the last checkpoint or from the seed; layers.json only
+serves to say what happened.
 
 **Page cache.** Reads and writes go through it. What was written is forced to the disk after each update, while the
 next gradients are computed: an error of the disk is seen before anything builds on it, and memory holds no more than
@@ -44,6 +44,10 @@ THREADS = 4  # requests at a time, in each direction
 SLOW_MIB_S = 500  # below it a disk is called slow; SATA disks reach this, NVMe disks 1,000 and more
 UNUSABLE_S = 3600  # an update that takes longer than this is refused
 GiB, MiB = 2**30, 2**20
+
+
+class NvmeError(OSError):
+    """The file cannot be read or written any more; what it held is lost, the checkpoints are not."""
 
 
 class InFile:
@@ -81,11 +85,11 @@ class InFile:
         return jax.NamedSharding(self.sharding.mesh, self.spec, memory_kind=memory_kind)
 
     def read(self, l: int) -> np.ndarray:
-        """Layer l. Raises OSError."""
+        """Layer l. Raises NvmeError."""
         return self.store.read(l, [self])[0]
 
     def write(self, l: int, layer: np.ndarray) -> None:
-        """Replace layer l. Raises OSError."""
+        """Replace layer l. Raises NvmeError."""
         self.store.write(l, [self], [layer])
 
 
@@ -123,7 +127,9 @@ class Store:
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"nvme_path: cannot open {self.path} ({error.strerror}); choose another folder") from error
+            raise ConfigError(
+                f"nvme_path: cannot open {self.path} ({error.strerror}); choose another folder"
+            ) from error
         try:
             os.ftruncate(fd, self.bytes)
             os.posix_fallocate(fd, 0, self.bytes)
@@ -146,7 +152,7 @@ class Store:
     # -- Layers ------------------------------------------------------------------------------------------------------
 
     def read(self, l: int, leaves: Iterable[InFile]) -> list[np.ndarray]:
-        """Layer l of these stacks. Raises OSError."""
+        """Layer l of these stacks. Raises NvmeError."""
         return [self._read_one(leaf, l) for leaf in leaves]
 
     def _read_one(self, leaf: InFile, l: int) -> np.ndarray:
@@ -157,14 +163,14 @@ class Store:
             while view:
                 n = os.preadv(self.fd, [view], at)
                 if n == 0:
-                    raise OSError(f"{self.path} is shorter than it was made: something else wrote to it")
+                    raise OSError("it is shorter than it was made: something else wrote to it")
                 view, at = view[n:], at + n
 
         self._each_piece(0, piece, raw.size, "read")
         return raw.view(leaf.dtype).reshape(leaf.shape[1:])
 
     def write(self, l: int, leaves: Iterable[InFile], layers: Iterable[np.ndarray]) -> None:
-        """Replace layer l of these stacks. Raises OSError."""
+        """Replace layer l of these stacks. Raises NvmeError."""
         for leaf, layer in zip(leaves, layers, strict=True):
             assert layer.shape == leaf.shape[1:] and layer.dtype == leaf.dtype, (leaf, layer.shape, layer.dtype)
             raw = np.ascontiguousarray(layer).reshape(-1).view(np.uint8)
@@ -196,7 +202,7 @@ class Store:
             yield
         except OSError as error:
             reason = error.strerror or str(error)
-            raise OSError(
+            raise NvmeError(
                 f"nvme_path: could not {what} {self.path} ({reason}); its content is lost, but no checkpoint is: "
                 "the next start continues from the last one"
             ) from error
@@ -216,7 +222,7 @@ class Store:
         self._synced = self._pools[1].submit(os.fdatasync, self.fd)
 
     def settle(self) -> None:
-        """Wait until the last update is on the disk. Raises OSError when it cannot be written there."""
+        """Wait until the last update is on the disk. Raises NvmeError when it cannot be written there."""
         synced, self._synced = self._synced, None
         if synced is not None:
             with self._explained("write"):
@@ -249,6 +255,11 @@ def check(store: Store | None) -> None:
     """What can be checked before anything is built, leaving nothing behind. Raises ConfigError."""
     if store is None:
         return
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"nvme_path: expected one process that drives all devices, got {jax.process_count()}; use pinned host "
+            "memory (offload_optimizer=True, offload_master=True)"
+        )
     folder, change = store.folder, "choose a folder on an NVMe disk"
     if not folder.is_dir():
         what = "a file" if folder.exists() else "nothing there"
@@ -269,14 +280,11 @@ def check(store: Store | None) -> None:
 
 
 @contextlib.contextmanager
-def claim(store: Store | None):
-    """Within it the folder is this run's and the file has its room; gives a line about it to print, "" for none.
+def claim(store: Store):
+    """Within it the folder is this run's and the file has its room; gives a line about it to print.
 
     Raises ConfigError when another run uses the folder, there is no room, or the disk is too slow to be of use.
     """
-    if store is None:
-        yield ""
-        return
     check(store)
     lock = os.open(store.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -4,13 +4,13 @@ XLA makes each of them an asynchronous copy of the part that is asked for: readi
 memory moves one layer. An array's type says where it is, so code that reads and writes layers need not know.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 Home = Literal["device", "host", "nvme"]  # arrays are in one of the first two; see nvme.py for the third
 Device, Host = jax.memory.Space.Device, jax.memory.Space.Host
-SPACE: dict[str, jax.memory.Space] = {"device": Device, "host": Host}
+SPACE: dict[str, Any] = {"device": Device, "host": Host}
 MEMORY_KIND: dict[str, str] = {"device": "device", "host": "pinned_host"}
 
 

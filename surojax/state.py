@@ -8,7 +8,7 @@ import optax
 
 from surojax.models.llama import LlamaConfig, init_layer, init_params
 from surojax.nvme import InFile, store_of
-from surojax.offload import MEMORY_KIND, put, read, write
+from surojax.offload import MEMORY_KIND, Device, Host, move, put, read, write
 from surojax.optim import init_moments
 
 
@@ -53,40 +53,48 @@ def init_state(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientT
     does not yet lower what this needs there (24.8 GiB for Llama-7B on one device, compiled), only what a step needs.
     """
 
+    if store_of(plan) is not None:
+        return _init_with_files(config, plan, optimizer, seed)
+
     def build(seed):
         master = jax.tree.map(lambda p, m: p.astype(m.dtype), init_params(config, seed), plan.master)
-        return in_memory(
-            TrainState(jnp.int32(0), work_weights(master, plan), master, init_moments(optimizer, master)), plan
-        )
+        return TrainState(jnp.int32(0), work_weights(master, plan), master, init_moments(optimizer, master))
 
-    state = jax.jit(build, out_shardings=shardings(in_memory(plan, plan)))(seed)
-    return with_files(state, plan) if fill_files(config, plan, optimizer, seed) else state
+    return jax.jit(build, out_shardings=shardings(plan))(seed)
 
 
-def fill_files(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation, seed: int) -> bool:
-    """Write what a new state has in files (see nvme.py), a layer at a time; whether there is any."""
-    store = store_of(plan)
-    if store is None:
-        return False
-    files, structure = jax.tree.flatten((plan.master["blocks"], plan.moments["blocks"]))
-    wanted = [isinstance(x, InFile) for x in files]
-    take = lambda leaves: [x for x, want in zip(leaves, wanted, strict=True) if want]
+def _init_with_files(config: LlamaConfig, plan: TrainState, optimizer, seed: int) -> TrainState:
+    """The same where layers rest in files: a program makes layer after layer, so neither memory nor file holds more."""
+    parts = lambda state, part: (state.weights[part], state.master[part], state.moments[part])
+    cast = lambda tree, like: jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
-    @jax.jit
-    def layer(seed, l):
-        master = jax.tree.map(lambda p, m: p.astype(m.dtype), init_layer(config, seed, l), plan.master["blocks"])
-        return take(structure.flatten_up_to((master, optimizer.init(master))))
+    def make(params, part):
+        master = cast(params, plan.master[part])
+        return cast(master, plan.weights[part]), master, optimizer.init(master)
 
-    for l in range(config.num_hidden_layers):
-        store.write(l, take(files), map(jax.device_get, layer(seed, l)))
-    return True
+    def build(seed):
+        return jnp.int32(0), make(init_params(config, seed)["outer"], "outer")
+
+    step, outer = jax.jit(build, out_shardings=shardings((plan.step, parts(plan, "outer"))))(seed)
+    blocks = fill_layers(parts(plan, "blocks"), jax.jit(lambda l: make(init_layer(config, seed, l), "blocks")))
+    return TrainState(step, *({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True)))
 
 
-def in_memory(state: TrainState, plan: TrainState) -> TrainState:
-    """The state (or a plan) with None where the plan has a file: what a compiled program can take and return."""
-    return jax.tree.map(lambda p, x: None if isinstance(p, InFile) else x, plan, state)
-
-
-def with_files(state: TrainState, plan: TrainState) -> TrainState:
-    """What `in_memory` left, with the plan's files back in their places."""
-    return jax.tree.map(lambda p, x: p if isinstance(p, InFile) else x, plan, state)
+def fill_layers(plan, layer):
+    """Stacks `[L, ...]` as planned, in memory and in files, from a function l -> layer l of them, one after another."""
+    leaves, structure = jax.tree.flatten(plan)
+    in_file = [isinstance(x, InFile) for x in leaves]
+    pick = lambda leaves, want: [x for x, f in zip(leaves, in_file, strict=True) if f == want]
+    stacks, files = pick(leaves, False), pick(leaves, True)
+    zeros = lambda x: move(
+        jnp.zeros(x.shape, x.dtype), Host if x.sharding.memory_kind == MEMORY_KIND["host"] else Device
+    )
+    arrays = jax.jit(lambda: [zeros(x) for x in stacks], out_shardings=shardings(stacks))()
+    put_layer = jax.jit(write, donate_argnums=0, out_shardings=shardings(stacks))
+    for l in range(leaves[0].shape[0]):
+        new = structure.flatten_up_to(layer(l))
+        arrays = jax.block_until_ready(put_layer(arrays, pick(new, False), l))
+        for file, x in zip(files, pick(new, True), strict=True):
+            file.write(l, jax.device_get(x))
+    arrays, files = iter(arrays), iter(files)
+    return structure.unflatten([next(files if f else arrays) for f in in_file])

@@ -4,7 +4,7 @@ A step is `engine.loss_and_gradients`, the global norm, and the optimizer applie
 weights and moments; then the work weights are written anew, gathered unless they rest in shards.
 
 That is one program, unless master weights or moments rest in a file (`nvme.py`): then it is one program for the
-gradients and one for the update of a layer, which is called for each while threads read the next one and write the last.
+gradients and one for the update of a layer, called for each while threads read the next one and write the last one.
 """
 
 from collections import deque
@@ -109,9 +109,9 @@ class LayerStep:
         self.gradients, self.update = self._gradients(), self._update()
 
     def __call__(self, state: TrainState, inputs_ABS, labels_ABS):
-        """Raises OSError when the file cannot be read or written; nothing is to be done with the state then."""
+        """Raises NvmeError when the file cannot be read or written; nothing is to be done with the state then."""
         step = int(jax.device_get(state.step)) + 1
-        stacks, virtual = self._stacks(state), self.mesh.devices.flat[0].platform == "cpu" and self.mesh.size > 1
+        stacks, virtual = self._stacks(state), jax.default_backend() == "cpu" and self.mesh.size > 1
         with ThreadPoolExecutor(1, "nvme-ahead") as ahead, ThreadPoolExecutor(1, "nvme-behind") as behind:
             coming, going = ahead.submit(self._read, 0), deque()
             outer, count, metrics, needed = self.gradients(
@@ -138,9 +138,7 @@ class LayerStep:
         """Both programs lowered, for the plan that this was made of."""
         assert plan is self.plan, "a step is lowered for its own plan"
         state = _parts(plan, "outer"), plan.step, plan.weights["blocks"]
-        return Lowered(
-            self, self.gradients.lower(*state, inputs_ABS, labels_ABS), self.update.lower(*self.arguments)
-        )
+        return Lowered(self, self.gradients.lower(*state, inputs_ABS, labels_ABS), self.update.lower(*self.arguments))
 
     def _read(self, l: int) -> list[jax.Array]:
         layers = self.store.read(l, self.files)
@@ -189,9 +187,7 @@ class LayerStep:
             return write(stacks, kept, l), put(gone, "host"), l + 1
 
         specs_in = _specs(self.arguments)
-        f = jax.shard_map(
-            per_device, mesh=self.mesh, in_specs=specs_in, out_specs=(*specs_in[:2], jax.P())
-        )
+        f = jax.shard_map(per_device, mesh=self.mesh, in_specs=specs_in, out_specs=(*specs_in[:2], jax.P()))
         out = (shardings(stacks_plan), shardings(layer_plan), needed_plan["l"].sharding)
         return jax.jit(f, donate_argnums=0, out_shardings=out)
 
