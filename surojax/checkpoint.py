@@ -16,7 +16,6 @@ which `restore` takes again of the arrays it returns. That covers disk, file for
 pass over the devices' memory, where reading the files once more would cost minutes. Both are written before the rename.
 """
 
-import asyncio
 import contextlib
 import functools
 import json
@@ -256,7 +255,7 @@ class _FileHandler(type_handlers.NumpyHandler):
     async def _open_and_write(self, value: Any, tspec, ts_context):
         array = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
         for l in range(value.shape[0]):
-            await array[l].write(await asyncio.to_thread(value.read, l))
+            await array[l].write(value.read(l))
 
 
 def _by_layer(tree):
