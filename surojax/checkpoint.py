@@ -37,7 +37,7 @@ from orbax.checkpoint import type_handlers
 from surojax.errors import CheckpointError, ConfigError
 from surojax.nvme import InFile, NvmeError
 from surojax.offload import MEMORY_KIND, Device, move, put, read
-from surojax.state import TrainState, fill_layers, shardings, work_weights
+from surojax.state import TrainState, cast, fill_layers, shardings, work_weights
 
 FOLDER = "checkpoints"
 FILES = "files.json"
@@ -169,25 +169,23 @@ def restore(path: Path, plan: TrainState) -> TrainState:
     meta = read_meta(path)
     with _readable(path):
         loaded = _load(path, {"master": plan.master, "moments": plan.moments})
-        weights = _cast(loaded["master"], plan)
+        weights = _work_weights(loaded["master"], plan)
         step = jax.device_put(jnp.int32(meta["step"]), plan.step.sharding)
         state = TrainState(step, weights, loaded["master"], loaded["moments"])
         _verify(meta, master=state.master, moments=state.moments)
     return state
 
 
-def _cast(master, plan: TrainState):
+def _work_weights(master, plan: TrainState):
     """The work weights of restored master weights."""
     files, structure = jax.tree.flatten(master["blocks"])
     if not isinstance(files[0], InFile):
         return jax.jit(lambda master: work_weights(master, plan), out_shardings=shardings(plan.weights))(master)
-    of_outer = jax.jit(
-        lambda master: jax.tree.map(lambda m, w: put(m, "device").astype(w.dtype), master, plan.weights["outer"]),
-        out_shardings=shardings(plan.weights["outer"]),
-    )
+    planned = plan.weights["outer"]
+    outer = jax.jit(lambda x: cast(put(x, "device"), planned), out_shardings=shardings(planned))(master["outer"])
     on_device = lambda f, l: jax.device_put(f.read(l), f.layer_sharding(MEMORY_KIND["device"]))
     layer = lambda l: structure.unflatten([on_device(f, l) for f in files])
-    return {"blocks": fill_layers(plan.weights["blocks"], layer), "outer": of_outer(master["outer"])}
+    return {"blocks": fill_layers(plan.weights["blocks"], layer), "outer": outer}
 
 
 def restore_weights(path: Path, plan: dict) -> dict:

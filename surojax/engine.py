@@ -57,12 +57,19 @@ def fetch(engine: Engine, weights, l: jax.Array | int):
     return collectives.gather(w, engine.dims["blocks"]) if engine.placement.weights.sharded else varying(w)
 
 
-def push(engine: Engine, grads, dw, l: jax.Array):
-    """(accumulators with the gradient of layer l added, sum of squares of what they hold now of layer l)."""
+def push(engine: Engine, grads, dw, l: jax.Array, first: jax.Array):
+    """(accumulators with the gradient of layer l added, sum of squares of what they hold now of layer l).
+
+    `first` says that nothing was added to them in this step. Those in host memory may hold anything then: XLA allocates
+    zeros that layers are written into there without filling them (`AllocateBuffer`; jax 0.12 on GPUs).
+    """
     if engine.placement.grads.sharded:
         dw = collectives.scatter(dw, engine.dims["blocks"])
+    old = read(grads["blocks"], l)
+    if engine.placement.grads.home == "host":
+        old = jax.tree.map(lambda x: jnp.where(first, jnp.zeros_like(x), x), old)
     # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
-    total = jax.lax.optimization_barrier(add(read(grads["blocks"], l), dw))
+    total = jax.lax.optimization_barrier(add(old, dw))
     complete = summed_by_push(engine)
     squares = collectives.sum_of_squares(total, engine.dims["blocks"]) if complete else collectives.no_squares()
     return grads | {"blocks": write(grads["blocks"], total, l)}, squares
@@ -124,7 +131,7 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
             l = L - 1 - i
             w, held = ahead.take(held, l, then=jnp.maximum(l - 1, 0))
             dw, dx_BSD = block_vjp(w, read(saved, l), dx_BSD)
-            grads, of_layer = push(engine, grads, dw, l)
+            grads, of_layer = push(engine, grads, dw, l, first=a == 0)
             return dx_BSD, grads, add(squares, of_layer), held
 
         start = (dx_BSD, grads, collectives.no_squares(), held)

@@ -1,15 +1,15 @@
 """The training state: what a step takes and returns."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from surojax.models.llama import LlamaConfig, init_layer, init_params
+from surojax.models.llama import LlamaConfig, init_layer, init_outer
 from surojax.nvme import InFile, store_of
-from surojax.offload import MEMORY_KIND, Device, Host, move, put, read, write
-from surojax.optim import init_moments
+from surojax.offload import MEMORY_KIND, put, read, write
 
 
 class TrainState(NamedTuple):
@@ -25,20 +25,14 @@ class TrainState(NamedTuple):
     moments: Any
 
 
-def work_weights(master, plan: TrainState):
-    """The work copy of master weights, inside `jit`; a layer at a time where either rests in host memory."""
-    work = {part: jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), plan.weights[part]) for part in plan.weights}
-    homes = {x.sharding.memory_kind for x in jax.tree.leaves((plan.master["blocks"], plan.weights["blocks"]))}
-    outer = jax.tree.map(lambda m, w: m.astype(w.dtype), put(master["outer"], "device"), work["outer"])
-    if homes == {MEMORY_KIND["device"]}:
-        blocks = jax.tree.map(lambda m, w: m.astype(w.dtype), master["blocks"], work["blocks"])
-    else:
-        num_layers = jax.tree.leaves(work["blocks"])[0].shape[0]
-        on_device = jax.tree.leaves(plan.weights["blocks"])[0].sharding.memory_kind == MEMORY_KIND["device"]
-        home = "device" if on_device else "host"
-        layer = lambda l, stack: write(stack, read(master["blocks"], l), l)
-        blocks = jax.lax.fori_loop(0, num_layers, layer, put(work["blocks"], home))
-    return {"blocks": blocks, "outer": outer}
+def parts_of(state: TrainState, part: str) -> tuple:
+    """(work weights, master weights, moments) of "blocks" or of "outer"; also of a plan."""
+    return state.weights[part], state.master[part], state.moments[part]
+
+
+def from_parts(step, blocks: tuple, outer: tuple) -> TrainState:
+    """A state of what `parts_of` gives."""
+    return TrainState(step, *({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True)))
 
 
 def shardings(plan):
@@ -46,55 +40,101 @@ def shardings(plan):
     return jax.tree.map(lambda x: x.sharding, plan)
 
 
+def cast(tree, plan):
+    """Arrays in the dtypes and shardings of a plan, in device memory, inside `jit`."""
+
+    def one(x, p):
+        return jax.lax.with_sharding_constraint(x.astype(p.dtype), p.sharding.with_memory_kind(MEMORY_KIND["device"]))
+
+    return jax.tree.map(one, tree, plan)
+
+
+def layer_of(plan):
+    """The plan of one layer, in device memory, from that of stacked arrays `[L, ...]`."""
+
+    def one(x):
+        sharding = x.sharding.with_memory_kind(MEMORY_KIND["device"])
+        if isinstance(sharding, jax.NamedSharding):  # one of a single device has no spec
+            sharding = sharding.update(spec=jax.P(*sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+    return jax.tree.map(one, plan)
+
+
+def build_stacks(plan, layer: Callable):
+    """Stacked arrays as planned, inside `jit`, from a function l -> the arrays of layer l: only one layer at a time is
+    anywhere but where the stack rests."""
+    of_layer = layer_of(plan)
+    # In host memory XLA allocates these without filling them (jax 0.12, GPUs), so every layer must be written.
+    stacks = jax.tree.map(lambda p: jax.device_put(jnp.zeros(p.shape, p.dtype), p.sharding), plan)
+    num_layers = jax.tree.leaves(plan)[0].shape[0]
+    return jax.lax.fori_loop(0, num_layers, lambda l, stacks: write(stacks, cast(layer(l), of_layer), l), stacks)
+
+
+def work_weights(master, plan: TrainState):
+    """The work copy of master weights, inside `jit`, a layer at a time."""
+    blocks = build_stacks(plan.weights["blocks"], lambda l: read(master["blocks"], l))
+    return {"blocks": blocks, "outer": cast(put(master["outer"], "device"), plan.weights["outer"])}
+
+
 def init_state(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """A new state, each array created in its own sharding: what is planned in shards is never whole on a device.
+    """A new state, each array created in its own sharding and memory; see `init_program`."""
+    if store_of(plan) is None:
+        return init_program(config, plan, optimizer)(seed)
+    layer, rest = init_functions(config, plan, optimizer)
+    step, outer = jax.jit(rest, out_shardings=shardings((plan.step, parts_of(plan, "outer"))))(seed)
+    layer = jax.jit(layer)
+    return from_parts(step, fill_layers(parts_of(plan, "blocks"), lambda l: layer(seed, l)), outer)
 
-    What is planned for host memory is built on the device first, all of it in one program, and moved then: offloading
-    does not yet lower what this needs there (24.8 GiB for Llama-7B on one device, compiled), only what a step needs.
+
+def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation) -> Callable:
+    """A jitted seed -> TrainState that draws the blocks layer by layer.
+
+    What is planned in shards is never whole on a device, and of what is planned for host memory one layer at a time is
+    there.
     """
-
-    if store_of(plan) is not None:
-        return _init_with_files(config, plan, optimizer, seed)
+    layer, rest = init_functions(config, plan, optimizer)
 
     def build(seed):
-        master = jax.tree.map(lambda p, m: p.astype(m.dtype), init_params(config, seed), plan.master)
-        return TrainState(jnp.int32(0), work_weights(master, plan), master, init_moments(optimizer, master))
+        blocks = build_stacks(parts_of(plan, "blocks"), lambda l: layer(seed, l))
+        step, outer = rest(seed)
+        return from_parts(step, blocks, outer)
 
-    return jax.jit(build, out_shardings=shardings(plan))(seed)
-
-
-def _init_with_files(config: LlamaConfig, plan: TrainState, optimizer, seed: int) -> TrainState:
-    """The same where layers rest in files: a program makes layer after layer, so neither memory nor file holds more."""
-    parts = lambda state, part: (state.weights[part], state.master[part], state.moments[part])
-    cast = lambda tree, like: jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
-
-    def make(params, part):
-        master = cast(params, plan.master[part])
-        return cast(master, plan.weights[part]), master, optimizer.init(master)
-
-    def build(seed):
-        return jnp.int32(0), make(init_params(config, seed)["outer"], "outer")
-
-    step, outer = jax.jit(build, out_shardings=shardings((plan.step, parts(plan, "outer"))))(seed)
-    blocks = fill_layers(parts(plan, "blocks"), jax.jit(lambda l: make(init_layer(config, seed, l), "blocks")))
-    return TrainState(step, *({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True)))
+    return jax.jit(build, out_shardings=shardings(plan))
 
 
-def fill_layers(plan, layer):
-    """Stacks `[L, ...]` as planned, in memory and in files, from a function l -> layer l of them, one after another."""
+def init_functions(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation):
+    """Functions (seed, l) -> (work weights, master weights, moments) of layer l, and seed -> (step, those outside)."""
+
+    def arrays(params, plan):
+        master = cast(params, plan[1])
+        return cast((master, master, optimizer.init(master)), plan)
+
+    def layer(seed, l):
+        return arrays(init_layer(config, seed, l), layer_of(parts_of(plan, "blocks")))
+
+    def rest(seed):
+        return jnp.int32(0), arrays(init_outer(config, seed), parts_of(plan, "outer"))
+
+    return layer, rest
+
+
+def fill_layers(plan, layer: Callable):
+    """Stacks `[L, ...]` as planned, in memory and in files (nvme.py), from a function l -> layer l, one after another.
+
+    Raises NvmeError when a file cannot be written.
+    """
     leaves, structure = jax.tree.flatten(plan)
     in_file = [isinstance(x, InFile) for x in leaves]
     pick = lambda leaves, want: [x for x, f in zip(leaves, in_file, strict=True) if f == want]
-    stacks, files = pick(leaves, False), pick(leaves, True)
-    zeros = lambda x: move(
-        jnp.zeros(x.shape, x.dtype), Host if x.sharding.memory_kind == MEMORY_KIND["host"] else Device
-    )
-    arrays = jax.jit(lambda: [zeros(x) for x in stacks], out_shardings=shardings(stacks))()
-    put_layer = jax.jit(write, donate_argnums=0, out_shardings=shardings(stacks))
+    planned, files = pick(leaves, False), pick(leaves, True)
+    zeros = lambda: jax.tree.map(lambda p: jax.device_put(jnp.zeros(p.shape, p.dtype), p.sharding), planned)
+    stacks = jax.jit(zeros, out_shardings=shardings(planned))()
+    replace = jax.jit(write, donate_argnums=0, out_shardings=shardings(planned))
     for l in range(leaves[0].shape[0]):
         new = structure.flatten_up_to(layer(l))
-        arrays = jax.block_until_ready(put_layer(arrays, pick(new, False), l))
+        stacks = jax.block_until_ready(replace(stacks, pick(new, False), l))
         for file, x in zip(files, pick(new, True), strict=True):
             file.write(l, jax.device_get(x))
-    arrays, files = iter(arrays), iter(files)
-    return structure.unflatten([next(files if f else arrays) for f in in_file])
+    stacks, files = iter(stacks), iter(files)
+    return structure.unflatten([next(files if f else stacks) for f in in_file])

@@ -23,7 +23,7 @@ from surojax.nvme import InFile, store_of
 from surojax.offload import MEMORY_KIND, move, put, read, write
 from surojax.optim import Schedule, apply_layer
 from surojax.placement import Mesh, batch_sharding, specs
-from surojax.state import TrainState, shardings
+from surojax.state import TrainState, from_parts, parts_of, shardings
 
 
 def update_part(engine: Engine, optimizer: optax.GradientTransformation, part: str, old, grad_norm):
@@ -52,12 +52,10 @@ def update(engine: Engine, optimizer: optax.GradientTransformation, state: Train
         old = *read(carry[1:], l), read_gradient(grads["blocks"], l)
         return write(carry, update_part(engine, optimizer, "blocks", old, grad_norm), l)
 
-    blocks = state.weights["blocks"], state.master["blocks"], state.moments["blocks"]
-    blocks = jax.lax.fori_loop(0, engine.model.num_layers, layer, blocks)
-    old = state.weights["outer"], state.master["outer"], state.moments["outer"]
-    outer = update_outer(engine, optimizer, old, grads, grad_norm)
-    weights, master, moments = ({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))
-    return TrainState(state.step + 1, weights, master, moments)
+    blocks = jax.lax.fori_loop(0, engine.model.num_layers, layer, parts_of(state, "blocks"))
+    return from_parts(
+        state.step + 1, blocks, update_outer(engine, optimizer, parts_of(state, "outer"), grads, grad_norm)
+    )
 
 
 def make_train_step(
@@ -101,7 +99,7 @@ class LayerStep:
 
     def __init__(self, engine: Engine, optimizer, schedule: Schedule, plan: TrainState, mesh: Mesh):
         self.engine, self.optimizer, self.schedule, self.plan, self.mesh = engine, optimizer, schedule, plan, mesh
-        leaves, self.structure = jax.tree.flatten(_parts(plan, "blocks"))
+        leaves, self.structure = jax.tree.flatten(parts_of(plan, "blocks"))
         self.files = [x for x in leaves if isinstance(x, InFile)]
         self.in_file = [isinstance(x, InFile) for x in leaves]
         self.store: Any = store_of(plan)
@@ -115,7 +113,7 @@ class LayerStep:
         with ThreadPoolExecutor(1, "nvme-ahead") as ahead, ThreadPoolExecutor(1, "nvme-behind") as behind:
             coming, going = ahead.submit(self._read, 0), deque()
             outer, count, metrics, needed = self.gradients(
-                _parts(state, "outer"), state.step, state.weights["blocks"], inputs_ABS, labels_ABS
+                parts_of(state, "outer"), state.step, state.weights["blocks"], inputs_ABS, labels_ABS
             )
             self.store.begin_update(step)
             for l in range(self.engine.model.num_layers):
@@ -132,12 +130,12 @@ class LayerStep:
             going.popleft().result()
             self.store.end_update(step)
         blocks = self._merge(stacks, self.files)
-        return TrainState(count, *({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))), metrics
+        return from_parts(count, blocks, outer), metrics
 
     def lower(self, plan: TrainState, inputs_ABS, labels_ABS) -> "Lowered":
         """Both programs lowered, for the plan that this was made of."""
         assert plan is self.plan, "a step is lowered for its own plan"
-        state = _parts(plan, "outer"), plan.step, plan.weights["blocks"]
+        state = parts_of(plan, "outer"), plan.step, plan.weights["blocks"]
         return Lowered(self, self.gradients.lower(*state, inputs_ABS, labels_ABS), self.update.lower(*self.arguments))
 
     def _read(self, l: int) -> list[jax.Array]:
@@ -149,7 +147,7 @@ class LayerStep:
         self.store.write(l, self.files, map(jax.device_get, layer))
 
     def _stacks(self, state: TrainState) -> list:
-        leaves = jax.tree.leaves(_parts(state, "blocks"))
+        leaves = jax.tree.leaves(parts_of(state, "blocks"))
         return [x for x, filed in zip(leaves, self.in_file, strict=True) if not filed]
 
     def _merge(self, stacks, layer):
@@ -168,7 +166,7 @@ class LayerStep:
             outer = update_outer(engine, self.optimizer, outer, grads, grad_norm)
             return outer, step + 1, metrics, {"grads": grads["blocks"], "norm": grad_norm, "l": jnp.int32(0)}
 
-        outer, tokens = _parts(self.plan, "outer"), batch_sharding(self.mesh).spec
+        outer, tokens = parts_of(self.plan, "outer"), batch_sharding(self.mesh).spec
         in_specs = (*_specs((outer, self.plan.step, self.plan.weights["blocks"])), tokens, tokens)
         out_specs = (_specs(outer), jax.P(), jax.P(), _specs(needed))
         f = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
@@ -219,10 +217,6 @@ class Lowered:
         """The step with both programs compiled."""
         self.step.gradients, self.step.update = (p.compile() for p in self.programs.values())
         return self.step
-
-
-def _parts(state: TrainState, part: str) -> tuple:
-    return state.weights[part], state.master[part], state.moments[part]
 
 
 def _specs(plan):

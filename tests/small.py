@@ -1,5 +1,7 @@
 """A model small enough to compile in a second, and a few functions to run it, shared by the tests."""
 
+import functools
+
 import jax
 import numpy as np
 from flax import nnx
@@ -31,7 +33,7 @@ def tokens(*shape: int, seed: int = 0, vocab_size: int = 64) -> tuple[np.ndarray
 
 
 class Small:
-    """A built training step over `devices` virtual devices, and its state."""
+    """A training step over `devices` virtual devices, and its state."""
 
     def __init__(
         self,
@@ -56,7 +58,12 @@ class Small:
         resting = placement.resting_dims(shapes, dims, self.table)
         self.engine = Engine(functions(config), self.table, dims, resting, recompute_block, lmhead_chunks)
         self.step = step.make_train_step(self.engine, self.optimizer, self.schedule, self.plan, self.mesh)
-        self.state = init_state(config, self.plan, self.optimizer, seed)
+        self.init = lambda: init_state(config, self.plan, self.optimizer, seed)
+
+    @functools.cached_property
+    def state(self):
+        """Built when it is first asked for."""
+        return self.init()
 
     def put(self, batch):
         """A batch `[A, B, S]` on the devices."""

@@ -24,7 +24,6 @@ from surojax.blueprint import draw
 from surojax.checkpoint import Checkpoints
 from surojax.errors import CheckpointError, ConfigError
 from surojax.mesh import make_mesh
-from surojax.models.llama import init_layer, init_params
 from surojax.nvme import InFile, NvmeError, Store, store_of
 
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(10)]
@@ -69,15 +68,6 @@ def test_gradients_that_are_summed_over_groups_late(tmp_path):
     placed: dict[str, Any] = {"replicate": 2, "zero_level": 3, **REST}
     expected = Small(4, offload_optimizer=True, offload_master=True, **placed).train(BATCHES)
     assert Small(4, nvme_path=str(tmp_path), **BOTH, **placed).train(BATCHES) == expected
-
-
-def test_layers_are_made_one_by_one_with_the_values_of_all():
-    config = dataclasses.replace(CONFIG, attention_bias=True, qk_norm=True, tie_word_embeddings=True)
-    for c in (CONFIG, config):
-        blocks = jax.jit(lambda seed, c=c: init_params(c, seed)["blocks"])(3)
-        one = jax.jit(lambda seed, l, c=c: init_layer(c, seed, l))
-        for l in range(c.num_hidden_layers):
-            jax.tree.map(lambda a, b, l=l: np.testing.assert_array_equal(a[l], b), blocks, one(3, l))
 
 
 def test_three_layers_are_in_memory_and_disk_and_device_work_together(tmp_path, monkeypatch):

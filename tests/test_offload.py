@@ -4,11 +4,12 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, tokens
 
-from surojax import placement
+from surojax import engine, placement
 from surojax.errors import ConfigError
 
 SETTINGS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
@@ -36,6 +37,20 @@ def test_saved_activations_follow_the_residuals(devices):
     level = 3 if devices > 1 else 1
     ours = Small(devices, zero_level=level, recompute_block=False, **ALL).train(BATCHES)
     assert ours == plain(devices, False)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_accumulators_in_host_memory_need_not_start_as_zeros(devices, monkeypatch):
+    """On GPUs XLA leaves them as they are allocated: its host offloader replaces the zeros by `AllocateBuffer`."""
+
+    def unfilled(*args):
+        found = zeros(*args)
+        return found | {"blocks": jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), found["blocks"])}
+
+    zeros = engine.accumulators
+    monkeypatch.setattr(engine, "accumulators", unfilled)
+    level = 3 if devices > 1 else 1
+    assert Small(devices, zero_level=level, offload_grads=True).train(BATCHES[:2]) == plain(devices, True)[:2]
 
 
 @pytest.mark.parametrize("replicate, level", [(1, 2), (2, 3), (2, 2)])

@@ -1,14 +1,20 @@
 """The table, the plan it gives, and that arrays are built the way the plan says."""
 
+import dataclasses
+import functools
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from small import CONFIG, Small
 
 from surojax import placement
 from surojax.collectives import WHOLE
 from surojax.mesh import find_devices, make_mesh
-from surojax.models.llama import abstract_params
+from surojax.models.llama import Llama, abstract_params, init_params
+from surojax.state import init_program
 
 
 @pytest.mark.parametrize("level, grads, weights", [(1, False, False), (2, True, False), (3, True, True)])
@@ -34,9 +40,31 @@ def test_state_is_built_as_planned():
     assert small.state.moments["blocks"][1].mu["mlp"]["w_gate"].sharding == gate.sharding
 
 
-@pytest.mark.parametrize("devices", [3, 8])
-def test_new_weights_do_not_depend_on_the_mesh(devices):
-    jax.tree.map(np.testing.assert_array_equal, Small(devices, zero_level=3).state.master, Small().state.master)
+OFFLOADED: dict[str, Any] = dict.fromkeys(("offload_optimizer", "offload_master", "offload_weights"), True)
+
+
+@pytest.mark.parametrize("devices, placed", [(3, {}), (8, {}), (1, OFFLOADED), (4, {"shard_outer": True, **OFFLOADED})])
+def test_new_weights_do_not_depend_on_the_placement(devices, placed):
+    """They are the plain model's, drawn layer by layer; nor does any other array of a new state depend on it."""
+    found, expected = Small(devices, zero_level=3, **placed).state, Small().state
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    plain = nnx.to_pure_dict(nnx.state(Llama(CONFIG, rngs=nnx.Rngs(jax.random.key(0))), nnx.Param))
+    for params in (found.master, init_params(CONFIG, 0)):  # compiled as a whole or op by op: 1 unit in the last place
+        jax.tree.map(functools.partial(np.testing.assert_array_max_ulp, maxulp=1), params, plain)
+
+
+@pytest.mark.parametrize("devices, placed", [(1, OFFLOADED), (4, {"zero_level": 1})], ids=["1-offloaded", "4-zero1"])
+def test_making_a_state_needs_less_than_a_step(devices, placed):
+    """Beside what it returns, initialisation needs no more for 6 layers than for 2, and less than a step needs: what
+    fit.py counts for the step is enough."""
+    temporaries = lambda f, *args: f.lower(*args).compile().memory_analysis().temp_size_in_bytes
+    init = {}
+    for layers in (2, 6):
+        config = dataclasses.replace(CONFIG, num_hidden_layers=layers)
+        small = Small(devices, config=config, **placed)
+        init[layers] = temporaries(init_program(config, small.plan, small.optimizer), 0)
+    batch = jax.ShapeDtypeStruct((1, 8, 24), np.int32, sharding=placement.batch_sharding(small.mesh))
+    assert init[6] <= init[2] < temporaries(small.step, small.plan, batch, batch)
 
 
 def test_bytes_fall_with_the_level():

@@ -108,18 +108,30 @@ class Llama(nnx.Module):
         return linear(x_BSD, (self.outer.embed if self.config.tie_word_embeddings else self.outer.head)[...])
 
 
-def init_params(config: LlamaConfig, seed: int | jax.Array) -> dict:
-    """Random float32 parameters `{"blocks", "outer"}`; call it under `jit` with shardings to build them in place."""
-    return nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(jax.random.key(seed))), nnx.Param))
-
-
 def init_layer(config: LlamaConfig, seed: int | jax.Array, l: int | jax.Array) -> dict:
-    """Layer l of `init_params(config, seed)["blocks"]`, to the bit, without the others."""
-    rngs = nnx.Rngs(jax.random.key(seed))
-    Outer(config, rngs=rngs)  # draws first; what is drawn here is dropped by the compiler
-    graph, keys = nnx.split(rngs.split(config.num_hidden_layers))
-    rngs = nnx.merge(graph, jax.tree.map(lambda k: k[l], keys))
-    return nnx.to_pure_dict(nnx.state(Block(config, rngs=rngs), nnx.Param))
+    """Random float32 parameters of layer l, drawn alone; l may be traced, so that a loop can build layer after layer.
+
+    They are those that `Llama` with `nnx.Rngs(jax.random.key(seed))` has: the stream's next key after the draws of
+    `Outer`, one for each of its arrays, split into one key for each layer.
+    """
+    draws = len(jax.tree.leaves(jax.eval_shape(lambda: init_outer(config, 0))))
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), draws), config.num_hidden_layers)
+    return _arrays(Block(config, rngs=nnx.Rngs(keys[l])))
+
+
+def init_outer(config: LlamaConfig, seed: int | jax.Array) -> dict:
+    """Random float32 parameters of the outer layers."""
+    return _arrays(Outer(config, rngs=nnx.Rngs(jax.random.key(seed))))
+
+
+def init_params(config: LlamaConfig, seed: int | jax.Array) -> dict:
+    """Random float32 parameters `{"blocks", "outer"}`, all at once; `state.init_state` builds them layer by layer."""
+    blocks = jax.vmap(lambda l: init_layer(config, seed, l))(jnp.arange(config.num_hidden_layers))
+    return {"blocks": blocks, "outer": init_outer(config, seed)}
+
+
+def _arrays(module: nnx.Module) -> dict:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def abstract_params(config: LlamaConfig) -> tuple[dict, dict]:
