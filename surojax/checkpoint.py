@@ -5,7 +5,9 @@ state) and `meta` (JSON: step, data position, config). Orbax writes into a tempo
 written, so a killed run leaves either a whole checkpoint or none. Work weights are `master` cast, so they are not
 written; random numbers are derived from the seed in the config and the positions in `meta`.
 
-Shapes, not placements, are stored: the plan given to `restore` says which device gets which part.
+Shapes, not placements, are stored: the plan given to `restore` says which device gets which part. Stacks of layers are
+cut into chunks of a layer (of one shard), so that those which rest in a file (nvme.py) are written and read a layer at
+a time; they are written in the background too, and the next update waits for it.
 
 Damage is found in two ways, because orbax itself hands out a flipped byte as another number without a word. The list
 `files.json` has the size of every file, and checksums of the small ones: it is compared before anything is compiled,
@@ -27,11 +29,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
+from orbax.checkpoint import type_handlers
 
-from surojax.errors import CheckpointError
-from surojax.offload import MEMORY_KIND, Device, move, read
-from surojax.state import TrainState, shardings, work_weights
+from surojax.errors import CheckpointError, ConfigError
+from surojax.nvme import InFile, NvmeError
+from surojax.offload import MEMORY_KIND, Device, move, put, read
+from surojax.state import TrainState, cast, fill_layers, shardings, work_weights
 
 FOLDER = "checkpoints"
 FILES = "files.json"
@@ -91,7 +97,7 @@ class Checkpoints:
             ),
         )
         with _Translate(lambda e: f"cannot keep checkpoints in {self.folder} ({e}); choose another output_dir"):
-            self.manager = ocp.CheckpointManager(self.folder, options=options)
+            self.manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=_item_handlers())
 
     def __enter__(self):
         return self
@@ -128,8 +134,8 @@ class Checkpoints:
                 f"{free / 2**20:,.1f} MiB are free; free some, or move output_dir; last checkpoint: {self.last}"
             )
         items = ocp.args.Composite(
-            master=ocp.args.StandardSave(_apart(state.master)),
-            moments=ocp.args.StandardSave(_apart(state.moments)),
+            master=ocp.args.PyTreeSave(_apart(state.master), save_args=_by_layer(state.master)),
+            moments=ocp.args.PyTreeSave(_apart(state.moments), save_args=_by_layer(state.moments)),
             meta=ocp.args.JsonSave({**meta, "checksums": sums}),
         )
         assert step not in self.manager.all_steps(), f"the checkpoint of step {step} would be written twice"
@@ -156,15 +162,30 @@ class Checkpoints:
 
 
 def restore(path: Path, plan: TrainState) -> TrainState:
-    """The state in a checkpoint, each array straight into the plan's sharding. Raises CheckpointError."""
+    """The state in a checkpoint, each array straight into the plan's sharding, or into its files.
+
+    Raises CheckpointError, and NvmeError or ConfigError for a file of the plan that cannot be written.
+    """
     meta = read_meta(path)
     with _readable(path):
         loaded = _load(path, {"master": plan.master, "moments": plan.moments})
-        cast = jax.jit(lambda master: work_weights(master, plan), out_shardings=shardings(plan.weights))
+        weights = _work_weights(loaded["master"], plan)
         step = jax.device_put(jnp.int32(meta["step"]), plan.step.sharding)
-        state = TrainState(step, cast(loaded["master"]), loaded["master"], loaded["moments"])
+        state = TrainState(step, weights, loaded["master"], loaded["moments"])
         _verify(meta, master=state.master, moments=state.moments)
     return state
+
+
+def _work_weights(master, plan: TrainState):
+    """The work weights of restored master weights."""
+    files, structure = jax.tree.flatten(master["blocks"])
+    if not isinstance(files[0], InFile):
+        return jax.jit(lambda master: work_weights(master, plan), out_shardings=shardings(plan.weights))(master)
+    planned = plan.weights["outer"]
+    outer = jax.jit(lambda x: cast(put(x, "device"), planned), out_shardings=shardings(planned))(master["outer"])
+    on_device = lambda f, l: jax.device_put(f.read(l), f.layer_sharding(MEMORY_KIND["device"]))
+    layer = lambda l: structure.unflatten([on_device(f, l) for f in files])
+    return {"blocks": fill_layers(plan.weights["blocks"], layer), "outer": outer}
 
 
 def restore_weights(path: Path, plan: dict) -> dict:
@@ -178,13 +199,73 @@ def restore_weights(path: Path, plan: dict) -> dict:
 
 def _apart(tree):
     """Arrays that the next step does not touch: orbax copies from devices, but reads host memory while it writes."""
-    host = lambda x: x.sharding.memory_kind == MEMORY_KIND["host"]
+    host = lambda x: isinstance(x, jax.Array) and x.sharding.memory_kind == MEMORY_KIND["host"]
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False) if host(x) else x, tree)
 
 
 def _load(path: Path, items: dict) -> dict:
-    with ocp.StandardCheckpointer() as reader:
-        return {name: reader.restore(path / name, plan) for name, plan in items.items()}
+    """The arrays as planned; a stack that is planned for a file is written to it, a layer at a time."""
+    found = {}
+    for name, plan in items.items():
+        in_memory = jax.tree.map(lambda x: ... if isinstance(x, InFile) else x, plan)
+        options = ocp.checkpoint_utils.construct_restore_args(in_memory)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
+        for keys, file in jax.tree_util.tree_leaves_with_path(plan):
+            if isinstance(file, InFile):
+                _load_file(path / name, jax.tree_util.keystr(keys, simple=True, separator="."), file)
+        found[name] = jax.tree.map(lambda p, x: p if isinstance(p, InFile) else x, plan, arrays)
+    return found
+
+
+def _load_file(item: Path, name: str, file: InFile) -> None:
+    """One stack of an item into a file. Of chunks that hold several layers, these are in memory together."""
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{item}", "path": f"{name}/"}}
+    array: Any = ts.open(spec, open=True, read=True).result()
+    if array.shape != file.shape:
+        raise ValueError(f"{item.name}/{name}: expected shape {file.shape}, got {array.shape}")
+    layers = array.chunk_layout.read_chunk.shape[0]
+    for start in range(0, file.shape[0], layers):
+        for i, layer in enumerate(array[start : min(start + layers, file.shape[0])].read().result()):
+            file.write(start + i, np.asarray(layer).astype(file.dtype))
+
+
+def _item_handlers() -> dict[str, ocp.CheckpointHandler]:
+    arrays = (jax.Array, type_handlers.get_type_handler(jax.Array))
+    registry = type_handlers.create_type_handler_registry(arrays, (InFile, _FileHandler(deepcopy_host_arrays=False)))
+    of_state = lambda: ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    return {"master": of_state(), "moments": of_state(), "meta": ocp.JsonCheckpointHandler()}
+
+
+class _FileHandler(type_handlers.NumpyHandler):
+    """Writes an `InFile` as orbax writes a numpy array, but a layer at a time; no update begins before it is read."""
+
+    async def serialize(self, values: Any, infos, args=None):
+        self.holds = {**getattr(self, "holds", {}), id(values[0]): values[0].store.hold()}
+        return await super().serialize(values, infos, args)
+
+    async def _background_serialize(self, values: Any, infos, args=None):
+        try:
+            return await super()._background_serialize(values, infos, args)
+        finally:
+            self.holds.pop(id(values[0])).set_result(None)
+
+    async def _open_and_write(self, value: Any, tspec, ts_context):
+        array = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
+        for l in range(value.shape[0]):
+            await array[l].write(value.read(l))
+
+
+def _by_layer(tree):
+    """Options for saving: stacks of layers in chunks of one layer (of one shard)."""
+
+    def options(path, x):
+        if "blocks" not in jax.tree_util.keystr(path[:1]):
+            return ocp.SaveArgs()
+        shard = x.shape if isinstance(x, InFile) else x.sharding.shard_shape(x.shape)
+        return ocp.SaveArgs(chunk_byte_size=math.prod(shard[1:]) * x.dtype.itemsize, shard_axes=(0,))
+
+    return jax.tree_util.tree_map_with_path(options, tree)
 
 
 def bytes_on_disk(state: TrainState) -> int:
@@ -197,7 +278,9 @@ def checksums(**trees) -> tuple[dict[str, int], list[str]]:
     leaves = jax.tree_util.tree_leaves_with_path(trees)
     names = [f"{jax.tree_util.keystr(path, simple=True, separator='/')} {x.dtype}" for path, x in leaves]
     # One at a time: several programs with collectives in flight can block each other on virtual CPU devices.
-    fetch = lambda name, x: jax.device_get(_checksum(x, stacked="/blocks/" in name))
+    fetch = lambda name, x: (
+        _checksum_of_file(x) if isinstance(x, InFile) else jax.device_get(_checksum(x, stacked="/blocks/" in name))
+    )
     sums, finite = zip(*(fetch(name, x) for name, (_, x) in zip(names, leaves, strict=True)), strict=True)
     bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
     return dict(zip(names, map(int, sums), strict=True)), bad
@@ -212,21 +295,42 @@ def _checksum(x: jax.Array, *, stacked: bool):
     layer at a time: they may be there because the device has no room for them.
     """
 
-    def part(x, start):
-        words = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-        index, stride = jnp.full(x.shape, start, jnp.uint32), 1
-        for d in reversed(range(x.ndim)):
-            index += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
-            stride *= x.shape[d]
-        return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32), jnp.isfinite(x).all()
-
     def layer(l, found):
-        total, finite = part(read(x, l), jnp.uint32(l) * jnp.uint32(math.prod(x.shape[1:]) % 2**32))
+        total, finite = _checksum_part(read(x, l), _first_word(x.shape, l))
         return found[0] + total, found[1] & finite
 
     if stacked and jax.typeof(x).memory_space != Device:
         return jax.lax.fori_loop(0, x.shape[0], layer, (jnp.uint32(0), jnp.bool(True)))
-    return part(move(x, Device), 0)
+    return _checksum_part(move(x, Device), 0)
+
+
+def _checksum_of_file(file: InFile) -> tuple[int, bool]:
+    """The same of a stack in a file, each layer on one device in turn."""
+    total, finite = 0, True
+    for l in range(file.shape[0]):
+        part = jax.device_get(_part_of_file(file.read(l), np.uint32(l), file.shape))
+        total, finite = total + int(part[0]), finite and bool(part[1])
+    return total % 2**32, finite
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _part_of_file(x, l, shape):
+    return _checksum_part(x, _first_word(shape, l))
+
+
+def _first_word(shape: tuple[int, ...], l):
+    """The index of the first word of layer l of a stack, modulo 2^32."""
+    return jnp.uint32(l) * jnp.uint32(math.prod(shape[1:]) % 2**32)
+
+
+def _checksum_part(x: jax.Array, start):
+    """(the words' part of the sum, if the first has index `start`; whether they are finite)."""
+    words = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    index, stride = jnp.full(x.shape, start, jnp.uint32), 1
+    for d in reversed(range(x.ndim)):
+        index += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
+        stride *= x.shape[d]
+    return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32), jnp.isfinite(x).all()
 
 
 def _verify(meta: dict[str, Any], **trees) -> None:
@@ -270,7 +374,7 @@ class _Translate:
         return self
 
     def __exit__(self, kind, error, trace):
-        if isinstance(error, Exception) and not isinstance(error, CheckpointError):
+        if isinstance(error, Exception) and not isinstance(error, CheckpointError | ConfigError | NvmeError):
             raise CheckpointError(self.message(_reason(error))) from error
 
 

@@ -24,6 +24,11 @@ from surojax.models.llama import LlamaConfig
 type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
 
 
+def either(default: bool) -> config_dict.FieldReference:
+    """A field that is true, false or one of the words in WORDS_OF, which a ConfigDict alone would refuse."""
+    return config_dict.FieldReference(default, field_type=object)
+
+
 def default_config() -> Config:
     """All fields with their defaults; locked. Every line's comment is its help text."""
     c = ml_collections.ConfigDict()
@@ -87,8 +92,8 @@ def default_config() -> Config:
     c.shard_weights = config_dict.placeholder(bool)  # shard the block weights; unset = zero_level >= 3
     c.shard_outer = False  # split embedding and head over dp_shard by words; for vocabularies that cost too much memory
     c.offload_residual = False  # what the forward pass saves for the backward pass rests in pinned host memory
-    c.offload_optimizer = False  # optimizer state rests in pinned host memory
-    c.offload_master = False  # master weights rest in pinned host memory
+    c.offload_optimizer = either(False)  # optimizer state rests in pinned host memory; "nvme" = in a file in nvme_path
+    c.offload_master = either(False)  # master weights rest in pinned host memory; "nvme" = in a file in nvme_path
     c.offload_grads = False  # gradient accumulators of the blocks rest in host memory; several GPUs: shard_gradients
     c.offload_weights = False  # block weights rest in host memory and stream through the device, two layers at a time
     c.zero_quantized_weights = "none"  # gather block matrices in 8 bits: none, fp8 or int8; needs zero_level=3
@@ -98,6 +103,7 @@ def default_config() -> Config:
     c.zero_quantized_gradients = False  # so, with the blocks' matrices sent in int8 (one GPU has nothing to send)
     c.memcpy_all_gather = False  # gathers by the GPUs' copy engines within a machine (NCCL 2.29 or later)
     c.memcpy_send_recv = False  # all-to-all reductions by the GPUs' copy engines within a machine
+    c.nvme_path = ""  # folder on an NVMe disk for what is offloaded to "nvme"; one run at a time
     c.recompute_block = True  # save only each block's input and compute the block again in the backward pass
     c.recompute_norm = False  # recompute_block=False: compute the norms' outputs again instead of saving them
     c.recompute_swiglu = False  # recompute_block=False: compute silu(gate) * up again
@@ -126,6 +132,7 @@ def default_config() -> Config:
 
 
 # What a value of each type is called, and what a field's value must be beyond its type: condition, its words, the fix.
+WORDS_OF: dict[str, tuple[str, ...]] = {"offload_optimizer": ("nvme",), "offload_master": ("nvme",)}  # see `either`
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
@@ -222,10 +229,11 @@ def _check_types(c: Config) -> None:
         raise ConfigError(f"config lacks the field {missing[0]!r}: start from default_config(), which has all of them")
     for name, default in defaults.items():
         value, kind = values[name], bool if default is None else type(default)
-        if default is None and value is None:
+        if (default is None and value is None) or (type(value) is str and value in WORDS_OF.get(name, ())):
             continue
         whole = kind is float and type(value) is int
-        _need(type(value) is kind or whole, name, KINDS[kind], value, f"its type is {kind.__name__}")
+        words = "".join(f" or {word!r}" for word in WORDS_OF.get(name, ()))
+        _need(type(value) is kind or whole, name, KINDS[kind] + words, value, f"its type is {kind.__name__}{words}")
         if isinstance(value, str):
             bad = any((ord(char) < 32 and name != "sample_prompt") or 0xD800 <= ord(char) < 0xE000 for char in value)
             _need(not bad, name, "text without control characters, in UTF-8", value, "remove those that show as codes")

@@ -14,6 +14,7 @@ Not counted: cuDNN's workspaces and fragmentation (some hundred MiB on a GPU), a
 it is written (master weights and moments).
 """
 
+import copy
 import dataclasses
 import math
 import os
@@ -33,6 +34,7 @@ from surojax.models.llama import LlamaConfig, functions
 from surojax.quantize import is_quantized
 
 GiB = 2**30
+NVME_LAYERS = 4  # in host memory at most: one is read ahead, one is in use before and after its update, one is written
 SHARDED = {
     "zero_level": 3,
     "shard_weights": None,
@@ -84,7 +86,8 @@ def _classes(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     head = logits + max(logits, wide * vocabulary * m.hidden_size)  # and their gradient, then the head's
     activations = m.num_hidden_layers * (x_bytes if engine.recompute_block else saved_bytes)
     at = lambda plan: {home: placement.bytes_per_device(plan, home) for home in ("device", "host")}
-    state = sum(at((plan.master["blocks"], plan.moments["blocks"])).values()) + block_grads
+    in_file = placement.bytes_per_device(plan, "nvme")
+    state = sum(at((plan.master["blocks"], plan.moments["blocks"])).values()) + in_file + block_grads
     saved_on_device = activations if engine.placement.residuals.home == "device" else 0
     update = state // m.num_hidden_layers + 2 * layer_bytes - saved_on_device
     quants = [x for x in jax.tree.leaves(plan.weights["blocks"], is_leaf=is_quantized) if is_quantized(x)]
@@ -105,7 +108,7 @@ def _classes(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
         | {"device": outer_grads + (block_grads if grads.home == "device" else 0)},
         "activations": none | {engine.placement.residuals.home: activations},
         "working space": none | {"device": max(block + early, head, update) + 2 * x_bytes},
-    }
+    } | ({"layers from files": none | {"host": NVME_LAYERS * in_file // m.num_hidden_layers}} if in_file else {})
 
 
 def _block_bytes(m: LlamaConfig, layer, x: jax.ShapeDtypeStruct, platform: str) -> tuple[int, int]:
@@ -203,7 +206,7 @@ def differing(c: Config, change: dict) -> dict:
 
 def changed(c: Config, change: dict) -> Config:
     """A copy with other values."""
-    c = c.copy_and_resolve_references()
+    c = copy.deepcopy(c)  # copy_and_resolve_references would forget which types `config.either` lets in
     c.update(change)
     return c
 

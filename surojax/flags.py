@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import ml_collections
 
-from surojax.config import KINDS, Config, default_config, flat, no_field
+from surojax.config import KINDS, WORDS_OF, Config, default_config, flat, no_field
 from surojax.errors import ConfigError
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -25,7 +25,7 @@ def describe() -> str:
         if section := re.fullmatch(r"    # (.+)", line):
             lines.append(f"\n{section[1]}")
         elif field := re.fullmatch(r"    c\.([\w.]+) = (.+?)  # (.+)", line):
-            value = "unset" if "placeholder" in field[2] else field[2]
+            value = "unset" if "placeholder" in field[2] else re.sub(r"either\((.+)\)", r"\1", field[2])
             lines.append(f"  --config.{field[1]}={value}\n        {field[3]}")
     return "\n".join(lines)
 
@@ -123,9 +123,11 @@ def _override(config: Config, name: str, text: str | None) -> None:
     kind = bool if optional else type(defaults[name])
     owner = config.model if name.startswith("model.") else config
     try:
-        owner[name.removeprefix("model.")] = _value(kind, text, optional)
+        word = text.lower() if text and text.lower() in WORDS_OF.get(name, ()) else None
+        owner[name.removeprefix("model.")] = word or _value(kind, text, optional)
     except (KeyError, TypeError, ValueError, OverflowError):
         expected = KINDS[kind] + (" or unset" if optional else "")
+        expected += "".join(f" or {word}" for word in WORDS_OF.get(name, ()))
         got = "no value" if text is None else repr(text)
         raise ConfigError(f"--config.{name}: expected {expected}, got {got}; write --config.{name}=VALUE") from None
 

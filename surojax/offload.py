@@ -4,13 +4,14 @@ XLA makes each of them an asynchronous copy of the part that is asked for: readi
 memory moves one layer. An array's type says where it is, so code that reads and writes layers need not know.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
-Home = Literal["device", "host"]
+Home = Literal["device", "host", "nvme"]  # arrays are in one of the first two; see nvme.py for the third
 Device, Host = jax.memory.Space.Device, jax.memory.Space.Host
-SPACE = {"device": Device, "host": Host}
+SPACE: dict[str, Any] = {"device": Device, "host": Host}
 MEMORY_KIND: dict[str, str] = {"device": "device", "host": "pinned_host"}
 
 
@@ -38,3 +39,59 @@ def write(tree, new, l: jax.Array | int):
         return jax.lax.dynamic_update_index_in_dim(x, y, l, 0, allow_negative_indices=False)
 
     return jax.tree.map(one, tree, new)
+
+
+def on_device(tree) -> bool:
+    """Whether all of it rests in device memory."""
+    return all(jax.typeof(x).memory_space == Device for x in jax.tree.leaves(tree))
+
+
+def sweep(function, out, inout, given, n: int):
+    """(out, inout) with each of n layers replaced by function(that layer of inout, that layer of given).
+
+    Where something rests in host memory, layer l - 1 leaves and layer l + 1 comes while layer l computes; three layers
+    are on the device.
+    """
+    stacks = out, inout
+    if on_device((stacks, given)):
+
+        def at_once(l, stacks):
+            # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
+            # function and then has to copy the whole stack, once a layer.
+            old = jax.lax.optimization_barrier((read(stacks[1], l), read(given, l)))
+            return write(stacks, function(*old), l)
+
+        return jax.lax.fori_loop(0, n, at_once, stacks)
+
+    def layer(l, carry):
+        (out, inout), old, new = carry
+        before, after = (l - 1) % n, jnp.minimum(l + 1, n - 1)
+        out = write(out, new[0], before)
+        inout, coming = _exchange(inout, new[1], before, after)
+        return (out, inout), (coming, read(given, after)), function(*old)
+
+    start = stacks, read((inout, given), 0), read(stacks, n - 1)  # the first to be written is what is there
+    stacks, _, new = jax.lax.fori_loop(0, n, layer, start)
+    return write(stacks, new, n - 1)
+
+
+def _exchange(stacks, new, before, after):
+    """(stacks with layer `before` replaced, their layer `after`): two different layers, or the same values.
+
+    A stack is either read or written at a time. Every other one is read first, so that both directions of the link to
+    the host are busy.
+    """
+
+    def write_first(x, y):
+        x = write(x, y, before)
+        return x, read(x, after)
+
+    def read_first(x, y):
+        # The barrier says that the read ends before the write begins; without it XLA copies the whole stack.
+        coming, y = jax.lax.optimization_barrier((read(x, after), y))
+        return write(x, y, before), coming
+
+    leaves, structure = jax.tree.flatten(stacks)
+    pairs = zip(leaves, jax.tree.leaves(new), strict=True)
+    pairs = [(read_first if i % 2 else write_first)(x, y) for i, (x, y) in enumerate(pairs)]
+    return tuple(structure.unflatten(column) for column in zip(*pairs, strict=True))

@@ -1,6 +1,6 @@
-"""The optimizer as one optax chain, applied layer by layer to shards.
+"""The optimizer as one optax chain, applied tensor by tensor to shards.
 
-One layer's update sees one layer's gradients, so what needs all of them, the global norm, is computed beforehand and
+A tensor's update sees that tensor's gradient, so what needs all of them, the global norm, is computed beforehand and
 handed to the chain as the extra argument `grad_norm`. Everything else in the chain is elementwise and needs no
 communication: a shard of a matrix is updated as the whole would be.
 """
@@ -105,18 +105,35 @@ def adamw(
     )
 
 
+def transpose(tree, tuples, n: int) -> tuple:
+    """n trees like `tree` from one that holds a tuple of n where `tree` has a leaf."""
+    take = lambda i: jax.tree.map(lambda _, found: found[i], tree, tuples)
+    return tuple(take(i) for i in range(n))
+
+
+def init(optimizer: optax.GradientTransformation, params):
+    """Optimizer state of a tree of tensors: a tree with a state of its own for each, see `apply`."""
+    return jax.tree.map(optimizer.init, params)
+
+
 def init_moments(optimizer: optax.GradientTransformation, params: dict):
     """Optimizer state of `{"blocks": stacked, "outer": ...}`.
 
-    Every leaf of the blocks' part has the layer axis, the step counter too, so that layer l of it is read like layer l
+    Every leaf of the blocks' part has the layer axis, the step counters too, so that layer l of it is read like layer l
     of the weights.
     """
-    return {"blocks": jax.vmap(optimizer.init)(params["blocks"]), "outer": optimizer.init(params["outer"])}
+    blocks = jax.tree.map(jax.vmap(optimizer.init), params["blocks"])
+    return {"blocks": blocks, "outer": init(optimizer, params["outer"])}
 
 
-def apply_layer(optimizer, grads, moments, master, grad_norm: jax.Array):
-    """One optimizer step for the parameters of one layer (or the outer ones): (new moments, new master)."""
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    updates, moments = optimizer.update(grads, moments, master, grad_norm=grad_norm)
-    new = jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), master, updates)
-    return moments, new
+def apply(optimizer: optax.GradientTransformationExtraArgs, grads, moments, master, grad_norm: jax.Array):
+    """One optimizer step for a tree of tensors of one layer, or of the outer layers: (new moments, new master).
+
+    The optimizer sees one tensor at a time, so that the state of one tensor at a time needs to be on the device.
+    """
+
+    def one(p, g, m):
+        update, m = optimizer.update(g.astype(jnp.float32), m, p, grad_norm=grad_norm)
+        return m, (p.astype(jnp.float32) + update).astype(p.dtype)
+
+    return transpose(master, jax.tree.map(one, master, grads, moments), 2)

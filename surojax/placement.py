@@ -10,6 +10,9 @@
 | moments   | optimizer state                              | always (ZeRO-1)                   | offload_optimizer |
 | residuals | what a forward pass saves for the backward   | by batch                          | offload_residual  |
 
+`offload_master` and `offload_optimizer` may be "nvme" instead: the blocks' part then rests in a file under `nvme_path`
+(see nvme.py), and the outer part, which is a few layers' worth and not read layer by layer, in pinned host memory.
+
 Quantised weights (`zero_quantized_weights`) are gathered in 8 bits (quantize.py). By default they are made of `weights`
 at every fetch. With `persistent_quants` they are made once, after the update, and rest in the state in place of the
 16-bit matrices; of `weights` only the vectors are left, so that is what `offload_weights` moves then.
@@ -30,6 +33,7 @@ from surojax import quantize
 from surojax.collectives import WHOLE, Reduce
 from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
+from surojax.nvme import InFile, Store
 from surojax.offload import MEMORY_KIND, Home
 from surojax.optim import init_moments
 from surojax.state import TrainState
@@ -65,6 +69,7 @@ class Placement:
     persistent_quants: bool = False
     reduce: Reduce = "reduce_scatter"
     copy_engine: tuple[str, ...] = ()
+    nvme_path: str = ""
 
 
 def place(
@@ -74,8 +79,8 @@ def place(
     shard_weights: bool | None = None,
     shard_outer: bool = False,
     offload_residual: bool = False,
-    offload_optimizer: bool = False,
-    offload_master: bool = False,
+    offload_optimizer: bool | str = False,
+    offload_master: bool | str = False,
     offload_grads: bool = False,
     offload_weights: bool = False,
     zero_quantized_weights: str = "none",
@@ -85,6 +90,7 @@ def place(
     zero_quantized_gradients: bool = False,
     memcpy_all_gather: bool = False,
     memcpy_send_recv: bool = False,
+    nvme_path: str = "",
     model_dtype: str = "bfloat16",
     accum_dtype: str = "float32",
     master_dtype: str = "float32",
@@ -113,7 +119,18 @@ def place(
             "memcpy_send_recv: expected false with use_all_to_all_reduce=False, got True: only an all-to-all is sent "
             "and received; set use_all_to_all_reduce=True or zero_quantized_gradients=True"
         )
-    home = lambda offloaded: "host" if offloaded else "device"
+    homes = {"offload_master": offload_master, "offload_optimizer": offload_optimizer}
+    for name, value in homes.items():
+        if value not in (True, False, "nvme"):
+            raise ConfigError(f"{name}: expected true, false or 'nvme', got {value!r}; choose one of them")
+        if value == "nvme" and not nvme_path:
+            raise ConfigError(f"nvme_path: expected a folder with {name}='nvme', got ''; set it to one on an NVMe disk")
+    if nvme_path and "nvme" not in homes.values():
+        raise ConfigError(
+            f"nvme_path: expected '' with nothing to keep there, got {nvme_path!r}; set offload_optimizer='nvme' or "
+            "offload_master='nvme', or leave it out"
+        )
+    home = lambda offloaded: "nvme" if offloaded == "nvme" else "host" if offloaded else "device"
     return Placement(
         weights=Row(model_dtype, shard_weights and several, home(offload_weights)),
         quants=Row(quantize.DTYPES.get(zero_quantized_weights, ""), shard_weights and several, home(offload_quants)),
@@ -125,6 +142,7 @@ def place(
         persistent_quants=persistent_quants,
         reduce="int8" if zero_quantized_gradients else "all_to_all" if use_all_to_all_reduce else "reduce_scatter",
         copy_engine=("memcpy_all_gather",) * memcpy_all_gather + ("memcpy_send_recv",) * memcpy_send_recv,
+        nvme_path=nvme_path,
     )
 
 
@@ -219,16 +237,23 @@ def specs(dims: dict) -> dict:
 
 
 def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`."""
+    """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`.
+
+    Stacks of layers with home nvme are `InFile`s of one store.
+    """
     dims = shard_dims(params, mesh)
     sharded, work = specs(dims), specs(resting_dims(params, dims, placement))
 
-    def leaf(shape, dtype, spec, home: Home = "device"):
-        sharding = jax.NamedSharding(mesh, spec, memory_kind=MEMORY_KIND[home])
+    store = Store(placement.nvme_path, jax.tree.leaves(params["blocks"])[0].shape[0])
+
+    def leaf(shape, dtype, spec, home: Home = "device", part: str = "outer"):
+        if home == "nvme" and part == "blocks":
+            return InFile(store, shape, dtype, jax.NamedSharding(mesh, spec))
+        sharding = jax.NamedSharding(mesh, spec, memory_kind=MEMORY_KIND["host" if home == "nvme" else home])
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def tree(row: Row, spec, part: str):
-        return jax.tree.map(lambda p, s: leaf(p.shape, row.dtype, s, row.home), params[part], spec[part])
+        return jax.tree.map(lambda p, s: leaf(p.shape, row.dtype, s, row.home, part), params[part], spec[part])
 
     def quants(p, s, whole):
         if p.ndim < 3:  # a vector of each layer
@@ -244,16 +269,19 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
     moments = jax.eval_shape(
         lambda: init_moments(optimizer, jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params))
     )
-    moments = {
-        part: optax.tree_map_params(
-            optimizer,
-            lambda m, s: leaf(m.shape, m.dtype, s, placement.moments.home),
-            moments[part],
-            sharded[part],
-            transform_non_params=lambda m: leaf(m.shape, m.dtype, jax.P()),
-        )
-        for part in ("blocks", "outer")
-    }
+
+    def of_tensor(part: str):
+        def one(_, spec, state):
+            return optax.tree_map_params(
+                optimizer,
+                lambda m: leaf(m.shape, m.dtype, spec, placement.moments.home, part),
+                state,
+                transform_non_params=lambda m: leaf(m.shape, m.dtype, jax.P()),
+            )
+
+        return one
+
+    moments = {part: jax.tree.map(of_tensor(part), params[part], sharded[part], moments[part]) for part in moments}
     return TrainState(
         step=leaf((), jnp.int32, jax.P()),
         weights={"blocks": blocks, "outer": tree(placement.outer, work, "outer")},
@@ -269,6 +297,12 @@ def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding
 
 
 def bytes_per_device(plan, home: Home = "device") -> int:
-    """Bytes that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory, per device."""
-    here = [x for x in jax.tree.leaves(plan) if x.sharding.memory_kind == MEMORY_KIND[home]]
+    """Bytes that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory, per device.
+
+    nvme: an equal part of the files, which hold everything once.
+    """
+    leaves = jax.tree.leaves(plan)
+    if home == "nvme":
+        return sum(x.size * x.dtype.itemsize // x.sharding.mesh.size for x in leaves if isinstance(x, InFile))
+    here = [x for x in leaves if not isinstance(x, InFile) and x.sharding.memory_kind == MEMORY_KIND[home]]
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in here)

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from surojax import optim
 from surojax.models.llama import LlamaConfig, init_layer, init_outer
+from surojax.nvme import InFile, store_of
 from surojax.offload import MEMORY_KIND, put, read, write
 from surojax.quantize import work_copy
 
@@ -24,6 +26,16 @@ class TrainState(NamedTuple):
     weights: Any
     master: Any
     moments: Any
+
+
+def parts_of(state: TrainState, part: str) -> tuple:
+    """(work weights, master weights, moments) of "blocks" or of "outer"; also of a plan."""
+    return state.weights[part], state.master[part], state.moments[part]
+
+
+def from_parts(step, blocks: tuple, outer: tuple) -> TrainState:
+    """A state of what `parts_of` gives."""
+    return TrainState(step, *({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True)))
 
 
 def shardings(plan):
@@ -71,7 +83,12 @@ def work_weights(master, plan: TrainState):
 
 def init_state(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """A new state, each array created in its own sharding and memory; see `init_program`."""
-    return init_program(config, plan, optimizer)(seed)
+    if store_of(plan) is None:
+        return init_program(config, plan, optimizer)(seed)
+    layer, rest = init_functions(config, plan, optimizer)
+    step, outer = jax.jit(rest, out_shardings=shardings((plan.step, parts_of(plan, "outer"))))(seed)
+    layer = jax.jit(layer)
+    return from_parts(step, fill_layers(parts_of(plan, "blocks"), lambda l: layer(seed, l)), outer)
 
 
 def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation) -> Callable:
@@ -80,18 +97,49 @@ def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.Gradien
     What is planned in shards is never whole on a device, and of what is planned for host memory one layer at a time is
     there.
     """
-    dtype = jax.tree.leaves(plan.weights["outer"])[0].dtype
-    blocks, outer = ((plan.weights[k], plan.master[k], plan.moments[k]) for k in ("blocks", "outer"))
-
-    def arrays(params, plan):
-        """(work weights, master weights, moments) of new parameters."""
-        master = cast(params, plan[1])
-        return cast((work_copy(master, plan[0], dtype), master, optimizer.init(master)), plan)
+    layer, rest = init_functions(config, plan, optimizer)
 
     def build(seed):
-        layer = lambda l: arrays(init_layer(config, seed, l), layer_of(blocks))
-        parts = build_stacks(blocks, layer), arrays(init_outer(config, seed), outer)
-        weights, master, moments = ({"blocks": b, "outer": o} for b, o in zip(*parts, strict=True))
-        return TrainState(jnp.int32(0), weights, master, moments)
+        blocks = build_stacks(parts_of(plan, "blocks"), lambda l: layer(seed, l))
+        step, outer = rest(seed)
+        return from_parts(step, blocks, outer)
 
     return jax.jit(build, out_shardings=shardings(plan))
+
+
+def init_functions(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation):
+    """Functions (seed, l) -> (work weights, master weights, moments) of layer l, and seed -> (step, those outside)."""
+    dtype = jax.tree.leaves(plan.weights["outer"])[0].dtype
+
+    def arrays(params, plan):
+        master = cast(params, plan[1])
+        return cast((work_copy(master, plan[0], dtype), master, optim.init(optimizer, master)), plan)
+
+    def layer(seed, l):
+        return arrays(init_layer(config, seed, l), layer_of(parts_of(plan, "blocks")))
+
+    def rest(seed):
+        return jnp.int32(0), arrays(init_outer(config, seed), parts_of(plan, "outer"))
+
+    return layer, rest
+
+
+def fill_layers(plan, layer: Callable):
+    """Stacks `[L, ...]` as planned, in memory and in files (nvme.py), from a function l -> layer l, one after another.
+
+    Raises NvmeError when a file cannot be written.
+    """
+    leaves, structure = jax.tree.flatten(plan)
+    in_file = [isinstance(x, InFile) for x in leaves]
+    pick = lambda leaves, want: [x for x, f in zip(leaves, in_file, strict=True) if f == want]
+    planned, files = pick(leaves, False), pick(leaves, True)
+    zeros = lambda: jax.tree.map(lambda p: jax.device_put(jnp.zeros(p.shape, p.dtype), p.sharding), planned)
+    stacks = jax.jit(zeros, out_shardings=shardings(planned))()
+    replace = jax.jit(write, donate_argnums=0, out_shardings=shardings(planned))
+    for l in range(leaves[0].shape[0]):
+        new = structure.flatten_up_to(layer(l))
+        stacks = jax.block_until_ready(replace(stacks, pick(new, False), l))
+        for file, x in zip(files, pick(new, True), strict=True):
+            file.write(l, jax.device_get(x))
+    stacks, files = iter(stacks), iter(files)
+    return structure.unflatten([next(files if f else stacks) for f in in_file])

@@ -1,54 +1,111 @@
 """One optimizer step, and one evaluation batch, as compiled programs over the mesh.
 
-A step is `engine.loss_and_gradients`, the global norm, and the optimizer applied layer by layer to shards of master
-weights and moments; then the work weights are written anew, gathered unless they rest in shards.
+A step is `engine.loss_and_gradients`, the global norm, and the optimizer applied to shards of master
+weights and moments, one tensor after the other, a layer at a time; the work weights are written anew with them,
+gathered unless they rest in shards.
+
+That is one program, unless master weights or moments rest in a file (`nvme.py`): then it is one program for the
+gradients and one for the update of a layer, called for each while threads read the next one and write the last one.
 """
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from surojax import collectives
+from surojax.collectives import WHOLE, varying
+from surojax.config import divisor
 from surojax.engine import Engine, evaluate, loss_and_gradients, read_gradient
-from surojax.offload import move, put, read, write
-from surojax.optim import Schedule, apply_layer
-from surojax.placement import Mesh, batch_sharding
+from surojax.mesh import REPLICATE, SHARD
+from surojax.nvme import InFile, store_of
+from surojax.offload import MEMORY_KIND, on_device, put, read, sweep, write
+from surojax.optim import Schedule, apply
+from surojax.placement import Mesh, batch_sharding, specs
 from surojax.quantize import work_copy
-from surojax.state import TrainState, shardings
+from surojax.state import TrainState, from_parts, parts_of, shardings
 
 
-def update(engine: Engine, optimizer: optax.GradientTransformation, state: TrainState, grads, grad_norm) -> TrainState:
-    """The state after one optimizer step; runs per device on shards."""
+def updated(engine: Engine, optimizer: optax.GradientTransformationExtraArgs, like, dims, resting, old, grad_norm):
+    """(work weights, master, moments) of some tensors from their (master, moments, gradients), all in device memory.
 
-    def one(part, old):
-        """(work weights, master, moments) of one layer, or of the outer parameters, from device memory."""
-        # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
-        # update and then has to copy the whole stack, once a layer.
-        master, moments, grads = jax.lax.optimization_barrier(old)
-        moments, master = apply_layer(optimizer, grads, moments, master, grad_norm)
-        dtype = engine.placement.weights.dtype
-        work = jax.tree.map(lambda m: m.astype(dtype), master)
-        work = collectives.gather_same(work, engine.dims[part], engine.resting[part])
-        return work_copy(work, state.weights[part], dtype), master, moments
+    Trees of tensors of one layer, or of the outer layers; like: the old work weights, or what has their structure.
+    """
+    master, moments, grads = old
+    moments, master = apply(optimizer, grads, moments, master, grad_norm)
+    dtype = engine.placement.weights.dtype
+    work = jax.tree.map(lambda m: m.astype(dtype), master)
+    return work_copy(collectives.gather_same(work, dims, resting), like, dtype), master, moments
 
-    def layer(l, carry):
-        old = *read(carry[1:], l), read_gradient(grads["blocks"], l)
-        return write(carry, one("blocks", old), l)
 
-    blocks = state.weights["blocks"], state.master["blocks"], state.moments["blocks"]
-    blocks = jax.lax.fori_loop(0, engine.model.num_layers, layer, blocks)
-    old = state.weights["outer"], state.master["outer"], state.moments["outer"]
-    outer = one("outer", (*put(old[1:], "device"), grads["outer"]))
-    outer = jax.tree.map(lambda x, y: move(y, jax.typeof(x).memory_space), old, outer)
-    weights, master, moments = ({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))
-    return TrainState(state.step + 1, weights, master, moments)
+def update(
+    engine: Engine, optimizer: optax.GradientTransformationExtraArgs, state: TrainState, grads, grad_norm
+) -> TrainState:
+    """The state after one optimizer step, tensor by tensor and layer by layer; runs per device on shards."""
+
+    def tensor(master, weights, moments, grads, dims, resting):
+        def layer(old, grads):
+            grads = collectives.add_up(grads, REPLICATE)
+            work, *new = updated(engine, optimizer, weights, dims, resting, (*old, grads), grad_norm)
+            return work, tuple(new)
+
+        work, (master, moments) = sweep(layer, weights, (master, moments), grads, engine.model.num_layers)
+        return work, master, moments
+
+    blocks = _each_tensor(tensor, parts_of(state, "blocks"), grads["blocks"], engine, "blocks")
+    outer = update_outer(engine, optimizer, parts_of(state, "outer"), grads, grad_norm)
+    return from_parts(state.step + 1, blocks, outer)
+
+
+def update_outer(engine: Engine, optimizer: optax.GradientTransformationExtraArgs, old, grads, grad_norm):
+    """(work weights, master, moments) of the outer layers after one optimizer step, where they rest.
+
+    A tensor whose state rests in host memory is updated a part at a time, no larger than the largest of a block.
+    """
+    largest = max(g.size // engine.model.num_layers for g in jax.tree.leaves(grads["blocks"]))
+
+    def tensor(master, weights, moments, grad, dims, resting):
+        if on_device((master, moments)):
+            return updated(engine, optimizer, weights, dims, resting, (master, moments, grad), grad_norm)
+        n = divisor(master.shape[0], -(-master.size // largest)) if master.ndim > 1 else 1
+        # Its rows as a stack of n layers; what counts steps is there once, and the same in each of them.
+        cut = lambda x: x.reshape(n, -1, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, n)
+        join = lambda cut, x: cut.reshape(x.shape) if x.ndim else cut[0]
+
+        def part(old, grad):
+            work, *new = updated(engine, optimizer, weights, WHOLE, WHOLE, (*old, grad), grad_norm)
+            return work, tuple(new)
+
+        shards = jax.eval_shape(cut, master).shape
+        work = cut(weights) if dims == resting else varying(jnp.zeros(shards, weights.dtype), (SHARD,))
+        stacks = jax.tree.map(cut, ((master, moments), grad))
+        work, new = sweep(part, work, *stacks, n)
+        work = collectives.gather_same(join(work, master), dims, resting)
+        return work, *jax.tree.map(join, new, (master, moments))
+
+    return _each_tensor(tensor, old, grads["outer"], engine, "outer")
+
+
+def _each_tensor(function, old, grads, engine: Engine, part: str):
+    """(work weights, master, moments) from function(master, weights, moments, grads, dims, resting) of each tensor."""
+    weights, master, moments = old
+    leaves, structure = jax.tree.flatten(master)
+    others = map(structure.flatten_up_to, (weights, moments, grads, engine.dims[part], engine.resting[part]))
+    done = []
+    for p, w, m, g, dims, resting in zip(leaves, *others, strict=True):
+        if done:  # one after the other, or the last layers of all of them are on the device at once
+            done[-1], (p, w, m, g) = jax.lax.optimization_barrier((done[-1], (p, w, m, g)))
+        done.append(function(p, w, m, g, dims, resting))
+    return tuple(structure.unflatten(column) for column in zip(*done, strict=True))
 
 
 def make_train_step(
     engine: Engine,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
     plan: TrainState,
     mesh: Mesh,
@@ -56,8 +113,11 @@ def make_train_step(
     """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), float32 scalars.
 
     The state is donated: its arrays are updated in place. Loss is the mean in nats per label over the whole batch,
-    grad_norm the global norm before clipping, lr the rate this step used.
+    grad_norm the global norm before clipping, lr the rate this step used. With layers in files it is a `LayerStep`,
+    which is called, lowered and compiled alike.
     """
+    if store_of(plan) is not None:
+        return LayerStep(engine, optimizer, schedule, plan, mesh)
     spec = jax.tree.map(lambda x: x.sharding.spec, plan)
     tokens = batch_sharding(mesh)
 
@@ -69,6 +129,146 @@ def make_train_step(
     step = jax.shard_map(per_device, mesh=mesh, in_specs=(spec, tokens.spec, tokens.spec), out_specs=(spec, jax.P()))
     everywhere = jax.NamedSharding(mesh, jax.P())
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings(plan), everywhere))
+
+
+class LayerStep:
+    """A training step whose update goes through a file; as `make_train_step` says, with two programs.
+
+    gradients: (outer state, step, block weights, inputs, labels) -> (outer state, step, metrics, what an update needs):
+    the gradients of all layers, and the whole update of what is not in blocks. update: (stacks, layer in host memory,
+    what an update needs, its gradients, l) -> (stacks, layer, l + 1): `updated` of layer l, whose arrays are either
+    a layer of a stack in memory, updated in place, or read from the file and written back.
+
+    Of what is in the file, host memory holds three layers: one is read ahead, one is in use, one is being written.
+    """
+
+    def __init__(self, engine: Engine, optimizer, schedule: Schedule, plan: TrainState, mesh: Mesh):
+        self.engine, self.optimizer, self.schedule, self.plan, self.mesh = engine, optimizer, schedule, plan, mesh
+        leaves, self.structure = jax.tree.flatten(parts_of(plan, "blocks"))
+        self.files = [x for x in leaves if isinstance(x, InFile)]
+        self.in_file = [isinstance(x, InFile) for x in leaves]
+        self.store: Any = store_of(plan)
+        self.arguments = self._plan_arguments()
+        self.gradients, self.update = self._gradients(), self._update()
+
+    def __call__(self, state: TrainState, inputs_ABS, labels_ABS):
+        """Raises NvmeError when the file cannot be read or written; nothing is to be done with the state then."""
+        step = int(jax.device_get(state.step)) + 1
+        stacks, virtual = self._stacks(state), jax.default_backend() == "cpu" and self.mesh.size > 1
+        with ThreadPoolExecutor(1, "nvme-ahead") as ahead, ThreadPoolExecutor(1, "nvme-behind") as behind:
+            coming, going = ahead.submit(self._read, 0), deque()
+            outer, count, metrics, needed = self.gradients(
+                parts_of(state, "outer"), state.step, state.weights["blocks"], inputs_ABS, labels_ABS
+            )
+            self.store.begin_update(step)
+            for l in range(self.engine.model.num_layers):
+                layer = coming.result()
+                if l + 1 < self.engine.model.num_layers:
+                    coming = ahead.submit(self._read, l + 1)
+                stacks, layer, needed["l"] = self.update(stacks, layer, needed)
+                if virtual:  # several programs with collectives in flight can block each other
+                    jax.block_until_ready(stacks)
+                going.append(behind.submit(self._write, l, layer))
+                del layer
+                if len(going) > 1:
+                    going.popleft().result()
+            going.popleft().result()
+            self.store.end_update(step)
+        blocks = self._merge(stacks, self.files)
+        return from_parts(count, blocks, outer), metrics
+
+    def lower(self, plan: TrainState, inputs_ABS, labels_ABS) -> "Lowered":
+        """Both programs lowered, for the plan that this was made of."""
+        assert plan is self.plan, "a step is lowered for its own plan"
+        state = parts_of(plan, "outer"), plan.step, plan.weights["blocks"]
+        return Lowered(self, self.gradients.lower(*state, inputs_ABS, labels_ABS), self.update.lower(*self.arguments))
+
+    def _read(self, l: int) -> list[jax.Array]:
+        layers = self.store.read(l, self.files)
+        put_host = lambda f, x: jax.device_put(x, f.layer_sharding(MEMORY_KIND["host"]))
+        return [put_host(f, x) for f, x in zip(self.files, layers, strict=True)]
+
+    def _write(self, l: int, layer: list[jax.Array]) -> None:
+        self.store.write(l, self.files, map(jax.device_get, layer))
+
+    def _stacks(self, state: TrainState) -> list:
+        leaves = jax.tree.leaves(parts_of(state, "blocks"))
+        return [x for x, filed in zip(leaves, self.in_file, strict=True) if not filed]
+
+    def _merge(self, stacks, layer):
+        """Both kinds of leaves as the tree (weights, master, moments)."""
+        stacks, layer = iter(stacks), iter(layer)
+        return jax.tree.unflatten(self.structure, [next(layer if filed else stacks) for filed in self.in_file])
+
+    def _gradients(self):
+        engine, everywhere = self.engine, jax.NamedSharding(self.mesh, jax.P())
+        _, _, needed = self.arguments
+
+        def per_device(outer, step, blocks, inputs_ABS, labels_ABS):
+            weights = {"blocks": blocks, "outer": outer[0]}
+            loss, grads, grad_norm = loss_and_gradients(engine, weights, inputs_ABS, labels_ABS)
+            metrics = {"loss": loss, "grad_norm": grad_norm, "lr": jnp.float32(self.schedule(step))}
+            outer = update_outer(engine, self.optimizer, outer, grads, grad_norm)
+            return outer, step + 1, metrics, {"grads": grads["blocks"], "norm": grad_norm, "l": jnp.int32(0)}
+
+        outer, tokens = parts_of(self.plan, "outer"), batch_sharding(self.mesh).spec
+        in_specs = (*_specs((outer, self.plan.step, self.plan.weights["blocks"])), tokens, tokens)
+        out_specs = (_specs(outer), jax.P(), jax.P(), _specs(needed))
+        f = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        out = (shardings(outer), self.plan.step.sharding, everywhere, shardings(needed))
+        return jax.jit(f, donate_argnums=(0, 1), out_shardings=out)
+
+    def _update(self):
+        stacks_plan, layer_plan, needed_plan = self.arguments
+
+        def per_device(stacks, layer, needed):
+            l = needed["l"]
+            old = self._merge(read(stacks, l), put(layer, "device"))
+            # As in offload.sweep: the reads end before the writes begin, or XLA copies the stacks.
+            weights, *old = jax.lax.optimization_barrier((*old, read_gradient(needed["grads"], l)))
+            dims, resting = self.engine.dims["blocks"], self.engine.resting["blocks"]
+            new = updated(self.engine, self.optimizer, weights, dims, resting, old, needed["norm"])
+            new = jax.tree.leaves(new)
+            kept, gone = ([x for x, f in zip(new, self.in_file, strict=True) if f == want] for want in (False, True))
+            return write(stacks, kept, l), put(gone, "host"), l + 1
+
+        specs_in = _specs(self.arguments)
+        f = jax.shard_map(per_device, mesh=self.mesh, in_specs=specs_in, out_specs=(*specs_in[:2], jax.P()))
+        out = (shardings(stacks_plan), shardings(layer_plan), needed_plan["l"].sharding)
+        return jax.jit(f, donate_argnums=0, out_shardings=out)
+
+    def _plan_arguments(self):
+        """What `update` takes, as `jax.ShapeDtypeStruct`s."""
+        plan, table = self.plan, self.engine.placement.grads
+        leaf = lambda shape, dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        layer = [leaf(f.shape[1:], f.dtype, f.layer_sharding(MEMORY_KIND["host"])) for f in self.files]
+        # In host memory gradients are not summed over dp_replicate yet: each row of the mesh has its own, in turn.
+        rows = self.mesh.shape[REPLICATE] if table.home == "host" else 1
+
+        def gradient(p, spec):
+            spec = jax.P(REPLICATE, *spec[1:]) if rows > 1 else spec
+            sharding = jax.NamedSharding(self.mesh, spec, memory_kind=MEMORY_KIND[table.home])
+            return leaf((rows * p.shape[0], *p.shape[1:]), table.dtype, sharding)
+
+        grads = jax.tree.map(gradient, plan.master["blocks"], specs(self.engine.dims)["blocks"])
+        scalar = lambda dtype: leaf((), dtype, plan.step.sharding)
+        return self._stacks(plan), layer, {"grads": grads, "norm": scalar(jnp.float32), "l": scalar(jnp.int32)}
+
+
+class Lowered:
+    """A lowered `LayerStep`: `programs` has each by name."""
+
+    def __init__(self, step: LayerStep, gradients, update):
+        self.step, self.programs = step, {"gradients": gradients, "update": update}
+
+    def compile(self) -> LayerStep:
+        """The step with both programs compiled."""
+        self.step.gradients, self.step.update = (p.compile() for p in self.programs.values())
+        return self.step
+
+
+def _specs(plan):
+    return jax.tree.map(lambda x: x.sharding.spec, plan)
 
 
 def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Callable:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from surojax import checkpoint, config as configs, data, gpus, placement, state
+from surojax import checkpoint, config as configs, data, gpus, nvme, placement, state
 from surojax.blueprint import Blueprint, draw
 from surojax.checkpoint import Checkpoints
 from surojax.config import Config
@@ -54,7 +54,8 @@ def train(config: Config) -> Result:
     """Train as the config says; see `config.default_config` for the fields.
 
     Raises ConfigError (bad settings or data, too little memory; nothing was written), CheckpointError (a checkpoint
-    cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), OSError (no room for metrics).
+    cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), OSError (no room for metrics, or
+    the disk of nvme_path fails).
     """
     c, started = config, time.perf_counter()
 
@@ -63,7 +64,9 @@ def train(config: Config) -> Result:
     output_dir = configs.check_output_dir(c.output_dir)
     devices = find_devices(c.gpus)
     mesh = make_mesh(devices, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
-    need = check_fit(c, draw(c, mesh, total_steps=1), devices)
+    run = draw(c, mesh, total_steps=1)
+    need = check_fit(c, run, devices)
+    nvme.check(nvme.store_of(run.plan))
 
     # -- Data ---------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(c.tokenizer)
@@ -83,11 +86,14 @@ def train(config: Config) -> Result:
     describe(c, run, devices, need)
     say(f"data: {corpus.name}, {len(corpus.tokens):,} tokens for training, {len(held_out.tokens):,} held out")
     say(f"run: {total_steps} steps of {samples_per_step * c.sequence_len:,} tokens into {output_dir}")
-    if resume and first_step >= total_steps:
-        say(f"nothing left to train: {resume} is at step {first_step} of {total_steps}; raise max_steps to go on")
-        return Result(checkpoint.restore(resume, run.plan), [], resume, True)
 
     with contextlib.ExitStack() as until_end:
+        if store := nvme.store_of(run.plan):
+            say(until_end.enter_context(nvme.claim(store)))
+        if resume and first_step >= total_steps:
+            say(f"nothing left to train: {resume} is at step {first_step} of {total_steps}; raise max_steps to go on")
+            return Result(checkpoint.restore(resume, run.plan), [], resume, True)
+
         # -- Compile, while the first batches are prepared ------------------------------------------------------------
         batches = data.batches(
             corpus,
@@ -106,6 +112,9 @@ def train(config: Config) -> Result:
         say(f"compiled in {time.perf_counter() - compile_start:.1f} s")
 
         # -- State: new, or from a checkpoint -------------------------------------------------------------------------
+        if store and (step := store.interrupted()):
+            so = f"continuing from {resume.name}" if resume else "there is no checkpoint, so this starts anew"
+            say(f"nvme: the last run ended within the update of step {step}, what it left is not used: {so}")
         if resume:
             train_state = checkpoint.restore(resume, run.plan)
             say(f"continuing from {resume}")
@@ -140,7 +149,9 @@ def train(config: Config) -> Result:
                 train_state, metrics = train_step(train_state, inputs, labels)
             samples += samples_per_step
             report(late.push(step, metrics))
-            if virtual:  # several programs with collectives in flight can block each other on virtual CPU devices
+            # Several programs with collectives in flight can block each other on virtual CPU devices; and a step whose
+            # layers are in files has ended when it returns.
+            if virtual or store:
                 report(late.flush())
             checkpoints.check()
 

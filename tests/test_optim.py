@@ -19,13 +19,13 @@ def tree(seed: int, layers: int = 3) -> dict:
 
 
 def by_layers(optimizer, grads, moments, master, norm, layers: int = 3):
-    """`apply_layer` for every layer and the outer parameters, as the step does it."""
+    """`apply` for every layer and the outer parameters, as the step does it."""
     done = []
     for l in range(layers):
         read = lambda t, l=l: jax.tree.map(lambda x: x[l], t["blocks"])
-        done.append(optim.apply_layer(optimizer, read(grads), read(moments), read(master), norm))
+        done.append(optim.apply(optimizer, read(grads), read(moments), read(master), norm))
     blocks = jax.tree.map(lambda *x: jnp.stack(x), *done)
-    outer = optim.apply_layer(optimizer, grads["outer"], moments["outer"], master["outer"], norm)
+    outer = optim.apply(optimizer, grads["outer"], moments["outer"], master["outer"], norm)
     return tuple({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))
 
 
@@ -45,7 +45,7 @@ def test_layer_by_layer_equals_optax_on_the_whole(max_grad_norm):
         updates, state = theirs.update(grads, state, expected)
         expected = optax.apply_updates(expected, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), params, expected)
-    assert moments["blocks"][1].count.tolist() == [10, 10, 10]
+    assert moments["blocks"]["w"][1].count.tolist() == [10, 10, 10]
 
 
 def test_decay_is_on_matrices_only():
@@ -62,9 +62,9 @@ def test_moments_have_their_own_dtypes():
     optimizer = optim.adamw(optax.constant_schedule(0.1), m_dtype="bfloat16", v_dtype="float32")
     params = tree(0)
     moments, _ = by_layers(optimizer, tree(1), optim.init_moments(optimizer, params), params, jnp.float32(1))
-    adam = moments["blocks"][1]
-    assert adam.mu["w"].dtype == jnp.bfloat16 and adam.nu["w"].dtype == jnp.float32
-    assert adam.mu["w"].shape == (3, 8, 4)
+    adam = moments["blocks"]["w"][1]
+    assert adam.mu.dtype == jnp.bfloat16 and adam.nu.dtype == jnp.float32
+    assert adam.mu.shape == (3, 8, 4)
 
 
 def test_bfloat16_gradients_are_updated_in_float32():

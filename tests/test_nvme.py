@@ -1,0 +1,451 @@
+"""Layers in files: nothing changes, nothing is lost, and what cannot work is refused before it begins."""
+
+import dataclasses
+import errno
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small import CONFIG, Small, tokens
+
+from surojax import checkpoint, config as configs, default_config, fit, flags, nvme, placement, read_metrics
+from surojax.blueprint import draw
+from surojax.checkpoint import Checkpoints
+from surojax.errors import CheckpointError, ConfigError
+from surojax.mesh import make_mesh
+from surojax.nvme import InFile, NvmeError, Store, store_of
+
+BATCHES = [tokens(2, 8, 24, seed=i) for i in range(10)]
+BOTH = {"offload_optimizer": "nvme", "offload_master": "nvme"}
+REST = dict.fromkeys(("offload_residual", "offload_grads", "offload_weights"), True)
+
+
+# ----------------------------------------------------------------- the same numbers
+
+
+@functools.cache
+def in_memory(devices: int, options: tuple) -> list[tuple[float, float]]:
+    return Small(devices, **dict(options)).train(BATCHES)
+
+
+@pytest.mark.parametrize(
+    "devices, options, offloaded",
+    [
+        (1, {}, {"offload_optimizer": "nvme"}),
+        (1, {}, {"offload_master": "nvme"}),
+        (1, {}, BOTH),
+        (1, {}, BOTH | REST),
+        (1, {"m_dtype": "bfloat16", "model_dtype": "bfloat16"}, BOTH),
+        (4, {"zero_level": 1}, BOTH),
+        (4, {"zero_level": 3}, {"offload_optimizer": "nvme", "offload_master": True}),
+        (4, {"zero_level": 3}, {"offload_master": "nvme"}),
+        (4, {"zero_level": 3}, BOTH | REST),
+    ],
+    ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x),
+)
+def test_layers_in_files_change_no_bit(tmp_path, devices, options, offloaded):
+    """Ten steps against the run with everything on the device: the same arithmetic in the same order."""
+    small = Small(devices, nvme_path=str(tmp_path), **options, **offloaded)
+    assert small.train(BATCHES) == in_memory(devices, tuple(options.items()))
+    assert all(isinstance(x, InFile) for x in jax.tree.leaves(small.state.master["blocks"])) == (
+        offloaded.get("offload_master") == "nvme"
+    )
+
+
+def test_gradients_that_are_summed_over_groups_late(tmp_path):
+    """HSDP with gradients in host memory: each row of the mesh has its own until the update."""
+    placed: dict[str, Any] = {"replicate": 2, "zero_level": 3, **REST}
+    expected = Small(4, offload_optimizer=True, offload_master=True, **placed).train(BATCHES)
+    assert Small(4, nvme_path=str(tmp_path), **BOTH, **placed).train(BATCHES) == expected
+
+
+def test_three_layers_are_in_memory_and_disk_and_device_work_together(tmp_path, monkeypatch):
+    """Counted by layers that have been read and not yet written; the next read starts before the last write ends."""
+    small, log, lock = (
+        Small(nvme_path=str(tmp_path), **BOTH, config=dataclasses.replace(CONFIG, num_hidden_layers=8)),
+        [],
+        threading.Lock(),
+    )
+
+    def logged(name):
+        plain = getattr(Store, name)
+
+        def call(store, l, *args):
+            with lock:
+                log.append((f"{name} begins", l))
+            time.sleep(0.01)
+            result = plain(store, l, *args)
+            with lock:
+                log.append((f"{name} ended", l))
+            return result
+
+        monkeypatch.setattr(Store, name, call)
+
+    logged("read"), logged("write")
+    small.train(BATCHES[:1])
+    at = {event: i for i, event in enumerate(log)}
+    held = np.cumsum([{"read begins": 1, "write ended": -1}.get(name, 0) for name, _ in log])
+    assert held.max() == 3 and held[-1] == 0
+    together = [at["read begins", l + 1] < at["write ended", l] for l in range(7)]
+    assert all(together)
+    for name in ("read", "write"):
+        assert [l for what, l in log if what == f"{name} begins"] == list(range(8))
+
+
+def test_the_memory_that_is_counted(tmp_path):
+    small = Small(4, zero_level=3, nvme_path=str(tmp_path), **BOTH)
+    size, plan = placement.bytes_per_device, small.plan
+    whole = Small(1).plan
+    blocks = sum(size(tree["blocks"]) for tree in (whole.master, whole.moments)) - 8 * CONFIG.num_hidden_layers
+    assert size(plan, "nvme") * 4 == blocks  # two step counters a layer stay on the device
+    assert size((plan.master["blocks"], plan.moments["blocks"]), "host") == 0
+    assert size((plan.master["outer"], plan.moments["outer"]), "host") > 0
+    assert blocks <= store_of(plan).bytes <= blocks + CONFIG.num_hidden_layers * nvme.ALIGN * 2
+
+    c = small_config(tmp_path)
+    run = draw(c, make_mesh(jax.devices()[:1]), total_steps=9)
+    on_disk = size(run.plan, "nvme")
+    host = fit.estimate_host(run, 1, 32)
+    assert host["layers from files"] == fit.NVME_LAYERS * on_disk // c.model.num_hidden_layers
+    assert "layers from files" not in fit.estimate_host(draw(default_config(), run.mesh, total_steps=9), 1, 32)
+
+
+# ----------------------------------------------------------------- checkpoints
+
+
+def values(state) -> dict[str, np.ndarray]:
+    """Every array of master weights, moments and work weights by name, wherever it rests."""
+    get = lambda x: np.stack([x.read(l) for l in range(x.shape[0])]) if isinstance(x, InFile) else np.asarray(x)
+    leaves = jax.tree_util.tree_leaves_with_path({"m": state.master, "o": state.moments, "w": state.weights})
+    return {jax.tree_util.keystr(path): get(x) for path, x in leaves} | {"step": np.asarray(state.step)}
+
+
+def assert_same(a, b) -> None:
+    a, b = values(a), values(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def save(folder: Path, state, step: int) -> Path:
+    with Checkpoints(folder, save_total_limit=1) as checkpoints:
+        checkpoints.save(state, {"step": step})
+    assert checkpoints.last is not None
+    return checkpoints.last
+
+
+PLACES: dict[str, tuple[int, dict]] = {
+    "device": (1, {}),
+    "host": (8, {"zero_level": 2, "offload_optimizer": True, "offload_master": True}),
+    "nvme": (1, BOTH),
+    "nvme 4": (4, {"zero_level": 3, "offload_weights": True, **BOTH}),
+}
+
+
+def test_a_checkpoint_of_every_placement_restores_under_every_other(tmp_path):
+    """From each to the next, all around: values to the bit, and the checksums of the arrays are the same numbers."""
+    smalls = {}
+    for name, (devices, placed) in PLACES.items():
+        (tmp_path / name).mkdir()
+        path = {"nvme_path": str(tmp_path / name)} if "nvme" in name else {}
+        smalls[name] = Small(devices, m_dtype="bfloat16", model_dtype="bfloat16", seed=len(smalls), **path, **placed)
+    first = smalls["device"]
+    first.train(BATCHES[:2])
+    state, sums = first.state, []
+    for i, name in enumerate(["nvme 4", "nvme", "host", "nvme", "nvme 4", "device"]):
+        path = save(tmp_path / f"saved-{i}", state, 2)
+        sums.append(checkpoint.read_meta(path)["checksums"])
+        state = checkpoint.restore(path, smalls[name].plan)
+        assert_same(state, first.state)
+    assert all(s == sums[0] for s in sums)
+
+    smalls["nvme"].state = checkpoint.restore(path, smalls["nvme"].plan)
+    assert smalls["nvme"].train(BATCHES[2:4]) == first.train(BATCHES[2:4])
+
+
+def test_a_damaged_layer_is_found_when_it_is_read_from_the_file(tmp_path, monkeypatch):
+    small = Small(nvme_path=str(tmp_path), **BOTH)
+    path = save(tmp_path / "saved", small.state, 0)
+    plain = Store._read_one
+    monkeypatch.setattr(Store, "_read_one", lambda store, leaf, l: plain(store, leaf, l) + leaf.dtype.type(l == 2))
+    with pytest.raises(CheckpointError, match=r"cannot be read \(master/blocks/.* damaged"):
+        checkpoint.restore(path, small.plan)
+
+
+def test_the_next_update_waits_until_a_checkpoint_is_read(tmp_path, monkeypatch):
+    """The checkpoint is written in the background while gradients are computed; the file changes after that."""
+    small = Small(nvme_path=str(tmp_path), **BOTH)
+    small.train(BATCHES[:1])
+    expected, plain = values(small.state), InFile.read
+    monkeypatch.setattr(InFile, "read", lambda file, l: time.sleep(0.005) or plain(file, l))
+    with Checkpoints(tmp_path / "saved", save_total_limit=1) as checkpoints:
+        checkpoints.save(small.state, {"step": 1})
+        small.train(BATCHES[1:3])
+    monkeypatch.undo()
+    found = values(checkpoint.restore(tmp_path / "saved/checkpoints/1", Small().plan))
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as in test_checkpoint: THREADS
+def test_a_checkpoint_that_cannot_be_written_does_not_block_the_next_update(tmp_path, monkeypatch):
+    small = Small(nvme_path=str(tmp_path), **BOTH)
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    checkpoints = Checkpoints(tmp_path / "saved", save_total_limit=1)
+    monkeypatch.setattr(checkpoint, "checksums", lambda **_: ({}, []))
+    monkeypatch.setattr(InFile, "read", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"), checkpoints:
+        checkpoints.save(small.state, {"step": 1})
+        small.train(BATCHES[:1])  # it would wait for ever here
+
+
+# ----------------------------------------------------------------- refused
+
+
+def small_config(folder: Path, **changes):
+    c = default_config()
+    c.model.vocab_size, c.model.hidden_size, c.model.intermediate_size = 320, 32, 64
+    c.model.num_hidden_layers, c.model.num_attention_heads, c.model.num_key_value_heads = 3, 2, 1
+    c.offload_optimizer = c.offload_master = "nvme"
+    c.nvme_path = str(folder)
+    c.update(changes)
+    return c
+
+
+def test_the_settings_in_config_files_flags_and_checkpoints(tmp_path, capsys):
+    (tmp_path / "c.py").write_text(
+        "from surojax import default_config\n\ndef get_config():\n    return default_config()\n"
+    )
+    parse = lambda *argv: flags.parse(
+        ["--config", str(tmp_path / "c.py"), *argv], __import__("argparse").ArgumentParser()
+    )[0]
+    for text, value in [("nvme", "nvme"), ("NVMe", "nvme"), ("true", True), ("off", False)]:
+        c = parse(f"--config.offload_master={text}", f"--config.nvme_path={'x' if value == 'nvme' else ''}")
+        configs.check(c)
+        assert c.offload_master is value or c.offload_master == "nvme" == value
+        assert configs.restored_config(json.loads(json.dumps(c.to_dict()))).to_dict() == c.to_dict()
+        assert fit.changed(c, {"offload_master": True}).offload_master is True and c.offload_master == value
+    with pytest.raises(ConfigError, match="expected true or false or nvme, got 'disk'"):
+        parse("--config.offload_optimizer=disk")
+    for wrong in ("disk", 1, None, 2.0):
+        c = default_config()
+        c.offload_optimizer = wrong
+        with pytest.raises(ConfigError, match=f"offload_optimizer: expected true or false or 'nvme', got {wrong!r}"):
+            configs.check(c)
+    c = default_config()
+    c.offload_weights = True
+    with pytest.raises(TypeError):
+        c.offload_weights = "nvme"
+    assert "--config.offload_master=False\n        master weights" in flags.describe()
+
+
+def test_settings_that_do_not_go_together():
+    place = functools.partial(placement.place, num_shards=1)
+    with pytest.raises(ConfigError, match="nvme_path: expected a folder with offload_master='nvme', got ''; set it"):
+        place(offload_master="nvme")
+    with pytest.raises(ConfigError, match=r"nvme_path: expected '' with nothing .*set offload_optimizer='nvme'"):
+        place(nvme_path="x", offload_master=True)
+    with pytest.raises(ConfigError, match="offload_optimizer: expected true, false or 'nvme', got 'disk'"):
+        place(offload_optimizer="disk", nvme_path="x")
+
+
+def store(folder: Path) -> Store:
+    found = store_of(draw(small_config(folder), make_mesh(jax.devices()[:1]), total_steps=9).plan)
+    assert found is not None
+    return found
+
+
+def test_folders_that_will_not_do(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for folder, message in [
+        (tmp_path / "missing", r"expected a folder, got '.*missing' \(nothing there\); create it, or choose"),
+        (tmp_path / "file", r"expected a folder, got '.*file' \(a file\)"),
+        (Path("/proc"), r"expected a folder that can be written, got '/proc' \("),
+    ]:
+        with pytest.raises(ConfigError, match=f"nvme_path: {message}"):
+            nvme.check(store(folder))
+    nvme.check(store(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    free = shutil.disk_usage(tmp_path)._replace(free=10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(ConfigError, match=r"nvme_path: needs 0\.\d\d GiB in .*, where 0\.00 GiB are free; free some"):
+        nvme.check(store(tmp_path))
+    (tmp_path / nvme.FILE).write_bytes(bytes(store(tmp_path).bytes))
+    os.sync()
+    nvme.check(store(tmp_path))  # the room that an earlier run took counts
+
+
+def test_room_is_taken_before_the_first_step(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match=r"expected room for .*No space left on device"),
+    ):
+        patch.setattr(os, "posix_fallocate", full)
+        nvme.claim(store(tmp_path)).__enter__()
+    with nvme.claim(one := store(tmp_path)) as line:
+        assert line.startswith(f"nvme: 0.00 GiB in {tmp_path}, written at ")
+        file = os.stat(tmp_path / nvme.FILE)
+        assert file.st_size == one.bytes and file.st_blocks * 512 >= one.bytes
+
+
+def test_one_run_at_a_time(tmp_path):
+    message = f"is used by another run \\(process {os.getpid()}\\); choose another"
+    with nvme.claim(store(tmp_path)), pytest.raises(ConfigError, match=message):
+        nvme.claim(store(tmp_path)).__enter__()
+    with nvme.claim(store(tmp_path)):
+        pass
+
+
+def test_slow_disks(tmp_path):
+    one = store(tmp_path)
+    assert nvme.describe(one, 2 * one.bytes / 0.5).startswith("nvme: ")  # half a second, at however few bytes/s
+    assert nvme.describe(one, 2 * one.bytes / 20).startswith("warning: slow disk, nvme: ")
+    with pytest.raises(ConfigError, match=r"expected a disk that is fast enough, got .* 2\.0 hours a step; choose"):
+        nvme.describe(one, 2 * one.bytes / 7200)
+
+
+# ----------------------------------------------------------------- a disk that fails
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+def test_a_write_that_fails_in_a_step_names_the_file(tmp_path, monkeypatch, number):
+    small = Small(nvme_path=str(tmp_path), **BOTH)
+    small.train(BATCHES[:1])
+    plain, left = os.pwrite, [40]  # in the middle of an update: a layer has 27 arrays
+
+    def write(*args):
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(number, os.strerror(number))
+        return plain(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(NvmeError) as caught:
+        patch.setattr(os, "pwrite", write)
+        small.train(BATCHES[1:2])
+    for expected in (f"could not write {tmp_path}/layers.bin", os.strerror(number), "no checkpoint is"):
+        assert expected in str(caught.value)
+    assert Store(tmp_path, 3).interrupted() == 2
+
+
+def test_an_error_when_the_kernel_writes_pages_is_seen_before_the_next_update(tmp_path, monkeypatch):
+    small = Small(nvme_path=str(tmp_path), **BOTH)
+
+    def fail(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    small.train(BATCHES[:1])
+    before = (tmp_path / nvme.FILE).read_bytes()
+    with pytest.raises(NvmeError, match=r"could not write .*Input/output error"):
+        small.train(BATCHES[1:2])
+    assert (tmp_path / nvme.FILE).read_bytes() == before
+
+
+def test_a_file_that_something_else_cut_short(tmp_path):
+    small = Small(nvme_path=str(tmp_path), **BOTH)
+    os.truncate(tmp_path / nvme.FILE, 10_000)
+    with pytest.raises(NvmeError, match=r"could not read .*shorter than it was made"):
+        small.train(BATCHES[:1])
+
+
+def test_layers_larger_than_a_request_are_read_and_written_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(nvme, "PIECE", 1000)
+    assert Small(nvme_path=str(tmp_path), **BOTH).train(BATCHES[:2]) == in_memory(1, ())[:2]
+
+
+# ----------------------------------------------------------------- killed
+
+RUN = """
+from surojax import default_config
+
+def get_config():
+    c = default_config()
+    c.data, c.output_dir, c.nvme_path = {data!r}, {folder!r} + "/run", {nvme!r}
+    c.offload_optimizer = c.offload_master = "nvme" if c.nvme_path else False
+    c.model.vocab_size, c.model.hidden_size, c.model.intermediate_size = 320, 32, 64
+    c.model.num_hidden_layers, c.model.num_attention_heads, c.model.num_key_value_heads = 4, 2, 1
+    c.model_dtype, c.sequence_len, c.per_device_batch_size = "float32", 32, 8
+    c.max_steps, c.learning_rate, c.warmup_steps = 12, 1e-2, 2
+    c.eval_steps, c.eval_batches, c.save_steps, c.save_total_limit = 4, 2, 3, 9
+    c.sample_tokens = 0
+    return c
+"""
+
+# Ends the process when it has written so many arrays of the file since its first step began.
+KILL = """
+import os, signal, sys
+from surojax import nvme, train
+
+plain, count = os.pwrite, [None]
+begin = nvme.Store.begin_update
+
+def update(*args):
+    count[0] = count[0] or 0
+    begin(*args)
+
+def write(*args):
+    if count[0] is not None:
+        count[0] += 1
+        if count[0] == {writes}:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return plain(*args)
+
+nvme.Store.begin_update, os.pwrite = update, write
+sys.modules["surojax.train"].main(sys.argv[1:])
+"""
+
+
+def records(folder: Path) -> list[dict]:
+    """What metrics.jsonl says, but for timings."""
+    timings = ("tokens_per_second", "duration_ms", "mfu")
+    return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_path, monkeypatch):
+    """SIGKILL in the middle of an update, before the first checkpoint and after it; `python -m` the last time."""
+    (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) + " \n"[i % 41 == 0] for i in range(40_000)))
+    (tmp_path / "nvme").mkdir()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+    def run(folder: Path, nvme_path: str, *command: str) -> tuple[int, str]:
+        folder.mkdir(exist_ok=True)
+        text = RUN.format(data=str(tmp_path / "text.txt"), folder=str(folder), nvme=nvme_path)
+        (folder / "config.py").write_text(text)
+        argv = [sys.executable, *command, "--config", str(folder / "config.py")]
+        done = subprocess.run(argv, timeout=300, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    whole, killed, disk = tmp_path / "whole", tmp_path / "killed", str(tmp_path / "nvme")
+    assert run(whole, "", "-m", "surojax.train")[0] == 0
+    rng, layer = np.random.default_rng(0), 27  # arrays of a layer in the file
+    for steps in (1, 5, 2):
+        writes = steps * 4 * layer + int(rng.integers(1, 4 * layer))
+        code, text = run(killed, disk, "-c", KILL.format(writes=writes))
+        assert code == -signal.SIGKILL, text
+        last = json.loads((tmp_path / "nvme" / nvme.MARKER).read_text())
+        found = checkpoint.find(killed / "run")
+        assert last == {"step": steps + 1 if steps != 2 else last["step"], "state": "updating"}
+    code, text = run(killed, disk, "-m", "surojax.train")
+    assert code == 0, text
+    goes_on = f"continuing from {found.name}" if found else "there is no checkpoint, so this starts anew"
+    assert f"the last run ended within the update of step {last['step']}, what it left is not used: {goes_on}" in text
+    assert records(killed / "run") == records(whole / "run")
