@@ -24,6 +24,7 @@ Everything here runs inside `jax.shard_map` over the data axes: arrays are one d
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -97,15 +98,21 @@ def finish(engine: Engine, grads, squares):
             blocks = collectives.scatter(blocks, jax.tree.map(lambda d: d if d == WHOLE else d + 1, dims["blocks"]))
         if table.home == "device":
             blocks = collectives.add_up(blocks, REPLICATE)
-        layer = lambda l, s: add(s, collectives.sum_of_squares(read_gradient(blocks, l), dims["blocks"]))
-        squares = jax.lax.fori_loop(0, engine.model.num_layers, layer, collectives.no_squares())
+        layer, start = functools.partial(_finish_layer, engine), (blocks, collectives.no_squares())
+        blocks, squares = jax.lax.fori_loop(0, engine.model.num_layers, layer, start)
+        blocks = collectives.same(blocks, REPLICATE)
     squares = add(squares, collectives.sum_of_squares(outer, dims["outer"]))
     return {"blocks": blocks, "outer": outer}, collectives.norm(*squares)
 
 
-def read_gradient(blocks, l: jax.Array):
-    """Layer l of finished accumulators; those in host memory are summed over `dp_replicate` here, each time."""
-    return collectives.add_up(read(blocks, l), REPLICATE)
+def _finish_layer(engine: Engine, l: jax.Array, carry):
+    """(accumulators with layer l summed over `dp_replicate`, sums of squares with those of layer l added)."""
+    blocks, squares = carry
+    total = collectives.add_up(read(blocks, l), REPLICATE)
+    if engine.placement.grads.home == "host" and collectives.active(REPLICATE):  # in device memory they are summed
+        total = jax.lax.optimization_barrier(total)
+        blocks = write(blocks, varying(total, (REPLICATE,)), l)  # typed like the layers that still differ
+    return blocks, add(squares, collectives.sum_of_squares(total, engine.dims["blocks"]))
 
 
 def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from surojax import collectives
-from surojax.engine import Engine, evaluate, loss_and_gradients, read_gradient
+from surojax.engine import Engine, evaluate, loss_and_gradients
 from surojax.offload import move, put, read, write
 from surojax.optim import Schedule, apply_layer
 from surojax.placement import Mesh, batch_sharding
@@ -31,8 +31,7 @@ def update(engine: Engine, optimizer: optax.GradientTransformation, state: Train
         return collectives.gather_same(work, engine.dims[part], engine.resting[part]), master, moments
 
     def layer(l, carry):
-        old = *read(carry[1:], l), read_gradient(grads["blocks"], l)
-        return write(carry, one("blocks", old), l)
+        return write(carry, one("blocks", read((*carry[1:], grads["blocks"]), l)), l)
 
     blocks = state.weights["blocks"], state.master["blocks"], state.moments["blocks"]
     blocks = jax.lax.fori_loop(0, engine.model.num_layers, layer, blocks)
