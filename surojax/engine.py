@@ -35,7 +35,7 @@ from surojax import collectives
 from surojax.collectives import WHOLE, varying
 from surojax.mesh import DATA, REPLICATE, SHARD
 from surojax.models.llama import ModelFunctions
-from surojax.offload import put, read, write
+from surojax.offload import allocate, read, write
 from surojax.outer import add, embed, head, loss, push_embed
 from surojax.placement import Placement
 
@@ -61,8 +61,7 @@ def fetch(engine: Engine, weights, l: jax.Array | int):
 def push(engine: Engine, grads, dw, l: jax.Array, first: jax.Array):
     """(accumulators with the gradient of layer l added, sum of squares of what they hold now of layer l).
 
-    `first` says that nothing was added to them in this step. Those in host memory may hold anything then: XLA allocates
-    zeros that layers are written into there without filling them (`AllocateBuffer`; jax 0.12 on GPUs).
+    `first` says that nothing was added to them in this step: then those in host memory may hold anything.
     """
     if engine.placement.grads.sharded:
         dw = collectives.scatter(dw, engine.dims["blocks"])
@@ -188,7 +187,7 @@ def forward(engine: Engine, ahead: Ahead, x_BSD: jax.Array, held) -> tuple[jax.A
 
     like = jax.eval_shape(lambda x: run_and_save(ahead.fetch(0), x)[1], x_BSD)
     stack = jax.tree.map(lambda s: varying(jnp.zeros((L, *s.shape), s.dtype)), like)
-    stack, structure = put(stack, engine.placement.residuals.home), jax.tree.structure(like)
+    stack, structure = allocate(stack, engine.placement.residuals.home), jax.tree.structure(like)
 
     def layer(l, carry):
         x_BSD, stack, held = carry
@@ -220,7 +219,10 @@ def count(labels: jax.Array) -> jax.Array:
 
 
 def accumulators(engine: Engine, weights):
-    """Zeros for the gradients: the blocks' as the placement says, the outer ones whole (summed once per step)."""
+    """Zeros for the gradients: the blocks' as the placement says, the outer ones whole (summed once per step).
+
+    In host memory they may hold anything; see `push`.
+    """
     dtype, dims = engine.placement.grads.dtype, engine.dims["blocks"]
     blocks = weights["blocks"]
     if engine.placement.grads.sharded and not engine.placement.weights.sharded:
@@ -231,4 +233,4 @@ def accumulators(engine: Engine, weights):
     axes = lambda d: (REPLICATE,) if engine.placement.grads.sharded and d == WHOLE else DATA
     zeros = lambda w, d: varying(jnp.zeros(w.shape, dtype), axes(d))
     outer = jax.tree.map(lambda w: varying(jnp.zeros(w.shape, dtype)), weights["outer"])
-    return {"blocks": put(jax.tree.map(zeros, blocks, dims), engine.placement.grads.home), "outer": outer}
+    return {"blocks": allocate(jax.tree.map(zeros, blocks, dims), engine.placement.grads.home), "outer": outer}
