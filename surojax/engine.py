@@ -26,6 +26,7 @@ Everything here runs inside `jax.shard_map` over the data axes: arrays are one d
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ from surojax import collectives
 from surojax.collectives import WHOLE, varying
 from surojax.mesh import DATA, REPLICATE, SHARD
 from surojax.models.llama import ModelFunctions
-from surojax.offload import put, read, write
+from surojax.offload import allocate, read, write
 from surojax.outer import add, embed, head, loss, push_embed
 from surojax.placement import Placement
 from surojax.quantize import dequantise_all, quantise_matrices
@@ -85,8 +86,7 @@ def pull(engine: Engine, grads, l: jax.Array):
 def push(engine: Engine, grads, sums, dw, l: jax.Array, first: jax.Array):
     """(accumulators with the gradient of layer l added to its `sums` from pull, sum of squares of the result).
 
-    `first` says that nothing was added to them in this step. Those in host memory may hold anything then: XLA allocates
-    zeros that layers are written into there without filling them (`AllocateBuffer`; jax 0.12 on GPUs).
+    `first` says that nothing was added to them in this step: then those in host memory may hold anything.
     """
     if engine.placement.grads.sharded:
         dw = collectives.scatter(dw, engine.dims["blocks"], engine.placement.reduce)
@@ -129,8 +129,9 @@ def finish(engine: Engine, grads, squares):
             blocks = scatter_stacks(engine, blocks)
         if table.home == "device":
             blocks = collectives.add_up(blocks, REPLICATE)
-        layer = lambda l, s: add(s, collectives.sum_of_squares(read_gradient(blocks, l), dims["blocks"]))
-        squares = jax.lax.fori_loop(0, engine.model.num_layers, layer, collectives.no_squares())
+        layer, start = functools.partial(_finish_layer, engine), (blocks, collectives.no_squares())
+        blocks, squares = jax.lax.fori_loop(0, engine.model.num_layers, layer, start)
+        blocks = collectives.same(blocks, REPLICATE)
     squares = add(squares, collectives.sum_of_squares(outer, dims["outer"]))
     return {"blocks": blocks, "outer": outer}, collectives.norm(*squares)
 
@@ -147,9 +148,14 @@ def scatter_stacks(engine: Engine, blocks):
     return jax.lax.fori_loop(0, L, lambda l, stack: write(stack, of_layer(l), l), zeros)
 
 
-def read_gradient(blocks, l: jax.Array):
-    """Layer l of finished accumulators; those in host memory are summed over `dp_replicate` here, each time."""
-    return collectives.add_up(read(blocks, l), REPLICATE)
+def _finish_layer(engine: Engine, l: jax.Array, carry):
+    """(accumulators with layer l summed over `dp_replicate`, sums of squares with those of layer l added)."""
+    blocks, squares = carry
+    total = collectives.add_up(read(blocks, l), REPLICATE)
+    if engine.placement.grads.home == "host" and collectives.active(REPLICATE):  # in device memory they are summed
+        total = jax.lax.optimization_barrier(total)
+        blocks = write(blocks, varying(total, (REPLICATE,)), l)  # typed like the layers that still differ
+    return blocks, add(squares, collectives.sum_of_squares(total, engine.dims["blocks"]))
 
 
 def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array):
@@ -238,7 +244,7 @@ class Saved:
     def first(self):
         """(stack, late) before layer 0."""
         zeros = lambda *lead: jax.tree.map(lambda s: varying(jnp.zeros((*lead, *s.shape), s.dtype)), self.structure)
-        return put(zeros(self.L), self.home), zeros() if self.host else None
+        return allocate(zeros(self.L), self.home), zeros() if self.host else None
 
     def keep(self, stack, late, values, l):
         """(stack, late) after the forward pass of layer l."""
@@ -300,7 +306,10 @@ def count(labels: jax.Array) -> jax.Array:
 
 
 def accumulators(engine: Engine, weights):
-    """Zeros for the gradients: the blocks' as the placement says, the outer ones whole (summed once per step)."""
+    """Zeros for the gradients: the blocks' as the placement says, the outer ones whole (summed once per step).
+
+    In host memory they may hold anything; see `push`.
+    """
     dtype, dims = engine.placement.grads.dtype, engine.dims["blocks"]
     scatter = lambda w: collectives.scatter(w, dims) if engine.placement.grads.sharded else w
     layer = jax.eval_shape(lambda: scatter(fetch(engine, weights, 0)))
@@ -311,4 +320,4 @@ def accumulators(engine: Engine, weights):
     outer = jax.tree.map(lambda w: varying(jnp.zeros(w.shape, dtype)), weights["outer"])
     stacks, home = jax.tree.map(zeros, blocks, dims), engine.placement.grads.home
     late = jax.tree.map(lambda w, d: varying(jnp.zeros(w.shape[1:], dtype), axes(d)), blocks, dims)
-    return {"blocks": put(stacks, home), "outer": outer, "late": late if home == "host" else None}
+    return {"blocks": allocate(stacks, home), "outer": outer, "late": late if home == "host" else None}

@@ -68,8 +68,10 @@ def build_stacks(plan, layer: Callable):
     """Stacked arrays as planned, inside `jit`, from a function l -> the arrays of layer l: only one layer at a time is
     anywhere but where the stack rests."""
     of_layer = layer_of(plan)
-    # In host memory XLA allocates these without filling them (jax 0.12, GPUs), so every layer must be written.
-    stacks = jax.tree.map(lambda p: jax.device_put(jnp.zeros(p.shape, p.dtype), p.sharding), plan)
+    leaves, structure = jax.tree.flatten(plan)
+    # A constant for each, not zeros: see `offload.allocate`. Every layer of them is written.
+    fill = [jax.device_put(jnp.full(p.shape, i % 100, p.dtype), p.sharding) for i, p in enumerate(leaves)]
+    stacks = jax.tree.unflatten(structure, fill)
     num_layers = jax.tree.leaves(plan)[0].shape[0]
     return jax.lax.fori_loop(0, num_layers, lambda l, stacks: write(stacks, cast(layer(l), of_layer), l), stacks)
 

@@ -20,7 +20,7 @@ import optax
 from surojax import collectives
 from surojax.collectives import WHOLE, varying
 from surojax.config import divisor
-from surojax.engine import Engine, evaluate, loss_and_gradients, read_gradient
+from surojax.engine import Engine, evaluate, loss_and_gradients
 from surojax.mesh import REPLICATE, SHARD
 from surojax.nvme import InFile, store_of
 from surojax.offload import MEMORY_KIND, on_device, put, read, sweep, write
@@ -49,7 +49,6 @@ def update(
 
     def tensor(master, weights, moments, grads, dims, resting):
         def layer(old, grads):
-            grads = collectives.add_up(grads, REPLICATE)
             work, *new = updated(engine, optimizer, weights, dims, resting, (*old, grads), grad_norm)
             return work, tuple(new)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -55,11 +56,24 @@ def test_accumulators_in_host_memory_need_not_start_as_zeros(devices, monkeypatc
     assert Small(devices, zero_level=level, offload_grads=True).train(BATCHES[:2]) == plain(devices, True)[:2]
 
 
-@pytest.mark.parametrize("replicate, level", [(1, 2), (2, 3), (2, 2)])
+@pytest.mark.parametrize("replicate, level", [(1, 2), (2, 3), (2, 2), (4, 1)])
 def test_offloaded_gradients_under_other_meshes(replicate, level):
     """ZeRO-2 and HSDP with everything in host memory; float32 sums in another order than on one device."""
-    ours = Small(8, replicate=replicate, zero_level=level, **ALL).train(BATCHES)
+    devices = 4 if level == 1 else 8
+    ours = Small(devices, replicate=replicate, zero_level=level, **ALL).train(BATCHES)
     np.testing.assert_allclose(ours, plain(1, True), rtol=1e-4)  # as in test_engine: AdamW amplifies rounding
+    if replicate > 1:
+        assert ours[:3] == Small(devices, replicate=replicate, zero_level=level).train(BATCHES[:3])
+
+
+def test_offloaded_gradients_are_summed_over_replicas_once():
+    """HSDP: one loop over layers, that of the norm, has the sum over dp_replicate; the update reads what it wrote."""
+    small = Small(8, replicate=2, zero_level=3, **ALL)
+    batch = [jax.ShapeDtypeStruct((2, 8, 24), np.int32, sharding=placement.batch_sharding(small.mesh))] * 2
+    text = small.step.lower(small.plan, *batch).compile().as_text()
+    found = dict(re.findall(r"^%?([\w.\-]+) \(.*?\) -> .*? \{\n(.*?)^\}", text, flags=re.M | re.S))
+    bodies = re.findall(r"body=%?([\w.\-]+)", text)
+    assert len(bodies) >= 5 and sum("all-reduce(" in found[name] for name in bodies) == 1
 
 
 @pytest.mark.parametrize("tied", [False, True])
