@@ -100,6 +100,7 @@ class Store:
         self.folder, self.num_layers = Path(folder).expanduser().absolute(), num_layers
         self.path = self.folder / FILE
         self.record = 0
+        self._made = False
         self._synced: Future | None = None
         self._copied: list[Future] = []
 
@@ -123,16 +124,19 @@ class Store:
 
     @functools.cached_property
     def fd(self) -> int:
-        """The open file, which has all its room: a full disk is found here. Raises ConfigError."""
+        """The open file, which is given all its room the first time: a full disk is found here. Raises ConfigError."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"nvme_path: cannot open {self.path} ({error.strerror}); choose another folder"
             ) from error
+        if self._made:  # it may be another run's by now
+            return fd
         try:
             os.ftruncate(fd, self.bytes)
             os.posix_fallocate(fd, 0, self.bytes)
+            self._made = True
         except OSError as error:
             os.ftruncate(fd, 0)
             os.close(fd)
