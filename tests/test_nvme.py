@@ -1,6 +1,5 @@
 """Layers in files: nothing changes, nothing is lost, and what cannot work is refused before it begins."""
 
-import dataclasses
 import errno
 import functools
 import json
@@ -26,6 +25,7 @@ from surojax.checkpoint import Checkpoints
 from surojax.errors import CheckpointError, ConfigError
 from surojax.mesh import make_mesh
 from surojax.nvme import InFile, NvmeError, Store, store_of
+from surojax.train import main
 
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(10)]
 BOTH = {"offload_optimizer": "nvme", "offload_master": "nvme"}
@@ -87,34 +87,28 @@ def test_gradients_that_are_summed_over_groups_late(tmp_path):
     assert Small(4, nvme_path=str(tmp_path), **BOTH, **placed).train(BATCHES) == expected
 
 
-def test_three_layers_are_in_memory_and_disk_and_device_work_together(tmp_path, monkeypatch):
-    """Counted by layers that have been read and not yet written; the next read starts before the last write ends."""
-    small = Small(nvme_path=str(tmp_path), **BOTH, config=dataclasses.replace(CONFIG, num_hidden_layers=8))
+def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, monkeypatch):
+    """Counted from the begin of a layer's read to the end of its write, which waits here for the next read to begin."""
     small.train(BATCHES[:1])
-    log, lock = [], threading.Lock()
+    L, lock, held, order = CONFIG.num_hidden_layers, threading.Lock(), [0], []
+    begun, plain_read, plain_write = [threading.Event() for _ in range(L)], Store.read, Store.write
 
-    def logged(name):
-        plain = getattr(Store, name)
+    def read(store, l, *args):
+        with lock:
+            held.append(held[-1] + 1)
+        begun[l].set()
+        return plain_read(store, l, *args)
 
-        def call(store, l, *args):
-            with lock:
-                log.append((f"{name} begins", l))
-            time.sleep(0.01)
-            result = plain(store, l, *args)
-            with lock:
-                log.append((f"{name} ended", l))
-            return result
+    def write(store, l, *args):
+        assert l + 1 == L or begun[l + 1].wait(60), "the next layer is read only after this one is written"
+        plain_write(store, l, *args)
+        order.append(l)
+        with lock:
+            held.append(held[-1] - 1)
 
-        monkeypatch.setattr(Store, name, call)
-
-    logged("read"), logged("write")
+    monkeypatch.setattr(Store, "read", read), monkeypatch.setattr(Store, "write", write)
     small.train(BATCHES[1:2])
-    at = {event: i for i, event in enumerate(log)}
-    held = np.cumsum([{"read begins": 1, "write ended": -1}.get(name, 0) for name, _ in log])
-    assert held.max() == 3 and held[-1] == 0
-    assert all(at["read begins", l + 1] < at["write ended", l] for l in range(7))
-    for name in ("read", "write"):
-        assert [l for what, l in log if what == f"{name} begins"] == list(range(8))
+    assert order == list(range(L)) and 2 <= max(held) <= 3 and held[-1] == 0
 
 
 def test_the_update_copies_no_stack(small):
@@ -340,6 +334,24 @@ def test_slow_disks(tmp_path):
         nvme.describe(one, 2 * one.bytes / 7200)
 
 
+def test_train_says_it_in_one_line_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some words\n" * 2000)
+    text = RUN.format(data="text.txt", folder=str(tmp_path), nvme=str(tmp_path / "nvme"))
+    (tmp_path / "config.py").write_text(text)
+
+    def error() -> str:
+        with pytest.raises(SystemExit) as caught:
+            main(["--config", "config.py"])
+        assert not (tmp_path / "run").exists()
+        return str(caught.value.code)
+
+    assert error().startswith("surojax.train: error: nvme_path: expected a folder, got ")
+    (tmp_path / "nvme").mkdir()
+    with nvme.claim(store(tmp_path / "nvme")):
+        assert "is used by another run" in error()
+
+
 # ----------------------------------------------------------------- a disk that fails
 
 
@@ -418,9 +430,9 @@ def get_config():
     return c
 """
 
-# Ends the process when it has written so many arrays of the file since its first step began.
-KILL = """
-import os, signal, sys
+# When it has written so many arrays of the file since its first step began, the process is killed, or the disk is full.
+END = """
+import errno, os, signal, sys
 from surojax import nvme, train
 
 plain, count = os.pwrite, [None]
@@ -434,12 +446,13 @@ def write(*args):
     if count[0] is not None:
         count[0] += 1
         if count[0] == {writes}:
-            os.kill(os.getpid(), signal.SIGKILL)
+            {end}
     return plain(*args)
 
 nvme.Store.begin_update, os.pwrite = update, write
 sys.modules["surojax.train"].main(sys.argv[1:])
 """
+KILLED, FULL = "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(errno.ENOSPC, 'No space left on device')"
 
 
 def records(folder: Path) -> list[dict]:
@@ -449,7 +462,7 @@ def records(folder: Path) -> list[dict]:
 
 
 def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_path, monkeypatch):
-    """SIGKILL in the middle of an update, before the first checkpoint and after it; `python -m` the last time."""
+    """SIGKILL in the middle of an update, before the first checkpoint and after it, then a full disk."""
     (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) + " \n"[i % 41 == 0] for i in range(40_000)))
     (tmp_path / "nvme").mkdir()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
@@ -466,13 +479,15 @@ def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_pa
     whole, killed, disk = tmp_path / "whole", tmp_path / "killed", str(tmp_path / "nvme")
     assert run(whole, "", "-m", "surojax.train")[0] == 0
     rng, layer = np.random.default_rng(0), 27  # arrays of a layer in the file
-    for steps in (1, 5, 2):
+    for steps, end in [(1, KILLED), (5, KILLED), (2, FULL)]:
         writes = steps * 4 * layer + int(rng.integers(1, 4 * layer))
-        code, text = run(killed, disk, "-c", KILL.format(writes=writes))
-        assert code == -signal.SIGKILL, text
+        code, text = run(killed, disk, "-c", END.format(writes=writes, end=end))
         last = json.loads((tmp_path / "nvme" / nvme.MARKER).read_text())
         found = checkpoint.find(killed / "run")
-        assert last == {"step": steps + 1 if steps != 2 else last["step"], "state": "updating"}
+        assert last["state"] == "updating" and (steps == 2 or last["step"] == steps + 1)
+        assert code == (-signal.SIGKILL if end == KILLED else 1), text
+    full = f"surojax.train: error: nvme_path: could not write {disk}/layers.bin (No space left on device); its content"
+    assert full in text and "the next start continues from the last one; when that is repaired, continue with" in text
     code, text = run(killed, disk, "-m", "surojax.train")
     assert code == 0, text
     goes_on = f"continuing from {found.name}" if found else "there is no checkpoint, so this starts anew"
