@@ -37,11 +37,12 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One tensor class: its dtype, whether `dp_shard` divides it, and the memory it rests in."""
+    """One tensor class: its dtype, whether `dp_shard` divides it, and the memory it rests in, or the folder."""
 
     dtype: str
     sharded: bool
     home: Home = "device"
+    folder: str = ""  # that a home of nvme is in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,6 @@ class Placement:
     master: Row
     moments: Row
     residuals: Row
-    nvme_path: str = ""
 
 
 def place(
@@ -104,10 +104,9 @@ def place(
         weights=Row(model_dtype, shard_weights and several, home(offload_weights)),
         outer=Row(model_dtype, shard_outer and several),
         grads=Row(accum_dtype, shard_gradients and several, home(offload_grads)),
-        master=Row(master_dtype, True, home(offload_master)),
-        moments=Row("", True, home(offload_optimizer)),
+        master=Row(master_dtype, True, home(offload_master), nvme_path),
+        moments=Row("", True, home(offload_optimizer), nvme_path),
         residuals=Row("", False, home(offload_residual)),
-        nvme_path=nvme_path,
     )
 
 
@@ -182,7 +181,7 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
     dims = shard_dims(params, mesh)
     sharded, work = specs(dims), specs(resting_dims(params, dims, placement))
 
-    store = Store(placement.nvme_path, jax.tree.leaves(params["blocks"])[0].shape[0])
+    store = Store(placement.master.folder, jax.tree.leaves(params["blocks"])[0].shape[0])
 
     def leaf(shape, dtype, spec, home: Home = "device", part: str = "outer"):
         if home == "nvme" and part == "blocks":

@@ -7,6 +7,7 @@ That is one program, unless master weights or moments rest in a file (`nvme.py`)
 gradients and one for the update of a layer, called for each while threads read the next one and write the last one.
 """
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -104,7 +105,8 @@ class LayerStep:
         self.in_file = [isinstance(x, InFile) for x in leaves]
         self.store: Any = store_of(plan)
         self.arguments = self._plan_arguments()
-        self.gradients, self.update = self._gradients(), self._update()
+        self.gradients: Any = self._gradients()
+        self.update: Any = self._update()
 
     def __call__(self, state: TrainState, inputs_ABS, labels_ABS):
         """Raises NvmeError when the file cannot be read or written; nothing is to be done with the state then."""
@@ -132,11 +134,28 @@ class LayerStep:
         blocks = self._merge(stacks, self.files)
         return from_parts(count, blocks, outer), metrics
 
-    def lower(self, plan: TrainState, inputs_ABS, labels_ABS) -> "Lowered":
-        """Both programs lowered, for the plan that this was made of."""
+    def programs(self, inputs_ABS, labels_ABS) -> list[tuple[Any, tuple, int]]:
+        """(jitted function, its arguments, how often it runs in a step), of planned arrays."""
+        state = parts_of(self.plan, "outer"), self.plan.step, self.plan.weights["blocks"]
+        layers = self.engine.model.num_layers
+        return [(self.gradients, (*state, inputs_ABS, labels_ABS), 1), (self.update, self.arguments, layers)]
+
+    def lower(self, plan: TrainState, inputs_ABS, labels_ABS) -> "LayerStep":
+        """The step with both programs lowered, for the plan that it was made of."""
         assert plan is self.plan, "a step is lowered for its own plan"
-        state = parts_of(plan, "outer"), plan.step, plan.weights["blocks"]
-        return Lowered(self, self.gradients.lower(*state, inputs_ABS, labels_ABS), self.update.lower(*self.arguments))
+        return self._with(*(f.lower(*arguments) for f, arguments, _ in self.programs(inputs_ABS, labels_ABS)))
+
+    def compile(self) -> "LayerStep":
+        """The lowered step, compiled."""
+        return self._with(self.gradients.compile(), self.update.compile())
+
+    def memory_analysis(self) -> None:
+        """None: a step of several programs has no one answer; ask `gradients` and `update`."""
+
+    def _with(self, gradients, update) -> "LayerStep":
+        step = copy.copy(self)
+        step.gradients, step.update = gradients, update
+        return step
 
     def _read(self, l: int) -> list[jax.Array]:
         layers = self.store.read(l, self.files)
@@ -156,7 +175,7 @@ class LayerStep:
         return jax.tree.unflatten(self.structure, [next(layer if filed else stacks) for filed in self.in_file])
 
     def _gradients(self):
-        engine, everywhere = self.engine, jax.NamedSharding(self.mesh, jax.P())
+        engine, everywhere = self.engine, self.plan.step.sharding
         _, _, needed = self.arguments
 
         def per_device(outer, step, blocks, inputs_ABS, labels_ABS):
@@ -199,24 +218,12 @@ class LayerStep:
 
         def gradient(p, spec):
             spec = jax.P(REPLICATE, *spec[1:]) if rows > 1 else spec
-            sharding = jax.NamedSharding(self.mesh, spec, memory_kind=MEMORY_KIND[table.home])
+            sharding = jax.NamedSharding(plan.step.sharding.mesh, spec, memory_kind=MEMORY_KIND[table.home])
             return leaf((rows * p.shape[0], *p.shape[1:]), table.dtype, sharding)
 
         grads = jax.tree.map(gradient, plan.master["blocks"], specs(self.engine.dims)["blocks"])
         scalar = lambda dtype: leaf((), dtype, plan.step.sharding)
         return self._stacks(plan), layer, {"grads": grads, "norm": scalar(jnp.float32), "l": scalar(jnp.int32)}
-
-
-class Lowered:
-    """A lowered `LayerStep`: `programs` has each by name."""
-
-    def __init__(self, step: LayerStep, gradients, update):
-        self.step, self.programs = step, {"gradients": gradients, "update": update}
-
-    def compile(self) -> LayerStep:
-        """The step with both programs compiled."""
-        self.step.gradients, self.step.update = (p.compile() for p in self.programs.values())
-        return self.step
 
 
 def _specs(plan):
