@@ -54,6 +54,7 @@ class InFile:
     """A stack `[L, ...]` in a file: what the plan and the state hold in place of an array.
 
     shape, dtype: of the whole stack. sharding: of the stack as it would be on the devices; a layer is placed like it.
+    It can be read as long as no other run uses the folder.
     """
 
     def __init__(self, store: "Store", shape: tuple[int, ...], dtype, sharding: jax.NamedSharding):
@@ -239,7 +240,9 @@ class Store:
 
     def _mark(self, step: int, state: str) -> None:
         with self._explained("write"):
-            (self.folder / MARKER).write_text(json.dumps({"step": step, "state": state}))
+            new = self.folder / f"{MARKER}.new"
+            new.write_text(json.dumps({"step": step, "state": state}))
+            new.replace(self.folder / MARKER)  # a kill leaves the old one or this one, never half of one
 
     def interrupted(self) -> int | None:
         """The step within whose update the last run here ended, None when it did not."""

@@ -90,12 +90,14 @@ def make_train_step(
 class LayerStep:
     """A training step whose update goes through a file; as `make_train_step` says, with two programs.
 
-    gradients: (outer state, step, block weights, inputs, labels) -> (outer state, step, metrics, what an update needs):
-    the gradients of all layers, and the whole update of what is not in blocks. update: (stacks, layer in host memory,
-    what an update needs, its gradients, l) -> (stacks, layer, l + 1): `update_part` of layer l, whose arrays are either
-    a layer of a stack in memory, updated in place, or read from the file and written back.
+    gradients: (outer state, step, block weights, inputs, labels) -> (outer state, step, metrics, needed): the gradients
+    of all layers, and the whole update of what is not in blocks. needed: what updates of layers need: {"grads",
+    "norm", "l" = 0}. update: (stacks, layer, needed) -> (stacks, layer, l + 1): `update_part` of layer l, of whose
+    arrays some are in stacks in memory, updated in place, and the others are read from the file and written back.
 
     Of what is in the file, host memory holds three layers: one is read ahead, one is in use, one is being written.
+    The first is read while gradients are computed. A layer's copies to and from the device do not overlap those of the
+    next one; disks are slower than both.
     """
 
     def __init__(self, engine: Engine, optimizer, schedule: Schedule, plan: TrainState, mesh: Mesh):
