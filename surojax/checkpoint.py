@@ -24,6 +24,7 @@ import math
 import re
 import shutil
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
 from surojax.errors import CheckpointError, ConfigError
-from surojax.nvme import InFile, NvmeError
+from surojax.nvme import THREADS, InFile, NvmeError, store_of
 from surojax.offload import MEMORY_KIND, Device, move, put, read
 from surojax.state import TrainState, cast, fill_layers, shardings, work_weights
 
@@ -117,9 +118,11 @@ class Checkpoints:
         """Copy the state off the devices and start writing; an earlier write is waited for.
 
         Raises CheckpointError, leaving every earlier checkpoint as it was, when the state holds NaN or infinity, when
-        there is no room, or when a write failed.
+        there is no room, or when a write failed; NvmeError when a file of the state is not what was written to it.
         """
         self.wait()
+        if store := store_of(state):
+            store.settle()
         step = meta["step"]
         sums, bad = checksums(weights=state.weights, master=state.master, moments=state.moments)
         if bad:
@@ -211,11 +214,16 @@ def _load(path: Path, items: dict) -> dict:
         options = ocp.checkpoint_utils.construct_restore_args(in_memory)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
-        for keys, file in jax.tree_util.tree_leaves_with_path(plan):
-            if isinstance(file, InFile):
-                _load_file(path / name, jax.tree_util.keystr(keys, simple=True, separator="."), file)
+        leaves = [(_keys(keys, "."), x) for keys, x in jax.tree_util.tree_leaves_with_path(plan)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            loading = [pool.submit(_load_file, path / name, key, x) for key, x in leaves if isinstance(x, InFile)]
+            [one.result() for one in loading]
         found[name] = jax.tree.map(lambda p, x: p if isinstance(p, InFile) else x, plan, arrays)
     return found
+
+
+def _keys(path, separator: str) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=separator)
 
 
 def _load_file(item: Path, name: str, file: InFile) -> None:
@@ -260,7 +268,7 @@ def _by_layer(tree):
     """Options for saving: stacks of layers in chunks of one layer (of one shard)."""
 
     def options(path, x):
-        if "blocks" not in jax.tree_util.keystr(path[:1]):
+        if _keys(path[:1], "/") != "blocks":
             return ocp.SaveArgs()
         shard = x.shape if isinstance(x, InFile) else x.sharding.shard_shape(x.shape)
         return ocp.SaveArgs(chunk_byte_size=math.prod(shard[1:]) * x.dtype.itemsize, shard_axes=(0,))
@@ -276,7 +284,7 @@ def bytes_on_disk(state: TrainState) -> int:
 def checksums(**trees) -> tuple[dict[str, int], list[str]]:
     """The checksum of every array by name and dtype, and the names of those that are not finite everywhere."""
     leaves = jax.tree_util.tree_leaves_with_path(trees)
-    names = [f"{jax.tree_util.keystr(path, simple=True, separator='/')} {x.dtype}" for path, x in leaves]
+    names = [f"{_keys(path, '/')} {x.dtype}" for path, x in leaves]
     # One at a time: several programs with collectives in flight can block each other on virtual CPU devices.
     fetch = lambda name, x: (
         _checksum_of_file(x) if isinstance(x, InFile) else jax.device_get(_checksum(x, stacked="/blocks/" in name))

@@ -54,6 +54,7 @@ class InFile:
     """A stack `[L, ...]` in a file: what the plan and the state hold in place of an array.
 
     shape, dtype: of the whole stack. sharding: of the stack as it would be on the devices; a layer is placed like it.
+    It can be read as long as no other run uses the folder.
     """
 
     def __init__(self, store: "Store", shape: tuple[int, ...], dtype, sharding: jax.NamedSharding):
@@ -100,6 +101,7 @@ class Store:
         self.folder, self.num_layers = Path(folder).expanduser().absolute(), num_layers
         self.path = self.folder / FILE
         self.record = 0
+        self._made = False
         self._synced: Future | None = None
         self._copied: list[Future] = []
 
@@ -123,16 +125,19 @@ class Store:
 
     @functools.cached_property
     def fd(self) -> int:
-        """The open file, which has all its room: a full disk is found here. Raises ConfigError."""
+        """The open file, which is given all its room the first time: a full disk is found here. Raises ConfigError."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"nvme_path: cannot open {self.path} ({error.strerror}); choose another folder"
             ) from error
+        if self._made:  # it may be another run's by now
+            return fd
         try:
             os.ftruncate(fd, self.bytes)
             os.posix_fallocate(fd, 0, self.bytes)
+            self._made = True
         except OSError as error:
             os.ftruncate(fd, 0)
             os.close(fd)
@@ -235,7 +240,9 @@ class Store:
 
     def _mark(self, step: int, state: str) -> None:
         with self._explained("write"):
-            (self.folder / MARKER).write_text(json.dumps({"step": step, "state": state}))
+            new = self.folder / f"{MARKER}.new"
+            new.write_text(json.dumps({"step": step, "state": state}))
+            new.replace(self.folder / MARKER)  # a kill leaves the old one or this one, never half of one
 
     def interrupted(self) -> int | None:
         """The step within whose update the last run here ended, None when it did not."""

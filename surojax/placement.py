@@ -43,11 +43,12 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One tensor class: its dtype, whether `dp_shard` divides it, and the memory it rests in."""
+    """One tensor class: its dtype, whether `dp_shard` divides it, and the memory it rests in, or the folder."""
 
     dtype: str
     sharded: bool
     home: Home = "device"
+    folder: str = ""  # that a home of nvme is in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,6 @@ class Placement:
     persistent_quants: bool = False
     reduce: Reduce = "reduce_scatter"
     copy_engine: tuple[str, ...] = ()
-    nvme_path: str = ""
 
 
 def place(
@@ -136,13 +136,12 @@ def place(
         quants=Row(quantize.DTYPES.get(zero_quantized_weights, ""), shard_weights and several, home(offload_quants)),
         outer=Row(model_dtype, shard_outer and several),
         grads=Row(accum_dtype, shard_gradients and several, home(offload_grads)),
-        master=Row(master_dtype, True, home(offload_master)),
-        moments=Row("", True, home(offload_optimizer)),
+        master=Row(master_dtype, True, home(offload_master), nvme_path),
+        moments=Row("", True, home(offload_optimizer), nvme_path),
         residuals=Row("", False, home(offload_residual)),
         persistent_quants=persistent_quants,
         reduce="int8" if zero_quantized_gradients else "all_to_all" if use_all_to_all_reduce else "reduce_scatter",
         copy_engine=("memcpy_all_gather",) * memcpy_all_gather + ("memcpy_send_recv",) * memcpy_send_recv,
-        nvme_path=nvme_path,
     )
 
 
@@ -244,7 +243,7 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
     dims = shard_dims(params, mesh)
     sharded, work = specs(dims), specs(resting_dims(params, dims, placement))
 
-    store = Store(placement.nvme_path, jax.tree.leaves(params["blocks"])[0].shape[0])
+    store = Store(placement.master.folder, jax.tree.leaves(params["blocks"])[0].shape[0])
 
     def leaf(shape, dtype, spec, home: Home = "device", part: str = "outer"):
         if home == "nvme" and part == "blocks":

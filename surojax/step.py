@@ -8,6 +8,7 @@ That is one program, unless master weights or moments rest in a file (`nvme.py`)
 gradients and one for the update of a layer, called for each while threads read the next one and write the last one.
 """
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from surojax import collectives
 from surojax.collectives import WHOLE, varying
 from surojax.config import divisor
 from surojax.engine import Engine, evaluate, loss_and_gradients
-from surojax.mesh import REPLICATE, SHARD
+from surojax.mesh import SHARD
 from surojax.nvme import InFile, store_of
 from surojax.offload import MEMORY_KIND, on_device, put, read, sweep, write
 from surojax.optim import Schedule, apply
@@ -133,12 +134,14 @@ def make_train_step(
 class LayerStep:
     """A training step whose update goes through a file; as `make_train_step` says, with two programs.
 
-    gradients: (outer state, step, block weights, inputs, labels) -> (outer state, step, metrics, what an update needs):
-    the gradients of all layers, and the whole update of what is not in blocks. update: (stacks, layer in host memory,
-    what an update needs, its gradients, l) -> (stacks, layer, l + 1): `updated` of layer l, whose arrays are either
-    a layer of a stack in memory, updated in place, or read from the file and written back.
+    gradients: (outer state, step, block weights, inputs, labels) -> (outer state, step, metrics, needed): the gradients
+    of all layers, and the whole update of what is not in blocks. needed: what updates of layers need: {"grads",
+    "norm", "l" = 0}. update: (stacks, layer, needed) -> (stacks, layer, l + 1): `updated` of layer l, of whose
+    arrays some are in stacks in memory, updated in place, and the others are read from the file and written back.
 
     Of what is in the file, host memory holds three layers: one is read ahead, one is in use, one is being written.
+    The first is read while gradients are computed. A layer's copies to and from the device do not overlap those of the
+    next one; disks are slower than both.
     """
 
     def __init__(self, engine: Engine, optimizer, schedule: Schedule, plan: TrainState, mesh: Mesh):
@@ -148,7 +151,8 @@ class LayerStep:
         self.in_file = [isinstance(x, InFile) for x in leaves]
         self.store: Any = store_of(plan)
         self.arguments = self._plan_arguments()
-        self.gradients, self.update = self._gradients(), self._update()
+        self.gradients: Any = self._gradients()
+        self.update: Any = self._update()
 
     def __call__(self, state: TrainState, inputs_ABS, labels_ABS):
         """Raises NvmeError when the file cannot be read or written; nothing is to be done with the state then."""
@@ -176,11 +180,28 @@ class LayerStep:
         blocks = self._merge(stacks, self.files)
         return from_parts(count, blocks, outer), metrics
 
-    def lower(self, plan: TrainState, inputs_ABS, labels_ABS) -> "Lowered":
-        """Both programs lowered, for the plan that this was made of."""
+    def programs(self, inputs_ABS, labels_ABS) -> list[tuple[Any, tuple, int]]:
+        """(jitted function, its arguments, how often it runs in a step), of planned arrays."""
+        state = parts_of(self.plan, "outer"), self.plan.step, self.plan.weights["blocks"]
+        layers = self.engine.model.num_layers
+        return [(self.gradients, (*state, inputs_ABS, labels_ABS), 1), (self.update, self.arguments, layers)]
+
+    def lower(self, plan: TrainState, inputs_ABS, labels_ABS) -> "LayerStep":
+        """The step with both programs lowered, for the plan that it was made of."""
         assert plan is self.plan, "a step is lowered for its own plan"
-        state = parts_of(plan, "outer"), plan.step, plan.weights["blocks"]
-        return Lowered(self, self.gradients.lower(*state, inputs_ABS, labels_ABS), self.update.lower(*self.arguments))
+        return self._with(*(f.lower(*arguments) for f, arguments, _ in self.programs(inputs_ABS, labels_ABS)))
+
+    def compile(self) -> "LayerStep":
+        """The lowered step, compiled."""
+        return self._with(self.gradients.compile(), self.update.compile())
+
+    def memory_analysis(self) -> None:
+        """None: a step of several programs has no one answer; ask `gradients` and `update`."""
+
+    def _with(self, gradients, update) -> "LayerStep":
+        step = copy.copy(self)
+        step.gradients, step.update = gradients, update
+        return step
 
     def _read(self, l: int) -> list[jax.Array]:
         layers = self.store.read(l, self.files)
@@ -200,7 +221,7 @@ class LayerStep:
         return jax.tree.unflatten(self.structure, [next(layer if filed else stacks) for filed in self.in_file])
 
     def _gradients(self):
-        engine, everywhere = self.engine, jax.NamedSharding(self.mesh, jax.P())
+        engine, everywhere = self.engine, self.plan.step.sharding
         _, _, needed = self.arguments
 
         def per_device(outer, step, blocks, inputs_ABS, labels_ABS):
@@ -224,7 +245,7 @@ class LayerStep:
             l = needed["l"]
             old = self._merge(read(stacks, l), put(layer, "device"))
             # As in offload.sweep: the reads end before the writes begin, or XLA copies the stacks.
-            weights, *old = jax.lax.optimization_barrier((*old, read_gradient(needed["grads"], l)))
+            weights, *old = jax.lax.optimization_barrier((*old, read(needed["grads"], l)))
             dims, resting = self.engine.dims["blocks"], self.engine.resting["blocks"]
             new = updated(self.engine, self.optimizer, weights, dims, resting, old, needed["norm"])
             new = jax.tree.leaves(new)
@@ -241,29 +262,14 @@ class LayerStep:
         plan, table = self.plan, self.engine.placement.grads
         leaf = lambda shape, dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         layer = [leaf(f.shape[1:], f.dtype, f.layer_sharding(MEMORY_KIND["host"])) for f in self.files]
-        # In host memory gradients are not summed over dp_replicate yet: each row of the mesh has its own, in turn.
-        rows = self.mesh.shape[REPLICATE] if table.home == "host" else 1
 
         def gradient(p, spec):
-            spec = jax.P(REPLICATE, *spec[1:]) if rows > 1 else spec
-            sharding = jax.NamedSharding(self.mesh, spec, memory_kind=MEMORY_KIND[table.home])
-            return leaf((rows * p.shape[0], *p.shape[1:]), table.dtype, sharding)
+            sharding = jax.NamedSharding(plan.step.sharding.mesh, spec, memory_kind=MEMORY_KIND[table.home])
+            return leaf(p.shape, table.dtype, sharding)
 
         grads = jax.tree.map(gradient, plan.master["blocks"], specs(self.engine.dims)["blocks"])
         scalar = lambda dtype: leaf((), dtype, plan.step.sharding)
         return self._stacks(plan), layer, {"grads": grads, "norm": scalar(jnp.float32), "l": scalar(jnp.int32)}
-
-
-class Lowered:
-    """A lowered `LayerStep`: `programs` has each by name."""
-
-    def __init__(self, step: LayerStep, gradients, update):
-        self.step, self.programs = step, {"gradients": gradients, "update": update}
-
-    def compile(self) -> LayerStep:
-        """The step with both programs compiled."""
-        self.step.gradients, self.step.update = (p.compile() for p in self.programs.values())
-        return self.step
 
 
 def _specs(plan):

@@ -1,10 +1,10 @@
 """Layers in files: nothing changes, nothing is lost, and what cannot work is refused before it begins."""
 
-import dataclasses
 import errno
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +25,7 @@ from surojax.checkpoint import Checkpoints
 from surojax.errors import CheckpointError, ConfigError
 from surojax.mesh import make_mesh
 from surojax.nvme import InFile, NvmeError, Store, store_of
+from surojax.train import main
 
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(10)]
 BOTH = {"offload_optimizer": "nvme", "offload_master": "nvme"}
@@ -39,12 +40,28 @@ def in_memory(devices: int, options: tuple) -> list[tuple[float, float]]:
     return Small(devices, **dict(options)).train(BATCHES)
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Small:
+    """Compiled once for the tests that only need some run with both in files, on one device."""
+    return Small(nvme_path=str(tmp_path_factory.mktemp("nvme")), **BOTH)
+
+
+@pytest.fixture
+def small(compiled) -> Small:
+    """The same with a new state."""
+    compiled.state = compiled.init()
+    return compiled
+
+
+def folder_of(small: Small) -> Path:
+    return store_of(small.plan).folder
+
+
 @pytest.mark.parametrize(
     "devices, options, offloaded",
     [
         (1, {}, {"offload_optimizer": "nvme"}),
         (1, {}, {"offload_master": "nvme"}),
-        (1, {}, BOTH),
         (1, {}, BOTH | REST),
         (1, {"m_dtype": "bfloat16", "model_dtype": "bfloat16"}, BOTH),
         (4, {"zero_level": 1}, BOTH),
@@ -70,37 +87,35 @@ def test_gradients_that_are_summed_over_groups_late(tmp_path):
     assert Small(4, nvme_path=str(tmp_path), **BOTH, **placed).train(BATCHES) == expected
 
 
-def test_three_layers_are_in_memory_and_disk_and_device_work_together(tmp_path, monkeypatch):
-    """Counted by layers that have been read and not yet written; the next read starts before the last write ends."""
-    small, log, lock = (
-        Small(nvme_path=str(tmp_path), **BOTH, config=dataclasses.replace(CONFIG, num_hidden_layers=8)),
-        [],
-        threading.Lock(),
-    )
-
-    def logged(name):
-        plain = getattr(Store, name)
-
-        def call(store, l, *args):
-            with lock:
-                log.append((f"{name} begins", l))
-            time.sleep(0.01)
-            result = plain(store, l, *args)
-            with lock:
-                log.append((f"{name} ended", l))
-            return result
-
-        monkeypatch.setattr(Store, name, call)
-
-    logged("read"), logged("write")
+def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, monkeypatch):
+    """Counted from the begin of a layer's read to the end of its write, which waits here for the next read to begin."""
     small.train(BATCHES[:1])
-    at = {event: i for i, event in enumerate(log)}
-    held = np.cumsum([{"read begins": 1, "write ended": -1}.get(name, 0) for name, _ in log])
-    assert held.max() == 3 and held[-1] == 0
-    together = [at["read begins", l + 1] < at["write ended", l] for l in range(7)]
-    assert all(together)
-    for name in ("read", "write"):
-        assert [l for what, l in log if what == f"{name} begins"] == list(range(8))
+    L, lock, held, order = CONFIG.num_hidden_layers, threading.Lock(), [0], []
+    begun, plain_read, plain_write = [threading.Event() for _ in range(L)], Store.read, Store.write
+
+    def read(store, l, *args):
+        with lock:
+            held.append(held[-1] + 1)
+        begun[l].set()
+        return plain_read(store, l, *args)
+
+    def write(store, l, *args):
+        assert l + 1 == L or begun[l + 1].wait(60), "the next layer is read only after this one is written"
+        plain_write(store, l, *args)
+        order.append(l)
+        with lock:
+            held.append(held[-1] - 1)
+
+    monkeypatch.setattr(Store, "read", read), monkeypatch.setattr(Store, "write", write)
+    small.train(BATCHES[1:2])
+    assert order == list(range(L)) and 2 <= max(held) <= 3 and held[-1] == 0
+
+
+def test_the_update_copies_no_stack(small):
+    """Stacks in memory are written in place, as in the loops of the step that is one program."""
+    text = small.step.update.lower(*small.step.arguments).compile().as_text()
+    stacks = {",".join(map(str, p.shape)) for p in jax.tree.leaves(small.plan.weights["blocks"])}
+    assert stacks and not set(re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)) & stacks
 
 
 def test_the_memory_that_is_counted(tmp_path):
@@ -175,8 +190,7 @@ def test_a_checkpoint_of_every_placement_restores_under_every_other(tmp_path):
     assert smalls["nvme"].train(BATCHES[2:4]) == first.train(BATCHES[2:4])
 
 
-def test_a_damaged_layer_is_found_when_it_is_read_from_the_file(tmp_path, monkeypatch):
-    small = Small(nvme_path=str(tmp_path), **BOTH)
+def test_a_damaged_layer_is_found_when_it_is_read_from_the_file(small, tmp_path, monkeypatch):
     path = save(tmp_path / "saved", small.state, 0)
     plain = Store._read_one
     monkeypatch.setattr(Store, "_read_one", lambda store, leaf, l: plain(store, leaf, l) + leaf.dtype.type(l == 2))
@@ -184,9 +198,8 @@ def test_a_damaged_layer_is_found_when_it_is_read_from_the_file(tmp_path, monkey
         checkpoint.restore(path, small.plan)
 
 
-def test_the_next_update_waits_until_a_checkpoint_is_read(tmp_path, monkeypatch):
+def test_the_next_update_waits_until_a_checkpoint_is_read(small, tmp_path, monkeypatch):
     """The checkpoint is written in the background while gradients are computed; the file changes after that."""
-    small = Small(nvme_path=str(tmp_path), **BOTH)
     small.train(BATCHES[:1])
     expected, plain = values(small.state), InFile.read
     monkeypatch.setattr(InFile, "read", lambda file, l: time.sleep(0.005) or plain(file, l))
@@ -200,8 +213,7 @@ def test_the_next_update_waits_until_a_checkpoint_is_read(tmp_path, monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as in test_checkpoint: THREADS
-def test_a_checkpoint_that_cannot_be_written_does_not_block_the_next_update(tmp_path, monkeypatch):
-    small = Small(nvme_path=str(tmp_path), **BOTH)
+def test_a_checkpoint_that_cannot_be_written_does_not_block_the_next_update(small, tmp_path, monkeypatch):
 
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
@@ -322,12 +334,29 @@ def test_slow_disks(tmp_path):
         nvme.describe(one, 2 * one.bytes / 7200)
 
 
+def test_train_says_it_in_one_line_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some words\n" * 2000)
+    text = RUN.format(data="text.txt", folder=str(tmp_path), nvme=str(tmp_path / "nvme"))
+    (tmp_path / "config.py").write_text(text)
+
+    def error() -> str:
+        with pytest.raises(SystemExit) as caught:
+            main(["--config", "config.py"])
+        assert not (tmp_path / "run").exists()
+        return str(caught.value.code)
+
+    assert error().startswith("surojax.train: error: nvme_path: expected a folder, got ")
+    (tmp_path / "nvme").mkdir()
+    with nvme.claim(store(tmp_path / "nvme")):
+        assert "is used by another run" in error()
+
+
 # ----------------------------------------------------------------- a disk that fails
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
-def test_a_write_that_fails_in_a_step_names_the_file(tmp_path, monkeypatch, number):
-    small = Small(nvme_path=str(tmp_path), **BOTH)
+def test_a_write_that_fails_in_a_step_names_the_file(small, tmp_path, monkeypatch, number):
     small.train(BATCHES[:1])
     plain, left = os.pwrite, [40]  # in the middle of an update: a layer has 27 arrays
 
@@ -340,35 +369,47 @@ def test_a_write_that_fails_in_a_step_names_the_file(tmp_path, monkeypatch, numb
     with monkeypatch.context() as patch, pytest.raises(NvmeError) as caught:
         patch.setattr(os, "pwrite", write)
         small.train(BATCHES[1:2])
-    for expected in (f"could not write {tmp_path}/layers.bin", os.strerror(number), "no checkpoint is"):
+    for expected in (f"could not write {folder_of(small)}/layers.bin", os.strerror(number), "no checkpoint is"):
         assert expected in str(caught.value)
-    assert Store(tmp_path, 3).interrupted() == 2
+    assert store_of(small.plan).interrupted() == 2
 
 
-def test_an_error_when_the_kernel_writes_pages_is_seen_before_the_next_update(tmp_path, monkeypatch):
-    small = Small(nvme_path=str(tmp_path), **BOTH)
+def test_an_error_when_the_kernel_writes_pages_is_seen_before_the_next_update(small, tmp_path, monkeypatch):
 
     def fail(_):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", fail)
     small.train(BATCHES[:1])
-    before = (tmp_path / nvme.FILE).read_bytes()
+    before = store_of(small.plan).path.read_bytes()
     with pytest.raises(NvmeError, match=r"could not write .*Input/output error"):
         small.train(BATCHES[1:2])
-    assert (tmp_path / nvme.FILE).read_bytes() == before
+    assert store_of(small.plan).path.read_bytes() == before
 
 
-def test_a_file_that_something_else_cut_short(tmp_path):
-    small = Small(nvme_path=str(tmp_path), **BOTH)
-    os.truncate(tmp_path / nvme.FILE, 10_000)
+def test_a_file_that_something_else_cut_short(small):
+    os.truncate(store_of(small.plan).path, 10_000)
     with pytest.raises(NvmeError, match=r"could not read .*shorter than it was made"):
         small.train(BATCHES[:1])
 
 
-def test_layers_larger_than_a_request_are_read_and_written_in_pieces(tmp_path, monkeypatch):
+def test_layers_larger_than_a_request_are_read_and_written_in_pieces(small, monkeypatch):
     monkeypatch.setattr(nvme, "PIECE", 1000)
-    assert Small(nvme_path=str(tmp_path), **BOTH).train(BATCHES[:2]) == in_memory(1, ())[:2]
+    file = small.plan.master["blocks"]["mlp"]["w_up"]
+    before = {l: file.read(l) for l in range(3)}
+    assert file.layer_bytes > 10 * nvme.PIECE
+    file.write(1, before[1] + 1)
+    for l in range(3):
+        np.testing.assert_array_equal(file.read(l), before[l] + (l == 1))
+
+
+def test_a_closed_store_reads_on_but_never_shortens_what_another_run_made(small):
+    store, file = store_of(small.plan), small.plan.master["blocks"]["mlp"]["w_up"]
+    before = file.read(2)
+    store.close()
+    os.truncate(store.path, store.bytes + 8192)
+    np.testing.assert_array_equal(file.read(2), before)
+    assert store.path.stat().st_size == store.bytes + 8192
 
 
 # ----------------------------------------------------------------- killed
@@ -389,9 +430,9 @@ def get_config():
     return c
 """
 
-# Ends the process when it has written so many arrays of the file since its first step began.
-KILL = """
-import os, signal, sys
+# When it has written so many arrays of the file since its first step began, the process is killed, or the disk is full.
+END = """
+import errno, os, signal, sys
 from surojax import nvme, train
 
 plain, count = os.pwrite, [None]
@@ -405,12 +446,13 @@ def write(*args):
     if count[0] is not None:
         count[0] += 1
         if count[0] == {writes}:
-            os.kill(os.getpid(), signal.SIGKILL)
+            {end}
     return plain(*args)
 
 nvme.Store.begin_update, os.pwrite = update, write
 sys.modules["surojax.train"].main(sys.argv[1:])
 """
+KILLED, FULL = "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(errno.ENOSPC, 'No space left on device')"
 
 
 def records(folder: Path) -> list[dict]:
@@ -420,7 +462,7 @@ def records(folder: Path) -> list[dict]:
 
 
 def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_path, monkeypatch):
-    """SIGKILL in the middle of an update, before the first checkpoint and after it; `python -m` the last time."""
+    """SIGKILL in the middle of an update, before the first checkpoint and after it, then a full disk."""
     (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) + " \n"[i % 41 == 0] for i in range(40_000)))
     (tmp_path / "nvme").mkdir()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
@@ -437,13 +479,15 @@ def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_pa
     whole, killed, disk = tmp_path / "whole", tmp_path / "killed", str(tmp_path / "nvme")
     assert run(whole, "", "-m", "surojax.train")[0] == 0
     rng, layer = np.random.default_rng(0), 27  # arrays of a layer in the file
-    for steps in (1, 5, 2):
+    for steps, end in [(1, KILLED), (5, KILLED), (2, FULL)]:
         writes = steps * 4 * layer + int(rng.integers(1, 4 * layer))
-        code, text = run(killed, disk, "-c", KILL.format(writes=writes))
-        assert code == -signal.SIGKILL, text
+        code, text = run(killed, disk, "-c", END.format(writes=writes, end=end))
         last = json.loads((tmp_path / "nvme" / nvme.MARKER).read_text())
         found = checkpoint.find(killed / "run")
-        assert last == {"step": steps + 1 if steps != 2 else last["step"], "state": "updating"}
+        assert last["state"] == "updating" and (steps == 2 or last["step"] == steps + 1)
+        assert code == (-signal.SIGKILL if end == KILLED else 1), text
+    full = f"surojax.train: error: nvme_path: could not write {disk}/layers.bin (No space left on device); its content"
+    assert full in text and "the next start continues from the last one; when that is repaired, continue with" in text
     code, text = run(killed, disk, "-m", "surojax.train")
     assert code == 0, text
     goes_on = f"continuing from {found.name}" if found else "there is no checkpoint, so this starts anew"
