@@ -11,6 +11,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -138,22 +139,40 @@ def scatter(tree, dims, reduce: Reduce = "reduce_scatter"):
     reduce_scatter: added up on the way, in the leaf's dtype. all_to_all: every device is sent all devices' terms of its
     shard and adds them up in float32. int8: that, with matrices sent in 8 bits (ZeRO++'s qgZ in one hop).
     """
+    if reduce == "reduce_scatter":
+        sum_shard = lambda x, d: jax.lax.psum_scatter(x, SHARD, scatter_dimension=d, tiled=True)
+        return jax.tree.map(lambda x, d: add_up(x, SHARD) if d == WHOLE else sum_shard(x, d), tree, dims)
 
-    def one(x, d):
+    def terms(x, d):
+        """What each device is sent, `[devices, ...]`; nothing of a whole leaf."""
+        if d == WHOLE:
+            return None
+        parts = jnp.moveaxis(x.reshape(*x.shape[:d], jax.lax.axis_size(SHARD), -1, *x.shape[d + 1 :]), d, 0)
+        if reduce == "int8":
+            return quantise(parts, jnp.int8) if x.ndim > 1 else parts.astype(jnp.float32)  # as the scales: one transfer
+        return parts
+
+    def add_terms(x, d, sent):
         if d == WHOLE:
             return add_up(x, SHARD)
-        if reduce == "reduce_scatter":
-            return jax.lax.psum_scatter(x, SHARD, scatter_dimension=d, tiled=True)
-        n = jax.lax.axis_size(SHARD)
-        parts = jnp.moveaxis(x.reshape(*x.shape[:d], n, -1, *x.shape[d + 1 :]), d, 0)  # one for each device
-        exchange = lambda v: jax.lax.all_to_all(v, SHARD, split_axis=0, concat_axis=0, tiled=True)
-        if reduce == "int8" and x.ndim > 1:
-            terms = dequantise(Quantized(*map(exchange, quantise(parts, jnp.int8))), jnp.float32)
-        else:
-            terms = exchange(parts).astype(jnp.float32)
-        return jnp.sum(terms, axis=0).astype(x.dtype)
+        sent = dequantise(sent, jnp.float32) if is_quantized(sent) else sent.astype(jnp.float32)
+        return jnp.sum(sent, axis=0).astype(x.dtype)
 
-    return jax.tree.map(one, tree, dims)
+    return jax.tree.map(add_terms, tree, dims, _exchange(jax.tree.map(terms, tree, dims)))
+
+
+def _exchange(tree):
+    """Part i of each array `[devices, ...]` is sent to device i and replaced by its; one transfer for each dtype."""
+    leaves, structure = jax.tree.flatten(tree)
+    received = list(leaves)
+    for dtype in sorted({x.dtype for x in leaves}, key=str):
+        which = [i for i, x in enumerate(leaves) if x.dtype == dtype]
+        packed = jnp.concatenate([leaves[i].reshape(leaves[i].shape[0], -1) for i in which], axis=1)
+        packed = jax.lax.all_to_all(packed, SHARD, split_axis=0, concat_axis=0, tiled=True)
+        ends = np.cumsum([leaves[i].size // leaves[i].shape[0] for i in which])
+        for i, part in zip(which, jnp.split(packed, ends[:-1], axis=1), strict=True):
+            received[i] = part.reshape(leaves[i].shape)
+    return jax.tree.unflatten(structure, received)
 
 
 def sum_of_squares(tree, dims) -> tuple[jax.Array, ...]:

@@ -72,12 +72,18 @@ def dequantise_all(tree, dtype):
 
 
 def work_copy(weights, like, dtype):
-    """Weights in `dtype` in the form of `like`: quantised where it holds a Quantized, whose blocks it follows."""
+    """Weights in the form and dtypes of `like`: quantised where it holds a Quantized, whose blocks it follows.
+
+    They are quantised from numbers rounded to `dtype`, the work dtype, as a fetch does it. `reduce_precision` and not a
+    cast does that: XLA is free to drop a cast to 16 bits and back.
+    """
+    bits = jnp.finfo(dtype)
 
     def one(like, x):
         if is_quantized(like):
-            return quantise(x.astype(dtype), like.values.dtype, like.values.shape[-1] // like.scales.shape[-1])
-        return x.astype(dtype)
+            x = jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)
+            return quantise(x, like.values.dtype, like.values.shape[-1] // like.scales.shape[-1])
+        return x.astype(like.dtype)
 
     return jax.tree.map(one, like, weights, is_leaf=is_quantized)
 

@@ -64,7 +64,7 @@ def test_blocks_are_whole():
 def test_zeros_and_tiny_numbers(kind):
     x = np.zeros((2, 256), np.float32)
     x[1, :128] = 1e-38  # absmax / 127 would be subnormal, which is flushed to zero on some devices
-    q = quantise(x, DTYPES[kind])
+    q = quantise(jnp.asarray(x), DTYPES[kind])
     y = np.asarray(dequantise(q, jnp.float32))
     assert (np.asarray(q.scales) > 0).all() and np.isfinite(y).all()
     assert (y[0] == 0).all() and (np.abs(y[1] - x[1]) <= 2e-38).all()
@@ -75,9 +75,10 @@ def test_zeros_and_tiny_numbers(kind):
 def test_a_number_that_is_not_finite_is_not_lost(kind, bad):
     """Its block is not finite, so loss and gradient norm are not; other blocks are as they were."""
     x = np.random.default_rng(0).standard_normal((2, 256)).astype(np.float32)
-    fine = np.asarray(dequantise(quantise(x, DTYPES[kind]), jnp.float32))
+    again = lambda x: np.asarray(dequantise(quantise(jnp.array(x), DTYPES[kind]), jnp.float32))
+    fine = again(x)
     x[0, 3] = bad
-    y = np.asarray(dequantise(quantise(x, DTYPES[kind]), jnp.float32))
+    y = again(x)
     assert not np.isfinite(y[0, :128]).any()
     np.testing.assert_array_equal(y.reshape(4, 128)[1:], fine.reshape(4, 128)[1:])
 
@@ -117,7 +118,7 @@ def test_quantised_reduction_is_off_by_the_steps_of_its_terms():
     for name in ("rows", "columns"):
         x = terms()[name]  # blocks are of 80 in rows; 8 devices cut columns of 320 into blocks of 40
         cut = x if name == "rows" else x.reshape(8, 3, 8, 40)
-        most = sum(limit(term, "int8") for term in cut).reshape(x.shape[1:])
+        most = np.sum([limit(term, "int8") for term in cut], axis=0).reshape(x.shape[1:])
         error = np.abs(found[name] - x.astype(np.float64).sum(0))
         assert (error <= most + 8 * F32 * 5 * 8).all() and error.max() > 1e-3
     exact = scattered("all_to_all")
@@ -218,11 +219,11 @@ def test_persistent_quants_change_no_bit(kind, recompute, dtype, also):
 
 def test_loss_stays_close_to_that_of_unquantised_weights():
     """Ten steps of AdamW. A weight is off by up to 1/16 of itself (fp8) or 1/254 of its block's largest (int8), each
-    independently, so activations by about 3 % and 0.5 %, and the loss, which is near that of guessing, by much less."""
+    independently, so activations by about 3 % and 0.5 %, and the loss, which is near that of guessing, by much less
+    (measured: 0.006 and 0.002)."""
     expected = np.array(Small(4, zero_level=3).train(BATCHES))[:, 0]
     for kind, recompute, dtype, most in (("fp8", True, "bfloat16", 2e-2), ("int8", False, "float32", 5e-3)):
         found = np.array(trained(kind, recompute, dtype)[0])[:, 0]
-        print(np.max(np.abs(found - expected)))
         assert 0 < np.max(np.abs(found - expected)) < most
 
 
@@ -269,9 +270,8 @@ def gathered(text: str) -> dict[str, int]:
 
 def test_matrices_travel_as_bytes():
     """In the compiled step, loops gather every weight as one byte, and scales; nothing else, persistent or not."""
-    plain, quantised = (
-        gathered(compiled_text(Small(4, zero_level=3, **o))) for o in ({}, {"zero_quantized_weights": "fp8"})
-    )
+    plain = gathered(compiled_text(Small(4, zero_level=3)))
+    quantised = gathered(compiled_text(Small(4, zero_level=3, zero_quantized_weights="fp8")))
     persistent = Small(4, zero_level=3, zero_quantized_weights="fp8", persistent_quants=True)
     assert set(plain) == {"f32"} and set(quantised) == {"u8", "f32"}
     assert quantised["u8"] == plain["f32"]
