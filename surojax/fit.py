@@ -47,17 +47,17 @@ def estimate(run: blueprint.Blueprint, batch: int, sequence_len: int, *, platfor
     float32 and fuses less, and where host memory is the device's, so that everything counts.
     """
     homes = ("device", "host") if platform == "cpu" else ("device",)
-    return {k: sum(v[h] for h in homes) for k, v in _classes(run, batch, sequence_len, platform).items()}
+    return {k: sum(v[h] for h in homes) for k, v in by_class(run, batch, sequence_len, platform).items()}
 
 
 def estimate_host(run: blueprint.Blueprint, batch: int, sequence_len: int) -> dict[str, int]:
     """Bytes of pinned host memory per GPU by class; empty when nothing is offloaded."""
-    found = {k: v["host"] for k, v in _classes(run, batch, sequence_len, "gpu").items()}
+    found = {k: v["host"] for k, v in by_class(run, batch, sequence_len, "gpu").items()}
     return {k: size for k, size in found.items() if size}
 
 
-def _classes(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: str) -> dict[str, dict[str, int]]:
-    """Bytes per device of each class by the memory it rests in."""
+def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: str) -> dict[str, dict[str, int]]:
+    """Bytes per device of each class by the memory it rests in: {class: {"device": ..., "host": ...}}."""
     plan, engine, m = run.plan, run.engine, run.model
     work, grads = engine.placement.weights, engine.placement.grads
     layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], work.dtype), run.params["blocks"])

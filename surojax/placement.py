@@ -198,4 +198,10 @@ def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding
 def bytes_per_device(plan, home: Home = "device") -> int:
     """Bytes that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory, per device."""
     here = [x for x in jax.tree.leaves(plan) if x.sharding.memory_kind == MEMORY_KIND[home]]
-    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in here)
+    return sum(map(leaf_bytes, here))
+
+
+def leaf_bytes(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes that one planned array takes on each device."""
+    assert x.sharding is not None
+    return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
