@@ -119,6 +119,7 @@ def checked(config: Config, gpu: str) -> Config:
             "gpus: expected the number of GPUs to plan for, got 0, which is all GPUs of this machine; "
             "set --config.gpus=4, for example"
         )
+    mesh_shape(config.gpus, dp_replicate_size=config.dp_replicate_size, dp_shard_size=config.dp_shard_size)
     c = config.copy_and_resolve_references()
     if c.attention == "auto":
         c.attention = "cudnn" if fits_cudnn(c.model_dtype, configs.head_dim(c)) else "xla"
@@ -334,6 +335,8 @@ def main(argv: list[str] | None = None) -> None:
         file = check_json_path(args.json) if args.json else None
         if args.gpu is None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
+        if args.host_memory is not None and not args.host_memory > 0:
+            raise ConfigError(f"--host-memory: expected GiB, more than 0, got {args.host_memory}; leave it out")
         found = plan(c, args.gpu, host_memory=args.host_memory)
         print(table(found))
         if file:

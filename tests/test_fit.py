@@ -120,6 +120,8 @@ def apply(c, text: str):
         ("llama125m", "recompute_block=false lmhead_chunks=1", 1, 3.0, "cpu"),
         ("llama7b", "", 1, 22.0, "gpu"),
         ("llama7b", "gpus=4 dp_replicate_size=4 shard_weights=false", 4, 22.0, "gpu"),
+        ("llama7b", "", 1, 5.0, "gpu"),  # everything offloaded
+        ("llama7b", "gpus=4", 4, 2.0, "gpu"),  # and outer layers cut by words
     ],
 )
 def test_advice_is_true(name, changes, n, gibs, platform):
@@ -135,6 +137,14 @@ def test_advice_is_true(name, changes, n, gibs, platform):
         assert fit.gib(fit.needed(c, c.gpus, platform)) == number
         assert c.per_device_batch_size * c.gradient_accumulation_steps == batch
     assert fit.needed(c, c.gpus, platform) <= gibs * fit.GiB
+
+
+def test_impossible_changes_are_not_advised():
+    """Cut by words over four GPUs, a vocabulary that eight do not divide cannot be spread further."""
+    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "gpus=4 zero_level=3 shard_outer=true model.vocab_size=32004")
+    found = fit.changes_that_help(c, 4, fit.GiB, "gpu")
+    assert {"offload_weights": True} in [change for change, _ in found]
+    assert not any("gpus" in change for change, _ in found)
 
 
 def test_a_machine_without_gpus_is_told_what_gpus_would_need():
