@@ -256,5 +256,24 @@ def available_bytes(devices) -> int:
     return psutil.virtual_memory().available // len(devices)
 
 
+def compare(need: dict[str, int], compiled, device) -> str | None:
+    """One line: the estimate beside what XLA planned for a compiled step and what the device has given out at most.
+
+    None on devices that do not say (CPU). The peak is the whole process's: initialisation and evaluation are in it.
+    """
+    stats, planned = device.memory_stats() if device.platform != "cpu" else None, compiled.memory_analysis()
+    if not stats or "peak_bytes_in_use" not in stats or planned is None:
+        return None
+    results = planned.output_size_in_bytes - planned.alias_size_in_bytes
+    total = planned.argument_size_in_bytes + planned.temp_size_in_bytes + results
+    estimated = sum(need.values())
+    line = (
+        f"memory per device: estimated {gib(estimated)}, compiled {gib(total)}, at most in use "
+        f"{gib(stats['peak_bytes_in_use'])} (initialisation and evaluation included)"
+    )
+    low = total / estimated - 1
+    return f"{line}; note: the estimate was {low:.0%} too low" if low > 0.1 else line
+
+
 def _bytes(tree) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -174,3 +174,18 @@ def test_a_run_that_fits_gets_its_estimate():
     stats = {"bytes_limit": 24 * fit.GiB, "bytes_in_use": fit.GiB}
     gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
     assert fit.available_bytes([gpu]) == 23 * fit.GiB
+
+
+def test_plan_and_reality_are_compared_on_a_gpu():
+    """By faked statistics; on a CPU there is nothing to compare."""
+    sizes = {"argument_size_in_bytes": 10, "temp_size_in_bytes": 5, "output_size_in_bytes": 9, "alias_size_in_bytes": 8}
+    planned = SimpleNamespace(**{name: size * fit.GiB for name, size in sizes.items()})
+    compiled = SimpleNamespace(memory_analysis=lambda: planned)
+    stats = {"peak_bytes_in_use": 17 * fit.GiB}
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    line = fit.compare({"weights": 12 * fit.GiB, "master": 3 * fit.GiB}, compiled, gpu)
+    assert line and "estimated 15.0 GiB, compiled 16.0 GiB, at most in use 17.0 GiB" in line and "too low" not in line
+    assert "14% too low" in str(fit.compare({"weights": 14 * fit.GiB}, compiled, gpu))
+    stats.clear()
+    assert fit.compare({"weights": 1}, compiled, gpu) is None
+    assert fit.compare({"weights": 1}, compiled, jax.devices()[0]) is None

@@ -11,12 +11,15 @@ import json
 import os
 from pathlib import Path
 
+import jax
 import pytest
 
-from surojax import aot, flags, plan as planner
+from surojax import aot, flags, plan as planner, traffic
+from surojax.blueprint import draw
 from surojax.config import default_config
 from surojax.errors import ConfigError
 from surojax.gpus import GPUS
+from surojax.mesh import DATA
 from surojax.plan import GiB, Plan
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -230,6 +233,29 @@ def test_without_the_compiler_there_is_an_estimate(tmp_path, monkeypatch, capsys
     assert all(x["bytes"] == x["textbook_bytes"] for x in found["collectives"])
 
 
+def test_times_are_bytes_over_rates():
+    """Where GPUs talk over PCI Express, their collectives share it with the copies to and from host memory."""
+    moved = {"flops": 165.2e12, "device_bytes": 504 * 10**9, "link_bytes": 10**10, "h2d": 3 * 10**10, "d2h": 10**10}
+    four = traffic.bounds(GPUS["rtx4090"], "bfloat16", **moved)
+    assert four["compute"] == pytest.approx(1) and four["device memory"] == pytest.approx(0.5)
+    assert four["pcie"] == pytest.approx(4 * four["link"])
+    h100 = traffic.bounds(GPUS["h100"], "float32", **moved)
+    assert h100["compute"] == pytest.approx(165.2 / 494.5)
+    assert h100["pcie"] == pytest.approx(3e10 / GPUS["h100"].pcie_bandwidth)
+    assert h100["link"] == pytest.approx(1e10 / 450e9)
+
+
+def test_flops_count_recomputation():
+    """6 N and attention per token, a third more in the blocks when they are computed again (7B: N = 6.6e9)."""
+    c = config(gpus=1)
+    flops = []
+    for c.recompute_block in (False, True):
+        run = draw(c, jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
+        flops.append(traffic.step_flops(run, traffic.Batch(1, 2048, 2)) / 4096)
+    n, head, attention = 6_607_077_376, 32000 * 4096, 6 * 32 * 4096 * 2048
+    assert flops == [6 * n + attention, 6 * n + attention + 2 * (n - head) + attention / 3]
+
+
 def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     monkeypatch.setattr(aot, "available", lambda: False)
     p = planner.plan(config(gpus=1), "rtx4090", host_memory=64)
@@ -245,11 +271,11 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
 
 
 @needs_compiler
-def test_the_command_prints_and_writes_the_plan(tmp_path, capsys):
+def test_the_command_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
     """What it prints is what it writes; for a second kind of GPU a process of its own does the work."""
     file = write_config(tmp_path, **TINY, model_dtype="bfloat16")
     target = tmp_path / "plan.json"
-    planner.plan(config(**TINY), FIRST)  # so that this process has a kind
+    monkeypatch.setattr(aot, "_kinds", {FIRST})  # as if this process had compiled for another one
     argv = ["--config", file, "--gpu", "h200", "--config.gpus=2", "--json", str(target), "--host-memory=8"]
     out = command(argv, capsys)
     found = json.loads(target.read_text())
@@ -262,6 +288,8 @@ def test_the_command_prints_and_writes_the_plan(tmp_path, capsys):
         assert f"{x['op']} over {x['axis']}" in out
     with pytest.raises(ConfigError, match="dp_replicate_size"):  # an error comes back as one
         planner.plan_in_subprocess(config(gpus=4, dp_replicate_size=3), "h200")
+    with pytest.raises(RuntimeError, match="one kind of GPU"):
+        aot.devices("h200", 1)
 
 
 def test_bad_input_is_refused_before_any_work(tmp_path, monkeypatch):
