@@ -25,8 +25,8 @@ from typing import Any
 
 import jax
 from jax._src import compiler
-from jax._src.lib import xla_client
 from jax.experimental import topologies
+from jaxlib import xla_client
 
 from surojax.gpus import ARCHITECTURES, GPUS, Gpu
 
@@ -91,7 +91,7 @@ device_description_str: "{gpu.name}"
 """
 
 
-def devices(gpu: str, n: int) -> Sequence[jax.Device]:
+def devices(gpu: str, n: int) -> Sequence[Any]:
     """n compile-only devices of a kind in `GPUS`, on one host.
 
     Raises RuntimeError when this process has compiled for another kind: see fact 3.

@@ -34,7 +34,7 @@ from surojax.gpus import GPUS
 from surojax.mesh import DATA, make_mesh, mesh_shape
 from surojax.offload import MEMORY_KIND
 
-HOMES = ("device", "host", "nvme")
+HOMES: tuple[str, ...] = ("device", "host", "nvme")
 RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
 
 
@@ -130,7 +130,13 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
     """Figures of the plan, read from the step that XLA compiles for this GPU."""
     mesh = make_mesh(aot.devices(gpu, c.gpus), dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
     run = draw(c, mesh.abstract_mesh, total_steps=1000)
-    done = [(aot.compile_for(program, args, mesh), times) for program, args, times in programs(run, mesh, batch)]
+    try:
+        done = [(aot.compile_for(program, args, mesh), times) for program, args, times in programs(run, mesh, batch)]
+    except NotImplementedError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"attention: expected one that takes this model on a {gpu}, got {c.attention!r} ({reason}); use 'xla'"
+        ) from error
     textbook = traffic.collective_bytes(run, batch)
     modules = [(hlo.parse(compiled.text), times) for compiled, times in done]
     copies = [(hlo.host_copies(module), times) for module, times in modules]
@@ -213,7 +219,7 @@ def classes(run: Blueprint, batch: traffic.Batch) -> dict[str, dict[str, int]]:
     inside = {"grads": "gradients", "residuals": "activations"}
 
     def row(name: str) -> dict[str, int]:
-        found = dict.fromkeys(HOMES, 0)
+        found: dict[str, int] = dict.fromkeys(HOMES, 0)
         if name in inside:
             return found | need[inside[name]]
         for x in jax.tree.leaves(state.get(name)):
@@ -332,7 +338,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--host-memory", metavar="GIB", type=float, help="host memory for all GPUs, to check as well")
     try:
         c, args = parse(argv, parser)
-        file = check_json_path(args.json) if args.json else None
+        file = check_json_path(args.json) if args.json is not None else None
         if args.gpu is None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
         if args.host_memory is not None and not args.host_memory > 0:

@@ -271,6 +271,12 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
 
 
 @needs_compiler
+def test_attention_that_the_gpu_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match=r"attention: .* got 'cudnn' \(.*head dim.*; use 'xla'"):
+        planner.plan(config(**TINY | {"model.head_dim": 256, "attention": "cudnn"}), aot.kind() or FIRST)
+
+
+@needs_compiler
 def test_the_command_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
     """What it prints is what it writes; for a second kind of GPU a process of its own does the work."""
     file = write_config(tmp_path, **TINY, model_dtype="bfloat16")
