@@ -9,6 +9,11 @@ import jax.numpy as jnp
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 
 
+def fits_cudnn(dtype, head_dim: int) -> bool:
+    """Whether cuDNN's flash attention takes such heads on every NVIDIA GPU from sm_80 on."""
+    return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
+
+
 def attend(
     q_BSHh: jax.Array,
     k_BTKh: jax.Array,
@@ -27,7 +32,7 @@ def attend(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
     half = q_BSHh.dtype in (jnp.bfloat16, jnp.float16)
-    flash = half and mask is None and q_BSHh.shape[-1] % 8 == 0 and q_BSHh.shape[-1] <= 128  # what cuDNN takes anywhere
+    flash = mask is None and fits_cudnn(q_BSHh.dtype, q_BSHh.shape[-1])
     if implementation == "auto":
         implementation = "cudnn" if jax.default_backend() == "gpu" and flash else "xla"
     if implementation == "cudnn" and not half:

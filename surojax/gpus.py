@@ -9,6 +9,10 @@ float32-accumulate one, half of what reviews quote (RTX 4090: 165 and not 330 TF
 the driver keep a part, and the part differs by a few MiB between drivers; where reports differ, the smallest is used.
 The CUDA context and cuDNN workspaces come out of it as well.
 
+`clock` and `l2_bytes` are for XLA's cost model only (`aot` compiles for a GPU that is not there): they come from XLA's
+own target descriptions of the a100, h100, h200 and b200, else from the document named at the card. The limits of a
+streaming multiprocessor are those of its compute capability (CUDA C++ Programming Guide, "Compute Capabilities").
+
 Link rates are what the wire carries per direction after line coding; copies of pinned memory reach 80 to 90 % of it.
 So every figure is an upper bound, which makes times derived from them lower bounds. This file imports no jax.
 """
@@ -16,10 +20,30 @@ So every figure is an upper bound, which makes times derived from them lower bou
 from dataclasses import dataclass
 
 GB, TB, TFLOPS = 1e9, 1e12, 1e12
+MIB = 2**20
 # PCI Express base specification: transfers/s x lanes x 128b/130b coding / 8 bits, B/s per direction.
 PCIE_4_X16 = 16e9 * 16 * 128 / 130 / 8  # 31.5 GB/s
 PCIE_5_X16 = 32e9 * 16 * 128 / 130 / 8  # 63.0 GB/s
 PCIE_5_X8 = PCIE_5_X16 / 2  # 31.5 GB/s
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Limits of one streaming multiprocessor (SM)."""
+
+    threads: int  # resident threads
+    shared_memory: int  # bytes
+    shared_memory_per_block: int  # bytes that one block may ask for
+    fp32_lanes: int  # CUDA cores
+
+
+ARCHITECTURES = {  # by compute capability without the suffix
+    "8.0": Architecture(2048, 164 * 1024, 163 * 1024, 64),
+    "8.9": Architecture(1536, 100 * 1024, 99 * 1024, 128),
+    "9.0": Architecture(2048, 228 * 1024, 227 * 1024, 128),
+    "10.0": Architecture(2048, 228 * 1024, 227 * 1024, 128),
+    "12.0": Architecture(1536, 100 * 1024, 99 * 1024, 128),
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +62,8 @@ class Gpu:
     fp32_flops: float  # FLOP/s, CUDA cores, no tensor cores
     link_bandwidth: float  # B/s per direction between GPUs of one host: NVLink, or PCIe where there is none
     pcie_bandwidth: float  # B/s per direction between GPU and host
+    clock: float  # Hz, the highest of an SM
+    l2_bytes: int  # second-level cache
     aliases: tuple[str, ...] = ()  # other device kinds of exactly the same card
 
 
@@ -58,11 +84,14 @@ GPUS: dict[str, Gpu] = {
         fp32_flops=19.5 * TFLOPS,
         link_bandwidth=300 * GB,
         pcie_bandwidth=PCIE_4_X16,
+        clock=1.41e9,
+        l2_bytes=40 * MIB,
         aliases=("A100-SXM-80GB",),  # drivers of 2020
     ),
     # "NVIDIA L40S" data sheet: 864 GB/s, 362.05 bf16 (733 sparse), 733 FP8 (1,466 sparse), 183 TF32 (366 sparse),
     # 91.6 FP32, PCIe Gen4 x16, no NVLink. SMs: 18,176 CUDA cores / 128. Not a GeForce: float32 accumulation at the
-    # full rate. Memory: deviceQuery, 45,373 MiB with ECC on.
+    # full rate. Memory: deviceQuery, 45,373 MiB with ECC on. Clock: 91.6 TFLOP/s / (18,176 x 2). L2: that of a whole
+    # AD102, "NVIDIA Ada GPU Architecture" whitepaper.
     "l40s": Gpu(
         name="NVIDIA L40S",
         compute_capability="8.9",
@@ -76,10 +105,13 @@ GPUS: dict[str, Gpu] = {
         fp32_flops=91.6 * TFLOPS,
         link_bandwidth=PCIE_4_X16,
         pcie_bandwidth=PCIE_4_X16,
+        clock=2.52e9,
+        l2_bytes=96 * MIB,
     ),
     # "NVIDIA Ada GPU Architecture" whitepaper, appendix A, RTX 4090: 1,008 GB/s; dense with FP32 accumulate: 165.2
     # bf16, 330.3 FP8, 82.6 TF32; 82.6 FP32; 128 SMs; PCIe Gen4. No NVLink, and NVIDIA's driver has no peer-to-peer for
-    # it: GPU-to-GPU copies are staged through host memory and cross PCIe twice. Memory: deviceQuery, 24,210 MiB.
+    # it: GPU-to-GPU copies are staged through host memory and cross PCIe twice. Memory: deviceQuery, 24,210 MiB. Boost
+    # clock and L2: the whitepaper.
     "rtx4090": Gpu(
         name="NVIDIA GeForce RTX 4090",
         compute_capability="8.9",
@@ -93,10 +125,12 @@ GPUS: dict[str, Gpu] = {
         fp32_flops=82.6 * TFLOPS,
         link_bandwidth=PCIE_4_X16,
         pcie_bandwidth=PCIE_4_X16,
+        clock=2.52e9,
+        l2_bytes=72 * MIB,
     ),
     # "NVIDIA RTX Blackwell GPU Architecture" whitepaper, appendix, RTX 5090: 1,792 GB/s; dense with FP32 accumulate:
     # 209.5 bf16, 419 FP8, 1,676 FP4, 104.8 TF32; 104.8 FP32; 170 SMs; PCIe Gen5. No NVLink and no peer-to-peer, as the
-    # RTX 4090. Memory: deviceQuery, 32,101 MiB.
+    # RTX 4090. Memory: deviceQuery, 32,101 MiB. Boost clock and L2: the whitepaper.
     "rtx5090": Gpu(
         name="NVIDIA GeForce RTX 5090",
         compute_capability="12.0a",
@@ -110,11 +144,14 @@ GPUS: dict[str, Gpu] = {
         fp32_flops=104.8 * TFLOPS,
         link_bandwidth=PCIE_5_X16,
         pcie_bandwidth=PCIE_5_X16,
+        clock=2.407e9,
+        l2_bytes=96 * MIB,
     ),
     # NVIDIA's GeForce RTX 5060 family specifications: 4,608 CUDA cores (36 SMs), boost 2.57 GHz, 128 bit at 28 Gbit/s
     # = 448 GB/s, 759 AI TOPS (sparse FP4), PCIe Gen5 x8. Rates are derived: the RTX 5090's FLOP per SM and clock (512
     # bf16, 1024 FP8, 4096 FP4, 256 TF32 and FP32; 209.5 TFLOP/s at 170 SMs and 2.407 GHz) x 36 SMs x 2.572 GHz. Check:
-    # FP4 gives 379, half of 759. Memory: 15,825 MiB, the smallest of several reports by llama.cpp under Linux.
+    # FP4 gives 379, half of 759. Memory: 15,825 MiB, the smallest of several reports by llama.cpp under Linux. L2:
+    # deviceQuery of an RTX 5060 Laptop GPU, which is the same chip (GB206).
     # The 8 GB version calls itself by the same name: its rates are these, its memory is half.
     "rtx5060ti_16gb": Gpu(
         name="NVIDIA GeForce RTX 5060 Ti",
@@ -129,6 +166,8 @@ GPUS: dict[str, Gpu] = {
         fp32_flops=23.7 * TFLOPS,
         link_bandwidth=PCIE_5_X8,
         pcie_bandwidth=PCIE_5_X8,
+        clock=2.572e9,
+        l2_bytes=32 * MIB,
     ),
     # "NVIDIA H100 Tensor Core GPU" data sheet, column H100 SXM: 3.35 TB/s; half of the sparse 1,979 bf16, 3,958 FP8 and
     # 989 TF32; 67 FP32; NVLink 900 GB/s both directions together; PCIe Gen5. SMs: H100 whitepaper. Memory: XLA's
@@ -146,6 +185,8 @@ GPUS: dict[str, Gpu] = {
         fp32_flops=67 * TFLOPS,
         link_bandwidth=450 * GB,
         pcie_bandwidth=PCIE_5_X16,
+        clock=1.98e9,
+        l2_bytes=50 * MIB,
     ),
     # "NVIDIA H200 Tensor Core GPU" data sheet, column H200 SXM: the H100's rates with 4.8 TB/s. Memory: 143,156 MiB as
     # PyTorch reports it (139.8 GiB; XLA's h200 target says 141 GiB, which no card has).
@@ -162,6 +203,8 @@ GPUS: dict[str, Gpu] = {
         fp32_flops=67 * TFLOPS,
         link_bandwidth=450 * GB,
         pcie_bandwidth=PCIE_5_X16,
+        clock=1.98e9,
+        l2_bytes=50 * MIB,
         aliases=("NVIDIA H200 141GB HBM3e",),  # the name in XLA's target description
     ),
     # "NVIDIA Blackwell" data sheet, column HGX B200: half of the sparse 4.5 PFLOP/s bf16, 9 FP8 and 18 FP4; TF32 half
@@ -180,6 +223,8 @@ GPUS: dict[str, Gpu] = {
         fp32_flops=75 * TFLOPS,
         link_bandwidth=900 * GB,
         pcie_bandwidth=PCIE_5_X16,
+        clock=1.965e9,
+        l2_bytes=132_644_864,
     ),
 }
 

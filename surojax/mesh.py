@@ -33,9 +33,9 @@ def find_devices(gpus: int) -> list:
     return devices[: gpus or len(devices)]
 
 
-def make_mesh(devices: Sequence, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -> jax.sharding.Mesh:
-    """A mesh over the devices. Raises ConfigError when the sizes do not multiply to their number."""
-    n, replicate, shard = len(devices), dp_replicate_size, dp_shard_size
+def mesh_shape(n: int, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -> tuple[int, int]:
+    """(dp_replicate, dp_shard) of n devices. Raises ConfigError when the sizes do not multiply to their number."""
+    replicate, shard = dp_replicate_size, dp_shard_size
     if shard == -1 and n % replicate:
         change = f"use {math.gcd(n, replicate)}, or gpus={math.ceil(n / replicate) * replicate}"
         raise ConfigError(f"dp_replicate_size: expected a divisor of the {n} devices in use, got {replicate}; {change}")
@@ -45,5 +45,11 @@ def make_mesh(devices: Sequence, *, dp_replicate_size: int = 1, dp_shard_size: i
         change = f"set gpus={replicate * shard}, or leave dp_shard_size out"
         sizes = f"{replicate} x {shard} = {replicate * shard}"
         raise ConfigError(f"dp_replicate_size x dp_shard_size: expected {n}, the devices in use, got {sizes}; {change}")
+    return replicate, shard
+
+
+def make_mesh(devices: Sequence, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -> jax.sharding.Mesh:
+    """A mesh over the devices. Raises ConfigError when the sizes do not multiply to their number."""
+    shape = mesh_shape(len(devices), dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size)
     auto = (jax.sharding.AxisType.Auto,) * 2
-    return jax.sharding.Mesh(np.array(devices).reshape(replicate, shard), DATA, axis_types=auto)
+    return jax.sharding.Mesh(np.array(devices).reshape(shape), DATA, axis_types=auto)

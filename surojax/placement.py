@@ -303,5 +303,12 @@ def bytes_per_device(plan, home: Home = "device") -> int:
     leaves = jax.tree.leaves(plan)
     if home == "nvme":
         return sum(x.size * x.dtype.itemsize // x.sharding.mesh.size for x in leaves if isinstance(x, InFile))
-    here = [x for x in leaves if not isinstance(x, InFile) and x.sharding.memory_kind == MEMORY_KIND[home]]
-    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in here)
+    return sum(
+        leaf_bytes(x) for x in leaves if not isinstance(x, InFile) and x.sharding.memory_kind == MEMORY_KIND[home]
+    )
+
+
+def leaf_bytes(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes that one planned array takes on each device."""
+    assert x.sharding is not None
+    return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize

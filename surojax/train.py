@@ -25,7 +25,7 @@ from surojax.blueprint import Blueprint, draw
 from surojax.checkpoint import Checkpoints
 from surojax.config import Config
 from surojax.errors import CheckpointError, ConfigError
-from surojax.fit import GiB, check_fit, estimate_host
+from surojax.fit import GiB, check_fit, compare, estimate_host
 from surojax.flags import parse
 from surojax.generate import complete
 from surojax.mesh import find_devices, make_mesh
@@ -175,6 +175,8 @@ def train(config: Config) -> Result:
         if finished and c.sample_tokens:
             say(sample(c, run, train_state.weights, tokenizer, held_out))
         say(f"{step - first_step} steps in {time.perf_counter() - started:.0f} s")
+        if plan_and_reality := compare(need, train_step, devices[0]):
+            say(plan_and_reality)
         say(evaluation_summary(output_dir))
         say(f"checkpoint: {checkpoints.last}")
         return Result(train_state, history, checkpoints.last, finished)

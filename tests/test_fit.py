@@ -142,6 +142,8 @@ def apply(c, text: str):
         ("llama125m", "recompute_block=false lmhead_chunks=1", 1, 3.0, "cpu"),
         ("llama7b", "", 1, 22.0, "gpu"),
         ("llama7b", "gpus=4 dp_replicate_size=4 shard_weights=false", 4, 22.0, "gpu"),
+        ("llama7b", "", 1, 5.0, "gpu"),  # everything offloaded
+        ("llama7b", "gpus=4", 4, 2.0, "gpu"),  # and outer layers cut by words
     ],
 )
 def test_advice_is_true(name, changes, n, gibs, platform):
@@ -157,6 +159,14 @@ def test_advice_is_true(name, changes, n, gibs, platform):
         assert fit.gib(fit.needed(c, c.gpus, platform)) == number
         assert c.per_device_batch_size * c.gradient_accumulation_steps == batch
     assert fit.needed(c, c.gpus, platform) <= gibs * fit.GiB
+
+
+def test_impossible_changes_are_not_advised():
+    """Cut by words over four GPUs, a vocabulary that eight do not divide cannot be spread further."""
+    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "gpus=4 zero_level=3 shard_outer=true model.vocab_size=32004")
+    found = fit.changes_that_help(c, 4, fit.GiB, "gpu")
+    assert {"offload_weights": True} in [change for change, _ in found]
+    assert not any("gpus" in change for change, _ in found)
 
 
 def test_a_machine_without_gpus_is_told_what_gpus_would_need():
@@ -186,3 +196,18 @@ def test_a_run_that_fits_gets_its_estimate():
     stats = {"bytes_limit": 24 * fit.GiB, "bytes_in_use": fit.GiB}
     gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
     assert fit.available_bytes([gpu]) == 23 * fit.GiB
+
+
+def test_plan_and_reality_are_compared_on_a_gpu():
+    """By faked statistics; on a CPU there is nothing to compare."""
+    sizes = {"argument_size_in_bytes": 10, "temp_size_in_bytes": 5, "output_size_in_bytes": 9, "alias_size_in_bytes": 8}
+    planned = SimpleNamespace(**{name: size * fit.GiB for name, size in sizes.items()})
+    compiled = SimpleNamespace(memory_analysis=lambda: planned)
+    stats = {"peak_bytes_in_use": 17 * fit.GiB}
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    line = fit.compare({"weights": 12 * fit.GiB, "master": 3 * fit.GiB}, compiled, gpu)
+    assert line and "estimated 15.0 GiB, compiled 16.0 GiB, at most in use 17.0 GiB" in line and "too low" not in line
+    assert "14% too low" in str(fit.compare({"weights": 14 * fit.GiB}, compiled, gpu))
+    stats.clear()
+    assert fit.compare({"weights": 1}, compiled, gpu) is None
+    assert fit.compare({"weights": 1}, compiled, jax.devices()[0]) is None

@@ -1,0 +1,160 @@
+"""Compile a program for NVIDIA GPUs on a machine that has none, and read what the compiler made of it.
+
+Needs the CUDA plugin beside jax and, for cuDNN attention to lower, cuDNN: `pip install 'surojax[plan]'`. No driver, no
+other NVIDIA library. Tried with jax 0.11.2 and 0.12.0.1. Facts it rests on, each found by trying:
+
+1. A sharding on compile-only GPU devices silently drops its `memory_kind` (those devices have no memories); one on
+   `mesh.abstract_mesh` keeps it. So the shardings of arguments and results are on the abstract mesh, while shard_map
+   and what is inside use the concrete one: cuDNN attention refuses to lower without devices.
+2. `Lowered.compile` crashes on such devices: the StableHLO goes to the topology's own compile-only client.
+3. Pallas chooses the architecture from `jax.default_device`, and lowering caches keep the first one: a process compiles
+   for one kind of GPU. `devices` refuses a second one.
+4. Without a GPU, XLA cannot time its own Triton matrix products, and their first guess of a tile may need large
+   buffers that a tuned one does not. So programs are compiled with `xla_gpu_enable_triton_gemm=False` (cuBLAS), and
+   otherwise with the options that `train` uses on a GPU, which are XLA's defaults.
+
+What it cannot show: workspaces that cuDNN asks for at run time (some hundred MiB), fragmentation, the CUDA context.
+XLA's scheduler spends memory that is free on overlap: the same program needs less where `device_memory_size` is less.
+"""
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import compiler
+from jax.experimental import topologies
+from jaxlib import xla_client
+
+from surojax.gpus import ARCHITECTURES, GPUS, Gpu
+
+EXTRA = "pip install 'surojax[plan]'"
+XLA_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}  # fact 4
+_kinds: set[str] = set()  # of this process: one at most
+
+
+def available() -> bool:
+    """Whether the CUDA plugin and cuDNN are installed."""
+    plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+    return any(map(_installed, plugins)) and _installed("nvidia.cudnn")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
+
+
+def kind() -> str | None:
+    """The kind of GPU that this process compiles for, None while it is free to choose."""
+    return next(iter(_kinds), None)
+
+
+def target_config(gpu: Gpu) -> str:
+    """A description of the GPU as XLA's compiler takes it (GpuTargetConfigProto, text format)."""
+    capability, accelerated = gpu.compute_capability.rstrip("a"), gpu.compute_capability.endswith("a")
+    major, minor = capability.split(".")
+    sm = ARCHITECTURES[capability]
+    features = "ACCELERATED_FEATURES" if accelerated else "NONE"
+    return f"""
+gpu_device_info {{
+  name: "{gpu.name}"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability {gpu.compute_capability}"
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  device_memory_size: {gpu.memory_bytes}
+  memory_bandwidth: {int(gpu.memory_bandwidth)}
+  pcie_bandwidth: {int(gpu.pcie_bandwidth)}
+  l2_cache_size: {gpu.l2_bytes}
+  clock_rate_ghz: {gpu.clock / 1e9}
+  core_count: {gpu.sm_count}
+  fpus_per_core: {sm.fp32_lanes}
+  threads_per_core_limit: {sm.threads}
+  shared_memory_per_core: {sm.shared_memory}
+  shared_memory_per_block_optin: {sm.shared_memory_per_block}
+  shared_memory_per_block: 49152
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  device_address_bits: 64
+  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{gpu.name}"
+"""
+
+
+def devices(gpu: str, n: int) -> Sequence[Any]:
+    """n compile-only devices of a kind in `GPUS`, on one host.
+
+    Raises RuntimeError when this process has compiled for another kind: see fact 3.
+    """
+    if _kinds - {gpu}:
+        raise RuntimeError(f"a process compiles for one kind of GPU: expected {kind()!r}, got {gpu!r}")
+    _kinds.add(gpu)
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # jax's default
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # what the plugin would print about memory is in the plan
+    found = topologies.get_topology_desc(platform="cuda", target_config=target_config(GPUS[gpu]), topology=f"1x1x{n}")
+    return found.devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a program; bytes per device."""
+
+    argument_bytes: int  # device memory that holds the arguments
+    output_bytes: int  # device memory of results that are not written over arguments
+    temp_bytes: int  # device memory used inside
+    host_argument_bytes: int  # the same, pinned host memory
+    host_output_bytes: int
+    host_temp_bytes: int
+    text: str  # the optimised and scheduled HLO
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that the program needs."""
+        return self.argument_bytes + self.output_bytes + self.temp_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory that the program needs."""
+        return self.host_argument_bytes + self.host_output_bytes + self.host_temp_bytes
+
+
+def compile_for(jitted, args, mesh: jax.sharding.Mesh) -> Compiled:
+    """Compile `jitted(*args)`; every sharding in `args` and of the results must be on `mesh.abstract_mesh`."""
+    targets = mesh.devices.flatten()
+    with jax.default_device(targets[0]):
+        lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+    client = targets[0].client
+    options = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=targets.size,
+        device_assignment=targets.reshape(1, -1),
+        env_options_overrides=XLA_OPTIONS,
+        backend=client,
+    )
+    options.executable_build_options.use_shardy_partitioner = True
+    options.executable_build_options.use_spmd_partitioning = True
+    executable = client.compile(
+        lowered.compiler_ir("stablehlo"),
+        executable_devices=xla_client.DeviceList(tuple(targets)),
+        compile_options=options,
+    )
+    m = executable.get_compiled_memory_stats()
+    return Compiled(
+        argument_bytes=m.argument_size_in_bytes,
+        output_bytes=m.output_size_in_bytes - m.alias_size_in_bytes,
+        temp_bytes=m.temp_size_in_bytes,
+        host_argument_bytes=m.host_argument_size_in_bytes,
+        host_output_bytes=m.host_output_size_in_bytes - m.host_alias_size_in_bytes,
+        host_temp_bytes=m.host_temp_size_in_bytes,
+        text=executable.hlo_modules()[0].to_string(),
+    )

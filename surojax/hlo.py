@@ -1,0 +1,225 @@
+"""Reads a compiled program: what it sends between GPUs, what it copies to and from host memory, what it computes twice.
+
+The text is XLA's optimised HLO, as `aot.Compiled.text` or `jax.stages.Compiled.as_text()` give it. Instructions are
+counted as often as they run: loops times their known trip counts, inside each other. Host memory is memory space 5,
+`S(5)` in an array's layout.
+
+Bytes of collectives are those that one GPU sends, and as many it receives, with the algorithms whose traffic is least
+(rings; Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"), for n GPUs and an operand
+of b bytes on each: all-gather (n - 1) b, reduce-scatter and all-to-all (n - 1) / n b, all-reduce 2 (n - 1) / n b,
+permute b.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+WIRE = {  # bytes that a GPU sends, from n GPUs and the bytes of its operands
+    "all-gather": lambda n, b: (n - 1) * b,
+    "reduce-scatter": lambda n, b: (n - 1) * b / n,
+    "all-to-all": lambda n, b: (n - 1) * b / n,
+    "all-reduce": lambda n, b: 2 * (n - 1) * b / n,
+    "collective-permute": lambda n, b: b,
+}
+# Instructions that hand a value on, allocate it, or end what a "-start" began: nothing moves.
+NAMES_ONLY = {"parameter", "tuple", "get-tuple-element", "bitcast", "custom-call", "while", "conditional", "call"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of a shape."""
+
+    bytes: int
+    rank: int
+    on_host: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """A line of HLO."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+
+LINE = re.compile(
+    r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)"
+)  # name = shape opcode(operands), attributes
+
+type Module = dict[str, dict[str, Instruction]]  # computations by name, instructions by name; the entry is ""
+
+
+def parse(text: str) -> Module:
+    """The computations of a module."""
+    module, current = {}, None
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            current = module.setdefault("" if head[1] else head[2], {})
+        elif current is not None and (found := LINE.match(line)):
+            name, shape, opcode, rest = found.groups()
+            operands, _, attributes = rest.partition(")")
+            current[name] = Instruction(name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", operands)), attributes)
+    return module
+
+
+def arrays(shape: str) -> list[Array]:
+    """The arrays of a shape, tuples flattened."""
+
+    def one(dtype, dims, layout):
+        sizes = [int(d) for d in dims.split(",") if d]
+        return Array(math.ceil(math.prod(sizes) * _bits(dtype) / 8), len(sizes), "S(5)" in (layout or ""))
+
+    return [one(*found) for found in re.findall(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?", shape)]
+
+
+def _bits(dtype: str) -> int:
+    """Of the names that HLO gives dtypes: f32, bf16, s4, f8e4m3fn, pred."""
+    number = re.match(r"[a-z]+(\d+)", dtype)
+    return int(number[1]) if number else 8
+
+
+def executed(module: Module, computation: str = "", times: int = 1) -> Iterator[tuple[Instruction, int, dict]]:
+    """(instruction, how often it runs, its computation), without the insides of fusions.
+
+    All branches of a conditional count. Raises ValueError for a loop whose trip count XLA does not know.
+    """
+    instructions = module[computation]
+    for i in instructions.values():
+        yield i, times, instructions
+        if i.opcode == "while":
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.attributes)
+            if not trips:
+                raise ValueError(f"loop {i.name}: expected a known trip count, got none; give it a constant length")
+            yield from executed(module, _called(i, "body")[0], times * int(trips[1]))
+        elif i.opcode in ("conditional", "call", "async-start"):
+            for name in _called(i, "to_apply|calls|branch_computations|true_computation|false_computation"):
+                yield from executed(module, name, times)
+
+
+def _called(i: Instruction, attribute: str) -> list[str]:
+    found = re.findall(rf"\b(?:{attribute})=(?:\{{([^}}]*)\}}|(%?[\w.\-]+))", i.attributes)
+    return [name for several, one in found for name in re.findall(r"%?([\w.\-]+)", several or one)]
+
+
+def _operands(i: Instruction, computation: Mapping[str, Instruction]) -> list[Array]:
+    return [a for name in i.operands for a in arrays(computation[name].shape)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind over one axis of the mesh, per step and GPU."""
+
+    op: str
+    axis: str  # names joined by "+" where it spans several
+    count: int
+    bytes: int  # that a GPU sends
+
+
+def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    """All that run in a step, by kind and axis; `mesh_shape` in the order in which devices are numbered."""
+    found: dict[tuple[str, str], tuple[int, float]] = {}
+    for i, times, computation in executed(module):
+        op = i.opcode.removesuffix("-start")
+        if op in WIRE:
+            axis, n = _axis(i, mesh_shape)
+            count, size = found.get((op, axis), (0, 0.0))
+            sent = WIRE[op](n, sum(a.bytes for a in _operands(i, computation)))
+            found[op, axis] = count + times, size + times * sent
+    return [Collective(op, axis, count, round(size)) for (op, axis), (count, size) in sorted(found.items())]
+
+
+def add_up(programs: Iterable[tuple[list[Collective], int]]) -> list[Collective]:
+    """Those of several programs, each run so many times, by kind and axis."""
+    found: dict[tuple[str, str], Collective] = {}
+    for rows, times in programs:
+        for x in rows:
+            before = found.get((x.op, x.axis), Collective(x.op, x.axis, 0, 0))
+            more = Collective(x.op, x.axis, before.count + times * x.count, before.bytes + times * x.bytes)
+            found[x.op, x.axis] = more
+    return sorted(found.values(), key=lambda x: (x.op, x.axis))
+
+
+def _axis(i: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, int]:
+    """(axes of the mesh along which a collective works, devices in a group)."""
+    if named := re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", i.attributes):
+        axes = re.findall(r"'(\w+)'", named[1])
+        return "+".join(axes), math.prod(mesh_shape[a] for a in axes)
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", i.attributes):
+        group = [int(d) for d in listed[1].split(",")]
+    elif iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", i.attributes):
+        numbers = lambda text: [int(x) for x in text.split(",")]
+        ids = np.arange(math.prod(numbers(iota[3]))).reshape(numbers(iota[3]))
+        group = list(ids.transpose(numbers(iota[4]) if iota[4] else None).reshape(int(iota[1]), int(iota[2]))[0])
+    else:  # all devices
+        group = list(range(math.prod(mesh_shape.values())))
+    coordinates = np.array(np.unravel_index(group, tuple(mesh_shape.values())))
+    axes = [name for name, row in zip(mesh_shape, coordinates, strict=True) if len(set(row.tolist())) > 1]
+    return "+".join(axes), len(group)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCopies:
+    """Bytes per step and GPU that copies move between device and host memory, or within host memory."""
+
+    h2d_bytes: int
+    d2h_bytes: int
+    within_host_bytes: int
+
+
+def host_copies(module: Module) -> HostCopies:
+    """What a step copies: whole arrays, and the layers read from and written to stacks that rest in host memory."""
+    h2d = d2h = within = 0
+    for i, times, computation in executed(module):
+        if i.opcode in NAMES_ONLY or i.opcode.endswith("-done"):
+            continue
+        sources, results = _operands(i, computation), arrays(_result(i))
+        from_host, to_host = (any(a.on_host for a in side) for side in (sources, results))
+        if i.opcode in ("copy", "copy-start"):
+            size = times * sources[0].bytes
+            within += size if from_host and to_host else 0
+            d2h += size if to_host and not from_host else 0
+            h2d += size if from_host and not to_host else 0
+        elif to_host:  # a layer is written into a stack: scalars are its index
+            d2h += times * sum(a.bytes for a in sources if not a.on_host and a.rank)
+        elif from_host:
+            h2d += times * sum(a.bytes for a in results if a.rank)
+    return HostCopies(h2d, d2h, within)
+
+
+def _result(i: Instruction) -> str:
+    """The shape of what an instruction produces; that of an asynchronous one starts with its operands."""
+    if i.opcode == "copy-start":  # (result, operand, context)
+        return i.shape.split(", ")[0]
+    if not i.opcode.endswith("-start") or not i.shape.startswith("(("):
+        return i.shape
+    depth = 0
+    for end, letter in enumerate(i.shape[1:], 1):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return i.shape[end + 1 :]
+    raise AssertionError(i.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rematerialised:
+    """What XLA computes again instead of keeping it, because memory is short."""
+
+    count: int  # instructions run per step
+    bytes: int  # of their results
+    largest: str  # name of the one with most bytes; "" when there is none
+
+
+def rematerialised(module: Module) -> Rematerialised:
+    """Read from the names that XLA gives such instructions (`.remat`)."""
+    found = [
+        (times * sum(a.bytes for a in arrays(i.shape)), times, i.name)
+        for i, times, _ in executed(module)
+        if ".remat" in i.name and i.opcode not in NAMES_ONLY
+    ]
+    return Rematerialised(sum(n for _, n, _ in found), sum(b for b, *_ in found), max(found, default=(0, 0, ""))[2])

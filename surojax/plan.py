@@ -1,0 +1,356 @@
+"""What a run would need, before anyone has the GPUs: memory, traffic, and the least time that a step can take.
+
+    python -m surojax.plan --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--json FILE] [--host-memory GIB]
+
+The real step is compiled for the named GPU on this machine, which needs none (`aot`); memory, collectives and host
+copies are read from the compiled program (`hlo`), and stand beside what the textbook says (`traffic`). No data is read
+and nothing is written but FILE. Where the compiler for GPUs is not installed, memory is the estimate of `fit` and
+traffic that of `traffic`; the result says so.
+
+`plan(config, gpu)` is the same as a function.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from surojax import aot, config as configs, fit, hlo, placement, step, traffic
+from surojax.attention import fits_cudnn
+from surojax.blueprint import Blueprint, draw
+from surojax.config import Config
+from surojax.errors import ConfigError
+from surojax.fit import GiB, gib
+from surojax.flags import parse
+from surojax.gpus import GPUS
+from surojax.mesh import DATA, make_mesh, mesh_shape
+from surojax.offload import MEMORY_KIND
+
+HOMES: tuple[str, ...] = ("device", "host", "nvme")
+RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes and seconds per GPU and step. Written as JSON as it is."""
+
+    gpu: str
+    gpus: int
+    parameters: int
+    mesh: dict[str, int]  # sizes of its axes
+    estimate: bool  # True where nothing was compiled
+    fits: bool
+    device_bytes: int  # everything that the program needs in device memory
+    device_temp_bytes: int  # of that, what is no argument of it: accumulators, residuals, working space
+    host_bytes: int
+    host_temp_bytes: int
+    nvme_bytes: int
+    classes: dict[str, dict[str, int]]  # rows of the placement table: {"device", "host", "nvme"}
+    collectives: list[dict[str, Any]]  # {"op", "axis", "count", "bytes", "textbook_bytes"}
+    h2d_bytes: int
+    d2h_bytes: int
+    within_host_bytes: int  # copies from host memory to host memory
+    rematerialised: dict[str, Any]  # {"count", "bytes", "largest"}: what XLA computes again to save memory
+    step_time_bound_s: float
+    bound_by: str
+    times_s: dict[str, float]  # what each resource needs at least
+    device_limit_bytes: int  # that a program on this GPU can use
+    host_limit_bytes: int | None  # of all GPUs together; None when not given
+    changes: list[str]  # that would make it fit
+
+
+def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
+    """Plan a run on `config.gpus` GPUs of this kind, on a host with so many GiB of memory if given.
+
+    A process can compile for one kind of GPU only: a second kind is planned in a process of its own.
+    Raises ConfigError for settings that `train` would refuse, an unknown GPU, and `gpus=0`.
+    """
+    c = checked(config, gpu)
+    if aot.available() and aot.kind() not in (None, gpu):
+        return plan_in_subprocess(c, gpu, host_memory=host_memory)
+    n, facts = c.gpus, GPUS[gpu]
+    batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
+    found = _compiled(c, gpu, batch) if aot.available() else _estimated(c, batch)
+    times = traffic.bounds(
+        facts,
+        c.model_dtype,
+        flops=found.pop("flops"),
+        device_bytes=found.pop("device_traffic"),
+        link_bytes=sum(row["bytes"] for row in found["collectives"]),
+        h2d=found["h2d_bytes"],
+        d2h=found["d2h_bytes"],
+    )
+    host_limit = None if host_memory is None else int(host_memory * GiB)
+    limit, device = facts.memory_bytes, found["device_bytes"]
+    enough = host_limit is None or n * found["host_bytes"] <= host_limit
+    bound_by = max(times, key=lambda resource: times[resource])
+    return Plan(
+        gpu=gpu,
+        gpus=n,
+        fits=device <= limit and enough,
+        nvme_bytes=sum(row["nvme"] for row in found["classes"].values()),
+        step_time_bound_s=times[bound_by],
+        bound_by=bound_by,
+        times_s=times,
+        device_limit_bytes=limit,
+        host_limit_bytes=host_limit,
+        changes=[] if device <= limit else _changes(c, device, limit),
+        **found,
+    )
+
+
+def checked(config: Config, gpu: str) -> Config:
+    """A copy of the config, with the attention that "auto" means on this GPU. Raises ConfigError: see `plan`."""
+    if gpu not in GPUS:
+        near = difflib.get_close_matches(gpu.lower(), GPUS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "add its facts to surojax/gpus.py"
+        raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {gpu!r}; {hint}")
+    configs.check(config)
+    if config.gpus == 0:
+        raise ConfigError(
+            "gpus: expected the number of GPUs to plan for, got 0, which is all GPUs of this machine; "
+            "set --config.gpus=4, for example"
+        )
+    mesh_shape(config.gpus, dp_replicate_size=config.dp_replicate_size, dp_shard_size=config.dp_shard_size)
+    c = config.copy_and_resolve_references()
+    if c.attention == "auto":
+        c.attention = "cudnn" if fits_cudnn(c.model_dtype, configs.head_dim(c)) else "xla"
+    return c
+
+
+def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
+    """Figures of the plan, read from the step that XLA compiles for this GPU."""
+    mesh = make_mesh(aot.devices(gpu, c.gpus), dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
+    run = draw(c, mesh.abstract_mesh, total_steps=1000)
+    try:
+        done = [(aot.compile_for(program, args, mesh), times) for program, args, times in programs(run, mesh, batch)]
+    except NotImplementedError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"attention: expected one that takes this model on a {gpu}, got {c.attention!r} ({reason}); use 'xla'"
+        ) from error
+    textbook = traffic.collective_bytes(run, batch)
+    modules = [(hlo.parse(compiled.text), times) for compiled, times in done]
+    copies = [(hlo.host_copies(module), times) for module, times in modules]
+    again = [(hlo.rematerialised(module), times) for module, times in modules]
+    total = lambda pairs, name: sum(times * getattr(x, name) for x, times in pairs)
+    most = lambda name: max(getattr(compiled, name) for compiled, _ in done)
+    return _sizes(run) | {
+        "estimate": False,
+        "device_bytes": most("device_bytes"),
+        "device_temp_bytes": most("temp_bytes"),
+        "host_bytes": most("host_bytes"),
+        "host_temp_bytes": most("host_temp_bytes"),
+        "classes": classes(run, batch),
+        "collectives": _beside(hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), textbook),
+        "h2d_bytes": total(copies, "h2d_bytes"),
+        "d2h_bytes": total(copies, "d2h_bytes"),
+        "within_host_bytes": total(copies, "within_host_bytes"),
+        "rematerialised": {
+            "count": total(again, "count"),
+            "bytes": total(again, "bytes"),
+            "largest": max((r for r, _ in again), key=lambda r: r.bytes).largest,
+        },
+        "flops": traffic.step_flops(run, batch),
+        "device_traffic": traffic.device_traffic(run, batch),
+    }
+
+
+def programs(run: Blueprint, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> list[tuple[Any, tuple, int]]:
+    """(jitted function, its arguments, how often it runs in a step) for each program that makes up a step."""
+    shape = (batch.microbatches, batch.sequences * mesh.size, batch.sequence_len)
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=placement.batch_sharding(mesh.abstract_mesh))
+    train_step = step.make_train_step(run.engine, run.optimizer, run.schedule, run.plan, mesh)
+    return [(train_step, (run.plan, tokens, tokens), 1)]
+
+
+def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
+    """The same figures from shapes alone."""
+    shape = mesh_shape(c.gpus, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
+    run = draw(c, jax.sharding.AbstractMesh(shape, DATA), total_steps=1000)
+    rows, need = classes(run, batch), fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
+    of = lambda names, home: sum(need[name][home] for name in names)
+    inside = ("gradients", "activations", "working space")
+    h2d, d2h = traffic.host_bytes(run, batch, rows)
+    return _sizes(run) | {
+        "estimate": True,
+        "device_bytes": of(need, "device"),
+        "device_temp_bytes": of(inside, "device"),
+        "host_bytes": of(need, "host"),
+        "host_temp_bytes": of(inside, "host"),
+        "classes": rows,
+        "collectives": _beside([], traffic.collective_bytes(run, batch)),
+        "h2d_bytes": h2d,
+        "d2h_bytes": d2h,
+        "within_host_bytes": 0,
+        "rematerialised": {"count": 0, "bytes": 0, "largest": ""},
+        "flops": traffic.step_flops(run, batch),
+        "device_traffic": traffic.device_traffic(run, batch),
+    }
+
+
+def _sizes(run: Blueprint) -> dict[str, Any]:
+    parameters = sum(p.size for p in jax.tree.leaves(run.params))
+    return {"parameters": parameters, "mesh": dict(run.mesh.shape)}
+
+
+def _beside(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
+    """Rows of collectives, each with its textbook figure; where none was compiled that figure is the row's."""
+    rows = [dataclasses.asdict(x) | {"textbook_bytes": textbook.get((x.op, x.axis), 0)} for x in found]
+    listed = {(x.op, x.axis) for x in found}
+    missing = {key: size for key, size in textbook.items() if key not in listed}
+    blank = lambda size: {"count": 0, "bytes": 0 if found else size, "textbook_bytes": size}
+    return rows + [{"op": op, "axis": axis} | blank(size) for (op, axis), size in missing.items()]
+
+
+def classes(run: Blueprint, batch: traffic.Batch) -> dict[str, dict[str, int]]:
+    """Bytes per GPU of each row of the placement table, by the memory where they rest."""
+    need = fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
+    homes = {kind: home for home, kind in MEMORY_KIND.items()}
+    state = run.plan._asdict() | {"weights": run.plan.weights["blocks"], "outer": run.plan.weights["outer"]}
+    inside = {"grads": "gradients", "residuals": "activations"}
+
+    def row(name: str) -> dict[str, int]:
+        found: dict[str, int] = dict.fromkeys(HOMES, 0)
+        if name in inside:
+            return found | need[inside[name]]
+        for x in jax.tree.leaves(state.get(name)):
+            found[homes[x.sharding.memory_kind]] += placement.leaf_bytes(x)
+        return found
+
+    return {field.name: row(field.name) for field in dataclasses.fields(run.engine.placement)}
+
+
+def _changes(c: Config, device_bytes: int, limit: int) -> list[str]:
+    """Settings that would make it fit, by estimate; what the estimate misses now is taken off the limit."""
+    missed = max(0, device_bytes - fit.needed(c, c.gpus, "gpu"))
+    found = fit.changes_that_help(c, c.gpus, limit - missed, "gpu")
+    fits = lambda need: " (fits)" if need <= limit - missed else ""
+    lines = [f"{fit.flags(change)} -> about {gib(need + missed)}{fits(need)}" for change, need in found]
+    return lines or ["a smaller model or sequence_len, or a GPU with more memory"]
+
+
+def plan_in_subprocess(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
+    """`plan` in a process of its own. Raises ConfigError as it does, RuntimeError when that process fails."""
+    code = "from surojax.plan import serve; serve()"
+    request = json.dumps({"config": config.to_dict(), "gpu": gpu, "host_memory": host_memory})
+    done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"planning for {gpu} in a process of its own failed: {done.stderr.strip()[-2000:]}")
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return Plan(**answer)
+
+
+def serve() -> None:
+    """Answer one request of `plan_in_subprocess`, from standard input to standard output."""
+    jax.config.update("jax_platforms", "cpu")
+    request = json.load(sys.stdin)
+    try:
+        config = configs.restored_config(request["config"])
+        answer = dataclasses.asdict(plan(config, request["gpu"], host_memory=request["host_memory"]))
+    except ConfigError as error:
+        answer = {"error": str(error)}
+    json.dump(answer, sys.stdout)
+
+
+def table(p: Plan) -> str:
+    """The plan as text."""
+    axes = " x ".join(f"{name}={size}" for name, size in p.mesh.items())
+    lines = [f"plan: {p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].name} ({axes})"]
+    if p.estimate:
+        lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the step: {aot.EXTRA}")
+    cells = lambda sizes: "".join(f"{size / GiB:>10.2f}" if size else f"{'-':>10}" for size in sizes)
+    row = lambda name, sizes: f"  {name:<16}{cells(sizes)}"
+    lines += ["", f"  {'GiB per GPU':<16}" + "".join(f"{home:>10}" for home in HOMES)]
+    lines += [row(name, [sizes[home] for home in HOMES]) for name, sizes in p.classes.items()]
+    totals = [p.device_bytes, p.host_bytes, p.nvme_bytes]
+    rest = [t - sum(sizes[home] for sizes in p.classes.values()) for t, home in zip(totals, HOMES, strict=True)]
+    lines += [row("working space", [max(0, r) for r in rest]), row("total", totals)]
+    again = p.rematerialised
+    what = f"{again['count']:,} operations, {gib(again['bytes'])} of results, most in {again['largest']}"
+    lines += [
+        "",
+        f"of that temporary: {gib(p.device_temp_bytes)} on the device, {gib(p.host_temp_bytes)} on the host",
+        f"computed again by XLA to save memory: {what if again['count'] else 'nothing'}",
+        "",
+        f"  {'per step and GPU':<30}{'count':>8}{'GiB':>10}{'textbook':>10}",
+    ]
+    for x in p.collectives:
+        sizes = cells([x["bytes"], x["textbook_bytes"]])
+        lines.append(f"  {x['op'] + ' over ' + x['axis']:<30}{x['count'] or '-':>8}{sizes}")
+    for name, size in (("host to device", p.h2d_bytes), ("device to host", p.d2h_bytes)):
+        lines.append(f"  {name:<30}{'':>8}{cells([size])}")
+    if p.within_host_bytes:
+        lines.append(f"  {'within host memory':<30}{'':>8}{cells([p.within_host_bytes])}")
+    parts = ", ".join(f"{RESOURCES[name]} {t:.3f}" for name, t in p.times_s.items())
+    lines += ["", f"a step takes at least {p.step_time_bound_s:.3f} s, bound by {RESOURCES[p.bound_by]} ({parts})"]
+    return "\n".join(lines + verdict(p))
+
+
+def verdict(p: Plan) -> list[str]:
+    """Lines that say whether it fits, and if not what would."""
+    name, device = GPUS[p.gpu].name, f"{gib(p.device_bytes)} of {gib(p.device_limit_bytes)}"
+    over = p.device_bytes > p.device_limit_bytes
+    lines = [f"{'does not fit' if over else 'fits'}: {device} on each {name}"]
+    if not over:
+        lines[0] += "; cuDNN's workspaces and the CUDA context come on top, some hundred MiB"
+    lines += [f"  would change it: {change}" for change in p.changes]
+    if p.host_limit_bytes is not None:
+        need, there = gib(p.gpus * p.host_bytes), gib(p.host_limit_bytes)
+        enough = p.gpus * p.host_bytes <= p.host_limit_bytes
+        fix = "" if enough else "; offload less, or store it in 16 bits (opt_m_dtype, opt_v_dtype, master_dtype)"
+        lines.append(f"{'fits' if enough else 'does not fit'}: {need} of {there} host memory for all GPUs{fix}")
+    return lines
+
+
+def check_json_path(path: str) -> Path:
+    """The file to write, found to be writable before any work is done. Raises ConfigError."""
+    file = Path(path).expanduser()
+    problem = "a folder" if file.is_dir() else ""
+    if not problem:
+        try:
+            tempfile.TemporaryFile(dir=file.parent).close()
+            with file.open("a") if file.exists() else tempfile.TemporaryFile(dir=file.parent):
+                pass
+        except OSError as error:
+            problem = error.strerror or str(error)
+    if problem:
+        raise ConfigError(f"--json: expected a file that can be written, got {path!r} ({problem}); choose another path")
+    return file
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line, plan, print; one line and a non-zero exit code for an error."""
+    jax.config.update("jax_platforms", "cpu")  # needs no GPU, and touches none
+    parser = argparse.ArgumentParser(prog="python -m surojax.plan", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gpu", metavar="NAME", help=f"the GPU to plan for: {', '.join(GPUS)}")
+    parser.add_argument("--json", metavar="FILE", help="write the plan there, as JSON")
+    parser.add_argument("--host-memory", metavar="GIB", type=float, help="host memory for all GPUs, to check as well")
+    try:
+        c, args = parse(argv, parser)
+        file = check_json_path(args.json) if args.json is not None else None
+        if args.gpu is None:
+            raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
+        if args.host_memory is not None and not args.host_memory > 0:
+            raise ConfigError(f"--host-memory: expected GiB, more than 0, got {args.host_memory}; leave it out")
+        found = plan(c, args.gpu, host_memory=args.host_memory)
+        print(table(found))
+        if file:
+            file.write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
+            print(f"written: {file}")
+    except (ConfigError, OSError) as error:
+        sys.exit(f"surojax.plan: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

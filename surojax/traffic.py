@@ -1,0 +1,138 @@
+"""What a step must move and compute, from shapes: the textbook figures that the planner puts beside the compiled ones.
+
+Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) as DESIGN section 3 has them. For n GPUs of
+`dp_shard`, k microbatches, and blocks of P bytes as work weights, each GPU sends per step:
+
+| sharded            | forward and backward                                | end of step                            |
+|--------------------|-----------------------------------------------------|----------------------------------------|
+| master and moments |                                                     | reduce-scatter P', all-gather P        |
+| + gradients        | reduce-scatter k P                                  | all-gather P                           |
+| + weights          | all-gather 2 k P, reduce-scatter k P                |                                        |
+
+times (n - 1) / n; P' is P in the accumulators' dtype. Replicated outer layers add a reduce-scatter and an all-gather
+once per step. Outer layers that are sharded move tokens instead: see `outer`. Groups of `dp_replicate` add up their
+shards once per step. Scalars (loss, label count, norm: bytes) are left out.
+
+Times are lower bounds: each resource alone, at its peak rate, with everything else free and perfectly overlapped.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from surojax.blueprint import Blueprint
+from surojax.collectives import WHOLE
+from surojax.gpus import Gpu
+from surojax.mesh import REPLICATE, SHARD
+from surojax.metrics import flops_per_token
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The tokens of a step on one GPU."""
+
+    sequences: int  # per microbatch
+    sequence_len: int
+    microbatches: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.sequences * self.sequence_len
+
+
+def collective_bytes(run: Blueprint, batch: Batch) -> dict[tuple[str, str], int]:
+    """Bytes that each GPU sends per step, by (collective, axis)."""
+    engine, n, replicas = run.engine, run.mesh.shape[SHARD], run.mesh.shape[REPLICATE]
+    table, k = engine.placement, batch.microbatches
+    sent = dict.fromkeys(
+        [("all-gather", SHARD), ("reduce-scatter", SHARD), ("all-reduce", SHARD), ("all-reduce", REPLICATE)], 0.0
+    )
+    work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
+    ring = (n - 1) / n
+    blocks, kept = _sizes(run, "blocks", engine.dims["blocks"])
+    sent["all-gather", SHARD] += ring * work * blocks * (2 * k if table.weights.sharded else 1)
+    rounds, itemsize = (k, work) if table.grads.sharded else (1, accum)
+    sent["reduce-scatter", SHARD] += ring * itemsize * blocks * rounds
+    sent["all-reduce", SHARD] += 2 * ring * itemsize * kept * rounds
+
+    moved = jax.tree.map(lambda d, rests: d if rests == WHOLE else WHOLE, engine.dims["outer"], engine.resting["outer"])
+    outer, _ = _sizes(run, "outer", moved)  # what rests in shards moves no weights
+    sent["all-gather", SHARD] += ring * work * outer
+    sent["reduce-scatter", SHARD] += ring * accum * outer
+    sharded_outer, kept_outer = _sizes(run, "outer", engine.dims["outer"])
+    sent["all-reduce", SHARD] += 2 * ring * accum * kept_outer
+    if table.outer.sharded:
+        x, ids = batch.tokens * run.model.hidden_size * work, batch.tokens * 4
+        # Embedding: ids, rows; its gradient: ids, rows. Head: activations and labels; their gradient.
+        sent["all-gather", SHARD] += k * (n - 1) * (2 * x + 2 * ids)
+        sent["reduce-scatter", SHARD] += k * (n - 1) * 2 * x
+        sent["all-reduce", SHARD] += k * 2 * (n - 1) * 2 * ids  # largest logit and sum of exponentials, float32
+    parameters = blocks / n + kept + sharded_outer / n + kept_outer
+    sent["all-reduce", REPLICATE] += 2 * (replicas - 1) / replicas * accum * parameters
+    return {key: round(size) for key, size in sent.items() if size}
+
+
+def _sizes(run: Blueprint, part: str, dims) -> tuple[int, int]:
+    """Parameters of a part of the model that `dims` cut, and those that are kept whole."""
+    pairs = list(zip(jax.tree.leaves(run.params[part]), jax.tree.leaves(dims), strict=True))
+    cut, whole = ([math.prod(p.shape) for p, d in pairs if (d == WHOLE) == kept] for kept in (False, True))
+    return sum(cut), sum(whole)
+
+
+def step_flops(run: Blueprint, batch: Batch) -> float:
+    """FLOPs of a step on each GPU, recomputation of the blocks included."""
+    m, S = run.model, batch.sequence_len
+    sizes = m.num_hidden_layers, m.num_attention_heads, m.head_dim, S
+    per_token = flops_per_token(m.num_matmul_params, *sizes)
+    if run.engine.recompute_block:  # a third forward pass of all but the head
+        per_token += flops_per_token(m.num_matmul_params - m.vocab_size * m.hidden_size, *sizes) / 3
+    return per_token * batch.tokens * batch.microbatches
+
+
+def device_traffic(run: Blueprint, batch: Batch) -> int:
+    """Bytes that a step reads from and writes to device memory at least, on each GPU: weights, state and residuals."""
+    engine, n, k = run.engine, run.mesh.shape[SHARD], batch.microbatches
+    table = engine.placement
+    work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
+    size = lambda part: sum(math.prod(p.shape) for p in jax.tree.leaves(run.params[part]))
+    passes = 3 if engine.recompute_block else 2
+    weights = k * work * (passes * size("blocks") + 3 * size("outer") / (n if table.outer.sharded else 1))
+    gradients = 2 * k * accum * size("blocks") / (n if table.grads.sharded else 1)
+    state = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves((run.plan.master, run.plan.moments))
+    )
+    residuals = 2 * k * run.model.num_hidden_layers * batch.tokens * run.model.hidden_size * work
+    return round(weights + gradients + 2 * state + residuals)
+
+
+def host_bytes(run: Blueprint, batch: Batch, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
+    """(host to device, device to host) bytes per step and GPU, from what rests in host memory per class.
+
+    Weights are fetched twice a microbatch and written once a step; gradients are read and written once a microbatch and
+    read by the update; residuals go both ways once a microbatch; master weights and moments once a step.
+    """
+    k, host = batch.microbatches, {name: row["host"] for name, row in rows.items()}
+    read = 2 * k * host["weights"] + (k + 1) * host["grads"] + k * host["residuals"] + host["master"] + host["moments"]
+    written = host["weights"] + k * (host["grads"] + host["residuals"]) + host["master"] + host["moments"]
+    return read, written
+
+
+def bounds(
+    gpu: Gpu, dtype: str, *, flops: float, device_bytes: int, link_bytes: int, h2d: int, d2h: int
+) -> dict[str, float]:
+    """Seconds that each resource needs at least.
+
+    Where GPUs talk over PCI Express, their collectives share it with the copies to and from host memory; each
+    direction of it carries what a GPU sends, or receives, of both.
+    """
+    shared = gpu.link_bandwidth <= gpu.pcie_bandwidth
+    return {
+        "compute": flops / (gpu.bf16_flops if dtype == "bfloat16" else gpu.tf32_flops),
+        "device memory": device_bytes / gpu.memory_bandwidth,
+        "link": link_bytes / gpu.link_bandwidth,
+        "pcie": (max(h2d, d2h) + (link_bytes if shared else 0)) / gpu.pcie_bandwidth,
+    }

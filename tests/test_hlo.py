@@ -1,0 +1,98 @@
+"""What is read from compiled programs: loops multiply, groups name axes, host copies have a direction."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from surojax import hlo
+
+MESH = {"dp_replicate": 2, "dp_shard": 4}
+PROGRAM = """HloModule step, is_scheduled=true
+
+%body.1 (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %p = (s32[], f32[8,4]{1,0}) parameter(0)
+  %x = f32[8,4]{1,0} get-tuple-element(%p), index=1
+  %reduce-scatter.1 = f32[2,4]{1,0} reduce-scatter(%x), replica_groups=[2,4]<=[8], dimensions={0}
+  %all-gather-start.1 = ((f32[2,4]{1,0}), f32[8,4]{1,0}) all-gather-start(%reduce-scatter.1), GROUPS_SHARD
+  %all-gather-done.1 = f32[8,4]{1,0} all-gather-done(%all-gather-start.1)
+  ROOT %out = (s32[], f32[8,4]{1,0}) tuple(%x, %all-gather-done.1)
+}
+
+%outer.2 (q: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %q = (s32[], f32[8,4]{1,0}) parameter(0)
+  ROOT %while.1 = (s32[], f32[8,4]{1,0}) while(%q), condition=%c, body=%body.1, LOOP3
+}
+
+ENTRY %main (a: f32[8,4], stack: bf16[5,6]) -> f32[8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %stack = bf16[5,6]{1,0:S(5)} parameter(1)
+  %i = s32[] constant(0)
+  %while.2 = (s32[], f32[8,4]{1,0}) while(%a), condition=%c, body=%outer.2, LOOP2
+  %y.remat2 = f32[8,4]{1,0} negate(%a)
+  %all-reduce.1 = f32[8,4]{1,0} all-reduce(%a), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%sum
+  %all-reduce.2 = (f32[8,4]{1,0}, s32[]) all-reduce(%a, %i), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
+  %slice = ((bf16[5,6]{1,0:S(5)}, s32[]), bf16[1,6]{1,0}, u32[]) fusion-start(%stack, %i), kind=kLoop, calls=%f
+  %layer = bf16[1,6]{1,0} fusion-done(%slice)
+  %write = ((bf16[5,6]{1,0:S(5)}, bf16[1,6]{1,0}, s32[]), bf16[5,6]{1,0:S(5)}, u32[]) fusion-start(%stack, %layer, %i)
+  %written = bf16[5,6]{1,0:S(5)} fusion-done(%write)
+  %copy-start.1 = (f32[8,4]{1,0:S(5)}, f32[8,4]{1,0}, u32[]) copy-start(%a)
+  %copy-done.1 = f32[8,4]{1,0:S(5)} copy-done(%copy-start.1)
+  %copy.2 = bf16[5,6]{1,0:S(5)} copy(%stack)
+  ROOT %copy.3 = f32[8,4]{1,0} copy(%copy-done.1)
+}
+"""
+for word, text in {
+    "GROUPS_SHARD": "replica_groups=mesh['dp_replicate'=2,'dp_shard'=4] {'dp_shard'}",
+    "LOOP3": 'backend_config={"known_trip_count":{"n":"3"}}',
+    "LOOP2": 'backend_config={"known_trip_count":{"n":"2"}}',
+}.items():
+    PROGRAM = PROGRAM.replace(word, text)
+
+
+def test_collectives_are_counted_as_often_as_they_run_by_axis():
+    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives(hlo.parse(PROGRAM), MESH)}
+    a = 8 * 4 * 4  # bytes
+    assert found == {
+        ("reduce-scatter", "dp_shard"): (6, 6 * 3 * a // 4),
+        ("all-gather", "dp_shard"): (6, 6 * 3 * a // 4),
+        ("all-reduce", "dp_replicate"): (1, a),
+        ("all-reduce", "dp_replicate+dp_shard"): (1, 2 * 7 * (a + 4) // 8),
+    }
+
+
+def test_host_copies_have_a_direction():
+    copies = hlo.host_copies(hlo.parse(PROGRAM))
+    layer, a = 6 * 2, 8 * 4 * 4
+    assert copies == hlo.HostCopies(h2d_bytes=layer + a, d2h_bytes=layer + a, within_host_bytes=5 * layer)
+
+
+def test_rematerialised_operations_are_named():
+    assert hlo.rematerialised(hlo.parse(PROGRAM)) == hlo.Rematerialised(1, 8 * 4 * 4, "y.remat2")
+
+
+def test_a_loop_of_unknown_length_is_refused():
+    with pytest.raises(ValueError, match=r"while\.2.*constant length"):
+        list(hlo.executed(hlo.parse(PROGRAM.replace('"known_trip_count":{"n":"2"}', ""))))
+
+
+def test_programs_are_added_up():
+    one = [hlo.Collective("all-gather", "dp_shard", 2, 10)]
+    assert hlo.add_up([(one, 1), (one, 3)]) == [hlo.Collective("all-gather", "dp_shard", 8, 40)]
+
+
+def test_reads_what_jax_compiles():
+    """A loop of sums over one axis and a permutation over the other, on virtual devices."""
+    mesh = jax.make_mesh((2, 4), ("dp_replicate", "dp_shard"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def f(x):
+        one = lambda i, x: jnp.tanh(jax.lax.pcast(jax.lax.psum(x, "dp_shard"), "dp_shard", to="varying"))
+        x = jax.lax.fori_loop(0, 5, one, x)
+        return jax.lax.ppermute(x, "dp_replicate", [(0, 1), (1, 0)])
+
+    spec = jax.P(("dp_replicate", "dp_shard"))
+    x = jax.ShapeDtypeStruct((8, 256), np.float32, sharding=jax.NamedSharding(mesh, spec))
+    text = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)).lower(x).compile().as_text()
+    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives(hlo.parse(text), mesh.shape)}
+    sums = 5, 5 * 2 * 3 * 1024 // 4
+    assert found == {("all-reduce", "dp_shard"): sums, ("collective-permute", "dp_replicate"): (1, 1024)}

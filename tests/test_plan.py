@@ -1,0 +1,329 @@
+"""The planner: what compiled steps need and move, for GPUs that are not there.
+
+Plans are cached in files that the test processes share, since most of the time goes into compiling. The steps are those
+of configs/*.py at their real sizes: compiling takes as long for a small model.
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+from surojax import aot, flags, plan as planner, traffic
+from surojax.blueprint import draw
+from surojax.config import default_config
+from surojax.errors import ConfigError
+from surojax.gpus import GPUS
+from surojax.mesh import DATA
+from surojax.plan import GiB, Plan
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
+
+OFFLOADS = tuple(f"offload_{name}" for name in ("residual", "optimizer", "master", "grads", "weights"))
+ALL = dict.fromkeys(OFFLOADS, True)
+SHARDED = {"zero_level": 3, "shard_outer": True}
+FIRST = "rtx4090"  # the kind that the test processes compile for themselves; others in processes of their own
+BLOCKS = {  # a model whose blocks are nearly all of it, with so many layers that one fetch more is less than 1 %
+    "model.hidden_size": 256,
+    "model.intermediate_size": 512,
+    "model.num_hidden_layers": 64,
+    "model.num_attention_heads": 4,
+    "model.num_key_value_heads": 4,
+    "model.vocab_size": 512,
+    "sequence_len": 64,
+    "lmhead_chunks": 1,
+}
+TINY = BLOCKS | {"model.num_hidden_layers": 2, "gpus": 1}
+
+
+def config(name: str = "llama7b", **changes):
+    """A config of configs/ with changes."""
+    c = flags.load(str(CONFIGS / f"{name}.py"))
+    for field, value in changes.items():
+        owner = c.model if field.startswith("model.") else c
+        owner[field.removeprefix("model.")] = value
+    return c
+
+
+@pytest.fixture(scope="session")
+def planned(tmp_path_factory):
+    """(config, GPU) -> its plan, compiled by one of the test processes and read by all."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "plans"
+    folder.mkdir(exist_ok=True)
+
+    def get(c, gpu: str = FIRST) -> Plan:
+        text = json.dumps([gpu, c.to_dict()], sort_keys=True)
+        file = folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                found = planner.plan(c, gpu) if gpu == FIRST else planner.plan_in_subprocess(c, gpu)
+                file.write_text(json.dumps(dataclasses.asdict(found)))
+        return Plan(**json.loads(file.read_text()))
+
+    return get
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name, gpu, changes, most",
+    [
+        ("llama7b", "rtx4090", {"gpus": 1} | ALL, 3.6),
+        ("llama7b", "rtx4090", {"gpus": 4, "zero_level": 3}, 21.5),
+        ("llama7b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 1.6),
+        ("qwen32b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 5.2),
+        ("llama70b", "h100", {"gpus": 8} | SHARDED | dict.fromkeys(OFFLOADS[:3], True), 44),
+        ("llama70b", "h100", {"gpus": 8} | SHARDED | ALL, 10),
+    ],
+    ids=["7b-1-all", "7b-4-none", "7b-4-all", "32b-4-all", "70b-8-state", "70b-8-all"],
+)
+def test_device_memory(planned, name, gpu, changes, most):
+    """The table of the issue: fp32 master weights, the rest bf16, sequence 2048, one sequence per GPU and microbatch,
+    two microbatches, cuDNN attention, the head in 16 slices."""
+    c = config(name, **changes)
+    sizes = c.sequence_len, c.per_device_batch_size, c.gradient_accumulation_steps, c.lmhead_chunks
+    assert sizes == (2048, 1, 2, 16) and c.attention == "auto"
+    dtypes = c.master_dtype, c.model_dtype, c.opt_m_dtype, c.opt_v_dtype, c.accum_dtype
+    assert dtypes == ("float32", *["bfloat16"] * 4)
+    p = planned(c, gpu)
+    assert not p.estimate and p.fits
+    assert p.device_bytes <= most * GiB
+    # Everything that the classes say rests on the device is in the program, and its state is exactly what they say.
+    on_device, on_host = (sum(row[home] for row in p.classes.values()) for home in ("device", "host"))
+    assert on_device <= p.device_bytes
+    assert p.host_bytes == pytest.approx(on_host, rel=0.03)  # the issue's 3 %
+    if changes.items() >= ALL.items():  # no second copy of anything on the host
+        inside = p.classes["grads"]["host"] + p.classes["residuals"]["host"]
+        assert p.host_temp_bytes == pytest.approx(inside, rel=0.03)
+
+
+@needs_compiler
+def test_device_memory_does_not_grow_with_depth(planned):
+    """With all offloads 64 layers need what 32 need, within the 3 % of the issue; host memory doubles."""
+    one, two = (planned(config(gpus=1, **ALL) if n == 32 else config(**deep(n))) for n in (32, 64))
+    assert two.device_bytes == pytest.approx(one.device_bytes, rel=0.03)
+    assert 1.8 < two.host_bytes / one.host_bytes < 2
+
+
+def deep(layers: int) -> dict:
+    return {"gpus": 1, "model.num_hidden_layers": layers} | ALL
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpus", [4, 8])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_collectives_are_those_of_the_textbook(planned, level, gpus):
+    """Bytes within 2 % of the formulas, as the issue asks, with 1 and 4 microbatches.
+
+    One fetch more than the 2 k L of the formula is allowed in it: each layer's weights are fetched a layer ahead, and
+    the last of them is not used. Scalars are not in the formulas: less than 1 kB.
+    """
+    of = lambda k: planned(config(gpus=gpus, zero_level=level, gradient_accumulation_steps=k, **BLOCKS))
+    plans = [of(1), of(4)]
+    for p in plans:
+        assert {x["axis"] for x in p.collectives} == {"dp_shard"}
+        for x in p.collectives:
+            assert x["bytes"] == pytest.approx(x["textbook_bytes"], rel=0.02, abs=1000), x
+        assert sum(x["textbook_bytes"] for x in p.collectives) > 50e6
+        assert {"all-gather", "reduce-scatter"} <= {x["op"] for x in p.collectives}
+    one, four = (p.collectives for p in plans)
+    if level == 1:  # nothing inside the loop over microbatches, where it would count four times
+        assert one == four
+    else:
+        scattered = [next(x["bytes"] for x in rows if x["op"] == "reduce-scatter") for rows in (one, four)]
+        assert scattered[1] > 3.5 * scattered[0]
+
+
+@needs_compiler
+def test_groups_of_gpus_sum_their_shards_once(planned):
+    """HSDP: shards are exchanged inside a group, and their gradients are summed over the groups once per step."""
+    p = planned(config(gpus=4, dp_replicate_size=2, zero_level=3, gradient_accumulation_steps=2, **BLOCKS))
+    found = {(x["op"], x["axis"]): x for x in p.collectives}
+    for key in (("all-gather", "dp_shard"), ("reduce-scatter", "dp_shard"), ("all-reduce", "dp_replicate")):
+        assert found[key]["bytes"] == pytest.approx(found[key]["textbook_bytes"], rel=0.02), key
+        assert found[key]["bytes"] > 10e6
+
+
+@needs_compiler
+def test_host_copies_are_counted(planned):
+    """Moments go to the device and back once a step, whole; nothing else does."""
+    p = planned(config(gpus=1, offload_optimizer=True, **BLOCKS))
+    assert p.classes["moments"]["host"] > 0 and p.host_temp_bytes == 0
+    assert p.h2d_bytes == p.d2h_bytes == p.classes["moments"]["host"]
+
+
+KEYS = {
+    "gpu": str,
+    "gpus": int,
+    "fits": bool,
+    "device_bytes": int,
+    "device_temp_bytes": int,
+    "host_bytes": int,
+    "host_temp_bytes": int,
+    "nvme_bytes": int,
+    "classes": dict,
+    "collectives": list,
+    "h2d_bytes": int,
+    "d2h_bytes": int,
+    "step_time_bound_s": float,
+    "bound_by": str,
+}
+
+
+def check_schema(found: dict):
+    for key, kind in KEYS.items():
+        assert type(found[key]) is kind, key
+    table = {"weights", "outer", "grads", "master", "moments", "residuals"}
+    assert found["classes"].keys() >= table
+    assert all(row.keys() == {"device", "host", "nvme"} for row in found["classes"].values())
+    columns = {"op", "axis", "count", "bytes", "textbook_bytes"}
+    assert all(x.keys() == columns for x in found["collectives"])
+    assert found["step_time_bound_s"] > 0 and found["bound_by"] in ("compute", "device memory", "link", "pcie")
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_gpu_is_compiled_for(planned, gpu):
+    """Each kind in a process of its own, with the attention of its cuDNN."""
+    p = planned(config(**TINY), gpu)
+    assert not p.estimate and p.fits and p.gpu == gpu
+    check_schema(json.loads(json.dumps(dataclasses.asdict(p))))
+
+
+def write_config(tmp_path: Path, **changes) -> str:
+    lines = [f"    c.{field} = {value!r}" for field, value in changes.items()]
+    head = "from surojax.config import default_config\n\n\ndef get_config():\n    c = default_config()\n"
+    file = tmp_path / "config.py"
+    file.write_text(head + "\n".join([*lines, "    return c"]) + "\n")
+    return str(file)
+
+
+def command(argv: list[str], capsys) -> str:
+    planner.main(argv)
+    return capsys.readouterr().out
+
+
+def refused(argv: list[str]) -> str:
+    """The one line that the command ends with."""
+    with pytest.raises(SystemExit) as error:
+        planner.main(argv)
+    line = str(error.value)
+    assert line.startswith("surojax.plan: error: ") and "\n" not in line
+    return line
+
+
+def test_without_the_compiler_there_is_an_estimate(tmp_path, monkeypatch, capsys):
+    """It says so, names the extra, and fills the same fields."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    file = write_config(tmp_path, **TINY, zero_level=3, model_dtype="bfloat16", offload_master=True)
+    argv = ["--config", file, "--gpu", "rtx4090", "--config.gpus=4", "--json", str(tmp_path / "plan.json")]
+    out = command(argv, capsys)
+    assert "ESTIMATE" in out and "pip install 'surojax[plan]'" in out and "fits" in out
+    found = json.loads((tmp_path / "plan.json").read_text())
+    check_schema(found)
+    assert found["estimate"] and found["gpus"] == 4
+    assert found["h2d_bytes"] == found["d2h_bytes"] == found["classes"]["master"]["host"] > 0
+    assert all(x["bytes"] == x["textbook_bytes"] for x in found["collectives"])
+
+
+def test_times_are_bytes_over_rates():
+    """Where GPUs talk over PCI Express, their collectives share it with the copies to and from host memory."""
+    moved = {"flops": 165.2e12, "device_bytes": 504 * 10**9, "link_bytes": 10**10, "h2d": 3 * 10**10, "d2h": 10**10}
+    four = traffic.bounds(GPUS["rtx4090"], "bfloat16", **moved)
+    assert four["compute"] == pytest.approx(1) and four["device memory"] == pytest.approx(0.5)
+    assert four["pcie"] == pytest.approx(4 * four["link"])
+    h100 = traffic.bounds(GPUS["h100"], "float32", **moved)
+    assert h100["compute"] == pytest.approx(165.2 / 494.5)
+    assert h100["pcie"] == pytest.approx(3e10 / GPUS["h100"].pcie_bandwidth)
+    assert h100["link"] == pytest.approx(1e10 / 450e9)
+
+
+def test_flops_count_recomputation():
+    """6 N and attention per token, a third more in the blocks when they are computed again (7B: N = 6.6e9)."""
+    c = config(gpus=1)
+    flops = []
+    for c.recompute_block in (False, True):
+        run = draw(c, jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
+        flops.append(traffic.step_flops(run, traffic.Batch(1, 2048, 2)) / 4096)
+    n, head, attention = 6_607_077_376, 32000 * 4096, 6 * 32 * 4096 * 2048
+    assert flops == [6 * n + attention, 6 * n + attention + 2 * (n - head) + attention / 3]
+
+
+def test_what_does_not_fit_comes_with_what_would(monkeypatch):
+    monkeypatch.setattr(aot, "available", lambda: False)
+    p = planner.plan(config(gpus=1), "rtx4090", host_memory=64)
+    assert not p.fits and p.changes and p.changes[-1].endswith("(fits)")
+    assert any("offload_" in change for change in p.changes)
+    text = planner.table(p)
+    assert "does not fit: " in text and all(change in text for change in p.changes)
+    offloaded = config(gpus=1, **ALL)
+    assert planner.plan(offloaded, "rtx4090", host_memory=100).fits
+    small = planner.plan(offloaded, "rtx4090", host_memory=64)
+    assert not small.fits and not small.changes  # the device is not the problem
+    assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in planner.table(small)
+
+
+@needs_compiler
+def test_attention_that_the_gpu_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match=r"attention: .* got 'cudnn' \(.*head dim.*; use 'xla'"):
+        planner.plan(config(**TINY | {"model.head_dim": 256, "attention": "cudnn"}), aot.kind() or FIRST)
+
+
+@needs_compiler
+def test_the_command_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
+    """What it prints is what it writes; for a second kind of GPU a process of its own does the work."""
+    file = write_config(tmp_path, **TINY, model_dtype="bfloat16")
+    target = tmp_path / "plan.json"
+    monkeypatch.setattr(aot, "_kinds", {FIRST})  # as if this process had compiled for another one
+    argv = ["--config", file, "--gpu", "h200", "--config.gpus=2", "--json", str(target), "--host-memory=8"]
+    out = command(argv, capsys)
+    found = json.loads(target.read_text())
+    check_schema(found)
+    assert not found["estimate"] and "ESTIMATE" not in out
+    assert f"{found['step_time_bound_s']:.3f} s" in out and "2 x NVIDIA H200" in out
+    for name in found["classes"]:
+        assert f"\n  {name} " in out
+    for x in found["collectives"]:
+        assert f"{x['op']} over {x['axis']}" in out
+    with pytest.raises(ConfigError, match="dp_replicate_size"):  # an error comes back as one
+        planner.plan_in_subprocess(config(gpus=4, dp_replicate_size=3), "h200")
+    with pytest.raises(RuntimeError, match="one kind of GPU"):
+        aot.devices("h200", 1)
+
+
+def test_bad_input_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(planner, "_compiled", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(planner, "_estimated", lambda *_: pytest.fail("estimated"))
+    file = write_config(tmp_path, **TINY)
+    good = ["--config", file, "--gpu", "rtx4090"]
+    assert "did you mean rtx4090?" in (line := refused(["--config", file, "--gpu", "rtx4080"]))
+    assert all(name in line for name in GPUS)
+    assert "no GPU given: pass --gpu NAME, one of a100" in refused(["--config", file])
+    assert "--config.gpus=4" in refused([*good, "--config.gpus=0"])
+    assert "dp_shard_size" in refused([*good, "--config.gpus=4", "--config.dp_shard_size=3"])
+    for path, reason in (
+        ("missing/plan.json", "No such file"),
+        ("", "folder"),
+        ("config.py/plan.json", "ot a directory"),
+    ):
+        assert reason in refused([*good, "--json", f"{tmp_path}/{path}"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.py"]
+    assert "no_such" in refused([*good, "--config.no_such=1"])
+    assert "--host-memory" in refused([*good, "--host-memory=much"])
+    assert "more than 0" in refused([*good, "--host-memory=-1"])
+
+
+def test_default_config_is_planned_without_data():
+    """Nothing but shapes is needed; the data of the config need not exist."""
+    c = default_config()
+    c.data, c.tokenizer = "nowhere/*.jsonl", "nowhere.json"
+    assert planner.checked(c, "a100").attention == "cudnn"
+    c.model_dtype = "float32"
+    assert planner.checked(c, "a100").attention == "xla"
