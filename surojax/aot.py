@@ -11,7 +11,7 @@ other NVIDIA library. Tried with jax 0.11.2 and 0.12.0.1. Facts it rests on, eac
    for one kind of GPU. `devices` refuses a second one.
 4. Without a GPU, XLA cannot time its own Triton matrix products, and their first guess of a tile may need large
    buffers that a tuned one does not. So programs are compiled with `xla_gpu_enable_triton_gemm=False` (cuBLAS), and
-   otherwise with the options that `train` uses on a GPU, which are XLA's defaults.
+   otherwise with the options that `train` uses on a GPU, `Blueprint.compiler_options`.
 
 What it cannot show: workspaces that cuDNN asks for at run time (some hundred MiB), fragmentation, the CUDA context.
 XLA's scheduler spends memory that is free on overlap: the same program needs less where `device_memory_size` is less.
@@ -128,8 +128,11 @@ class Compiled:
         return self.host_argument_bytes + self.host_output_bytes + self.host_temp_bytes
 
 
-def compile_for(jitted, args, mesh: jax.sharding.Mesh) -> Compiled:
-    """Compile `jitted(*args)`; every sharding in `args` and of the results must be on `mesh.abstract_mesh`."""
+def compile_for(jitted, args, mesh: jax.sharding.Mesh, compiler_options=None) -> Compiled:
+    """Compile `jitted(*args)` with these options beside XLA_OPTIONS.
+
+    Every sharding in `args` and of the results must be on `mesh.abstract_mesh`.
+    """
     targets = mesh.devices.flatten()
     with jax.default_device(targets[0]):
         lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
@@ -138,7 +141,7 @@ def compile_for(jitted, args, mesh: jax.sharding.Mesh) -> Compiled:
         num_replicas=1,
         num_partitions=targets.size,
         device_assignment=targets.reshape(1, -1),
-        env_options_overrides=XLA_OPTIONS,
+        env_options_overrides=XLA_OPTIONS | (compiler_options or {}),
         backend=client,
     )
     options.executable_build_options.use_shardy_partitioner = True

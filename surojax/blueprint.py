@@ -13,13 +13,23 @@ from surojax.mesh import SHARD
 from surojax.models.llama import LlamaConfig, abstract_params, functions
 from surojax.state import TrainState
 
+# What makes XLA overlap copies and communication with computation. The engine lets all of a layer's copies and gathers
+# start with the layer (engine.py); with XLA's defaults each was still started and waited for in one place, most of them
+# after the layer's last matrix product. Read from the schedules compiled for an RTX 4090 and an H200 (jax 0.12,
+# 2026-11-21; docs/LOG.md); not timed on a GPU yet.
+SCHEDULE: dict[str, str | bool | int] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,  # off by default, whatever the documentation says
+    "xla_gpu_experimental_parallel_async_compute_limit": 6,  # host copies in flight at a time, by default 1
+    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 32,  # a layer's gathers are one, which overlaps all of a layer
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
     """A run: its model, optimizer, the plan of its state, and the engine that works on it."""
 
     model: LlamaConfig
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     schedule: optim.Schedule
     params: dict  # shapes of the float32 parameters
     plan: TrainState
@@ -30,10 +40,10 @@ class Blueprint:
         """See `step.make_train_step`."""
         return step.make_train_step(self.engine, self.optimizer, self.schedule, self.plan, self.mesh)
 
-    @property
-    def compiler_options(self) -> dict[str, str | bool]:
-        """What to compile the steps with."""
-        return collectives.compiler_options(self.engine.placement.copy_engine)
+    def compiler_options(self, platform: str) -> dict[str, str | bool | int]:
+        """What to compile the steps with for devices of this platform, "gpu" or "cpu"."""
+        schedule = SCHEDULE if platform == "gpu" else {}
+        return schedule | collectives.compiler_options(self.engine.placement.copy_engine)
 
     def eval_step(self):
         """See `step.make_eval_step`."""

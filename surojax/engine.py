@@ -37,7 +37,7 @@ from surojax import collectives
 from surojax.collectives import WHOLE, varying
 from surojax.mesh import DATA, REPLICATE, SHARD
 from surojax.models.llama import ModelFunctions
-from surojax.offload import allocate, read, write
+from surojax.offload import Home, allocate, read, write
 from surojax.outer import add, embed, head, loss, push_embed
 from surojax.placement import Placement
 from surojax.quantize import dequantise_all, quantise_matrices
@@ -238,8 +238,9 @@ class Saved:
     """
 
     def __init__(self, engine: Engine, like):
-        self.L, self.host, self.structure = engine.model.num_layers, engine.placement.residuals.home == "host", like
-        self.home = engine.placement.residuals.home
+        self.L, self.structure = engine.model.num_layers, like
+        self.home: Home = engine.placement.residuals.home
+        self.host = self.home == "host"
 
     def first(self):
         """(stack, late) before layer 0."""
@@ -280,7 +281,8 @@ def forward(engine: Engine, ahead: Ahead, x_BSD: jax.Array, held) -> tuple[jax.A
         x_BSD, kept, held = carry
         w, held = ahead.take(held, l)
         x_BSD, values = run_and_save(w, x_BSD)
-        return x_BSD, saved.keep(*kept, values, l), held
+        stack, late = kept
+        return x_BSD, saved.keep(stack, late, values, l), held
 
     x_BSD, kept, held = jax.lax.fori_loop(0, model.num_layers, layer, (x_BSD, saved.first(), held))
     return x_BSD, saved, kept, block_vjp, held

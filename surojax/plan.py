@@ -32,9 +32,10 @@ from surojax.fit import GiB, gib
 from surojax.flags import parse
 from surojax.gpus import GPUS
 from surojax.mesh import DATA, make_mesh, mesh_shape
-from surojax.offload import MEMORY_KIND
+from surojax.offload import Home
+from surojax.quantize import is_quantized
 
-HOMES: tuple[str, ...] = ("device", "host", "nvme")
+HOMES: tuple[Home, ...] = ("device", "host", "nvme")
 RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
 
 
@@ -131,7 +132,8 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
     mesh = make_mesh(aot.devices(gpu, c.gpus), dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
     run = draw(c, mesh.abstract_mesh, total_steps=1000)
     try:
-        done = [(aot.compile_for(program, args, mesh), times) for program, args, times in programs(run, mesh, batch)]
+        options = run.compiler_options("gpu")
+        done = [(aot.compile_for(f, args, mesh, options), times) for f, args, times in programs(run, mesh, batch)]
     except NotImplementedError as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
@@ -169,6 +171,8 @@ def programs(run: Blueprint, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> l
     shape = (batch.microbatches, batch.sequences * mesh.size, batch.sequence_len)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=placement.batch_sharding(mesh.abstract_mesh))
     train_step = step.make_train_step(run.engine, run.optimizer, run.schedule, run.plan, mesh)
+    if isinstance(train_step, step.LayerStep):
+        return train_step.programs(tokens, tokens)
     return [(train_step, (run.plan, tokens, tokens), 1)]
 
 
@@ -214,19 +218,24 @@ def _beside(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -
 def classes(run: Blueprint, batch: traffic.Batch) -> dict[str, dict[str, int]]:
     """Bytes per GPU of each row of the placement table, by the memory where they rest."""
     need = fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
-    homes = {kind: home for home, kind in MEMORY_KIND.items()}
-    state = run.plan._asdict() | {"weights": run.plan.weights["blocks"], "outer": run.plan.weights["outer"]}
+    blocks = jax.tree.leaves(run.plan.weights["blocks"], is_leaf=is_quantized)
+    state = run.plan._asdict() | {
+        "weights": [x for x in blocks if not is_quantized(x)],
+        "quants": [x for x in blocks if is_quantized(x)],
+        "outer": run.plan.weights["outer"],
+    }
     inside = {"grads": "gradients", "residuals": "activations"}
 
     def row(name: str) -> dict[str, int]:
         found: dict[str, int] = dict.fromkeys(HOMES, 0)
         if name in inside:
             return found | need[inside[name]]
-        for x in jax.tree.leaves(state.get(name)):
-            found[homes[x.sharding.memory_kind]] += placement.leaf_bytes(x)
+        for home in HOMES:
+            found[home] = placement.bytes_per_device(state.get(name), home)
         return found
 
-    return {field.name: row(field.name) for field in dataclasses.fields(run.engine.placement)}
+    rows = vars(run.engine.placement).items()
+    return {name: row(name) for name, of in rows if isinstance(of, placement.Row) and (name != "quants" or of.dtype)}
 
 
 def _changes(c: Config, device_bytes: int, limit: int) -> list[str]:

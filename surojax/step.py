@@ -82,8 +82,8 @@ def update_outer(engine: Engine, optimizer: optax.GradientTransformationExtraArg
 
         shards = jax.eval_shape(cut, master).shape
         work = cut(weights) if dims == resting else varying(jnp.zeros(shards, weights.dtype), (SHARD,))
-        stacks = jax.tree.map(cut, ((master, moments), grad))
-        work, new = sweep(part, work, *stacks, n)
+        stacks, grads = jax.tree.map(cut, ((master, moments), grad))
+        work, new = sweep(part, work, stacks, grads, n)
         work = collectives.gather_same(join(work, master), dims, resting)
         return work, *jax.tree.map(join, new, (master, moments))
 
@@ -191,9 +191,9 @@ class LayerStep:
         assert plan is self.plan, "a step is lowered for its own plan"
         return self._with(*(f.lower(*arguments) for f, arguments, _ in self.programs(inputs_ABS, labels_ABS)))
 
-    def compile(self) -> "LayerStep":
+    def compile(self, compiler_options=None) -> "LayerStep":
         """The lowered step, compiled."""
-        return self._with(self.gradients.compile(), self.update.compile())
+        return self._with(*(program.compile(compiler_options) for program in (self.gradients, self.update)))
 
     def memory_analysis(self) -> None:
         """None: a step of several programs has no one answer; ask `gradients` and `update`."""

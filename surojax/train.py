@@ -105,9 +105,10 @@ def train(config: Config) -> Result:
         )
         until_end.enter_context(contextlib.closing(batches))
         compile_start = time.perf_counter()
+        options = run.compiler_options(devices[0].platform)
         tokens_shape = (c.gradient_accumulation_steps, batch_size, c.sequence_len)
         tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=placement.batch_sharding(mesh))
-        train_step = run.train_step().lower(run.plan, tokens, tokens).compile(run.compiler_options)
+        train_step = run.train_step().lower(run.plan, tokens, tokens).compile(options)
         evaluate = Evaluation(c, run, mesh, held_out)
         say(f"compiled in {time.perf_counter() - compile_start:.1f} s")
 
@@ -272,7 +273,8 @@ class Evaluation:
         self.bytes_per_token = held_out.bytes_per_token
         self.sharding = placement.batch_sharding(mesh, accumulated=False)
         tokens = jax.ShapeDtypeStruct((batch_size, c.sequence_len), np.int32, sharding=self.sharding)
-        self.step = run.eval_step().lower(run.plan.weights, tokens, tokens).compile(run.compiler_options)
+        options = run.compiler_options(mesh.devices.flat[0].platform)
+        self.step = run.eval_step().lower(run.plan.weights, tokens, tokens).compile(options)
 
     def __call__(self, weights) -> dict[str, float]:
         start = time.perf_counter()
