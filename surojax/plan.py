@@ -313,6 +313,8 @@ def verdict(p: Plan) -> list[str]:
     lines = [f"{'does not fit' if over else 'fits'}: {device} on each {name}"]
     if not over:
         lines[0] += "; cuDNN's workspaces and the CUDA context come on top, some hundred MiB"
+        if p.device_bytes > 0.75 * p.device_limit_bytes:
+            lines.append("  with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes 0.75 by itself")
     lines += [f"  would change it: {change}" for change in p.changes]
     if p.host_limit_bytes is not None:
         need, there = gib(p.gpus * p.host_bytes), gib(p.host_limit_bytes)
