@@ -91,6 +91,7 @@ def default_config() -> Config:
     c.offload_master = False  # master weights rest in pinned host memory
     c.offload_grads = False  # gradient accumulators of the blocks rest in host memory; several GPUs: shard_gradients
     c.offload_weights = False  # block weights rest in host memory and stream through the device, two layers at a time
+    c.resident_layers = 0  # offload_weights: the weights of the first layers, so many, stay on the device
     c.recompute_block = True  # save only each block's input and compute the block again in the backward pass
     c.recompute_norm = False  # recompute_block=False: compute the norms' outputs again instead of saving them
     c.recompute_swiglu = False  # recompute_block=False: compute silu(gate) * up again
@@ -132,7 +133,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
     (
         "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
-        "weight_decay max_grad_norm model.head_dim",
+        "resident_layers weight_decay max_grad_norm model.head_dim",
         lambda v: v >= 0,
         "0 or more",
         "--help says what 0 means",

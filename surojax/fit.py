@@ -87,6 +87,7 @@ def _classes(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     saved_on_device = activations if engine.placement.residuals.home == "device" else 0
     update = state // m.num_hidden_layers + 2 * layer_bytes - saved_on_device
     early = layer_bytes if work.sharded or work.home == "host" else 0  # the next layer's weights
+    early += layer_bytes if work.sharded and work.resident else 0  # and the next of those that are resident
     none = {"device": 0, "host": 0}
     return {
         "weights": at(plan.weights),

@@ -4,7 +4,8 @@ XLA makes each of them an asynchronous copy of the part that is asked for: readi
 memory moves one layer. An array's type says where it is, so code that reads and writes layers need not know.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -12,6 +13,37 @@ Home = Literal["device", "host"]
 Device, Host = jax.memory.Space.Device, jax.memory.Space.Host
 SPACE = {"device": Device, "host": Host}
 MEMORY_KIND: dict[str, str] = {"device": "device", "host": "pinned_host"}
+
+
+class Split(NamedTuple):
+    """A stack of layers in two: the first of them in device memory, the others in host memory."""
+
+    resident: Any
+    streamed: Any
+
+
+class Part(NamedTuple):
+    """Layers `start` to `stop` - 1 of a model, stacked in one memory."""
+
+    stack: Any
+    start: int
+    stop: int
+
+
+def parts(stack) -> list[Part]:
+    """The one part of a stack of layers, or the two of a split one. Loops over layers go over one part after another,
+    so that which memory is read is known to the compiler."""
+    found, start = [], 0
+    for one in stack if isinstance(stack, Split) else (stack,):
+        stop = start + jax.tree.leaves(one)[0].shape[0]
+        found.append(Part(one, start, stop))
+        start = stop
+    return found
+
+
+def joined(stacks: Sequence):
+    """The inverse of `parts`."""
+    return Split(*stacks) if len(stacks) > 1 else stacks[0]
 
 
 def put(tree, home: Home):

@@ -2,12 +2,14 @@
 
 | class     | what it is                                   | sharded over dp_shard by          | in host memory by |
 |-----------|----------------------------------------------|-----------------------------------|-------------------|
-| weights   | work copy of the block weights               | zero_level >= 3 / shard_weights   | offload_weights   |
+| weights   | work copy of the block weights               | zero_level >= 3 / shard_weights   | offload_weights * |
 | outer     | embedding, final norm, head: work copies     | shard_outer                       | never             |
 | grads     | gradient accumulators of the blocks          | zero_level >= 2 / shard_gradients | offload_grads     |
 | master    | the weights the optimizer updates            | always (ZeRO-1)                   | offload_master    |
 | moments   | optimizer state                              | always (ZeRO-1)                   | offload_optimizer |
 | residuals | what a forward pass saves for the backward   | by batch                          | offload_residual  |
+
+* but for the first `resident_layers`, which stay on the device.
 
 `state_plan` turns the table into a shape, dtype and sharding for every array of the training state, building none.
 Initialisation, the step, checkpoint restore and the memory report all read that plan.
@@ -24,7 +26,7 @@ import optax
 from surojax.collectives import WHOLE
 from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
-from surojax.offload import MEMORY_KIND, Home
+from surojax.offload import MEMORY_KIND, Home, joined
 from surojax.optim import init_moments
 from surojax.state import TrainState
 
@@ -38,6 +40,7 @@ class Row:
     dtype: str
     sharded: bool
     home: Home = "device"
+    resident: int = 0  # layers that stay on the device although the others rest in host memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,7 @@ def place(
     offload_master: bool = False,
     offload_grads: bool = False,
     offload_weights: bool = False,
+    resident_layers: int = 0,
     model_dtype: str = "bfloat16",
     accum_dtype: str = "float32",
     master_dtype: str = "float32",
@@ -82,9 +86,14 @@ def place(
             f"offload_grads: expected sharded gradients on {num_shards} GPUs, got shard_gradients=False, with which "
             "every GPU would move whole gradients over its host link; set shard_gradients=True or zero_level=2"
         )
+    if resident_layers and not offload_weights:
+        raise ConfigError(
+            f"resident_layers: expected 0 with offload_weights=False, which keeps all layers on the device, got "
+            f"{resident_layers}; leave it out, or set offload_weights=True"
+        )
     home = lambda offloaded: "host" if offloaded else "device"
     return Placement(
-        weights=Row(model_dtype, shard_weights and several, home(offload_weights)),
+        weights=Row(model_dtype, shard_weights and several, home(offload_weights), resident_layers),
         outer=Row(model_dtype, shard_outer and several),
         grads=Row(accum_dtype, shard_gradients and several, home(offload_grads)),
         master=Row(master_dtype, True, home(offload_master)),
@@ -157,7 +166,11 @@ def specs(dims: dict) -> dict:
 
 
 def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`."""
+    """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`.
+
+    The work weights of the blocks are an `offload.Split` where some of their layers stay on the device. Raises
+    ConfigError when `resident_layers` leaves no other.
+    """
     dims = shard_dims(params, mesh)
     sharded, work = specs(dims), specs(resting_dims(params, dims, placement))
 
@@ -167,6 +180,20 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
 
     def tree(row: Row, spec, part: str):
         return jax.tree.map(lambda p, s: leaf(p.shape, row.dtype, s, row.home), params[part], spec[part])
+
+    def stacks(row: Row, spec):
+        """Work weights of the blocks, split where some layers are resident."""
+        num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
+        if row.resident >= num_layers:
+            raise ConfigError(
+                f"resident_layers: expected fewer than the {num_layers} layers, got {row.resident}; "
+                "leave it out with offload_weights=False to keep all on the device"
+            )
+        part = lambda n, home: jax.tree.map(
+            lambda p, s: leaf((n, *p.shape[1:]), row.dtype, s, home), params["blocks"], spec
+        )
+        sizes = [(row.resident, "device"), (num_layers - row.resident, row.home)]
+        return joined([part(n, home) for n, home in sizes if n])
 
     moments = jax.eval_shape(
         lambda: init_moments(optimizer, jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params))
@@ -183,7 +210,7 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
     }
     return TrainState(
         step=leaf((), jnp.int32, jax.P()),
-        weights={"blocks": tree(placement.weights, work, "blocks"), "outer": tree(placement.outer, work, "outer")},
+        weights={"blocks": stacks(placement.weights, work["blocks"]), "outer": tree(placement.outer, work, "outer")},
         master={part: tree(placement.master, sharded, part) for part in ("blocks", "outer")},
         moments=moments,
     )

@@ -1,5 +1,6 @@
 """The training state: what a step takes and returns."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from surojax.models.llama import LlamaConfig, init_layer, init_outer
-from surojax.offload import MEMORY_KIND, put, read, write
+from surojax.offload import MEMORY_KIND, joined, parts, put, read, write
 
 
 class TrainState(NamedTuple):
@@ -50,21 +51,28 @@ def layer_of(plan):
     return jax.tree.map(one, plan)
 
 
-def build_stacks(plan, layer: Callable):
-    """Stacked arrays as planned, inside `jit`, from a function l -> the arrays of layer l: only one layer at a time is
-    anywhere but where the stack rests."""
-    of_layer = layer_of(plan)
-    leaves, structure = jax.tree.flatten(plan)
+def build_stacks(weights, others, layer: Callable):
+    """Stacked (work weights, other arrays) as planned, inside `jit`, from a function l -> those of layer l: only one
+    layer at a time is anywhere but where the stack rests."""
+    leaves, structure = jax.tree.flatten((weights, others))
     # A constant for each, not zeros: see `offload.allocate`. Every layer of them is written.
     fill = [jax.device_put(jnp.full(p.shape, i % 100, p.dtype), p.sharding) for i, p in enumerate(leaves)]
-    stacks = jax.tree.unflatten(structure, fill)
-    num_layers = jax.tree.leaves(plan)[0].shape[0]
-    return jax.lax.fori_loop(0, num_layers, lambda l, stacks: write(stacks, cast(layer(l), of_layer), l), stacks)
+    new, built = jax.tree.unflatten(structure, fill)
+    of_layer, stacks = (layer_of(parts(weights)[0].stack), layer_of(others)), []
+    for part in parts(new):
+
+        def one(l, carry, start=part.start):
+            work, rest = cast(layer(l), of_layer)
+            return write(carry[0], work, l - start), write(carry[1], rest, l)
+
+        stack, built = jax.lax.fori_loop(part.start, part.stop, one, (part.stack, built))
+        stacks.append(stack)
+    return joined(stacks), built
 
 
 def work_weights(master, plan: TrainState):
     """The work copy of master weights, inside `jit`, a layer at a time."""
-    blocks = build_stacks(plan.weights["blocks"], lambda l: read(master["blocks"], l))
+    blocks, _ = build_stacks(plan.weights["blocks"], (), lambda l: (read(master["blocks"], l), ()))
     return {"blocks": blocks, "outer": cast(put(master["outer"], "device"), plan.weights["outer"])}
 
 
@@ -79,17 +87,25 @@ def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.Gradien
     What is planned in shards is never whole on a device, and of what is planned for host memory one layer at a time is
     there.
     """
-    blocks, outer = ((plan.weights[k], plan.master[k], plan.moments[k]) for k in ("blocks", "outer"))
 
-    def arrays(params, plan):
-        """(work weights, master weights, moments) of new parameters."""
-        master = cast(params, plan[1])
-        return cast((master, master, optimizer.init(master)), plan)
+    def arrays(params, master_plan):
+        """(master weights, moments) of new parameters, in the master's sharding."""
+        master = cast(params, master_plan)
+        return master, optimizer.init(master)
+
+    def layer(seed, l):
+        master, moments = arrays(init_layer(config, seed, l), layer_of(plan.master["blocks"]))
+        return master, (master, moments)
 
     def build(seed):
-        layer = lambda l: arrays(init_layer(config, seed, l), layer_of(blocks))
-        parts = build_stacks(blocks, layer), arrays(init_outer(config, seed), outer)
-        weights, master, moments = ({"blocks": b, "outer": o} for b, o in zip(*parts, strict=True))
-        return TrainState(jnp.int32(0), weights, master, moments)
+        others = plan.master["blocks"], plan.moments["blocks"]
+        weights, (master, moments) = build_stacks(plan.weights["blocks"], others, functools.partial(layer, seed))
+        outer, moments_of_outer = arrays(init_outer(config, seed), plan.master["outer"])
+        return TrainState(
+            step=jnp.int32(0),
+            weights={"blocks": weights, "outer": cast(outer, plan.weights["outer"])},
+            master={"blocks": master, "outer": outer},
+            moments={"blocks": moments, "outer": moments_of_outer},
+        )
 
     return jax.jit(build, out_shardings=shardings(plan))

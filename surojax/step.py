@@ -12,7 +12,7 @@ import optax
 
 from surojax import collectives
 from surojax.engine import Engine, evaluate, loss_and_gradients
-from surojax.offload import move, put, read, write
+from surojax.offload import joined, move, parts, put, read, write
 from surojax.optim import Schedule, apply_layer
 from surojax.placement import Mesh, batch_sharding
 from surojax.state import TrainState, shardings
@@ -30,11 +30,17 @@ def update(engine: Engine, optimizer: optax.GradientTransformation, state: Train
         work = jax.tree.map(lambda m: m.astype(engine.placement.weights.dtype), master)
         return collectives.gather_same(work, engine.dims[part], engine.resting[part]), master, moments
 
-    def layer(l, carry):
-        return write(carry, one("blocks", read((*carry[1:], grads["blocks"]), l)), l)
+    master, moments, stacks = state.master["blocks"], state.moments["blocks"], []
+    for part in parts(state.weights["blocks"]):
 
-    blocks = state.weights["blocks"], state.master["blocks"], state.moments["blocks"]
-    blocks = jax.lax.fori_loop(0, engine.model.num_layers, layer, blocks)
+        def layer(l, carry, start=part.start):
+            work, *new = one("blocks", read((*carry[1:], grads["blocks"]), l))
+            return write(carry[0], work, l - start), *write(carry[1:], tuple(new), l)
+
+        carry = part.stack, master, moments
+        stack, master, moments = jax.lax.fori_loop(part.start, part.stop, layer, carry)
+        stacks.append(stack)
+    blocks = joined(stacks), master, moments
     old = state.weights["outer"], state.master["outer"], state.moments["outer"]
     outer = one("outer", (*put(old[1:], "device"), grads["outer"]))
     outer = jax.tree.map(lambda x, y: move(y, jax.typeof(x).memory_space), old, outer)
