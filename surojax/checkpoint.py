@@ -187,8 +187,9 @@ def _work_weights(master, plan: TrainState):
     planned = plan.weights["outer"]
     outer = jax.jit(lambda x: cast(put(x, "device"), planned), out_shardings=shardings(planned))(master["outer"])
     on_device = lambda f, l: jax.device_put(f.read(l), f.layer_sharding(MEMORY_KIND["device"]))
-    layer = lambda l: structure.unflatten([on_device(f, l) for f in files])
-    return {"blocks": fill_layers(plan.weights["blocks"], layer), "outer": outer}
+    layer = lambda l: (structure.unflatten([on_device(f, l) for f in files]), ())
+    blocks, _ = fill_layers(plan.weights["blocks"], (), layer)
+    return {"blocks": blocks, "outer": outer}
 
 
 def restore_weights(path: Path, plan: dict) -> dict:

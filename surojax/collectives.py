@@ -9,6 +9,8 @@ program for one device has none.
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from surojax.mesh import DATA, SHARD
 
@@ -38,6 +40,29 @@ def add_up(tree, *axes: str):
         return jax.lax.psum(x, names) if names else x
 
     return jax.tree.map(one, tree)
+
+
+def same(tree, *axes: str):
+    """Values that the caller knows to be equal on all devices of these axes, now typed so: the opposite of `varying`.
+
+    It moves nothing. For sums written over what was summed, in an array whose type says that it varies.
+    """
+
+    def one(x):
+        names = frozenset(axes) & jax.typeof(x).manual_axis_type.varying
+        return _same.bind(x, axes=names) if names else x
+
+    return jax.tree.map(one, tree)
+
+
+def _type_of_same(x, *, axes: frozenset[str]):
+    left = x.manual_axis_type.varying - axes
+    return x.update(manual_axis_type=jax.sharding.ManualAxisType(varying=left))
+
+
+_same = Primitive("same")
+_same.def_abstract_eval(_type_of_same)
+mlir.register_lowering(_same, lambda context, x, *, axes: [x])
 
 
 def gather(tree, dims):

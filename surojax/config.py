@@ -5,6 +5,7 @@ line that says what was expected, what was given and what to change; `flags` rea
 Only the commands see the ConfigDict: `model_config` and keywords carry it below.
 """
 
+import dataclasses
 import difflib
 import math
 import tempfile
@@ -17,7 +18,7 @@ from ml_collections import config_dict
 
 from surojax.attention import IMPLEMENTATIONS
 from surojax.errors import ConfigError
-from surojax.models.layers import RopeScaling
+from surojax.models.layers import Recompute, RopeScaling
 from surojax.models.llama import LlamaConfig
 
 type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
@@ -95,8 +96,13 @@ def default_config() -> Config:
     c.offload_master = either(False)  # master weights rest in pinned host memory; "nvme" = in a file in nvme_path
     c.offload_grads = False  # gradient accumulators of the blocks rest in host memory; several GPUs: shard_gradients
     c.offload_weights = False  # block weights rest in host memory and stream through the device, two layers at a time
+    c.resident_layers = 0  # offload_weights: the weights of the first layers, so many, stay on the device
     c.nvme_path = ""  # folder on an NVMe disk for what is offloaded to "nvme"; one run at a time
     c.recompute_block = True  # save only each block's input and compute the block again in the backward pass
+    c.recompute_norm = False  # recompute_block=False: compute the norms' outputs again instead of saving them
+    c.recompute_swiglu = False  # recompute_block=False: compute silu(gate) * up again
+    c.recompute_ffn = False  # recompute_block=False: compute silu(gate) * up, gate and up again
+    c.recompute_att = False  # recompute_block=False: compute queries, keys, values and attention again
     c.lmhead_chunks = 1  # slices of the tokens in head and loss; more = less memory for logits
 
     # Mesh: data-parallel GPUs = dp_replicate_size x dp_shard_size
@@ -134,7 +140,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
     (
         "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
-        "weight_decay max_grad_norm model.head_dim",
+        "resident_layers weight_decay max_grad_norm model.head_dim",
         lambda v: v >= 0,
         "0 or more",
         "--help says what 0 means",
@@ -164,6 +170,7 @@ CHOICES: dict[str, tuple] = {
     "zero_level": (1, 2, 3),
     "model.rope_scaling": ("none", "linear", "llama3"),
 }
+RECOMPUTE_PARTS = tuple(f"recompute_{field.name}" for field in dataclasses.fields(Recompute))
 ROPE_FIELDS = "factor low_freq_factor high_freq_factor original_max_position_embeddings".split()
 ROPE_USES = {"none": [], "linear": ROPE_FIELDS[:1], "llama3": ROPE_FIELDS}
 
@@ -276,6 +283,9 @@ def _check_sizes(c: Config) -> None:
     expected = f"a divisor of per_device_batch_size x sequence_len = {tokens}"
     change = f"use {divisor(tokens, min(chunks, tokens))}"
     _need(tokens % chunks == 0, "lmhead_chunks", expected, chunks, change)
+    for name in RECOMPUTE_PARTS if c.recompute_block else ():
+        expected = "False with recompute_block=True, which computes all of it again"
+        _need(not c[name], name, expected, c[name], "leave it out, or set recompute_block=False")
     shards = c.gpus // c.dp_replicate_size if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
     if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients or c.shard_outer):
         expected = "2 or more, to shard over, with zero_level above 1, shard_weights or shard_gradients"
@@ -302,7 +312,8 @@ def model_config(c: Config) -> LlamaConfig:
     """The frozen architecture of a checked config."""
     sizes = c.model.to_dict() | {"head_dim": head_dim(c)}
     scaling = RopeScaling(sizes.pop("rope_scaling"), **{name: sizes.pop(f"rope_{name}") for name in ROPE_FIELDS})
-    return LlamaConfig(**sizes, rope_scaling=scaling, attention=c.attention)
+    recompute = Recompute(**{name.removeprefix("recompute_"): c[name] for name in RECOMPUTE_PARTS})
+    return LlamaConfig(**sizes, rope_scaling=scaling, attention=c.attention, recompute=recompute)
 
 
 def check_output_dir(path: str) -> Path:

@@ -24,6 +24,7 @@ Everything here runs inside `jax.shard_map` over the data axes: arrays are one d
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ from surojax import collectives
 from surojax.collectives import WHOLE, varying
 from surojax.mesh import DATA, REPLICATE, SHARD
 from surojax.models.llama import ModelFunctions
-from surojax.offload import put, read, write
+from surojax.offload import Part, allocate, parts, read, write
 from surojax.outer import add, embed, head, loss, push_embed
 from surojax.placement import Placement
 
@@ -51,17 +52,16 @@ class Engine:
     lmhead_chunks: int = 1
 
 
-def fetch(engine: Engine, weights, l: jax.Array | int):
-    """The whole weights of layer l, on this device."""
-    w = read(weights["blocks"], l)
+def fetch(engine: Engine, stack, l: jax.Array | int):
+    """The whole weights of layer l of a stack, on this device."""
+    w = read(stack, l)
     return collectives.gather(w, engine.dims["blocks"]) if engine.placement.weights.sharded else varying(w)
 
 
 def push(engine: Engine, grads, dw, l: jax.Array, first: jax.Array):
     """(accumulators with the gradient of layer l added, sum of squares of what they hold now of layer l).
 
-    `first` says that nothing was added to them in this step. Those in host memory may hold anything then: XLA allocates
-    zeros that layers are written into there without filling them (`AllocateBuffer`; jax 0.12 on GPUs).
+    `first` says that nothing was added to them in this step: then those in host memory may hold anything.
     """
     if engine.placement.grads.sharded:
         dw = collectives.scatter(dw, engine.dims["blocks"])
@@ -97,15 +97,21 @@ def finish(engine: Engine, grads, squares):
             blocks = collectives.scatter(blocks, jax.tree.map(lambda d: d if d == WHOLE else d + 1, dims["blocks"]))
         if table.home == "device":
             blocks = collectives.add_up(blocks, REPLICATE)
-        layer = lambda l, s: add(s, collectives.sum_of_squares(read_gradient(blocks, l), dims["blocks"]))
-        squares = jax.lax.fori_loop(0, engine.model.num_layers, layer, collectives.no_squares())
+        layer, start = functools.partial(_finish_layer, engine), (blocks, collectives.no_squares())
+        blocks, squares = jax.lax.fori_loop(0, engine.model.num_layers, layer, start)
+        blocks = collectives.same(blocks, REPLICATE)
     squares = add(squares, collectives.sum_of_squares(outer, dims["outer"]))
     return {"blocks": blocks, "outer": outer}, collectives.norm(*squares)
 
 
-def read_gradient(blocks, l: jax.Array):
-    """Layer l of finished accumulators; those in host memory are summed over `dp_replicate` here, each time."""
-    return collectives.add_up(read(blocks, l), REPLICATE)
+def _finish_layer(engine: Engine, l: jax.Array, carry):
+    """(accumulators with layer l summed over `dp_replicate`, sums of squares with those of layer l added)."""
+    blocks, squares = carry
+    total = collectives.add_up(read(blocks, l), REPLICATE)
+    if engine.placement.grads.home == "host" and collectives.active(REPLICATE):  # in device memory they are summed
+        total = jax.lax.optimization_barrier(total)
+        blocks = write(blocks, varying(total, (REPLICATE,)), l)  # typed like the layers that still differ
+    return blocks, add(squares, collectives.sum_of_squares(total, engine.dims["blocks"]))
 
 
 def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array):
@@ -113,7 +119,7 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
 
     Labels < 0 are ignored and not counted, so the result does not depend on how a batch is split into microbatches.
     """
-    model, L = engine.model, engine.model.num_layers
+    model = engine.model
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
     outer, ahead, sharded = varying(weights["outer"]), Ahead(engine, weights), engine.placement.outer.sharded
 
@@ -126,16 +132,14 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
         )
         grads = grads | {"outer": d_outer}
 
-        def backward(i, carry):
-            dx_BSD, grads, squares, held = carry
-            l = L - 1 - i
-            w, held = ahead.take(held, l, then=jnp.maximum(l - 1, 0))
+        def backward(w, l, carry):
+            dx_BSD, grads, squares = carry
             dw, dx_BSD = block_vjp(w, read(saved, l), dx_BSD)
             grads, of_layer = push(engine, grads, dw, l, first=a == 0)
-            return dx_BSD, grads, add(squares, of_layer), held
+            return dx_BSD, grads, add(squares, of_layer)
 
-        start = (dx_BSD, grads, collectives.no_squares(), held)
-        dx_BSD, grads, squares, held = jax.lax.fori_loop(0, L, backward, start)
+        start = (dx_BSD, grads, collectives.no_squares())
+        (dx_BSD, grads, squares), held = ahead.over_layers(backward, start, held, backward=True)
         d_outer = push_embed(grads["outer"], inputs_BS, dx_BSD, sharded)
         return grads | {"outer": d_outer}, total + loss, squares, held
 
@@ -151,16 +155,37 @@ class Ahead:
     """
 
     def __init__(self, engine: Engine, weights):
-        self.fetch = lambda l: fetch(engine, weights, l)
-        self.early = engine.placement.weights.sharded or engine.placement.weights.home == "host"
+        self.engine, self.parts = engine, parts(weights["blocks"])
+
+    def fetch(self, part: Part, l: jax.Array | int):
+        """The whole weights of layer l of the model, which is in this part."""
+        return fetch(self.engine, part.stack, l - part.start)
+
+    def early(self, part: Part) -> bool:
+        """Whether its layers are fetched one layer early. Of a split stack the last part rests in host memory."""
+        row = self.engine.placement.weights
+        return row.sharded or (row.home == "host" and part is self.parts[-1])
 
     def first(self):
-        """What is held before the first layer."""
-        return self.fetch(0) if self.early else None
+        """What is held before the first layer, for each part."""
+        return [self.fetch(part, part.start) if self.early(part) else None for part in self.parts]
 
-    def take(self, held, l, then):
-        """(weights of layer l, what is held afterwards: those of layer `then`, on their way)."""
-        return (held, self.fetch(then)) if self.early else (self.fetch(l), None)
+    def over_layers(self, step: Callable, carry, held, *, backward: bool = False):
+        """(carry after carry = step(w, l, carry) for every layer, first to last or backward; what is held then)."""
+        held = list(held)
+        for i, part in sorted(enumerate(self.parts), reverse=backward):
+            n = part.stop - part.start
+
+            def layer(k, carry, part=part):
+                carry, held = carry
+                l, then = part.start + k, jnp.minimum(part.start + k + 1, part.stop - 1)
+                if backward:
+                    l, then = part.stop - 1 - k, jnp.maximum(part.stop - 2 - k, part.start)
+                w, held = (held, self.fetch(part, then)) if self.early(part) else (self.fetch(part, l), None)
+                return step(w, l, carry), held
+
+            carry, held[i] = jax.lax.fori_loop(0, n, layer, (carry, held[i]))
+        return carry, held
 
 
 def forward(engine: Engine, ahead: Ahead, x_BSD: jax.Array, held) -> tuple[jax.Array, Any, Callable, Any]:
@@ -179,30 +204,25 @@ def forward(engine: Engine, ahead: Ahead, x_BSD: jax.Array, held) -> tuple[jax.A
             saved.args_res = [w, saved.args_res[1]]
         return saved(dy_BSD)
 
-    like = jax.eval_shape(lambda x: run_and_save(ahead.fetch(0), x)[1], x_BSD)
+    like = jax.eval_shape(lambda x: run_and_save(ahead.fetch(ahead.parts[0], 0), x)[1], x_BSD)
     stack = jax.tree.map(lambda s: varying(jnp.zeros((L, *s.shape), s.dtype)), like)
-    stack, structure = put(stack, engine.placement.residuals.home), jax.tree.structure(like)
+    stack, structure = allocate(stack, engine.placement.residuals.home), jax.tree.structure(like)
 
-    def layer(l, carry):
-        x_BSD, stack, held = carry
-        w, held = ahead.take(held, l, then=jnp.minimum(l + 1, L - 1))
+    def layer(w, l, carry):
+        x_BSD, stack = carry
         x_BSD, saved = run_and_save(w, x_BSD)
-        return x_BSD, write(stack, jax.tree.unflatten(structure, jax.tree.leaves(saved)), l), held
+        return x_BSD, write(stack, jax.tree.unflatten(structure, jax.tree.leaves(saved)), l)
 
-    x_BSD, stack, held = jax.lax.fori_loop(0, L, layer, (x_BSD, stack, held))
+    (x_BSD, stack), held = ahead.over_layers(layer, (x_BSD, stack), held)
     return x_BSD, stack, block_vjp, held
 
 
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array):
     """(summed loss in nats, labels counted) over all devices; forward only."""
     model, outer = engine.model, varying(weights["outer"])
-    ahead, L, sharded = Ahead(engine, weights), model.num_layers, engine.placement.outer.sharded
-
-    def layer(l, carry):
-        w, held = ahead.take(carry[1], l, then=jnp.minimum(l + 1, L - 1))
-        return model.block(w, carry[0]), held
-
-    x_BSD, _ = jax.lax.fori_loop(0, L, layer, (embed(outer, inputs_BS, sharded), ahead.first()))
+    ahead, sharded = Ahead(engine, weights), engine.placement.outer.sharded
+    block = lambda w, l, x_BSD: model.block(w, x_BSD)
+    x_BSD, _ = ahead.over_layers(block, embed(outer, inputs_BS, sharded), ahead.first())
     total = loss(model, outer, x_BSD, labels_BS, chunks=engine.lmhead_chunks, sharded=sharded)
     return collectives.add_up(total, *DATA), count(labels_BS)
 
@@ -213,15 +233,18 @@ def count(labels: jax.Array) -> jax.Array:
 
 
 def accumulators(engine: Engine, weights):
-    """Zeros for the gradients: the blocks' as the placement says, the outer ones whole (summed once per step)."""
+    """Zeros for the gradients: the blocks' as the placement says, the outer ones whole (summed once per step).
+
+    In host memory they may hold anything; see `push`.
+    """
     dtype, dims = engine.placement.grads.dtype, engine.dims["blocks"]
-    blocks = weights["blocks"]
+    blocks = parts(weights["blocks"])[0].stack  # their layers' shapes are all alike
     if engine.placement.grads.sharded and not engine.placement.weights.sharded:
         blocks = jax.eval_shape(lambda t: jax.vmap(lambda w: collectives.scatter(varying(w), dims))(t), blocks)
     elif engine.placement.weights.sharded and not engine.placement.grads.sharded:
         blocks = jax.eval_shape(lambda t: jax.vmap(lambda w: collectives.gather(w, dims))(t), blocks)
     # A whole leaf of sharded accumulators is summed over dp_shard at every push, so it is the same there.
     axes = lambda d: (REPLICATE,) if engine.placement.grads.sharded and d == WHOLE else DATA
-    zeros = lambda w, d: varying(jnp.zeros(w.shape, dtype), axes(d))
+    zeros = lambda w, d: varying(jnp.zeros((engine.model.num_layers, *w.shape[1:]), dtype), axes(d))
     outer = jax.tree.map(lambda w: varying(jnp.zeros(w.shape, dtype)), weights["outer"])
-    return {"blocks": put(jax.tree.map(zeros, blocks, dims), engine.placement.grads.home), "outer": outer}
+    return {"blocks": allocate(jax.tree.map(zeros, blocks, dims), engine.placement.grads.home), "outer": outer}

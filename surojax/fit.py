@@ -26,10 +26,11 @@ import psutil
 
 from surojax import blueprint, placement
 from surojax.collectives import WHOLE
-from surojax.config import Config, divisor
+from surojax.config import RECOMPUTE_PARTS, Config, divisor
 from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
-from surojax.models.llama import functions
+from surojax.models.layers import Recompute
+from surojax.models.llama import LlamaConfig, functions
 
 GiB = 2**30
 NVME_LAYERS = 4  # in host memory at most: one is read ahead, one is in use before and after its update, one is written
@@ -65,7 +66,9 @@ def _classes(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], work.dtype), run.params["blocks"])
     x = jax.ShapeDtypeStruct((batch, sequence_len, m.hidden_size), work.dtype)
     layer_bytes, x_bytes = _bytes(layer), _bytes(x)
-    saved_bytes, scores_bytes = _block_bytes(run, layer, x, platform)
+    saved_bytes, scores_bytes = _block_bytes(m, layer, x, platform)
+    # Its backward pass has all of it at once, however much of that is computed again.
+    whole_bytes, _ = _block_bytes(dataclasses.replace(m, recompute=Recompute()), layer, x, platform)
     shards = lambda dim: run.mesh.shape[SHARD] if grads.sharded and dim != WHOLE else 1
     parts = jax.tree.map(lambda p, dim: p.size // shards(dim), run.params["blocks"], engine.dims["blocks"])
     block_grads = jnp.dtype(grads.dtype).itemsize * sum(jax.tree.leaves(parts))
@@ -77,7 +80,7 @@ def _classes(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     logits = wide * (batch * sequence_len // engine.lmhead_chunks) * m.vocab_size
     # Fitted to the measurements above: what a block's backward pass holds of the values that its forward pass saves.
     again = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
-    block = 2 * layer_bytes + int(again * saved_bytes) + scores_bytes
+    block = 2 * layer_bytes + int(again * whole_bytes) + scores_bytes
     vocabulary = m.vocab_size // (run.mesh.shape[SHARD] if engine.placement.outer.sharded else 1)
     head = logits + max(logits, wide * vocabulary * m.hidden_size)  # and their gradient, then the head's
     activations = m.num_hidden_layers * (x_bytes if engine.recompute_block else saved_bytes)
@@ -87,6 +90,7 @@ def _classes(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     saved_on_device = activations if engine.placement.residuals.home == "device" else 0
     update = state // m.num_hidden_layers + 2 * layer_bytes - saved_on_device
     early = layer_bytes if work.sharded or work.home == "host" else 0  # the next layer's weights
+    early += layer_bytes if work.sharded and work.resident else 0  # and the next of those that are resident
     none = {"device": 0, "host": 0}
     return {
         "weights": at(plan.weights),
@@ -100,14 +104,15 @@ def _classes(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     } | ({"layers from files": none | {"host": NVME_LAYERS * in_file // m.num_hidden_layers}} if in_file else {})
 
 
-def _block_bytes(run: blueprint.Blueprint, layer, x: jax.ShapeDtypeStruct, platform: str) -> tuple[int, int]:
+def _block_bytes(m: LlamaConfig, layer, x: jax.ShapeDtypeStruct, platform: str) -> tuple[int, int]:
     """(what the block's forward pass saves beside its weights, the attention scores of its backward pass)."""
-    m, (B, S, _), itemsize = run.model, x.shape, x.dtype.itemsize
+    (B, S, _), itemsize = x.shape, x.dtype.itemsize
     block = functions(dataclasses.replace(m, attention="xla")).block
     saved = _bytes(jax.eval_shape(lambda w, x: jax.vjp(block, w, x, saveable_args=(False, True))[1], layer, x))
     heads = B * S * m.num_attention_heads
     if m.attention == "cudnn" or (m.attention == "auto" and platform != "cpu" and itemsize == 2):
-        return saved + heads * (m.head_dim * itemsize + 4), 0  # flash attention: its output and one sum per row
+        # Flash attention saves its output and one sum per row.
+        return saved + (0 if m.recompute.att else heads * (m.head_dim * itemsize + 4)), 0
     return saved, (4 if platform == "cpu" else 2) * heads * S * 4
 
 
@@ -168,7 +173,9 @@ def _changes(c: Config, n: int, platform: str) -> Iterator[dict]:
     slice_now = c.per_device_batch_size * c.sequence_len // c.lmhead_chunks
     limit = min(slice_now, 1024)  # tokens of a slice: no smaller ones are needed
     slices = lambda tokens: divisor(tokens, math.ceil(tokens / limit))
-    yield {"recompute_block": True}
+    if not c.recompute_block:
+        yield {"recompute_norm": True, "recompute_swiglu": True}
+    yield {"recompute_block": True} | dict.fromkeys(RECOMPUTE_PARTS, False)
     yield {"lmhead_chunks": slices(c.per_device_batch_size * c.sequence_len)}
     yield {
         "per_device_batch_size": 1,

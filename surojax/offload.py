@@ -4,7 +4,8 @@ XLA makes each of them an asynchronous copy of the part that is asked for: readi
 memory moves one layer. An array's type says where it is, so code that reads and writes layers need not know.
 """
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -14,9 +15,53 @@ SPACE: dict[str, Any] = {"device": Device, "host": Host}
 MEMORY_KIND: dict[str, str] = {"device": "device", "host": "pinned_host"}
 
 
+class Split(NamedTuple):
+    """A stack of layers in two: the first of them in device memory, the others in host memory."""
+
+    resident: Any
+    streamed: Any
+
+
+class Part(NamedTuple):
+    """Layers `start` to `stop` - 1 of a model, stacked in one memory."""
+
+    stack: Any
+    start: int
+    stop: int
+
+
+def parts(stack) -> list[Part]:
+    """The one part of a stack of layers, or the two of a split one. Loops over layers go over one part after another,
+    so that which memory is read is known to the compiler."""
+    found, start = [], 0
+    for one in stack if isinstance(stack, Split) else (stack,):
+        stop = start + jax.tree.leaves(one)[0].shape[0]
+        found.append(Part(one, start, stop))
+        start = stop
+    return found
+
+
+def joined(stacks: Sequence):
+    """The inverse of `parts`."""
+    return Split(*stacks) if len(stacks) > 1 else stacks[0]
+
+
 def put(tree, home: Home):
     """The values in that memory."""
     return jax.tree.map(lambda x: move(x, SPACE[home]), tree)
+
+
+def allocate(tree, home: Home):
+    """Zeros put into that memory; in host memory they may hold anything, so write each layer before it is read.
+
+    XLA's host offloader (GPUs, jax 0.12) replaces a constant there that layers are written into by `AllocateBuffer`,
+    which fills nothing. Equal constants would share one and be copied from it, 5.8 GiB a step for Llama-7B's
+    accumulators, so every array gets a constant of its own.
+    """
+    if home == "device":
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    return put(jax.tree.unflatten(structure, [x + i % 100 for i, x in enumerate(leaves)]), home)
 
 
 def move(x: jax.Array, space) -> jax.Array:

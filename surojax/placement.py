@@ -2,12 +2,14 @@
 
 | class     | what it is                                   | sharded over dp_shard by          | in host memory by |
 |-----------|----------------------------------------------|-----------------------------------|-------------------|
-| weights   | work copy of the block weights               | zero_level >= 3 / shard_weights   | offload_weights   |
+| weights   | work copy of the block weights               | zero_level >= 3 / shard_weights   | offload_weights * |
 | outer     | embedding, final norm, head: work copies     | shard_outer                       | never             |
 | grads     | gradient accumulators of the blocks          | zero_level >= 2 / shard_gradients | offload_grads     |
 | master    | the weights the optimizer updates            | always (ZeRO-1)                   | offload_master    |
 | moments   | optimizer state                              | always (ZeRO-1)                   | offload_optimizer |
 | residuals | what a forward pass saves for the backward   | by batch                          | offload_residual  |
+
+* but for the first `resident_layers`, which stay on the device.
 
 `offload_master` and `offload_optimizer` may be "nvme" instead: the blocks' part then rests in a file under `nvme_path`
 (see nvme.py), and the outer part, which is a few layers' worth and not read layer by layer, in pinned host memory.
@@ -28,7 +30,7 @@ from surojax.collectives import WHOLE
 from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
 from surojax.nvme import InFile, Store
-from surojax.offload import MEMORY_KIND, Home
+from surojax.offload import MEMORY_KIND, Home, joined
 from surojax.optim import init_moments
 from surojax.state import TrainState
 
@@ -43,6 +45,7 @@ class Row:
     sharded: bool
     home: Home = "device"
     folder: str = ""  # that a home of nvme is in
+    resident: int = 0  # layers that stay on the device although the others rest in host memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,7 @@ def place(
     offload_master: bool | str = False,
     offload_grads: bool = False,
     offload_weights: bool = False,
+    resident_layers: int = 0,
     nvme_path: str = "",
     model_dtype: str = "bfloat16",
     accum_dtype: str = "float32",
@@ -88,6 +92,11 @@ def place(
             f"offload_grads: expected sharded gradients on {num_shards} GPUs, got shard_gradients=False, with which "
             "every GPU would move whole gradients over its host link; set shard_gradients=True or zero_level=2"
         )
+    if resident_layers and not offload_weights:
+        raise ConfigError(
+            f"resident_layers: expected 0 with offload_weights=False, which keeps all layers on the device, got "
+            f"{resident_layers}; leave it out, or set offload_weights=True"
+        )
     homes = {"offload_master": offload_master, "offload_optimizer": offload_optimizer}
     for name, value in homes.items():
         if value not in (True, False, "nvme"):
@@ -101,7 +110,7 @@ def place(
         )
     home = lambda offloaded: "nvme" if offloaded == "nvme" else "host" if offloaded else "device"
     return Placement(
-        weights=Row(model_dtype, shard_weights and several, home(offload_weights)),
+        weights=Row(model_dtype, shard_weights and several, home(offload_weights), resident=resident_layers),
         outer=Row(model_dtype, shard_outer and several),
         grads=Row(accum_dtype, shard_gradients and several, home(offload_grads)),
         master=Row(master_dtype, True, home(offload_master), nvme_path),
@@ -177,6 +186,8 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
     """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`.
 
     Stacks of layers with home nvme are `InFile`s of one store.
+    The work weights of the blocks are an `offload.Split` where some of their layers stay on the device. Raises
+    ConfigError when `resident_layers` leaves no other.
     """
     dims = shard_dims(params, mesh)
     sharded, work = specs(dims), specs(resting_dims(params, dims, placement))
@@ -191,6 +202,20 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
 
     def tree(row: Row, spec, part: str):
         return jax.tree.map(lambda p, s: leaf(p.shape, row.dtype, s, row.home, part), params[part], spec[part])
+
+    def stacks(row: Row, spec):
+        """Work weights of the blocks, split where some layers are resident."""
+        num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
+        if row.resident >= num_layers:
+            raise ConfigError(
+                f"resident_layers: expected fewer than the {num_layers} layers, got {row.resident}; "
+                "leave it out with offload_weights=False to keep all on the device"
+            )
+        part = lambda n, home: jax.tree.map(
+            lambda p, s: leaf((n, *p.shape[1:]), row.dtype, s, home), params["blocks"], spec
+        )
+        sizes = [(row.resident, "device"), (num_layers - row.resident, row.home)]
+        return joined([part(n, home) for n, home in sizes if n])
 
     moments = jax.eval_shape(
         lambda: init_moments(optimizer, jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params))
@@ -207,7 +232,7 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
     }
     return TrainState(
         step=leaf((), jnp.int32, jax.P()),
-        weights={"blocks": tree(placement.weights, work, "blocks"), "outer": tree(placement.outer, work, "outer")},
+        weights={"blocks": stacks(placement.weights, work["blocks"]), "outer": tree(placement.outer, work, "outer")},
         master={part: tree(placement.master, sharded, part) for part in ("blocks", "outer")},
         moments=moments,
     )

@@ -108,6 +108,7 @@ def field_cases() -> list[tuple[str, str]]:
     zero_level=4                | zero_level: expected one of 1, 2, 3, got 4
     lmhead_chunks=7             | a divisor of per_device_batch_size x sequence_len = 2048, got 7; use 8
     lmhead_chunks=4096          | a divisor of per_device_batch_size x sequence_len = 2048, got 4096; use 2048
+    recompute_swiglu            | recompute_swiglu: expected False with recompute_block=True, which computes all
     gpus=9                      | gpus: expected at most 8 (cpu), got 9; lower it or use 0 for all
     gpus=-1                     | gpus: expected 0 or more
     gpus=8 dp_replicate_size=3  | dp_replicate_size: expected a divisor of the 8 devices in use, got 3; use 1, or gpus=9

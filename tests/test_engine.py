@@ -12,6 +12,7 @@ from small import CONFIG, Small, plain_loss, tokens, worst_relative
 
 from surojax import placement
 from surojax.engine import evaluate, loss_and_gradients
+from surojax.models.layers import Recompute
 
 QWEN = dataclasses.replace(CONFIG, attention_bias=True, qk_norm=True, tie_word_embeddings=True, head_dim=16)
 
@@ -109,6 +110,27 @@ def test_recomputing_blocks_changes_nothing():
     """No arithmetic changes, so not a bit of ten steps may."""
     batches = [tokens(2, 8, 24, seed=i) for i in range(10)]
     assert Small(recompute_block=True).train(batches) == Small(recompute_block=False).train(batches)
+
+
+ALL_PARTS = ("norm", "swiglu", "ffn", "att")
+
+
+@pytest.mark.parametrize(
+    "config, parts",
+    [*((CONFIG, (part,)) for part in ALL_PARTS), (CONFIG, ALL_PARTS), (QWEN, ("norm", "att"))],
+    ids=[*ALL_PARTS, "all", "qwen-norm-att"],
+)
+def test_recomputing_parts_of_blocks_changes_nothing(config, parts):
+    """Bit by bit over five steps, like recomputing all of a block."""
+    batches = [tokens(2, 8, 24, seed=i) for i in range(5)]
+    recompute = Recompute(**dict.fromkeys(parts, True))
+    ours = Small(recompute_block=False, config=dataclasses.replace(config, recompute=recompute)).train(batches)
+    assert ours == every_block_again(config)
+
+
+@functools.cache
+def every_block_again(config):
+    return Small(config=config).train([tokens(2, 8, 24, seed=i) for i in range(5)])
 
 
 def test_zero_levels_and_device_counts_train_alike():

@@ -59,6 +59,7 @@ def estimate(c, platform: str = "cpu") -> dict[str, int]:
         {"vocab_size": 8000},  # large logits
         {"sequence_len": 512, "per_device_batch_size": 2},  # large attention scores
         {"gpus": 4, "zero_level": 2, "recompute_block": False},
+        {"recompute_block": False, "recompute_norm": True, "recompute_ffn": True},
         {"gpus": 4, "zero_level": 3, "dp_replicate_size": 2, "lmhead_chunks": 8, "model_dtype": "bfloat16"},
     ],
     ids=str,
@@ -83,6 +84,32 @@ def test_what_saves_memory_does_so_in_the_estimate():
     assert total(vocab_size=8000, lmhead_chunks=8) < total(vocab_size=8000)
     assert total(gpus=4, zero_level=3) < total(gpus=4, zero_level=2) < total(gpus=4) < total()
     assert total(opt_m_dtype="bfloat16") < total() > total(accum_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_each_recomputation_saves_less(platform):
+    """By what it says: values per token of D = 256, F = 704, 8 query heads and 4 key/value heads of 32, float32."""
+
+    def saved(*parts: str) -> int:
+        c = small(recompute_block=False, **{f"recompute_{part}": True for part in parts})
+        return estimate(c, platform)["activations"]
+
+    token = 4 * 8 * 128 * 4  # bytes of one value per token in 4 layers
+    assert saved() - saved("norm") == 2 * 256 * token
+    assert saved() - saved("swiglu") == 704 * token
+    assert saved("swiglu") - saved("ffn") == 2 * 704 * token
+    assert saved("ffn", "swiglu") == saved("ffn")
+    assert saved() - saved("att") > (256 + 2 * 128 + 256) * token
+    every = estimate(small(), platform)["activations"]
+    assert every < saved("norm", "ffn", "att") == 2 * every  # the inputs of both halves of a block
+
+
+def test_resident_layers_are_counted_where_they_rest():
+    table = lambda n: small(offload_weights=True, resident_layers=n, model_dtype="bfloat16")
+    device = lambda n: estimate(table(n), "gpu")["weights"]
+    host = lambda n: fit.estimate_host(plan(table(n)), 8, 128)["weights"]
+    layer = 2 * (256 * (2 * 256 + 2 * 128) + 3 * 256 * 704 + 2 * 256)
+    assert device(3) - device(0) == host(0) - host(3) == 3 * layer
 
 
 def test_flash_attention_has_no_scores():
@@ -117,6 +144,7 @@ def apply(c, text: str):
         ("llama125m", "", 1, 2.0, "gpu"),
         ("llama125m", "model_dtype=float32 attention=xla sequence_len=4096 lmhead_chunks=1", 1, 6.0, "gpu"),
         ("llama125m", "recompute_block=false per_device_batch_size=6 lmhead_chunks=3 gpus=2", 2, 2.0, "gpu"),
+        ("llama125m", "recompute_block=false recompute_att=true gpus=2", 2, 2.0, "gpu"),
         ("llama125m", "recompute_block=false lmhead_chunks=1", 1, 3.0, "cpu"),
         ("llama7b", "", 1, 22.0, "gpu"),
         ("llama7b", "gpus=4 dp_replicate_size=4 shard_weights=false", 4, 22.0, "gpu"),

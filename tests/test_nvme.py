@@ -67,7 +67,7 @@ def folder_of(small: Small) -> Path:
         (4, {"zero_level": 1}, BOTH),
         (4, {"zero_level": 3}, {"offload_optimizer": "nvme", "offload_master": True}),
         (4, {"zero_level": 3}, {"offload_master": "nvme"}),
-        (4, {"zero_level": 3}, BOTH | REST),
+        (4, {"zero_level": 3}, BOTH | REST | {"resident_layers": 1}),
     ],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x),
 )
@@ -113,7 +113,10 @@ def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, mon
 
 def test_the_update_copies_no_stack(small):
     """Stacks in memory are written in place, as in the loops of the step that is one program."""
-    text = small.step.update.lower(*small.step.arguments).compile().as_text()
+    batch = jax.ShapeDtypeStruct((2, 8, 24), np.int32, sharding=placement.batch_sharding(small.mesh))
+    (_, _, once), (update, arguments, times) = small.step.programs(batch, batch)
+    assert (once, times) == (1, CONFIG.num_hidden_layers)
+    text = update.lower(*arguments).compile().as_text()
     stacks = {",".join(map(str, p.shape)) for p in jax.tree.leaves(small.plan.weights["blocks"])}
     assert stacks and not set(re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)) & stacks
 

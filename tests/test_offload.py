@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, tokens
 
-from surojax import engine, placement
+from surojax import engine, generate, offload, placement, step
+from surojax.checkpoint import FOLDER, Checkpoints, restore, steps_in
 from surojax.errors import ConfigError
+from surojax.models.layers import Recompute
 
 SETTINGS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
 ALL = dict.fromkeys(SETTINGS, True)
@@ -31,11 +34,42 @@ def test_offloading_changes_no_bit(devices, offloaded):
     assert Small(devices, zero_level=level, **offloaded).train(BATCHES) == plain(devices, True)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_saved_activations_follow_the_residuals(devices):
-    """Without recomputation all that a block saves is offloaded, with the same result."""
+@pytest.mark.parametrize("devices, resident, recompute_block", [(1, 1, True), (4, 2, True), (4, 1, False)])
+def test_resident_layers_change_no_bit(devices, resident, recompute_block):
+    """The first layers' weights stay on the device, the others rest in host memory."""
     level = 3 if devices > 1 else 1
-    ours = Small(devices, zero_level=level, recompute_block=False, **ALL).train(BATCHES)
+    small = Small(devices, zero_level=level, recompute_block=recompute_block, resident_layers=resident, **ALL)
+    blocks = small.state.weights["blocks"]
+    assert isinstance(blocks, offload.Split)
+    for part, kind, layers in zip(blocks, ("device", "pinned_host"), (resident, 3 - resident), strict=True):
+        assert {(x.sharding.memory_kind, x.shape[0]) for x in jax.tree.leaves(part)} == {(kind, layers)}
+    assert small.train(BATCHES) == plain(devices, recompute_block)
+
+
+def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_path):
+    """The same loss, text and arrays as with the weights in one stack."""
+    found = []
+    for placed in ({}, {"offload_weights": True, "resident_layers": 1}):
+        small = Small(4, zero_level=3, **placed)
+        evaluate = step.make_eval_step(small.engine, small.plan, small.mesh)
+        loss, _ = evaluate(
+            small.state.weights, *jax.device_put(tokens(8, 24), placement.batch_sharding(small.mesh, accumulated=False))
+        )
+        text = list(generate.generate(CONFIG, small.state.weights, np.array([3, 1, 4]), max_tokens=4, temperature=0))
+        found.append((float(loss), text))
+    assert found[0] == found[1]
+    with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
+        checkpoints.save(small.state, {"step": 0})
+    restored = restore(steps_in(tmp_path / FOLDER)[0], small.plan)
+    jax.tree.map(np.testing.assert_array_equal, restored, small.state)
+
+
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute(norm=True, att=True)], ids=["none", "parts"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_saved_activations_follow_the_residuals(devices, recompute):
+    """Without recomputation of whole blocks all that a block saves is offloaded, with the same result."""
+    level, config = 3 if devices > 1 else 1, dataclasses.replace(CONFIG, recompute=recompute)
+    ours = Small(devices, config=config, zero_level=level, recompute_block=False, **ALL).train(BATCHES)
     assert ours == plain(devices, False)
 
 
@@ -53,11 +87,24 @@ def test_accumulators_in_host_memory_need_not_start_as_zeros(devices, monkeypatc
     assert Small(devices, zero_level=level, offload_grads=True).train(BATCHES[:2]) == plain(devices, True)[:2]
 
 
-@pytest.mark.parametrize("replicate, level", [(1, 2), (2, 3), (2, 2)])
+@pytest.mark.parametrize("replicate, level", [(1, 2), (2, 3), (2, 2), (4, 1)])
 def test_offloaded_gradients_under_other_meshes(replicate, level):
     """ZeRO-2 and HSDP with everything in host memory; float32 sums in another order than on one device."""
-    ours = Small(8, replicate=replicate, zero_level=level, **ALL).train(BATCHES)
+    devices = 4 if level == 1 else 8
+    ours = Small(devices, replicate=replicate, zero_level=level, **ALL).train(BATCHES)
     np.testing.assert_allclose(ours, plain(1, True), rtol=1e-4)  # as in test_engine: AdamW amplifies rounding
+    if replicate > 1:
+        assert ours[:3] == Small(devices, replicate=replicate, zero_level=level).train(BATCHES[:3])
+
+
+def test_offloaded_gradients_are_summed_over_replicas_once():
+    """HSDP: one loop over layers, that of the norm, has the sum over dp_replicate; the update reads what it wrote."""
+    small = Small(8, replicate=2, zero_level=3, **ALL)
+    batch = [jax.ShapeDtypeStruct((2, 8, 24), np.int32, sharding=placement.batch_sharding(small.mesh))] * 2
+    text = small.step.lower(small.plan, *batch).compile().as_text()
+    found = dict(re.findall(r"^%?([\w.\-]+) \(.*?\) -> .*? \{\n(.*?)^\}", text, flags=re.M | re.S))
+    bodies = re.findall(r"body=%?([\w.\-]+)", text)
+    assert len(bodies) >= 5 and sum("all-reduce(" in found[name] for name in bodies) == 1
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -89,4 +136,8 @@ def test_impossible_combinations_are_refused_with_the_fix():
         placement.place(offload_grads=True, num_shards=4)
     with pytest.raises(ConfigError, match="divides"):
         Small(5, shard_outer=True)
+    with pytest.raises(ConfigError, match="leave it out, or set offload_weights=True"):
+        placement.place(resident_layers=1, num_shards=1)
+    with pytest.raises(ConfigError, match="fewer than the 3 layers, got 3; leave it out with offload_weights=False"):
+        Small(offload_weights=True, resident_layers=3)
     assert placement.place(offload_grads=True, num_shards=1).grads.home == "host"

@@ -12,6 +12,7 @@ that reverse mode saves, a copy of every weight when blocks are not recomputed.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,20 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
 
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """What a block's backward pass computes again instead of reading what the forward pass saved.
+
+    norm: the outputs of both RMSNorms. swiglu: silu(gate) * up. ffn: that, and the gate and up projections. att:
+    queries, keys, values and the output of attention. Only `ffn` and `att` repeat products with weights.
+    """
+
+    norm: bool = False
+    swiglu: bool = False
+    ffn: bool = False
+    att: bool = False
+
+
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], initializer) -> nnx.Param:
     """A float32 parameter that carries the logical names of its axes; shardings are made of them elsewhere."""
     named = nnx.with_partitioning(initializer, axes, eager_sharding=False)
@@ -50,6 +65,21 @@ def linear(x_BSi: jax.Array, w_oi: jax.Array, b_o: jax.Array | None = None) -> j
 # For what is cheap to compute again: only its inputs are saved for the backward pass. Where a whole block is recomputed
 # anyway, the compiler sees the same operation twice in one loop body and keeps one (`prevent_cse=False` lets it).
 save_inputs_only = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+def computed_again(again: bool, f: Callable) -> Callable:
+    """f, saving only its inputs where `again`. What of f only its own result needs is not computed twice."""
+    return save_inputs_only(f) if again else f
+
+
+def projections(x_BSD: jax.Array, weights, biases, norm: Callable | None) -> tuple[jax.Array, ...]:
+    """Several `linear` of x, or of norm(x), which is then computed again in the backward pass instead of saved."""
+
+    def project(x_BSD):
+        y_BSD = norm(x_BSD) if norm else x_BSD
+        return tuple(linear(y_BSD, w, b) for w, b in zip(weights, biases, strict=True))
+
+    return computed_again(norm is not None, project)(x_BSD)
 
 
 @functools.partial(save_inputs_only, static_argnums=2)
@@ -111,20 +141,21 @@ class Attention(nnx.Module):
             self.q_norm = parameter(rngs, (h,), ("head_dim",), nnx.initializers.ones)
             self.k_norm = parameter(rngs, (h,), ("head_dim",), nnx.initializers.ones)
 
-    def project(self, x_BSD: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x_BSD: jax.Array, positions_S: jax.Array, norm: Callable | None = None):
         """Queries `[B, S, H, h]`, keys and values `[B, S, K, h]`; queries and keys normed and rotated."""
         c, (B, S, _) = self.config, x_BSD.shape
         bias = (self.bq[...], self.bk[...], self.bv[...]) if c.attention_bias else (None, None, None)
         weights = (self.wq[...], self.wk[...], self.wv[...])
-        q, k, v = (linear(x_BSD, w, b).reshape(B, S, -1, c.head_dim) for w, b in zip(weights, bias, strict=True))
+        q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projections(x_BSD, weights, bias, norm))
         if c.qk_norm:
             q, k = rms_norm(q, self.q_norm[...], c.rms_norm_eps), rms_norm(k, self.k_norm[...], c.rms_norm_eps)
         rotate = lambda x: rope(x, positions_S, c.rope_theta, c.rope_scaling)
         return rotate(q), rotate(k), v
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, norm: Callable | None = None) -> jax.Array:
+        """Attention of x, or of norm(x); see `projections`."""
         B, S, _ = x_BSD.shape
-        q, k, v = self.project(x_BSD, jnp.arange(S))
+        q, k, v = self.project(x_BSD, jnp.arange(S), norm)
         y_BSHh = attend(q, k, v, implementation=self.config.attention)
         return linear(y_BSHh.reshape(B, S, -1), self.wo[...])
 
@@ -145,10 +176,13 @@ class SwiGLU(nnx.Module):
         c, D, F = config, config.hidden_size, config.intermediate_size
         normal = nnx.initializers.normal(c.initializer_range)
         out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
+        self.config = c
         self.w_gate = parameter(rngs, (F, D), ("mlp", "embed"), normal)
         self.w_up = parameter(rngs, (F, D), ("mlp", "embed"), normal)
         self.w_down = parameter(rngs, (D, F), ("embed", "mlp"), out)
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        y_BSF = gated(linear(x_BSD, self.w_gate[...]), linear(x_BSD, self.w_up[...]))
-        return linear(y_BSF, self.w_down[...])
+    def __call__(self, x_BSD: jax.Array, norm: Callable | None = None) -> jax.Array:
+        """The MLP of x, or of norm(x); see `projections`."""
+        gate_BSF, up_BSF = projections(x_BSD, (self.w_gate[...], self.w_up[...]), (None, None), norm)
+        down = lambda gate_BSF, up_BSF: linear(gated(gate_BSF, up_BSF), self.w_down[...])
+        return computed_again(self.config.recompute.swiglu, down)(gate_BSF, up_BSF)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from surojax.loss import cross_entropy
-from surojax.models.layers import Attention, RopeScaling, SwiGLU, linear, parameter, rms_norm
+from surojax.models.layers import Attention, Recompute, RopeScaling, SwiGLU, computed_again, linear, parameter, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,7 @@ class LlamaConfig:
     qk_norm: bool = False
     initializer_range: float = 0.02
     attention: str = "auto"
+    recompute: Recompute = dataclasses.field(default_factory=Recompute)
 
     @property
     def num_matmul_params(self) -> int:
@@ -52,21 +53,30 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.eps = config.rms_norm_eps
+        self.config = config
         self.attention_norm = parameter(rngs, (config.hidden_size,), ("embed",), nnx.initializers.ones)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = parameter(rngs, (config.hidden_size,), ("embed",), nnx.initializers.ones)
         self.mlp = SwiGLU(config, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        x_BSD = x_BSD + self.attention(rms_norm(x_BSD, self.attention_norm[...], self.eps))
-        return x_BSD + self.mlp(rms_norm(x_BSD, self.mlp_norm[...], self.eps))
+        again = self.config.recompute
+        x_BSD = x_BSD + self.normed(self.attention, x_BSD, self.attention_norm, again.att)
+        return x_BSD + self.normed(self.mlp, x_BSD, self.mlp_norm, again.ffn)
+
+    def normed(self, layer: Callable, x_BSD: jax.Array, scale: nnx.Param, again: bool) -> jax.Array:
+        """layer(norm(x)); what the layer saves is computed again where `again` is set."""
+        norm = lambda x_BSD: rms_norm(x_BSD, scale[...], self.config.rms_norm_eps)
+        if self.config.recompute.norm:
+            return computed_again(again, lambda x_BSD: layer(x_BSD, norm))(x_BSD)
+        return computed_again(again, lambda y_BSD: layer(y_BSD))(norm(x_BSD))
 
     def cached(self, x_BSD: jax.Array, cache, start: jax.Array):
         """The same with keys and values kept in `cache`; see `Attention.cached`."""
-        y_BSD, cache = self.attention.cached(rms_norm(x_BSD, self.attention_norm[...], self.eps), cache, start)
+        eps = self.config.rms_norm_eps
+        y_BSD, cache = self.attention.cached(rms_norm(x_BSD, self.attention_norm[...], eps), cache, start)
         x_BSD = x_BSD + y_BSD
-        return x_BSD + self.mlp(rms_norm(x_BSD, self.mlp_norm[...], self.eps)), cache
+        return x_BSD + self.mlp(rms_norm(x_BSD, self.mlp_norm[...], eps)), cache
 
 
 class Outer(nnx.Module):
