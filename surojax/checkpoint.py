@@ -38,7 +38,7 @@ from orbax.checkpoint import type_handlers
 from surojax.errors import CheckpointError, ConfigError
 from surojax.nvme import THREADS, InFile, NvmeError, store_of
 from surojax.offload import MEMORY_KIND, Device, move, put, read
-from surojax.state import TrainState, cast, fill_layers, shardings, work_weights
+from surojax.state import TrainState, cast, fill_layers, shardings, work_function, work_weights
 
 FOLDER = "checkpoints"
 FILES = "files.json"
@@ -187,8 +187,10 @@ def _work_weights(master, plan: TrainState):
     planned = plan.weights["outer"]
     outer = jax.jit(lambda x: cast(put(x, "device"), planned), out_shardings=shardings(planned))(master["outer"])
     on_device = lambda f, l: jax.device_put(f.read(l), f.layer_sharding(MEMORY_KIND["device"]))
-    layer = lambda l: structure.unflatten([on_device(f, l) for f in files])
-    return {"blocks": fill_layers(plan.weights["blocks"], layer), "outer": outer}
+    work = jax.jit(work_function(plan))
+    layer = lambda l: (work(structure.unflatten([on_device(f, l) for f in files])), ())
+    blocks, _ = fill_layers(plan.weights["blocks"], (), layer)
+    return {"blocks": blocks, "outer": outer}
 
 
 def restore_weights(path: Path, plan: dict) -> dict:

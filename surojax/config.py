@@ -103,6 +103,7 @@ def default_config() -> Config:
     c.zero_quantized_gradients = False  # so, with the blocks' matrices sent in int8 (one GPU has nothing to send)
     c.memcpy_all_gather = False  # gathers by the GPUs' copy engines within a machine (NCCL 2.29 or later)
     c.memcpy_send_recv = False  # all-to-all reductions by the GPUs' copy engines within a machine
+    c.resident_layers = 0  # offload_weights: the weights of the first layers, so many, stay on the device
     c.nvme_path = ""  # folder on an NVMe disk for what is offloaded to "nvme"; one run at a time
     c.recompute_block = True  # save only each block's input and compute the block again in the backward pass
     c.recompute_norm = False  # recompute_block=False: compute the norms' outputs again instead of saving them
@@ -146,7 +147,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
     (
         "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
-        "weight_decay max_grad_norm model.head_dim",
+        "resident_layers weight_decay max_grad_norm model.head_dim",
         lambda v: v >= 0,
         "0 or more",
         "--help says what 0 means",

@@ -18,7 +18,7 @@ reverse mode residuals, except the weights, which are fetched again: `jax.vjp(sa
 Stacks may rest in pinned host memory (`offload_*`): `read` brings one layer to the device, `write` returns it to where
 its stack rests. Communication that depends on a layer's computation cannot overlap it, so none does: what a layer needs
 was asked for one or two layers earlier, and what it made leaves while the next one computes. In between it travels in
-the loops' carry: see `Ahead` (weights), `Saved` (activations) and `pull` (gradients). All copies and gathers of a loop
+the loops' carry: see `Layers` (weights), `Saved` (activations) and `pull` (gradients). All copies and gathers of a loop
 can thus start with the iteration, and XLA's scheduler spreads them over it (blueprint.compiler_options).
 
 Everything here runs inside `jax.shard_map` over the data axes: arrays are one device's part. Communication is only in
@@ -37,7 +37,7 @@ from surojax import collectives
 from surojax.collectives import WHOLE, varying
 from surojax.mesh import DATA, REPLICATE, SHARD
 from surojax.models.llama import ModelFunctions
-from surojax.offload import Home, allocate, read, write
+from surojax.offload import Home, Part, allocate, parts, read, write
 from surojax.outer import add, embed, head, loss, push_embed
 from surojax.placement import Placement
 from surojax.quantize import dequantise_all, quantise_matrices
@@ -55,14 +55,14 @@ class Engine:
     lmhead_chunks: int = 1
 
 
-def fetch(engine: Engine, weights, l: jax.Array | int):
-    """The whole weights of layer l, on this device."""
-    return whole(engine, bring(engine, weights, l))
+def fetch(engine: Engine, stack, l: jax.Array | int):
+    """The whole weights of layer l of a stack, on this device."""
+    return whole(engine, bring(engine, stack, l))
 
 
-def bring(engine: Engine, weights, l: jax.Array | int):
+def bring(engine: Engine, stack, l: jax.Array | int):
     """Layer l as it travels between devices: what this device has of it, in device memory, in 8 bits if it is to be."""
-    w, table = read(weights["blocks"], l), engine.placement
+    w, table = read(stack, l), engine.placement
     return quantise_matrices(w, table.quants.dtype) if table.quants.dtype and not table.persistent_quants else w
 
 
@@ -163,23 +163,21 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
 
     Labels < 0 are ignored and not counted, so the result does not depend on how a batch is split into microbatches.
     """
-    model, L = engine.model, engine.model.num_layers
+    model = engine.model
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
-    outer, ahead, sharded = varying(weights["outer"]), Ahead(engine, weights), engine.placement.outer.sharded
+    outer, layers, sharded = varying(weights["outer"]), Layers(engine, weights), engine.placement.outer.sharded
 
     def microbatch(a, carry):
         grads, total, _, held = carry
         inputs_BS, labels_BS = read((inputs_ABS, labels_ABS), a)
-        x_BSD, saved, (stack, late), block_vjp, held = forward(engine, ahead, embed(outer, inputs_BS, sharded), held)
+        x_BSD, saved, (stack, late), block_vjp, held = forward(engine, layers, embed(outer, inputs_BS, sharded), held)
         loss, dx_BSD, d_outer = head(
             model, outer, grads["outer"], x_BSD, labels_BS, scale, chunks=engine.lmhead_chunks, sharded=sharded
         )
         grads = grads | {"outer": d_outer}
 
-        def backward(i, carry):
-            dx_BSD, grads, squares, late, held = carry
-            l = L - 1 - i
-            w, held = ahead.take(held, L + i)
+        def backward(l, w, held, carry):
+            dx_BSD, grads, squares, late = carry
             of_forward, late = saved.take(stack, late, l)
             grads, sums = pull(engine, grads, l)
             if engine.recompute_block and engine.placement.grads.sharded:
@@ -188,45 +186,78 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
                 dx_BSD, late, held, sums = jax.lax.optimization_barrier((dx_BSD, late, held, sums))
             dw, dx_BSD = block_vjp(w, of_forward, dx_BSD)
             grads, of_layer = push(engine, grads, sums, dw, l, first=a == 0)
-            return dx_BSD, grads, add(squares, of_layer), late, held
+            return (dx_BSD, grads, add(squares, of_layer), late), held
 
-        start = (dx_BSD, grads, collectives.no_squares(), late, held)
-        dx_BSD, grads, squares, _, held = jax.lax.fori_loop(0, L, backward, start)
+        start = (dx_BSD, grads, collectives.no_squares(), late)
+        (dx_BSD, grads, squares, _), held = layers.loop(backward, start, held, reverse=True)
         d_outer = push_embed(grads["outer"], inputs_BS, dx_BSD, sharded)
         return grads | {"outer": d_outer}, total + loss, squares, held
 
-    start = (accumulators(engine, weights), varying(jnp.float32(0)), collectives.no_squares(), ahead.first())
+    start = (accumulators(engine, weights), varying(jnp.float32(0)), collectives.no_squares(), layers.first())
     grads, total, squares, _ = jax.lax.fori_loop(0, inputs_ABS.shape[0], microbatch, start)
     return collectives.add_up(total, *DATA) * scale, *finish(engine, grads, squares)
 
 
-class Ahead:
-    """Fetches weights before they are needed, where fetching costs time; what is `held` travels in the loops' carry.
+class Layers:
+    """Loops over the layers; each layer's weights are fetched before they are needed, where fetching costs time.
 
-    A microbatch passes the positions 0 to 2L - 1: the layers forward, then backward; what follows is the next one's
+    What is `held` of later layers travels in the loops' carry, for each of `offload.parts` of the weights.
+    """
+
+    def __init__(self, engine: Engine, weights):
+        table, found = engine.placement, parts(weights["blocks"])
+        in_host = "host" in (table.weights.home, table.quants.home)  # of two parts the last
+        self.parts = [Ahead(engine, part, table.weights.sharded, in_host and part is found[-1]) for part in found]
+
+    def first(self) -> list:
+        """What is held before a forward pass."""
+        return [ahead.first() for ahead in self.parts]
+
+    def loop(self, function: Callable, carry, held: list, *, reverse: bool = False):
+        """(carry, held) after (carry, held) = function(l, weights, held, carry) for every layer l."""
+        held = list(held)
+        for i, ahead in sorted(enumerate(self.parts), reverse=reverse):
+            part, n = ahead.part, ahead.n
+
+            def layer(k, carry, ahead=ahead, part=part, n=n):
+                carry, held = carry
+                w, held = ahead.take(held, n + k if reverse else k)
+                return function(part.stop - 1 - k if reverse else part.start + k, w, held, carry)
+
+            carry, held[i] = jax.lax.fori_loop(0, n, layer, (carry, held[i]))
+        return carry, held
+
+
+class Ahead:
+    """Fetches the weights of one part of the layers early.
+
+    A microbatch passes the positions 0 to 2n - 1: n layers forward, then backward; what follows is the next one's
     forward pass. Weights that rest in shards, or in host memory, are fetched one position early; those that rest in
     shards in host memory are brought two positions early and gathered one position early, so that neither waits.
     """
 
-    def __init__(self, engine: Engine, weights):
-        table, L = engine.placement, engine.model.num_layers
-        self.stages = table.weights.sharded + ("host" in (table.weights.home, table.quants.home))
-        layer = lambda p: jnp.minimum(p % (2 * L), 2 * L - 1 - p % (2 * L))
-        self.bring = lambda p: bring(engine, weights, layer(p))
-        self.whole = lambda w: whole(engine, w)
+    def __init__(self, engine: Engine, part: Part, sharded: bool, in_host: bool):
+        self.engine, self.part, self.n, self.stages = engine, part, part.stop - part.start, sharded + in_host
+
+    def bring(self, p):
+        """The first half of the fetch for position p."""
+        p %= 2 * self.n
+        return bring(self.engine, self.part.stack, jnp.minimum(p, 2 * self.n - 1 - p))
 
     def first(self):
         """What is held before position 0."""
         if self.stages == 2:
-            return self.whole(self.bring(0)), self.bring(1)
-        return self.whole(self.bring(0)) if self.stages else None
+            return whole(self.engine, self.bring(0)), self.bring(1)
+        return whole(self.engine, self.bring(0)) if self.stages else None
 
     def take(self, held, p):
         """(weights of position p, what is held afterwards: those of the next positions, on their way)."""
         if self.stages == 2:
             w, shards = held
-            return w, (self.whole(shards), self.bring(p + 2))
-        return (held, self.whole(self.bring(p + 1))) if self.stages else (self.whole(self.bring(p)), None)
+            return w, (whole(self.engine, shards), self.bring(p + 2))
+        if self.stages == 1:
+            return held, whole(self.engine, self.bring(p + 1))
+        return whole(self.engine, self.bring(p)), None
 
 
 class Saved:
@@ -259,7 +290,7 @@ class Saved:
         return (late, read(stack, jnp.maximum(l - 1, 0))) if self.host else (read(stack, l), None)
 
 
-def forward(engine: Engine, ahead: Ahead, x_BSD: jax.Array, held) -> tuple[jax.Array, Saved, Any, Callable, Any]:
+def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, held) -> tuple[jax.Array, Saved, Any, Callable, Any]:
     """All blocks: (output, Saved, its (stack, late), a function (w, saved of one layer, dy) -> (dw, dx), held)."""
     model = engine.model
 
@@ -275,29 +306,24 @@ def forward(engine: Engine, ahead: Ahead, x_BSD: jax.Array, held) -> tuple[jax.A
             saved.args_res = [w, saved.args_res[1]]
         return saved(dy_BSD)
 
-    saved = Saved(engine, jax.eval_shape(lambda x: run_and_save(ahead.whole(ahead.bring(0)), x)[1], x_BSD))
+    stack = layers.parts[0].part.stack  # the layers' shapes are all alike
+    saved = Saved(engine, jax.eval_shape(lambda x: run_and_save(fetch(engine, stack, 0), x)[1], x_BSD))
 
-    def layer(l, carry):
-        x_BSD, kept, held = carry
-        w, held = ahead.take(held, l)
+    def layer(l, w, held, carry):
+        x_BSD, (stack, late) = carry
         x_BSD, values = run_and_save(w, x_BSD)
-        stack, late = kept
-        return x_BSD, saved.keep(stack, late, values, l), held
+        return (x_BSD, saved.keep(stack, late, values, l)), held
 
-    x_BSD, kept, held = jax.lax.fori_loop(0, model.num_layers, layer, (x_BSD, saved.first(), held))
+    (x_BSD, kept), held = layers.loop(layer, (x_BSD, saved.first()), held)
     return x_BSD, saved, kept, block_vjp, held
 
 
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array):
     """(summed loss in nats, labels counted) over all devices; forward only."""
     model, outer = engine.model, varying(weights["outer"])
-    ahead, sharded = Ahead(engine, weights), engine.placement.outer.sharded
-
-    def layer(l, carry):
-        w, held = ahead.take(carry[1], l)
-        return model.block(w, carry[0]), held
-
-    x_BSD, _ = jax.lax.fori_loop(0, model.num_layers, layer, (embed(outer, inputs_BS, sharded), ahead.first()))
+    layers, sharded = Layers(engine, weights), engine.placement.outer.sharded
+    block = lambda l, w, held, x_BSD: (model.block(w, x_BSD), held)
+    x_BSD, _ = layers.loop(block, embed(outer, inputs_BS, sharded), layers.first())
     total = loss(model, outer, x_BSD, labels_BS, chunks=engine.lmhead_chunks, sharded=sharded)
     return collectives.add_up(total, *DATA), count(labels_BS)
 
@@ -314,11 +340,12 @@ def accumulators(engine: Engine, weights):
     """
     dtype, dims = engine.placement.grads.dtype, engine.dims["blocks"]
     scatter = lambda w: collectives.scatter(w, dims) if engine.placement.grads.sharded else w
-    layer = jax.eval_shape(lambda: scatter(fetch(engine, weights, 0)))
+    stack = parts(weights["blocks"])[0].stack
+    layer = jax.eval_shape(lambda: scatter(fetch(engine, stack, 0)))
     blocks = jax.tree.map(lambda w: jax.ShapeDtypeStruct((engine.model.num_layers, *w.shape), w.dtype), layer)
     # A whole leaf of sharded accumulators is summed over dp_shard at every push, so it is the same there.
     axes = lambda d: (REPLICATE,) if engine.placement.grads.sharded and d == WHOLE else DATA
-    zeros = lambda w, d: varying(jnp.zeros(w.shape, dtype), axes(d))
+    zeros = lambda w, d: varying(jnp.zeros((engine.model.num_layers, *w.shape[1:]), dtype), axes(d))
     outer = jax.tree.map(lambda w: varying(jnp.zeros(w.shape, dtype)), weights["outer"])
     stacks, home = jax.tree.map(zeros, blocks, dims), engine.placement.grads.home
     late = jax.tree.map(lambda w, d: varying(jnp.zeros(w.shape[1:], dtype), axes(d)), blocks, dims)

@@ -100,6 +100,7 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     quants = [x for x in jax.tree.leaves(plan.weights["blocks"], is_leaf=is_quantized) if is_quantized(x)]
     table = engine.placement
     early = layer_bytes if work.sharded or "host" in (work.home, table.quants.home) else 0  # the next layer's weights
+    early += layer_bytes if work.sharded and work.resident else 0  # and the next of those that are resident
     if table.quants.dtype:  # and the matrices in 8 bits that they are made of
         early += _bytes(jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, table.quants.dtype), layer))
     if table.reduce != "reduce_scatter" and run.mesh.shape[SHARD] > 1:  # gradients of a layer from all devices

@@ -20,7 +20,7 @@ from surojax import checkpoint
 from surojax.config import model_config, restored_config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.models.llama import LlamaConfig, ModelFunctions, abstract_params, functions
-from surojax.offload import read, write
+from surojax.offload import parts, read, write
 from surojax.quantize import dequantise_all
 from surojax.tokenizer import Tokenizer, load_tokenizer
 
@@ -34,14 +34,15 @@ def empty_cache(config: LlamaConfig, batch: int, length: int, dtype) -> tuple[ja
 def cached_logits(model: ModelFunctions, weights, tokens_BS: jax.Array, cache, start: jax.Array):
     """(float32 logits of the last of S new positions `[B, V]`, the cache with them in it)."""
 
-    def layer(l, carry):
+    def layer(l, carry, part):
         x_BSD, cache = carry
-        w = dequantise_all(read(weights["blocks"], l), x_BSD.dtype)
+        w = dequantise_all(read(part.stack, l - part.start), x_BSD.dtype)
         x_BSD, of_layer = model.cached_block(w, x_BSD, read(cache, l), start)
         return x_BSD, write(cache, of_layer, l)
 
     x_BSD = weights["outer"]["embed"][tokens_BS]
-    x_BSD, cache = jax.lax.fori_loop(0, model.num_layers, layer, (x_BSD, cache))
+    for part in parts(weights["blocks"]):
+        x_BSD, cache = jax.lax.fori_loop(part.start, part.stop, functools.partial(layer, part=part), (x_BSD, cache))
     return model.logits(weights["outer"], x_BSD[:, -1]), cache
 
 

@@ -4,7 +4,8 @@ XLA makes each of them an asynchronous copy of the part that is asked for: readi
 memory moves one layer. An array's type says where it is, so code that reads and writes layers need not know.
 """
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,37 @@ Home = Literal["device", "host", "nvme"]  # arrays are in one of the first two; 
 Device, Host = jax.memory.Space.Device, jax.memory.Space.Host
 SPACE: dict[str, Any] = {"device": Device, "host": Host}
 MEMORY_KIND: dict[str, str] = {"device": "device", "host": "pinned_host"}
+
+
+class Split(NamedTuple):
+    """A stack of layers in two: the first of them in device memory, the others in host memory."""
+
+    resident: Any
+    streamed: Any
+
+
+class Part(NamedTuple):
+    """Layers `start` to `stop` - 1 of a model, stacked in one memory."""
+
+    stack: Any
+    start: int
+    stop: int
+
+
+def parts(stack) -> list[Part]:
+    """The one part of a stack of layers, or the two of a split one. Loops over layers go over one part after another,
+    so that which memory is read is known to the compiler."""
+    found, start = [], 0
+    for one in stack if isinstance(stack, Split) else (stack,):
+        stop = start + jax.tree.leaves(one)[0].shape[0]
+        found.append(Part(one, start, stop))
+        start = stop
+    return found
+
+
+def joined(stacks: Sequence):
+    """The inverse of `parts`."""
+    return Split(*stacks) if len(stacks) > 1 else stacks[0]
 
 
 def put(tree, home: Home):
@@ -59,33 +91,34 @@ def on_device(tree) -> bool:
     return all(jax.typeof(x).memory_space == Device for x in jax.tree.leaves(tree))
 
 
-def sweep(function, out, inout, given, n: int):
-    """(out, inout) with each of n layers replaced by function(that layer of inout, that layer of given).
+def sweep(function, out, inout, given, start: int, stop: int):
+    """(out, inout) with each layer l from `start` to `stop` - 1 replaced by function(layer l of inout, that of given).
 
-    Where something rests in host memory, layer l - 1 leaves and layer l + 1 comes while layer l computes; three layers
-    are on the device.
+    Layer l is number l - start of `out`, number l of the others. Where something rests in host memory, layer l - 1
+    leaves and layer l + 1 comes while layer l computes; three layers are on the device.
     """
-    stacks = out, inout
+    stacks, n = (out, inout), stop - start
     if on_device((stacks, given)):
 
         def at_once(l, stacks):
             # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
             # function and then has to copy the whole stack, once a layer.
             old = jax.lax.optimization_barrier((read(stacks[1], l), read(given, l)))
-            return write(stacks, function(*old), l)
+            new = function(*old)
+            return write(stacks[0], new[0], l - start), write(stacks[1], new[1], l)
 
-        return jax.lax.fori_loop(0, n, at_once, stacks)
+        return jax.lax.fori_loop(start, stop, at_once, stacks)
 
-    def layer(l, carry):
+    def layer(i, carry):
         (out, inout), old, new = carry
-        before, after = (l - 1) % n, jnp.minimum(l + 1, n - 1)
+        before, after = (i - 1) % n, jnp.minimum(i + 1, n - 1)
         out = write(out, new[0], before)
-        inout, coming = _exchange(inout, new[1], before, after)
-        return (out, inout), (coming, read(given, after)), function(*old)
+        inout, coming = _exchange(inout, new[1], start + before, start + after)
+        return (out, inout), (coming, read(given, start + after)), function(*old)
 
-    start = stacks, read((inout, given), 0), read(stacks, n - 1)  # the first to be written is what is there
-    stacks, _, new = jax.lax.fori_loop(0, n, layer, start)
-    return write(stacks, new, n - 1)
+    last = read(out, n - 1), read(inout, stop - 1)  # the first to be written is what is there
+    (out, inout), _, new = jax.lax.fori_loop(0, n, layer, (stacks, read((inout, given), start), last))
+    return write(out, new[0], n - 1), write(inout, new[1], stop - 1)
 
 
 def _exchange(stacks, new, before, after):

@@ -2,13 +2,15 @@
 
 | class     | what it is                                   | sharded over dp_shard by          | in host memory by |
 |-----------|----------------------------------------------|-----------------------------------|-------------------|
-| weights   | work copy of the block weights               | zero_level >= 3 / shard_weights   | offload_weights   |
+| weights   | work copy of the block weights               | zero_level >= 3 / shard_weights   | offload_weights * |
 | quants    | block matrices in 8 bits, if persistent      | as weights                        | offload_quants    |
 | outer     | embedding, final norm, head: work copies     | shard_outer                       | never             |
 | grads     | gradient accumulators of the blocks          | zero_level >= 2 / shard_gradients | offload_grads     |
 | master    | the weights the optimizer updates            | always (ZeRO-1)                   | offload_master    |
 | moments   | optimizer state                              | always (ZeRO-1)                   | offload_optimizer |
 | residuals | what a forward pass saves for the backward   | by batch                          | offload_residual  |
+
+* but for the first `resident_layers`, which stay on the device.
 
 `offload_master` and `offload_optimizer` may be "nvme" instead: the blocks' part then rests in a file under `nvme_path`
 (see nvme.py), and the outer part, which is a few layers' worth and not read layer by layer, in pinned host memory.
@@ -34,7 +36,7 @@ from surojax.collectives import WHOLE, Reduce
 from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
 from surojax.nvme import InFile, Store
-from surojax.offload import MEMORY_KIND, Home
+from surojax.offload import MEMORY_KIND, Home, joined
 from surojax.optim import init_moments
 from surojax.state import TrainState
 
@@ -49,6 +51,7 @@ class Row:
     sharded: bool
     home: Home = "device"
     folder: str = ""  # that a home of nvme is in
+    resident: int = 0  # layers that stay on the device although the others rest in host memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,7 @@ def place(
     zero_quantized_gradients: bool = False,
     memcpy_all_gather: bool = False,
     memcpy_send_recv: bool = False,
+    resident_layers: int = 0,
     nvme_path: str = "",
     model_dtype: str = "bfloat16",
     accum_dtype: str = "float32",
@@ -119,6 +123,16 @@ def place(
             "memcpy_send_recv: expected false with use_all_to_all_reduce=False, got True: only an all-to-all is sent "
             "and received; set use_all_to_all_reduce=True or zero_quantized_gradients=True"
         )
+    if resident_layers and not offload_weights:
+        raise ConfigError(
+            f"resident_layers: expected 0 with offload_weights=False, which keeps all layers on the device, got "
+            f"{resident_layers}; leave it out, or set offload_weights=True"
+        )
+    if resident_layers and persistent_quants:
+        raise ConfigError(
+            f"resident_layers: expected 0 with persistent_quants=True, which leaves only vectors to offload_weights, "
+            f"got {resident_layers}; leave it out, and offload_quants too if the quants are to stay on the device"
+        )
     homes = {"offload_master": offload_master, "offload_optimizer": offload_optimizer}
     for name, value in homes.items():
         if value not in (True, False, "nvme"):
@@ -132,7 +146,7 @@ def place(
         )
     home = lambda offloaded: "nvme" if offloaded == "nvme" else "host" if offloaded else "device"
     return Placement(
-        weights=Row(model_dtype, shard_weights and several, home(offload_weights)),
+        weights=Row(model_dtype, shard_weights and several, home(offload_weights), resident=resident_layers),
         quants=Row(quantize.DTYPES.get(zero_quantized_weights, ""), shard_weights and several, home(offload_quants)),
         outer=Row(model_dtype, shard_outer and several),
         grads=Row(accum_dtype, shard_gradients and several, home(offload_grads)),
@@ -239,6 +253,8 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
     """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`.
 
     Stacks of layers with home nvme are `InFile`s of one store.
+    The work weights of the blocks are an `offload.Split` where some of their layers stay on the device. Raises
+    ConfigError when `resident_layers` leaves no other.
     """
     dims = shard_dims(params, mesh)
     sharded, work = specs(dims), specs(resting_dims(params, dims, placement))
@@ -261,7 +277,21 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
         q = quantize.planned(p, placement.quants.dtype, block)
         return jax.tree.map(lambda x: leaf(x.shape, x.dtype, s, placement.quants.home), q)
 
-    blocks = tree(placement.weights, work, "blocks")
+    def stacks(row: Row):
+        """Work weights of the blocks, split where some layers are resident."""
+        num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
+        if row.resident >= num_layers:
+            raise ConfigError(
+                f"resident_layers: expected fewer than the {num_layers} layers, got {row.resident}; "
+                "leave it out with offload_weights=False to keep all on the device"
+            )
+        part = lambda n, home: jax.tree.map(
+            lambda p, s: leaf((n, *p.shape[1:]), row.dtype, s, home), params["blocks"], work["blocks"]
+        )
+        sizes = [(row.resident, "device"), (num_layers - row.resident, row.home)]
+        return joined([part(n, home) for n, home in sizes if n])
+
+    blocks = stacks(placement.weights)
     if placement.persistent_quants:
         blocks = jax.tree.map(quants, params["blocks"], work["blocks"], blocks)
 

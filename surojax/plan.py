@@ -11,6 +11,7 @@ traffic that of `traffic`; the result says so.
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import json
@@ -121,7 +122,7 @@ def checked(config: Config, gpu: str) -> Config:
             "set --config.gpus=4, for example"
         )
     mesh_shape(config.gpus, dp_replicate_size=config.dp_replicate_size, dp_shard_size=config.dp_shard_size)
-    c = config.copy_and_resolve_references()
+    c = copy.deepcopy(config)  # copy_and_resolve_references would forget which types `config.either` lets in
     if c.attention == "auto":
         c.attention = "cudnn" if fits_cudnn(c.model_dtype, configs.head_dim(c)) else "xla"
     return c

@@ -1,5 +1,6 @@
 """The training state: what a step takes and returns."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import optax
 from surojax import optim
 from surojax.models.llama import LlamaConfig, init_layer, init_outer
 from surojax.nvme import InFile, store_of
-from surojax.offload import MEMORY_KIND, put, read, write
+from surojax.offload import MEMORY_KIND, joined, parts, put, read, write
 from surojax.quantize import work_copy
 
 
@@ -28,13 +29,13 @@ class TrainState(NamedTuple):
     moments: Any
 
 
-def parts_of(state: TrainState, part: str) -> tuple:
+def section(state: TrainState, name: str) -> tuple:
     """(work weights, master weights, moments) of "blocks" or of "outer"; also of a plan."""
-    return state.weights[part], state.master[part], state.moments[part]
+    return state.weights[name], state.master[name], state.moments[name]
 
 
-def from_parts(step, blocks: tuple, outer: tuple) -> TrainState:
-    """A state of what `parts_of` gives."""
+def from_sections(step, blocks: tuple, outer: tuple) -> TrainState:
+    """A state of what `section` gives."""
     return TrainState(step, *({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True)))
 
 
@@ -64,22 +65,35 @@ def layer_of(plan):
     return jax.tree.map(one, plan)
 
 
-def build_stacks(plan, layer: Callable):
-    """Stacked arrays as planned, inside `jit`, from a function l -> the arrays of layer l: only one layer at a time is
-    anywhere but where the stack rests."""
-    of_layer = layer_of(plan)
-    leaves, structure = jax.tree.flatten(plan)
+def build_stacks(weights, others, layer: Callable):
+    """Stacked (work weights, other arrays) as planned, inside `jit`, from a function l -> those of layer l: only one
+    layer at a time is anywhere but where the stack rests."""
+    leaves, structure = jax.tree.flatten((weights, others))
     # A constant for each, not zeros: see `offload.allocate`. Every layer of them is written.
     fill = [jax.device_put(jnp.full(p.shape, i % 100, p.dtype), p.sharding) for i, p in enumerate(leaves)]
-    stacks = jax.tree.unflatten(structure, fill)
-    num_layers = jax.tree.leaves(plan)[0].shape[0]
-    return jax.lax.fori_loop(0, num_layers, lambda l, stacks: write(stacks, cast(layer(l), of_layer), l), stacks)
+    new, built = jax.tree.unflatten(structure, fill)
+    of_layer, stacks = (layer_of(parts(weights)[0].stack), layer_of(others)), []
+    for part in parts(new):
+
+        def one(l, carry, start=part.start):
+            work, rest = cast(layer(l), of_layer)
+            return write(carry[0], work, l - start), write(carry[1], rest, l)
+
+        stack, built = jax.lax.fori_loop(part.start, part.stop, one, (part.stack, built))
+        stacks.append(stack)
+    return joined(stacks), built
+
+
+def work_function(plan: TrainState) -> Callable:
+    """A function of the master weights of a layer to what its work weights are cast from: quantised if those are."""
+    like, dtype = parts(plan.weights["blocks"])[0].stack, jax.tree.leaves(plan.weights["outer"])[0].dtype
+    return lambda master: work_copy(master, like, dtype)
 
 
 def work_weights(master, plan: TrainState):
     """The work copy of master weights, inside `jit`, a layer at a time."""
-    blocks, dtype = plan.weights["blocks"], jax.tree.leaves(plan.weights["outer"])[0].dtype
-    blocks = build_stacks(blocks, lambda l: work_copy(read(master["blocks"], l), blocks, dtype))
+    work = work_function(plan)
+    blocks, _ = build_stacks(plan.weights["blocks"], (), lambda l: (work(read(master["blocks"], l)), ()))
     return {"blocks": blocks, "outer": cast(put(master["outer"], "device"), plan.weights["outer"])}
 
 
@@ -87,10 +101,12 @@ def init_state(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientT
     """A new state, each array created in its own sharding and memory; see `init_program`."""
     if store_of(plan) is None:
         return init_program(config, plan, optimizer)(seed)
-    layer, rest = init_functions(config, plan, optimizer)
-    step, outer = jax.jit(rest, out_shardings=shardings((plan.step, parts_of(plan, "outer"))))(seed)
-    layer = jax.jit(layer)
-    return from_parts(step, fill_layers(parts_of(plan, "blocks"), lambda l: layer(seed, l)), outer)
+    layer, outer = init_functions(config, plan, optimizer)
+    layer, (weights, *others) = jax.jit(layer), section(plan, "blocks")
+    blocks, (master, moments) = fill_layers(weights, tuple(others), lambda l: layer(seed, l))
+    rest = jax.jit(outer, out_shardings=shardings(section(plan, "outer")))(seed)
+    step = jax.device_put(jnp.int32(0), plan.step.sharding)
+    return from_sections(step, (blocks, master, moments), rest)
 
 
 def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation) -> Callable:
@@ -99,49 +115,63 @@ def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.Gradien
     What is planned in shards is never whole on a device, and of what is planned for host memory one layer at a time is
     there.
     """
-    layer, rest = init_functions(config, plan, optimizer)
+    layer, outer = init_functions(config, plan, optimizer)
 
     def build(seed):
-        blocks = build_stacks(parts_of(plan, "blocks"), lambda l: layer(seed, l))
-        step, outer = rest(seed)
-        return from_parts(step, blocks, outer)
+        weights, *others = section(plan, "blocks")
+        weights, (master, moments) = build_stacks(weights, tuple(others), functools.partial(layer, seed))
+        return from_sections(jnp.int32(0), (weights, master, moments), outer(seed))
 
     return jax.jit(build, out_shardings=shardings(plan))
 
 
 def init_functions(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation):
-    """Functions (seed, l) -> (work weights, master weights, moments) of layer l, and seed -> (step, those outside)."""
-    dtype = jax.tree.leaves(plan.weights["outer"])[0].dtype
+    """Functions (seed, l) -> (what work weights are cast from, (master weights, moments)) of a new layer, and seed ->
+    (work weights, master weights, moments) of the outer layers."""
 
-    def arrays(params, plan):
-        master = cast(params, plan[1])
-        return cast((work_copy(master, plan[0], dtype), master, optim.init(optimizer, master)), plan)
+    def arrays(params, master_plan):
+        """(master weights, moments) of new parameters, in the master's sharding."""
+        master = cast(params, master_plan)
+        return master, optim.init(optimizer, master)
 
     def layer(seed, l):
-        return arrays(init_layer(config, seed, l), layer_of(parts_of(plan, "blocks")))
+        master, moments = arrays(init_layer(config, seed, l), layer_of(plan.master["blocks"]))
+        return work_function(plan)(master), (master, moments)
 
-    def rest(seed):
-        return jnp.int32(0), arrays(init_outer(config, seed), parts_of(plan, "outer"))
+    def outer(seed):
+        master, moments = arrays(init_outer(config, seed), plan.master["outer"])
+        return cast(master, plan.weights["outer"]), master, moments
 
-    return layer, rest
+    return layer, outer
 
 
-def fill_layers(plan, layer: Callable):
-    """Stacks `[L, ...]` as planned, in memory and in files (nvme.py), from a function l -> layer l, one after another.
+def fill_layers(weights, others, layer: Callable):
+    """Stacked (work weights, other arrays) as planned, in memory and in files (nvme.py), from a function l -> those of
+    layer l, which is called for one layer after another: `build_stacks` outside `jit`.
 
     Raises NvmeError when a file cannot be written.
     """
-    leaves, structure = jax.tree.flatten(plan)
+    leaves, structure = jax.tree.flatten(others)
     in_file = [isinstance(x, InFile) for x in leaves]
     pick = lambda leaves, want: [x for x, f in zip(leaves, in_file, strict=True) if f == want]
-    planned, files = pick(leaves, False), pick(leaves, True)
-    zeros = lambda: jax.tree.map(lambda p: jax.device_put(jnp.zeros(p.shape, p.dtype), p.sharding), planned)
-    stacks = jax.jit(zeros, out_shardings=shardings(planned))()
-    replace = jax.jit(write, donate_argnums=0, out_shardings=shardings(planned))
-    for l in range(leaves[0].shape[0]):
-        new = structure.flatten_up_to(layer(l))
-        stacks = jax.block_until_ready(replace(stacks, pick(new, False), l))
-        for file, x in zip(files, pick(new, True), strict=True):
-            file.write(l, jax.device_get(x))
-    stacks, files = iter(stacks), iter(files)
-    return structure.unflatten([next(files if f else stacks) for f in in_file])
+    planned, files, stacks = pick(leaves, False), pick(leaves, True), []
+    zeros = lambda p: jax.device_put(jnp.zeros(p.shape, p.dtype), p.sharding)
+    empty = lambda plan: jax.jit(lambda: jax.tree.map(zeros, plan), out_shardings=shardings(plan))()
+    built = empty(planned)
+    for part in parts(weights):
+
+        def replace(stack, built, work, rest, l, start=part.start):
+            return write(stack, work, l - start), write(built, rest, l)
+
+        where = shardings(part.stack), shardings(planned)
+        replace = jax.jit(replace, donate_argnums=(0, 1), out_shardings=where)
+        stack = empty(part.stack)
+        for l in range(part.start, part.stop):
+            work, new = layer(l)
+            new = structure.flatten_up_to(new)
+            stack, built = jax.block_until_ready(replace(stack, built, work, pick(new, False), l))
+            for file, x in zip(files, pick(new, True), strict=True):
+                file.write(l, jax.device_get(x))
+        stacks.append(stack)
+    built, files = iter(built), iter(files)
+    return joined(stacks), structure.unflatten([next(files if f else built) for f in in_file])

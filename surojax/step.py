@@ -24,11 +24,11 @@ from surojax.config import divisor
 from surojax.engine import Engine, evaluate, loss_and_gradients
 from surojax.mesh import SHARD
 from surojax.nvme import InFile, store_of
-from surojax.offload import MEMORY_KIND, on_device, put, read, sweep, write
+from surojax.offload import MEMORY_KIND, Part, joined, on_device, parts, put, read, sweep, write
 from surojax.optim import Schedule, apply
 from surojax.placement import Mesh, batch_sharding, specs
 from surojax.quantize import work_copy
-from surojax.state import TrainState, from_parts, parts_of, shardings
+from surojax.state import TrainState, from_sections, section, shardings
 
 
 def updated(engine: Engine, optimizer: optax.GradientTransformationExtraArgs, like, dims, resting, old, grad_norm):
@@ -48,17 +48,27 @@ def update(
 ) -> TrainState:
     """The state after one optimizer step, tensor by tensor and layer by layer; runs per device on shards."""
 
+    found = parts(state.weights["blocks"])
+
     def tensor(master, weights, moments, grads, dims, resting):
-        def layer(old, grads):
-            work, *new = updated(engine, optimizer, weights, dims, resting, (*old, grads), grad_norm)
-            return work, tuple(new)
+        for i, (part, work) in enumerate(zip(found, weights, strict=True)):
 
-        work, (master, moments) = sweep(layer, weights, (master, moments), grads, engine.model.num_layers)
-        return work, master, moments
+            def layer(old, grads, like=work):
+                work, *new = updated(engine, optimizer, like, dims, resting, (*old, grads), grad_norm)
+                return work, tuple(new)
 
-    blocks = _each_tensor(tensor, parts_of(state, "blocks"), grads["blocks"], engine, "blocks")
-    outer = update_outer(engine, optimizer, parts_of(state, "outer"), grads, grad_norm)
-    return from_parts(state.step + 1, blocks, outer)
+            work, (master, moments) = sweep(layer, work, (master, moments), grads, part.start, part.stop)
+            weights[i] = work
+        return weights, master, moments
+
+    weights, master, moments = section(state, "blocks")
+    of_tensor = zip(*(jax.tree.structure(master).flatten_up_to(part.stack) for part in found), strict=True)
+    weights = jax.tree.unflatten(jax.tree.structure(master), map(list, of_tensor))
+    weights, *rest = _each_tensor(tensor, (weights, master, moments), grads["blocks"], engine, "blocks")
+    of_part = zip(*jax.tree.structure(master).flatten_up_to(weights), strict=True)
+    weights = joined([jax.tree.unflatten(jax.tree.structure(master), stacks) for stacks in of_part])
+    outer = update_outer(engine, optimizer, section(state, "outer"), grads, grad_norm)
+    return from_sections(state.step + 1, (weights, *rest), outer)
 
 
 def update_outer(engine: Engine, optimizer: optax.GradientTransformationExtraArgs, old, grads, grad_norm):
@@ -83,7 +93,7 @@ def update_outer(engine: Engine, optimizer: optax.GradientTransformationExtraArg
         shards = jax.eval_shape(cut, master).shape
         work = cut(weights) if dims == resting else varying(jnp.zeros(shards, weights.dtype), (SHARD,))
         stacks, grads = jax.tree.map(cut, ((master, moments), grad))
-        work, new = sweep(part, work, stacks, grads, n)
+        work, new = sweep(part, work, stacks, grads, 0, n)
         work = collectives.gather_same(join(work, master), dims, resting)
         return work, *jax.tree.map(join, new, (master, moments))
 
@@ -132,12 +142,13 @@ def make_train_step(
 
 
 class LayerStep:
-    """A training step whose update goes through a file; as `make_train_step` says, with two programs.
+    """A training step whose update goes through a file; as `make_train_step` says, with several programs.
 
     gradients: (outer state, step, block weights, inputs, labels) -> (outer state, step, metrics, needed): the gradients
     of all layers, and the whole update of what is not in blocks. needed: what updates of layers need: {"grads",
-    "norm", "l" = 0}. update: (stacks, layer, needed) -> (stacks, layer, l + 1): `updated` of layer l, of whose
-    arrays some are in stacks in memory, updated in place, and the others are read from the file and written back.
+    "norm", "l" = 0}. updates, one for each of `offload.parts` of the work weights: (work weights, stacks, layer,
+    needed) -> (work weights, stacks, layer, l + 1): `updated` of layer l, of whose master weights and moments some
+    are in stacks in memory, updated in place, and the others are read from the file and written back.
 
     Of what is in the file, host memory holds three layers: one is read ahead, one is in use, one is being written.
     The first is read while gradients are computed. A layer's copies to and from the device do not overlap those of the
@@ -146,61 +157,69 @@ class LayerStep:
 
     def __init__(self, engine: Engine, optimizer, schedule: Schedule, plan: TrainState, mesh: Mesh):
         self.engine, self.optimizer, self.schedule, self.plan, self.mesh = engine, optimizer, schedule, plan, mesh
-        leaves, self.structure = jax.tree.flatten(parts_of(plan, "blocks"))
-        self.files = [x for x in leaves if isinstance(x, InFile)]
+        leaves, self.structure = jax.tree.flatten(section(plan, "blocks")[1:])
         self.in_file = [isinstance(x, InFile) for x in leaves]
+        self.files = self._pick(leaves, True)
         self.store: Any = store_of(plan)
-        self.arguments = self._plan_arguments()
+        self.needed = self._plan_needed()
         self.gradients: Any = self._gradients()
-        self.update: Any = self._update()
+        self.updates: list[Any] = [self._update(part) for part in parts(plan.weights["blocks"])]
 
     def __call__(self, state: TrainState, inputs_ABS, labels_ABS):
         """Raises NvmeError when the file cannot be read or written; nothing is to be done with the state then."""
         step = int(jax.device_get(state.step)) + 1
-        stacks, virtual = self._stacks(state), jax.default_backend() == "cpu" and self.mesh.size > 1
+        work, *others = section(state, "blocks")
+        stacks, updated, L = self._pick(jax.tree.leaves(others), False), [], self.engine.model.num_layers
+        virtual = jax.default_backend() == "cpu" and self.mesh.size > 1
         with ThreadPoolExecutor(1, "nvme-ahead") as ahead, ThreadPoolExecutor(1, "nvme-behind") as behind:
             coming, going = ahead.submit(self._read, 0), deque()
             outer, count, metrics, needed = self.gradients(
-                parts_of(state, "outer"), state.step, state.weights["blocks"], inputs_ABS, labels_ABS
+                section(state, "outer"), state.step, work, inputs_ABS, labels_ABS
             )
             self.store.begin_update(step)
-            for l in range(self.engine.model.num_layers):
-                layer = coming.result()
-                if l + 1 < self.engine.model.num_layers:
-                    coming = ahead.submit(self._read, l + 1)
-                stacks, layer, needed["l"] = self.update(stacks, layer, needed)
-                if virtual:  # several programs with collectives in flight can block each other
-                    jax.block_until_ready(stacks)
-                going.append(behind.submit(self._write, l, layer))
-                del layer
-                if len(going) > 1:
-                    going.popleft().result()
+            for update_layer, (weights, start, stop) in zip(self.updates, parts(work), strict=True):
+                for l in range(start, stop):
+                    layer = coming.result()
+                    if l + 1 < L:
+                        coming = ahead.submit(self._read, l + 1)
+                    weights, stacks, layer, needed["l"] = update_layer(weights, stacks, layer, needed)
+                    if virtual:  # several programs with collectives in flight can block each other
+                        jax.block_until_ready(weights)
+                    going.append(behind.submit(self._write, l, layer))
+                    del layer
+                    if len(going) > 1:
+                        going.popleft().result()
+                updated.append(weights)
             going.popleft().result()
             self.store.end_update(step)
-        blocks = self._merge(stacks, self.files)
-        return from_parts(count, blocks, outer), metrics
+        master, moments = self._merge(stacks, self.files)
+        return from_sections(count, (joined(updated), master, moments), outer), metrics
 
     def programs(self, inputs_ABS, labels_ABS) -> list[tuple[Any, tuple, int]]:
         """(jitted function, its arguments, how often it runs in a step), of planned arrays."""
-        state = parts_of(self.plan, "outer"), self.plan.step, self.plan.weights["blocks"]
-        layers = self.engine.model.num_layers
-        return [(self.gradients, (*state, inputs_ABS, labels_ABS), 1), (self.update, self.arguments, layers)]
+        plan, found = self.plan, parts(self.plan.weights["blocks"])
+        gradients = section(plan, "outer"), plan.step, plan.weights["blocks"], inputs_ABS, labels_ABS
+        updates = zip(self.updates, found, strict=True)
+        return [
+            (self.gradients, gradients, 1),
+            *((update, self._arguments(part), part.stop - part.start) for update, part in updates),
+        ]
 
     def lower(self, plan: TrainState, inputs_ABS, labels_ABS) -> "LayerStep":
-        """The step with both programs lowered, for the plan that it was made of."""
+        """The step with all programs lowered, for the plan that it was made of."""
         assert plan is self.plan, "a step is lowered for its own plan"
-        return self._with(*(f.lower(*arguments) for f, arguments, _ in self.programs(inputs_ABS, labels_ABS)))
+        return self._with([f.lower(*arguments) for f, arguments, _ in self.programs(inputs_ABS, labels_ABS)])
 
     def compile(self, compiler_options=None) -> "LayerStep":
         """The lowered step, compiled."""
-        return self._with(*(program.compile(compiler_options) for program in (self.gradients, self.update)))
+        return self._with([lowered.compile(compiler_options) for lowered in (self.gradients, *self.updates)])
 
     def memory_analysis(self) -> None:
-        """None: a step of several programs has no one answer; ask `gradients` and `update`."""
+        """None: a step of several programs has no one answer; ask `gradients` and `updates`."""
 
-    def _with(self, gradients, update) -> "LayerStep":
+    def _with(self, programs: list) -> "LayerStep":
         step = copy.copy(self)
-        step.gradients, step.update = gradients, update
+        step.gradients, *step.updates = programs
         return step
 
     def _read(self, l: int) -> list[jax.Array]:
@@ -211,18 +230,17 @@ class LayerStep:
     def _write(self, l: int, layer: list[jax.Array]) -> None:
         self.store.write(l, self.files, map(jax.device_get, layer))
 
-    def _stacks(self, state: TrainState) -> list:
-        leaves = jax.tree.leaves(parts_of(state, "blocks"))
-        return [x for x, filed in zip(leaves, self.in_file, strict=True) if not filed]
+    def _pick(self, leaves, in_file: bool) -> list:
+        """Those leaves of (master, moments) that are in the file, or those that are not."""
+        return [x for x, f in zip(leaves, self.in_file, strict=True) if f == in_file]
 
     def _merge(self, stacks, layer):
-        """Both kinds of leaves as the tree (weights, master, moments)."""
+        """Both kinds of leaves as the tree (master, moments)."""
         stacks, layer = iter(stacks), iter(layer)
-        return jax.tree.unflatten(self.structure, [next(layer if filed else stacks) for filed in self.in_file])
+        return jax.tree.unflatten(self.structure, [next(layer if f else stacks) for f in self.in_file])
 
     def _gradients(self):
         engine, everywhere = self.engine, self.plan.step.sharding
-        _, _, needed = self.arguments
 
         def per_device(outer, step, blocks, inputs_ABS, labels_ABS):
             weights = {"blocks": blocks, "outer": outer[0]}
@@ -231,45 +249,48 @@ class LayerStep:
             outer = update_outer(engine, self.optimizer, outer, grads, grad_norm)
             return outer, step + 1, metrics, {"grads": grads["blocks"], "norm": grad_norm, "l": jnp.int32(0)}
 
-        outer, tokens = parts_of(self.plan, "outer"), batch_sharding(self.mesh).spec
+        outer, tokens = section(self.plan, "outer"), batch_sharding(self.mesh).spec
         in_specs = (*_specs((outer, self.plan.step, self.plan.weights["blocks"])), tokens, tokens)
-        out_specs = (_specs(outer), jax.P(), jax.P(), _specs(needed))
+        out_specs = (_specs(outer), jax.P(), jax.P(), _specs(self.needed))
         f = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-        out = (shardings(outer), self.plan.step.sharding, everywhere, shardings(needed))
+        out = (shardings(outer), self.plan.step.sharding, everywhere, shardings(self.needed))
         return jax.jit(f, donate_argnums=(0, 1), out_shardings=out)
 
-    def _update(self):
-        stacks_plan, layer_plan, needed_plan = self.arguments
-
-        def per_device(stacks, layer, needed):
+    def _update(self, part: Part):
+        def per_device(weights, stacks, layer, needed):
             l = needed["l"]
-            old = self._merge(read(stacks, l), put(layer, "device"))
-            # As in offload.sweep: the reads end before the writes begin, or XLA copies the stacks.
-            weights, *old = jax.lax.optimization_barrier((*old, read(needed["grads"], l)))
+            old = *self._merge(read(stacks, l), put(layer, "device")), read(needed["grads"], l)
+            old = jax.lax.optimization_barrier(old)  # as in offload.sweep: reads end before writes begin
             dims, resting = self.engine.dims["blocks"], self.engine.resting["blocks"]
-            new = updated(self.engine, self.optimizer, weights, dims, resting, old, needed["norm"])
+            work, *new = updated(self.engine, self.optimizer, weights, dims, resting, old, needed["norm"])
             new = jax.tree.leaves(new)
-            kept, gone = ([x for x, f in zip(new, self.in_file, strict=True) if f == want] for want in (False, True))
-            return write(stacks, kept, l), put(gone, "host"), l + 1
+            stacks = write(stacks, self._pick(new, False), l)
+            return write(weights, work, l - part.start), stacks, put(self._pick(new, True), "host"), l + 1
 
-        specs_in = _specs(self.arguments)
-        f = jax.shard_map(per_device, mesh=self.mesh, in_specs=specs_in, out_specs=(*specs_in[:2], jax.P()))
-        out = (shardings(stacks_plan), shardings(layer_plan), needed_plan["l"].sharding)
-        return jax.jit(f, donate_argnums=0, out_shardings=out)
+        arguments = self._arguments(part)
+        specs_in = _specs(arguments)
+        f = jax.shard_map(per_device, mesh=self.mesh, in_specs=specs_in, out_specs=(*specs_in[:3], jax.P()))
+        out = (*shardings(arguments[:3]), self.plan.step.sharding)
+        return jax.jit(f, donate_argnums=(0, 1), out_shardings=out)
 
-    def _plan_arguments(self):
-        """What `update` takes, as `jax.ShapeDtypeStruct`s."""
+    def _arguments(self, part: Part) -> tuple:
+        """What an update takes, as `jax.ShapeDtypeStruct`s."""
+        host = lambda f: f.layer_sharding(MEMORY_KIND["host"])
+        layer = [jax.ShapeDtypeStruct(f.shape[1:], f.dtype, sharding=host(f)) for f in self.files]
+        stacks = self._pick(jax.tree.leaves(section(self.plan, "blocks")[1:]), False)
+        return part.stack, stacks, layer, self.needed
+
+    def _plan_needed(self) -> dict:
         plan, table = self.plan, self.engine.placement.grads
-        leaf = lambda shape, dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        layer = [leaf(f.shape[1:], f.dtype, f.layer_sharding(MEMORY_KIND["host"])) for f in self.files]
+        mesh, memory_kind = plan.step.sharding.mesh, MEMORY_KIND[table.home]
 
         def gradient(p, spec):
-            sharding = jax.NamedSharding(plan.step.sharding.mesh, spec, memory_kind=MEMORY_KIND[table.home])
-            return leaf(p.shape, table.dtype, sharding)
+            sharding = jax.NamedSharding(mesh, spec, memory_kind=memory_kind)
+            return jax.ShapeDtypeStruct(p.shape, table.dtype, sharding=sharding)
 
         grads = jax.tree.map(gradient, plan.master["blocks"], specs(self.engine.dims)["blocks"])
-        scalar = lambda dtype: leaf((), dtype, plan.step.sharding)
-        return self._stacks(plan), layer, {"grads": grads, "norm": scalar(jnp.float32), "l": scalar(jnp.int32)}
+        scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=plan.step.sharding)
+        return {"grads": grads, "norm": scalar(jnp.float32), "l": scalar(jnp.int32)}
 
 
 def _specs(plan):

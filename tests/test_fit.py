@@ -106,6 +106,14 @@ def test_each_recomputation_saves_less(platform):
     assert every < saved("norm", "ffn", "att") == 2 * every  # the inputs of both halves of a block
 
 
+def test_resident_layers_are_counted_where_they_rest():
+    table = lambda n: small(offload_weights=True, resident_layers=n, model_dtype="bfloat16")
+    device = lambda n: estimate(table(n), "gpu")["weights"]
+    host = lambda n: fit.estimate_host(plan(table(n)), 8, 128)["weights"]
+    layer = 2 * (256 * (2 * 256 + 2 * 128) + 3 * 256 * 704 + 2 * 256)
+    assert device(3) - device(0) == host(0) - host(3) == 3 * layer
+
+
 def test_flash_attention_has_no_scores():
     c = small(model_dtype="bfloat16", sequence_len=1024, per_device_batch_size=1)
     flash, xla = (estimate(fit.changed(c, {"attention": a}), "gpu")["working space"] for a in ("auto", "xla"))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, tokens
 
-from surojax import engine, placement
+from surojax import engine, generate, offload, placement, step
+from surojax.checkpoint import FOLDER, Checkpoints, restore, steps_in
 from surojax.errors import ConfigError
 from surojax.models.layers import Recompute
 
@@ -31,6 +32,36 @@ def plain(devices: int, recompute_block: bool) -> list[tuple[float, float]]:
 def test_offloading_changes_no_bit(devices, offloaded):
     level = 3 if devices > 1 else 1
     assert Small(devices, zero_level=level, **offloaded).train(BATCHES) == plain(devices, True)
+
+
+@pytest.mark.parametrize("devices, resident, recompute_block", [(1, 1, True), (4, 2, True), (4, 1, False)])
+def test_resident_layers_change_no_bit(devices, resident, recompute_block):
+    """The first layers' weights stay on the device, the others rest in host memory."""
+    level = 3 if devices > 1 else 1
+    small = Small(devices, zero_level=level, recompute_block=recompute_block, resident_layers=resident, **ALL)
+    blocks = small.state.weights["blocks"]
+    assert isinstance(blocks, offload.Split)
+    for part, kind, layers in zip(blocks, ("device", "pinned_host"), (resident, 3 - resident), strict=True):
+        assert {(x.sharding.memory_kind, x.shape[0]) for x in jax.tree.leaves(part)} == {(kind, layers)}
+    assert small.train(BATCHES) == plain(devices, recompute_block)
+
+
+def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_path):
+    """The same loss, text and arrays as with the weights in one stack."""
+    found = []
+    for placed in ({}, {"offload_weights": True, "resident_layers": 1}):
+        small = Small(4, zero_level=3, **placed)
+        evaluate = step.make_eval_step(small.engine, small.plan, small.mesh)
+        loss, _ = evaluate(
+            small.state.weights, *jax.device_put(tokens(8, 24), placement.batch_sharding(small.mesh, accumulated=False))
+        )
+        text = list(generate.generate(CONFIG, small.state.weights, np.array([3, 1, 4]), max_tokens=4, temperature=0))
+        found.append((float(loss), text))
+    assert found[0] == found[1]
+    with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
+        checkpoints.save(small.state, {"step": 0})
+    restored = restore(steps_in(tmp_path / FOLDER)[0], small.plan)
+    jax.tree.map(np.testing.assert_array_equal, restored, small.state)
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute(norm=True, att=True)], ids=["none", "parts"])
@@ -105,4 +136,8 @@ def test_impossible_combinations_are_refused_with_the_fix():
         placement.place(offload_grads=True, num_shards=4)
     with pytest.raises(ConfigError, match="divides"):
         Small(5, shard_outer=True)
+    with pytest.raises(ConfigError, match="leave it out, or set offload_weights=True"):
+        placement.place(resident_layers=1, num_shards=1)
+    with pytest.raises(ConfigError, match="fewer than the 3 layers, got 3; leave it out with offload_weights=False"):
+        Small(offload_weights=True, resident_layers=3)
     assert placement.place(offload_grads=True, num_shards=1).grads.home == "host"
