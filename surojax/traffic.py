@@ -9,7 +9,10 @@ Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) as DES
 | + gradients        | reduce-scatter k P                                  | all-gather P                           |
 | + weights          | all-gather 2 k P, reduce-scatter k P                |                                        |
 
-times (n - 1) / n; P' is P in the accumulators' dtype. Replicated outer layers add a reduce-scatter and an all-gather
+times (n - 1) / n; P' is P in the accumulators' dtype. `use_all_to_all_reduce` sends the same bytes in an all-to-all.
+In 8 bits (`zero_quantized_weights`, `zero_quantized_gradients`) P is a byte a number of a matrix and 4 for the scale of
+each of its blocks; vectors stay in the work dtype, as gradients they are float32 (ZeRO++, Wang et al. 2023,
+arXiv:2306.10209; its gradients in one hop). Replicated outer layers add a reduce-scatter and an all-gather
 once per step. Outer layers that are sharded move tokens instead: see `outer`. Groups of `dp_replicate` add up their
 shards once per step. Scalars (loss, label count, norm: bytes) are left out.
 
@@ -27,6 +30,7 @@ from surojax.collectives import WHOLE
 from surojax.gpus import Gpu
 from surojax.mesh import REPLICATE, SHARD
 from surojax.metrics import flops_per_token
+from surojax.quantize import block_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +51,23 @@ def collective_bytes(run: Blueprint, batch: Batch) -> dict[tuple[str, str], int]
     """Bytes that each GPU sends per step, by (collective, axis)."""
     engine, n, replicas = run.engine, run.mesh.shape[SHARD], run.mesh.shape[REPLICATE]
     table, k = engine.placement, batch.microbatches
-    sent = dict.fromkeys(
-        [("all-gather", SHARD), ("reduce-scatter", SHARD), ("all-reduce", SHARD), ("all-reduce", REPLICATE)], 0.0
-    )
+    ops = "all-gather", "reduce-scatter", "all-to-all", "all-reduce"
+    sent = dict.fromkeys([*((op, SHARD) for op in ops), ("all-reduce", REPLICATE)], 0.0)
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
     ring = (n - 1) / n
     blocks, kept = _sizes(run, "blocks", engine.dims["blocks"])
-    sent["all-gather", SHARD] += ring * work * blocks * (2 * k if table.weights.sharded else 1)
+    gathered = _in_8_bits(run, vectors=work) if table.quants.dtype else work * blocks
+    sent["all-gather", SHARD] += ring * (2 * k * gathered if table.weights.sharded else work * blocks)
     rounds, itemsize = (k, work) if table.grads.sharded else (1, accum)
-    sent["reduce-scatter", SHARD] += ring * itemsize * blocks * rounds
+    reduce = "reduce-scatter" if table.reduce == "reduce_scatter" else "all-to-all"
+    reduced = _in_8_bits(run, vectors=4) if table.reduce == "int8" else itemsize * blocks
+    sent[reduce, SHARD] += ring * reduced * rounds
     sent["all-reduce", SHARD] += 2 * ring * itemsize * kept * rounds
 
     moved = jax.tree.map(lambda d, rests: d if rests == WHOLE else WHOLE, engine.dims["outer"], engine.resting["outer"])
     outer, _ = _sizes(run, "outer", moved)  # what rests in shards moves no weights
     sent["all-gather", SHARD] += ring * work * outer
-    sent["reduce-scatter", SHARD] += ring * accum * outer
+    sent[reduce, SHARD] += ring * accum * outer
     sharded_outer, kept_outer = _sizes(run, "outer", engine.dims["outer"])
     sent["all-reduce", SHARD] += 2 * ring * accum * kept_outer
     if table.outer.sharded:
@@ -80,6 +86,16 @@ def _sizes(run: Blueprint, part: str, dims) -> tuple[int, int]:
     pairs = list(zip(jax.tree.leaves(run.params[part]), jax.tree.leaves(dims), strict=True))
     cut, whole = ([math.prod(p.shape) for p, d in pairs if (d == WHOLE) == kept] for kept in (False, True))
     return sum(cut), sum(whole)
+
+
+def _in_8_bits(run: Blueprint, vectors: int) -> float:
+    """Bytes of the blocks that are cut: matrices in 8 bits with their scales, vectors with so many bytes a number."""
+    n, total = run.mesh.shape[SHARD], 0.0
+    for p, d in zip(jax.tree.leaves(run.params["blocks"]), jax.tree.leaves(run.engine.dims["blocks"]), strict=True):
+        if d != WHOLE:
+            row = p.shape[-1] // (n if d == p.ndim - 2 else 1)  # d does not count the axis of layers
+            total += math.prod(p.shape) * (1 + 4 / block_size(row) if p.ndim > 2 else vectors)
+    return total
 
 
 def step_flops(run: Blueprint, batch: Batch) -> float:
