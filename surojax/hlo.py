@@ -1,4 +1,5 @@
-"""Reads a compiled program: what it sends between GPUs, what it copies to and from host memory, what it computes twice.
+"""Reads a compiled program: what it sends between GPUs, what it copies to and from host memory, what it computes twice,
+and which of those transfers run while it computes.
 
 The text is XLA's optimised HLO, as `aot.Compiled.text` or `jax.stages.Compiled.as_text()` give it. Instructions are
 counted as often as they run: loops times their known trip counts, inside each other. Host memory is memory space 5,
@@ -93,13 +94,17 @@ def executed(module: Module, computation: str = "", times: int = 1) -> Iterator[
     for i in instructions.values():
         yield i, times, instructions
         if i.opcode == "while":
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.attributes)
-            if not trips:
-                raise ValueError(f"loop {i.name}: expected a known trip count, got none; give it a constant length")
-            yield from executed(module, _called(i, "body")[0], times * int(trips[1]))
+            yield from executed(module, _called(i, "body")[0], times * _trips(i))
         elif i.opcode in ("conditional", "call", "async-start"):
             for name in _called(i, "to_apply|calls|branch_computations|true_computation|false_computation"):
                 yield from executed(module, name, times)
+
+
+def _trips(loop: Instruction) -> int:
+    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if not trips:
+        raise ValueError(f"loop {loop.name}: expected a known trip count, got none; give it a constant length")
+    return int(trips[1])
 
 
 def _called(i: Instruction, attribute: str) -> list[str]:
@@ -174,22 +179,26 @@ class HostCopies:
 
 def host_copies(module: Module) -> HostCopies:
     """What a step copies: whole arrays, and the layers read from and written to stacks that rest in host memory."""
-    h2d = d2h = within = 0
+    moved: dict[str, int] = dict.fromkeys(("h2d", "d2h", "within"), 0)
     for i, times, computation in executed(module):
-        if i.opcode in NAMES_ONLY or i.opcode.endswith("-done"):
-            continue
-        sources, results = _operands(i, computation), arrays(_result(i))
-        from_host, to_host = (any(a.on_host for a in side) for side in (sources, results))
-        if i.opcode in ("copy", "copy-start"):
-            size = times * sources[0].bytes
-            within += size if from_host and to_host else 0
-            d2h += size if to_host and not from_host else 0
-            h2d += size if from_host and not to_host else 0
-        elif to_host:  # a layer is written into a stack: scalars are its index
-            d2h += times * sum(a.bytes for a in sources if not a.on_host and a.rank)
-        elif from_host:
-            h2d += times * sum(a.bytes for a in results if a.rank)
-    return HostCopies(h2d, d2h, within)
+        if (copy := _host_copy(i, computation)) is not None:
+            kind, size = copy
+            moved[kind] += times * size
+    return HostCopies(moved["h2d"], moved["d2h"], moved["within"])
+
+
+def _host_copy(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[str, int] | None:
+    """("h2d", "d2h" or "within" host memory, bytes) of an instruction that moves something there."""
+    if i.opcode in NAMES_ONLY or i.opcode.endswith("-done"):
+        return None
+    sources, results = _operands(i, computation), arrays(_result(i))
+    from_host, to_host = (any(a.on_host for a in side) for side in (sources, results))
+    if i.opcode in ("copy", "copy-start"):
+        kind = "within" if from_host and to_host else "d2h" if to_host else "h2d"
+        return (kind, sources[0].bytes) if from_host or to_host else None
+    if to_host:  # a layer is written into a stack: scalars are its index
+        return "d2h", sum(a.bytes for a in sources if not a.on_host and a.rank)
+    return ("h2d", sum(a.bytes for a in results if a.rank)) if from_host else None
 
 
 def _result(i: Instruction) -> str:
@@ -223,3 +232,77 @@ def rematerialised(module: Module) -> Rematerialised:
         if ".remat" in i.name and i.opcode not in NAMES_ONLY
     ]
     return Rematerialised(sum(n for _, n, _ in found), sum(b for b, *_ in found), max(found, default=(0, 0, ""))[2])
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Host copies and collectives of one kind that run alike in a loop's body."""
+
+    loop: str  # the body's name
+    times: int  # that it runs in a step
+    products: int  # matrix products and attentions in it
+    kind: str  # "h2d", "d2h", "within", or the collective
+    asynchronous: bool
+    started: int  # products before it starts
+    waited: int  # products before something waits for its end
+    both_ways: bool  # a host copy in the other direction is under way while it is
+    count: int  # in the body
+    bytes: int  # of those: copied, or a collective's operands
+
+
+def overlaps(module: Module) -> list[Transfer]:
+    """The transfers in each loop, read from the order of its instructions, in which the GPU is given them.
+
+    The text has to be of a scheduled module (`is_scheduled=true`): an asynchronous transfer then runs from its
+    "-start" to its "-done", and what is computed at that time are the instructions in between.
+    """
+    found: dict[tuple, list[int]] = {}
+    for i, times, _ in executed(module):
+        if i.opcode == "while":
+            body = _called(i, "body")[0]
+            for *what, size in _transfers(module, body):
+                key = body, times * _trips(i), _products(module, body), *what
+                count = found.setdefault(key, [0, 0])
+                count[0], count[1] = count[0] + 1, count[1] + size
+    return [Transfer(*key, *count) for key, count in found.items()]
+
+
+def _transfers(module: Module, body: str) -> Iterator[tuple]:
+    """(kind, asynchronous, started, waited, both_ways, bytes) of each transfer in a computation."""
+    done, running, opposite = 0, {}, {"h2d": "d2h", "d2h": "h2d"}
+    for i in module[body].values():
+        if i.opcode.endswith("-done") and i.operands[0] in running:
+            kind, started, both, size = running.pop(i.operands[0])
+            yield kind, True, started, done, both, size
+        elif (transfer := _transfer(module, i, module[body])) is not None:
+            kind, size = transfer
+            if not i.opcode.endswith("-start"):
+                yield kind, False, done, done, False, size
+                continue
+            others = [name for name, (other, *_) in running.items() if other == opposite.get(kind)]
+            for name in others:
+                running[name] = (*running[name][:2], True, running[name][3])
+            running[i.name] = kind, done, bool(others), size
+        done += _weight(module, i)
+
+
+def _transfer(module: Module, i: Instruction, computation: Mapping[str, Instruction]) -> tuple[str, int] | None:
+    """(kind, bytes) of a host copy or collective, or of what starts one."""
+    inside = (
+        [x.opcode for name in _called(i, "calls") for x in module[name].values()] if i.opcode == "async-start" else []
+    )
+    op = next((op for op in (i.opcode.removesuffix("-start"), *inside) if op in WIRE), None)
+    if op is not None:
+        return op, sum(a.bytes for a in _operands(i, computation))
+    return _host_copy(i, computation)
+
+
+def _products(module: Module, computation: str) -> int:
+    return sum(_weight(module, i) for i in module[computation].values())
+
+
+def _weight(module: Module, i: Instruction) -> int:
+    """How many matrix products and attentions run in an instruction; those of a loop in all its rounds."""
+    if i.opcode == "while":
+        return _trips(i) * _products(module, _called(i, "body")[0])
+    return int(i.opcode == "custom-call" and re.search(r'custom_call_target="__cu(blas|dnn)', i.attributes) is not None)

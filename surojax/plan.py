@@ -60,6 +60,7 @@ class Plan:
     h2d_bytes: int
     d2h_bytes: int
     within_host_bytes: int  # copies from host memory to host memory
+    overlap: list[dict[str, Any]]  # `hlo.Transfer`s in loops: what they run beside
     rematerialised: dict[str, Any]  # {"count", "bytes", "largest"}: what XLA computes again to save memory
     step_time_bound_s: float
     bound_by: str
@@ -161,6 +162,7 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
         "h2d_bytes": total(copies, "h2d_bytes"),
         "d2h_bytes": total(copies, "d2h_bytes"),
         "within_host_bytes": total(copies, "within_host_bytes"),
+        "overlap": [dataclasses.asdict(x) for module, _ in modules for x in hlo.overlaps(module)],
         "rematerialised": {
             "count": total(again, "count"),
             "bytes": total(again, "bytes"),
@@ -200,6 +202,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
         "h2d_bytes": h2d,
         "d2h_bytes": d2h,
         "within_host_bytes": 0,
+        "overlap": [],
         "rematerialised": {"count": 0, "bytes": 0, "largest": ""},
         "flops": traffic.step_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
@@ -306,9 +309,29 @@ def table(p: Plan) -> str:
         lines.append(f"  {name:<30}{'':>8}{cells([size])}")
     if p.within_host_bytes:
         lines.append(f"  {'within host memory':<30}{'':>8}{cells([p.within_host_bytes])}")
+    lines += overlap_lines(p)
     parts = ", ".join(f"{RESOURCES[name]} {t:.3f}" for name, t in p.times_s.items())
     lines += ["", f"a step takes at least {p.step_time_bound_s:.3f} s, bound by {RESOURCES[p.bound_by]} ({parts})"]
     return "\n".join(lines + verdict(p))
+
+
+def overlap_lines(p: Plan) -> list[str]:
+    """How many of the transfers in loops run beside something; loops by how often they run and what they compute."""
+    names = {"h2d": "host to device", "d2h": "device to host"}
+    found: dict[tuple, list[int]] = {}
+    for x in p.overlap:
+        loop = (-x["products"], f"{x['products']} products, {x['times']} x") if x["products"] else (0, "update")
+        row = found.setdefault((*loop, names.get(x["kind"], x["kind"])), [0, 0, 0, 0])
+        marks = True, x["asynchronous"], x["waited"] > x["started"], x["both_ways"]
+        row[:] = [total + x["count"] * mark for total, mark in zip(row, marks, strict=True)]
+    if not found:
+        return []
+    head = f"  {'transfers in loops':<38}{'count':>7}{'asynchronous':>14}{'beside products':>17}{'both ways':>11}"
+    rows = (
+        f"  {f'{loop}: {kind}':<38}{n:>7}{a:>14}{w:>17}{b:>11}"
+        for (_, loop, kind), (n, a, w, b) in sorted(found.items())
+    )
+    return ["", head, *rows]
 
 
 def verdict(p: Plan) -> list[str]:

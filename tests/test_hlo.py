@@ -67,6 +67,49 @@ def test_host_copies_have_a_direction():
     assert copies == hlo.HostCopies(h2d_bytes=layer + a, d2h_bytes=layer + a, within_host_bytes=5 * layer)
 
 
+LOOP = """HloModule step, is_scheduled=true
+
+%body.1 (p: (f32[8,4], bf16[5,6], bf16[5,6])) -> (f32[8,4], bf16[5,6], bf16[5,6]) {
+  %p = (f32[8,4]{1,0}, bf16[5,6]{1,0:S(5)}, bf16[5,6]{1,0:S(5)}) parameter(0)
+  %x = f32[8,4]{1,0} get-tuple-element(%p), index=0
+  %a = bf16[5,6]{1,0:S(5)} get-tuple-element(%p), index=1
+  %b = bf16[5,6]{1,0:S(5)} get-tuple-element(%p), index=2
+  %i = s32[] constant(0)
+  %gather = ((f32[8,4]{1,0}), f32[16,4]{1,0}) all-gather-start(%x), replica_groups={{0,1}}
+  %slice = ((bf16[5,6]{1,0:S(5)}, s32[]), bf16[1,6]{1,0}, u32[]) fusion-start(%a, %i), kind=kLoop, calls=%f
+  %y = (f32[8,4]{1,0}, s8[4]{0}) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul"
+  %layer = bf16[1,6]{1,0} fusion-done(%slice)
+  %attention = (f32[8,4]{1,0}, u8[0]{0}) custom-call(%x, %x), custom_call_target="__cudnn$fmhaSoftmax"
+  %other = f32[8,4]{1,0} custom-call(%x), custom_call_target="AllocateBuffer"
+  %gathered = f32[16,4]{1,0} all-gather-done(%gather)
+  %write = ((bf16[5,6]{1,0:S(5)}, bf16[1,6]{1,0}, s32[]), bf16[5,6]{1,0:S(5)}, u32[]) fusion-start(%b, %layer, %i)
+  %read = ((bf16[5,6]{1,0:S(5)}, s32[]), bf16[1,6]{1,0}, u32[]) fusion-start(%a, %i), kind=kLoop, calls=%f
+  %written = bf16[5,6]{1,0:S(5)} fusion-done(%write)
+  %more = bf16[1,6]{1,0} fusion-done(%read)
+  %sum = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  ROOT %out = (f32[8,4]{1,0}, bf16[5,6]{1,0:S(5)}, bf16[5,6]{1,0:S(5)}) tuple(%x, %a, %written)
+}
+
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %while.2 = (f32[8,4]{1,0}) while(%a), condition=%c, body=%body.1, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %copy.3 = f32[8,4]{1,0} copy(%a)
+}
+"""
+
+
+def test_transfers_are_beside_what_is_between_their_start_and_end():
+    of = lambda *how: hlo.Transfer("body.1", 3, 2, *how)
+    layer, x = 6 * 2, 8 * 4 * 4
+    assert hlo.overlaps(hlo.parse(LOOP)) == [
+        of("h2d", True, 0, 1, False, 1, layer),
+        of("all-gather", True, 0, 2, False, 1, x),
+        of("d2h", True, 2, 2, True, 1, layer),
+        of("h2d", True, 2, 2, True, 1, layer),
+        of("all-reduce", False, 2, 2, False, 1, x),
+    ]
+
+
 def test_rematerialised_operations_are_named():
     assert hlo.rematerialised(hlo.parse(PROGRAM)) == hlo.Rematerialised(1, 8 * 4 * 4, "y.remat2")
 
