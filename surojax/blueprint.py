@@ -55,10 +55,10 @@ class Blueprint:
         memory_bytes: that XLA plans with on a GPU; host_temporaries: bytes in host memory that a step allocates there,
         see `MEMORY_LIMIT`. Left out, nothing is corrected.
         """
-        schedule = SCHEDULE if platform == "gpu" else {}
-        if schedule and memory_bytes:
-            schedule = schedule | {MEMORY_LIMIT: 95 + math.ceil(100 * host_temporaries / memory_bytes)}
-        return schedule | collectives.compiler_options(self.engine.placement.copy_engine)
+        schedule, limit = SCHEDULE if platform == "gpu" else {}, {}
+        if platform == "gpu" and memory_bytes:
+            limit = {MEMORY_LIMIT: 95 + math.ceil(100 * host_temporaries / memory_bytes)}
+        return schedule | limit | collectives.compiler_options(self.engine.placement.copy_engine)
 
     def eval_step(self):
         """See `step.make_eval_step`."""
