@@ -60,6 +60,8 @@ class Plan:
     h2d_bytes: int
     d2h_bytes: int
     within_host_bytes: int  # copies from host memory to host memory
+    nvme_read_bytes: int
+    nvme_write_bytes: int
     overlap: list[dict[str, Any]]  # `hlo.Transfer`s in loops: what they run beside
     rematerialised: dict[str, Any]  # {"count", "bytes", "largest"}: what XLA computes again to save memory
     step_time_bound_s: float
@@ -92,6 +94,7 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
         d2h=found["d2h_bytes"],
     )
     host_limit = None if host_memory is None else int(host_memory * GiB)
+    in_files = sum(row["nvme"] for row in found["classes"].values())
     limit, device = facts.memory_bytes, found["device_bytes"]
     enough = host_limit is None or n * found["host_bytes"] <= host_limit
     bound_by = max(times, key=lambda resource: times[resource])
@@ -99,7 +102,9 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
         gpu=gpu,
         gpus=n,
         fits=device <= limit and enough,
-        nvme_bytes=sum(row["nvme"] for row in found["classes"].values()),
+        nvme_bytes=in_files,
+        nvme_read_bytes=in_files,  # all of it, once a step, in both directions
+        nvme_write_bytes=in_files,
         step_time_bound_s=times[bound_by],
         bound_by=bound_by,
         times_s=times,
@@ -139,7 +144,8 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
             memory_bytes=GPUS[gpu].memory_bytes,
             host_temporaries=fit.host_temporaries(run, batch.sequences, batch.sequence_len),
         )
-        done = [(aot.compile_for(f, args, mesh, options), times) for f, args, times in programs(run, mesh, batch)]
+        parts = programs(run, mesh, batch)
+        done = [(aot.compile_for(f, args, mesh, options), times) for f, args, times in parts]
     except NotImplementedError as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
@@ -150,13 +156,14 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
     copies = [(hlo.host_copies(module), times) for module, times in modules]
     again = [(hlo.rematerialised(module), times) for module, times in modules]
     total = lambda pairs, name: sum(times * getattr(x, name) for x, times in pairs)
-    most = lambda name: max(getattr(compiled, name) for compiled, _ in done)
+    others = [beside(run, args) for _, args, _ in parts]
+    most = lambda name, home: max(getattr(x, name) + rest[home] for (x, _), rest in zip(done, others, strict=True))
     return _sizes(run) | {
         "estimate": False,
-        "device_bytes": most("device_bytes"),
-        "device_temp_bytes": most("temp_bytes"),
-        "host_bytes": most("host_bytes"),
-        "host_temp_bytes": most("host_temp_bytes"),
+        "device_bytes": most("device_bytes", "device"),
+        "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x, _ in done),
+        "host_bytes": most("host_bytes", "host"),
+        "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x, _ in done),
         "classes": classes(run, batch),
         "collectives": _beside(hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), textbook),
         "h2d_bytes": total(copies, "h2d_bytes"),
@@ -181,6 +188,20 @@ def programs(run: Blueprint, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> l
     if isinstance(train_step, step.LayerStep):
         return train_step.programs(tokens, tokens)
     return [(train_step, (run.plan, tokens, tokens), 1)]
+
+
+def beside(run: Blueprint, args) -> dict[Home, int]:
+    """Bytes per GPU that are in memory while a program of a step runs which does not take them.
+
+    That is state for the step's other programs, and layers from files: one is read ahead; in the update, where one is
+    the program's and one its result, another is written.
+    """
+    taken = {id(x) for x in jax.tree.leaves(args)}
+    rest = [x for x in jax.tree.leaves(run.plan) if id(x) not in taken]
+    layer = placement.bytes_per_device(run.plan, "nvme") // run.model.num_hidden_layers
+    layers = 1 if any(x is run.plan.step for x in jax.tree.leaves(args)) else fit.NVME_LAYERS - 2
+    in_memory = lambda home: placement.bytes_per_device(rest, home)
+    return {"device": in_memory("device"), "host": in_memory("host") + layers * layer}
 
 
 def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
@@ -307,8 +328,12 @@ def table(p: Plan) -> str:
         lines.append(f"  {x['op'] + ' over ' + x['axis']:<30}{x['count'] or '-':>8}{sizes}")
     for name, size in (("host to device", p.h2d_bytes), ("device to host", p.d2h_bytes)):
         lines.append(f"  {name:<30}{'':>8}{cells([size])}")
-    if p.within_host_bytes:
-        lines.append(f"  {'within host memory':<30}{'':>8}{cells([p.within_host_bytes])}")
+    for name, size in (
+        ("within host memory", p.within_host_bytes),
+        ("read from NVMe", p.nvme_read_bytes),
+        ("written to NVMe", p.nvme_write_bytes),
+    ):
+        lines += [f"  {name:<30}{'':>8}{cells([size])}"] if size else []
     lines += overlap_lines(p)
     parts = ", ".join(f"{RESOURCES[name]} {t:.3f}" for name, t in p.times_s.items())
     lines += ["", f"a step takes at least {p.step_time_bound_s:.3f} s, bound by {RESOURCES[p.bound_by]} ({parts})"]

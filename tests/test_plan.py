@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from surojax import aot, flags, plan as planner, traffic
+from surojax import aot, fit, flags, plan as planner, traffic
 from surojax.blueprint import MEMORY_LIMIT, draw
 from surojax.config import default_config
 from surojax.errors import ConfigError
@@ -41,6 +41,9 @@ BLOCKS = {  # a model whose blocks are nearly all of it, with so many layers tha
     "lmhead_chunks": 1,
 }
 TINY = BLOCKS | {"model.num_hidden_layers": 2, "gpus": 1}
+
+
+MESH = jax.sharding.AbstractMesh((1, 1), DATA)
 
 
 def config(name: str = "llama7b", **changes):
@@ -96,6 +99,8 @@ def test_device_memory(planned, name, gpu, changes, most):
     p = planned(c, gpu)
     assert not p.estimate and p.fits
     assert p.device_bytes <= most * GiB
+    # What `train` goes by, which compiles nothing: fit.py says what was measured.
+    assert 0.98 < fit.needed(c, c.gpus, "gpu") / p.device_bytes < 1.1
     # Everything that the classes say rests on the device is in the program, and its state is exactly what they say.
     on_device, on_host = (sum(row[home] for row in p.classes.values()) for home in ("device", "host"))
     assert on_device <= p.device_bytes
@@ -201,6 +206,30 @@ def test_host_copies_are_counted(planned):
     assert moments == per_parameter * p.parameters and p.host_temp_bytes == 0
     layer = per_parameter * (p.parameters - vocabulary - 256) // 64
     assert (p.h2d_bytes, p.d2h_bytes) == (moments + 2 * layer, moments + layer)
+
+
+@needs_compiler
+def test_layers_in_files(planned):
+    """State in files is read and written once a step; beside the program that runs, host memory has what both need."""
+    files = {"offload_master": "nvme", "offload_optimizer": "nvme", "nvme_path": "/nowhere"}  # it need not exist
+    offloads = dict.fromkeys(("offload_grads", "offload_weights", "offload_residual"), True)
+    c = config(gpus=1, **files, **offloads, **BLOCKS)
+    p = planned(c)
+    in_files = sum(p.classes[name]["nvme"] for name in ("master", "moments"))
+    outer = 2 * 512 * 256 + 256
+    assert p.nvme_bytes == in_files == (4 + 2 + 2) * (p.parameters - outer)
+    assert p.nvme_read_bytes == p.nvme_write_bytes == in_files
+    host = {name: row["host"] for name, row in p.classes.items()}
+    assert host["master"] + host["moments"] == (4 + 2 + 2) * outer
+    # While gradients are computed: all but one class of state, and a layer that is read ahead. While a layer is
+    # updated, its state before and after, the one that is read and the one that is written, but no residuals.
+    rest, layer = sum(host.values()) - host["residuals"], in_files // 64
+    assert p.host_bytes == pytest.approx(rest + max(host["residuals"] + layer, 4 * layer), rel=0.01)
+    assert p.device_bytes < 10 * layer < p.host_bytes
+    # The file's part crosses the host link as well, weights and gradients as they do without it.
+    read, written = traffic.host_bytes(draw(c, MESH, 10), traffic.Batch(1, 64, 2), p.classes)
+    assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)
+    assert in_files < p.h2d_bytes and "read from NVMe" in planner.table(p)
 
 
 def loop(p: Plan, products: int) -> list[Transfer]:
