@@ -6,9 +6,8 @@ one slice of logits, or one layer's optimizer update.
 
 Estimate / `compiled.memory_analysis()` of the real step (arguments and temporaries; jax 0.12, 2026-11):
 
-* XLA's GPU compiler for an RTX 4090, on a machine without one: 22 variants of configs/llama{125m,1b,7b}.py on 1 and 4
-  GPUs, ZeRO 1 to 3, with and without recomputation, slices of logits and flash attention: 0.99 to 1.05. With everything
-  offloaded only the working space is left, where it is rough: 0.94 (Qwen-32B, 4 GPUs) to 1.8 (Llama-7B, 4 GPUs).
+* XLA's GPU compiler, on a machine without a GPU: Llama-7B and Qwen-32B on RTX 4090, Llama-70B on H100, on 1, 4 and 8,
+  ZeRO 1 to 3, with nothing, one class, state, or everything offloaded: 15 variants, 1.00 to 1.06.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24.
 
 Not counted: cuDNN's workspaces and fragmentation (some hundred MiB on a GPU), and the host's copy of a checkpoint while
@@ -86,25 +85,34 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
 
     wide = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
     logits = wide * (batch * sequence_len // engine.lmhead_chunks) * m.vocab_size
-    # Fitted to the measurements above: what a block's backward pass holds of the values that its forward pass saves.
-    again = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
-    block = 2 * layer_bytes + int(again * whole_bytes) + scores_bytes
+    kept = x_bytes if engine.recompute_block else saved_bytes  # of a layer, from the forward pass
     vocabulary = m.vocab_size // (run.mesh.shape[SHARD] if engine.placement.outer.sharded else 1)
     head = logits + max(logits, wide * vocabulary * m.hidden_size)  # and their gradient, then the head's
-    activations = m.num_hidden_layers * (x_bytes if engine.recompute_block else saved_bytes)
+    activations = m.num_hidden_layers * kept
     at = lambda plan: {home: placement.bytes_per_device(plan, home) for home in ("device", "host")}
     in_file = placement.bytes_per_device(plan, "nvme")
     state = sum(at((plan.master["blocks"], plan.moments["blocks"])).values()) + in_file + block_grads
     saved_on_device = activations if engine.placement.residuals.home == "device" else 0
-    update = state // m.num_hidden_layers + 2 * layer_bytes - saved_on_device
     quants = [x for x in jax.tree.leaves(plan.weights["blocks"], is_leaf=is_quantized) if is_quantized(x)]
     table = engine.placement
-    early = layer_bytes if work.sharded or "host" in (work.home, table.quants.home) else 0  # the next layer's weights
-    early += layer_bytes if work.sharded and work.resident else 0  # and the next of those that are resident
+    weights_in_host = "host" in (work.home, table.quants.home)
+    ahead = 2 * layer_bytes if work.sharded or weights_in_host else 0  # a layer's weights, and the next one's
+    ahead += layer_bytes if work.sharded and work.resident else 0  # and the next of those that are resident
+    ahead += layer_bytes // run.mesh.shape[SHARD] if work.sharded and weights_in_host else 0  # shards of the one after
     if table.quants.dtype:  # and the matrices in 8 bits that they are made of
-        early += _bytes(jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, table.quants.dtype), layer))
+        ahead += _bytes(jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, table.quants.dtype), layer))
     if table.reduce != "reduce_scatter" and run.mesh.shape[SHARD] > 1:  # gradients of a layer from all devices
-        early += layer_bytes
+        ahead += layer_bytes
+    if grads.home == "host":  # of the layer before it, which leave, and its own sums, which come
+        ahead += 2 * block_grads // m.num_hidden_layers
+    if table.residuals.home == "host":  # the next layer's, and this one's unless they are what is differentiated
+        ahead += (2 if engine.recompute_block else 1) * kept
+    # The block's backward pass: first all that its forward pass computes, then all of its gradients, of which those
+    # that are sharded leave one after the other. The factors are fitted to the measurements above.
+    again = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
+    values, gradients = int(again * whole_bytes) + scores_bytes, layer_bytes // (2 if grads.sharded else 1)
+    block = values + 2 * layer_bytes if platform == "cpu" else max(values, gradients)
+    update = _update_bytes(run, state // m.num_hidden_layers, bool(in_file)) - saved_on_device
     none = {"device": 0, "host": 0}
     return {
         "weights": at([x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]),
@@ -115,8 +123,25 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
         | {grads.home: block_grads}
         | {"device": outer_grads + (block_grads if grads.home == "device" else 0)},
         "activations": none | {engine.placement.residuals.home: activations},
-        "working space": none | {"device": max(block + early, head, update) + 2 * x_bytes},
+        "working space": none | {"device": max(block + ahead, head, update) + 2 * x_bytes},
     } | ({"layers from files": none | {"host": NVME_LAYERS * in_file // m.num_hidden_layers}} if in_file else {})
+
+
+def _update_bytes(run: blueprint.Blueprint, layer_state: int, in_file: bool) -> int:
+    """What updating takes: the largest tensor of a layer, before and after, a third one where some come from the host.
+
+    layer_state: master weights, moments and gradients of a layer on this device. From files a layer comes whole.
+    """
+    if in_file:
+        return 2 * layer_state
+    shards = lambda d: run.mesh.shape[SHARD] if d != WHOLE else 1
+    sizes = [
+        p.size // shards(d)
+        for p, d in zip(jax.tree.leaves(run.params["blocks"]), jax.tree.leaves(run.engine.dims["blocks"]), strict=True)
+    ]
+    table = run.engine.placement
+    moved = "host" in (table.master.home, table.moments.home, table.grads.home)
+    return (3 if moved else 2) * layer_state * max(sizes) // sum(sizes)
 
 
 def _block_bytes(m: LlamaConfig, layer, x: jax.ShapeDtypeStruct, platform: str) -> tuple[int, int]:
