@@ -6,8 +6,9 @@ one slice of logits, or one layer's optimizer update.
 
 Estimate / `compiled.memory_analysis()` of the real step (arguments and temporaries; jax 0.12, 2026-11):
 
-* XLA's GPU compiler, on a machine without a GPU: Llama-7B and Qwen-32B on RTX 4090, Llama-70B on H100, on 1, 4 and 8,
-  ZeRO 1 to 3, with nothing, one class, state, or everything offloaded: 15 variants, 1.00 to 1.06.
+* XLA's GPU compiler, on a machine without a GPU: configs/llama{125m,1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py
+  on H100, on 1 to 8 GPUs, ZeRO 1 to 3, with nothing, one class, the state, or everything offloaded, state in files, with
+  and without recomputation and flash attention: 22 variants, 0.99 to 1.06.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24.
 
 Not counted: cuDNN's workspaces and fragmentation (some hundred MiB on a GPU), and the host's copy of a checkpoint while
@@ -103,8 +104,10 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
         ahead += _bytes(jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, table.quants.dtype), layer))
     if table.reduce != "reduce_scatter" and run.mesh.shape[SHARD] > 1:  # gradients of a layer from all devices
         ahead += layer_bytes
+    waiting = layer_bytes if ahead else 0  # meanwhile: the first weights of the backward pass, the last gradients
     if grads.home == "host":  # of the layer before it, which leave, and its own sums, which come
         ahead += 2 * block_grads // m.num_hidden_layers
+        waiting += block_grads // m.num_hidden_layers
     if table.residuals.home == "host":  # the next layer's, and this one's unless they are what is differentiated
         ahead += (2 if engine.recompute_block else 1) * kept
     # The block's backward pass: first all that its forward pass computes, then all of its gradients, of which those
@@ -112,7 +115,9 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     again = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
     values, gradients = int(again * whole_bytes) + scores_bytes, layer_bytes // (2 if grads.sharded else 1)
     block = values + 2 * layer_bytes if platform == "cpu" else max(values, gradients)
-    update = _update_bytes(run, state // m.num_hidden_layers, bool(in_file)) - saved_on_device
+    update = _update_bytes(run, state // m.num_hidden_layers) - saved_on_device
+    if in_file:  # a layer comes whole; the outer layers have been updated by then
+        update = state // m.num_hidden_layers + layer_bytes - outer_grads - saved_on_device
     none = {"device": 0, "host": 0}
     return {
         "weights": at([x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]),
@@ -123,17 +128,15 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
         | {grads.home: block_grads}
         | {"device": outer_grads + (block_grads if grads.home == "device" else 0)},
         "activations": none | {engine.placement.residuals.home: activations},
-        "working space": none | {"device": max(block + ahead, head, update) + 2 * x_bytes},
+        "working space": none | {"device": max(block + ahead, head + waiting, update) + 2 * x_bytes},
     } | ({"layers from files": none | {"host": NVME_LAYERS * in_file // m.num_hidden_layers}} if in_file else {})
 
 
-def _update_bytes(run: blueprint.Blueprint, layer_state: int, in_file: bool) -> int:
+def _update_bytes(run: blueprint.Blueprint, layer_state: int) -> int:
     """What updating takes: the largest tensor of a layer, before and after, a third one where some come from the host.
 
-    layer_state: master weights, moments and gradients of a layer on this device. From files a layer comes whole.
+    layer_state: bytes of master weights, moments and gradients of a layer on this device.
     """
-    if in_file:
-        return 2 * layer_state
     shards = lambda d: run.mesh.shape[SHARD] if d != WHOLE else 1
     sizes = [
         p.size // shards(d)

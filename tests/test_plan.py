@@ -226,6 +226,7 @@ def test_layers_in_files(planned):
     rest, layer = sum(host.values()) - host["residuals"], in_files // 64
     assert p.host_bytes == pytest.approx(rest + max(host["residuals"] + layer, 4 * layer), rel=0.01)
     assert p.device_bytes < 10 * layer < p.host_bytes
+    assert fit.estimate_host(draw(c, MESH, 10), 1, 64)["layers from files"] == 4 * layer
     # The file's part crosses the host link as well, weights and gradients as they do without it.
     read, written = traffic.host_bytes(draw(c, MESH, 10), traffic.Batch(1, 64, 2), p.classes)
     assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)
