@@ -7,8 +7,8 @@ one slice of logits, or one layer's optimizer update.
 Estimate / `compiled.memory_analysis()` of the real step (arguments and temporaries; jax 0.12, 2026-11):
 
 * XLA's GPU compiler, on a machine without a GPU: configs/llama{125m,1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py
-  on H100, on 1 to 8 GPUs, ZeRO 1 to 3, with nothing, one class, the state, or everything offloaded, state in files, with
-  and without recomputation and flash attention: 22 variants, 0.99 to 1.06.
+  on H100, on 1 to 8 GPUs, ZeRO 1 to 3, with nothing, one class, the state, or everything offloaded, state in files,
+  with and without recomputation and flash attention: 22 variants, 0.99 to 1.06. Not so of gathers in 8 bits.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24.
 
 Not counted: cuDNN's workspaces and fragmentation (some hundred MiB on a GPU), and the host's copy of a checkpoint while
@@ -97,17 +97,17 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     quants = [x for x in jax.tree.leaves(plan.weights["blocks"], is_leaf=is_quantized) if is_quantized(x)]
     table = engine.placement
     weights_in_host = "host" in (work.home, table.quants.home)
-    ahead = 2 * layer_bytes if work.sharded or weights_in_host else 0  # a layer's weights, and the next one's
+    waiting = layer_bytes if work.sharded or weights_in_host else 0  # while the head computes: the next weights
+    ahead = 2 * waiting  # while a layer computes: its weights, and the next one's
     ahead += layer_bytes if work.sharded and work.resident else 0  # and the next of those that are resident
     ahead += layer_bytes // run.mesh.shape[SHARD] if work.sharded and weights_in_host else 0  # shards of the one after
     if table.quants.dtype:  # and the matrices in 8 bits that they are made of
         ahead += _bytes(jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, table.quants.dtype), layer))
     if table.reduce != "reduce_scatter" and run.mesh.shape[SHARD] > 1:  # gradients of a layer from all devices
         ahead += layer_bytes
-    waiting = layer_bytes if ahead else 0  # meanwhile: the first weights of the backward pass, the last gradients
     if grads.home == "host":  # of the layer before it, which leave, and its own sums, which come
         ahead += 2 * block_grads // m.num_hidden_layers
-        waiting += block_grads // m.num_hidden_layers
+        waiting += block_grads // m.num_hidden_layers  # the last one's of the microbatch before
     if table.residuals.home == "host":  # the next layer's, and this one's unless they are what is differentiated
         ahead += (2 if engine.recompute_block else 1) * kept
     # The block's backward pass: first all that its forward pass computes, then all of its gradients, of which those
