@@ -61,6 +61,12 @@ def estimate_host(run: blueprint.Blueprint, batch: int, sequence_len: int) -> di
     return {k: size for k, size in found.items() if size}
 
 
+def host_temporaries(run: blueprint.Blueprint, batch: int, sequence_len: int) -> int:
+    """Bytes of pinned host memory per GPU that a step allocates for itself: accumulators and saved activations."""
+    need = by_class(run, batch, sequence_len, "gpu")
+    return need["gradients"]["host"] + need["activations"]["host"]
+
+
 def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: str) -> dict[str, dict[str, int]]:
     """Bytes per device of each class by the memory it rests in: {class: {"device": ..., "host": ...}}."""
     plan, engine, m = run.plan, run.engine, run.model
@@ -269,10 +275,15 @@ def flags(change: dict) -> str:
 
 def available_bytes(devices) -> int:
     """Bytes one device can give: a GPU's own limit; for CPU devices an equal part of the machine's free memory."""
-    stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if (limit := memory_limit(devices[0])) is not None:
+        return limit - devices[0].memory_stats().get("bytes_in_use", 0)
     return psutil.virtual_memory().available // len(devices)
+
+
+def memory_limit(device) -> int | None:
+    """Bytes of its memory that JAX may use, with which XLA plans too; None on a CPU and where nothing says so."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return (stats or {}).get("bytes_limit")
 
 
 def compare(need: dict[str, int], compiled, device) -> str | None:

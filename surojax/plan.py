@@ -133,7 +133,11 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
     mesh = make_mesh(aot.devices(gpu, c.gpus), dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
     run = draw(c, mesh.abstract_mesh, total_steps=1000)
     try:
-        options = run.compiler_options("gpu")
+        options = run.compiler_options(
+            "gpu",
+            memory_bytes=GPUS[gpu].memory_bytes,
+            host_temporaries=fit.host_temporaries(run, batch.sequences, batch.sequence_len),
+        )
         done = [(aot.compile_for(f, args, mesh, options), times) for f, args, times in programs(run, mesh, batch)]
     except NotImplementedError as error:
         reason = str(error).partition("\n")[0]

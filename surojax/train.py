@@ -25,7 +25,7 @@ from surojax.blueprint import Blueprint, draw
 from surojax.checkpoint import Checkpoints
 from surojax.config import Config
 from surojax.errors import CheckpointError, ConfigError
-from surojax.fit import GiB, check_fit, compare, estimate_host
+from surojax.fit import GiB, check_fit, compare, estimate_host, host_temporaries, memory_limit
 from surojax.flags import parse
 from surojax.generate import complete
 from surojax.mesh import find_devices, make_mesh
@@ -105,7 +105,11 @@ def train(config: Config) -> Result:
         )
         until_end.enter_context(contextlib.closing(batches))
         compile_start = time.perf_counter()
-        options = run.compiler_options(devices[0].platform)
+        options = run.compiler_options(
+            devices[0].platform,
+            memory_bytes=memory_limit(devices[0]),
+            host_temporaries=host_temporaries(run, c.per_device_batch_size, c.sequence_len),
+        )
         tokens_shape = (c.gradient_accumulation_steps, batch_size, c.sequence_len)
         tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=placement.batch_sharding(mesh))
         train_step = run.train_step().lower(run.plan, tokens, tokens).compile(options)
