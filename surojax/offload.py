@@ -24,27 +24,30 @@ class Split(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Layers `start` to `stop` - 1 of a model, stacked in one memory."""
+    """Layers `start` to `stop` - 1 of a model, a tree of stacks in one memory."""
 
     stack: Any
     start: int
     stop: int
 
 
-def parts(stack) -> list[Part]:
-    """The one part of a stack of layers, or the two of a split one. Loops over layers go over one part after another,
-    so that which memory is read is known to the compiler."""
+def parts(tree) -> list[Part]:
+    """The one part of a tree of stacks, or the two of a tree of `Split`s. Loops over layers go over one part after
+    another, so that which memory is read is known to the compiler."""
+    split = lambda x: isinstance(x, Split)
+    two = any(map(split, jax.tree.leaves(tree, is_leaf=split)))
+    trees = [jax.tree.map(lambda x, i=i: x[i], tree, is_leaf=split) for i in (0, 1)] if two else [tree]
     found, start = [], 0
-    for one in stack if isinstance(stack, Split) else (stack,):
+    for one in trees:
         stop = start + jax.tree.leaves(one)[0].shape[0]
         found.append(Part(one, start, stop))
         start = stop
     return found
 
 
-def joined(stacks: Sequence):
+def joined(trees: Sequence):
     """The inverse of `parts`."""
-    return Split(*stacks) if len(stacks) > 1 else stacks[0]
+    return jax.tree.map(lambda *x: Split(*x), *trees) if len(trees) > 1 else trees[0]
 
 
 def put(tree, home: Home):

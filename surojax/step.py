@@ -48,27 +48,21 @@ def update(
 ) -> TrainState:
     """The state after one optimizer step, tensor by tensor and layer by layer; runs per device on shards."""
 
-    found = parts(state.weights["blocks"])
-
     def tensor(master, weights, moments, grads, dims, resting):
-        for i, (part, work) in enumerate(zip(found, weights, strict=True)):
+        def layer(old, grads):
+            work, *new = updated(engine, optimizer, like, dims, resting, (*old, grads), grad_norm)
+            return work, tuple(new)
 
-            def layer(old, grads, like=work):
-                work, *new = updated(engine, optimizer, like, dims, resting, (*old, grads), grad_norm)
-                return work, tuple(new)
+        found, done = parts(weights), []
+        like = found[0].stack
+        for work, start, stop in found:
+            work, (master, moments) = sweep(layer, work, (master, moments), grads, start, stop)
+            done.append(work)
+        return joined(done), master, moments
 
-            work, (master, moments) = sweep(layer, work, (master, moments), grads, part.start, part.stop)
-            weights[i] = work
-        return weights, master, moments
-
-    weights, master, moments = section(state, "blocks")
-    of_tensor = zip(*(jax.tree.structure(master).flatten_up_to(part.stack) for part in found), strict=True)
-    weights = jax.tree.unflatten(jax.tree.structure(master), map(list, of_tensor))
-    weights, *rest = _each_tensor(tensor, (weights, master, moments), grads["blocks"], engine, "blocks")
-    of_part = zip(*jax.tree.structure(master).flatten_up_to(weights), strict=True)
-    weights = joined([jax.tree.unflatten(jax.tree.structure(master), stacks) for stacks in of_part])
+    blocks = _each_tensor(tensor, section(state, "blocks"), grads["blocks"], engine, "blocks")
     outer = update_outer(engine, optimizer, section(state, "outer"), grads, grad_norm)
-    return from_sections(state.step + 1, (weights, *rest), outer)
+    return from_sections(state.step + 1, blocks, outer)
 
 
 def update_outer(engine: Engine, optimizer: optax.GradientTransformationExtraArgs, old, grads, grad_norm):

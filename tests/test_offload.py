@@ -40,9 +40,10 @@ def test_resident_layers_change_no_bit(devices, resident, recompute_block):
     level = 3 if devices > 1 else 1
     small = Small(devices, zero_level=level, recompute_block=recompute_block, resident_layers=resident, **ALL)
     blocks = small.state.weights["blocks"]
-    assert isinstance(blocks, offload.Split)
-    for part, kind, layers in zip(blocks, ("device", "pinned_host"), (resident, 3 - resident), strict=True):
-        assert {(x.sharding.memory_kind, x.shape[0]) for x in jax.tree.leaves(part)} == {(kind, layers)}
+    for part, kind, layers in zip(
+        offload.parts(blocks), ("device", "pinned_host"), (resident, 3 - resident), strict=True
+    ):
+        assert {(x.sharding.memory_kind, x.shape[0]) for x in jax.tree.leaves(part.stack)} == {(kind, layers)}
     assert small.train(BATCHES) == plain(devices, recompute_block)
 
 
