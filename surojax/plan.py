@@ -3,9 +3,10 @@
     python -m surojax.plan --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--json FILE] [--host-memory GIB]
 
 The real step is compiled for the named GPU on this machine, which needs none (`aot`); memory, collectives and host
-copies are read from the compiled program (`hlo`), and stand beside what the textbook says (`traffic`). No data is read
-and nothing is written but FILE. Where the compiler for GPUs is not installed, memory is the estimate of `fit` and
-traffic that of `traffic`; the result says so.
+copies are read from the compiled program (`hlo`), and stand beside what the textbook says (`traffic`); so is which of
+them run while matrix products do, from the order of the program. No data is read and nothing is written but FILE. Where
+the compiler for GPUs is not installed, memory is the estimate of `fit` and traffic that of `traffic`; the result says
+so.
 
 `plan(config, gpu)` is the same as a function.
 """
