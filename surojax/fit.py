@@ -8,7 +8,7 @@ Estimate / `compiled.memory_analysis()` of the real step (arguments and temporar
 
 * XLA's GPU compiler, on a machine without a GPU: configs/llama{125m,1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py
   on H100, on 1 to 8 GPUs, ZeRO 1 to 3, with nothing, one class, the state, or everything offloaded, state in files,
-  with and without recomputation and flash attention: 22 variants, 0.99 to 1.06. Not so of gathers in 8 bits.
+  with and without recomputation, flash attention and communication in 8 bits: 24 variants, 0.99 to 1.06.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24.
 
 Not counted: cuDNN's workspaces and fragmentation (some hundred MiB on a GPU), and the host's copy of a checkpoint while
@@ -101,10 +101,10 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     ahead = 2 * waiting  # while a layer computes: its weights, and the next one's
     ahead += layer_bytes if work.sharded and work.resident else 0  # and the next of those that are resident
     ahead += layer_bytes // run.mesh.shape[SHARD] if work.sharded and weights_in_host else 0  # shards of the one after
-    if table.quants.dtype:  # and the matrices in 8 bits that they are made of
+    if table.quants.dtype and platform == "cpu":  # and the matrices in 8 bits that they are made of
         ahead += _bytes(jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, table.quants.dtype), layer))
-    if table.reduce != "reduce_scatter" and run.mesh.shape[SHARD] > 1:  # gradients of a layer from all devices
-        ahead += layer_bytes
+    exchanged = {"reduce_scatter": 0, "all_to_all": 2 * layer_bytes, "int8": layer_bytes}[table.reduce]
+    exchanged = exchanged if run.mesh.shape[SHARD] > 1 else 0  # gradients of a layer, sent and received
     if grads.home == "host":  # of the layer before it, which leave, and its own sums, which come
         ahead += 2 * block_grads // m.num_hidden_layers
         waiting += block_grads // m.num_hidden_layers  # the last one's of the microbatch before
@@ -113,7 +113,8 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     # The block's backward pass: first all that its forward pass computes, then all of its gradients, of which those
     # that are sharded leave one after the other. The factors are fitted to the measurements above.
     again = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
-    values, gradients = int(again * whole_bytes) + scores_bytes, layer_bytes // (2 if grads.sharded else 1)
+    values = int(again * whole_bytes) + scores_bytes
+    gradients = max(layer_bytes // (2 if grads.sharded else 1), exchanged)  # the layer's weights are free by then
     block = values + 2 * layer_bytes if platform == "cpu" else max(values, gradients)
     update = _update_bytes(run, state // m.num_hidden_layers) - saved_on_device
     if in_file:  # a layer comes whole; the outer layers have been updated by then
