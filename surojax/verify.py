@@ -43,12 +43,17 @@ type Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
 
 
 class Bound(NamedTuple):
-    """How far a row may be from its reference: largest relative difference over all steps, and the reason for it."""
+    """How far a row may be from its reference: largest relative difference over all steps, and the reason for it.
+
+    approximate: the setting computes with other numbers. No difference at all would say that it did nothing. Gradient
+    norms are compared in the first step only: from then on weights differ by what AdamW makes of small gradients,
+    whose signs 8 bits may change, and near a minimum norms follow that, not the error of 8 bits.
+    """
 
     loss: float
     grad_norm: float
     reason: str
-    differs: bool = False  # a difference of zero would say that the setting did nothing
+    approximate: bool = False
 
 
 class Setting(NamedTuple):
@@ -63,7 +68,7 @@ class Setting(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What came out. Differences are relative, the largest over all steps; None when it was skipped."""
+    """What came out. Differences are relative, the largest over the steps compared; None when it was skipped."""
 
     setting: Setting
     status: str  # "pass", "FAIL" or "skipped"
@@ -96,9 +101,11 @@ SETTINGS: tuple[Setting, ...] = (
     # Host memory
     *(Setting(name, {name: True}) for name in OFFLOADS),
     Setting("offload_all", ALL),
+    Setting("resident_layers", {"offload_weights": True, "resident_layers": 1}),
     Setting("offload_saved", SAVED | ALL, like="recompute_block=false"),
     *(Setting(f"{name}@4", ZERO3 | {name: True}, 4, "zero_level=3@4") for name in OFFLOADS),
     Setting("offload_all@4", ZERO3 | ALL, 4, "zero_level=3@4"),
+    Setting("resident_layers@4", ZERO3 | ALL | {"resident_layers": 1}, 4, "zero_level=3@4"),
     Setting("offload_saved@4", ZERO3 | SAVED | ALL, 4, "zero_level=3@4", "saved"),
     # Disk
     Setting("offload_optimizer=nvme", {"offload_optimizer": "nvme"}),
@@ -140,8 +147,9 @@ RESET = (  # fields that a row sets, and that are otherwise at their defaults
 
 
 def bounds(c: Config) -> dict[str, Bound]:
-    """What rows are held to, by the names that they give in `expect`, for the numbers that this config computes with."""
+    """What rows are held to, by the names in `expect`, for the dtypes that this config computes in."""
     same = Bound(0.0, 0.0, "no arithmetic changes, so no bit may")
+    mean = "; the errors are independent and average out (gradient norm: of the first step)"
     order = Bound(
         1e-4,
         1e-4,
@@ -152,9 +160,11 @@ def bounds(c: Config) -> dict[str, Bound]:
         "same": same,
         "saved": same,
         "order": order,
-        "sent_int8": Bound(1e-2, 5e-2, "gradients sent in int8: each is off by 1/254 of its block's largest", True),
-        "int8": Bound(1e-2, 5e-2, "weights in int8: each is off by up to 1/254 of its block's largest", True),
-        "fp8": Bound(2e-2, 1e-1, "weights in fp8: each is off by up to 1/16 of itself", True),
+        "sent_int8": Bound(
+            1e-2, 1e-2, f"gradients sent in int8, each off by up to 1/254 of its block's largest{mean}", True
+        ),
+        "int8": Bound(1e-2, 1e-2, f"weights in int8, each off by up to 1/254 of its block's largest{mean}", True),
+        "fp8": Bound(2e-2, 3e-2, f"weights in fp8, each off by up to 1/16 of itself{mean}", True),
     }
 
 
@@ -297,10 +307,12 @@ def judge(found: Curve, expected: Curve, bound: Bound) -> tuple[str, float, floa
     a, b = np.array(found), np.array(expected)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return "FAIL", math.nan, math.nan, "a loss or gradient norm is not finite"
-    loss, grad_norm = (float(x) for x in np.max(np.abs(a - b) / np.maximum(np.abs(b), 1e-30), axis=0))
-    if bound.differs and loss == grad_norm == 0:
-        return "FAIL", loss, grad_norm, "no difference at all: the setting did nothing"
-    too_far = [name for name, x, most in (("loss", loss, bound.loss), ("gradient norm", grad_norm, bound.grad_norm)) if x > most]
+    differences = np.abs(a - b) / np.maximum(np.abs(b), 1e-30)
+    if bound.approximate and not differences.any():
+        return "FAIL", 0.0, 0.0, "no difference at all: the setting did nothing"
+    loss, grad_norm = float(differences[:, 0].max()), float(differences[: 1 if bound.approximate else None, 1].max())
+    compared = (("loss", loss, bound.loss), ("gradient norm", grad_norm, bound.grad_norm))
+    too_far = [name for name, x, most in compared if x > most]
     first = next((i for i, same in enumerate((a == b).all(axis=1)) if not same), 0)
     why = f"{' and '.join(too_far)} too far; the first difference is in step {first + 1}" if too_far else ""
     return "FAIL" if too_far else "pass", loss, grad_norm, why

@@ -1,0 +1,167 @@
+"""The verifier: it passes what is right, fails what is not, and has a row for every setting of the table."""
+
+import inspect
+
+import jax
+import numpy as np
+import pytest
+
+from surojax import blueprint, placement, verify as verifier
+from surojax.config import default_config
+from surojax.errors import ConfigError
+from surojax.mesh import DATA
+from surojax.verify import SETTINGS, changed, judge, verify
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def small_config(**changes):
+    c = default_config()
+    c.model.update(SIZES)
+    c.update({"model_dtype": "float32", "sequence_len": 24, "learning_rate": 1e-2, **changes})
+    return c
+
+
+CONFIG_FILE = f"""
+from surojax import default_config
+
+def get_config():
+    c = default_config()
+    c.model.update({SIZES})
+    c.update(dict(model_dtype="float32", sequence_len=24, learning_rate=1e-2))
+    return c
+"""
+
+
+def test_settings_change_nothing():
+    """One row of each kind that other tests do not train against the plain run."""
+    only = ["lmhead_chunks", "resident_layers", "shard_outer_offload_all@4", "offload_quants@4", "zero_level=3@8"]
+    seen = []
+    rows = verify(small_config(), steps=3, only=only, report=seen.append)
+    assert [row.setting.name for row in rows] == only and seen == rows  # in the order of the table
+    assert all(row.status == "pass" for row in rows), [verifier.line(row) for row in rows]
+    exact = {row.setting.name for row in rows if row.loss == row.grad_norm == 0}
+    assert exact == {"resident_layers", "shard_outer_offload_all@4", "offload_quants@4"}
+
+
+def test_a_setting_that_changes_the_result_fails(tmp_path, monkeypatch, capsys):
+    """Offloading that makes each update a ten thousandth larger: the table says so, and the exit code is 1."""
+
+    def draw(c, mesh, total_steps):
+        if c.offload_optimizer:
+            c.learning_rate *= 1.0001
+        return blueprint.draw(c, mesh, total_steps)
+
+    monkeypatch.setattr(verifier, "draw", draw)
+    (tmp_path / "small.py").write_text(CONFIG_FILE)
+    with pytest.raises(SystemExit) as end:
+        verifier.main(["--config", str(tmp_path / "small.py"), "--steps=2", "--only=plain,offload_optimizer"])
+    out = capsys.readouterr().out
+    assert end.value.code == 1 and "1 passed, 1 failed" in out
+    assert "FAIL\n" in out and "too far; the first difference is in step 2" in out
+
+
+def test_what_is_held_against_a_bound():
+    """Equal to the bit, within a bound, a setting that did nothing, and numbers that are none."""
+    bounds, plain = verifier.bounds(small_config()), [(4.0, 1.0), (3.0, 2.0)]
+    moved = lambda by: [plain[0], (3.0 * (1 + by), 2.0)]
+    assert judge(plain, plain, bounds["same"])[0] == "pass"
+    assert judge(moved(2.0**-23), plain, bounds["same"])[0] == "FAIL"
+    assert judge(moved(9e-5), plain, bounds["order"])[0] == "pass"
+    assert judge(moved(2e-4), plain, bounds["order"])[0] == "FAIL"
+    assert judge(moved(1e-3), plain, bounds["fp8"])[0] == "pass"
+    assert judge(plain, plain, bounds["fp8"])[3] == "no difference at all: the setting did nothing"
+    for bad in (np.nan, np.inf):
+        assert judge(moved(bad), plain, bounds["order"])[0] == judge(plain, moved(bad), bounds["same"])[0] == "FAIL"
+        assert judge(moved(bad), moved(bad), bounds["same"])[0] == "FAIL"
+
+
+NO_ROW = {  # keywords of `place` that no row has, and why
+    "model_dtype": "numbers are the config's",
+    "accum_dtype": "numbers are the config's",
+    "master_dtype": "numbers are the config's",
+    "num_shards": "follows from the mesh",
+    "nvme_path": "rows with nvme get a temporary folder",
+}
+
+
+def test_every_setting_of_the_table_has_a_row():
+    """A new keyword of `placement.place`, or a new way to recompute, needs a line in SETTINGS."""
+    keywords = {*inspect.signature(placement.place).parameters, "recompute_block", *verifier.configs.RECOMPUTE_PARTS}
+    assert keywords - {name for s in SETTINGS for name in s.changes} == set(NO_ROW)
+
+
+def test_every_row_compares_two_different_things():
+    """Each row draws what its reference does not, exists, and comes to the same sequences a step."""
+    c = small_config()
+    batches, microbatches = verifier.make_batches(c, 8, 1)
+    table = {s.name: s for s in SETTINGS}
+    assert len(table) == len(SETTINGS)
+
+    def drawn(s):
+        changes = s.changes | ({"nvme_path": "folder"} if "nvme" in s.changes.values() else {})
+        row = changed(c, s._replace(changes=changes), 1, len(batches[0][0]), microbatches * s.split)
+        assert row.per_device_batch_size * row.gradient_accumulation_steps * s.devices == len(batches[0][0])
+        shape = (row.dp_replicate_size, s.devices // row.dp_replicate_size)
+        engine = blueprint.draw(row, jax.sharding.AbstractMesh(shape, DATA), 1).engine
+        recompute = [row[name] for name in verifier.configs.RECOMPUTE_PARTS]
+        return engine.placement, shape, engine.recompute_block, recompute, engine.lmhead_chunks, s.split
+
+    for s in SETTINGS[1:]:
+        assert drawn(s) != drawn(table[s.like]), s.name
+
+
+def test_what_cannot_run_here_is_skipped_not_passed():
+    rows = verify(small_config(), steps=1, only=["hsdp_2x4", "memcpy_all_gather@4"], devices=jax.devices()[:4])
+    assert [row.status for row in rows] == ["skipped"] * 2
+    assert rows[0].why == "needs 8 devices, there are 4" and "expected false on cpu" in rows[1].why
+    assert "0 passed, 0 failed, 2 skipped" in verifier.summary(rows)
+
+
+def test_the_configs_own_settings_are_a_row():
+    """Under the config's own mesh; the others are what they are without them."""
+    c = small_config(gpus=3, offload_residual=True, gradient_accumulation_steps=4, per_device_batch_size=2)
+    own = verifier.settings(c, 8)[-1]
+    assert own.name == verifier.OWN and own.changes == {"offload_residual": True} and own.devices == 3
+    assert len(verifier.make_batches(c, 8, 1)[0][0][0]) == 96  # 24 a step, for 3 devices and for 8, 4 microbatches
+    assert not changed(c, SETTINGS[0], 5, 96, 4).offload_residual
+    assert verifier.settings(small_config(), 8) == list(SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--only=ofload_master"], "--only: expected names of settings, got 'ofload_master'; did you mean offload_"),
+        (["--steps=0"], "--steps: expected 1 or more, got 0"),
+        (["--config.lmhead_chunks=7"], "lmhead_chunks: expected a divisor"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
+    monkeypatch.setattr(verifier, "trained", lambda *_: [(1.0, 1.0)])
+    (tmp_path / "small.py").write_text(CONFIG_FILE)
+    with pytest.raises(SystemExit) as end:
+        verifier.main(["--config", str(tmp_path / "small.py"), *argv])
+    assert f"surojax.verify: error: {message}" in str(end.value.code) and "\n" not in str(end.value.code)
+
+
+def test_the_list_of_rows(capsys):
+    with pytest.raises(SystemExit):
+        verifier.main(["--list"])
+    out = capsys.readouterr().out.splitlines()
+    assert [x.split()[0] for x in out] == [s.name for s in SETTINGS]
+
+
+def test_a_model_that_does_not_fit_says_what_to_do(monkeypatch):
+    def refuse(*_):
+        raise ConfigError("does not fit: needs 9 GiB")
+
+    monkeypatch.setattr(verifier, "trained", refuse)
+    with pytest.raises(ConfigError, match=r"does not fit.*; or verify a smaller model"):
+        verify(small_config(), only=["plain"])
