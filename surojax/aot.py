@@ -1,7 +1,7 @@
 """Compile a program for NVIDIA GPUs on a machine that has none, and read what the compiler made of it.
 
-Needs the CUDA plugin beside jax and, for cuDNN attention to lower, cuDNN: `pip install 'surojax[plan]'`. No driver, no
-other NVIDIA library. Tried with jax 0.11.2 and 0.12.0.1. Facts it rests on, each found by trying:
+Needs the CUDA plugin beside jax, NVIDIA's assembler (ptxas) and, for cuDNN attention to lower, cuDNN: `pip install
+'surojax[plan]'`. No driver, no other NVIDIA library. Tried with jax 0.11.2 and 0.12.0.1. Facts it rests on, each found by trying:
 
 1. A sharding on compile-only GPU devices silently drops its `memory_kind` (those devices have no memories); one on
    `mesh.abstract_mesh` keeps it. So the shardings of arguments and results are on the abstract mesh, while shard_map
@@ -20,7 +20,9 @@ XLA's scheduler spends memory that is free on overlap: the same program needs le
 import dataclasses
 import importlib.util
 import os
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,14 +33,22 @@ from jaxlib import xla_client
 from surojax.gpus import ARCHITECTURES, GPUS, Gpu
 
 EXTRA = "pip install 'surojax[plan]'"
+PTXAS = "*/bin/ptxas"
 XLA_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}  # fact 4
 _kinds: set[str] = set()  # of this process: one at most
 
 
 def available() -> bool:
-    """Whether the CUDA plugin and cuDNN are installed."""
+    """Whether the CUDA plugin, cuDNN and NVIDIA's assembler are installed; without the last XLA crashes (0.12)."""
     plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-    return any(map(_installed, plugins)) and _installed("nvidia.cudnn")
+    return any(map(_installed, plugins)) and _installed("nvidia.cudnn") and _assembler()
+
+
+def _assembler() -> bool:
+    """Whether there is a ptxas where XLA looks for it: a wheel of NVIDIA's, PATH, or CUDA's own folder."""
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [file for root in (spec and spec.submodule_search_locations) or () for file in Path(root).glob(PTXAS)]
+    return bool(wheels or shutil.which("ptxas") or list(Path("/usr/local").glob("cuda*/bin/ptxas")))
 
 
 def _installed(module: str) -> bool:
