@@ -1,6 +1,6 @@
 """Where tensors rest changes nothing: every offload setting, alone and together, gives the same losses to the bit.
 
-On 1 and 4 devices the verifier shows it: see test_verify.
+That each does, alone and all together, is in test_verify.
 """
 
 import dataclasses
@@ -28,6 +28,37 @@ def plain(devices: int, recompute_block: bool) -> list[tuple[float, float]]:
     """Ten steps with everything on the device; ZeRO-3 where there are several."""
     level = 3 if devices > 1 else 1
     return Small(devices, zero_level=level, recompute_block=recompute_block).train(BATCHES)
+
+
+@pytest.mark.parametrize("devices, resident, recompute_block", [(1, 1, True), (4, 2, True), (4, 1, False)])
+def test_resident_layers_change_no_bit(devices, resident, recompute_block):
+    """The first layers' weights stay on the device, the others rest in host memory."""
+    level = 3 if devices > 1 else 1
+    small = Small(devices, zero_level=level, recompute_block=recompute_block, resident_layers=resident, **ALL)
+    blocks = small.state.weights["blocks"]
+    for part, kind, layers in zip(
+        offload.parts(blocks), ("device", "pinned_host"), (resident, 3 - resident), strict=True
+    ):
+        assert {(x.sharding.memory_kind, x.shape[0]) for x in jax.tree.leaves(part.stack)} == {(kind, layers)}
+    assert small.train(BATCHES) == plain(devices, recompute_block)
+
+
+def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_path):
+    """The same loss, text and arrays as with the weights in one stack."""
+    found = []
+    for placed in ({}, {"offload_weights": True, "resident_layers": 1}):
+        small = Small(4, zero_level=3, **placed)
+        evaluate = step.make_eval_step(small.engine, small.plan, small.mesh)
+        loss, _ = evaluate(
+            small.state.weights, *jax.device_put(tokens(8, 24), placement.batch_sharding(small.mesh, accumulated=False))
+        )
+        text = list(generate.generate(CONFIG, small.state.weights, np.array([3, 1, 4]), max_tokens=4, temperature=0))
+        found.append((float(loss), text))
+    assert found[0] == found[1]
+    with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
+        checkpoints.save(small.state, {"step": 0})
+    restored = restore(steps_in(tmp_path / FOLDER)[0], small.plan)
+    jax.tree.map(np.testing.assert_array_equal, restored, small.state)
 
 
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute(norm=True, att=True)], ids=["none", "parts"])
