@@ -10,7 +10,7 @@ from surojax import blueprint, placement, verify as verifier
 from surojax.config import default_config
 from surojax.errors import ConfigError
 from surojax.mesh import DATA
-from surojax.verify import SETTINGS, changed, judge, verify
+from surojax.verify import OFFLOADS, SETTINGS, changed, judge, verify
 
 SIZES = {
     "vocab_size": 64,
@@ -40,15 +40,22 @@ def get_config():
 """
 
 
-def test_settings_change_nothing():
-    """One row of each kind that other tests do not train against the plain run."""
-    only = ["lmhead_chunks", "resident_layers", "shard_outer_offload_all@4", "offload_quants@4", "zero_level=3@8"]
+ONE = [*OFFLOADS, "offload_all", "resident_layers"]
+FOUR = [f"{name}@4" for name in (*OFFLOADS, "offload_all")]
+
+
+@pytest.mark.parametrize("only", [ONE, FOUR], ids=["1", "4"])
+def test_offloading_changes_no_bit(only):
+    """Ten steps under every offload setting, alone and together; the other tests train under the other settings."""
     seen = []
-    rows = verify(small_config(), steps=3, only=only, report=seen.append)
+    rows = verify(small_config(), steps=10, only=only, report=seen.append)
     assert [row.setting.name for row in rows] == only and seen == rows  # in the order of the table
-    assert all(row.status == "pass" for row in rows), [verifier.line(row) for row in rows]
-    exact = {row.setting.name for row in rows if row.loss == row.grad_norm == 0}
-    assert exact == {"resident_layers", "shard_outer_offload_all@4", "offload_quants@4"}
+    assert all((row.status, row.loss, row.grad_norm) == ("pass", 0, 0) for row in rows), seen
+
+
+def test_other_orders_of_sums_are_within_the_bound():
+    (row,) = verify(small_config(), only=["lmhead_chunks"])
+    assert row.status == "pass" and 0 < row.grad_norm < 1e-5, row  # measured: 7e-7
 
 
 def test_a_setting_that_changes_the_result_fails(tmp_path, monkeypatch, capsys):
