@@ -1,7 +1,8 @@
 """Compile a program for NVIDIA GPUs on a machine that has none, and read what the compiler made of it.
 
 Needs the CUDA plugin beside jax, NVIDIA's assembler (ptxas) and, for cuDNN attention to lower, cuDNN: `pip install
-'surojax[plan]'`. No driver, no other NVIDIA library. Tried with jax 0.11.2 and 0.12.0.1. Facts it rests on, each found by trying:
+'surojax[plan]'`. No driver, no other NVIDIA library. Tried with jax 0.11.2 and 0.12.0.1. Facts it rests on, each found
+by trying:
 
 1. A sharding on compile-only GPU devices silently drops its `memory_kind` (those devices have no memories); one on
    `mesh.abstract_mesh` keeps it. So the shardings of arguments and results are on the abstract mesh, while shard_map
