@@ -3,9 +3,9 @@
     python -m surojax.plan --config configs/llama70b.py --gpu h100 --config.gpus=8 --config.zero_level=3 \
         --config.shard_outer --config.offload_residual --config.offload_optimizer --config.offload_master
 
-The same settings with `surojax.train` fit eight GPUs of 80 GB: 38 GiB on each, 68 GiB of host memory for each. With
+The same settings with `surojax.train` fit eight GPUs of 80 GB: 37 GiB on each, 68 GiB of host memory for each. With
 `offload_grads` and `offload_weights` as well they fit eight GPUs of 12 GB, as far as the device memory of a step goes:
-3.9 GiB on each, 100 GiB of host memory for each.
+5.5 GiB on each, 100 GiB of host memory for each.
 """
 
 from surojax.config import default_config

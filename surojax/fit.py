@@ -8,7 +8,7 @@ Estimate / `compiled.memory_analysis()` of the real step (arguments and temporar
 
 * XLA's GPU compiler, on a machine without a GPU: configs/llama{125m,1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py
   on H100, on 1 to 8 GPUs, ZeRO 1 to 3, with nothing, one class, the state, or everything offloaded, state in files,
-  with and without recomputation, flash attention and communication in 8 bits: 24 variants, 0.99 to 1.06.
+  with and without recomputation, flash attention and communication in 8 bits: 26 variants, 0.99 to 1.06.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24 (six of them again with the present
   engine, in tests/test_fit.py: within 0.9 and 1.4).
 
