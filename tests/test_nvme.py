@@ -1,5 +1,6 @@
 """Layers in files: nothing changes, nothing is lost, and what cannot work is refused before it begins."""
 
+import contextlib
 import errno
 import functools
 import gc
@@ -230,7 +231,8 @@ def test_a_checkpoint_that_cannot_be_written_does_not_block_the_next_update(smal
         checkpoints.save(small.state, {"step": 1})
         small.train(BATCHES[:1])  # it would wait for ever here
     for thread in set(threading.enumerate()) - threads:  # the writes beside the one that failed, as in test_checkpoint
-        thread.join(10)
+        with contextlib.suppress(OSError):  # orbax's threads raise what ended them
+            thread.join(10)
     gc.collect()
 
 
