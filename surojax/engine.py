@@ -16,10 +16,11 @@ The loops carry stacked `[L, ...]` arrays and read or write layer l in place. `l
 reverse mode residuals, except the weights, which are fetched again: `jax.vjp(saveable_args=...)` leaves them out.
 
 Stacks may rest in pinned host memory (`offload_*`): `read` brings one layer to the device, `write` returns it to where
-its stack rests. Communication that depends on a layer's computation cannot overlap it, so none does: what a layer needs
-was asked for one or two layers earlier, and what it made leaves while the next one computes. In between it travels in
-the loops' carry: see `Layers` (weights), `Saved` (activations) and `pull` (gradients). All copies and gathers of a loop
-can thus start with the iteration, and XLA's scheduler spreads them over it (blueprint.compiler_options).
+its stack rests. A transfer that depends on a layer's computation cannot overlap all of it, so only the reduction of its
+gradients does: what a layer needs was asked for one or two layers earlier, and what it leaves in host memory goes there
+while the next one computes. In between it travels in the loops' carry: see `Layers` (weights), `Saved` (activations)
+and `pull` (gradients, whose old sums are read after the last ones are written: one stack, one direction at a time).
+XLA's scheduler then decides what starts when (blueprint.compiler_options; `hlo.overlaps` reads its decisions).
 
 Everything here runs inside `jax.shard_map` over the data axes: arrays are one device's part. Communication is only in
 `fetch`, `push` and `finish`. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.
