@@ -145,8 +145,8 @@ class LayerStep:
     are in stacks in memory, updated in place, and the others are read from the file and written back.
 
     Of what is in the file, host memory holds four layers: one is read ahead, one is in use, before and after its
-    update, and one is being written. The first is read while gradients are computed. A layer's copies to and from the device do not overlap those of the
-    next one; disks are slower than both.
+    update, and one is being written. The first is read while gradients are computed. A layer's copies to and from the
+    device do not overlap those of the next one; disks are slower than both.
     """
 
     def __init__(self, engine: Engine, optimizer, schedule: Schedule, plan: TrainState, mesh: Mesh):
