@@ -4,8 +4,10 @@ Data-parallel devices form a grid `dp_replicate x dp_shard`: the batch is split 
 only, so every row of the grid holds one whole copy of it (HSDP when both are larger than one).
 """
 
+import logging
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,6 +20,7 @@ DATA = (REPLICATE, SHARD)
 
 def find_devices(gpus: int) -> list:
     """The first `gpus` devices of the default backend, all of them for 0. Raises ConfigError if there are fewer."""
+    _expect_no_cuda_without_driver()
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -46,6 +49,16 @@ def mesh_shape(n: int, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -
         sizes = f"{replicate} x {shard} = {replicate * shard}"
         raise ConfigError(f"dp_replicate_size x dp_shard_size: expected {n}, the devices in use, got {sizes}; {change}")
     return replicate, shard
+
+
+def _expect_no_cuda_without_driver() -> None:
+    """Where NVIDIA's driver is not there, JAX's plugin for it (the planner's compiler) cannot start: no traceback."""
+    if not any(map(Path.exists, (Path("/dev/nvidiactl"), Path("/dev/dxg")))):  # Linux, and WSL
+        logging.getLogger("jax._src.xla_bridge").addFilter(_no_plugin_error)
+
+
+def _no_plugin_error(record: logging.LogRecord) -> bool:
+    return "plugin configuration error" not in str(record.msg)
 
 
 def make_mesh(devices: Sequence, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -> jax.sharding.Mesh:
