@@ -1,0 +1,89 @@
+"""Which implementation of an op runs, and how a Pallas Mosaic GPU kernel is started.
+
+`implementation` of every public op is None, "mosaic" (the kernel) or "xla" (the reference, in jnp, on any device).
+None takes the kernel where the default backend is an NVIDIA GPU that the kernels serve, and the reference elsewhere; on
+a GPU that they do not serve it says so once. NotImplementedError is "this kernel cannot", ValueError "the caller is
+wrong".
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Implementation = Literal["mosaic", "xla"] | None
+IMPLEMENTATIONS = (None, "mosaic", "xla")
+OLDEST, NEWEST = (8, 0), (12, 1)  # compute capabilities that the kernels are compiled for in the tests
+LANES = 128  # threads of a program, one warp group: vectors are cut into multiples of it
+
+
+def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
+    """The implementation to run. Raises ValueError for an unknown one."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{op}: implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
+    return implementation or automatic()
+
+
+@functools.cache
+def automatic() -> Literal["mosaic", "xla"]:
+    """What `implementation=None` means on this machine."""
+    if jax.default_backend() != "gpu":
+        return "xla"
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if capability and OLDEST <= tuple(map(int, str(capability).rstrip("a").split("."))) <= NEWEST:
+        return "mosaic"
+    warnings.warn(
+        f"pallas_kernels: {device.device_kind} (compute capability {capability}) is not one that the kernels serve "
+        f"({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}); using XLA's instead",
+        stacklevel=3,
+    )
+    return "xla"
+
+
+def launch(
+    kernel: Callable,
+    operands: tuple,
+    *,
+    out: Any,
+    grid: tuple[int, ...],
+    names: tuple[str, ...],
+    interpret: bool,
+    **more,
+):
+    """Run a kernel over a grid, 128 threads a program; `operands` are arrays, or refs that it writes in place.
+
+    out: `jax.ShapeDtypeStruct`s of what it returns. Inside `jax.shard_map(check_vma=True)` the results vary over the
+    mesh axes that any operand varies over.
+    """
+    varying = frozenset().union(*(_varying(x) for x in operands))
+    if varying:
+        kind = jax.sharding.ManualAxisType(varying=varying)
+        out = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=kind), out)
+    params = more.pop("compiler_params", plgpu.CompilerParams())
+    mode = plgpu.InterpretGPUParams() if interpret else None
+    run = plgpu.kernel(
+        kernel, out_type=out, grid=grid, grid_names=names, compiler_params=params, interpret=mode, **more
+    )
+    return run(*operands)
+
+
+def _varying(x) -> frozenset[str]:
+    return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", None) or frozenset()
+
+
+def need(ok: bool, op: str, what: str, expected: Any, got: Any) -> None:
+    """Raises ValueError saying what was expected and what was given."""
+    if not ok:
+        raise ValueError(f"{op}: {what}: expected {expected}, got {got}")
+
+
+def largest(dtype) -> float:
+    """The largest finite number of a dtype that values are scaled to."""
+    return float(jnp.finfo(dtype).max)

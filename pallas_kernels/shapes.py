@@ -1,0 +1,47 @@
+"""Real sizes, by name: what the kernels are tested, compiled and timed with.
+
+Every op's file ends with `cases(sizes, tokens)`: its kernels on the shapes that a model of these sizes gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+
+class Sizes(NamedTuple):
+    """What of a model the kernels see."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+MODELS: dict[str, Sizes] = {
+    "gpt2": Sizes(768, 3072, 12, 12, 64, 50257),
+    "llama1b": Sizes(2048, 8192, 32, 8, 64, 128256),
+    "llama7b": Sizes(4096, 11008, 32, 32, 128, 32000),
+    "qwen7b": Sizes(3584, 18944, 28, 4, 128, 152064),
+    "qwen32b": Sizes(5120, 27648, 40, 8, 128, 151936),
+    "llama70b": Sizes(8192, 28672, 64, 8, 128, 128256),
+}
+TOKENS = (2048, 8192)  # of a microbatch on one device
+
+
+class Case(NamedTuple):
+    """A call of a kernel.
+
+    run: (arrays, implementation=, interpret=) -> results. args: shapes and dtypes of the arrays. bytes: that the call
+    reads and writes at least. donated: positions of arguments that are updated in place.
+    """
+
+    name: str
+    run: Callable
+    args: tuple[jax.ShapeDtypeStruct, ...]
+    bytes: int
+    donated: tuple[int, ...] = ()
