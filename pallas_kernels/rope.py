@@ -1,0 +1,120 @@
+"""Rotary position embedding of queries and keys in one pass over memory (Su et al. 2021, RoFormer).
+
+Channel i of a head is paired with channel i + h/2, and the pair is turned by the angle of its position and frequency:
+
+    first' = first * cos - second * sin,        second' = second * cos + first * sin
+
+The backward pass turns the gradients back: the same with -sin. Dtypes: arithmetic is float32, of float32 cosines and
+sines; the results have the dtypes of q and k. `absmax_q` and `absmax_k` are of the results as stored.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation, need
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+f32 = jnp.float32
+FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+class Rotated(NamedTuple):
+    """q `[..., S, H, h]`, k `[..., S, K, h]`, and the absmax of each, `[]` float32."""
+
+    q: jax.Array
+    k: jax.Array
+    absmax_q: jax.Array
+    absmax_k: jax.Array
+
+
+# --- reference --------------------------------------------------------------------------------------------------------
+
+
+def _rotate_xla(x, cos, sin):
+    cos, sin = (jnp.expand_dims(a[:, None, :], tuple(range(x.ndim - 3))) for a in (cos, sin))
+    first, second = jnp.split(x.astype(f32), 2, axis=-1)
+    y = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return y, jnp.max(jnp.abs(y)).astype(f32)
+
+
+def _forward_xla(q, k, cos, sin, inverse: bool) -> Rotated:
+    sin = -sin if inverse else sin
+    (q, absmax_q), (k, absmax_k) = _rotate_xla(q, cos, sin), _rotate_xla(k, cos, sin)
+    return Rotated(q, k, absmax_q, absmax_k)
+
+
+# --- public -----------------------------------------------------------------------------------------------------------
+
+
+def forward(
+    q: Float[Array, "*batch S H h"],
+    k: Float[Array, "*batch S K h"],
+    cos: Float[Array, "S half"],
+    sin: Float[Array, "S half"],
+    *,
+    inverse: bool = False,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Rotated:
+    """`Rotated(q, k, absmax_q, absmax_k)`: both turned by their positions, or turned back where `inverse`.
+
+    q `[..., S, H, h]` and k `[..., S, K, h]` in bf16, float16 or float32, h even; cos and sin float32 `[S, h / 2]`. No
+    derivative is defined: `rope` has one. Raises ValueError for shapes and dtypes other than these,
+    NotImplementedError where implementation="mosaic" and the kernel cannot.
+    """
+    _check("rope", q, k, cos, sin)
+    if dispatch.choose("rope", implementation) == "mosaic":
+        raise NotImplementedError("rope: not built yet")
+    return _forward_xla(q, k, cos, sin, inverse)
+
+
+def rope(
+    q: Float[Array, "*batch S H h"],
+    k: Float[Array, "*batch S K h"],
+    cos: Float[Array, "S half"],
+    sin: Float[Array, "S half"],
+    *,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """q and k rotated, differentiable with regard to them; cos and sin are constants. As `forward` otherwise."""
+    _check("rope", q, k, cos, sin)
+    return _rope(q, k, jax.lax.stop_gradient(cos), jax.lax.stop_gradient(sin), implementation, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _rope(q, k, cos, sin, implementation, interpret):
+    return forward(q, k, cos, sin, implementation=implementation, interpret=interpret)[:2]
+
+
+def _rope_fwd(q, k, cos, sin, *static):
+    return _rope(q, k, cos, sin, *static), (cos, sin)
+
+
+def _rope_bwd(implementation, interpret, saved, cotangents):
+    grads = forward(*cotangents, *saved, inverse=True, implementation=implementation, interpret=interpret)
+    return grads.q, grads.k, None, None
+
+
+_rope.defvjp(_rope_fwd, _rope_bwd)
+
+
+def _check(op: str, q, k, cos, sin) -> None:
+    for name, x in (("q", q), ("k", k)):
+        need(x.ndim >= 3 and x.size > 0, op, name, "[..., S, heads, h], not empty", x.shape)
+        need(x.dtype in FLOATS, op, f"dtype of {name}", "bfloat16, float16 or float32", x.dtype)
+    need(q.shape[-1] % 2 == 0, op, "head dimension", "an even number", q.shape[-1])
+    expected = (*q.shape[:-2], "K", q.shape[-1])
+    need(k.shape[:-2] == q.shape[:-2] and k.shape[-1] == q.shape[-1], op, "shape of k", expected, k.shape)
+    need(k.dtype == q.dtype, op, "dtype of k", f"{q.dtype}, that of q", k.dtype)
+    half = (q.shape[-3], q.shape[-1] // 2)
+    for name, a in (("cos", cos), ("sin", sin)):
+        need(a.shape == half and a.dtype == f32, op, name, f"float32 {half}", f"{a.dtype} {a.shape}")
