@@ -1,0 +1,292 @@
+"""Linear layers whose three products are block-scaled: MXFP8 and NVFP4, the formats of Blackwell's tensor cores.
+
+A block is 32 (MXFP8) or 16 (NVFP4) neighbours along the dimension that a product sums over, with one scale. So every
+operand is quantised along the dimension its product contracts: for y = x w^T, x and w along the inputs; for dx = g w,
+g and w^T along the outputs; for dw = g^T x, g^T and x^T along the tokens, which are filled up with zeros to full
+blocks: zeros add nothing. Products add up in float32.
+
+MXFP8 (OCP Microscaling Formats 1.0; Mishra et al. 2025, arXiv:2506.08027): e4m3 values, gradients too, and power-of-two
+scales (e8m0). The scale is the smallest that no value of the block exceeds 448 with: arXiv:2506.08027 rounds it up,
+since the specification's floor clips values. Nearest rounding.
+
+NVFP4 (NVIDIA 2025, arXiv:2509.25149): e2m1 values (0, 0.5, 1, 1.5, 2, 3, 4, 6), an e4m3 scale per block, a float32 scale
+per tensor that makes its largest block scale 448. From that paper:
+- Weights in blocks of 16 x 16, rounded once for both y and dx: both see the same weights, so the chain rule holds.
+- Gradients are rounded stochastically, everything else to nearest. Block scales of gradients are rounded up here, not
+  to nearest as in the paper: a scale rounded down clips the block's largest value, which would bias it.
+- Before dw, x^T and g^T are multiplied in groups of 16 tokens by the same random Hadamard matrix, diag(signs) H / 4. It
+  is orthogonal, so the exact product does not change, while outliers of a block are spread over it.
+Random numbers are hashes of a seed, a number of the layer's own (`salt`) and a position: nothing is stored.
+
+On GPUs the products are `jax.nn.scaled_matmul`, which XLA turns into cuDNN's block-scaled GEMM on compute capabilities
+10.0 to 12.1; elsewhere it would be decomposed slowly. `emulate=True` multiplies the same numbers as float32.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+WIDTHS = 32  # widths are multiples of it: full blocks, and rows of 16 bytes, which the hardware reads, in either format
+MX_BLOCK = 32
+NV_BLOCK = 16
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+EXPONENT = 23  # position of the exponent in the bits of a float32
+E4M3_EXPONENT = 8  # 448 = 1.75 * 2^8
+SMALLEST_SCALE = 2.0**-9  # the smallest positive e4m3
+HADAMARD = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]) / 4  # orthogonal, symmetric
+
+
+class Scaled(NamedTuple):
+    """A matrix in a block-scaled format: number (i, k) is values[i, k] * scales[i, k // block] * tensor_scale.
+
+    All float32, but of numbers that the format has, so that the casts in `product` change none.
+    """
+
+    values: jax.Array  # [n, k]: e4m3 or e2m1
+    scales: jax.Array  # [n, k / block]: e8m0 or e4m3
+    tensor_scale: jax.Array | None = None  # []: NVFP4 only
+
+    @property
+    def block(self) -> int:
+        return self.values.shape[-1] // self.scales.shape[-1]
+
+
+# -- Rounding: arithmetic in float32, since XLA may drop a cast to fewer bits and back (excess precision) --------------
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _power_of_two(biased: jax.Array) -> jax.Array:
+    """2^(biased - 127) of uint32 from 1 to 254, exactly; 255 becomes infinity."""
+    return lax.bitcast_convert_type(biased << EXPONENT, jnp.float32)
+
+
+def to_e4m3(x: jax.Array) -> jax.Array:
+    """The nearest e4m3 numbers, ties to even; float32 up to 448 in magnitude."""
+    ulp = jnp.maximum((_bits(x) >> EXPONENT) & 0xFF, 127 - 6) - 3  # subnormal below 2^-6, 3 bits of mantissa
+    return jnp.round(x * _power_of_two(254 - ulp)) * _power_of_two(ulp)
+
+
+def up_to_e4m3(x: jax.Array) -> jax.Array:
+    """The smallest e4m3 numbers that are not below positive float32 up to 448; not below 2^-9 either."""
+    ulp = jnp.maximum((_bits(x) >> EXPONENT) & 0xFF, 127 - 6) - 3
+    return jnp.maximum(jnp.ceil(x * _power_of_two(254 - ulp)) * _power_of_two(ulp), SMALLEST_SCALE)
+
+
+def to_e2m1(x: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
+    """float32 up to 6 in magnitude as e2m1: nearest, ties to even; or with numbers from [0, 1), stochastically.
+
+    Stochastically: up or down to a neighbour so that the expectation is x.
+    """
+    size = jnp.abs(x)
+    steps_per_one = jnp.where(size < 2, 2.0, jnp.where(size < 4, 1.0, 0.5))
+    steps = x * steps_per_one
+    return (jnp.round(steps) if uniform is None else jnp.floor(steps + uniform)) / steps_per_one
+
+
+# -- Random numbers ---------------------------------------------------------------------------------------------------
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 that flips every bit about as often as not (multiply and xor-shift, two rounds)."""
+    x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * np.uint32(0x735A2D97)
+    return x ^ (x >> 15)
+
+
+def derive(seed: jax.Array, salt: int) -> jax.Array:
+    """A seed of its own for each salt: uint32 [] -> uint32 []."""
+    return _mix(_mix(seed.astype(jnp.uint32)) + np.uint32(0x9E3779B9 * (salt + 1) & 0xFFFFFFFF))
+
+
+def uniform(seed: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Numbers from [0, 1), multiples of 2^-24: a hash of seed and position."""
+    row, column = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
+    hashed = _mix(_mix(row * np.uint32(shape[1]) + column + seed) ^ seed)
+    return (hashed >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+
+
+def rotate(x: jax.Array, seed: jax.Array) -> jax.Array:
+    """x `[16 n, k]` -> float32 `[k, 16 n]`: transposed, and each group of 16 rows rotated by diag(signs) H / 4.
+
+    The signs are bits of the seed. Elements of the matrix are 1/4 and -1/4, so that it is exact in every dtype.
+    """
+    bits = (derive(seed, 0) >> jnp.arange(NV_BLOCK, dtype=jnp.uint32)) & 1
+    matrix = jnp.asarray(HADAMARD, jnp.float32) * (1 - 2 * bits.astype(jnp.float32))[:, None]
+    groups = x.T.reshape(x.shape[1], -1, NV_BLOCK)
+    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    rotated = lax.dot_general(groups, matrix.astype(x.dtype), (((2,), (0,)), ((), ())), **options)
+    return rotated.reshape(x.shape[1], x.shape[0])
+
+
+# -- Quantisation -----------------------------------------------------------------------------------------------------
+
+
+def quantise_mxfp8(x: jax.Array) -> Scaled:
+    """x `[n, k]`, k a multiple of 32, in blocks along k. A block with NaN or infinity becomes NaN."""
+    blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, MX_BLOCK)
+    largest = _bits(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True))
+    exponent, mantissa = (largest >> EXPONENT).astype(jnp.int32), largest & 0x7FFFFF
+    biased = exponent - E4M3_EXPONENT + (mantissa > 0x600000)  # 0x600000 is the mantissa of 1.75
+    biased = jnp.maximum(biased, 1).astype(jnp.uint32)  # not 2^-127, whose float32 some devices take for zero
+    values = to_e4m3(blocks * _power_of_two(254 - biased))
+    scales = jnp.where(exponent == 255, jnp.nan, _power_of_two(biased))
+    return Scaled(values.reshape(x.shape), scales[..., 0])
+
+
+def _tensor_scale(x: jax.Array) -> jax.Array:
+    """What a tensor is divided by so that its largest block scale is 448; the floor serves tensors of zeros."""
+    return jnp.maximum(jnp.max(jnp.abs(x)), 2.0**-100) * np.float32(1 / (E4M3_MAX * E2M1_MAX))
+
+
+def _divided(x: jax.Array, scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
+    """x / (scales * tensor_scale), within what e2m1 has; 0 where the scale is 0, beside which the block is nothing."""
+    inverse = jnp.where(scales == 0, 0.0, 1 / (scales * tensor_scale))
+    return jnp.clip(x * inverse, -E2M1_MAX, E2M1_MAX)
+
+
+def quantise_nvfp4(x: jax.Array, seed: jax.Array | None = None) -> Scaled:
+    """x `[n, k]`, k a multiple of 16, in blocks along k; with a seed rounded stochastically, scales rounded up."""
+    x = x.astype(jnp.float32)
+    tensor_scale = _tensor_scale(x)
+    blocks = x.reshape(x.shape[0], -1, NV_BLOCK)
+    ideal = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) * (1 / (E2M1_MAX * tensor_scale))
+    scales = (to_e4m3 if seed is None else up_to_e4m3)(jnp.minimum(ideal, E4M3_MAX))
+    scaled = _divided(blocks, scales, tensor_scale).reshape(x.shape)
+    values = to_e2m1(scaled, None if seed is None else uniform(seed, scaled.shape))
+    return Scaled(values, scales[..., 0], tensor_scale)
+
+
+def quantise_nvfp4_weights(w: jax.Array) -> tuple[Scaled, Scaled]:
+    """w `[out, in]`, multiples of 16, in blocks of 16 x 16: the same numbers as rows of w and as rows of w^T."""
+    w = w.astype(jnp.float32)
+    tensor_scale = _tensor_scale(w)
+    blocks = w.reshape(w.shape[0] // NV_BLOCK, NV_BLOCK, -1, NV_BLOCK)
+    ideal = jnp.max(jnp.abs(blocks), axis=(1, 3), keepdims=True) * (1 / (E2M1_MAX * tensor_scale))
+    scales = to_e4m3(jnp.minimum(ideal, E4M3_MAX))
+    values = to_e2m1(_divided(blocks, scales, tensor_scale)).reshape(w.shape)
+    rows = lambda s: jnp.repeat(s, NV_BLOCK, axis=0)
+    scales = scales[:, 0, :, 0]
+    return Scaled(values, rows(scales), tensor_scale), Scaled(values.T, rows(scales.T), tensor_scale)
+
+
+# -- Products ---------------------------------------------------------------------------------------------------------
+
+
+def dequantise(q: Scaled) -> jax.Array:
+    """values * scales, exact in float32; without the tensor scale."""
+    return (q.values.reshape(*q.scales.shape, q.block) * q.scales[..., None]).reshape(q.values.shape)
+
+
+def _e8m0(scales: jax.Array) -> jax.Array:
+    """Powers of two as e8m0, which is a float32's exponent; NaN stays NaN."""
+    return lax.bitcast_convert_type((_bits(scales) >> EXPONENT & 0xFF).astype(jnp.uint8), jnp.float8_e8m0fnu)
+
+
+def product(a: Scaled, b: Scaled, dtype, emulate: bool) -> jax.Array:
+    """a b^T: `[m, k]`, `[n, k]` -> `[m, n]` in dtype, added up in float32."""
+    mx = a.tensor_scale is None
+    if emulate:
+        options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+        y = lax.dot_general(dequantise(a), dequantise(b), (((1,), (1,)), ((), ())), **options)
+    else:
+        value_dtype = jnp.float8_e4m3fn if mx else jnp.float4_e2m1fn
+        values = (q.values.astype(value_dtype)[None] for q in (a, b))
+        scales = ((_e8m0(q.scales) if mx else q.scales.astype(jnp.float8_e4m3fn))[None] for q in (a, b))
+        # Tensor scales come after it, so that NVFP4's result is rounded to 16 bits once.
+        y = jax.nn.scaled_matmul(*values, *scales, preferred_element_type=dtype if mx else jnp.float32)[0]
+        y = _vary_alike(y, a.values)[0]  # scaled_matmul says of its results that they vary over no mesh axis
+    if a.tensor_scale is not None and b.tensor_scale is not None:
+        y = y * (a.tensor_scale * b.tensor_scale)
+    return y.astype(dtype)
+
+
+def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Within `shard_map` all vary over the mesh axes that any varies over; the reverse of it adds up gradients."""
+    varying = [getattr(jax.typeof(x).manual_axis_type, "varying", frozenset()) for x in arrays]
+    missing = [tuple(sorted(frozenset().union(*varying) - v)) for v in varying]
+    return [lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
+
+
+def _transposed(x: jax.Array, block: int) -> jax.Array:
+    """x `[tokens, k]` -> `[k, tokens]`, filled up with zeros to full blocks."""
+    return _filled(x, block).T
+
+
+def _filled(x: jax.Array, block: int) -> jax.Array:
+    return jnp.pad(x, ((0, -x.shape[0] % block), (0, 0)))
+
+
+# -- Linear layers ----------------------------------------------------------------------------------------------------
+
+
+def mxfp8_linear(x: jax.Array, w: jax.Array, *, emulate: bool = False) -> jax.Array:
+    """x w^T in MXFP8: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype; gradients in MXFP8 products too.
+
+    emulate: multiply the same numbers as float32, on any device. Raises ValueError unless `in` and `out` are multiples
+    of 32.
+    """
+    _check("mxfp8_linear", x, w)
+    rows, w = _vary_alike(x.reshape(-1, x.shape[-1]), w)
+    return _mxfp8(rows, w, emulate).reshape(*x.shape[:-1], w.shape[0])
+
+
+def nvfp4_linear(x: jax.Array, w: jax.Array, seed: jax.Array, *, salt: int = 0, emulate: bool = False) -> jax.Array:
+    """x w^T in NVFP4: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype; gradients in NVFP4 products too.
+
+    seed: uint32 or int32 `[]`, another one for each step, microbatch, layer and device with tokens of its own; salt:
+    tells apart the linear layers that are given the same seed. Only gradients depend on them. emulate: multiply the
+    same numbers as float32, on any device. Raises ValueError unless `in` and `out` are multiples of 32.
+    """
+    _check("nvfp4_linear", x, w)
+    seed = jnp.asarray(seed)
+    if seed.shape or seed.dtype not in (jnp.uint32, jnp.int32):
+        raise ValueError(f"nvfp4_linear: seed: expected a uint32 or int32 of shape [], got {seed.dtype}{[*seed.shape]}")
+    rows, w = _vary_alike(x.reshape(-1, x.shape[-1]), w)
+    return _nvfp4(rows, w, derive(seed, salt), emulate).reshape(*x.shape[:-1], w.shape[0])
+
+
+def _check(name: str, x: jax.Array, w: jax.Array) -> None:
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
+        raise ValueError(f"{name}: expected x [..., in] and w [out, in], got {[*x.shape]} and {[*w.shape]}")
+    if w.shape[0] % WIDTHS or w.shape[1] % WIDTHS:
+        raise ValueError(f"{name}: w: expected multiples of {WIDTHS} as out and in, got {[*w.shape]}")
+
+
+def _mxfp8_forward(x, w, emulate):
+    return product(quantise_mxfp8(x), quantise_mxfp8(w), x.dtype, emulate), (x, w)
+
+
+def _mxfp8_backward(emulate, saved, g):
+    x, w = saved
+    dx = product(quantise_mxfp8(g), quantise_mxfp8(w.T), x.dtype, emulate)
+    by_token = (quantise_mxfp8(_transposed(t, MX_BLOCK)) for t in (g, x))
+    return dx, product(*by_token, w.dtype, emulate)
+
+
+def _nvfp4_forward(x, w, seed, emulate):
+    return product(quantise_nvfp4(x), quantise_nvfp4_weights(w)[0], x.dtype, emulate), (x, w, seed)
+
+
+def _nvfp4_backward(emulate, saved, g):
+    x, w, seed = saved
+    dx = product(quantise_nvfp4(g, derive(seed, 1)), quantise_nvfp4_weights(w)[1], x.dtype, emulate)
+    rotated_g, rotated_x = (rotate(_filled(t, NV_BLOCK), seed) for t in (g, x))
+    dw = product(quantise_nvfp4(rotated_g, derive(seed, 2)), quantise_nvfp4(rotated_x), w.dtype, emulate)
+    return dx, dw, None
+
+
+def _with_vjp(forward, backward, static: int):
+    f = jax.custom_vjp(lambda *args: forward(*args)[0], nondiff_argnums=(static,))
+    f.defvjp(forward, backward)
+    return f
+
+
+_mxfp8 = _with_vjp(_mxfp8_forward, _mxfp8_backward, 2)
+_nvfp4 = _with_vjp(_nvfp4_forward, _nvfp4_backward, 3)
