@@ -8,7 +8,7 @@ import math
 
 import optax
 
-from surojax import collectives, config as configs, optim, placement, step
+from surojax import collectives, config as configs, fp8, optim, placement, step
 from surojax.engine import Engine
 from surojax.mesh import SHARD
 from surojax.models.llama import LlamaConfig, abstract_params, functions
@@ -91,6 +91,7 @@ def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint
     dims = placement.shard_dims(params, mesh)
     resting = placement.resting_dims(params, dims, table)
     engine = Engine(functions(model), table, dims, resting, c.recompute_block, c.lmhead_chunks)
-    return Blueprint(
-        model, optimizer, schedule, params, placement.state_plan(params, table, optimizer, mesh), engine, mesh
-    )
+    precision = model.precision
+    history = fp8.history_shape(model.num_hidden_layers, precision.amax_history) if precision.delayed else None
+    plan = placement.state_plan(params, table, optimizer, mesh, history=history)
+    return Blueprint(model, optimizer, schedule, params, plan, engine, mesh)

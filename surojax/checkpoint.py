@@ -1,9 +1,10 @@
 """Checkpoints: orbax, written in the background, atomic, verified, restorable onto any mesh.
 
 A checkpoint is the folder `<output_dir>/checkpoints/<step>` with the items `master` (weights), `moments` (optimizer
-state) and `meta` (JSON: step, data position, config). Orbax writes into a temporary folder and renames it when all is
-written, so a killed run leaves either a whole checkpoint or none. Work weights are `master` cast, so they are not
-written; random numbers are derived from the seed in the config and the positions in `meta`.
+state), `history` (of recipe fp8_hybrid) and `meta` (JSON: step, data position, config). Orbax writes into a temporary
+folder and renames it when all is written, so a killed run leaves either a whole checkpoint or none. Work weights are
+`master` cast, so they are not written; random numbers are derived from the seed in the config and the positions in
+`meta`.
 
 Shapes, not placements, are stored: the plan given to `restore` says which device gets which part. Stacks of layers are
 cut into chunks of a layer (of one shard), so that those which rest in a file (nvme.py) are written and read a layer at
@@ -136,7 +137,9 @@ class Checkpoints:
                 f"no room for the checkpoint of step {step} in {self.folder}: it needs {need / 2**20:,.1f} MiB, "
                 f"{free / 2**20:,.1f} MiB are free; free some, or move output_dir; last checkpoint: {self.last}"
             )
+        history = {} if state.history is None else {"history": ocp.args.PyTreeSave({"amax": state.history})}
         items = ocp.args.Composite(
+            **history,
             master=ocp.args.PyTreeSave(_apart(state.master), save_args=_by_layer(state.master)),
             moments=ocp.args.PyTreeSave(_apart(state.moments), save_args=_by_layer(state.moments)),
             meta=ocp.args.JsonSave({**meta, "checksums": sums}),
@@ -174,9 +177,22 @@ def restore(path: Path, plan: TrainState) -> TrainState:
         loaded = _load(path, {"master": plan.master, "moments": plan.moments})
         weights = _work_weights(loaded["master"], plan)
         step = jax.device_put(jnp.int32(meta["step"]), plan.step.sharding)
-        state = TrainState(step, weights, loaded["master"], loaded["moments"])
+        state = TrainState(step, weights, loaded["master"], loaded["moments"], _history(path, plan))
         _verify(meta, master=state.master, moments=state.moments)
     return state
+
+
+def _history(path: Path, plan: TrainState):
+    """The history of a checkpoint, cut or filled with zeros to the planned length; zeros where it has none."""
+    if plan.history is None:
+        return None
+    amax = np.zeros(plan.history.shape, plan.history.dtype)
+    if (path / "history").is_dir():
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            saved = np.asarray(reader.restore(path / "history")["amax"])
+        n = min(amax.shape[-1], saved.shape[-1])
+        amax[..., :n] = saved[..., :n]
+    return jax.device_put(amax, plan.history.sharding)
 
 
 def _work_weights(master, plan: TrainState):
@@ -244,7 +260,8 @@ def _item_handlers() -> dict[str, ocp.CheckpointHandler]:
     arrays = (jax.Array, type_handlers.get_type_handler(jax.Array))
     registry = type_handlers.create_type_handler_registry(arrays, (InFile, _FileHandler(deepcopy_host_arrays=False)))
     of_state = lambda: ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    return {"master": of_state(), "moments": of_state(), "meta": ocp.JsonCheckpointHandler()}
+    arrays = {name: of_state() for name in ("master", "moments", "history")}
+    return {**arrays, "meta": ocp.JsonCheckpointHandler()}
 
 
 class _FileHandler(type_handlers.NumpyHandler):

@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
-from surojax.quantize import Quantized, dequantise, is_quantized, quantise
+from surojax.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
 
 WHOLE = -1
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # see `scatter`
@@ -56,6 +56,14 @@ def check_copy_engine(settings: tuple[str, ...], platform: str) -> None:
 def active(*axes: str) -> tuple[str, ...]:
     """Those of the axes that have more than one device."""
     return tuple(a for a in axes if jax.lax.axis_size(a) > 1)
+
+
+def device_number(*axes: str) -> tuple[jax.Array | int, int]:
+    """(number of this device among those of the axes, how many these are)."""
+    number, count = 0, 1
+    for axis in active(*axes):
+        number, count = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis), count * jax.lax.axis_size(axis)
+    return number, count
 
 
 def varying(tree, axes: tuple[str, ...] = DATA):
@@ -109,7 +117,8 @@ def gather(tree, dims):
             return x
         if is_quantized(x):
             values = jax.lax.all_gather(_bits(x.values), SHARD, axis=d, tiled=True)
-            return Quantized(_from_bits(values, x.values.dtype), one(d, x.scales))
+            scales = x.scales if has_one_scale(x) else one(d, x.scales)
+            return Quantized(_from_bits(values, x.values.dtype), scales)
         return jax.lax.all_gather(x, SHARD, axis=d, tiled=True)
 
     return varying(jax.tree.map(one, dims, tree))
@@ -122,6 +131,11 @@ def _bits(x: jax.Array) -> jax.Array:
 
 def _from_bits(x: jax.Array, dtype) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def largest_of_shards(x: jax.Array) -> jax.Array:
+    """The largest of what the devices of `dp_shard` have; x itself where it is the same on all of them."""
+    return jax.lax.pmax(x, SHARD) if SHARD in jax.typeof(x).manual_axis_type.varying else x
 
 
 def gather_same(tree, dims, resting):

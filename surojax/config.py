@@ -17,9 +17,11 @@ import ml_collections
 from ml_collections import config_dict
 
 from surojax.attention import IMPLEMENTATIONS
+from surojax.blockscaled import WIDTHS
 from surojax.errors import ConfigError
 from surojax.models.layers import Recompute, RopeScaling
 from surojax.models.llama import LlamaConfig
+from surojax.precision import BLOCK_SCALED, RECIPES, Precision
 
 type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
 
@@ -85,6 +87,17 @@ def default_config() -> Config:
     c.opt_m_dtype = "float32"  # first moments
     c.opt_v_dtype = "float32"  # second moments
     c.attention = "auto"  # "auto", "xla", or "cudnn" (flash attention, NVIDIA, 16-bit)
+    c.kernels = "xla"  # between products: "xla" fuses, "mosaic" = our fused kernels (NVIDIA), "auto" = those on a GPU
+
+    # Recipe: the blocks' matrix products
+    c.recipe = "bf16"  # bf16, fp8_hybrid (delayed scaling), fp8_current (just in time), mxfp8 or nvfp4
+    c.matmul_dtype = ""  # recipe bf16: operands of products, bfloat16 or float32; "" = model_dtype
+    c.gradient_dtype = ""  # recipe bf16: gradients in the backward pass's products, likewise; "" = matmul_dtype
+    c.fp8_amax_history = 16  # fp8_hybrid: steps whose largest magnitudes a scale looks back on
+    c.fp8_margin = 0  # fp8_hybrid: binades left free above the largest magnitude seen
+    c.block_scaled_products = "auto"  # mxfp8, nvfp4: "native" (sm_100, sm_120), "emulated", "auto" = native on GPUs
+    c.skip_quant_first_layers = 0  # blocks at the start that compute as recipe bf16 does
+    c.skip_quant_last_layers = 0  # blocks at the end that do
 
     # Memory
     c.zero_level = 1  # shards over dp_shard: 1 = optimizer state, 2 = + gradients, 3 = + block weights
@@ -140,14 +153,15 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "num_epochs eval_batches save_total_limit sequence_len per_device_batch_size gradient_accumulation_steps "
         "lmhead_chunks dp_replicate_size model.vocab_size model.hidden_size model.intermediate_size "
         "model.num_hidden_layers model.num_attention_heads model.num_key_value_heads "
-        "model.rope_original_max_position_embeddings",
+        "model.rope_original_max_position_embeddings fp8_amax_history",
         lambda v: v >= 1,
         "1 or more",
         "raise it",
     ),
     (
         "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
-        "resident_layers weight_decay max_grad_norm model.head_dim",
+        "resident_layers weight_decay max_grad_norm model.head_dim fp8_margin skip_quant_first_layers "
+        "skip_quant_last_layers",
         lambda v: v >= 0,
         "0 or more",
         "--help says what 0 means",
@@ -173,7 +187,11 @@ CHOICES: dict[str, tuple] = {
     **dict.fromkeys(("model_dtype", "master_dtype", "accum_dtype", "opt_m_dtype", "opt_v_dtype"), FLOATS),
     "lr_scheduler_type": ("cosine", "linear", "wsd"),
     "optimizer": ("adamw",),
+    **dict.fromkeys(("matmul_dtype", "gradient_dtype"), ("", *FLOATS)),
     "attention": IMPLEMENTATIONS,
+    "kernels": ("auto", "xla", "mosaic"),
+    "recipe": RECIPES,
+    "block_scaled_products": ("auto", "native", "emulated"),
     "zero_level": (1, 2, 3),
     "zero_quantized_weights": ("none", "fp8", "int8"),
     "model.rope_scaling": ("none", "linear", "llama3"),
@@ -212,6 +230,7 @@ def check(c: Config) -> None:
         change = f"did you mean {near[0]!r}?" if near else "choose one of them"
         _need(values[name] in choices, name, f"one of {', '.join(map(str, choices))}", values[name], change)
     _check_model(c)
+    _check_recipe(c)
     _check_schedule(c)
     _check_sizes(c)
 
@@ -269,6 +288,58 @@ def _check_model(c: Config) -> None:
     _need(high > low, "model.rope_high_freq_factor", f"more than rope_low_freq_factor={low}", high, "Llama 3 uses 4")
 
 
+def _check_recipe(c: Config) -> None:
+    recipe, defaults = c.recipe, default_config()
+    unused = {
+        "fp8_amax_history fp8_margin": recipe == "fp8_hybrid",
+        "block_scaled_products": recipe in BLOCK_SCALED,
+        "skip_quant_first_layers skip_quant_last_layers": recipe != "bf16",
+        "matmul_dtype gradient_dtype": recipe == "bf16" or c.skip_quant_first_layers + c.skip_quant_last_layers > 0,
+    }
+    for names, used in unused.items():
+        for name in names.split() if not used else ():
+            expected = f"{defaults[name]!r} with recipe={recipe!r}, which does not use it"
+            _need(c[name] == defaults[name], name, expected, c[name], "leave it out, or choose another recipe")
+    if recipe == "bf16":
+        return
+    skipped, layers = c.skip_quant_first_layers + c.skip_quant_last_layers, c.model.num_hidden_layers
+    expected = f"fewer than the {layers} layers, both together"
+    _need(skipped < layers, "skip_quant_first_layers + skip_quant_last_layers", expected, skipped, "lower them")
+    for name in RECOMPUTE_PARTS if recipe.startswith("fp8_") else ():
+        expected = f"False with recipe={recipe!r}, whose blocks are saved or computed again as a whole"
+        _need(not c[name], name, expected, c[name], "leave it out, or set recompute_block=True")
+    change = "set recompute_block=True, or leave the blocks' recipe alike"
+    expected = "True with skip_quant_*, since blocks of two kinds save different things"
+    _need(c.recompute_block or not skipped, "recompute_block", expected, c.recompute_block, change)
+    if recipe.startswith("fp8_"):
+        _check_fp8(c, skipped)
+    else:
+        for name, width in _widths(c).items():
+            expected = f"a multiple of {WIDTHS} with recipe={recipe!r}"
+            _need(width % WIDTHS == 0, name, expected, width, f"use {-(-width // WIDTHS) * WIDTHS}")
+
+
+def _check_fp8(c: Config, skipped: int) -> None:
+    for name, width in _widths(c).items():
+        expected = f"a multiple of 16 with recipe={c.recipe!r}, which float8 products need"
+        _need(width % 16 == 0, name, expected, width, f"use {-(-width // 16) * 16}")
+    tokens = c.per_device_batch_size * c.sequence_len
+    expected = f"a multiple of 16 tokens with recipe={c.recipe!r}, which float8 products need"
+    _need(tokens % 16 == 0, "per_device_batch_size x sequence_len", expected, tokens, "change one of them")
+    expected, got = f"'none' with recipe={c.recipe!r}, whose weights travel in fp8 anyway", c.zero_quantized_weights
+    _need(got == "none", "zero_quantized_weights", expected, got, "leave it out")
+    expected = "False with skip_quant_*: those layers need their 16-bit weights"
+    _need(not (skipped and c.persistent_quants), "persistent_quants", expected, True, "leave one of them out")
+
+
+def _widths(c: Config) -> dict[str, int]:
+    """Widths of the blocks' matrices by the field that they follow from."""
+    m, h = c.model, head_dim(c)
+    heads = {"model.num_attention_heads x head_dim": m.num_attention_heads * h}
+    kv = {"model.num_key_value_heads x head_dim": m.num_key_value_heads * h}
+    return {"model.hidden_size": m.hidden_size, "model.intermediate_size": m.intermediate_size, **heads, **kv}
+
+
 def _check_schedule(c: Config) -> None:
     alone = not (c.warmup_steps and c.warmup_ratio)
     _need(alone, "warmup_ratio", f"0 beside warmup_steps={c.warmup_steps}", c.warmup_ratio, "set only one of them")
@@ -321,7 +392,18 @@ def model_config(c: Config) -> LlamaConfig:
     sizes = c.model.to_dict() | {"head_dim": head_dim(c)}
     scaling = RopeScaling(sizes.pop("rope_scaling"), **{name: sizes.pop(f"rope_{name}") for name in ROPE_FIELDS})
     recompute = Recompute(**{name.removeprefix("recompute_"): c[name] for name in RECOMPUTE_PARTS})
-    return LlamaConfig(**sizes, rope_scaling=scaling, attention=c.attention, recompute=recompute)
+    precision = Precision(
+        recipe=c.recipe,
+        matmul_dtype=c.matmul_dtype,
+        gradient_dtype=c.gradient_dtype,
+        amax_history=c.fp8_amax_history,
+        margin=c.fp8_margin,
+        skip_first=c.skip_quant_first_layers,
+        skip_last=c.skip_quant_last_layers,
+        kernels=c.kernels,
+        block_scaled_products=c.block_scaled_products,
+    )
+    return LlamaConfig(**sizes, rope_scaling=scaling, attention=c.attention, recompute=recompute, precision=precision)
 
 
 def check_output_dir(path: str) -> Path:

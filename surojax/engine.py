@@ -36,6 +36,7 @@ import jax.numpy as jnp
 
 from surojax import collectives
 from surojax.collectives import WHOLE, varying
+from surojax.fp8 import delayed_scales, extended, new_observed, quantise_weights
 from surojax.mesh import DATA, REPLICATE, SHARD
 from surojax.models.llama import ModelFunctions
 from surojax.offload import Home, Part, allocate, parts, read, write
@@ -56,21 +57,23 @@ class Engine:
     lmhead_chunks: int = 1
 
 
-def fetch(engine: Engine, stack, l: jax.Array | int):
-    """The whole weights of layer l of a stack, on this device."""
-    return whole(engine, bring(engine, stack, l))
+def fetch(engine: Engine, stack, l: jax.Array | int, on: bool = True):
+    """The whole weights of layer l of a stack, on this device; on: whether the recipe holds in this layer."""
+    return whole(engine, bring(engine, stack, l, on))
 
 
-def bring(engine: Engine, stack, l: jax.Array | int):
+def bring(engine: Engine, stack, l: jax.Array | int, on: bool = True):
     """Layer l as it travels between devices: what this device has of it, in device memory, in 8 bits if it is to be."""
     w, table = read(stack, l), engine.placement
-    return quantise_matrices(w, table.quants.dtype) if table.quants.dtype and not table.persistent_quants else w
+    if table.persistent_quants or not table.quants.dtype or (table.one_scale and not on):
+        return w
+    return quantise_weights(w) if table.one_scale else quantise_matrices(w, table.quants.dtype)
 
 
 def whole(engine: Engine, w):
     """The weights of a layer to compute with, from what `bring` returns."""
     w = collectives.gather(w, engine.dims["blocks"]) if engine.placement.weights.sharded else varying(w)
-    return dequantise_all(w, engine.placement.weights.dtype)
+    return w if engine.placement.one_scale else dequantise_all(w, engine.placement.weights.dtype)
 
 
 def pull(engine: Engine, grads, l: jax.Array):
@@ -159,71 +162,100 @@ def _finish_layer(engine: Engine, l: jax.Array, carry):
     return blocks, add(squares, collectives.sum_of_squares(total, engine.dims["blocks"]))
 
 
-def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array):
-    """(mean loss in nats per label, gradients as `finish` leaves them, their norm) of all microbatches and devices.
+def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array, *, history=None, step=0):
+    """(mean loss in nats per label, gradients as `finish` leaves them, their norm, history) of all microbatches and
+    devices.
 
     Labels < 0 are ignored and not counted, so the result does not depend on how a batch is split into microbatches.
+    history: largest magnitudes in the last steps, see `fp8.history_shape`, which this step adds its own to; None for
+    recipes that have none. step: number of the step, int32, which random numbers of a recipe follow from.
     """
     model = engine.model
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
     outer, layers, sharded = varying(weights["outer"]), Layers(engine, weights), engine.placement.outer.sharded
+    give = given(engine, history, step, inputs_ABS.shape[0], scale)
 
     def microbatch(a, carry):
-        grads, total, _, held = carry
+        grads, total, _, held, observed = carry
         inputs_BS, labels_BS = read((inputs_ABS, labels_ABS), a)
-        x_BSD, saved, (stack, late), block_vjp, held = forward(engine, layers, embed(outer, inputs_BS, sharded), held)
+        x_BSD = embed(outer, inputs_BS, sharded)
+        x_BSD, saved, (stack, late), block_vjp, held = forward(engine, layers, x_BSD, held, lambda l: give(a, l))
         loss, dx_BSD, d_outer = head(
             model, outer, grads["outer"], x_BSD, labels_BS, scale, chunks=engine.lmhead_chunks, sharded=sharded
         )
         grads = grads | {"outer": d_outer}
 
-        def backward(l, w, held, carry):
-            dx_BSD, grads, squares, late = carry
+        def backward(l, on, w, held, carry):
+            dx_BSD, grads, squares, late, observed = carry
             of_forward, late = saved.take(stack, late, l)
             grads, sums = pull(engine, grads, l)
             if engine.recompute_block and engine.placement.grads.sharded:
                 # What was asked for arrives while the block is recomputed, gradients leave while it is differentiated:
                 # one after the other, or the scheduler puts all that arrives behind the last gradient.
                 dx_BSD, late, held, sums = jax.lax.optimization_barrier((dx_BSD, late, held, sums))
-            dw, dx_BSD = block_vjp(w, of_forward, dx_BSD)
+            dw, dx_BSD, seen = block_vjp(l, on, w, of_forward, dx_BSD)
             grads, of_layer = push(engine, grads, sums, dw, l, first=a == 0)
-            return (dx_BSD, grads, add(squares, of_layer), late), held
+            observed = jax.tree.map(lambda old, new: old.at[l].max(new), observed, seen)
+            return (dx_BSD, grads, add(squares, of_layer), late, observed), held
 
-        start = (dx_BSD, grads, collectives.no_squares(), late)
-        (dx_BSD, grads, squares, _), held = layers.loop(backward, start, held, reverse=True)
+        start = (dx_BSD, grads, collectives.no_squares(), late, observed)
+        (dx_BSD, grads, squares, _, observed), held = layers.loop(backward, start, held, reverse=True)
         d_outer = push_embed(grads["outer"], inputs_BS, dx_BSD, sharded)
-        return grads | {"outer": d_outer}, total + loss, squares, held
+        return grads | {"outer": d_outer}, total + loss, squares, held, observed
 
-    start = (accumulators(engine, weights), varying(jnp.float32(0)), collectives.no_squares(), layers.first())
-    grads, total, squares, _ = jax.lax.fori_loop(0, inputs_ABS.shape[0], microbatch, start)
-    return collectives.add_up(total, *DATA) * scale, *finish(engine, grads, squares)
+    observed = varying(new_observed(history))
+    start = (accumulators(engine, weights), varying(jnp.float32(0)), collectives.no_squares(), layers.first(), observed)
+    grads, total, squares, _, observed = jax.lax.fori_loop(0, inputs_ABS.shape[0], microbatch, start)
+    loss = collectives.add_up(total, *DATA) * scale
+    return loss, *finish(engine, grads, squares), extended(history, observed)
+
+
+def given(engine: Engine, history, step, microbatches: int, scale: jax.Array) -> Callable:
+    """What the recipe is given of microbatch a, layer l: a function (a, l) -> `given` of `ModelFunctions`.
+
+    scale: of the loss in the gradient, which tells the first step how large gradients may be.
+    """
+    precision, L = engine.model.precision, engine.model.num_layers
+    if precision.delayed:
+        scales = delayed_scales(history, precision.margin, scale)
+        return lambda a, l: scales[l]
+    if precision.recipe == "nvfp4":
+        word, (device, devices) = lambda i: jnp.asarray(i, jnp.uint32), collectives.device_number(*DATA)
+        return lambda a, l: ((word(step) * microbatches + word(a)) * L + word(l)) * devices + word(device)
+    return lambda a, l: None
 
 
 class Layers:
     """Loops over the layers; each layer's weights are fetched before they are needed, where fetching costs time.
 
-    What is `held` of later layers travels in the loops' carry, for each of `offload.parts` of the weights.
+    What is `held` of later layers travels in the loops' carry, for each part of the layers: those that rest in one
+    memory (`offload.parts`) and that the recipe treats alike.
     """
 
     def __init__(self, engine: Engine, weights):
         table, found = engine.placement, parts(weights["blocks"])
         in_host = "host" in (table.weights.home, table.quants.home)  # of two parts the last
-        self.parts = [Ahead(engine, part, table.weights.sharded, in_host and part is found[-1]) for part in found]
+        self.parts = [
+            Ahead(engine, part, range(first, end), on, table.weights.sharded, in_host and part is found[-1])
+            for part in found
+            for start, stop, on in engine.model.precision.ranges(engine.model.num_layers)
+            if (first := max(start, part.start)) < (end := min(stop, part.stop))
+        ]
 
     def first(self) -> list:
         """What is held before a forward pass."""
         return [ahead.first() for ahead in self.parts]
 
     def loop(self, function: Callable, carry, held: list, *, reverse: bool = False):
-        """(carry, held) after (carry, held) = function(l, weights, held, carry) for every layer l."""
+        """(carry, held) after (carry, held) = function(l, on, weights, held, carry) for every layer l."""
         held = list(held)
-        for i, ahead in sorted(enumerate(self.parts), reverse=reverse):
-            part, n = ahead.part, ahead.n
+        for i, ahead in sorted(enumerate(self.parts), key=lambda x: x[0], reverse=reverse):
+            layers, n = ahead.layers, ahead.n
 
-            def layer(k, carry, ahead=ahead, part=part, n=n):
+            def layer(k, carry, ahead=ahead, layers=layers, n=n):
                 carry, held = carry
                 w, held = ahead.take(held, n + k if reverse else k)
-                return function(part.stop - 1 - k if reverse else part.start + k, w, held, carry)
+                return function(layers.stop - 1 - k if reverse else layers.start + k, ahead.on, w, held, carry)
 
             carry, held[i] = jax.lax.fori_loop(0, n, layer, (carry, held[i]))
         return carry, held
@@ -237,13 +269,15 @@ class Ahead:
     shards in host memory are brought two positions early and gathered one position early, so that neither waits.
     """
 
-    def __init__(self, engine: Engine, part: Part, sharded: bool, in_host: bool):
-        self.engine, self.part, self.n, self.stages = engine, part, part.stop - part.start, sharded + in_host
+    def __init__(self, engine: Engine, part: Part, layers: range, on: bool, sharded: bool, in_host: bool):
+        self.engine, self.part, self.layers, self.on = engine, part, layers, on
+        self.n, self.stages = len(layers), sharded + in_host
 
     def bring(self, p):
         """The first half of the fetch for position p."""
         p %= 2 * self.n
-        return bring(self.engine, self.part.stack, jnp.minimum(p, 2 * self.n - 1 - p))
+        l = self.layers.start - self.part.start + jnp.minimum(p, 2 * self.n - 1 - p)
+        return bring(self.engine, self.part.stack, l, self.on)
 
     def first(self):
         """What is held before position 0."""
@@ -291,28 +325,30 @@ class Saved:
         return (late, read(stack, jnp.maximum(l - 1, 0))) if self.host else (read(stack, l), None)
 
 
-def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, held) -> tuple[jax.Array, Saved, Any, Callable, Any]:
-    """All blocks: (output, Saved, its (stack, late), a function (w, saved of one layer, dy) -> (dw, dx), held)."""
+def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, held, given: Callable):
+    """All blocks: (output, Saved, its (stack, late), block_vjp, held).
+
+    given: from layer to what the recipe is given of it; block_vjp: (l, on, w, saved of layer l, dy) -> (dw, dx,
+    observed), see `ModelFunctions.block_backward`.
+    """
     model = engine.model
 
-    def run_and_save(w, x_BSD):
+    def run_and_save(l, on, w, x_BSD):
         if engine.recompute_block:
-            return model.block(w, x_BSD), x_BSD
-        return jax.vjp(model.block, w, x_BSD, saveable_args=(False, True))
+            return model.block(w, x_BSD, given(l), on), x_BSD
+        return model.block_forward(w, x_BSD, given(l), on)
 
-    def block_vjp(w, saved, dy_BSD):
+    def block_vjp(l, on, w, saved, dy_BSD):
         if engine.recompute_block:
-            saved = jax.vjp(model.block, w, saved)[1]
-        else:
-            saved.args_res = [w, saved.args_res[1]]
-        return saved(dy_BSD)
+            saved = model.block_forward(w, saved, given(l), on)[1]
+        return model.block_backward(w, saved, dy_BSD, given(l), on)
 
-    stack = layers.parts[0].part.stack  # the layers' shapes are all alike
-    saved = Saved(engine, jax.eval_shape(lambda x: run_and_save(fetch(engine, stack, 0), x)[1], x_BSD))
+    stack, on = layers.parts[0].part.stack, layers.parts[0].on  # the layers' shapes are all alike
+    saved = Saved(engine, jax.eval_shape(lambda x: run_and_save(0, on, fetch(engine, stack, 0, on), x)[1], x_BSD))
 
-    def layer(l, w, held, carry):
+    def layer(l, on, w, held, carry):
         x_BSD, (stack, late) = carry
-        x_BSD, values = run_and_save(w, x_BSD)
+        x_BSD, values = run_and_save(l, on, w, x_BSD)
         return (x_BSD, saved.keep(stack, late, values, l)), held
 
     (x_BSD, kept), held = layers.loop(layer, (x_BSD, saved.first()), held)
@@ -323,7 +359,7 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
     """(summed loss in nats, labels counted) over all devices; forward only."""
     model, outer = engine.model, varying(weights["outer"])
     layers, sharded = Layers(engine, weights), engine.placement.outer.sharded
-    block = lambda l, w, held, x_BSD: (model.block(w, x_BSD), held)
+    block = lambda l, on, w, held, x_BSD: (model.block(w, x_BSD, None, on), held)
     x_BSD, _ = layers.loop(block, embed(outer, inputs_BS, sharded), layers.first())
     total = loss(model, outer, x_BSD, labels_BS, chunks=engine.lmhead_chunks, sharded=sharded)
     return collectives.add_up(total, *DATA), count(labels_BS)
@@ -342,7 +378,7 @@ def accumulators(engine: Engine, weights):
     dtype, dims = engine.placement.grads.dtype, engine.dims["blocks"]
     scatter = lambda w: collectives.scatter(w, dims) if engine.placement.grads.sharded else w
     stack = parts(weights["blocks"])[0].stack
-    layer = jax.eval_shape(lambda: scatter(fetch(engine, stack, 0)))
+    layer = jax.eval_shape(lambda: scatter(dequantise_all(fetch(engine, stack, 0), engine.placement.weights.dtype)))
     blocks = jax.tree.map(lambda w: jax.ShapeDtypeStruct((engine.model.num_layers, *w.shape), w.dtype), layer)
     # A whole leaf of sharded accumulators is summed over dp_shard at every push, so it is the same there.
     axes = lambda d: (REPLICATE,) if engine.placement.grads.sharded and d == WHOLE else DATA

@@ -15,9 +15,10 @@
 `offload_master` and `offload_optimizer` may be "nvme" instead: the blocks' part then rests in a file under `nvme_path`
 (see nvme.py), and the outer part, which is a few layers' worth and not read layer by layer, in pinned host memory.
 
-Quantised weights (`zero_quantized_weights`) are gathered in 8 bits (quantize.py). By default they are made of `weights`
-at every fetch. With `persistent_quants` they are made once, after the update, and rest in the state in place of the
-16-bit matrices; of `weights` only the vectors are left, so that is what `offload_weights` moves then.
+Quantised weights (`zero_quantized_weights`, and with the recipes fp8_*, on one device too) are gathered in 8 bits
+(quantize.py). By default they are made of `weights` at every fetch. With `persistent_quants` they are made once, after
+the update, and rest in the state in place of the 16-bit matrices; of `weights` only the vectors are left, so that is
+what `offload_weights` moves then.
 
 `state_plan` turns the table into a shape, dtype and sharding for every array of the training state, building none.
 Initialisation, the step, checkpoint restore and the memory report all read that plan.
@@ -59,6 +60,7 @@ class Placement:
     """The table. The optimizer chooses the dtypes of `moments`, the model those of `residuals`.
 
     quants: dtype "" when weights are not quantised; home is where they rest if they are persistent.
+    one_scale: they have one scale for a matrix, and products take them as they are (recipes fp8_*).
     reduce: how gradients are summed over `dp_shard`, see `collectives.scatter`.
     copy_engine: settings of `collectives.COPY_ENGINE` that are on.
     """
@@ -71,6 +73,7 @@ class Placement:
     moments: Row
     residuals: Row
     persistent_quants: bool = False
+    one_scale: bool = False
     reduce: Reduce = "reduce_scatter"
     copy_engine: tuple[str, ...] = ()
 
@@ -95,6 +98,7 @@ def place(
     memcpy_send_recv: bool = False,
     resident_layers: int = 0,
     nvme_path: str = "",
+    recipe: str = "bf16",
     model_dtype: str = "bfloat16",
     accum_dtype: str = "float32",
     master_dtype: str = "float32",
@@ -117,7 +121,9 @@ def place(
             f"offload_grads: expected sharded gradients on {num_shards} GPUs, got shard_gradients=False, with which "
             "every GPU would move whole gradients over its host link; set shard_gradients=True or zero_level=2"
         )
-    _check_quants(zero_quantized_weights, shard_weights, persistent_quants, offload_quants)
+    one_scale = recipe.startswith("fp8_")
+    _check_quants(zero_quantized_weights, shard_weights, persistent_quants, offload_quants, one_scale)
+    quants = quantize.DTYPES["fp8"] if one_scale else quantize.DTYPES.get(zero_quantized_weights, "")
     if memcpy_send_recv and not (use_all_to_all_reduce or zero_quantized_gradients):
         raise ConfigError(
             "memcpy_send_recv: expected false with use_all_to_all_reduce=False, got True: only an all-to-all is sent "
@@ -147,19 +153,20 @@ def place(
     home = lambda offloaded: "nvme" if offloaded == "nvme" else "host" if offloaded else "device"
     return Placement(
         weights=Row(model_dtype, shard_weights and several, home(offload_weights), resident=resident_layers),
-        quants=Row(quantize.DTYPES.get(zero_quantized_weights, ""), shard_weights and several, home(offload_quants)),
+        quants=Row(quants, shard_weights and several, home(offload_quants)),
         outer=Row(model_dtype, shard_outer and several),
         grads=Row(accum_dtype, shard_gradients and several, home(offload_grads)),
         master=Row(master_dtype, True, home(offload_master), nvme_path),
         moments=Row("", True, home(offload_optimizer), nvme_path),
         residuals=Row("", False, home(offload_residual)),
         persistent_quants=persistent_quants,
+        one_scale=one_scale,
         reduce="int8" if zero_quantized_gradients else "all_to_all" if use_all_to_all_reduce else "reduce_scatter",
         copy_engine=("memcpy_all_gather",) * memcpy_all_gather + ("memcpy_send_recv",) * memcpy_send_recv,
     )
 
 
-def _check_quants(weights: str, sharded: bool, persistent: bool, offloaded: bool) -> None:
+def _check_quants(weights: str, sharded: bool, persistent: bool, offloaded: bool, in_fp8: bool) -> None:
     """Raises ConfigError for settings of quantised weights that need another one."""
     choices = ("none", *quantize.DTYPES)
     if weights not in choices:
@@ -172,12 +179,12 @@ def _check_quants(weights: str, sharded: bool, persistent: bool, offloaded: bool
     if persistent and not sharded:
         raise ConfigError(
             "persistent_quants: expected false with shard_weights=False, got True; set zero_level=3 or "
-            "shard_weights=True, and zero_quantized_weights"
+            "shard_weights=True, and zero_quantized_weights or a recipe in fp8"
         )
-    if persistent and weights == "none":
+    if persistent and weights == "none" and not in_fp8:
         raise ConfigError(
             "persistent_quants: expected false with zero_quantized_weights='none', got True; "
-            "set zero_quantized_weights='fp8' or 'int8'"
+            "set zero_quantized_weights='fp8' or 'int8', or recipe='fp8_current' or 'fp8_hybrid'"
         )
     if offloaded and not persistent:
         raise ConfigError(
@@ -249,10 +256,17 @@ def specs(dims: dict) -> dict:
     }
 
 
-def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def state_plan(
+    params: dict,
+    placement: Placement,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    history: tuple[int, ...] | None = None,
+) -> TrainState:
     """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`.
 
-    Stacks of layers with home nvme are `InFile`s of one store.
+    Stacks of layers with home nvme are `InFile`s of one store. history: see `fp8.history_shape`, if there is one.
     The work weights of the blocks are an `offload.Split` where some of their layers stay on the device. Raises
     ConfigError when `resident_layers` leaves no other.
     """
@@ -273,6 +287,10 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
     def quants(p, s, whole):
         if p.ndim < 3:  # a vector of each layer
             return whole
+        if placement.one_scale:
+            values, scales = quantize.planned(p, placement.quants.dtype, 0)
+            values = leaf(values.shape, values.dtype, s, placement.quants.home)
+            return quantize.Quantized(values, leaf(scales.shape, scales.dtype, jax.P()))
         block = quantize.block_size(jax.NamedSharding(mesh, s).shard_shape(p.shape)[-1])
         q = quantize.planned(p, placement.quants.dtype, block)
         return jax.tree.map(lambda x: leaf(x.shape, x.dtype, s, placement.quants.home), q)
@@ -316,6 +334,7 @@ def state_plan(params: dict, placement: Placement, optimizer: optax.GradientTran
         weights={"blocks": blocks, "outer": tree(placement.outer, work, "outer")},
         master={part: tree(placement.master, sharded, part) for part in ("blocks", "outer")},
         moments=moments,
+        history=leaf(history, jnp.float32, jax.P()) if history else None,
     )
 
 

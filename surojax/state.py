@@ -27,6 +27,7 @@ class TrainState(NamedTuple):
     weights: Any
     master: Any
     moments: Any
+    history: Any = None  # largest magnitudes in the last steps, fp8.history_shape; None for recipes without
 
 
 def section(state: TrainState, name: str) -> tuple:
@@ -34,9 +35,15 @@ def section(state: TrainState, name: str) -> tuple:
     return state.weights[name], state.master[name], state.moments[name]
 
 
-def from_sections(step, blocks: tuple, outer: tuple) -> TrainState:
+def from_sections(step, blocks: tuple, outer: tuple, history) -> TrainState:
     """A state of what `section` gives."""
-    return TrainState(step, *({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True)))
+    weights, master, moments = ({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))
+    return TrainState(step, weights, master, moments, history)
+
+
+def new_history(plan: TrainState):
+    """An empty history as planned, or None."""
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), plan.history)
 
 
 def shardings(plan):
@@ -106,7 +113,8 @@ def init_state(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientT
     blocks, (master, moments) = fill_layers(weights, tuple(others), lambda l: layer(seed, l))
     rest = jax.jit(outer, out_shardings=shardings(section(plan, "outer")))(seed)
     step = jax.device_put(jnp.int32(0), plan.step.sharding)
-    return from_sections(step, (blocks, master, moments), rest)
+    history = jax.device_put(new_history(plan), shardings(plan.history))
+    return from_sections(step, (blocks, master, moments), rest, history)
 
 
 def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation) -> Callable:
@@ -120,7 +128,7 @@ def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.Gradien
     def build(seed):
         weights, *others = section(plan, "blocks")
         weights, (master, moments) = build_stacks(weights, tuple(others), functools.partial(layer, seed))
-        return from_sections(jnp.int32(0), (weights, master, moments), outer(seed))
+        return from_sections(jnp.int32(0), (weights, master, moments), outer(seed), new_history(plan))
 
     return jax.jit(build, out_shardings=shardings(plan))
 

@@ -40,11 +40,12 @@ def updated(engine: Engine, optimizer: optax.GradientTransformationExtraArgs, li
     moments, master = apply(optimizer, grads, moments, master, grad_norm)
     dtype = engine.placement.weights.dtype
     work = jax.tree.map(lambda m: m.astype(dtype), master)
-    return work_copy(collectives.gather_same(work, dims, resting), like, dtype), master, moments
+    work = collectives.gather_same(work, dims, resting)
+    return work_copy(work, like, dtype, collectives.largest_of_shards), master, moments
 
 
 def update(
-    engine: Engine, optimizer: optax.GradientTransformationExtraArgs, state: TrainState, grads, grad_norm
+    engine: Engine, optimizer: optax.GradientTransformationExtraArgs, state: TrainState, grads, grad_norm, history
 ) -> TrainState:
     """The state after one optimizer step, tensor by tensor and layer by layer; runs per device on shards."""
 
@@ -62,7 +63,7 @@ def update(
 
     blocks = _each_tensor(tensor, section(state, "blocks"), grads["blocks"], engine, "blocks")
     outer = update_outer(engine, optimizer, section(state, "outer"), grads, grad_norm)
-    return from_sections(state.step + 1, blocks, outer)
+    return from_sections(state.step + 1, blocks, outer, history)
 
 
 def update_outer(engine: Engine, optimizer: optax.GradientTransformationExtraArgs, old, grads, grad_norm):
@@ -126,9 +127,10 @@ def make_train_step(
     tokens = batch_sharding(mesh)
 
     def per_device(state: TrainState, inputs_ABS, labels_ABS):
-        loss, grads, grad_norm = loss_and_gradients(engine, state.weights, inputs_ABS, labels_ABS)
+        given = {"history": state.history, "step": state.step}
+        loss, grads, grad_norm, history = loss_and_gradients(engine, state.weights, inputs_ABS, labels_ABS, **given)
         metrics = {"loss": loss, "grad_norm": grad_norm, "lr": jnp.float32(schedule(state.step))}
-        return update(engine, optimizer, state, grads, grad_norm), metrics
+        return update(engine, optimizer, state, grads, grad_norm, history), metrics
 
     step = jax.shard_map(per_device, mesh=mesh, in_specs=(spec, tokens.spec, tokens.spec), out_specs=(spec, jax.P()))
     everywhere = jax.NamedSharding(mesh, jax.P())
@@ -138,11 +140,11 @@ def make_train_step(
 class LayerStep:
     """A training step whose update goes through a file; as `make_train_step` says, with several programs.
 
-    gradients: (outer state, step, block weights, inputs, labels) -> (outer state, step, metrics, needed): the gradients
-    of all layers, and the whole update of what is not in blocks. needed: what updates of layers need: {"grads",
-    "norm", "l" = 0}. updates, one for each of `offload.parts` of the work weights: (work weights, stacks, layer,
-    needed) -> (work weights, stacks, layer, l + 1): `updated` of layer l, of whose master weights and moments some
-    are in stacks in memory, updated in place, and the others are read from the file and written back.
+    gradients: (outer state, step, history, block weights, inputs, labels) -> (outer state, step, history, metrics,
+    needed): the gradients of all layers, and the whole update of what is not in blocks. needed: what updates of layers
+    need: {"grads", "norm", "l" = 0}. updates, one for each of `offload.parts` of the work weights: (work weights,
+    stacks, layer, needed) -> (work weights, stacks, layer, l + 1): `updated` of layer l, of whose master weights and
+    moments some are in stacks in memory, updated in place, and the others are read from the file and written back.
 
     Of what is in the file, host memory holds four layers: one is read ahead, one is in use, before and after its
     update, and one is being written. The first is read while gradients are computed. A layer's copies to and from the
@@ -167,8 +169,8 @@ class LayerStep:
         virtual = jax.default_backend() == "cpu" and self.mesh.size > 1
         with ThreadPoolExecutor(1, "nvme-ahead") as ahead, ThreadPoolExecutor(1, "nvme-behind") as behind:
             coming, going = ahead.submit(self._read, 0), deque()
-            outer, count, metrics, needed = self.gradients(
-                section(state, "outer"), state.step, work, inputs_ABS, labels_ABS
+            outer, count, history, metrics, needed = self.gradients(
+                section(state, "outer"), state.step, state.history, work, inputs_ABS, labels_ABS
             )
             self.store.begin_update(step)
             for update_layer, (weights, start, stop) in zip(self.updates, parts(work), strict=True):
@@ -187,12 +189,13 @@ class LayerStep:
             going.popleft().result()
             self.store.end_update(step)
         master, moments = self._merge(stacks, self.files)
-        return from_sections(count, (joined(updated), master, moments), outer), metrics
+        return from_sections(count, (joined(updated), master, moments), outer, history), metrics
 
     def programs(self, inputs_ABS, labels_ABS) -> list[tuple[Any, tuple, int]]:
         """(jitted function, its arguments, how often it runs in a step), of planned arrays."""
         plan, found = self.plan, parts(self.plan.weights["blocks"])
-        gradients = section(plan, "outer"), plan.step, plan.weights["blocks"], inputs_ABS, labels_ABS
+        rest = section(plan, "outer"), plan.step, plan.history
+        gradients = *rest, plan.weights["blocks"], inputs_ABS, labels_ABS
         updates = zip(self.updates, found, strict=True)
         return [
             (self.gradients, gradients, 1),
@@ -236,19 +239,20 @@ class LayerStep:
     def _gradients(self):
         engine, everywhere = self.engine, self.plan.step.sharding
 
-        def per_device(outer, step, blocks, inputs_ABS, labels_ABS):
-            weights = {"blocks": blocks, "outer": outer[0]}
-            loss, grads, grad_norm = loss_and_gradients(engine, weights, inputs_ABS, labels_ABS)
+        def per_device(outer, step, history, blocks, inputs_ABS, labels_ABS):
+            weights, given = {"blocks": blocks, "outer": outer[0]}, {"history": history, "step": step}
+            loss, grads, grad_norm, history = loss_and_gradients(engine, weights, inputs_ABS, labels_ABS, **given)
             metrics = {"loss": loss, "grad_norm": grad_norm, "lr": jnp.float32(self.schedule(step))}
             outer = update_outer(engine, self.optimizer, outer, grads, grad_norm)
-            return outer, step + 1, metrics, {"grads": grads["blocks"], "norm": grad_norm, "l": jnp.int32(0)}
+            return outer, step + 1, history, metrics, {"grads": grads["blocks"], "norm": grad_norm, "l": jnp.int32(0)}
 
         outer, tokens = section(self.plan, "outer"), batch_sharding(self.mesh).spec
-        in_specs = (*_specs((outer, self.plan.step, self.plan.weights["blocks"])), tokens, tokens)
-        out_specs = (_specs(outer), jax.P(), jax.P(), _specs(self.needed))
+        kept = (outer, self.plan.step, self.plan.history)
+        in_specs = (*_specs((*kept, self.plan.weights["blocks"])), tokens, tokens)
+        out_specs = (*_specs(kept), jax.P(), _specs(self.needed))
         f = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-        out = (shardings(outer), self.plan.step.sharding, everywhere, shardings(self.needed))
-        return jax.jit(f, donate_argnums=(0, 1), out_shardings=out)
+        out = (*shardings(kept), everywhere, shardings(self.needed))
+        return jax.jit(f, donate_argnums=(0, 1, 2), out_shardings=out)
 
     def _update(self, part: Part):
         def per_device(weights, stacks, layer, needed):

@@ -8,6 +8,7 @@ from flax import nnx
 
 from surojax import optim, placement, step
 from surojax.engine import Engine
+from surojax.fp8 import history_shape
 from surojax.loss import cross_entropy
 from surojax.mesh import make_mesh
 from surojax.models.llama import Llama, LlamaConfig, abstract_params, functions
@@ -49,12 +50,15 @@ class Small:
     ):
         self.mesh = make_mesh(jax.devices()[:devices], dp_replicate_size=replicate)
         shards = self.mesh.shape["dp_shard"]
-        self.table = placement.place(**{"model_dtype": "float32", **placed}, num_shards=shards)
+        precision = config.precision
+        placed = {"model_dtype": "float32", "recipe": precision.recipe, **placed}
+        self.table = placement.place(**placed, num_shards=shards)
         self.schedule = optim.learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
         self.optimizer = optim.adamw(self.schedule, m_dtype=m_dtype)
         shapes, _ = abstract_params(config)
         dims = placement.shard_dims(shapes, self.mesh)
-        self.plan = placement.state_plan(shapes, self.table, self.optimizer, self.mesh)
+        history = history_shape(config.num_hidden_layers, precision.amax_history) if precision.delayed else None
+        self.plan = placement.state_plan(shapes, self.table, self.optimizer, self.mesh, history=history)
         resting = placement.resting_dims(shapes, dims, self.table)
         self.engine = Engine(functions(config), self.table, dims, resting, recompute_block, lmhead_chunks)
         self.step = step.make_train_step(self.engine, self.optimizer, self.schedule, self.plan, self.mesh)

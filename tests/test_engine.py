@@ -36,7 +36,7 @@ def engine_gradients(small: Small, batch):
     token_spec = placement.batch_sharding(small.mesh).spec
     out = (jax.P(), placement.specs(small.engine.dims), jax.P())
     f = jax.shard_map(
-        lambda w, i, l: loss_and_gradients(small.engine, w, i, l),
+        lambda w, i, l: loss_and_gradients(small.engine, w, i, l)[:3],
         mesh=small.mesh,
         in_specs=(spec, token_spec, token_spec),
         out_specs=out,

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from surojax.attention import attend
+from surojax.blockscaled import mxfp8_linear, nvfp4_linear
+from surojax.precision import Precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +58,53 @@ def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], ini
     return nnx.Param(named(rngs.params(), shape, jnp.float32))
 
 
-def linear(x_BSi: jax.Array, w_oi: jax.Array, b_o: jax.Array | None = None) -> jax.Array:
+def times(x_BSi: jax.Array, w_oi: jax.Array) -> jax.Array:
+    """x w^T in the dtype of both."""
+    return jax.lax.dot_general(x_BSi, w_oi, (((x_BSi.ndim - 1,), (1,)), ((), ())))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def times_in(x_BSi: jax.Array, w_oi: jax.Array, dtype: str, gradient_dtype: str) -> jax.Array:
+    """x w^T of operands in `dtype`, in the dtype of x; its gradients from operands in `gradient_dtype`."""
+    return times(x_BSi.astype(dtype), w_oi.astype(dtype)).astype(x_BSi.dtype)
+
+
+def _times_in_backward(dtype, gradient_dtype, saved, dy_BSo):
+    x_BSi, w_oi = saved
+    x, w, dy = (v.astype(gradient_dtype) for v in (x_BSi, w_oi, dy_BSo))
+    lead = tuple(range(dy.ndim - 1))
+    dw_oi = jax.lax.dot_general(dy, x, ((lead, lead), ((), ())))
+    return (dy @ w).astype(x_BSi.dtype), dw_oi.astype(w_oi.dtype)
+
+
+times_in.defvjp(lambda x, w, *dtypes: (times_in(x, w, *dtypes), (x, w)), _times_in_backward)
+
+
+def products(precision: Precision, seed: jax.Array | None) -> Callable[[str], Callable]:
+    """From the name of a block's matrix to the function (x, w) -> x w^T that the recipe computes it with.
+
+    seed: uint32 [], of this block's random numbers (nvfp4), which differ from matrix to matrix; None where there is no
+    backward pass.
+    """
+    if precision.recipe == "mxfp8":
+        return lambda name: functools.partial(mxfp8_linear, emulate=precision.emulate)
+    if precision.recipe == "nvfp4":
+        seed = jnp.uint32(0) if seed is None else seed
+        salt = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down").index
+        return lambda name: lambda x, w: nvfp4_linear(x, w, seed, salt=salt(name), emulate=precision.emulate)
+    if not (precision.matmul_dtype or precision.gradient_dtype):
+        return lambda name: times
+
+    def cast(x, w):
+        dtype = precision.matmul_dtype or str(x.dtype)
+        return times_in(x, w, dtype, precision.gradient_dtype or dtype)
+
+    return lambda name: cast
+
+
+def linear(x_BSi: jax.Array, w_oi: jax.Array, b_o: jax.Array | None = None, product: Callable = times) -> jax.Array:
     """x w^T (+ b): `[..., in]`, `[out, in]` -> `[..., out]`, in the dtype of x."""
-    y_BSo = jax.lax.dot_general(x_BSi, w_oi, (((x_BSi.ndim - 1,), (1,)), ((), ())))
+    y_BSo = product(x_BSi, w_oi)
     return y_BSo if b_o is None else y_BSo + jnp.expand_dims(b_o, tuple(range(x_BSi.ndim - 1)))
 
 
@@ -72,12 +118,12 @@ def computed_again(again: bool, f: Callable) -> Callable:
     return save_inputs_only(f) if again else f
 
 
-def projections(x_BSD: jax.Array, weights, biases, norm: Callable | None) -> tuple[jax.Array, ...]:
+def projections(x_BSD: jax.Array, weights, biases, products, norm: Callable | None) -> tuple[jax.Array, ...]:
     """Several `linear` of x, or of norm(x), which is then computed again in the backward pass instead of saved."""
 
     def project(x_BSD):
         y_BSD = norm(x_BSD) if norm else x_BSD
-        return tuple(linear(y_BSD, w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple(linear(y_BSD, *one) for one in zip(weights, biases, products, strict=True))
 
     return computed_again(norm is not None, project)(x_BSD)
 
@@ -141,28 +187,29 @@ class Attention(nnx.Module):
             self.q_norm = parameter(rngs, (h,), ("head_dim",), nnx.initializers.ones)
             self.k_norm = parameter(rngs, (h,), ("head_dim",), nnx.initializers.ones)
 
-    def project(self, x_BSD: jax.Array, positions_S: jax.Array, norm: Callable | None = None):
+    def project(self, x_BSD: jax.Array, positions_S: jax.Array, product: Callable, norm: Callable | None = None):
         """Queries `[B, S, H, h]`, keys and values `[B, S, K, h]`; queries and keys normed and rotated."""
         c, (B, S, _) = self.config, x_BSD.shape
         bias = (self.bq[...], self.bk[...], self.bv[...]) if c.attention_bias else (None, None, None)
         weights = (self.wq[...], self.wk[...], self.wv[...])
-        q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projections(x_BSD, weights, bias, norm))
+        products = [product(name) for name in ("wq", "wk", "wv")]
+        q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projections(x_BSD, weights, bias, products, norm))
         if c.qk_norm:
             q, k = rms_norm(q, self.q_norm[...], c.rms_norm_eps), rms_norm(k, self.k_norm[...], c.rms_norm_eps)
         rotate = lambda x: rope(x, positions_S, c.rope_theta, c.rope_scaling)
         return rotate(q), rotate(k), v
 
-    def __call__(self, x_BSD: jax.Array, norm: Callable | None = None) -> jax.Array:
-        """Attention of x, or of norm(x); see `projections`."""
+    def __call__(self, x_BSD: jax.Array, product: Callable, norm: Callable | None = None) -> jax.Array:
+        """Attention of x, or of norm(x); see `projections`. product: see `products`."""
         B, S, _ = x_BSD.shape
-        q, k, v = self.project(x_BSD, jnp.arange(S), norm)
+        q, k, v = self.project(x_BSD, jnp.arange(S), product, norm)
         y_BSHh = attend(q, k, v, implementation=self.config.attention)
-        return linear(y_BSHh.reshape(B, S, -1), self.wo[...])
+        return linear(y_BSHh.reshape(B, S, -1), self.wo[...], None, product("wo"))
 
     def cached(self, x_BSD: jax.Array, cache: tuple[jax.Array, jax.Array], start: jax.Array):
         """Attention of S new positions, the first at `start`, over keys and values `[B, T, K, h]`, which it extends."""
         B, S, _ = x_BSD.shape
-        q, k, v = self.project(x_BSD, start + jnp.arange(S))
+        q, k, v = self.project(x_BSD, start + jnp.arange(S), lambda name: times)
         keys, values = (jax.lax.dynamic_update_slice_in_dim(c, n, start, 1) for c, n in zip(cache, (k, v), strict=True))
         visible_ST = jnp.arange(keys.shape[1])[None, :] <= start + jnp.arange(S)[:, None]
         y_BSHh = attend(q, keys, values, mask=visible_ST[None, None], implementation="xla")
@@ -181,8 +228,9 @@ class SwiGLU(nnx.Module):
         self.w_up = parameter(rngs, (F, D), ("mlp", "embed"), normal)
         self.w_down = parameter(rngs, (D, F), ("embed", "mlp"), out)
 
-    def __call__(self, x_BSD: jax.Array, norm: Callable | None = None) -> jax.Array:
-        """The MLP of x, or of norm(x); see `projections`."""
-        gate_BSF, up_BSF = projections(x_BSD, (self.w_gate[...], self.w_up[...]), (None, None), norm)
-        down = lambda gate_BSF, up_BSF: linear(gated(gate_BSF, up_BSF), self.w_down[...])
+    def __call__(self, x_BSD: jax.Array, product: Callable, norm: Callable | None = None) -> jax.Array:
+        """The MLP of x, or of norm(x); see `projections`. product: see `products`."""
+        weights, chosen = (self.w_gate[...], self.w_up[...]), [product("w_gate"), product("w_up")]
+        gate_BSF, up_BSF = projections(x_BSD, weights, (None, None), chosen, norm)
+        down = lambda gate_BSF, up_BSF: linear(gated(gate_BSF, up_BSF), self.w_down[...], None, product("w_down"))
         return computed_again(self.config.recompute.swiglu, down)(gate_BSF, up_BSF)

@@ -16,8 +16,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from surojax import fp8
 from surojax.loss import cross_entropy
-from surojax.models.layers import Attention, Recompute, RopeScaling, SwiGLU, computed_again, linear, parameter, rms_norm
+from surojax.models import llama_fp8
+from surojax.models.layers import (
+    Attention,
+    Recompute,
+    RopeScaling,
+    SwiGLU,
+    computed_again,
+    linear,
+    parameter,
+    products,
+    rms_norm,
+    times,
+)
+from surojax.precision import Precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +54,7 @@ class LlamaConfig:
     initializer_range: float = 0.02
     attention: str = "auto"
     recompute: Recompute = dataclasses.field(default_factory=Recompute)
+    precision: Precision = dataclasses.field(default_factory=Precision)
 
     @property
     def num_matmul_params(self) -> int:
@@ -59,24 +74,25 @@ class Block(nnx.Module):
         self.mlp_norm = parameter(rngs, (config.hidden_size,), ("embed",), nnx.initializers.ones)
         self.mlp = SwiGLU(config, rngs=rngs)
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, product: Callable = lambda name: times) -> jax.Array:
+        """product: how the recipe computes products, see `layers.products`."""
         again = self.config.recompute
-        x_BSD = x_BSD + self.normed(self.attention, x_BSD, self.attention_norm, again.att)
-        return x_BSD + self.normed(self.mlp, x_BSD, self.mlp_norm, again.ffn)
+        x_BSD = x_BSD + self.normed(self.attention, x_BSD, self.attention_norm, product, again.att)
+        return x_BSD + self.normed(self.mlp, x_BSD, self.mlp_norm, product, again.ffn)
 
-    def normed(self, layer: Callable, x_BSD: jax.Array, scale: nnx.Param, again: bool) -> jax.Array:
+    def normed(self, layer: Callable, x_BSD: jax.Array, scale: nnx.Param, product: Callable, again: bool) -> jax.Array:
         """layer(norm(x)); what the layer saves is computed again where `again` is set."""
         norm = lambda x_BSD: rms_norm(x_BSD, scale[...], self.config.rms_norm_eps)
         if self.config.recompute.norm:
-            return computed_again(again, lambda x_BSD: layer(x_BSD, norm))(x_BSD)
-        return computed_again(again, lambda y_BSD: layer(y_BSD))(norm(x_BSD))
+            return computed_again(again, lambda x_BSD: layer(x_BSD, product, norm))(x_BSD)
+        return computed_again(again, lambda y_BSD: layer(y_BSD, product))(norm(x_BSD))
 
     def cached(self, x_BSD: jax.Array, cache, start: jax.Array):
         """The same with keys and values kept in `cache`; see `Attention.cached`."""
         eps = self.config.rms_norm_eps
         y_BSD, cache = self.attention.cached(rms_norm(x_BSD, self.attention_norm[...], eps), cache, start)
         x_BSD = x_BSD + y_BSD
-        return x_BSD + self.mlp(rms_norm(x_BSD, self.mlp_norm[...], eps)), cache
+        return x_BSD + self.mlp(rms_norm(x_BSD, self.mlp_norm[...], eps), lambda name: times), cache
 
 
 class Outer(nnx.Module):
@@ -153,17 +169,25 @@ def abstract_params(config: LlamaConfig) -> tuple[dict, dict]:
 class ModelFunctions(NamedTuple):
     """What the engine needs of a model, as pure functions of arrays.
 
-    block: (weights of one layer, x `[B, S, D]`) -> x.
+    block: (weights of one layer, x `[B, S, D]`, given, on) -> x. given: what the recipe wants to know of this layer in
+    this microbatch: scales `[sites]` (fp8_hybrid), a seed (nvfp4), else None, which is enough where there is no
+    backward pass. on: whether the recipe holds in this layer (static); if not, it computes as recipe bf16 does.
+    block_forward: the same -> (x, saved), with what the backward pass needs beside the weights.
+    block_backward: (weights, saved, dx, given, on) -> (gradients of the weights, dx, observed: largest magnitudes
+    `[sites]` of fp8_hybrid, else None).
     final: (outer, x) -> x normed for the head.
     head: the name of the head's matrix `[V, D]`; the embedding's is "embed".
     head_uses: names of the outer parameters that `final` and the head read.
     head_loss: (those, x `[N, D]`, labels `[N]`) -> summed loss in nats.
-    cached_block: (weights, x, (keys, values), start) -> (x, (keys, values)), for sampling.
+    cached_block: (weights, x, (keys, values), start) -> (x, (keys, values)), for sampling, as recipe bf16.
     logits: (outer, x `[..., D]`) -> `[..., V]` float32.
     """
 
     num_layers: int
+    precision: Precision
     block: Callable
+    block_forward: Callable
+    block_backward: Callable
     final: Callable
     head: str
     head_uses: tuple[str, ...]
@@ -177,9 +201,6 @@ def functions(config: LlamaConfig) -> ModelFunctions:
     graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
     table = "embed" if config.tie_word_embeddings else "head"
 
-    def block(w, x_BSD):
-        return nnx.merge(graph, w)(x_BSD)
-
     def cached_block(w, x_BSD, cache, start):
         return nnx.merge(graph, w).cached(x_BSD, cache, start)
 
@@ -192,9 +213,13 @@ def functions(config: LlamaConfig) -> ModelFunctions:
     def head_loss(outer, x_ND, labels_N):
         return cross_entropy(linear(final(outer, x_ND), outer[table]), labels_N)
 
+    block, block_forward, block_backward = _block_functions(config, graph)
     return ModelFunctions(
         num_layers=config.num_hidden_layers,
+        precision=config.precision,
         block=block,
+        block_forward=block_forward,
+        block_backward=block_backward,
         final=final,
         head=table,
         head_uses=("norm", table),
@@ -202,3 +227,29 @@ def functions(config: LlamaConfig) -> ModelFunctions:
         cached_block=cached_block,
         logits=logits,
     )
+
+
+def _block_functions(config: LlamaConfig, graph) -> tuple[Callable, Callable, Callable]:
+    """`block`, `block_forward` and `block_backward` of ModelFunctions: in float8 written out, else by reverse mode."""
+    precision = config.precision
+    in_fp8 = lambda on: on and precision.fp8
+
+    def block(w, x_BSD, given=None, on: bool = True):
+        if in_fp8(on):
+            return llama_fp8.block(config, w, x_BSD, given)
+        recipe = precision if on else dataclasses.replace(precision, recipe="bf16")
+        return nnx.merge(graph, w)(x_BSD, products(recipe, given if precision.recipe == "nvfp4" else None))
+
+    def block_forward(w, x_BSD, given=None, on: bool = True):
+        if in_fp8(on):
+            return llama_fp8.forward(config, w, x_BSD, given)
+        return jax.vjp(lambda w, x_BSD: block(w, x_BSD, given, on), w, x_BSD, saveable_args=(False, True))
+
+    def block_backward(w, saved, dy_BSD, given=None, on: bool = True):
+        if in_fp8(on):
+            dw, dx_BSD, observed = llama_fp8.backward(config, w, saved, dy_BSD, given)
+            return dw, dx_BSD, observed if precision.delayed else None
+        saved.args_res = [w, saved.args_res[1]]
+        return *saved(dy_BSD), fp8.unobserved() if precision.delayed else None
+
+    return block, block_forward, block_backward

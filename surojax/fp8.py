@@ -1,0 +1,104 @@
+"""Matrix products in float8: scales, quantised weights, and the histories of delayed scaling.
+
+Values are e4m3 forward (3 bits of mantissa, up to 448) and e5m2 backward (2 bits, up to 57344, a much wider range), as
+in Micikevicius et al. 2022 (arXiv:2209.05433). x is stored as clip(x / scale) with one float32 scale for a tensor:
+
+    scale = the smallest power of two with absmax / scale <= largest number of the format
+
+Powers of two on purpose: dividing by one is exact, so is its cast to 16 bits, and e4m3 and e5m2 are floating point,
+whose precision does not depend on where in its range a tensor lies; what it costs is up to one of 17 (31) binades.
+
+absmax is that of the tensor itself ("current"), or the largest of the last steps ("delayed"), known before the
+tensor is: then what makes the tensor can cast it in the same pass. A weight's is always its own: it is known before the
+step, and the same on every device that holds a shard of it, so the shards can travel in 8 bits.
+
+A product is `dot(a8, b8) * scale_a * scale_b`, contracted over the last dimensions of both: the one layout in which
+float8 tensor cores read their operands (sm_89, sm_90), and a pattern that XLA turns into one cuBLASLt product with what
+is added to it. So `product` takes its operands transposed where needed.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from surojax.collectives import largest_of_shards
+from surojax.mesh import DATA
+from surojax.quantize import largest_magnitude, quantise_whole, scale_for
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+# The tensors of a block that are quantised at one place each: what goes into its products, and the gradients of what
+# comes out of them. An amax history holds a row for each.
+INPUTS = ("attention_input", "attention_output", "mlp_input", "mlp_hidden")
+GRADIENTS = ("d_q", "d_k", "d_v", "d_attention", "d_gate", "d_up", "d_mlp")
+SITES = (*INPUTS, *GRADIENTS)
+FIRST_INPUT = 16.0  # absmax of inputs that the first step reckons with, when nothing was observed yet
+
+
+class Operand(NamedTuple):
+    """A matrix in float8 as a product takes it: number = values * scale."""
+
+    values: jax.Array  # [rows, contracted]
+    scale: jax.Array  # float32 []
+
+
+def product(a: Operand, b: Operand, dtype, *, plus: jax.Array | None = None) -> jax.Array:
+    """a b^T `[rows of a, rows of b]` in `dtype`, added up in float32, plus a matrix or row of that shape.
+
+    `product(...) + plus` in this order: so XLA leaves the sum to cuBLASLt, also for a chain of products.
+    """
+    scale = (a.scale * b.scale).astype(dtype)
+    y = jax.lax.dot_general(a.values, b.values, (((1,), (1,)), ((), ())), preferred_element_type=dtype) * scale
+    return y if plus is None else y + plus
+
+
+def quantise_weights(w):
+    """A layer's weights, or this device's shards of them, with every matrix as a `Quantized` with one scale, e4m3.
+
+    Shards get the scales of whole matrices, shared in one transfer of a number for each matrix.
+    """
+    leaves, structure = jax.tree.flatten(w)
+    which = [i for i, x in enumerate(leaves) if x.ndim > 1]
+    absmax = largest_of_shards(jnp.stack([largest_magnitude(leaves[i]) for i in which]))
+    for i, top in zip(which, absmax, strict=True):
+        leaves[i] = quantise_whole(leaves[i], E4M3, top)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def history_shape(num_layers: int, length: int) -> tuple[int, int, int]:
+    """Of a history: the largest magnitudes of every layer's sites in the last steps, newest first, float32; 0 = none
+    observed."""
+    return num_layers, len(SITES), length
+
+
+def unobserved() -> jax.Array:
+    """What a block observes that does not compute in float8."""
+    return jnp.zeros(len(SITES), jnp.float32)
+
+
+def new_observed(history: jax.Array | None) -> jax.Array | None:
+    """Where a step notes the largest magnitudes `[layers, sites]`; None without a history."""
+    return None if history is None else jnp.zeros(history.shape[:2], jnp.float32)
+
+
+def delayed_scales(history: jax.Array, margin: int, first_gradient: jax.Array) -> jax.Array:
+    """Scales `[layers, sites]` of the next step from a history.
+
+    Where nothing was observed, inputs are reckoned to stay below `FIRST_INPUT` and gradients below `first_gradient`;
+    both formats have binades enough for a guess that is far off, and what is too large is clipped, in one step.
+    """
+    first = jnp.where(jnp.arange(len(SITES)) < len(INPUTS), FIRST_INPUT, first_gradient)
+    top = jnp.max(history, axis=-1)
+    top = jnp.where(top == 0, first[None, :], top)
+    n = len(INPUTS)
+    return jnp.concatenate([scale_for(top[:, :n], E4M3, margin), scale_for(top[:, n:], E5M2, margin)], axis=1)
+
+
+def extended(history: jax.Array | None, observed: jax.Array | None) -> jax.Array | None:
+    """The history with what this step observed on all devices `[layers, sites]` in front, the oldest dropped."""
+    if history is None or observed is None:
+        return None
+    names = tuple(a for a in DATA if a in jax.typeof(observed).manual_axis_type.varying)
+    observed = jax.lax.pmax(observed, names) if names else observed
+    return jnp.concatenate([observed[..., None], history[..., :-1]], axis=-1)
