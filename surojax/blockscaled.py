@@ -105,8 +105,8 @@ def derive(seed: jax.Array, salt: int) -> jax.Array:
     return _mix(_mix(seed.astype(jnp.uint32)) + np.uint32(0x9E3779B9 * (salt + 1) & 0xFFFFFFFF))
 
 
-def uniform(seed: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Numbers from [0, 1), multiples of 2^-24: a hash of seed and position."""
+def uniform(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Numbers from [0, 1), multiples of 2^-24: a hash of seed and position in a matrix of this shape."""
     row, column = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
     hashed = _mix(_mix(row * np.uint32(shape[1]) + column + seed) ^ seed)
     return (hashed >> 8).astype(jnp.float32) * np.float32(2.0**-24)
@@ -262,8 +262,8 @@ def _mxfp8_forward(x, w, emulate):
 def _mxfp8_backward(emulate, saved, g):
     x, w = saved
     dx = product(quantise_mxfp8(g), quantise_mxfp8(w.T), x.dtype, emulate)
-    by_token = (quantise_mxfp8(_full_blocks(t).T) for t in (g, x))
-    return dx, product(*by_token, w.dtype, emulate)
+    g_by_token, x_by_token = (quantise_mxfp8(_full_blocks(t).T) for t in (g, x))
+    return dx, product(g_by_token, x_by_token, w.dtype, emulate)
 
 
 def _nvfp4_forward(x, w, seed, emulate):
