@@ -9,8 +9,8 @@ MXFP8 (OCP Microscaling Formats 1.0; Mishra et al. 2025, arXiv:2506.08027): e4m3
 scales (e8m0). The scale is the smallest that no value of the block exceeds 448 with: arXiv:2506.08027 rounds it up,
 since the specification's floor clips values. Nearest rounding.
 
-NVFP4 (NVIDIA 2025, arXiv:2509.25149): e2m1 values (0, 0.5, 1, 1.5, 2, 3, 4, 6), an e4m3 scale per block, a float32 scale
-per tensor that makes its largest block scale 448. From that paper:
+NVFP4 (NVIDIA 2025, arXiv:2509.25149): e2m1 values (0, 0.5, 1, 1.5, 2, 3, 4, 6), an e4m3 scale per block, and a float32
+scale per tensor that makes its largest block scale 448. From that paper:
 - Weights in blocks of 16 x 16, rounded once for both y and dx: both see the same weights, so the chain rule holds.
 - Gradients are rounded stochastically, everything else to nearest. Block scales of gradients are rounded up here, not
   to nearest as in the paper: a scale rounded down clips the block's largest value, which would bias it.
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-WIDTHS = 32  # widths are multiples of it: full blocks, and rows of 16 bytes, which the hardware reads, in either format
+WIDTHS = 32  # all dimensions that products sum over are multiples of it: full blocks, and 16 bytes, the hardware's unit
 MX_BLOCK = 32
 NV_BLOCK = 16
 E4M3_MAX = 448.0
@@ -105,8 +105,8 @@ def derive(seed: jax.Array, salt: int) -> jax.Array:
     return _mix(_mix(seed.astype(jnp.uint32)) + np.uint32(0x9E3779B9 * (salt + 1) & 0xFFFFFFFF))
 
 
-def uniform(seed: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Numbers from [0, 1), multiples of 2^-24: a hash of seed and position."""
+def uniform(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Numbers from [0, 1), multiples of 2^-24: a hash of seed and position in a matrix of this shape."""
     row, column = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
     hashed = _mix(_mix(row * np.uint32(shape[1]) + column + seed) ^ seed)
     return (hashed >> 8).astype(jnp.float32) * np.float32(2.0**-24)
@@ -214,13 +214,9 @@ def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
     return [lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
 
 
-def _transposed(x: jax.Array, block: int) -> jax.Array:
-    """x `[tokens, k]` -> `[k, tokens]`, filled up with zeros to full blocks."""
-    return _filled(x, block).T
-
-
-def _filled(x: jax.Array, block: int) -> jax.Array:
-    return jnp.pad(x, ((0, -x.shape[0] % block), (0, 0)))
+def _full_blocks(x: jax.Array) -> jax.Array:
+    """x `[tokens, k]` with rows of zeros after it: a multiple of 32 tokens."""
+    return jnp.pad(x, ((0, -x.shape[0] % WIDTHS), (0, 0)))
 
 
 # -- Linear layers ----------------------------------------------------------------------------------------------------
@@ -266,8 +262,8 @@ def _mxfp8_forward(x, w, emulate):
 def _mxfp8_backward(emulate, saved, g):
     x, w = saved
     dx = product(quantise_mxfp8(g), quantise_mxfp8(w.T), x.dtype, emulate)
-    by_token = (quantise_mxfp8(_transposed(t, MX_BLOCK)) for t in (g, x))
-    return dx, product(*by_token, w.dtype, emulate)
+    g_by_token, x_by_token = (quantise_mxfp8(_full_blocks(t).T) for t in (g, x))
+    return dx, product(g_by_token, x_by_token, w.dtype, emulate)
 
 
 def _nvfp4_forward(x, w, seed, emulate):
@@ -277,7 +273,7 @@ def _nvfp4_forward(x, w, seed, emulate):
 def _nvfp4_backward(emulate, saved, g):
     x, w, seed = saved
     dx = product(quantise_nvfp4(g, derive(seed, 1)), quantise_nvfp4_weights(w)[1], x.dtype, emulate)
-    rotated_g, rotated_x = (rotate(_filled(t, NV_BLOCK), seed) for t in (g, x))
+    rotated_g, rotated_x = (rotate(_full_blocks(t), seed) for t in (g, x))
     dw = product(quantise_nvfp4(rotated_g, derive(seed, 2)), quantise_nvfp4(rotated_x), w.dtype, emulate)
     return dx, dw, None
 

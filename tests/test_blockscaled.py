@@ -1,0 +1,392 @@
+"""MXFP8 and NVFP4: the formats against numpy, rounding without bias, gradients, and what GPUs would run."""
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from surojax import aot, blockscaled as bs
+
+TOKENS, IN, OUT = 160, 192, 256
+GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def outliers(seed, *shape):
+    """Numbers over 60 binades, and a block of zeros: every branch of the scales."""
+    x = np.array(normal(seed, *shape)) * np.exp2(np.random.default_rng(seed).integers(-30, 30, shape))
+    x[0, :32] = 0
+    return x.astype(np.float32)
+
+
+def relative_error(got, exact):
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    return np.linalg.norm(got - exact) / np.linalg.norm(exact)
+
+
+def numbers(q):
+    scale = 1.0 if q.tensor_scale is None else np.float64(q.tensor_scale)
+    return np.float64(bs.dequantise(q)) * scale
+
+
+# -- The formats, against numpy with ml_dtypes' casts --
+
+
+def numpy_mxfp8(x):
+    blocks = np.float64(x).reshape(x.shape[0], -1, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    mantissa, exponent = np.frexp(largest)  # largest = mantissa * 2^exponent, 0.5 <= mantissa < 1; 448 = 0.875 * 2^9
+    exponent = np.where(largest == 0, -126, np.maximum(exponent - 9 + (mantissa > 0.875), -126))
+    values = (blocks / 2.0**exponent).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    return values.reshape(x.shape).astype(np.float32), 2.0 ** exponent[..., 0]
+
+
+def nearest_e2m1(x):
+    return np.float32(x).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+
+
+def numpy_nvfp4(x, rows):
+    """Blocks of `rows` x 16. The paper's formulas, in float32 and the order of the code, or ties fall differently."""
+    x = np.float32(x)
+    tensor_scale = np.abs(x).max() * np.float32(1 / 2688)
+    blocks = x.reshape(x.shape[0] // rows, rows, -1, 16)
+    ideal = np.abs(blocks).max((1, 3), keepdims=True) * (np.float32(1) / (np.float32(6) * tensor_scale))
+    scales = np.minimum(ideal, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(scales == 0, np.float32(0), np.float32(1) / (scales * tensor_scale))
+    values = nearest_e2m1(np.clip(blocks * inverse, -6, 6)).reshape(x.shape)
+    return values, np.repeat(scales[:, 0, :, 0], rows, axis=0), tensor_scale
+
+
+@pytest.mark.parametrize("make", (normal, outliers))
+def test_mxfp8_is_numpys(make):
+    x = make(0, 64, 128)
+    values, scales = numpy_mxfp8(x)
+    q = jax.jit(bs.quantise_mxfp8)(x)
+    np.testing.assert_array_equal(q.values, values)
+    np.testing.assert_array_equal(q.scales, scales)
+    assert np.abs(values).max() <= 448
+
+
+@pytest.mark.parametrize(
+    "largest, scale", [(448.0, 1.0), (448.0001, 2.0), (224.0, 0.5), (1.75, 2.0**-8), (1.0, 2.0**-8)]
+)
+def test_mxfp8_scale_is_the_smallest_that_clips_nothing(largest, scale):
+    q = bs.quantise_mxfp8(jnp.full((1, 32), largest, jnp.float32))
+    assert q.scales[0, 0] == scale
+
+
+@pytest.mark.parametrize("make", (normal, outliers))
+def test_nvfp4_is_numpys(make):
+    x = make(1, 64, 128)
+    for q, expected in (
+        (jax.jit(bs.quantise_nvfp4)(x), numpy_nvfp4(x, 1)),
+        (jax.jit(bs.quantise_nvfp4_weights)(x)[0], numpy_nvfp4(x, 16)),
+    ):
+        for a, b in zip(q, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_weights_are_the_same_numbers_in_both_directions():
+    rows, columns = bs.quantise_nvfp4_weights(normal(2, 64, 128))
+    np.testing.assert_array_equal(numbers(rows), numbers(columns).T)
+
+
+@pytest.mark.parametrize("values", (False, True))
+def test_rounding_to_e4m3_is_the_cast(values):
+    """All float32 between neighbours' middles would be too many: every e4m3 number, middles, and their neighbours."""
+    every = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    middles = (every[1:] + every[:-1]) / 2
+    x = np.concatenate([every, *(np.nextafter(middles, np.float32(to)) for to in (0, 1e9)), middles])
+    x = -x if values else x
+    np.testing.assert_array_equal(jax.jit(bs.to_e4m3)(x), x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    np.testing.assert_array_equal(jax.jit(bs.to_e2m1)(np.clip(x, -6, 6)), nearest_e2m1(np.clip(x, -6, 6)))
+
+
+def test_rounding_up_to_e4m3_is_the_next_number():
+    every = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    below = np.nextafter(every, np.float32(0))
+    np.testing.assert_array_equal(jax.jit(bs.up_to_e4m3)(np.concatenate([every, below])), np.tile(every, 2))
+
+
+@pytest.mark.parametrize("bad", (np.nan, np.inf))
+def test_what_is_not_finite_is_not_lost(bad):
+    x = np.array(normal(3, 4, 64))
+    x[1, 5] = bad
+    quantisers = bs.quantise_mxfp8, bs.quantise_nvfp4, lambda x: bs.quantise_nvfp4(x, jnp.uint32(0))
+    squares = jax.jit(lambda x: [bs.product(q, q, jnp.float32, True) for q in (f(x) for f in quantisers)])
+    for y in squares(x):
+        assert not np.isfinite(y[1]).any()
+
+
+# -- Stochastic rounding --
+
+
+def test_stochastic_rounding_is_right_on_average():
+    x = np.linspace(-6, 6, 97, dtype=np.float32)
+    n = 1 << 14
+    draws = jax.vmap(lambda seed: bs.to_e2m1(jnp.asarray(x), bs.uniform(seed, (1, 97))[0]))(
+        jnp.arange(n, dtype=jnp.uint32)
+    )
+    draws = np.float64(draws)
+    below = np.array([np.max(np.append(GRID, -GRID)[np.append(GRID, -GRID) <= v]) for v in x])
+    above = np.array([np.min(np.append(GRID, -GRID)[np.append(GRID, -GRID) >= v]) for v in x])
+    assert ((draws == below) | (draws == above)).all()
+    # The mean of n draws that differ from x by (below - x) or (above - x): 5 standard deviations, 97 times.
+    deviation = np.sqrt((above - x) * (x - below) / n)
+    assert (np.abs(draws.mean(0) - x) <= 5 * deviation + 1e-6).all()
+
+
+def test_gradient_of_inputs_is_right_on_average():
+    """Also that of the block's largest numbers, which a block scale rounded to nearest would clip."""
+    n = 512
+    g, w = normal(4, 32, 64), normal(5, 64, 32)
+    x = jnp.zeros((32, 32))
+    exact = np.float64(g) @ numbers(bs.quantise_nvfp4_weights(w)[0])
+    dx = lambda seed: jax.vjp(lambda x: bs.nvfp4_linear(x, w, seed, emulate=True), x)[1](g)[0]
+    draws = np.float64(jax.jit(jax.vmap(dx))(jnp.arange(n, dtype=jnp.uint32)))
+    deviation = draws.std(0) / np.sqrt(n)
+    score = (draws.mean(0) - exact) / deviation
+    assert np.abs(score).max() < 5  # 1024 numbers that are about normal: beyond 5 once in 1700 times
+    assert abs(np.sqrt((score**2).mean()) - 1) < 0.15  # and not far too good either: 1024 of them, 2 % each way
+
+    largest = np.zeros((16, 64), np.float32)
+    largest[:, ::16] = np.linspace(1, 1.9, 64).reshape(16, 4)  # each block's only number, for any mantissa
+    q = jax.vmap(lambda seed: bs.dequantise(s := bs.quantise_nvfp4(largest, seed)) * s.tensor_scale)
+    mean = np.float64(q(jnp.arange(4096, dtype=jnp.uint32))).mean(0)
+    # Between 4 and 6 a draw is at most 1/3 of the number away from it: deviation at most 1/6, of the mean 0.26 %.
+    np.testing.assert_allclose(mean[:, ::16], largest[:, ::16], rtol=5 * 0.0026)
+
+
+def test_random_numbers_are_uniform_and_differ_with_the_seed():
+    a, b = (np.float64(bs.uniform(jnp.uint32(seed), (256, 256))) for seed in (1, 2))
+    for u in (a, b):
+        counts = np.histogram(u, 64, (0, 1))[0]
+        assert ((counts - 1024) ** 2 / 1024).sum() < 63 + 5 * np.sqrt(2 * 63)  # chi-square with 63 degrees of freedom
+    neighbours = (a[:, 1:], a[:, :-1]), (a[1:], a[:-1]), (a, b)
+    for x, y in neighbours:
+        assert abs(np.corrcoef(x.ravel(), y.ravel())[0, 1]) < 5 / 256  # of 2^16 pairs: deviation 1/256
+
+
+# -- The random Hadamard transform --
+
+
+def test_rotation_leaves_the_product_as_it_is():
+    x, g = (np.float32(np.random.default_rng(s).integers(-8, 9, (64, 48))) for s in (0, 1))
+    for seed in (0, 7):
+        rotated = [bs.rotate(jnp.asarray(t), jnp.uint32(seed)) for t in (g, x)]
+        # Small whole numbers and quarters of their sums: every step is exact in float32.
+        np.testing.assert_array_equal(rotated[0] @ rotated[1].T, g.T @ x)
+
+
+def test_rotation_spreads_an_outlier_and_depends_on_the_seed():
+    x = jnp.zeros((16, 1)).at[3].set(1.0)
+    np.testing.assert_array_equal(np.abs(bs.rotate(x, jnp.uint32(0))), np.full((1, 16), 0.25))
+    y = normal(6, 16, 1)
+    assert not np.array_equal(bs.rotate(y, jnp.uint32(0)), bs.rotate(y, jnp.uint32(1)))
+
+
+# -- Linear layers --
+
+
+def linear(name, emulate=True):
+    if name == "mxfp8":
+        return lambda x, w: bs.mxfp8_linear(x, w, emulate=emulate)
+    return lambda x, w: bs.nvfp4_linear(x, w, jnp.uint32(3), salt=2, emulate=emulate)
+
+
+def products(name, emulate=True, tokens=TOKENS, dtype=jnp.float32):
+    """y, dx and dw, and the arguments."""
+    x, w, g = normal(7, tokens, IN, dtype=dtype), normal(8, OUT, IN, dtype=dtype), normal(9, tokens, OUT, dtype=dtype)
+
+    @jax.jit
+    def run(x, w, g):
+        y, backward = jax.vjp(linear(name, emulate), x, w)
+        return y, *backward(g)
+
+    return run(x, w, g), (x, w, g)
+
+
+def exact(x, w, g):
+    x, w, g = np.float64(x), np.float64(w), np.float64(g)
+    return x @ w.T, g @ w, g.T @ x
+
+
+# The error of a Gaussian operand, relative to it (root of mean squares). MXFP8: steps of 2^(e-3) for numbers from 2^e
+# to 2^(e+1), each step's error evenly spread; scales are powers of two and change none of that. NVFP4: no such formula;
+# `numpy_nvfp4` on 16 million other numbers, 1 x 16 and 16 x 16; stochastic: the variance (above - v) (v - below) there.
+MXFP8 = math.sqrt(
+    sum(4.0 ** (e - 3) / 12 * (math.erf(2 ** (e + 0.5)) - math.erf(2 ** (e - 0.5))) for e in range(-20, 4))
+)
+ROWS, SQUARES, STOCHASTIC = 0.0951, 0.1113, 0.148
+ERRORS = {"mxfp8": [(MXFP8, MXFP8)] * 3, "nvfp4": [(ROWS, SQUARES), (STOCHASTIC, SQUARES), (STOCHASTIC, ROWS)]}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_of_the_products_are_those_of_the_operands(name):
+    got, args = products(name)
+    for y, right, (a, b) in zip(got, exact(*args), ERRORS[name], strict=True):
+        # Errors of two operands, independent, add up in squares. 4 %: for these few numbers they vary by about 1 %.
+        assert relative_error(y, right) == pytest.approx(np.sqrt(a**2 + b**2 + (a * b) ** 2), rel=0.04)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_emulated_and_real_products_have_the_same_operands(name, monkeypatch):
+    """jax.nn.scaled_matmul takes the emulation's numbers; on CPU it dequantises them."""
+    taken = []
+    real = jax.nn.scaled_matmul
+
+    def spy(*args, **options):
+        taken.append(args)
+        return real(*args, **options)
+
+    monkeypatch.setattr(jax.nn, "scaled_matmul", spy)
+    q = [
+        bs.quantise_mxfp8(normal(s, 64, 96)) if name == "mxfp8" else bs.quantise_nvfp4(normal(s, 64, 96))
+        for s in (0, 1)
+    ]
+    bs.product(*q, jnp.float32, False)
+    for i in (0, 1):
+        np.testing.assert_array_equal(np.float32(taken[0][i][0]), q[i].values)
+        np.testing.assert_array_equal(np.float32(taken[0][2 + i][0]), q[i].scales)
+    dtypes = [x.dtype for x in taken[0]]
+    if name == "mxfp8":
+        assert dtypes == [jnp.float8_e4m3fn] * 2 + [jnp.float8_e8m0fnu] * 2
+    else:
+        assert dtypes == [jnp.float4_e2m1fn] * 2 + [jnp.float8_e4m3fn] * 2
+    for emulated, found in zip(products(name)[0], products(name, emulate=False)[0], strict=True):
+        # The same exact products, added up in another order: float32 rounding of sums of at most 256 numbers.
+        np.testing.assert_allclose(emulated, found, rtol=1e-5, atol=1e-5 * np.abs(found).max())
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_results_have_the_dtypes_of_their_arguments(name):
+    half = products(name, dtype=jnp.bfloat16)[0]
+    assert [y.dtype for y in half] == [jnp.bfloat16] * 3
+    full = products(name)[0]
+    for y, z, (a, b) in zip(half, full, ERRORS[name], strict=True):
+        # Rounding the arguments to 8 bits may move numbers to the neighbour in the format: less than its own error.
+        assert relative_error(y, z) < np.sqrt(a**2 + b**2)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_tokens_are_filled_up_to_blocks(name):
+    x, w, g = normal(7, 3, 7, IN), normal(8, OUT, IN), normal(9, 3, 7, OUT)
+    run = lambda x, g: jax.vjp(linear(name), x, w)[1](g)
+    fill = lambda t: jnp.pad(t.reshape(21, -1), ((0, 11), (0, 0)))
+    (dx, dw), (dx_filled, dw_filled) = jax.jit(lambda x, g: (run(x, g), run(fill(x), fill(g))))(x, g)
+    np.testing.assert_array_equal(dx.reshape(21, -1), dx_filled[:21])
+    np.testing.assert_array_equal(dw, dw_filled)
+
+
+def test_only_gradients_depend_on_seed_and_salt():
+    x, w, g = normal(7, 32, IN), normal(8, OUT, IN), normal(9, 32, OUT)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(seed, salt):
+        y, backward = jax.vjp(lambda x, w: bs.nvfp4_linear(x, w, seed, salt=salt, emulate=True), x, w)
+        return y, *backward(g)
+
+    first, again, *others = (run(jnp.int32(seed), salt) for seed, salt in ((0, 0), (0, 0), (1, 0), (0, 1)))
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for other in others:
+        np.testing.assert_array_equal(first[0], other[0])
+        assert not np.array_equal(first[1], other[1])
+        assert not np.array_equal(first[2], other[2])
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_under_shard_map_weight_gradients_are_added_up(name):
+    """Tokens split over devices, weights not: the gradient of the weights is the sum, as of any linear layer."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))
+    x, w, g = normal(7, 64, IN), normal(8, OUT, IN), normal(9, 64, OUT)
+    both = jax.jit(
+        jax.shard_map(
+            lambda x, w, g: jax.vjp(linear(name), x, w)[1](g),
+            mesh=mesh,
+            in_specs=(jax.P("d"), jax.P(), jax.P("d")),
+            out_specs=(jax.P("d"), jax.P()),
+        )
+    )(x, w, g)
+    half = jax.jit(lambda x, w, g: jax.vjp(linear(name), x, w)[1](g))
+    halves = [half(x[h], w, g[h]) for h in (slice(32), slice(32, 64))]
+    np.testing.assert_allclose(both[0], np.concatenate([h[0] for h in halves]), rtol=1e-6, atol=1e-4)
+    np.testing.assert_allclose(both[1], halves[0][1] + halves[1][1], rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize(
+    "x, w, words",
+    [
+        ((4, 48), (64, 48), r"multiples of 32 as out and in, got \[64, 48\]"),
+        ((4, 64), (40, 64), r"multiples of 32 as out and in, got \[40, 64\]"),
+        ((4, 64), (64, 32), r"x \[..., in\] and w \[out, in\], got \[4, 64\] and \[64, 32\]"),
+    ],
+)
+def test_other_widths_are_refused(name, x, w, words):
+    with pytest.raises(ValueError, match=words):
+        linear(name)(jnp.zeros(x), jnp.zeros(w))
+
+
+def test_other_seeds_are_refused():
+    for seed in (jnp.zeros(2, jnp.uint32), jnp.float32(0)):
+        with pytest.raises(ValueError, match="seed: expected a uint32 or int32"):
+            bs.nvfp4_linear(jnp.zeros((4, 32)), jnp.zeros((32, 32)), seed, emulate=True)
+
+
+# -- What a GPU would run --
+
+COMPILE = """
+import json, re, sys
+import jax, jax.numpy as jnp, numpy as np
+from surojax import aot, blockscaled as bs
+
+mesh = jax.sharding.Mesh(np.array(aot.devices(sys.argv[1], 2)), ("d",))
+on = lambda p: jax.NamedSharding(mesh.abstract_mesh, p)
+shape = lambda s, p, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype, sharding=on(p))
+T = jax.P("d")
+tokens, i, o = map(int, sys.argv[2:])
+
+
+def run(x, w, g, seed):
+    results = []
+    for f in (bs.mxfp8_linear, lambda x, w: bs.nvfp4_linear(x, w, seed)):
+        y, backward = jax.vjp(f, x, w)
+        results += [y, *backward(g)]
+    return results
+
+
+split = jax.shard_map(run, mesh=mesh, in_specs=(T, jax.P(), T, jax.P()), out_specs=[T, T, jax.P()] * 2)
+jitted = jax.jit(split, out_shardings=[on(T), on(T), on(jax.P())] * 2)
+seed = shape((), jax.P(), jnp.uint32)
+args = shape((2, tokens, i), T), shape((o, i), jax.P()), shape((2, tokens, o), T), seed
+text = aot.compile_for(jitted, args, mesh).text
+calls = re.findall(r'= \\((\\w+)\\[[^=]*custom-call\\(.*custom_call_target="__cudnn.blockScaledDot"', text)
+print(json.dumps([sorted(calls), len(re.findall(r" dot\\(", text))]))
+"""
+
+
+@pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
+@pytest.mark.parametrize("gpu, sizes", [("b200", (512, 1024, 2048)), ("rtx5090", (17, 96, 160))])
+def test_all_three_products_are_block_scaled_on_blackwell(gpu, sizes):
+    """In a process of its own, since a process compiles for one kind of GPU; within shard_map, on two of them."""
+    command = [sys.executable, "-c", COMPILE, gpu, *map(str, sizes)]
+    done = subprocess.run(
+        command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    calls, dots = json.loads(done.stdout.splitlines()[-1])
+    assert calls == ["bf16"] * 3 + ["f32"] * 3  # MXFP8's results, and NVFP4's, whose tensor scale is yet to come
+    assert dots == 0
