@@ -30,9 +30,11 @@ from surojax import blueprint, placement
 from surojax.collectives import WHOLE, check_copy_engine
 from surojax.config import RECOMPUTE_PARTS, Config, divisor
 from surojax.errors import ConfigError
+from surojax.fp8 import quantise_weights
 from surojax.mesh import DATA, SHARD
 from surojax.models.layers import Recompute
 from surojax.models.llama import LlamaConfig, functions
+from surojax.precision import check_recipe
 from surojax.quantize import is_quantized
 
 GiB = 2**30
@@ -75,6 +77,7 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], work.dtype), run.params["blocks"])
     x = jax.ShapeDtypeStruct((batch, sequence_len, m.hidden_size), work.dtype)
     layer_bytes, x_bytes = _bytes(layer), _bytes(x)
+    fetched = _bytes(jax.eval_shape(quantise_weights, layer)) if engine.placement.one_scale else layer_bytes
     saved_bytes, scores_bytes = _block_bytes(m, layer, x, platform)
     # Its backward pass has all of it at once, however much of that is computed again.
     whole_bytes, _ = _block_bytes(dataclasses.replace(m, recompute=Recompute()), layer, x, platform)
@@ -98,10 +101,11 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     quants = [x for x in jax.tree.leaves(plan.weights["blocks"], is_leaf=is_quantized) if is_quantized(x)]
     table = engine.placement
     weights_in_host = "host" in (work.home, table.quants.home)
-    waiting = layer_bytes if work.sharded or weights_in_host else 0  # while the head computes: the next weights
+    waiting = fetched if work.sharded or weights_in_host else 0  # while the head computes: the next weights
     ahead = 2 * waiting  # while a layer computes: its weights, and the next one's
-    ahead += layer_bytes if work.sharded and work.resident else 0  # and the next of those that are resident
-    ahead += layer_bytes // run.mesh.shape[SHARD] if work.sharded and weights_in_host else 0  # shards of the one after
+    others = len(m.precision.ranges(m.num_hidden_layers)) - 1 + bool(work.resident)
+    ahead += others * fetched if waiting else 0  # and the next one of each other part of the layers
+    ahead += fetched // run.mesh.shape[SHARD] if work.sharded and weights_in_host else 0  # shards of the one after
     if table.quants.dtype and platform == "cpu":  # and the matrices in 8 bits that they are made of
         ahead += _bytes(jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, table.quants.dtype), layer))
     exchanged = {"reduce_scatter": 0, "all_to_all": 2 * layer_bytes, "int8": layer_bytes}[table.reduce]
@@ -125,7 +129,7 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
         "weights": at([x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]),
         **({"quants": at(quants)} if quants else {}),
         "master": at(plan.master),
-        "moments": at(plan.moments),
+        "moments": at((plan.moments, plan.history)),
         "gradients": none
         | {grads.home: block_grads}
         | {"device": outer_grads + (block_grads if grads.home == "device" else 0)},
@@ -152,8 +156,9 @@ def _update_bytes(run: blueprint.Blueprint, layer_state: int) -> int:
 def _block_bytes(m: LlamaConfig, layer, x: jax.ShapeDtypeStruct, platform: str) -> tuple[int, int]:
     """(what the block's forward pass saves beside its weights, the attention scores of its backward pass)."""
     (B, S, _), itemsize = x.shape, x.dtype.itemsize
-    block = functions(dataclasses.replace(m, attention="xla")).block
-    saved = _bytes(jax.eval_shape(lambda w, x: jax.vjp(block, w, x, saveable_args=(False, True))[1], layer, x))
+    forward = functions(dataclasses.replace(m, attention="xla")).block_forward
+    layer = jax.eval_shape(quantise_weights, layer) if m.precision.fp8 else layer
+    saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x)[1], layer, x))
     heads = B * S * m.num_attention_heads
     if m.attention == "cudnn" or (m.attention == "auto" and platform != "cpu" and itemsize == 2):
         # Flash attention saves its output and one sum per row.
@@ -164,13 +169,14 @@ def _block_bytes(m: LlamaConfig, layer, x: jax.ShapeDtypeStruct, platform: str) 
 def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | None = None) -> dict[str, int]:
     """The estimate per device of a run that fits; `available` bytes per device are measured when not given.
 
-    Raises ConfigError naming what is needed, what there is, and changes that would make it fit; also for an attention
-    or copy engines that the devices do not have.
+    Raises ConfigError naming what is needed, what there is, and changes that would make it fit; also for an attention,
+    copy engines or a recipe that the devices do not have.
     """
     platform, n, kind = devices[0].platform, len(devices), devices[0].device_kind
     if c.attention == "cudnn" and platform != "gpu":
         raise ConfigError(f"attention: expected 'auto' or 'xla' on {kind}, got 'cudnn'; cuDNN needs an NVIDIA GPU")
     check_copy_engine(run.engine.placement.copy_engine, platform)
+    check_recipe(run.model.precision, kind, getattr(devices[0], "compute_capability", None))
     need = estimate(run, c.per_device_batch_size, c.sequence_len, platform=platform)
     available = available_bytes(devices) if available is None else available
     if sum(need.values()) <= available:

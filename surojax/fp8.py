@@ -100,5 +100,5 @@ def extended(history: jax.Array | None, observed: jax.Array | None) -> jax.Array
     if history is None or observed is None:
         return None
     names = tuple(a for a in DATA if a in jax.typeof(observed).manual_axis_type.varying)
-    observed = jax.lax.pmax(observed, names) if names else observed
-    return jnp.concatenate([observed[..., None], history[..., :-1]], axis=-1)
+    newest = jax.lax.pmax(observed, names) if names else observed
+    return jnp.concatenate([newest[..., None], history[..., :-1]], axis=-1)

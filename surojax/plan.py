@@ -35,6 +35,7 @@ from surojax.flags import parse
 from surojax.gpus import GPUS
 from surojax.mesh import DATA, make_mesh, mesh_shape
 from surojax.offload import Home
+from surojax.precision import BLOCK_SCALED, check_recipe
 from surojax.quantize import is_quantized
 
 HOMES: tuple[Home, ...] = ("device", "host", "nvme")
@@ -88,7 +89,9 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
     times = traffic.bounds(
         facts,
         c.model_dtype,
+        c.recipe,
         flops=found.pop("flops"),
+        recipe_flops=found.pop("recipe_flops"),
         device_bytes=found.pop("device_traffic"),
         link_bytes=sum(row["bytes"] for row in found["collectives"]),
         h2d=found["h2d_bytes"],
@@ -117,7 +120,7 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
 
 
 def checked(config: Config, gpu: str) -> Config:
-    """A copy of the config, with the attention that "auto" means on this GPU. Raises ConfigError: see `plan`."""
+    """A copy of the config, with what "auto" means on this GPU. Raises ConfigError: see `plan`."""
     if gpu not in GPUS:
         near = difflib.get_close_matches(gpu.lower(), GPUS, n=1)
         hint = f"did you mean {near[0]}?" if near else "add its facts to surojax/gpus.py"
@@ -132,6 +135,11 @@ def checked(config: Config, gpu: str) -> Config:
     c = copy.deepcopy(config)  # copy_and_resolve_references would forget which types `config.either` lets in
     if c.attention == "auto":
         c.attention = "cudnn" if fits_cudnn(c.model_dtype, configs.head_dim(c)) else "xla"
+    if c.kernels == "auto":
+        c.kernels = "mosaic"
+    if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
+        c.block_scaled_products = "native"
+    check_recipe(configs.model_config(c).precision, f"a {gpu}", GPUS[gpu].compute_capability)
     return c
 
 
@@ -177,6 +185,7 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
             "largest": max((r for r, _ in again), key=lambda r: r.bytes).largest,
         },
         "flops": traffic.step_flops(run, batch),
+        "recipe_flops": traffic.recipe_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
     }
 
@@ -227,6 +236,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
         "overlap": [],
         "rematerialised": {"count": 0, "bytes": 0, "largest": ""},
         "flops": traffic.step_flops(run, batch),
+        "recipe_flops": traffic.recipe_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
     }
 

@@ -16,6 +16,8 @@ import dataclasses
 
 import jax
 
+from surojax.errors import ConfigError
+
 RECIPES = ("bf16", "fp8_hybrid", "fp8_current", "mxfp8", "nvfp4")
 BLOCK_SCALED = ("mxfp8", "nvfp4")
 
@@ -67,3 +69,28 @@ class Precision:
         cuts = [0, self.skip_first, num_layers - self.skip_last, num_layers]
         parts = zip(cuts, cuts[1:], (False, True, False), strict=False)
         return [(start, stop, on) for start, stop, on in parts if start < stop]
+
+
+def check_recipe(precision: Precision, device: str, capability: str | None) -> None:
+    """Raises ConfigError for a recipe whose products a GPU of this compute capability ("9.0") does not have.
+
+    capability: None for what is no GPU: there float8 is converted, and block-scaled products are emulated.
+    """
+    if capability is None:
+        if precision.recipe in BLOCK_SCALED and not precision.emulate:
+            raise ConfigError(
+                f"block_scaled_products: expected 'auto' or 'emulated' on {device}, got 'native'; it needs a GPU"
+            )
+        return
+    found = tuple(map(int, capability.rstrip("a").split(".")))
+    if precision.fp8 and found < (8, 9):
+        raise ConfigError(
+            f"recipe: expected 'bf16' on {device} (compute capability {capability}), got {precision.recipe!r}, whose "
+            "float8 products need 8.9 or newer (RTX 40, H100); use recipe='bf16'"
+        )
+    if precision.recipe in BLOCK_SCALED and precision.block_scaled_products != "emulated" and found < (10, 0):
+        raise ConfigError(
+            f"recipe: expected 'bf16' or 'fp8_current' on {device} (compute capability {capability}), got "
+            f"{precision.recipe!r}, whose block-scaled products need 10.0 or newer (B200, RTX 50); to try its numbers "
+            "slowly, set block_scaled_products='emulated'"
+        )

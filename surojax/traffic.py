@@ -10,8 +10,8 @@ Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) as DES
 | + weights          | all-gather 2 k P, reduce-scatter k P                |                                        |
 
 times (n - 1) / n; P' is P in the accumulators' dtype. `use_all_to_all_reduce` sends the same bytes in an all-to-all.
-In 8 bits (`zero_quantized_weights`, `zero_quantized_gradients`) P is a byte a number of a matrix and 4 for the scale of
-each of its blocks; vectors stay in the work dtype, as gradients they are float32 (ZeRO++, Wang et al. 2023,
+In 8 bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes fp8_*) P is a byte a number of a
+matrix and 4 for the scale of each of its blocks, which fp8_* have none of; vectors stay in the work dtype, as gradients they are float32 (ZeRO++, Wang et al. 2023,
 arXiv:2306.10209; its gradients in one hop). Replicated outer layers add a reduce-scatter and an all-gather
 once per step. Outer layers that are sharded move tokens instead: see `outer`. Groups of `dp_replicate` add up their
 shards once per step. Scalars (loss, label count, norm: bytes) are left out.
@@ -30,6 +30,7 @@ from surojax.collectives import WHOLE
 from surojax.gpus import Gpu
 from surojax.mesh import REPLICATE, SHARD
 from surojax.metrics import flops_per_token
+from surojax.precision import BLOCK_SCALED
 from surojax.quantize import block_size
 
 
@@ -94,7 +95,8 @@ def _in_8_bits(run: Blueprint, vectors: int) -> float:
     for p, d in zip(jax.tree.leaves(run.params["blocks"]), jax.tree.leaves(run.engine.dims["blocks"]), strict=True):
         if d != WHOLE:
             row = p.shape[-1] // (n if d == p.ndim - 2 else 1)  # d does not count the axis of layers
-            total += math.prod(p.shape) * (1 + 4 / block_size(row) if p.ndim > 2 else vectors)
+            scale = 0 if run.engine.placement.one_scale else 4 / block_size(row)  # one is shared, not gathered
+            total += math.prod(p.shape) * (1 + scale if p.ndim > 2 else vectors)
     return total
 
 
@@ -108,6 +110,19 @@ def step_flops(run: Blueprint, batch: Batch) -> float:
     return per_token * batch.tokens * batch.microbatches
 
 
+def recipe_flops(run: Blueprint, batch: Batch) -> float:
+    """Those of `step_flops` that are products in float8 or fewer bits: of the blocks' matrices, where the recipe holds.
+
+    0 for recipe bf16, and where block-scaled products are emulated.
+    """
+    m, precision = run.model, run.model.precision
+    if precision.recipe == "bf16" or (precision.recipe in BLOCK_SCALED and precision.emulate):
+        return 0
+    layers = sum(stop - start for start, stop, on in precision.ranges(m.num_hidden_layers) if on)
+    matrices = (m.num_matmul_params - m.vocab_size * m.hidden_size) * layers / m.num_hidden_layers
+    return (8 if run.engine.recompute_block else 6) * matrices * batch.tokens * batch.microbatches
+
+
 def device_traffic(run: Blueprint, batch: Batch) -> int:
     """Bytes that a step reads from and writes to device memory at least, on each GPU: weights, state and residuals."""
     engine, n, k = run.engine, run.mesh.shape[SHARD], batch.microbatches
@@ -115,7 +130,8 @@ def device_traffic(run: Blueprint, batch: Batch) -> int:
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
     size = lambda part: sum(math.prod(p.shape) for p in jax.tree.leaves(run.params[part]))
     passes = 3 if engine.recompute_block else 2
-    weights = k * work * (passes * size("blocks") + 3 * size("outer") / (n if table.outer.sharded else 1))
+    rests = 1 if table.persistent_quants else work
+    weights = k * (passes * rests * size("blocks") + 3 * work * size("outer") / (n if table.outer.sharded else 1))
     gradients = 2 * k * accum * size("blocks") / (n if table.grads.sharded else 1)
     state = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -139,16 +155,27 @@ def host_bytes(run: Blueprint, batch: Batch, rows: dict[str, dict[str, int]]) ->
 
 
 def bounds(
-    gpu: Gpu, dtype: str, *, flops: float, device_bytes: int, link_bytes: int, h2d: int, d2h: int
+    gpu: Gpu,
+    dtype: str,
+    recipe: str,
+    *,
+    flops: float,
+    recipe_flops: float,
+    device_bytes: int,
+    link_bytes: int,
+    h2d: int,
+    d2h: int,
 ) -> dict[str, float]:
-    """Seconds that each resource needs at least.
+    """Seconds that each resource needs at least; recipe_flops of the flops are in the recipe's numbers.
 
     Where GPUs talk over PCI Express, their collectives share it with the copies to and from host memory; each
     direction of it carries what a GPU sends, or receives, of both.
     """
     shared = gpu.link_bandwidth <= gpu.pcie_bandwidth
+    peak = gpu.bf16_flops if dtype == "bfloat16" else gpu.tf32_flops
+    low = (gpu.fp4_flops if recipe == "nvfp4" else gpu.fp8_flops) or peak
     return {
-        "compute": flops / (gpu.bf16_flops if dtype == "bfloat16" else gpu.tf32_flops),
+        "compute": (flops - recipe_flops) / peak + recipe_flops / low,
         "device memory": device_bytes / gpu.memory_bandwidth,
         "link": link_bytes / gpu.link_bandwidth,
         "pcie": (max(h2d, d2h) + (link_bytes if shared else 0)) / gpu.pcie_bandwidth,

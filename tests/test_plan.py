@@ -356,14 +356,23 @@ def test_without_the_compiler_there_is_an_estimate(tmp_path, monkeypatch, capsys
 
 def test_times_are_bytes_over_rates():
     """Where GPUs talk over PCI Express, their collectives share it with the copies to and from host memory."""
-    moved = {"flops": 165.2e12, "device_bytes": 504 * 10**9, "link_bytes": 10**10, "h2d": 3 * 10**10, "d2h": 10**10}
-    four = traffic.bounds(GPUS["rtx4090"], "bfloat16", **moved)
+    moved = {
+        "flops": 165.2e12,
+        "recipe_flops": 0,
+        "device_bytes": 504 * 10**9,
+        "link_bytes": 10**10,
+        "h2d": 3 * 10**10,
+        "d2h": 10**10,
+    }
+    four = traffic.bounds(GPUS["rtx4090"], "bfloat16", "bf16", **moved)
     assert four["compute"] == pytest.approx(1) and four["device memory"] == pytest.approx(0.5)
     assert four["pcie"] == pytest.approx(4 * four["link"])
-    h100 = traffic.bounds(GPUS["h100"], "float32", **moved)
+    h100 = traffic.bounds(GPUS["h100"], "float32", "bf16", **moved)
     assert h100["compute"] == pytest.approx(165.2 / 494.5)
     assert h100["pcie"] == pytest.approx(3e10 / GPUS["h100"].pcie_bandwidth)
     assert h100["link"] == pytest.approx(1e10 / 450e9)
+    in_fp8 = traffic.bounds(GPUS["rtx4090"], "bfloat16", "fp8_current", **moved | {"recipe_flops": 165.2e12 / 2})
+    assert in_fp8["compute"] == pytest.approx(0.5 + 0.5 * 165.2 / 330.3)
 
 
 def test_flops_count_recomputation():

@@ -13,11 +13,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
+from pallas_kernels.rope import rope as kernel_rope
+from pallas_kernels.swiglu import swiglu as kernel_swiglu
 from surojax.attention import attend
 from surojax.blockscaled import mxfp8_linear, nvfp4_linear
 from surojax.precision import Precision
@@ -128,6 +132,14 @@ def projections(x_BSD: jax.Array, weights, biases, products, norm: Callable | No
     return computed_again(norm is not None, project)(x_BSD)
 
 
+def normed(x: jax.Array, scale: jax.Array, config) -> jax.Array:
+    """`rms_norm` as the model's config says: by a fused kernel, or by operations that XLA fuses."""
+    if config.precision.kernels == "xla":
+        return rms_norm(x, scale, config.rms_norm_eps)
+    y: Any = kernel_rms_norm(x, scale, eps=config.rms_norm_eps, implementation=config.precision.implementation)
+    return y
+
+
 @functools.partial(save_inputs_only, static_argnums=2)
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """x / rms(x) * scale over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
@@ -150,15 +162,35 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.A
     return freq
 
 
+def rope_angles(head_dim: int, positions_S: jax.Array, theta: float, scaling: RopeScaling):
+    """(cosines, sines) of position x frequency, `[S, head_dim / 2]`, float32."""
+    angle = positions_S.astype(jnp.float32)[:, None] * rope_frequencies(head_dim, theta, scaling)[None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
 @functools.partial(save_inputs_only, static_argnums=(2, 3))
 def rope(x_BSHh: jax.Array, positions_S: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
     """Rotate channel pairs (i, i + h/2) by position x frequency, in float32."""
-    freq = rope_frequencies(x_BSHh.shape[-1], theta, scaling)
-    angle = positions_S.astype(jnp.float32)[:, None] * freq[None, :]
-    cos, sin = (f(angle)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    cos, sin = (x[None, :, None, :] for x in rope_angles(x_BSHh.shape[-1], positions_S, theta, scaling))
     first, second = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BSHh.dtype)
+
+
+def rotated(q_BSHh: jax.Array, k_BSKh: jax.Array, positions_S: jax.Array, config) -> tuple[jax.Array, jax.Array]:
+    """`rope` of queries and keys as the model's config says."""
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if config.precision.kernels == "xla":
+        return rope(q_BSHh, positions_S, theta, scaling), rope(k_BSKh, positions_S, theta, scaling)
+    cos_sin = rope_angles(config.head_dim, positions_S, theta, scaling)
+    return kernel_rope(q_BSHh, k_BSKh, *cos_sin, implementation=config.precision.implementation)
+
+
+def gated_up(gate: jax.Array, up: jax.Array, config) -> jax.Array:
+    """`gated` as the model's config says."""
+    if config.precision.kernels == "xla":
+        return gated(gate, up)
+    return kernel_swiglu(gate, up, implementation=config.precision.implementation)
 
 
 @save_inputs_only
@@ -195,9 +227,8 @@ class Attention(nnx.Module):
         products = [product(name) for name in ("wq", "wk", "wv")]
         q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projections(x_BSD, weights, bias, products, norm))
         if c.qk_norm:
-            q, k = rms_norm(q, self.q_norm[...], c.rms_norm_eps), rms_norm(k, self.k_norm[...], c.rms_norm_eps)
-        rotate = lambda x: rope(x, positions_S, c.rope_theta, c.rope_scaling)
-        return rotate(q), rotate(k), v
+            q, k = normed(q, self.q_norm[...], c), normed(k, self.k_norm[...], c)
+        return *rotated(q, k, positions_S, c), v
 
     def __call__(self, x_BSD: jax.Array, product: Callable, norm: Callable | None = None) -> jax.Array:
         """Attention of x, or of norm(x); see `projections`. product: see `products`."""
@@ -232,5 +263,7 @@ class SwiGLU(nnx.Module):
         """The MLP of x, or of norm(x); see `projections`. product: see `products`."""
         weights, chosen = (self.w_gate[...], self.w_up[...]), [product("w_gate"), product("w_up")]
         gate_BSF, up_BSF = projections(x_BSD, weights, (None, None), chosen, norm)
-        down = lambda gate_BSF, up_BSF: linear(gated(gate_BSF, up_BSF), self.w_down[...], None, product("w_down"))
+        down = lambda gate_BSF, up_BSF: linear(
+            gated_up(gate_BSF, up_BSF, self.config), self.w_down[...], None, product("w_down")
+        )
         return computed_again(self.config.recompute.swiglu, down)(gate_BSF, up_BSF)

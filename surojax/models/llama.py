@@ -26,6 +26,7 @@ from surojax.models.layers import (
     SwiGLU,
     computed_again,
     linear,
+    normed,
     parameter,
     products,
     rms_norm,
@@ -82,7 +83,7 @@ class Block(nnx.Module):
 
     def normed(self, layer: Callable, x_BSD: jax.Array, scale: nnx.Param, product: Callable, again: bool) -> jax.Array:
         """layer(norm(x)); what the layer saves is computed again where `again` is set."""
-        norm = lambda x_BSD: rms_norm(x_BSD, scale[...], self.config.rms_norm_eps)
+        norm = lambda x_BSD: normed(x_BSD, scale[...], self.config)
         if self.config.recompute.norm:
             return computed_again(again, lambda x_BSD: layer(x_BSD, product, norm))(x_BSD)
         return computed_again(again, lambda y_BSD: layer(y_BSD, product))(norm(x_BSD))
@@ -205,7 +206,7 @@ def functions(config: LlamaConfig) -> ModelFunctions:
         return nnx.merge(graph, w).cached(x_BSD, cache, start)
 
     def final(outer, x):
-        return rms_norm(x, outer["norm"], config.rms_norm_eps)
+        return normed(x, outer["norm"], config)
 
     def logits(outer, x):
         return linear(final(outer, x), outer[table]).astype(jnp.float32)

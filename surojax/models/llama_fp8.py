@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from pallas_kernels import quantize, rms_norm, rope, swiglu
 from surojax.attention import attend
 from surojax.fp8 import E4M3, E5M2, SITES, Operand, product, scale_for
-from surojax.models.layers import rope_frequencies
+from surojax.models.layers import rope_angles
 from surojax.precision import Precision
 
 
@@ -146,8 +146,7 @@ def _attention(config, quantiser: Quantiser, w: dict, x_ND: jax.Array, S: int, *
     bias = lambda name: a[name][None, :] if name in a else None
     q, k, v = (heads(product(y, _operand(a[f"w{x}"]), x_ND.dtype, plus=bias(f"b{x}"))) for x in "qkv")
     normed = lambda x, name: rms_norm.forward(x, a[name], eps=eps, **options).y if config.qk_norm else x
-    cos, sin = _angles(config, S)
-    turned = rope.forward(normed(q, "q_norm"), normed(k, "k_norm"), cos, sin, **options)
+    turned = rope.forward(normed(q, "q_norm"), normed(k, "k_norm"), *_angles(config, S), **options)
     run = lambda q, k, v: attend(q, k, v, implementation=config.attention)
     if not saving:
         out = quantiser.one("attention_output", run(turned.q, turned.k, v).reshape(x_ND.shape[0], -1))
@@ -222,7 +221,4 @@ def _operand(w) -> Operand:
 
 
 def _angles(config, S: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the positions' angles `[S, h / 2]`, float32."""
-    frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-    angle = jnp.arange(S, dtype=jnp.float32)[:, None] * frequencies[None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    return rope_angles(config.head_dim, jnp.arange(S), config.rope_theta, config.rope_scaling)
