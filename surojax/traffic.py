@@ -9,12 +9,12 @@ Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) as DES
 | + gradients        | reduce-scatter k P                                  | all-gather P                           |
 | + weights          | all-gather 2 k P, reduce-scatter k P                |                                        |
 
-times (n - 1) / n; P' is P in the accumulators' dtype. `use_all_to_all_reduce` sends the same bytes in an all-to-all.
-In 8 bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes fp8_*) P is a byte a number of a
-matrix and 4 for the scale of each of its blocks, which fp8_* have none of; vectors stay in the work dtype, as gradients they are float32 (ZeRO++, Wang et al. 2023,
-arXiv:2306.10209; its gradients in one hop). Replicated outer layers add a reduce-scatter and an all-gather
-once per step. Outer layers that are sharded move tokens instead: see `outer`. Groups of `dp_replicate` add up their
-shards once per step. Scalars (loss, label count, norm: bytes) are left out.
+times (n - 1) / n; P' is P in the accumulators' dtype. `use_all_to_all_reduce` sends the same bytes in an all-to-all. In
+8 bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes fp8_*) P is a byte a number of a matrix
+and 4 for the scale of each of its blocks, which fp8_* have none of; vectors stay in the work dtype, as gradients they
+are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradients in one hop). Replicated outer layers add a
+reduce-scatter and an all-gather once per step. Outer layers that are sharded move tokens instead: see `outer`. Groups
+of `dp_replicate` add up their shards once per step. Scalars (loss, label count, norm: bytes) are left out.
 
 Times are lower bounds: each resource alone, at its peak rate, with everything else free and perfectly overlapped.
 """

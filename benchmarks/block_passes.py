@@ -1,0 +1,147 @@
+"""What one transformer block runs on a GPU, forward and backward: products, attention, and passes over memory between.
+
+    python benchmarks/block_passes.py --gpu h200 --recipe fp8_hybrid --kernels mosaic
+
+compiles the block of `--model` (sizes of a config file) for that GPU on any machine, and prints a table of what is
+launched and the bytes that it reads and writes, by kind; `--json` prints the same for the tests. What moves less than a
+megabyte (scales, sums of partial sums, tables of angles) is counted apart. Backward includes computing the block's
+forward pass again, as `recompute_block` does.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from surojax import aot, flags
+from surojax.config import check, model_config
+from surojax.fp8 import SITES, quantise_weights
+from surojax.hlo import Instruction, Module, arrays, executed, parse
+from surojax.mesh import make_mesh
+from surojax.models.llama import LlamaConfig, abstract_params, functions
+
+KINDS = ("float8 product", "block-scaled product", "other product", "attention", "fused kernel", "pass by XLA", "small")
+SMALL = 1 << 20  # bytes
+NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "iota")
+
+
+def compile_block(config: LlamaConfig, gpu: str, tokens: int) -> dict[str, aot.Compiled]:
+    """The block's two passes over one sequence, compiled for a GPU."""
+    mesh = make_mesh(aot.devices(gpu, 1))
+    model = functions(config)
+    where = jax.NamedSharding(mesh.abstract_mesh, jax.P())
+    put = lambda tree: jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), tree)
+    params, _ = abstract_params(config)
+    w = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], jnp.bfloat16), params["blocks"])
+    w = jax.eval_shape(quantise_weights, w) if config.precision.fp8 else w
+    x = jax.ShapeDtypeStruct((1, tokens, config.hidden_size), jnp.bfloat16)
+    given = {
+        "fp8_hybrid": jax.ShapeDtypeStruct((len(SITES),), jnp.float32),
+        "nvfp4": jax.ShapeDtypeStruct((), "uint32"),
+    }
+    given = given.get(config.precision.recipe)
+
+    def backward(w, x, dy, given):
+        return model.block_backward(w, model.block_forward(w, x, given)[1], dy, given)
+
+    def compiled(f, *arguments):
+        run = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+        return aot.compile_for(jax.jit(run), put(arguments), mesh, {})
+
+    return {"forward": compiled(model.block, w, x, given), "backward": compiled(backward, w, x, x, given)}
+
+
+def launches(module: Module) -> Iterator[tuple[str, int, Instruction]]:
+    """(kind, bytes read and written, instruction) of everything that a program runs."""
+    for i, times, computation in executed(module):
+        if i.opcode in NOTHING or i.opcode.endswith("-done"):
+            continue
+        results = [a.bytes for a in arrays(i.shape)]
+        target = re.search(r'custom_call_target="([^"]*)"', i.attributes)
+        target = target[1] if target else ""
+        if target.startswith("__cu"):
+            results = results[:-1]  # the last one is a workspace
+        moved = sum(results) + sum(a.bytes for name in i.operands for a in arrays(computation[name].shape))
+        kind = _kind(module, i, target, moved)
+        for _ in range(times):
+            yield kind, moved, i
+
+
+def _kind(module: Module, i: Instruction, target: str, moved: int) -> str:
+    called = re.search(r"calls=%?([\w.\-]+)", i.attributes)
+    inside = " ".join(x.opcode + x.attributes for x in module.get(called[1], {}).values()) if called else ""
+    if "matmul$f8" in target or "matmul$f8" in inside:
+        return "float8 product"
+    if "lockScaled" in target or "scaled-dot" in i.opcode:
+        return "block-scaled product"
+    if target.startswith("__cudnn$fmha"):
+        return "attention"
+    if target.startswith("__cu") or i.opcode == "dot" or "__cublas" in inside or "dot" in inside.split():
+        return "other product"
+    if moved < SMALL:
+        return "small"
+    return "fused kernel" if "mosaic" in target else "pass by XLA"
+
+
+def product_flops(module: Module) -> int:
+    """FLOPs of the float8 products: 2 x results x the dimension they are summed over, the last of both operands."""
+    total = 0
+    for kind, _, i in launches(module):
+        if kind == "float8 product":
+            computation = next(c for c in module.values() if i.name in c)
+            shape = lambda name: [int(d) for d in re.findall(r"\[([\d,]*)\]", computation[name].shape)[0].split(",")]
+            out = [int(d) for d in re.findall(r"\[([\d,]*)\]", i.shape)[0].split(",")]
+            total += 2 * out[0] * out[1] * shape(i.operands[0])[-1]
+    return total
+
+
+def count(module: Module) -> dict[str, dict[str, int]]:
+    """{kind: {"launches", "bytes"}}"""
+    found = {kind: {"launches": 0, "bytes": 0} for kind in KINDS}
+    for kind, moved, _ in launches(module):
+        found[kind]["launches"] += 1
+        found[kind]["bytes"] += moved
+    return found
+
+
+def main() -> None:
+    """Print the table, or JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gpu", default="rtx4090", help="a GPU of surojax/gpus.py (default: %(default)s)")
+    parser.add_argument("--model", default="configs/llama7b.py", help="config file with the sizes (%(default)s)")
+    parser.add_argument("--recipe", default="fp8_current", help="see surojax/precision.py (%(default)s)")
+    parser.add_argument("--kernels", default="mosaic", choices=("mosaic", "xla"), help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the sequence (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--list", action="store_true", help="print every launch")
+    args = parser.parse_args()
+    c = flags.load(args.model)
+    c.recipe, c.kernels, c.attention = args.recipe, args.kernels, "cudnn"
+    if args.recipe in ("mxfp8", "nvfp4"):
+        c.block_scaled_products = "native"
+    check(c)
+    config = dataclasses.replace(model_config(c), num_hidden_layers=1)
+    modules = {name: parse(x.text) for name, x in compile_block(config, args.gpu, args.tokens).items()}
+    if args.list:
+        for name, module in modules.items():
+            for kind, moved, i in launches(module):
+                print(f"{name:9} {kind:20} {moved / 2**20:8.1f} MiB  {i.opcode} {i.shape[:90]}  {i.name}")
+        return
+    found = {name: count(module) for name, module in modules.items()}
+    if args.json:
+        flops = {name: product_flops(module) for name, module in modules.items()}
+        print(json.dumps({"launches": found, "float8_flops": flops}))
+        return
+    print(f"{args.model}, {args.tokens} tokens, {args.gpu}, recipe {args.recipe}, kernels {args.kernels}\n")
+    print("| | forward: launches | MiB | backward: launches | MiB |\n|---|---|---|---|---|")
+    for kind in KINDS:
+        cells = [f"{x[kind]['launches']} | {x[kind]['bytes'] / 2**20:.0f}" for x in found.values()]
+        print(f"| {kind} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
