@@ -1,8 +1,8 @@
 """Kernels of operations on every number by itself, with the largest magnitudes of some: what such ops share.
 
 Arrays are flattened and cut into chunks, one a program. Every thread has its loads of all arrays under way before it
-computes, each 16 bytes of the widest dtype: 8192 rows or one, D = 768 or 28672, the memory is kept as busy. A maximum is
-taken per program; `jnp.max` over those is outside, over less than a thousandth of the numbers.
+computes, each 16 bytes of the widest dtype: 8192 rows or one, D = 768 or 28672, the memory is kept as busy. A maximum
+is taken per program; `jnp.max` over those is outside, over less than a thousandth of the numbers.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def run(
         at = pl.ds(i * chunk, chunk)
         inputs, refs = refs[: len(arrays)], refs[len(arrays) :]
         numbers, refs = refs[: len(scalars)], refs[len(scalars) :]
-        index = lambda: (
-            plgpu.broadcasted_iota(jnp.uint32, (chunk,), 0, layout=layout) + (i * chunk).astype(jnp.uint32)
-        )
+        index = lambda: plgpu.broadcasted_iota(jnp.uint32, (chunk,), 0, layout=layout) + (i * chunk).astype(jnp.uint32)
         values = [plgpu.load(ref.at[at], layout=layout, optimized=False) for ref in inputs]
         results, tops = body(values, [ref[0] for ref in numbers], index)
         for ref, result in zip(refs[: len(dtypes)], results, strict=True):

@@ -63,7 +63,7 @@ def code(x, dtype):
     normal = ((size + ((u32(1) << (cut - u32(1))) - u32(1)) + ((size >> cut) & u32(1))) >> cut) - u32(
         (127 - bias) << mantissa
     )
-    magic = np.float32(2.0 ** (24 - bias - mantissa))  # its last bit is worth the smallest step, 2^(1 - bias - mantissa)
+    magic = np.float32(2.0 ** (24 - bias - mantissa))  # its last bit is worth the smallest step
     small = jax.lax.bitcast_convert_type(jnp.abs(x) + magic, u32) - u32(magic.view(np.uint32))
     found = jnp.where(size < u32((128 - bias) << 23), small, normal)
     found = jnp.where(size > u32(0x7F800000), u32(0x7F), found)

@@ -4,9 +4,9 @@
     d_up = dy * gate * s,  d_gate = dy * up * s * (1 + gate * (1 - s)).
 
 dtype promise: gate, up and dy are read once, all arithmetic is float32, every result is rounded once and written once.
-A result is stored in the dtype of gate, or in FP8 with a scale known before: clip(y * (1 / scale), -max, max). absmax is
-the largest magnitude of what is stored, or of the float32 values before the cast where FP8 is stored: the next scale
-can be taken from it. It is NaN where any value is.
+A result is stored in the dtype of gate, or in FP8 with a scale known before, clip(y * (1 / scale), -max, max). absmax
+is the largest magnitude of what is stored, or of the float32 values before the cast where FP8 is stored: the next
+scale can be taken from it. It is NaN where any value is.
 """
 
 from __future__ import annotations
@@ -174,7 +174,13 @@ def _check(op: str, arrays: dict, out_dtype, scales: tuple) -> None:
     for name, x in arrays.items():
         need(x.shape == gate.shape, op, f"shape of {name}", f"that of gate, {gate.shape}", x.shape)
         need(x.dtype == gate.dtype, op, f"dtype of {name}", f"that of gate, {gate.dtype}", x.dtype)
-    need(out_dtype is None or jnp.dtype(out_dtype) in fp8.FP8, op, "out_dtype", "None, float8_e4m3fn or float8_e5m2", out_dtype)
+    need(
+        out_dtype is None or jnp.dtype(out_dtype) in fp8.FP8,
+        op,
+        "out_dtype",
+        "None, float8_e4m3fn or float8_e5m2",
+        out_dtype,
+    )
     for scale in scales:
         given = None if scale is None else (jnp.shape(scale), jnp.result_type(scale))
         if out_dtype is None:
