@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, tiles
+from pallas_kernels import dispatch, fp8, tiles
 from pallas_kernels.dispatch import Implementation, need
 from pallas_kernels.shapes import Case, Sizes
 
@@ -33,8 +34,7 @@ FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 PROGRAMS = 256  # of a backward pass at most: each writes a float32 row of d_scale
 ROWS_OF_A_PROGRAM = 8  # at least, so that those rows are few beside the ones read
 # Nothing that a kernel here writes is read in it, which is what Mosaic's barriers around loads and stores are for.
-NO_BARRIERS = {"compiler_params": plgpu.CompilerParams(unsafe_no_auto_barriers=True)}
-FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+NO_BARRIERS = {"compiler_params": plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=2**14)}
 
 
 class Normed(NamedTuple):
@@ -63,7 +63,7 @@ def _forward_xla(x, scale, residual, out_scale, eps: float, out_dtype) -> Normed
     if out_scale is None:
         y = y.astype(x.dtype)
         return Normed(y, jnp.max(jnp.abs(y)).astype(f32), total)
-    return Normed(_cast(y * (1 / out_scale), out_dtype), jnp.max(jnp.abs(y)), total)
+    return Normed(fp8.reference(y, out_scale, out_dtype), jnp.max(jnp.abs(y)), total)
 
 
 def _backward_xla(dy, total, scale, d_total, eps: float) -> Grads:
@@ -75,10 +75,6 @@ def _backward_xla(dy, total, scale, d_total, eps: float) -> Grads:
         dx = dx + d_total.astype(f32)
     dx = dx.astype(total.dtype)
     return Grads(dx, jnp.sum(dy * n, axis=tuple(range(n.ndim - 1))), jnp.max(jnp.abs(dx)).astype(f32))
-
-
-def _cast(y, dtype):
-    return jnp.clip(y, -dispatch.largest(dtype), dispatch.largest(dtype)).astype(dtype)
 
 
 def _last(scale, like):
@@ -95,7 +91,7 @@ def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, interp
     flat = lambda a: a.reshape(-1, width)
     count = x.size // width
     tile = tiles.rows("rms_norm.forward", count, width, x.dtype)
-    y_dtype = x.dtype if out_scale is None else out_dtype
+    y_dtype = x.dtype if out_scale is None else fp8.store_dtype(out_dtype)
 
     def kernel(*refs):
         refs = iter(refs)
@@ -111,7 +107,7 @@ def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, interp
         t = total.astype(f32)
         scale = plgpu.load(scale_ref, layout=tile.layout.reduce(0), optimized=False).astype(f32)
         y = t * _across(_rms_inverse(t, eps), t) * _down(scale, t)
-        stored = y.astype(x.dtype) if inverse_ref is None else _cast(y * inverse_ref[0], y_dtype)
+        stored = y.astype(x.dtype) if inverse_ref is None else fp8.encode(y, inverse_ref[0], out_dtype)
         tiles.store(y_ref, at, stored)
         absmax = jnp.max(jnp.abs(y if inverse_ref is not None else stored.astype(f32)), axis=1)
         tiles.store(absmax_ref, at, absmax)
@@ -126,6 +122,7 @@ def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, interp
     y, absmax, *total = dispatch.launch(
         kernel, tuple(inputs), out=out, grid=(tile.tiles,), names=("tile",), interpret=interpret, **NO_BARRIERS
     )
+    y = y if out_scale is None else jax.lax.bitcast_convert_type(y, out_dtype)
     return Normed(y.reshape(x.shape), jnp.max(absmax), total[0].reshape(x.shape) if total else x)
 
 
@@ -137,8 +134,9 @@ def _backward_mosaic(dy, total, scale, d_total, eps: float, interpret: bool) -> 
     width = total.shape[-1]
     flat = lambda a: a.reshape(-1, width)
     count = total.size // width
-    tile = tiles.rows("rms_norm.backward", count, width, total.dtype)
+    tile = tiles.rows("rms_norm.backward", count, width, total.dtype, added=True)
     programs = min(PROGRAMS, -(-count // max(tile.rows, ROWS_OF_A_PROGRAM)))
+    ahead = tile.rows * width // 128 <= tiles.COMFORTABLE  # else there are no registers for it
     inputs = tuple(flat(a) for a in (dy, total, d_total) if a is not None)
 
     def kernel(scale_ref, *refs):
@@ -150,9 +148,9 @@ def _backward_mosaic(dy, total, scale, d_total, eps: float, interpret: bool) -> 
         ask = lambda step: tuple(tiles.load(ref, at(step)[1], tile.layout) for ref in input_refs)
 
         def step(i, carry):
-            d_scale, absmax, loaded = carry
-            dy, t, *d_total = (a.astype(f32) for a in loaded)
-            loaded = ask(jnp.minimum(i + 1, steps - 1))
+            d_scale, absmax, *loaded = carry
+            dy, t, *d_total = (a.astype(f32) for a in loaded or ask(i))
+            loaded = ask(jnp.minimum(i + 1, steps - 1)) if ahead else ()
             scale = plgpu.load(scale_ref, layout=tile.layout.reduce(0), optimized=False).astype(f32)
             r = _rms_inverse(t, eps)
             n, g = t * _across(r, t), dy * _down(scale, t)
@@ -163,18 +161,22 @@ def _backward_mosaic(dy, total, scale, d_total, eps: float, interpret: bool) -> 
             if count % tile.rows:  # what the tile before the last has counted is not counted again
                 row = start + plgpu.broadcasted_iota(jnp.int32, t.shape, 0, layout=tile.layout)
                 n = jnp.where(row >= place(i) * tile.rows, n, f32(0))
-            return d_scale + dy * n, jnp.maximum(absmax, jnp.max(jnp.abs(dx.astype(f32)), axis=1)), loaded
+            return d_scale + dy * n, jnp.maximum(absmax, jnp.max(jnp.abs(dx.astype(f32)), axis=1)), *loaded
 
         zeros = lambda shape, layout: plgpu.layout_cast(jnp.zeros(shape, f32), layout)
-        carry = zeros((tile.rows, width), tile.layout), zeros((tile.rows,), tile.layout.reduce(1)), ask(0)
-        d_scale, absmax, _ = jax.lax.fori_loop(0, steps, step, carry)
-        part_ref[program] = jnp.sum(d_scale, axis=0)
-        absmax_ref[program] = absmax
+        carry = zeros((tile.rows, width), tile.layout), zeros((tile.rows,), tile.layout.reduce(1))
+        carry = (*carry, *(ask(0) if ahead else ()))
+        d_scale, absmax, *_ = jax.lax.fori_loop(0, steps, step, carry)
+        if tile.rows == 1:
+            tiles.store(part_ref, pl.ds(program, 1), d_scale)
+        else:
+            plgpu.store(part_ref.at[program], jnp.sum(d_scale, axis=0), optimized=False)
+        tiles.store(absmax_ref, pl.ds(program * tile.rows, tile.rows), absmax)
 
     out = (
         jax.ShapeDtypeStruct((count, width), total.dtype),
         jax.ShapeDtypeStruct((programs, width), f32),
-        jax.ShapeDtypeStruct((programs, tile.rows), f32),
+        jax.ShapeDtypeStruct((programs * tile.rows,), f32),
     )
     dx, parts, absmax = dispatch.launch(
         kernel, (scale, *inputs), out=out, grid=(programs,), names=("program",), interpret=interpret, **NO_BARRIERS
@@ -221,7 +223,7 @@ def forward(
     need((out_dtype is None) == (out_scale is None), "rms_norm.forward", "out_dtype and out_scale", "both or none",
          f"out_dtype={out_dtype} and out_scale={out_scale}")  # fmt: skip
     if out_scale is not None:
-        need(out_dtype in FP8, "rms_norm.forward", "out_dtype", "float8_e4m3fn or float8_e5m2", out_dtype)
+        need(jnp.dtype(out_dtype) in fp8.FP8, "rms_norm.forward", "out_dtype", "float8_e4m3fn or float8_e5m2", out_dtype)
         got = f"{out_scale.dtype} {out_scale.shape}"
         need(out_scale.shape == () and out_scale.dtype == f32, "rms_norm.forward", "out_scale", "float32 ()", got)
     if dispatch.choose("rms_norm.forward", implementation) == "mosaic":

@@ -53,16 +53,19 @@ def layout(warps: Sequence[int], lanes: Sequence[int], vector: int):
     return plgpu.Layout.TILED(tiling, shared(warps, places[:n]), shared(lanes, places[n : 2 * n]), places[-1])
 
 
-def rows(op: str, count: int, width: int, dtype) -> Rows:
+def rows(op: str, count: int, width: int, dtype, added: bool = False) -> Rows:
     """How `[count, width]` is cut. Raises NotImplementedError where no layout serves it.
 
-    As few warps share a row as leave each thread at most COMFORTABLE values, and short rows share a warp.
+    As few warps share a row as leave each thread at most COMFORTABLE values, and short rows share a warp. added: the
+    rows of a tile are added up, in float32, which Mosaic does across warps for vectors of at most 4.
     """
     found = []
     for vector in (2**i for i in range(5) if 2**i * jnp.dtype(dtype).itemsize <= 16):
         for warps in (1, 2, 4):
             lanes = math.gcd(LANES, width // (warps * vector)) if width % (warps * vector) == 0 else 0
             if not lanes or (warps > 1 and lanes < LANES):
+                continue
+            if added and warps < WARPS and vector > 4:
                 continue
             each, held = WARPS // warps * (LANES // lanes), width // (warps * lanes)
             if held <= MOST and each <= count:
