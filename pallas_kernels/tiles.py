@@ -81,6 +81,41 @@ def rows(op: str, count: int, width: int, dtype, added: bool = False) -> Rows:
     return Rows(each * more, how, -(-count // (each * more)))
 
 
+class Heads(NamedTuple):
+    """A tile of several heads of several positions, `[positions, heads, width]`: `heads` of one tensor times `more`."""
+
+    positions: int
+    heads: int
+    layout: plgpu.Layout
+    more: int
+
+
+def heads(op: str, length: int, counts: Sequence[int], width: int, dtype) -> Heads:
+    """How tensors `[length, count, width]` with these counts of heads are cut. Raises NotImplementedError if not.
+
+    Threads that the width leaves over go to heads first, then to neighbouring positions. Heads that the last tile of a
+    position does again cost time, many positions leave few programs, narrow vectors need more instructions.
+    """
+    found = []
+    for vector in (2**i for i in range(5) if 2**i * jnp.dtype(dtype).itemsize <= 16 and width % 2**i == 0):
+        lanes = math.gcd(LANES, width // vector)
+        spare = LANES // lanes
+        for each in (2**i for i in range(8) if 2**i <= min(*counts, WARPS * spare)):
+            positions, held = WARPS * spare // each, width // lanes
+            if positions <= length and held <= COMFORTABLE:
+                again = sum(-(-n // each) * each for n in counts) / sum(counts)
+                found.append((again * (1 + positions / 32) * (1 + 1 / vector), vector, lanes, spare, each, positions))
+    if not found:
+        raise NotImplementedError(f"{op}: expected more positions or heads for 128 threads, got {length} positions, "
+                                  f"{tuple(counts)} heads of 2 x {width} {jnp.dtype(dtype).name}")  # fmt: skip
+    _, vector, lanes, spare, each, positions = min(found)
+    of_lanes = min(spare, each)
+    how = layout(
+        (positions * of_lanes // spare, each // of_lanes, 1), (spare // of_lanes, of_lanes, lanes), vector
+    )
+    return Heads(positions, each, how, max(1, COMFORTABLE // 2 * lanes // width))
+
+
 def load(ref, at, how) -> jax.Array:
     """What ref holds at an index of its leading dimensions."""
     return plgpu.load(ref.at[at], layout=how, optimized=False)
