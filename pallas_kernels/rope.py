@@ -58,13 +58,12 @@ def _forward_xla(q, k, cos, sin, inverse: bool) -> Rotated:
 # --- kernel -----------------------------------------------------------------------------------------------------------
 
 
-def _forward_mosaic(q, k, cos, sin, inverse: bool, interpret: bool) -> Rotated:
+def _forward_mosaic(q, k, cos, sin, inverse: bool, cut: tiles.Heads, interpret: bool) -> Rotated:
     """A program for a few positions: cosines and sines stay in registers while it goes through the heads of q and k."""
     S, _, h = q.shape[-3:]
     half = h // 2
     flat = lambda x: x.reshape(-1, *x.shape[-3:])
     batch = math.prod(q.shape[:-3])
-    cut = tiles.heads("rope", S, (q.shape[-2], k.shape[-2]), half, q.dtype)
 
     def kernel(q_ref, k_ref, cos_ref, sin_ref, q_out, k_out, q_top, k_top):
         b = jax.lax.axis_index("batch")
@@ -126,7 +125,10 @@ def forward(
     """
     _check("rope", q, k, cos, sin)
     if dispatch.choose("rope", implementation) == "mosaic":
-        return _forward_mosaic(q, k, cos, sin, inverse, interpret)
+        sizes = q.shape[-3], (q.shape[-2], k.shape[-2]), q.shape[-1] // 2, q.dtype
+        cut = tiles.try_cut(implementation, tiles.heads, "rope", *sizes)
+        if cut:
+            return _forward_mosaic(q, k, cos, sin, inverse, cut, interpret)
     return _forward_xla(q, k, cos, sin, inverse)
 
 

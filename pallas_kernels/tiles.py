@@ -8,14 +8,18 @@ holds in a vector. So rows go to their own warps where they are short (no barrie
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Implementation
 
 WARPS, LANES = 4, 32  # of a program
 MOST = 128  # float32 values of a row that a thread can hold and still have registers to compute with
@@ -57,7 +61,7 @@ def rows(op: str, count: int, width: int, dtype, added: bool = False) -> Rows:
     """How `[count, width]` is cut. Raises NotImplementedError where no layout serves it.
 
     As few warps share a row as leave each thread at most COMFORTABLE values, and short rows share a warp. added: the
-    rows of a tile are added up, in float32, which Mosaic does across warps for vectors of at most 4.
+    rows of a tile are added up in float32, which Mosaic does across warps for vectors of at most 4.
     """
     found = []
     for vector in (2**i for i in range(5) if 2**i * jnp.dtype(dtype).itemsize <= 16):
@@ -110,10 +114,24 @@ def heads(op: str, length: int, counts: Sequence[int], width: int, dtype) -> Hea
                                   f"{tuple(counts)} heads of 2 x {width} {jnp.dtype(dtype).name}")  # fmt: skip
     _, vector, lanes, spare, each, positions = min(found)
     of_lanes = min(spare, each)
-    how = layout(
-        (positions * of_lanes // spare, each // of_lanes, 1), (spare // of_lanes, of_lanes, lanes), vector
-    )
+    how = layout((positions * of_lanes // spare, each // of_lanes, 1), (spare // of_lanes, of_lanes, lanes), vector)
     return Heads(positions, each, how, max(1, COMFORTABLE // 2 * lanes // width))
+
+
+def try_cut(implementation: Implementation, cut: Callable, op: str, *sizes):
+    """cut(op, *sizes). Where no layout serves them: None, said once; an error where "mosaic" was asked for."""
+    try:
+        return cut(op, *sizes)
+    except NotImplementedError as error:
+        if implementation == "mosaic":
+            raise
+        _say_once(f"{error}; using XLA's instead")
+        return None
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
 
 
 def load(ref, at, how) -> jax.Array:
