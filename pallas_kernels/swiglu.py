@@ -171,6 +171,7 @@ def _check(op: str, arrays: dict, out_dtype, scales: tuple) -> None:
     gate = arrays["gate"]
     need = dispatch.need
     need(gate.dtype in (jnp.bfloat16, jnp.float16, f32), op, "dtype of gate", "a float of 16 or 32 bits", gate.dtype)
+    need(gate.size > 0, op, "gate", "an array, not empty", gate.shape)
     for name, x in arrays.items():
         need(x.shape == gate.shape, op, f"shape of {name}", f"that of gate, {gate.shape}", x.shape)
         need(x.dtype == gate.dtype, op, f"dtype of {name}", f"that of gate, {gate.dtype}", x.dtype)
