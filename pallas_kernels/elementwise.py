@@ -2,7 +2,7 @@
 
 Arrays are flattened and cut into chunks, one a program. Every thread has its loads of all arrays under way before it
 computes, each 16 bytes of the widest dtype: 8192 rows or one, D = 768 or 28672, the memory is kept as busy. A maximum
-is taken per program; `jnp.max` over those is outside, over less than a thousandth of the numbers.
+is taken per program; the maximum of those is outside, over less than a thousandth of the numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, fp8
 
 LARGEST = 2**31  # numbers in an array: chunks are addressed in int32
 
@@ -49,8 +49,8 @@ def run(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """(results, maxima): arrays of the shape of the first with these dtypes, and float32 [].
 
-    body(values, scalars, index) gives one chunk's results and the arrays whose maxima are wanted; index() is the
-    flat index of every number, uint32.
+    body(values, scalars, index) gives one chunk's results and the arrays whose largest magnitudes are wanted; index()
+    is the flat index of every number, uint32.
     """
     shape, n = arrays[0].shape, arrays[0].size
     chunk, vector = _cut(n, max(jnp.dtype(x.dtype).itemsize for x in arrays), 4 if len(arrays) == 1 else 2)
@@ -67,14 +67,14 @@ def run(
         for ref, result in zip(refs[: len(dtypes)], results, strict=True):
             ref[at] = result
         for ref, top in zip(refs[len(dtypes) :], tops, strict=True):
-            ref[i] = jnp.max(top)
+            ref[i] = jnp.max(fp8.ordered(top))
 
     grid = (n // chunk,)
-    out = [jax.ShapeDtypeStruct((n,), dtype) for dtype in dtypes] + [jax.ShapeDtypeStruct(grid, jnp.float32)] * maxima
+    out = [jax.ShapeDtypeStruct((n,), dtype) for dtype in dtypes] + [jax.ShapeDtypeStruct(grid, jnp.int32)] * maxima
     operands = (*(x.reshape(n) for x in arrays), *(x.reshape(1) for x in scalars))
     found = dispatch.launch(kernel, operands, out=out, grid=grid, names=("chunks",), interpret=interpret)
     results, tops = found[: len(dtypes)], found[len(dtypes) :]
-    return [y.reshape(shape) for y in results], [jnp.max(top) for top in tops]
+    return [y.reshape(shape) for y in results], [fp8.from_ordered(jnp.max(top)) for top in tops]
 
 
 def _cut(n: int, itemsize: int, loads: int) -> tuple[int, int]:

@@ -24,6 +24,34 @@ def reference(x, scale, dtype):
     return _clip(x.astype(f32) * (1 / scale), dtype).astype(dtype)
 
 
+def absmax(x, axis: int | None = None):
+    """Largest magnitudes, float32; NaN where there is one."""
+    return from_ordered(jnp.max(ordered(x), axis=axis))
+
+
+def ordered(x):
+    """The bits of float32 magnitudes as int32: ordered as they are, NaN last. Maxima are taken of these.
+
+    XLA on CPUs (jax 0.11.2 and 0.12.0.1) loses NaN in maxima of 4096 floats or more.
+    """
+    return jax.lax.bitcast_convert_type(x.astype(f32), jnp.int32) & jnp.int32(0x7FFFFFFF)
+
+
+def from_ordered(bits):
+    """float32 magnitudes again."""
+    return jax.lax.bitcast_convert_type(bits, f32)
+
+
+def is_scale(scale) -> bool:
+    """Whether it is a float32 [], an array."""
+    return getattr(scale, "shape", None) == () and getattr(scale, "dtype", None) == f32
+
+
+def described(x) -> str:
+    """dtype and shape, for errors."""
+    return f"{x.dtype} {x.shape}" if hasattr(x, "dtype") else repr(x)
+
+
 def store_dtype(dtype):
     """What a kernel writes FP8 as: itself, or bytes where the GPU has no instructions for it."""
     return dtype if has_instructions() else jnp.dtype(jnp.uint8)

@@ -52,14 +52,10 @@ class Blocks(NamedTuple):
 # --- reference --------------------------------------------------------------------------------------------------------
 
 
-def _absmax_xla(x):
-    return jnp.max(jnp.abs(x.astype(f32)))
-
-
 def _quantize_blocks_xla(x, dtype, block: int) -> Blocks:
     """Products with reciprocals, in all of this file: XLA makes them of divisions by constants and by broadcasts."""
     x = x.astype(f32).reshape(*x.shape[:-1], -1, block)
-    scales = _scale(jnp.max(jnp.abs(x), axis=-1), dtype)
+    scales = _scale(fp8.absmax(x, axis=-1), dtype)
     x = x * (1 / scales)[..., None]
     x = jnp.round(x) if dtype == jnp.int8 else x
     return Blocks(x.astype(dtype).reshape(*x.shape[:-2], -1), scales)
@@ -111,12 +107,12 @@ def round_with(x: Float[Array, "*b"], bits: Int[Array, "*b"]) -> Float[Array, "*
 def _cast_transpose_mosaic(x, scale, dtype, interpret: bool) -> Cast:
     def body(tile, numbers):
         tile = tile.astype(f32)
-        return fp8.encode(tile, 1 / numbers[0], dtype), jnp.abs(tile)
+        return fp8.encode(tile, 1 / numbers[0], dtype), tile
 
     flat = x.reshape(-1, x.shape[-1])
-    (values, tops), words = transposing.run(body, flat, (scale,), fp8.store_dtype(dtype), interpret)
+    (values, top), words = transposing.run(body, flat, (scale,), fp8.store_dtype(dtype), interpret)
     values = values if values.dtype == dtype else jax.lax.bitcast_convert_type(values, dtype)
-    return Cast(values.reshape(x.shape), transposing.as_matrix(words, dtype), jnp.max(tops))
+    return Cast(values.reshape(x.shape), transposing.as_matrix(words, dtype), top)
 
 
 def _transpose_mosaic(x8, interpret: bool):
@@ -138,7 +134,7 @@ def _quantize_blocks_mosaic(x, dtype, interpret: bool) -> Blocks:
     def kernel(x_ref, values_ref, scales_ref):
         at = pl.ds(jax.lax.axis_index("blocks") * rows, rows)
         x = plgpu.load(x_ref.at[at], layout=layout, optimized=False).astype(f32)
-        scales = _scale(jnp.max(jnp.abs(x), axis=1), dtype)
+        scales = _scale(fp8.absmax(x, axis=1), dtype)
         inverse = jax.lax.broadcast_in_dim(1 / scales, (rows, BLOCK), (0,))
         values = jnp.round(x * inverse).astype(dtype) if dtype == jnp.int8 else fp8.encode(x, inverse, dtype)
         plgpu.store(values_ref.at[at], values, optimized=False)
@@ -181,8 +177,8 @@ def absmax(
     """Largest magnitude of x, float32 []; NaN where x has one."""
     _check("quantize.absmax", x)
     if not _flat("quantize.absmax", implementation, x):
-        return _absmax_xla(x)
-    return elementwise.run(lambda v, *_: ([], [jnp.abs(v[0].astype(f32))]), (x,), (), [], 1, interpret)[1][0]
+        return fp8.absmax(x)
+    return elementwise.run(lambda v, *_: ([], v), (x,), (), [], 1, interpret)[1][0]
 
 
 def cast(
@@ -221,7 +217,7 @@ def cast_transpose(
     if _tiled(op, implementation, x):
         return _cast_transpose_mosaic(x, scale, dtype, interpret)
     values = fp8.reference(x, scale, dtype)
-    return Cast(values, values.reshape(-1, x.shape[-1]).T, _absmax_xla(x))
+    return Cast(values, values.reshape(-1, x.shape[-1]).T, fp8.absmax(x))
 
 
 def transpose(
@@ -283,12 +279,12 @@ def stochastic_round(
     """
     op = "quantize.stochastic_round"
     need(x.dtype == f32 and x.size > 0, op, "x", "float32, not empty", f"{x.dtype} {x.shape}")
-    got = (jnp.shape(seed), jnp.result_type(seed))
-    need(got in (((), jnp.int32), ((), u32)), op, "seed", "int32 or uint32 []", got)
-    seed, offset = (jnp.asarray(a).astype(u32) for a in (seed, offset))
+    kinds = (jnp.int32, u32)
+    need(jnp.shape(seed) == () and getattr(seed, "dtype", None) in kinds, op, "seed", "int32 or uint32 []", seed)
+    offset = jnp.asarray(offset, None if isinstance(offset, jax.Array) else u32)
     if not _flat(op, implementation, x):
-        return round_with(x, random_bits(seed, jax.lax.iota(u32, x.size).reshape(x.shape) + offset))
-    body = lambda v, numbers, index: ([round_with(v[0], random_bits(numbers[0], index() + numbers[1]))], [])
+        return round_with(x, random_bits(seed, jax.lax.iota(u32, x.size).reshape(x.shape) + offset.astype(u32)))
+    body = lambda v, numbers, index: ([round_with(v[0], random_bits(numbers[0], index() + numbers[1].astype(u32)))], [])
     return elementwise.run(body, (x,), (seed, offset), [jnp.bfloat16], 0, interpret)[0][0]
 
 
@@ -297,8 +293,7 @@ def _check(op: str, x, dtype=None, dtypes=(), scale=None) -> None:
     need(x.dtype in FLOATS and x.size > 0, op, "x", "bfloat16, float16 or float32, not empty", f"{x.dtype} {x.shape}")
     need(dtype is None or dtype in dtypes, op, "dtype", f"one of {', '.join(map(str, dtypes))}", dtype)
     if scale is not None:
-        got = (jnp.shape(scale), jnp.result_type(scale))
-        need(got == ((), f32), op, "scale", "float32 []", got)
+        need(fp8.is_scale(scale), op, "scale", "float32 []", fp8.described(scale))
 
 
 def _flat(op: str, implementation: Implementation, x) -> bool:

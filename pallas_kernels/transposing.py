@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, elementwise
+from pallas_kernels import dispatch, elementwise, fp8
 
-f32, u32 = jnp.float32, jnp.uint32
+u32 = jnp.uint32
 TILE = 64
 
 
@@ -31,9 +31,9 @@ def serves(m: int, n: int) -> bool:
 
 
 def run(body: Callable, x: jax.Array, scalars: tuple, stored, interpret: bool):
-    """([x in `stored`, maxima of programs], or [] where stored is None, and the transpose as words [N, M / 4]).
+    """([x in `stored`, absmax], or [] where stored is None, and the transpose as words [N, M / 4]).
 
-    body(tile of x, scalars) -> (8 bits: FP8 or uint8, float32 magnitudes or None). x: [M, N], multiples of TILE.
+    body(tile of x, scalars) -> (8 bits: FP8 or uint8, float32 or None). x: [M, N], multiples of TILE.
     """
     m, n = x.shape
     rows = (128 if m % 128 == 0 else TILE) // 4
@@ -57,18 +57,19 @@ def run(body: Callable, x: jax.Array, scalars: tuple, stored, interpret: bool):
         if stored is not None:
             for k, eight in enumerate(eights):
                 refs[0][down, k, across] = eight
+            tops = [fp8.ordered(top) for top in tops]
             top = jnp.maximum(jnp.maximum(tops[0], tops[1]), jnp.maximum(tops[2], tops[3]))
             refs[1][i, j] = jnp.max(top)
 
     shape, grid = jax.ShapeDtypeStruct, (m // 4 // rows, n // wide)
-    out = [] if stored is None else [shape((m // 4, 4, n), stored), shape(grid, f32)]
+    out = [] if stored is None else [shape((m // 4, 4, n), stored), shape(grid, jnp.int32)]
     operands = (x.reshape(m // 4, 4, n), *(s.reshape(1) for s in scalars))
     memory = [plgpu.SMEM((rows, wide + 4), u32)]
     *found, words = dispatch.launch(
         kernel, operands, out=[*out, shape((n, m // 4), u32)], grid=grid, names=("rows", "columns"),
         interpret=interpret, scratch_types=memory,
     )  # fmt: skip
-    return found, words
+    return (found and [found[0], fp8.from_ordered(jnp.max(found[1]))]), words
 
 
 def as_matrix(words, dtype):
