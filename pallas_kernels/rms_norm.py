@@ -202,7 +202,7 @@ def _down(column_values, like):
 
 def forward(
     x: Float[Array, "*rows D"],
-    scale: Float[Array, D],
+    scale: Float[Array, " D"],
     residual: Float[Array, "*rows D"] | None = None,
     *,
     eps: float,
@@ -234,7 +234,7 @@ def forward(
 def backward(
     dy: Float[Array, "*rows D"],
     total: Float[Array, "*rows D"],
-    scale: Float[Array, D],
+    scale: Float[Array, " D"],
     d_total: Float[Array, "*rows D"] | None = None,
     *,
     eps: float,
@@ -251,7 +251,7 @@ def backward(
 
 def rms_norm(
     x: Float[Array, "*rows D"],
-    scale: Float[Array, D],
+    scale: Float[Array, " D"],
     residual: Float[Array, "*rows D"] | None = None,
     *,
     eps: float = 1e-6,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def _forward_mosaic(q, k, cos, sin, inverse: bool, cut: tiles.Heads, interpret: 
         for x_ref, out_ref, top_ref in ((q_ref, q_out, q_top), (k_ref, k_out, k_top)):
             count = x_ref.shape[2]
             size = cut.heads * min(cut.more, count // cut.heads)
-            top = None
+            top: Any = None
             for i in range(-(-count // size)):
                 heads = pl.ds(min(i * size, count - size), size)
                 place = lambda start, heads=heads: (b, at, heads, pl.ds(start, half))

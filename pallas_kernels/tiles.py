@@ -12,7 +12,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     """A tile of whole rows: `[rows, width]`, its layout, and the number of tiles that cover the array."""
 
     rows: int
-    layout: plgpu.Layout
+    layout: Any
     tiles: int
 
 
@@ -90,7 +90,7 @@ class Heads(NamedTuple):
 
     positions: int
     heads: int
-    layout: plgpu.Layout
+    layout: Any
     more: int
 
 
