@@ -1,34 +1,36 @@
 """Fewer bits: absmax, casts to FP8 (with the transposed copy), block-wise 8 bits, stochastic rounding to bfloat16.
 
-Per tensor:   x8 = clip(x * (1 / scale), -max, max) in e4m3 (max 448) or e5m2 (max 57344); scale is a float32 [] that is
-              known before. absmax is that of x before the cast, for the scale of the next step.
-Transposed:   FP8 matrix products of cuBLASLt contract the last dimension of both operands, so the products of a weight's
-              gradient need x8 in both layouts: `cast_transpose` writes both from one read.
-Block-wise:   `block` neighbours of the last dimension share one float32 scale, absmax / max of the dtype (127 for int8);
-              NaN or infinity makes its whole block not finite.
-Stochastic:   16 random bits are added below the mantissa of a bfloat16, then the low half is cut: the expectation is x.
+Per tensor:  x8 = clip(x * (1 / scale), -max, max) in e4m3 (max 448) or e5m2 (max 57344); scale is a float32 [] that is
+             known before. absmax is that of x before the cast, for the scale of the next step.
+Transposed:  FP8 products of cuBLASLt contract the last dimension of both operands, so the products of a weight's
+             gradient need x8 in both layouts: `cast_transpose` writes both from one read.
+Block-wise:  `block` neighbours of the last dimension share a float32 scale, absmax / max of the dtype (127 for int8);
+             NaN or infinity makes its whole block not finite.
+Stochastic:  16 random bits are added below the mantissa of a bfloat16, then the low half is cut: x is the expectation.
 
-dtype promise: arithmetic is float32, rounding is to nearest even, once. Every function gives the same bits in its
-reference and its kernel. NaN stays NaN. None has a vjp: they are called inside hand-written ones.
+dtype promise: arithmetic is float32, rounding is to nearest even, once; NaN stays NaN. A function gives the same bits
+in its reference and its kernel: `1 / scale` is a division of float32 to the last bit on a CPU, the GPU's reciprocal
+(one unit in the last place) on a GPU, for XLA and Mosaic alike. No vjp: they are called inside hand-written ones.
 """
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, shapes
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels import dispatch, elementwise, fp8, shapes, transposing
+from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.fp8 import FP8
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 f32, u32 = jnp.float32, jnp.uint32
-E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
-FP8 = (E4M3, E5M2)
+FLOATS = (jnp.bfloat16, jnp.float16, f32)
 BLOCK = 128
 
 
@@ -47,36 +49,31 @@ class Blocks(NamedTuple):
     scales: jax.Array  # float32 [..., n / block]
 
 
-def absmax_xla(x):
-    """Largest magnitude, float32 []."""
-    return jnp.max(jnp.abs(x.astype(f32)))
+# --- reference --------------------------------------------------------------------------------------------------------
 
 
-def cast_xla(x, scale, dtype):
-    """x * (1 / scale), clipped to what dtype holds."""
-    top = dispatch.largest(dtype)
-    return jnp.clip(x.astype(f32) * (1 / scale), -top, top).astype(dtype)
-
-
-def quantize_blocks_xla(x, dtype, block):
-    """Scales are divided by, not multiplied with their reciprocal: a block's largest number is exactly the dtype's."""
+def _quantize_blocks_xla(x, dtype, block: int) -> Blocks:
+    """Products with reciprocals, in all of this file: XLA makes them of divisions by constants and by broadcasts."""
     x = x.astype(f32).reshape(*x.shape[:-1], -1, block)
-    top = 127.0 if dtype == jnp.int8 else dispatch.largest(dtype)
-    # The floor keeps the scale of a block of zeros, or of numbers near the smallest there are, from being zero.
-    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / top, jnp.finfo(f32).tiny)
-    x = x / scales[..., None]
+    scales = _scale(fp8.absmax(x, axis=-1), dtype)
+    x = x * (1 / scales)[..., None]
     x = jnp.round(x) if dtype == jnp.int8 else x
     return Blocks(x.astype(dtype).reshape(*x.shape[:-2], -1), scales)
 
 
-def dequantize_blocks_xla(blocks, dtype):
-    """Multiplied in float32."""
-    x = blocks.values.astype(f32).reshape(*blocks.scales.shape, -1)
-    return (x * blocks.scales[..., None]).reshape(blocks.values.shape).astype(dtype)
+def _scale(top, dtype):
+    """The floor keeps the scale of a block of zeros, or of numbers near the smallest there are, from being zero."""
+    largest = 127.0 if dtype == jnp.int8 else dispatch.largest(dtype)
+    return jnp.maximum(top * f32(1 / largest), jnp.finfo(f32).tiny)
+
+
+def _dequantize_blocks_xla(values, scales, dtype):
+    x = values.astype(f32).reshape(*scales.shape, -1)
+    return (x * scales[..., None]).reshape(values.shape).astype(dtype)
 
 
 def random_bits(seed: Int[Array, ""], index: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """32 random bits (uint32) for every index, a counter: the same integers on every device, inside and outside kernels.
+    """32 random bits (uint32) for every index, a counter; the same integers on every device, in kernels and outside.
 
     Two rounds of a mixing function with low bias (Wellons, "Prospecting for hash functions", 2018), the seed added
     before each: streams of two seeds are not permutations of each other. seed and index: int32 or uint32.
@@ -104,15 +101,84 @@ def round_with(x: Float[Array, "*b"], bits: Int[Array, "*b"]) -> Float[Array, "*
     return jnp.where(finite, jax.lax.bitcast_convert_type(rounded, f32), x).astype(jnp.bfloat16)
 
 
-def stochastic_round_xla(x, seed, offset):
-    """Number i of the flattened x takes bits i + offset."""
-    index = jax.lax.iota(u32, x.size).reshape(x.shape) + jnp.asarray(offset, u32)
-    return round_with(x, random_bits(seed, index))
+# --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def absmax(x: Float[Array, "*b"], *, implementation: Implementation = None, interpret: bool = False) -> Float[Array, ""]:
+def _cast_transpose_mosaic(x, scale, dtype, interpret: bool) -> Cast:
+    def body(tile, numbers):
+        tile = tile.astype(f32)
+        return fp8.encode(tile, 1 / numbers[0], dtype), tile
+
+    flat = x.reshape(-1, x.shape[-1])
+    (values, top), words = transposing.run(body, flat, (scale,), fp8.store_dtype(dtype), interpret)
+    values = values if values.dtype == dtype else jax.lax.bitcast_convert_type(values, dtype)
+    return Cast(values.reshape(x.shape), transposing.as_matrix(words, dtype), top)
+
+
+def _transpose_mosaic(x8, interpret: bool):
+    bits = jax.lax.bitcast_convert_type(x8, jnp.uint8)
+    _, words = transposing.run(lambda tile, _: (tile, None), bits, (), None, interpret)
+    return transposing.as_matrix(words, x8.dtype)
+
+
+def _rows_of_blocks(n: int) -> tuple[int, Any]:
+    """(blocks of a program, their layout): 16 lanes a block, 8 numbers each; its maximum is 4 shuffles away."""
+    layout = plgpu.Layout.TILED(plgpu.Tiling(((8, BLOCK), (2, BLOCK), (8,))), (-5,), (-3, -2), -1)
+    return next(rows for rows in (32, 16, 8) if n % rows == 0), layout
+
+
+def _quantize_blocks_mosaic(x, dtype, interpret: bool) -> Blocks:
+    n = x.size // BLOCK
+    rows, layout = _rows_of_blocks(n)
+
+    def kernel(x_ref, values_ref, scales_ref):
+        at = pl.ds(jax.lax.axis_index("blocks") * rows, rows)
+        x = plgpu.load(x_ref.at[at], layout=layout, optimized=False).astype(f32)
+        scales = _scale(fp8.absmax(x, axis=1), dtype)
+        inverse = jax.lax.broadcast_in_dim(1 / scales, (rows, BLOCK), (0,))
+        values = jnp.round(x * inverse).astype(dtype) if dtype == jnp.int8 else fp8.encode(x, inverse, dtype)
+        plgpu.store(values_ref.at[at], values, optimized=False)
+        plgpu.store(scales_ref.at[at], scales, optimized=False)
+
+    stored = dtype if dtype == jnp.int8 else fp8.store_dtype(dtype)
+    out = [jax.ShapeDtypeStruct((n, BLOCK), stored), jax.ShapeDtypeStruct((n,), f32)]
+    values, scales = dispatch.launch(
+        kernel, (x.reshape(n, BLOCK),), out=out, grid=(n // rows,), names=("blocks",), interpret=interpret
+    )
+    values = values if stored == dtype else jax.lax.bitcast_convert_type(values, dtype)
+    return Blocks(values.reshape(x.shape), scales.reshape(*x.shape[:-1], -1))
+
+
+def _dequantize_blocks_mosaic(values, scales, dtype, interpret: bool):
+    n, kind = scales.size, values.dtype
+    rows, layout = _rows_of_blocks(n)
+
+    def kernel(values_ref, scales_ref, out_ref):
+        at = pl.ds(jax.lax.axis_index("blocks") * rows, rows)
+        values = plgpu.load(values_ref.at[at], layout=layout, optimized=False)
+        values = values.astype(f32) if kind == jnp.int8 else fp8.decode(values, kind)
+        scales = plgpu.load(scales_ref.at[at], layout=layout.reduce(1), optimized=False)
+        out = (values * jax.lax.broadcast_in_dim(scales, (rows, BLOCK), (0,))).astype(dtype)
+        plgpu.store(out_ref.at[at], out, optimized=False)
+
+    stored = values if kind == jnp.int8 else fp8.as_stored(values)
+    out = jax.ShapeDtypeStruct((n, BLOCK), dtype)
+    operands = (stored.reshape(n, BLOCK), scales.reshape(n))
+    y = dispatch.launch(kernel, operands, out=out, grid=(n // rows,), names=("blocks",), interpret=interpret)
+    return y.reshape(values.shape)
+
+
+# --- public -----------------------------------------------------------------------------------------------------------
+
+
+def absmax(
+    x: Float[Array, "*b"], *, implementation: Implementation = None, interpret: bool = False
+) -> Float[Array, ""]:
     """Largest magnitude of x, float32 []; NaN where x has one."""
-    return absmax_xla(x)
+    _check("quantize.absmax", x)
+    if not _flat("quantize.absmax", implementation, x):
+        return fp8.absmax(x)
+    return elementwise.run(lambda v, *_: ([], v), (x,), (), [], 1, interpret)[1][0]
 
 
 def cast(
@@ -124,7 +190,13 @@ def cast(
     interpret: bool = False,
 ) -> Float[Array, "*b"]:
     """clip(x / scale, -max, max) in e4m3 or e5m2; scale: float32 []."""
-    return cast_xla(x, scale, dtype)
+    op, dtype = "quantize.cast", jnp.dtype(dtype)
+    _check(op, x, dtype, FP8, scale)
+    if not _flat(op, implementation, x):
+        return fp8.reference(x, scale, dtype)
+    body = lambda values, numbers, _: ([fp8.encode(values[0].astype(f32), 1 / numbers[0], dtype)], [])
+    (y,), _ = elementwise.run(body, (x,), (scale,), [fp8.store_dtype(dtype)], 0, interpret)
+    return y if y.dtype == dtype else jax.lax.bitcast_convert_type(y, dtype)
 
 
 def cast_transpose(
@@ -135,31 +207,62 @@ def cast_transpose(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Cast:
-    """x as `cast` gives it, its transpose and the absmax of x, from one read; leading dimensions are flattened to M."""
-    values = cast_xla(x, scale, dtype)
-    flat = values.reshape(-1, x.shape[-1])
-    return Cast(values, flat.T, absmax_xla(x))
+    """x as `cast` gives it, its transpose and the absmax of x, from one read; leading dimensions are flattened to M.
+
+    The kernel needs M and N in multiples of 64; multiples of 128 write the transpose in whole lines.
+    """
+    op, dtype = "quantize.cast_transpose", jnp.dtype(dtype)
+    _check(op, x, dtype, FP8, scale)
+    need(x.ndim > 1, op, "x", "[..., N] of two dimensions or more", x.shape)
+    if _tiled(op, implementation, x):
+        return _cast_transpose_mosaic(x, scale, dtype, interpret)
+    values = fp8.reference(x, scale, dtype)
+    return Cast(values, values.reshape(-1, x.shape[-1]).T, fp8.absmax(x))
 
 
 def transpose(
     x8: Float[Array, "M N"], *, implementation: Implementation = None, interpret: bool = False
 ) -> Float[Array, "N M"]:
-    """The transpose of a matrix of 8-bit numbers."""
-    return x8.T
+    """The transpose of a matrix of 8-bit numbers. The kernel needs M and N in multiples of 64."""
+    op = "quantize.transpose"
+    need(x8.ndim == 2 and x8.dtype.itemsize == 1, op, "x8", "[M, N] of 8 bits", f"{x8.dtype} {x8.shape}")
+    return _transpose_mosaic(x8, interpret) if _tiled(op, implementation, x8) else x8.T
 
 
 def quantize_blocks(
-    x: Float[Array, "*b n"], dtype, block: int = BLOCK, *, implementation: Implementation = None, interpret: bool = False
+    x: Float[Array, "*b n"],
+    dtype,
+    block: int = BLOCK,
+    *,
+    implementation: Implementation = None,
+    interpret: bool = False,
 ) -> Blocks:
-    """x in int8, e4m3 or e5m2 with a float32 scale for every `block` numbers of a row."""
-    return quantize_blocks_xla(x, jnp.dtype(dtype), block)
+    """x in int8, e4m3 or e5m2 with a float32 scale for every `block` numbers of a row.
+
+    Bit-equal to a jitted `surojax.quantize.quantise` on a CPU. The kernel serves blocks of 128.
+    """
+    op, dtype = "quantize.quantize_blocks", jnp.dtype(dtype)
+    _check(op, x, dtype, (jnp.dtype(jnp.int8), *FP8))
+    need(block > 0 and x.ndim > 0 and x.shape[-1] % block == 0, op, "block", f"a divisor of n, {x.shape[-1:]}", block)
+    if _blocked(op, implementation, x, block):
+        return _quantize_blocks_mosaic(x, dtype, interpret)
+    return _quantize_blocks_xla(x, dtype, block)
 
 
 def dequantize_blocks(
     blocks: Blocks, dtype, *, implementation: Implementation = None, interpret: bool = False
 ) -> Float[Array, "*b n"]:
-    """The numbers again, in `dtype`; multiplied in float32."""
-    return dequantize_blocks_xla(blocks, dtype)
+    """The numbers again, in `dtype` (bfloat16, float16, float32); multiplied in float32."""
+    op, dtype, (values, scales) = "quantize.dequantize_blocks", jnp.dtype(dtype), blocks
+    need(dtype in FLOATS, op, "dtype", "bfloat16, float16 or float32", dtype)
+    need(values.dtype in (jnp.int8, *FP8), op, "dtype of values", "int8, e4m3 or e5m2", values.dtype)
+    fits = values.ndim == scales.ndim > 0 and values.shape[:-1] == scales.shape[:-1] and scales.size > 0
+    fits = fits and values.shape[-1] % scales.shape[-1] == 0 and scales.dtype == f32
+    got = f"{scales.dtype} {scales.shape} for {values.shape}"
+    need(fits, op, "scales", "float32 [..., n / block] for values [..., n]", got)
+    if _blocked(op, implementation, values, values.shape[-1] // scales.shape[-1]):
+        return _dequantize_blocks_mosaic(values, scales, dtype, interpret)
+    return _dequantize_blocks_xla(values, scales, dtype)
 
 
 def stochastic_round(
@@ -170,5 +273,67 @@ def stochastic_round(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Float[Array, "*b"]:
-    """float32 x as bfloat16, up or down at random so that the expectation is x; bits `offset`, offset + 1, ... of seed."""
-    return stochastic_round_xla(x, seed, offset)
+    """float32 x as bfloat16, up or down at random so that the expectation is x.
+
+    Number i of the flattened x takes `random_bits(seed, i + offset)`; seed: int32 or uint32 [].
+    """
+    op = "quantize.stochastic_round"
+    need(x.dtype == f32 and x.size > 0, op, "x", "float32, not empty", f"{x.dtype} {x.shape}")
+    kinds = (jnp.int32, u32)
+    need(jnp.shape(seed) == () and getattr(seed, "dtype", None) in kinds, op, "seed", "int32 or uint32 []", seed)
+    offset = jnp.asarray(offset, None if isinstance(offset, jax.Array) else u32)
+    if not _flat(op, implementation, x):
+        return round_with(x, random_bits(seed, jax.lax.iota(u32, x.size).reshape(x.shape) + offset.astype(u32)))
+    body = lambda v, numbers, index: ([round_with(v[0], random_bits(numbers[0], index() + numbers[1].astype(u32)))], [])
+    return elementwise.run(body, (x,), (seed, offset), [jnp.bfloat16], 0, interpret)[0][0]
+
+
+def _check(op: str, x, dtype=None, dtypes=(), scale=None) -> None:
+    """The errors of the caller."""
+    need(x.dtype in FLOATS and x.size > 0, op, "x", "bfloat16, float16 or float32, not empty", f"{x.dtype} {x.shape}")
+    need(dtype is None or dtype in dtypes, op, "dtype", f"one of {', '.join(map(str, dtypes))}", dtype)
+    if scale is not None:
+        need(fp8.is_scale(scale), op, "scale", "float32 []", fp8.described(scale))
+
+
+def _flat(op: str, implementation: Implementation, x) -> bool:
+    return elementwise.chosen(op, implementation, elementwise.serves(x), elementwise.NEEDS, x.shape)
+
+
+def _tiled(op: str, implementation: Implementation, x) -> bool:
+    m, n = x.size // x.shape[-1] if x.size else 0, x.shape[-1]
+    fits = transposing.serves(m, n)
+    return elementwise.chosen(
+        op, implementation, fits, f"[M, N] in multiples of {transposing.TILE}, below 2^31", (m, n)
+    )
+
+
+def _blocked(op: str, implementation: Implementation, x, block: int) -> bool:
+    fits = block == BLOCK and x.size % (8 * BLOCK) == 0 and x.size < elementwise.LARGEST
+    needs = f"blocks of {BLOCK}, eight of them or a multiple, below 2^31 numbers"
+    return elementwise.chosen(op, implementation, fits, needs, f"blocks of {block} in {x.shape}")
+
+
+def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:
+    """Casts of activations, gradients and weights, block-wise copies of weights, rounded weights."""
+    shape, n, weight = jax.ShapeDtypeStruct, tokens * sizes.hidden, sizes.intermediate * sizes.hidden
+    x, w = shape((tokens, sizes.hidden), jnp.bfloat16), shape((sizes.intermediate, sizes.hidden), jnp.bfloat16)
+    scale, seed, e4m3, e5m2 = shape((), f32), shape((), jnp.int32), *FP8
+    scales = shape((w.shape[0], w.shape[1] // BLOCK), f32)
+    eight = lambda s, dtype: shape(s.shape, dtype)
+    bind = lambda f, *last: lambda *arrays, **how: f(*arrays, *last, **how)
+    back = lambda dtype: lambda v, s, **how: dequantize_blocks(Blocks(v, s), dtype, **how)
+    case = shapes.Case
+    return [
+        case("absmax", absmax, (x,), 2 * n),
+        case("cast_e4m3", bind(cast, e4m3), (x, scale), 3 * n),
+        case("cast_e5m2", bind(cast, e5m2), (x, scale), 3 * n),
+        case("cast_transpose_e4m3", bind(cast_transpose, e4m3), (x, scale), 4 * n),
+        case("cast_transpose_e5m2", bind(cast_transpose, e5m2), (x, scale), 4 * n),
+        case("transpose", transpose, (eight(w, e4m3),), 2 * weight),
+        case("quantize_blocks_int8", bind(quantize_blocks, jnp.int8), (w,), 3 * weight),
+        case("quantize_blocks_e4m3", bind(quantize_blocks, e4m3), (w,), 3 * weight),
+        case("dequantize_blocks_int8", back(jnp.bfloat16), (eight(w, jnp.int8), scales), 3 * weight),
+        case("dequantize_blocks_e4m3", back(jnp.bfloat16), (eight(w, e4m3), scales), 3 * weight),
+        case("stochastic_round", stochastic_round, (shape(w.shape, f32), seed), 6 * weight),
+    ]

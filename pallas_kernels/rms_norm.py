@@ -19,16 +19,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, fp8, tiles
 from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.shapes import Case, Sizes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 f32 = jnp.float32
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
-FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+PROGRAMS = 256  # of a backward pass at most: each writes a float32 row of d_scale
+ROWS_OF_A_PROGRAM = 8  # at least, so that those rows are few beside the ones read
+# Nothing that a kernel here writes is read in it, which is what Mosaic's barriers around loads and stores are for.
+NO_BARRIERS = {"compiler_params": plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=2**14)}
 
 
 class Normed(NamedTuple):
@@ -57,8 +63,7 @@ def _forward_xla(x, scale, residual, out_scale, eps: float, out_dtype) -> Normed
     if out_scale is None:
         y = y.astype(x.dtype)
         return Normed(y, jnp.max(jnp.abs(y)).astype(f32), total)
-    limit = dispatch.largest(out_dtype)
-    return Normed(jnp.clip(y * (1 / out_scale), -limit, limit).astype(out_dtype), jnp.max(jnp.abs(y)), total)
+    return Normed(fp8.reference(y, out_scale, out_dtype), jnp.max(jnp.abs(y)), total)
 
 
 def _backward_xla(dy, total, scale, d_total, eps: float) -> Grads:
@@ -77,12 +82,127 @@ def _last(scale, like):
     return jnp.expand_dims(scale.astype(f32), tuple(range(like.ndim - 1)))
 
 
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, tile: tiles.Rows, interpret: bool) -> Normed:
+    """A program for each tile of rows; it reads and writes every element once."""
+    width = x.shape[-1]
+    flat = lambda a: a.reshape(-1, width)
+    count = x.size // width
+    y_dtype = x.dtype if out_scale is None else fp8.store_dtype(out_dtype)
+
+    def kernel(*refs):
+        refs = iter(refs)
+        x_ref, scale_ref = next(refs), next(refs)
+        residual_ref = next(refs) if residual is not None else None
+        inverse_ref = next(refs) if out_scale is not None else None
+        y_ref, absmax_ref, *total_ref = refs
+        _, at = tiles.tile_at(jax.lax.axis_index("tile"), tile.rows, count)
+        total = tiles.load(x_ref, at, tile.layout)
+        if residual_ref is not None:
+            total = (total.astype(f32) + tiles.load(residual_ref, at, tile.layout).astype(f32)).astype(x.dtype)
+            tiles.store(total_ref[0], at, total)
+        t = total.astype(f32)
+        scale = plgpu.load(scale_ref, layout=tile.layout.reduce(0), optimized=False).astype(f32)
+        y = t * _across(_rms_inverse(t, eps), t) * _down(scale, t)
+        stored = y.astype(x.dtype) if inverse_ref is None else fp8.encode(y, inverse_ref[0], out_dtype)
+        tiles.store(y_ref, at, stored)
+        absmax = jnp.max(jnp.abs(y if inverse_ref is not None else stored.astype(f32)), axis=1)
+        tiles.store(absmax_ref, at, absmax)
+
+    inputs = [flat(x), scale]
+    out = [jax.ShapeDtypeStruct((count, width), y_dtype), jax.ShapeDtypeStruct((count,), f32)]
+    if residual is not None:
+        inputs.append(flat(residual))
+        out.append(jax.ShapeDtypeStruct((count, width), x.dtype))
+    if out_scale is not None:
+        inputs.append((1 / out_scale).reshape(1))
+    y, absmax, *total = dispatch.launch(
+        kernel, tuple(inputs), out=out, grid=(tile.tiles,), names=("tile",), interpret=interpret, **NO_BARRIERS
+    )
+    y = y if out_scale is None else jax.lax.bitcast_convert_type(y, out_dtype)
+    return Normed(y.reshape(x.shape), jnp.max(absmax), total[0].reshape(x.shape) if total else x)
+
+
+def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.Rows, interpret: bool) -> Grads:
+    """A program for every PROGRAMS-th tile of rows; it adds up its part of d_scale in registers.
+
+    It asks for its next tile before it computes with the one it has: few programs have to keep the memory busy.
+    """
+    width = total.shape[-1]
+    flat = lambda a: a.reshape(-1, width)
+    count = total.size // width
+    programs = min(PROGRAMS, -(-count // max(tile.rows, ROWS_OF_A_PROGRAM)))
+    ahead = tile.rows * width // 128 <= tiles.COMFORTABLE  # else there are no registers for it
+    inputs = tuple(flat(a) for a in (dy, total, d_total) if a is not None)
+
+    def kernel(scale_ref, *refs):
+        input_refs, (dx_ref, part_ref, absmax_ref) = refs[: len(inputs)], refs[len(inputs) :]
+        program = jax.lax.axis_index("program")
+        steps = (tile.tiles - program + programs - 1) // programs
+        place = lambda step: program + step * programs
+        at = lambda step: tiles.tile_at(place(step), tile.rows, count)
+        ask = lambda step: tuple(tiles.load(ref, at(step)[1], tile.layout) for ref in input_refs)
+
+        def step(i, carry):
+            d_scale, absmax, *loaded = carry
+            dy, t, *d_total = (a.astype(f32) for a in loaded or ask(i))
+            loaded = ask(jnp.minimum(i + 1, steps - 1)) if ahead else ()
+            scale = plgpu.load(scale_ref, layout=tile.layout.reduce(0), optimized=False).astype(f32)
+            r = _rms_inverse(t, eps)
+            n, g = t * _across(r, t), dy * _down(scale, t)
+            dx = _across(r, t) * (g - n * _across(jnp.sum(g * n, axis=1) / width, t))
+            dx = (dx + d_total[0] if d_total else dx).astype(total.dtype)
+            start, rows = at(i)
+            tiles.store(dx_ref, rows, dx)
+            if count % tile.rows:  # what the tile before the last has counted is not counted again
+                row = start + plgpu.broadcasted_iota(jnp.int32, t.shape, 0, layout=tile.layout)
+                n = jnp.where(row >= place(i) * tile.rows, n, f32(0))
+            return d_scale + dy * n, jnp.maximum(absmax, jnp.max(jnp.abs(dx.astype(f32)), axis=1)), *loaded
+
+        zeros = lambda shape, layout: plgpu.layout_cast(jnp.zeros(shape, f32), layout)
+        carry = zeros((tile.rows, width), tile.layout), zeros((tile.rows,), tile.layout.reduce(1))
+        carry = (*carry, *(ask(0) if ahead else ()))
+        d_scale, absmax, *_ = jax.lax.fori_loop(0, steps, step, carry)
+        if tile.rows == 1:
+            tiles.store(part_ref, pl.ds(program, 1), d_scale)
+        else:
+            plgpu.store(part_ref.at[program], jnp.sum(d_scale, axis=0), optimized=False)
+        tiles.store(absmax_ref, pl.ds(program * tile.rows, tile.rows), absmax)
+
+    out = (
+        jax.ShapeDtypeStruct((count, width), total.dtype),
+        jax.ShapeDtypeStruct((programs, width), f32),
+        jax.ShapeDtypeStruct((programs * tile.rows,), f32),
+    )
+    dx, parts, absmax = dispatch.launch(
+        kernel, (scale, *inputs), out=out, grid=(programs,), names=("program",), interpret=interpret, **NO_BARRIERS
+    )
+    return Grads(dx.reshape(total.shape), jnp.sum(parts, axis=0), jnp.max(absmax))
+
+
+def _rms_inverse(t, eps: float):
+    """1 / rms of each row of `[rows, width]`."""
+    return jax.lax.rsqrt(jnp.sum(t * t, axis=1) / t.shape[1] + eps)
+
+
+def _across(row_values, like):
+    """A value for each row, for all of its columns."""
+    return jax.lax.broadcast_in_dim(row_values, like.shape, (0,))
+
+
+def _down(column_values, like):
+    """A value for each column, for all of its rows."""
+    return jax.lax.broadcast_in_dim(column_values, like.shape, (1,))
+
+
 # --- public -----------------------------------------------------------------------------------------------------------
 
 
 def forward(
     x: Float[Array, "*rows D"],
-    scale: Float[Array, "D"],
+    scale: Float[Array, " D"],
     residual: Float[Array, "*rows D"] | None = None,
     *,
     eps: float,
@@ -101,18 +221,20 @@ def forward(
     need((out_dtype is None) == (out_scale is None), "rms_norm.forward", "out_dtype and out_scale", "both or none",
          f"out_dtype={out_dtype} and out_scale={out_scale}")  # fmt: skip
     if out_scale is not None:
-        need(out_dtype in FP8, "rms_norm.forward", "out_dtype", "float8_e4m3fn or float8_e5m2", out_dtype)
-        got = f"{out_scale.dtype} {out_scale.shape}"
-        need(out_scale.shape == () and out_scale.dtype == f32, "rms_norm.forward", "out_scale", "float32 ()", got)
-    if dispatch.choose("rms_norm.forward", implementation) == "mosaic":
-        raise NotImplementedError("rms_norm.forward: not built yet")
+        need(
+            jnp.dtype(out_dtype) in fp8.FP8, "rms_norm.forward", "out_dtype", "float8_e4m3fn or float8_e5m2", out_dtype
+        )
+        need(fp8.is_scale(out_scale), "rms_norm.forward", "out_scale", "float32 []", fp8.described(out_scale))
+    tile = _cut("rms_norm.forward", implementation, x, added=False)
+    if tile:
+        return _forward_mosaic(x, scale, residual, out_scale, eps, out_dtype, tile, interpret)
     return _forward_xla(x, scale, residual, out_scale, eps, out_dtype)
 
 
 def backward(
     dy: Float[Array, "*rows D"],
     total: Float[Array, "*rows D"],
-    scale: Float[Array, "D"],
+    scale: Float[Array, " D"],
     d_total: Float[Array, "*rows D"] | None = None,
     *,
     eps: float,
@@ -121,14 +243,15 @@ def backward(
 ) -> Grads:
     """`Grads(dx, d_scale, absmax)`: of total `[..., D]`, with d_total added to dx, and of scale, given that of y."""
     _check("rms_norm.backward", total, scale, dy=dy, d_total=d_total)
-    if dispatch.choose("rms_norm.backward", implementation) == "mosaic":
-        raise NotImplementedError("rms_norm.backward: not built yet")
+    tile = _cut("rms_norm.backward", implementation, total, added=True)
+    if tile:
+        return _backward_mosaic(dy, total, scale, d_total, eps, tile, interpret)
     return _backward_xla(dy, total, scale, d_total, eps)
 
 
 def rms_norm(
     x: Float[Array, "*rows D"],
-    scale: Float[Array, "D"],
+    scale: Float[Array, " D"],
     residual: Float[Array, "*rows D"] | None = None,
     *,
     eps: float = 1e-6,
@@ -185,6 +308,13 @@ def _added_bwd(eps, implementation, interpret, saved, cotangents):
 _added.defvjp(_added_fwd, _added_bwd)
 
 
+def _cut(op: str, implementation: Implementation, x, added: bool) -> tiles.Rows | None:
+    """The tiles of the kernel, None where the reference runs."""
+    if dispatch.choose(op, implementation) == "xla":
+        return None
+    return tiles.try_cut(implementation, tiles.rows, op, x.size // x.shape[-1], x.shape[-1], x.dtype, added)
+
+
 def _vary_like(a, x):
     """a, varying over the mesh axes that x varies over, so that its gradient is summed over them."""
     axes = tuple(dispatch._varying(x) - dispatch._varying(a))
@@ -199,3 +329,29 @@ def _check(op: str, x, scale, **like_x) -> None:
     for name, a in like_x.items():
         if a is not None:
             need(a.shape == x.shape and a.dtype == x.dtype, op, name, f"{x.dtype} {x.shape}", f"{a.dtype} {a.shape}")
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def cases(sizes: Sizes, tokens: int) -> list[Case]:
+    """The calls that a model of these sizes makes for this many tokens, in bf16 with a float32 scale."""
+    D = sizes.hidden
+    x, scale = jax.ShapeDtypeStruct((tokens, D), jnp.bfloat16), jax.ShapeDtypeStruct((D,), f32)
+    one, all_of_x = jax.ShapeDtypeStruct((), f32), tokens * D
+    plain = functools.partial(forward, eps=1e-6)
+
+    def alone(x, scale, **how):
+        return forward(x, scale, eps=1e-6, **how)[:2]  # total is x: not copied to a result
+
+    def fp8(x, scale, residual, out_scale, **how):
+        return forward(x, scale, residual, eps=1e-6, out_dtype=jnp.float8_e4m3fn, out_scale=out_scale, **how)
+
+    back = functools.partial(backward, eps=1e-6)
+    return [
+        Case("rms_norm.forward", alone, (x, scale), 4 * all_of_x),
+        Case("rms_norm.forward+residual", plain, (x, scale, x), 8 * all_of_x),
+        Case("rms_norm.forward+residual+e4m3", fp8, (x, scale, x, one), 7 * all_of_x),
+        Case("rms_norm.backward", back, (x, x, scale), 6 * all_of_x),
+        Case("rms_norm.backward+residual", back, (x, x, scale, x), 8 * all_of_x),
+    ]

@@ -11,13 +11,17 @@ sines; the results have the dtypes of q and k. `absmax_q` and `absmax_k` are of 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, tiles
 from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.shapes import Case, Sizes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -51,6 +55,55 @@ def _forward_xla(q, k, cos, sin, inverse: bool) -> Rotated:
     return Rotated(q, k, absmax_q, absmax_k)
 
 
+# --- kernel -----------------------------------------------------------------------------------------------------------
+
+
+def _forward_mosaic(q, k, cos, sin, inverse: bool, cut: tiles.Heads, interpret: bool) -> Rotated:
+    """A program for a few positions: cosines and sines stay in registers while it goes through the heads of q and k."""
+    S, _, h = q.shape[-3:]
+    half = h // 2
+    flat = lambda x: x.reshape(-1, *x.shape[-3:])
+    batch = math.prod(q.shape[:-3])
+
+    def kernel(q_ref, k_ref, cos_ref, sin_ref, q_out, k_out, q_top, k_top):
+        b = jax.lax.axis_index("batch")
+        _, at = tiles.tile_at(jax.lax.axis_index("tile"), cut.positions, S)
+        cos, sin = (tiles.load(ref, at, cut.layout.reduce(1)) for ref in (cos_ref, sin_ref))
+        sin = -sin if inverse else sin
+        for x_ref, out_ref, top_ref in ((q_ref, q_out, q_top), (k_ref, k_out, k_top)):
+            count = x_ref.shape[2]
+            size = cut.heads * min(cut.more, count // cut.heads)
+            top: Any = None
+            for i in range(-(-count // size)):
+                heads = pl.ds(min(i * size, count - size), size)
+                place = lambda start, heads=heads: (b, at, heads, pl.ds(start, half))
+                first, second = (tiles.load(x_ref, place(n), cut.layout).astype(f32) for n in (0, half))
+                wide = lambda a, like=first: jax.lax.broadcast_in_dim(a, like.shape, (0, 2))
+                for start, y in (
+                    (0, first * wide(cos) - second * wide(sin)),
+                    (half, second * wide(cos) + first * wide(sin)),
+                ):
+                    y = y.astype(q.dtype)
+                    tiles.store(out_ref, place(start), y)
+                    y = jnp.abs(y.astype(f32))
+                    top = y if top is None else jnp.maximum(top, y)
+            tiles.store(top_ref, (b, at), jnp.max(jnp.max(top, axis=2), axis=1))
+
+    tops = jax.ShapeDtypeStruct((batch, S), f32)
+    inputs = flat(q), flat(k), cos, sin
+    y, z, top_y, top_z = dispatch.launch(
+        kernel,
+        inputs,
+        out=(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:2]), tops, tops),
+        grid=(batch, -(-S // cut.positions)),
+        names=("batch", "tile"),
+        interpret=interpret,
+        # Nothing that it writes is read in it, which is what Mosaic's barriers around loads and stores are for.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+    return Rotated(y.reshape(q.shape), z.reshape(k.shape), jnp.max(top_y), jnp.max(top_z))
+
+
 # --- public -----------------------------------------------------------------------------------------------------------
 
 
@@ -72,7 +125,10 @@ def forward(
     """
     _check("rope", q, k, cos, sin)
     if dispatch.choose("rope", implementation) == "mosaic":
-        raise NotImplementedError("rope: not built yet")
+        sizes = q.shape[-3], (q.shape[-2], k.shape[-2]), q.shape[-1] // 2, q.dtype
+        cut = tiles.try_cut(implementation, tiles.heads, "rope", *sizes)
+        if cut:
+            return _forward_mosaic(q, k, cos, sin, inverse, cut, interpret)
     return _forward_xla(q, k, cos, sin, inverse)
 
 
@@ -118,3 +174,18 @@ def _check(op: str, q, k, cos, sin) -> None:
     half = (q.shape[-3], q.shape[-1] // 2)
     for name, a in (("cos", cos), ("sin", sin)):
         need(a.shape == half and a.dtype == f32, op, name, f"float32 {half}", f"{a.dtype} {a.shape}")
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def cases(sizes: Sizes, tokens: int) -> list[Case]:
+    """The calls that a model of these sizes makes for one sequence of this many tokens, in bf16."""
+    shaped = lambda heads: jax.ShapeDtypeStruct((1, tokens, heads, sizes.head_dim), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((tokens, sizes.head_dim // 2), f32)
+    args = shaped(sizes.heads), shaped(sizes.kv_heads), table, table
+    moved = 4 * tokens * (sizes.heads + sizes.kv_heads) * sizes.head_dim + 4 * tokens * sizes.head_dim
+    return [
+        Case("rope.forward", forward, args, moved),
+        Case("rope.backward", functools.partial(forward, inverse=True), args, moved),
+    ]

@@ -4,21 +4,21 @@
     d_up = dy * gate * s,  d_gate = dy * up * s * (1 + gate * (1 - s)).
 
 dtype promise: gate, up and dy are read once, all arithmetic is float32, every result is rounded once and written once.
-A result is stored in the dtype of gate, or in FP8 with a scale known before: clip(y * (1 / scale), -max, max). absmax is
-the largest magnitude of what is stored, or of the float32 values before the cast where FP8 is stored: the next scale
-can be taken from it. It is NaN where any value is.
+A result is stored in the dtype of gate, or in FP8 with a scale known before, clip(y * (1 / scale), -max, max). absmax
+is the largest magnitude of what is stored, or of the float32 values before the cast where FP8 is stored: the next
+scale can be taken from it. It is NaN where any value is.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, shapes
+from pallas_kernels import dispatch, elementwise, fp8, shapes
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.quantize import FP8, absmax_xla, cast_xla
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -45,7 +45,7 @@ class Grads(NamedTuple):
 def forward_math(gate, up):
     """silu(gate) * up, float32."""
     gate, up = gate.astype(f32), up.astype(f32)
-    return gate / (1 + jnp.exp(-gate)) * up
+    return gate * (1 / (1 + jnp.exp(-gate))) * up
 
 
 def backward_math(dy, gate, up):
@@ -55,12 +55,41 @@ def backward_math(dy, gate, up):
     return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
 
 
+# --- reference --------------------------------------------------------------------------------------------------------
+
+
 def _store_xla(y, dtype, out_dtype, out_scale):
     """(y as stored, absmax)."""
     if out_dtype is None:
         y = y.astype(dtype)
-        return y, absmax_xla(y)
-    return cast_xla(y, out_scale, out_dtype), absmax_xla(y)
+        return y, fp8.absmax(y)
+    return fp8.reference(y, out_scale, out_dtype), fp8.absmax(y)
+
+
+# --- kernel -----------------------------------------------------------------------------------------------------------
+
+
+def _run(math, arrays, out_dtype, scales, interpret: bool):
+    """(results as stored, their absmax) of one pass."""
+    count = 1 if math is forward_math else 2
+    dtype = jnp.dtype(out_dtype or arrays[0].dtype)
+
+    def body(values, numbers, _):
+        results = math(*values)
+        results = results if count == 2 else (results,)
+        if out_dtype is None:
+            results = [y.astype(dtype) for y in results]
+            return results, results
+        stored = [fp8.encode(y, 1 / scale, dtype) for y, scale in zip(results, numbers, strict=True)]
+        return stored, results
+
+    kept = dtype if out_dtype is None else fp8.store_dtype(dtype)
+    numbers = () if out_dtype is None else scales
+    results, tops = elementwise.run(body, arrays, numbers, [kept] * count, count, interpret)
+    return [y if y.dtype == dtype else jax.lax.bitcast_convert_type(y, dtype) for y in results], tops
+
+
+# --- public -----------------------------------------------------------------------------------------------------------
 
 
 def forward(
@@ -76,7 +105,11 @@ def forward(
 
     Raises ValueError where shapes or dtypes differ, or out_dtype comes without out_scale.
     """
-    _check("swiglu.forward", {"gate": gate, "up": up}, out_dtype, (out_scale,))
+    op = "swiglu.forward"
+    _check(op, {"gate": gate, "up": up}, out_dtype, (out_scale,))
+    if elementwise.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
+        (y,), (top,) = _run(forward_math, (gate, up), out_dtype, (out_scale,), interpret)
+        return Gated(y, top)
     return Gated(*_store_xla(forward_math(gate, up), gate.dtype, out_dtype, out_scale))
 
 
@@ -94,18 +127,15 @@ def backward(
 
     Raises ValueError where shapes or dtypes differ, or out_dtype comes without two scales.
     """
-    scales = (None, None) if out_scales is None else tuple(out_scales)
-    dispatch.need(len(scales) == 2, "swiglu.backward", "out_scales", "two (of d_gate, of d_up)", len(scales))
-    _check("swiglu.backward", {"gate": gate, "up": up, "dy": dy}, out_dtype, scales)
-    d_gate, d_up = backward_math(dy, gate, up)
-    d_gate, top_gate = _store_xla(d_gate, gate.dtype, out_dtype, scales[0])
-    d_up, top_up = _store_xla(d_up, gate.dtype, out_dtype, scales[1])
+    op, scales = "swiglu.backward", (None, None) if out_scales is None else tuple(out_scales)
+    dispatch.need(len(scales) == 2, op, "out_scales", "two (of d_gate, of d_up)", len(scales))
+    _check(op, {"gate": gate, "up": up, "dy": dy}, out_dtype, scales)
+    if elementwise.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
+        grads, tops = _run(backward_math, (dy, gate, up), out_dtype, scales, interpret)
+        return Grads(*grads, *tops)
+    grads = zip(backward_math(dy, gate, up), scales, strict=True)
+    (d_gate, top_gate), (d_up, top_up) = (_store_xla(y, gate.dtype, out_dtype, scale) for y, scale in grads)
     return Grads(d_gate, d_up, top_gate, top_up)
-
-
-@jax.custom_vjp
-def _swiglu(gate, up):
-    return forward_math(gate, up)
 
 
 def swiglu(
@@ -115,8 +145,25 @@ def swiglu(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Float[Array, "*b D"]:
-    """silu(gate) * up in the dtype of gate; differentiable."""
+    """silu(gate) * up in the dtype of gate; differentiable. The backward pass saves gate and up only."""
+    return _swiglu(gate, up, implementation, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _swiglu(gate, up, implementation, interpret):
     return forward(gate, up, implementation=implementation, interpret=interpret).y
+
+
+def _swiglu_fwd(gate, up, implementation, interpret):
+    return _swiglu(gate, up, implementation, interpret), (gate, up)
+
+
+def _swiglu_bwd(implementation, interpret, saved, dy):
+    grads = backward(dy, *saved, implementation=implementation, interpret=interpret)
+    return grads.d_gate, grads.d_up
+
+
+_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 
 
 def _check(op: str, arrays: dict, out_dtype, scales: tuple) -> None:
@@ -124,13 +171,36 @@ def _check(op: str, arrays: dict, out_dtype, scales: tuple) -> None:
     gate = arrays["gate"]
     need = dispatch.need
     need(gate.dtype in (jnp.bfloat16, jnp.float16, f32), op, "dtype of gate", "a float of 16 or 32 bits", gate.dtype)
+    need(gate.size > 0, op, "gate", "an array, not empty", gate.shape)
     for name, x in arrays.items():
         need(x.shape == gate.shape, op, f"shape of {name}", f"that of gate, {gate.shape}", x.shape)
         need(x.dtype == gate.dtype, op, f"dtype of {name}", f"that of gate, {gate.dtype}", x.dtype)
-    need(out_dtype is None or jnp.dtype(out_dtype) in FP8, op, "out_dtype", f"None or one of {FP8}", out_dtype)
+    need(
+        out_dtype is None or jnp.dtype(out_dtype) in fp8.FP8,
+        op,
+        "out_dtype",
+        "None, float8_e4m3fn or float8_e5m2",
+        out_dtype,
+    )
     for scale in scales:
-        given = None if scale is None else (jnp.shape(scale), jnp.result_type(scale))
-        if out_dtype is None:
-            need(scale is None, op, "scale", "none, without out_dtype", given)
-        else:
-            need(given == ((), f32), op, "scale", "float32 [] with out_dtype", given)
+        fits = scale is None if out_dtype is None else fp8.is_scale(scale)
+        need(fits, op, "scale", "float32 [] with out_dtype, None without", fp8.described(scale))
+
+
+def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:
+    """Forward and backward, in bfloat16 and with e4m3 and e5m2 results."""
+    n = tokens * sizes.intermediate
+    x, scale = jax.ShapeDtypeStruct((tokens, sizes.intermediate), jnp.bfloat16), jax.ShapeDtypeStruct((), f32)
+
+    def forward_fp8(gate, up, scale, **how):
+        return forward(gate, up, out_dtype=fp8.E4M3, out_scale=scale, **how)
+
+    def backward_fp8(dy, gate, up, a, b, **how):
+        return backward(dy, gate, up, out_dtype=fp8.E5M2, out_scales=(a, b), **how)
+
+    return [
+        shapes.Case("forward", forward, (x, x), 6 * n),
+        shapes.Case("forward_e4m3", forward_fp8, (x, x, scale), 5 * n),
+        shapes.Case("backward", backward, (x, x, x), 10 * n),
+        shapes.Case("backward_e5m2", backward_fp8, (x, x, x, scale, scale), 8 * n),
+    ]

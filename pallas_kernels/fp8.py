@@ -1,0 +1,121 @@
+"""FP8 numbers, e4m3 and e5m2 (Micikevicius et al. 2022, arXiv:2209.05433), inside kernels and outside.
+
+GPUs convert them from compute capability 8.9 on. Elsewhere (A100) kernels compute the same bits with integers: rounding
+to nearest even is `bits + half - 1 + odd` in the normal range, and below it the addition of a float32 whose last bit
+is worth FP8's smallest step. A device without the instructions is taken from `jax.default_device` while tracing.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+
+f32, u32 = jnp.float32, jnp.uint32
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+FP8 = (E4M3, E5M2)
+FIRST = (8, 9)  # compute capability with instructions for FP8
+
+
+def reference(x, scale, dtype):
+    """clip(x * (1 / scale), -max, max) in e4m3 or e5m2; the same expression as in kernels, for the same bits."""
+    return _clip(x.astype(f32) * (1 / scale), dtype).astype(dtype)
+
+
+def absmax(x, axis: int | None = None):
+    """Largest magnitudes, float32; NaN where there is one."""
+    return from_ordered(jnp.max(ordered(x), axis=axis))
+
+
+def ordered(x):
+    """The bits of float32 magnitudes as int32: ordered as they are, NaN last. Maxima are taken of these.
+
+    XLA on CPUs (jax 0.11.2 and 0.12.0.1) loses NaN in maxima of 4096 floats or more.
+    """
+    return jax.lax.bitcast_convert_type(x.astype(f32), jnp.int32) & jnp.int32(0x7FFFFFFF)
+
+
+def from_ordered(bits):
+    """float32 magnitudes again."""
+    return jax.lax.bitcast_convert_type(bits, f32)
+
+
+def is_scale(scale) -> bool:
+    """Whether it is a float32 [], an array."""
+    return getattr(scale, "shape", None) == () and getattr(scale, "dtype", None) == f32
+
+
+def described(x) -> str:
+    """dtype and shape, for errors."""
+    return f"{x.dtype} {x.shape}" if hasattr(x, "dtype") else repr(x)
+
+
+def store_dtype(dtype):
+    """What a kernel writes FP8 as: itself, or bytes where the GPU has no instructions for it."""
+    return dtype if has_instructions() else jnp.dtype(jnp.uint8)
+
+
+def encode(x, inverse, dtype):
+    """Inside a kernel: clip(x * inverse, -max, max), in `store_dtype(dtype)`. x: float32."""
+    x = _clip(x * inverse, dtype)
+    return x.astype(dtype) if has_instructions() else code(x, dtype).astype(jnp.uint8)
+
+
+def decode(x8, dtype):
+    """Inside a kernel: float32 of FP8 in `store_dtype(dtype)`."""
+    return x8.astype(f32) if has_instructions() else value(x8.astype(u32), dtype)
+
+
+def as_stored(x8):
+    """An FP8 array as a kernel reads it: `store_dtype`. XLA changes nothing in memory."""
+    return jax.lax.bitcast_convert_type(x8, store_dtype(x8.dtype))
+
+
+def has_instructions() -> bool:
+    """Whether the GPU that is traced for converts FP8 itself; True for the interpreter."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    capability = getattr(device, "compute_capability", None)
+    return not capability or tuple(map(int, str(capability).rstrip("a").split("."))) >= FIRST
+
+
+def code(x, dtype):
+    """The bits of x, rounded to nearest even, as uint32 0..255. x: float32 that dtype holds, or NaN."""
+    bias, mantissa = _format(dtype)
+    bits = jax.lax.bitcast_convert_type(x, u32)
+    size = bits & u32(0x7FFFFFFF)
+    cut = u32(23 - mantissa)
+    normal = ((size + ((u32(1) << (cut - u32(1))) - u32(1)) + ((size >> cut) & u32(1))) >> cut) - u32(
+        (127 - bias) << mantissa
+    )
+    magic = np.float32(2.0 ** (24 - bias - mantissa))  # its last bit is worth the smallest step
+    small = jax.lax.bitcast_convert_type(jnp.abs(x) + magic, u32) - u32(magic.view(np.uint32))
+    found = jnp.where(size < u32((128 - bias) << 23), small, normal)
+    found = jnp.where(size > u32(0x7F800000), u32(0x7F), found)
+    return found | ((bits >> u32(24)) & u32(0x80))
+
+
+def value(bits, dtype):
+    """float32 of the bits of an FP8 number, uint32 0..255."""
+    bias, mantissa = _format(dtype)
+    size = bits & u32(0x7F)
+    normal = jax.lax.bitcast_convert_type((size << u32(23 - mantissa)) + u32((127 - bias) << 23), f32)
+    x = jnp.where(size < u32(1 << mantissa), size.astype(f32) * f32(2.0 ** (1 - bias - mantissa)), normal)
+    if dtype == E4M3:
+        x = jnp.where(size == u32(0x7F), f32(jnp.nan), x)
+    else:
+        x = jnp.where(size == u32(0x7C), f32(jnp.inf), jnp.where(size > u32(0x7C), f32(jnp.nan), x))
+    return jnp.where((bits & u32(0x80)) != u32(0), -x, x)
+
+
+def _format(dtype) -> tuple[int, int]:
+    """(bias of the exponent, bits of the mantissa)."""
+    return (7, 3) if dtype == E4M3 else (15, 2)
+
+
+def _clip(x, dtype):
+    top = dispatch.largest(dtype)
+    return jnp.clip(x, -top, top)

@@ -1,0 +1,156 @@
+"""The rotary kernel in Pallas' GPU interpreter against the reference, and that against the model's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch, rope as op, tiles
+from surojax.models import layers
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+KERNEL = {"implementation": "mosaic", "interpret": True}
+REFERENCE = {"implementation": "xla"}
+
+
+def data(batch, S, H, K, h, dtype):
+    q, k = (jax.random.normal(jax.random.key(n), (*batch, S, n, h), dtype) for n in (H, K))
+    return q, k, *table(S, h)
+
+
+def table(S, h):
+    angle = jnp.arange(S, dtype=f32)[:, None] * layers.rope_frequencies(h, 1e4, layers.RopeScaling())[None]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+SIZES = [
+    ((2,), 9, 12, 12, 64, bf16),  # gpt2
+    ((1,), 5, 32, 8, 64, bf16),  # llama1b
+    ((1,), 3, 28, 4, 128, f32),  # qwen7b: 4 positions of 4 heads are not there
+    ((1,), 6, 40, 8, 128, bf16),  # qwen32b
+    ((2, 2), 17, 7, 1, 64, bf16),  # one head is shared by all
+    ((), 21, 5, 3, 80, bf16),
+    ((1,), 19, 25, 25, 64, f32),  # 25 heads: the last tile of heads does some again
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_kernel(sizes):
+    args = data(*sizes)
+    got, expected = (jax.jit(lambda *a, how=how: op.forward(*a, **how))(*args) for how in (KERNEL, REFERENCE))
+    # One float32 multiply-add, fused into one rounding or not: a number of bf16 away at most, 2^-7 of it; where the two
+    # products cancel, the last bits of numbers up to 5.
+    for g, e in zip(got[:2], expected[:2], strict=True):
+        assert g.dtype == e.dtype and g.shape == e.shape
+        np.testing.assert_allclose(g.astype(f32), e.astype(f32), rtol=2**-7 if g.dtype == bf16 else 1e-6, atol=1e-6)
+    for x, top in ((got.q, got.absmax_q), (got.k, got.absmax_k)):
+        assert top.dtype == f32 and top.shape == () and top == jnp.max(jnp.abs(x)).astype(f32)
+
+
+@pytest.mark.parametrize("how", [KERNEL, REFERENCE])
+def test_quarter_turns_are_exact(how):
+    """With cos 0 and sin 1 halves are exchanged and one changes its sign; nothing is rounded."""
+    q, k, cos, sin = data((1,), 8, 4, 2, 128, bf16)
+    turned = op.forward(q, k, 0 * cos, jnp.ones_like(sin), **how)
+    for x, y in ((q, turned.q), (k, turned.k)):
+        first, second = jnp.split(x, 2, axis=-1)
+        np.testing.assert_array_equal(y, jnp.concatenate([-second, first], axis=-1))
+    back = op.forward(turned.q, turned.k, 0 * cos, jnp.ones_like(sin), inverse=True, **how)
+    np.testing.assert_array_equal(back.q, q)
+    np.testing.assert_array_equal(back.k, k)
+
+
+def test_as_the_model_does_it():
+    q, k, cos, sin = data((2,), 9, 4, 2, 64, f32)
+    rotated = op.rope(q, k, cos, sin, **REFERENCE)
+    for x, y in zip((q, k), rotated, strict=True):
+        expected = layers.rope(x, jnp.arange(9), 1e4, layers.RopeScaling())
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-6)  # cosines from another program: their last bits
+
+
+@pytest.mark.parametrize("how", [KERNEL, REFERENCE])
+def test_gradients_are_those_of_autodiff(how):
+    q, k, cos, sin = data((1,), 16, 5, 3, 80, f32)
+    a, b = (jax.random.normal(jax.random.key(i), x.shape) for i, x in ((7, q), (8, k)))
+
+    def plain(x):
+        first, second = x[..., :40], x[..., 40:]
+        c, s = cos[None, :, None], sin[None, :, None]
+        return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+
+    def ours(q, k):
+        y, z = op.rope(q, k, cos, sin, **how)
+        return jnp.sum(y * a) + jnp.sum(z * b)
+
+    got = jax.jit(jax.grad(ours, (0, 1)))(q, k)
+    expected = jax.grad(lambda q, k: jnp.sum(plain(q) * a) + jnp.sum(plain(k) * b), (0, 1))(q, k)
+    for g, e in zip(got, expected, strict=True):
+        np.testing.assert_allclose(g, e, rtol=1e-6, atol=1e-6)  # as in test_kernel
+
+
+def test_sharded_gradients():
+    q, k, cos, sin = data((8,), 4, 2, 1, 64, f32)
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(q, k, cos, sin):
+        y, z = op.rope(q, k, cos, sin)
+        return jnp.sum(y**3) + jnp.sum(z**3)
+
+    across = jax.shard_map(
+        lambda *args: jax.lax.psum(loss(*args), "dp"), mesh=mesh,
+        in_specs=(jax.P("dp"), jax.P("dp"), jax.P(), jax.P()), out_specs=jax.P(),
+    )  # fmt: skip
+    got, expected = (jax.jit(jax.grad(f, (0, 1)))(q, k, cos, sin) for f in (across, loss))
+    for g, e in zip(got, expected, strict=True):
+        np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-5)  # cubes, fused differently
+
+
+z = lambda *shape, dtype=bf16: jnp.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ((z(4, 2, 7), z(4, 2, 7), z(4, 3), z(4, 3)), "head dimension: expected an even number, got 7"),
+        ((z(4, 8), z(4, 8), z(4, 4), z(4, 4)), r"q: expected \[..., S, heads, h\], not empty, got \(4, 8\)"),
+        ((z(4, 2, 8), z(4, 0, 8), z(4, 4), z(4, 4)), r"k: expected \[..., S, heads, h\], not empty"),
+        ((z(4, 2, 8), z(5, 2, 8), z(4, 4), z(4, 4)), r"shape of k: expected \(4, 'K', 8\), got \(5, 2, 8\)"),
+        (
+            (z(4, 2, 8), z(4, 2, 8, dtype=f32), z(4, 4), z(4, 4)),
+            "dtype of k: expected bfloat16, that of q, got",
+        ),
+        ((z(4, 2, 8, dtype=jnp.int8), z(4, 2, 8), z(4, 4), z(4, 4)), "dtype of q: expected .* got int8"),
+        ((z(4, 2, 8), z(4, 2, 8), z(4, 4), z(4, 4)), r"cos: expected float32 \(4, 4\), got bfloat16 \(4, 4\)"),
+        ((z(4, 2, 8), z(4, 2, 8), z(4, 4, dtype=f32), z(3, 4, dtype=f32)), r"sin: expected float32 \(4, 4\), got .*3"),
+    ],
+)
+def test_bad_input(args, message):
+    for f in (op.forward, op.rope):
+        with pytest.raises(ValueError, match=message):
+            f(*args)
+
+
+def test_what_the_kernel_cannot(monkeypatch):
+    """One position of one head is less than 128 threads can share."""
+    q, k, cos, sin = data((1,), 1, 1, 1, 64, bf16)
+    with pytest.raises(NotImplementedError, match=r"got 1 positions, \(1, 1\) heads of 2 x 32 bfloat16"):
+        op.forward(q, k, cos, sin, implementation="mosaic")
+    monkeypatch.setattr(dispatch, "automatic", lambda: "mosaic")
+    tiles._say_once.cache_clear()
+    with pytest.warns(UserWarning, match="using XLA's instead"):
+        op.forward(q, k, cos, sin)
+    op.forward(q, k, cos, sin)  # not said again: warnings are errors here
+
+
+@pytest.mark.parametrize("length", [1, 5, 2048])
+@pytest.mark.parametrize("counts", [(12, 12), (32, 8), (28, 4), (25, 25), (7, 1), (64, 8)])
+@pytest.mark.parametrize("width", [32, 40, 64])
+def test_tiles_fit(length, counts, width):
+    try:
+        cut = tiles.heads("test", length, counts, width, bf16)
+    except NotImplementedError:
+        assert length < 32 and min(counts) < 32
+        return
+    tile = cut.layout.to_mgpu().base_tile_shape
+    assert cut.positions <= length and cut.heads <= min(counts)
+    assert cut.positions % tile[0] == 0 and cut.heads % tile[1] == 0 and width % tile[2] == 0
