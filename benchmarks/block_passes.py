@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax import aot, flags
+from surojax.blueprint import SCHEDULE
 from surojax.config import check, model_config
 from surojax.fp8 import SITES, quantise_weights
 from surojax.hlo import Instruction, Module, arrays, executed, parse
@@ -50,7 +51,7 @@ def compile_block(config: LlamaConfig, gpu: str, tokens: int) -> dict[str, aot.C
 
     def compiled(f, *arguments):
         run = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
-        return aot.compile_for(jax.jit(run), put(arguments), mesh, {})
+        return aot.compile_for(jax.jit(run), put(arguments), mesh, SCHEDULE)
 
     return {"forward": compiled(model.block, w, x, given), "backward": compiled(backward, w, x, x, given)}
 
@@ -93,10 +94,15 @@ def product_flops(module: Module) -> int:
     for kind, _, i in launches(module):
         if kind == "float8 product":
             computation = next(c for c in module.values() if i.name in c)
-            shape = lambda name: [int(d) for d in re.findall(r"\[([\d,]*)\]", computation[name].shape)[0].split(",")]
-            out = [int(d) for d in re.findall(r"\[([\d,]*)\]", i.shape)[0].split(",")]
-            total += 2 * out[0] * out[1] * shape(i.operands[0])[-1]
+            rows, columns = _dimensions(i.shape)
+            total += 2 * rows * columns * _dimensions(computation[i.operands[0]].shape)[-1]
     return total
+
+
+def _dimensions(shape: str) -> list[int]:
+    """Of the first array of a shape."""
+    found = re.search(r"\[([\d,]*)\]", shape)
+    return [int(d) for d in found[1].split(",")] if found else []
 
 
 def count(module: Module) -> dict[str, dict[str, int]]:
