@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import quantize as kernels
+
 BLOCK = 128
 SMALLEST_BLOCK = 32  # scales of smaller ones would cost more than an eighth of the values
 DTYPES: dict[str, str] = {"fp8": "float8_e4m3fn", "int8": "int8"}
@@ -44,21 +46,20 @@ def block_size(n: int) -> int:
 
 def quantise(x: jax.Array, dtype, block: int | None = None) -> Quantized:
     """x `[..., n]` in int8 or float8_e4m3fn; blocks of `block_size(n)` unless `block`, a divisor of n, is given."""
-    dtype = jnp.dtype(dtype)
     block = block or block_size(x.shape[-1])
-    x = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
-    largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-    # The floor keeps the scale of a block of zeros, or of numbers near the smallest there are, from being zero.
-    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / largest, jnp.finfo(jnp.float32).tiny)
-    x = x / scales[..., None]
-    x = jnp.round(x) if dtype == jnp.int8 else x
-    return Quantized(x.astype(dtype).reshape(*x.shape[:-2], -1), scales)
+    return Quantized(*kernels.quantize_blocks(x, dtype, block, implementation=None if _on_one_device() else "xla"))
+
+
+def _on_one_device() -> bool:
+    """Whether what is traced runs on each device by itself: XLA cannot partition a kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.are_all_axes_manual
 
 
 def dequantise(q: Quantized, dtype) -> jax.Array:
     """The matrix again, in `dtype`; multiplied in float32."""
-    blocks = q.values.astype(jnp.float32).reshape(*q.scales.shape, -1)
-    return (blocks * q.scales[..., None]).reshape(q.values.shape).astype(dtype)
+    # Not the kernel: XLA computes this where the numbers are used, and never writes them.
+    return kernels.dequantize_blocks(kernels.Blocks(*q), dtype, implementation="xla")
 
 
 def quantise_matrices(tree, dtype):
