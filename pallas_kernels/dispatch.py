@@ -71,7 +71,13 @@ def launch(
     run = plgpu.kernel(
         kernel, out_type=out, grid=grid, grid_names=names, compiler_params=params, interpret=mode, **more
     )
-    return run(*operands)
+    return jax.tree.map(lambda result: _vary(result, varying), run(*operands))
+
+
+def _vary(x, axes: frozenset[str]):
+    """x, varying over these mesh axes too: jax 0.12's `plgpu.kernel` drops what out_type says of it."""
+    missing = tuple(sorted(axes - _varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _varying(x) -> frozenset[str]:

@@ -54,11 +54,12 @@ class Blocks(NamedTuple):
 
 def _quantize_blocks_xla(x, dtype, block: int) -> Blocks:
     """Products with reciprocals, in all of this file: XLA makes them of divisions by constants and by broadcasts."""
-    x = x.astype(f32).reshape(*x.shape[:-1], -1, block)
+    shape = x.shape
+    x = x.astype(f32).reshape(*x.shape[:-1], x.shape[-1] // block, block)
     scales = _scale(fp8.absmax(x, axis=-1), dtype)
     x = x * (1 / scales)[..., None]
     x = jnp.round(x) if dtype == jnp.int8 else x
-    return Blocks(x.astype(dtype).reshape(*x.shape[:-2], -1), scales)
+    return Blocks(x.astype(dtype).reshape(shape), scales)
 
 
 def _scale(top, dtype):
@@ -68,7 +69,7 @@ def _scale(top, dtype):
 
 
 def _dequantize_blocks_xla(values, scales, dtype):
-    x = values.astype(f32).reshape(*scales.shape, -1)
+    x = values.astype(f32).reshape(*scales.shape, values.shape[-1] // scales.shape[-1])
     return (x * scales[..., None]).reshape(values.shape).astype(dtype)
 
 
@@ -127,6 +128,14 @@ def _rows_of_blocks(n: int) -> tuple[int, Any]:
     return next(rows for rows in (32, 16, 8) if n % rows == 0), layout
 
 
+def _store(ref, at, value) -> None:
+    """ref[at] = value, though a warp writes two scales, less than a sector: jax 0.12 wants to be told that it may."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref.at[at], value, optimized=False)
+    else:  # jax 0.11
+        ref[at] = value
+
+
 def _quantize_blocks_mosaic(x, dtype, interpret: bool) -> Blocks:
     n = x.size // BLOCK
     rows, layout = _rows_of_blocks(n)
@@ -137,8 +146,8 @@ def _quantize_blocks_mosaic(x, dtype, interpret: bool) -> Blocks:
         scales = _scale(fp8.absmax(x, axis=1), dtype)
         inverse = jax.lax.broadcast_in_dim(1 / scales, (rows, BLOCK), (0,))
         values = jnp.round(x * inverse).astype(dtype) if dtype == jnp.int8 else fp8.encode(x, inverse, dtype)
-        plgpu.store(values_ref.at[at], values, optimized=False)
-        plgpu.store(scales_ref.at[at], scales, optimized=False)
+        _store(values_ref, at, values)
+        _store(scales_ref, at, scales)
 
     stored = dtype if dtype == jnp.int8 else fp8.store_dtype(dtype)
     out = [jax.ShapeDtypeStruct((n, BLOCK), stored), jax.ShapeDtypeStruct((n,), f32)]
@@ -159,7 +168,7 @@ def _dequantize_blocks_mosaic(values, scales, dtype, interpret: bool):
         values = values.astype(f32) if kind == jnp.int8 else fp8.decode(values, kind)
         scales = plgpu.load(scales_ref.at[at], layout=layout.reduce(1), optimized=False)
         out = (values * jax.lax.broadcast_in_dim(scales, (rows, BLOCK), (0,))).astype(dtype)
-        plgpu.store(out_ref.at[at], out, optimized=False)
+        _store(out_ref, at, out)
 
     stored = values if kind == jnp.int8 else fp8.as_stored(values)
     out = jax.ShapeDtypeStruct((n, BLOCK), dtype)
@@ -239,10 +248,11 @@ def quantize_blocks(
 ) -> Blocks:
     """x in int8, e4m3 or e5m2 with a float32 scale for every `block` numbers of a row.
 
-    Bit-equal to a jitted `surojax.quantize.quantise` on a CPU. The kernel serves blocks of 128.
+    The kernel serves blocks of 128. Empty leading dimensions are allowed.
     """
-    op, dtype = "quantize.quantize_blocks", jnp.dtype(dtype)
-    _check(op, x, dtype, (jnp.dtype(jnp.int8), *FP8))
+    op, dtype, kinds = "quantize.quantize_blocks", jnp.dtype(dtype), (jnp.dtype(jnp.int8), *FP8)
+    need(x.dtype in FLOATS, op, "dtype of x", "bfloat16, float16 or float32", x.dtype)
+    need(dtype in kinds, op, "dtype", f"one of {', '.join(map(str, kinds))}", dtype)
     need(block > 0 and x.ndim > 0 and x.shape[-1] % block == 0, op, "block", f"a divisor of n, {x.shape[-1:]}", block)
     if _blocked(op, implementation, x, block):
         return _quantize_blocks_mosaic(x, dtype, interpret)
@@ -256,7 +266,7 @@ def dequantize_blocks(
     op, dtype, (values, scales) = "quantize.dequantize_blocks", jnp.dtype(dtype), blocks
     need(dtype in FLOATS, op, "dtype", "bfloat16, float16 or float32", dtype)
     need(values.dtype in (jnp.int8, *FP8), op, "dtype of values", "int8, e4m3 or e5m2", values.dtype)
-    fits = values.ndim == scales.ndim > 0 and values.shape[:-1] == scales.shape[:-1] and scales.size > 0
+    fits = values.ndim == scales.ndim > 0 and values.shape[:-1] == scales.shape[:-1] and scales.shape[-1] > 0
     fits = fits and values.shape[-1] % scales.shape[-1] == 0 and scales.dtype == f32
     got = f"{scales.dtype} {scales.shape} for {values.shape}"
     need(fits, op, "scales", "float32 [..., n / block] for values [..., n]", got)
@@ -309,7 +319,7 @@ def _tiled(op: str, implementation: Implementation, x) -> bool:
 
 
 def _blocked(op: str, implementation: Implementation, x, block: int) -> bool:
-    fits = block == BLOCK and x.size % (8 * BLOCK) == 0 and x.size < elementwise.LARGEST
+    fits = block == BLOCK and x.size % (8 * BLOCK) == 0 and 0 < x.size < elementwise.LARGEST
     needs = f"blocks of {BLOCK}, eight of them or a multiple, below 2^31 numbers"
     return elementwise.chosen(op, implementation, fits, needs, f"blocks of {block} in {x.shape}")
 

@@ -168,7 +168,7 @@ def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.Rows, in
         if tile.rows == 1:
             tiles.store(part_ref, pl.ds(program, 1), d_scale)
         else:
-            plgpu.store(part_ref.at[program], jnp.sum(d_scale, axis=0), optimized=False)
+            tiles.store(part_ref, program, jnp.sum(d_scale, axis=0))
         tiles.store(absmax_ref, pl.ds(program * tile.rows, tile.rows), absmax)
 
     out = (
@@ -264,7 +264,7 @@ def rms_norm(
     all devices gets the sum of their gradients.
     """
     _check("rms_norm", x, scale, residual=residual)
-    scale = _vary_like(scale, x)
+    scale = dispatch._vary(scale, dispatch._varying(x))  # so that its gradient is summed over the mesh
     if residual is None:
         return _normed(x, scale, eps, implementation, interpret)
     return _added(x, scale, residual, eps, implementation, interpret)
@@ -313,12 +313,6 @@ def _cut(op: str, implementation: Implementation, x, added: bool) -> tiles.Rows 
     if dispatch.choose(op, implementation) == "xla":
         return None
     return tiles.try_cut(implementation, tiles.rows, op, x.size // x.shape[-1], x.shape[-1], x.dtype, added)
-
-
-def _vary_like(a, x):
-    """a, varying over the mesh axes that x varies over, so that its gradient is summed over them."""
-    axes = tuple(dispatch._varying(x) - dispatch._varying(a))
-    return jax.lax.pcast(a, axes, to="varying") if axes else a
 
 
 def _check(op: str, x, scale, **like_x) -> None:

@@ -141,7 +141,10 @@ def load(ref, at, how) -> jax.Array:
 
 def store(ref, at, value) -> None:
     """Write value to ref at an index of its leading dimensions."""
-    plgpu.store(ref.at[at], value, optimized=False)
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref.at[at], value, optimized=False)
+    else:  # jax 0.11
+        ref[at] = value
 
 
 def tile_at(i, size: int, count: int):

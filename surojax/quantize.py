@@ -18,6 +18,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import quantize as kernels
+
 BLOCK = 128
 SMALLEST_BLOCK = 32  # scales of smaller ones would cost more than an eighth of the values
 DTYPES: dict[str, str] = {"fp8": "float8_e4m3fn", "int8": "int8"}
@@ -46,15 +48,8 @@ def block_size(n: int) -> int:
 
 def quantise(x: jax.Array, dtype, block: int | None = None) -> Quantized:
     """x `[..., n]` in int8 or float8_e4m3fn; blocks of `block_size(n)` unless `block`, a divisor of n, is given."""
-    dtype = jnp.dtype(dtype)
     block = block or block_size(x.shape[-1])
-    x = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
-    largest = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-    # The floor keeps the scale of a block of zeros, or of numbers near the smallest there are, from being zero.
-    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / largest, jnp.finfo(jnp.float32).tiny)
-    x = x / scales[..., None]
-    x = jnp.round(x) if dtype == jnp.int8 else x
-    return Quantized(x.astype(dtype).reshape(*x.shape[:-2], -1), scales)
+    return Quantized(*kernels.quantize_blocks(x, dtype, block, implementation="xla"))
 
 
 def has_one_scale(q) -> bool:
@@ -95,8 +90,7 @@ def dequantise(q: Quantized, dtype) -> jax.Array:
     """The matrix again, in `dtype`; multiplied in float32."""
     if has_one_scale(q):
         return (q.values.astype(jnp.float32) * q.scales[..., None, None]).astype(dtype)
-    blocks = q.values.astype(jnp.float32).reshape(*q.scales.shape, -1)
-    return (blocks * q.scales[..., None]).reshape(q.values.shape).astype(dtype)
+    return kernels.dequantize_blocks(kernels.Blocks(*q), dtype, implementation="xla")
 
 
 def quantise_matrices(tree, dtype):

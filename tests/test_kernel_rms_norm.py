@@ -184,3 +184,18 @@ def test_tiles_cover_the_rows(count, width, dtype):
         assert tile.rows <= count <= tile.rows * tile.tiles < count + tile.rows
         assert tile.rows % how.base_tile_shape[0] == 0 and width % how.base_tile_shape[1] == 0
         assert how.vector_length * jnp.dtype(dtype).itemsize <= 16
+
+
+def test_kernels_trace_inside_shard_map():
+    """With the types that `check_vma` wants of results and of gradients; compiled in tests/test_kernels_compile.py."""
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(x, scale):
+        y, total = op.rms_norm(x, scale, x, implementation="mosaic")
+        assert jax.typeof(y).manual_axis_type.varying == jax.typeof(total).manual_axis_type.varying == {"dp"}
+        return jax.lax.psum(jnp.sum(y + total), "dp")
+
+    across = jax.shard_map(loss, mesh=mesh, in_specs=(jax.P("dp"), jax.P()), out_specs=jax.P())
+    x, scale = jax.ShapeDtypeStruct((32, 256), f32), jax.ShapeDtypeStruct((256,), f32)
+    dx, d_scale = jax.eval_shape(jax.grad(across, (0, 1)), x, scale)
+    assert dx.shape == x.shape and d_scale.shape == scale.shape
