@@ -11,13 +11,11 @@ and logprob are NaN, which training shows, and the gradient is the softmax's alo
 Dtypes: everything is computed in float32; loss, lse and logprob are float32, gradients have the logits' dtype, rounded
 once. Shape suffixes: N tokens, V vocabulary.
 
-How the kernel passes over a row. One program per row, of several warp groups where the row is long: then few rows are on
-their way at once, and what the first pass (logsumexp) read is still in the second-level cache when the second
-(gradient) reads it again, last part first. Every thread keeps its own maximum and sum of exponentials over 16-byte
-vectors (Milakov and Gimelshein 2018, arXiv 1805.02867) and nothing is exchanged before the end of the row. 16-byte
-loads fault where they are not aligned, and rows of 50257 bfloat16 are not: vectors begin at the first aligned word of
-the row, and its two ends, less than a round of vectors, go in single words, masked where they overlap the rest. Those
-stay in registers, and their gradient is written last, since in place nobody may read what is already a gradient.
+The kernel: one program per row, as `long_rows` cuts it. The first pass keeps a maximum and a sum of exponentials in
+every place of a vector (Milakov and Gimelshein 2018, arXiv 1805.02867) and exchanges nothing before the end of the row;
+the second reads the row again, last part first, from the second-level cache as far as that goes, and writes the
+gradient. The ends of the row stay in registers in between and are written last: in place, nobody may read what is a
+gradient already.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import LANES, Implementation, choose, launch, need
+from pallas_kernels.long_rows import Cut, Row, columns, cut
 from pallas_kernels.shapes import Case, Sizes
 
 if TYPE_CHECKING:
@@ -41,21 +40,19 @@ f32 = jnp.float32
 
 
 class Loss(NamedTuple):
-    """What is known of each row; ignored labels: loss, logprob and gradient 0, lse that of the row.
-
-    d_logits: weight * d loss / d logits, None where it was not asked for.
-    """
+    """Of each row, float32: loss, lse and logprob; and d_logits = weight * d loss / d logits, in the logits' dtype."""
 
     loss: jax.Array
     lse: jax.Array
     logprob: jax.Array
-    d_logits: jax.Array | None = None
+    d_logits: jax.Array
 
 
 # ---- Reference --------------------------------------------------------------------------------------------------
 
 
-def _reference_forward(logits_NV, labels_N, z_loss: float) -> Loss:
+def _reference_forward(logits_NV, labels_N, z_loss: float):
+    """[loss, lse, logprob]."""
     logits32_NV, V = logits_NV.astype(f32), logits_NV.shape[1]
     lse_N = jax.nn.logsumexp(logits32_NV, axis=-1)
     label_N = jnp.clip(labels_N, 0, V - 1)[:, None]
@@ -63,7 +60,7 @@ def _reference_forward(logits_NV, labels_N, z_loss: float) -> Loss:
     nll_N = jnp.where(labels_N < V, lse_N - label_logit_N, jnp.nan)
     nll_N = jnp.where(labels_N >= 0, nll_N, 0.0)
     penalty_N = jnp.where(labels_N >= 0, z_loss * lse_N * lse_N, 0.0) if z_loss else 0.0
-    return Loss(nll_N + penalty_N, lse_N, -nll_N)
+    return [nll_N + penalty_N, lse_N, -nll_N]
 
 
 def _reference_gradient(logits_NV, labels_N, lse_N, weight, z_loss: float):
@@ -78,91 +75,12 @@ def _reference_gradient(logits_NV, labels_N, lse_N, weight, z_loss: float):
 
 # ---- Kernel -----------------------------------------------------------------------------------------------------
 
-GROUPS, MANY = 4, 16384  # warp groups of a program, for rows of so many words; shorter ones: one
-UNROLL = 4  # vectors that a thread has on their way at once
 LOWEST = -1e30  # what masked words count as: their exponential is 0
 LOG2E = 1.4426950408889634
 
 
-class Cut(NamedTuple):
-    """How a row is cut: `rounds` of aligned vectors, one for each thread, and `edges` of single words for the rest."""
-
-    V: int
-    vec: int  # words of a vector, 16 bytes
-    groups: int
-    rounds: int
-    edges: int
-    shift: int  # words by which each row's beginning is off a multiple of vec, compared with the row before
-
-    @property
-    def span(self) -> int:
-        """Words of a round."""
-        return self.groups * LANES * self.vec
-
-
-def cut(V: int, itemsize: int) -> Cut:
-    """The cut of rows of V >= LANES words."""
-    vec, groups = 16 // itemsize, GROUPS if V >= MANY else 1
-    shift = V % vec
-    rounds = (V - (vec - 1 if shift else 0)) // (groups * LANES * vec)
-    edges = -(-(V - rounds * groups * LANES * vec) // (groups * LANES))
-    return Cut(V, vec, groups, rounds, edges, shift if rounds else 0)
-
-
 def _exp(x):
     return jnp.exp2(x * LOG2E)  # one instruction of the GPU and a multiplication
-
-
-class _Row:
-    """A row of logits within a program: loads its parts, in float32."""
-
-    def __init__(self, c: Cut, x_ref):
-        self.c, self.x_ref = c, x_ref
-        self.r, self.group = jax.lax.axis_index("rows"), jax.lax.axis_index("group")
-        self.begin = -(self.r * c.shift) & (c.vec - 1)  # the first aligned word
-
-    def round(self, j):
-        """(first word of this group's part of round j, its length, its layout)."""
-        n = LANES * self.c.vec
-        layout = plgpu.Layout.WG_STRIDED((n,), vec_size=self.c.vec)
-        return self.begin + j * self.c.span + self.group * n, n, layout
-
-    def edge(self, start):
-        """The same of single words, one for each thread of all groups, from `start`."""
-        return start + self.group * LANES, LANES, plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-
-    def load(self, part):
-        start, n, layout = part
-        return plgpu.layout_cast(self.x_ref[self.r, pl.ds(start, n)], layout).astype(f32)
-
-    def edges(self):
-        """[(part, values, which of its words no other part has)]: both ends of the row."""
-        c, found = self.c, []
-        words = c.groups * LANES
-        end = self.begin + c.rounds * c.span
-        for k in range(c.edges):
-            part = self.edge(jnp.minimum(end + k * words, c.V - words))
-            found.append((part, self.load(part), columns(part) >= end + k * words))
-        if c.shift:
-            part = self.edge(0)
-            found.append((part, self.load(part), columns(part) < self.begin))
-        return found
-
-    def over_rounds(self, body, carry, *, backwards: bool = False):
-        """carry = body(parts, carry) over all rounds, UNROLL at a time."""
-        c = self.c
-        full, rest = divmod(c.rounds, UNROLL)
-        parts = lambda j, n: [self.round(j + k) for k in range(n)]
-        some = lambda i, carry: body(parts((full - 1 - i if backwards else i) * UNROLL, UNROLL), carry)
-        last = lambda carry: body(parts(full * UNROLL, rest), carry) if rest else carry
-        carry = last(carry) if backwards else carry
-        carry = jax.lax.fori_loop(0, full, some, carry) if full else carry
-        return carry if backwards else last(carry)
-
-
-def columns(part):
-    start, n, layout = part
-    return start + plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
 
 
 def _online(xs, carry):
@@ -178,7 +96,7 @@ def _both(a, b):
     return top, a[1] * _exp(a[0] - top) + b[1] * _exp(b[0] - top)
 
 
-def _logsumexp(row: _Row, edges, tops, sums, barrier):
+def _logsumexp(row: Row, edges, tops, sums, barrier):
     """The logarithm of the row's sum of exponentials; afterwards all groups have read the edges."""
     none = lambda n, layout: tuple(plgpu.layout_cast(jnp.full((n,), v, f32), layout) for v in (LOWEST, 0.0))
     vectors, pairs = lambda parts, carry: _online([row.load(part) for part in parts], carry), []
@@ -199,14 +117,15 @@ def _logsumexp(row: _Row, edges, tops, sums, barrier):
     return top + jnp.log(total)
 
 
-def _write_gradient(row: _Row, edges, d_ref, label, lse, weight, factor, barrier):
-    """weight * (softmax * factor - onehot) into the row of d_ref; the last read is read again first."""
+def _write_gradient(row: Row, edges, d_ref, label, lse, weight, factor, barrier):
+    """weight * (softmax * factor - onehot) into the row of d_ref; what was read last is read again first."""
+    label += row.first
 
     def store(part, x):
         start, n, _ = part
         softmax = _exp(x - lse) * factor
         gradient = softmax - jnp.where(columns(part) == label, f32(1), f32(0))
-        d_ref[row.r, pl.ds(start, n)] = (gradient * weight).astype(d_ref.dtype)
+        d_ref[row.line, pl.ds(start, n)] = (gradient * weight).astype(d_ref.dtype)
 
     def vectors(parts, carry):
         for part, x in [(part, row.load(part)) for part in reversed(parts)]:
@@ -220,25 +139,25 @@ def _write_gradient(row: _Row, edges, d_ref, label, lse, weight, factor, barrier
         store(part, x)
 
 
-def _body(c: Cut, z_loss: float, forward: bool, gradient: bool, in_place: bool):
+def _body(c: Cut, words: int, z_loss: float, forward: bool, gradient: bool, in_place: bool):
+    """The kernel for rows of which the first `words` are words of the vocabulary."""
+
     def kernel(x_ref, label_ref, weight_ref, *refs):
         lse_ref, refs = (None, refs) if forward else (refs[0], refs[1:])
         *results, tops, sums, barrier = refs
-        row = _Row(c, x_ref)
+        row = Row(c, x_ref)
         r, label = row.r, label_ref[row.r]
-        label_logit = x_ref[r, jnp.clip(label, 0, c.V - 1)].astype(f32)
+        label_logit = x_ref[row.line, row.first + jnp.clip(label, 0, words - 1)].astype(f32)
         edges = row.edges()
         lse = lse_ref[r] if lse_ref is not None else _logsumexp(row, edges, tops, sums, barrier)
         valid = jnp.where(label >= 0, f32(1), f32(0))
         if forward:
-            nll = jnp.where(label < c.V, (lse - label_logit), f32(jnp.nan))
+            nll = jnp.where(label < words, lse - label_logit, f32(jnp.nan))
             nll = jnp.where(label >= 0, nll, f32(0))
 
             @pl.when(row.group == 0)
             def _():
-                results[0][r] = nll + valid * z_loss * lse * lse
-                results[1][r] = lse
-                results[2][r] = -nll
+                results[0][r], results[1][r], results[2][r] = nll + valid * z_loss * lse * lse, lse, -nll
 
         if gradient:
             d_ref = x_ref if in_place else results[-1]
@@ -248,15 +167,22 @@ def _body(c: Cut, z_loss: float, forward: bool, gradient: bool, in_place: bool):
     return kernel
 
 
-def _run(logits_NV, labels_N, weight, lse_N, *, z_loss=0.0, forward=True, gradient=True, in_place=False, interpret=False):
-    """The kernel: Loss of rows; without `forward` only d_logits, from their lse. weight: [1] or [N]."""
-    (N, V), c = logits_NV.shape, cut(logits_NV.shape[1], logits_NV.dtype.itemsize)
+def _run(
+    logits_NV, labels_N, weight, lse_N=None, *, z_loss, forward=True, gradient=True, in_place=False, interpret=False
+):
+    """([loss, lse, logprob] if `forward`, d_logits if `gradient`, without `forward` of lse_N). weight: [1] or [N]."""
+    (N, narrow), missing = logits_NV.shape, max(0, LANES - logits_NV.shape[1])
+    if missing:
+        logits_NV = jnp.pad(logits_NV, ((0, 0), (0, missing)), constant_values=LOWEST)
+    V = narrow + missing
+    c = cut(N, V, logits_NV.dtype.itemsize)
+    lines = logits_NV.reshape(N // c.rows, c.rows * V)
     out = [jax.ShapeDtypeStruct((N,), f32)] * 3 if forward else []
     if gradient and not in_place:
-        out.append(jax.ShapeDtypeStruct((N, V), logits_NV.dtype))
-    x = jax.new_ref(logits_NV) if in_place else logits_NV
+        out.append(jax.ShapeDtypeStruct(lines.shape, lines.dtype))
+    x = jax.new_ref(lines) if in_place else lines
     results = launch(
-        _body(c, z_loss, forward, gradient, in_place),
+        _body(c, narrow, z_loss, forward, gradient, in_place),
         (x, labels_N, weight) if forward else (x, labels_N, weight, lse_N),
         out=out,
         grid=(N,),
@@ -264,10 +190,16 @@ def _run(logits_NV, labels_N, weight, lse_N, *, z_loss=0.0, forward=True, gradie
         interpret=interpret,
         num_threads=c.groups,
         thread_name="group",
-        scratch_types=[plgpu.SMEM((c.groups,), f32), plgpu.SMEM((c.groups,), f32), plgpu.Barrier(num_arrivals=c.groups)],
+        scratch_types=[
+            plgpu.SMEM((c.groups,), f32),
+            plgpu.SMEM((c.groups,), f32),
+            plgpu.Barrier(num_arrivals=c.groups),
+        ],
     )
-    *numbers, d_logits = [*results, x[...]] if in_place else results if gradient else [*results, None]
-    return Loss(*numbers, d_logits) if forward else d_logits
+    rows = results[:3] if forward else []
+    if not gradient:
+        return rows, None
+    return rows, jnp.reshape(x[...] if in_place else results[-1], (N, V))[:, :narrow]
 
 
 # ---- Public functions -------------------------------------------------------------------------------------------
@@ -294,20 +226,119 @@ def loss_and_gradient(
     _check(logits, labels, z_loss)
     need(jnp.shape(weight) == (), OP, "weight", "one number, shape ()", jnp.shape(weight))
     x_NV, labels_N = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    choose(OP, implementation)
-    out = _reference_forward(x_NV, labels_N, z_loss)
-    out = out._replace(d_logits=_reference_gradient(x_NV, labels_N, out.lse, weight, z_loss))
-    return _shaped(out, logits)
+    if in_place:
+        varying = getattr(getattr(jax.typeof(logits), "manual_axis_type", None), "varying", None)
+        need(not varying, OP, "in_place", "False inside jax.shard_map(check_vma=True)", True)
+    x_NV, labels_N = _flat(logits, labels)
+    if _mosaic(x_NV, implementation):
+        rows, d_NV = _run(x_NV, labels_N, weight[None], z_loss=z_loss, in_place=in_place, interpret=interpret)
+    else:
+        rows = _reference_forward(x_NV, labels_N, z_loss)
+        d_NV = _reference_gradient(x_NV, labels_N, rows[1], weight, z_loss)
+    loss, lse, logprob = (row.reshape(labels.shape) for row in rows)
+    return Loss(loss, lse, logprob, jnp.reshape(d_NV, logits.shape))
 
 
-def _shaped(out: Loss, logits) -> Loss:
-    d_logits = None if out.d_logits is None else out.d_logits.reshape(logits.shape)
-    return Loss(*(x.reshape(logits.shape[:-1]) for x in out[:3]), d_logits)
+def cross_entropy(
+    logits: Float[Array, "*N V"],
+    labels: Int[Array, "*N"],
+    *,
+    z_loss: float = 0.0,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Float[Array, "*N"]:
+    """Loss of every row, float32, differentiable with respect to the logits, each row by its own cotangent.
+
+    Arguments and errors are those of `loss_and_gradient`, which is one pass less where the weight is known before.
+    """
+    _check(logits, labels, z_loss)
+    return _loss(*_flat(logits, labels), z_loss, implementation, interpret).reshape(labels.shape)
+
+
+def logprob(
+    logits: Float[Array, "*N V"],
+    labels: Int[Array, "*N"],
+    *,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Float[Array, "*N"]:
+    """log softmax(logits)[label] of every row in nats, float32, 0 where labels are ignored; without gradient."""
+    _check(logits, labels, 0.0)
+    rows = _flat(jax.lax.stop_gradient(logits), labels)
+    return _forward(*rows, 0.0, implementation, interpret)[2].reshape(labels.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _loss(logits_NV, labels_N, z_loss, implementation, interpret):
+    return _forward(logits_NV, labels_N, z_loss, implementation, interpret)[0]
+
+
+def _loss_saving(logits_NV, labels_N, z_loss, implementation, interpret):
+    loss_N, lse_N, _ = _forward(logits_NV, labels_N, z_loss, implementation, interpret)
+    return loss_N, (logits_NV, labels_N, lse_N)
+
+
+def _loss_transposed(z_loss, implementation, interpret, saved, d_loss_N):
+    logits_NV, labels_N, lse_N = saved
+    if not _mosaic(logits_NV, implementation):
+        return _reference_gradient(logits_NV, labels_N, lse_N, d_loss_N, z_loss), None
+    how = dict(z_loss=z_loss, forward=False, interpret=interpret)
+    return _run(logits_NV, labels_N, d_loss_N, lse_N, **how)[1], None
+
+
+_loss.defvjp(_loss_saving, _loss_transposed)
+
+
+def _forward(logits_NV, labels_N, z_loss, implementation, interpret):
+    """[loss, lse, logprob]."""
+    if not _mosaic(logits_NV, implementation):
+        return _reference_forward(logits_NV, labels_N, z_loss)
+    return _run(logits_NV, labels_N, jnp.ones(1, f32), z_loss=z_loss, gradient=False, interpret=interpret)[0]
+
+
+def _flat(logits, labels):
+    return logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+
+
+def _mosaic(logits_NV, implementation: Implementation) -> bool:
+    """Whether the kernel runs. Raises NotImplementedError where it was asked for and cannot."""
+    if choose(OP, implementation) == "xla" or logits_NV.size == 0:
+        return False
+    (N, V), itemsize = logits_NV.shape, logits_NV.dtype.itemsize
+    if cut(N, max(V, LANES), itemsize).rows * V < 2**31:
+        return True
+    if implementation is None:
+        return False
+    raise NotImplementedError(
+        f"{OP}: {N} rows of {V} logits: rows of a vocabulary that is not a multiple of {16 // itemsize} are found with "
+        f"32-bit numbers; make the number of rows a multiple of {16 // itemsize}, or take fewer"
+    )
 
 
 def _check(logits, labels, z_loss) -> None:
     need(logits.ndim >= 1 and logits.shape[-1] >= 1, OP, "logits", "shape [..., V] with V >= 1", logits.shape)
     need(logits.dtype in (f32, jnp.bfloat16), OP, "dtype of logits", "float32 or bfloat16", logits.dtype)
     need(labels.dtype == jnp.int32, OP, "dtype of labels", "int32", labels.dtype)
-    need(labels.shape == logits.shape[:-1], OP, "labels", f"shape {logits.shape[:-1]} as logits {logits.shape}", labels.shape)
+    expected = f"shape {logits.shape[:-1]}, since logits are {logits.shape}"
+    need(labels.shape == logits.shape[:-1], OP, "labels", expected, labels.shape)
     need(isinstance(z_loss, int | float) and z_loss >= 0, OP, "z_loss", "a number, 0 or more", z_loss)
+
+
+# ---- Cases ------------------------------------------------------------------------------------------------------
+
+
+def cases(sizes: Sizes, tokens: int) -> list[Case]:
+    """Training in one kernel, in place and not; evaluation; and the two kernels of a differentiated loss."""
+    x, labels = jax.ShapeDtypeStruct((tokens, sizes.vocab), jnp.bfloat16), jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    one, number = 2 * tokens * sizes.vocab, jax.ShapeDtypeStruct((), f32)
+    rows = 4 * tokens
+
+    def backward(logits, labels, d_loss, **how):
+        return jax.vjp(functools.partial(cross_entropy, labels=labels, **how), logits)[1](d_loss)
+
+    return [
+        Case("in_place", functools.partial(loss_and_gradient, in_place=True), (x, labels, number), 2 * one, (0,)),
+        Case("out_of_place", loss_and_gradient, (x, labels, number), 2 * one),
+        Case("logprob", logprob, (x, labels), one),
+        Case("forward_and_backward", backward, (x, labels, jax.ShapeDtypeStruct((tokens,), f32)), 3 * one + rows),
+    ]
