@@ -21,7 +21,7 @@ gradient already.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +169,7 @@ def _body(c: Cut, words: int, z_loss: float, forward: bool, gradient: bool, in_p
 
 def _run(
     logits_NV, labels_N, weight, lse_N=None, *, z_loss, forward=True, gradient=True, in_place=False, interpret=False
-):
+) -> tuple[list, Any]:
     """([loss, lse, logprob] if `forward`, d_logits if `gradient`, without `forward` of lse_N). weight: [1] or [N]."""
     (N, narrow), missing = logits_NV.shape, max(0, LANES - logits_NV.shape[1])
     if missing:

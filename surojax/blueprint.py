@@ -90,7 +90,7 @@ def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint
     params, _ = abstract_params(model)
     dims = placement.shard_dims(params, mesh)
     resting = placement.resting_dims(params, dims, table)
-    engine = Engine(functions(model), table, dims, resting, c.recompute_block, c.lmhead_chunks)
+    engine = Engine(functions(model), table, dims, resting, c.recompute_block, c.lmhead_chunks, c.z_loss)
     return Blueprint(
         model, optimizer, schedule, params, placement.state_plan(params, table, optimizer, mesh), engine, mesh
     )

@@ -165,7 +165,7 @@ def test_in_place_is_refused_where_jax_takes_no_references():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     f = lambda x, l: ce.loss_and_gradient(x, l, f32(1), in_place=True).loss
     spec = jax.P("x")
-    with pytest.raises(ValueError, match="in_place: expected False inside jax[.]shard_map"):
+    with pytest.raises(ValueError, match=r"in_place: expected False inside jax\.shard_map"):
         jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(spec, spec), out_specs=spec))(*example(4, 97))
 
 

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.loss import cross_entropy
 from surojax.models.layers import Attention, Recompute, RopeScaling, SwiGLU, computed_again, linear, parameter, rms_norm
 
 
@@ -39,6 +38,7 @@ class LlamaConfig:
     qk_norm: bool = False
     initializer_range: float = 0.02
     attention: str = "auto"
+    kernels: str = "auto"  # "auto", "mosaic" or "xla": see pallas_kernels.dispatch
     recompute: Recompute = dataclasses.field(default_factory=Recompute)
 
     @property
@@ -157,9 +157,9 @@ class ModelFunctions(NamedTuple):
     final: (outer, x) -> x normed for the head.
     head: the name of the head's matrix `[V, D]`; the embedding's is "embed".
     head_uses: names of the outer parameters that `final` and the head read.
-    head_loss: (those, x `[N, D]`, labels `[N]`) -> summed loss in nats.
     cached_block: (weights, x, (keys, values), start) -> (x, (keys, values)), for sampling.
     logits: (outer, x `[..., D]`) -> `[..., V]` float32.
+    kernels: which implementation of fused operations the engine uses around the blocks, "auto", "mosaic" or "xla".
     """
 
     num_layers: int
@@ -167,9 +167,9 @@ class ModelFunctions(NamedTuple):
     final: Callable
     head: str
     head_uses: tuple[str, ...]
-    head_loss: Callable
     cached_block: Callable
     logits: Callable
+    kernels: str = "auto"
 
 
 def functions(config: LlamaConfig) -> ModelFunctions:
@@ -189,16 +189,13 @@ def functions(config: LlamaConfig) -> ModelFunctions:
     def logits(outer, x):
         return linear(final(outer, x), outer[table]).astype(jnp.float32)
 
-    def head_loss(outer, x_ND, labels_N):
-        return cross_entropy(linear(final(outer, x_ND), outer[table]), labels_N)
-
     return ModelFunctions(
         num_layers=config.num_hidden_layers,
         block=block,
         final=final,
         head=table,
         head_uses=("norm", table),
-        head_loss=head_loss,
         cached_block=cached_block,
         logits=logits,
+        kernels=config.kernels,
     )
