@@ -83,9 +83,10 @@ class Row:
         c, found = self.c, []
         words = c.groups * LANES
         end = self.begin + c.rounds * c.span
-        for k in range(c.edges):
-            part = self.edge(jnp.minimum(end + k * words, self.first + c.V - words))
-            found.append((part, self.load(part), columns(part) >= end + k * words))
+        for k in reversed(range(c.edges)):  # side by side; the one that is furthest from the row's end overlaps
+            stop = self.first + c.V - k * words
+            part = self.edge(jnp.maximum(stop - words, self.first))
+            found.append((part, self.load(part), (columns(part) >= end) & (columns(part) < stop)))
         if c.rows > 1:
             part = self.edge(self.first)
             found.append((part, self.load(part), columns(part) < self.begin))
