@@ -93,7 +93,7 @@ def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint
     params, _ = abstract_params(model)
     dims = placement.shard_dims(params, mesh)
     resting = placement.resting_dims(params, dims, table)
-    engine = Engine(functions(model), table, dims, resting, c.recompute_block, c.lmhead_chunks)
+    engine = Engine(functions(model), table, dims, resting, c.recompute_block, c.lmhead_chunks, c.z_loss)
     precision = model.precision
     history = fp8.history_shape(model.num_hidden_layers, precision.amax_history) if precision.delayed else None
     plan = placement.state_plan(params, table, optimizer, mesh, history=history)

@@ -138,6 +138,7 @@ def default_config() -> Config:
     c.cooldown_steps = 0  # wsd: steps of linear decay at the end
     c.final_lr_fraction = 0.1  # learning rate at the end, as a fraction of the peak
     c.weight_decay = 0.1  # decoupled, on matrices only
+    c.z_loss = 0.0  # weight of logsumexp(logits)^2 in the gradients (PaLM: 1e-4); reported losses are without it
     c.max_grad_norm = 1.0  # gradients are scaled down to this global norm; 0 = never
     c.adamw_beta1 = 0.9  # decay of the first moment
     c.adamw_beta2 = 0.95  # decay of the second moment
@@ -160,7 +161,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
     (
         "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
-        "resident_layers weight_decay max_grad_norm model.head_dim fp8_margin skip_quant_first_layers "
+        "resident_layers weight_decay z_loss max_grad_norm model.head_dim fp8_margin skip_quant_first_layers "
         "skip_quant_last_layers",
         lambda v: v >= 0,
         "0 or more",

@@ -55,6 +55,7 @@ class Engine:
     resting: Any  # placement.resting_dims: how the work weights rest
     recompute_block: bool = True
     lmhead_chunks: int = 1
+    z_loss: float = 0.0  # in the gradients, not in the loss: outer.head
 
 
 def fetch(engine: Engine, stack, l: jax.Array | int, on: bool = True):
@@ -181,7 +182,15 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
         x_BSD = embed(outer, inputs_BS, sharded)
         x_BSD, saved, (stack, late), block_vjp, held = forward(engine, layers, x_BSD, held, lambda l: give(a, l))
         loss, dx_BSD, d_outer = head(
-            model, outer, grads["outer"], x_BSD, labels_BS, scale, chunks=engine.lmhead_chunks, sharded=sharded
+            model,
+            outer,
+            grads["outer"],
+            x_BSD,
+            labels_BS,
+            scale,
+            chunks=engine.lmhead_chunks,
+            sharded=sharded,
+            z_loss=engine.z_loss,
         )
         grads = grads | {"outer": d_outer}
 

@@ -1,4 +1,7 @@
-"""Softmax cross-entropy with ignored labels.
+"""Softmax cross-entropy with ignored labels: of the plain model, and parallel over the vocabulary.
+
+The engine's own, with loss and gradient in one pass, is `pallas_kernels.cross_entropy`. Reported losses are plain nats;
+z_loss * lse^2 (PaLM, Chowdhery et al. 2022, section 5: keeps log-sum-exp near 0) is only in the gradients.
 
 Shape suffixes: N tokens, V vocabulary, v the words of one device.
 """
@@ -35,11 +38,12 @@ def _backward(saved, d_loss):
 cross_entropy.defvjp(_forward, _backward)
 
 
-def sharded_cross_entropy(logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax.Array, axis: str):
+def sharded_cross_entropy(logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax.Array, axis: str, z_loss: float = 0.0):
     """(this device's part of the summed loss, d loss / d logits float32) where a device of `axis` has v of the words.
 
     All devices see the same N tokens; `mine_N` marks those whose log-sum-exp this device adds to the loss, so that the
-    sum over devices counts every token once. Device i has the words i v to (i + 1) v - 1. Labels < 0 are ignored.
+    sum over devices counts every token once. Device i has the words i v to (i + 1) v - 1. Labels < 0 are ignored. The
+    gradient is that of the loss plus z_loss * lse^2 of every token.
     """
     logits32 = logits_Nv.astype(jnp.float32)
     v = logits_Nv.shape[1]
@@ -49,4 +53,7 @@ def sharded_cross_entropy(logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax
     label_Nv = jax.lax.broadcasted_iota(jnp.int32, logits_Nv.shape, 1) == row_N[:, None]
     loss = jnp.sum(jnp.where(mine_N & valid_N, lse_N, 0.0))
     loss -= jnp.sum(jnp.where(label_Nv & valid_N[:, None], logits32, 0.0))
-    return loss, jnp.where(valid_N[:, None], jnp.exp(logits32 - lse_N[:, None]) - label_Nv, 0.0)
+    softmax_Nv = jnp.exp(logits32 - lse_N[:, None])
+    if z_loss:
+        softmax_Nv = softmax_Nv * (1.0 + 2.0 * z_loss * lse_N)[:, None]
+    return loss, jnp.where(valid_N[:, None], softmax_Nv - label_Nv, 0.0)

@@ -14,11 +14,12 @@ Shape suffixes: B batch, S sequence, D hidden size, N tokens of a slice on this 
 `dp_shard`, V vocabulary, v the words of one device.
 """
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import cross_entropy as kernel
 from surojax.collectives import varying
 from surojax.loss import sharded_cross_entropy
 from surojax.mesh import SHARD
@@ -57,11 +58,22 @@ def push_embed(grads: dict, tokens_BS: jax.Array, dx_BSD: jax.Array, sharded: bo
     return grads | {"embed": table.at[rows].add(dx_BSD.astype(table.dtype), mode="drop")}
 
 
-def head(model: ModelFunctions, outer: dict, grads: dict, x_BSD, labels_BS, scale, *, chunks: int, sharded: bool):
+def head(
+    model: ModelFunctions,
+    outer: dict,
+    grads: dict,
+    x_BSD,
+    labels_BS,
+    scale,
+    *,
+    chunks: int,
+    sharded: bool,
+    z_loss: float,
+):
     """(summed loss, d loss x scale / dx, outer accumulators plus the head's gradients), in `chunks` slices of tokens.
 
     Loss and gradient of a slice are computed together, so logits exist once, for one slice, and are never recomputed;
-    dx is written over x.
+    dx is written over x. The gradients, not the loss, are those of the loss plus z_loss * lse^2.
     """
     x_ND, labels_N = x_BSD.reshape(-1, x_BSD.shape[-1]), labels_BS.reshape(-1)
     used = {name: outer[name] for name in model.head_uses}
@@ -71,7 +83,7 @@ def head(model: ModelFunctions, outer: dict, grads: dict, x_BSD, labels_BS, scal
     def chunk(c, carry):
         x_ND, grads, total = carry
         x, labels = (jax.lax.dynamic_slice_in_dim(v, c * n, n) for v in (x_ND, labels_N))
-        loss, d_used, dx = loss_and_gradients(model, used, x, labels, scale)
+        loss, d_used, dx = loss_and_gradients(model, used, x, labels, scale, z_loss)
         grads = grads | add({name: grads[name] for name in used}, d_used)
         return jax.lax.dynamic_update_slice_in_dim(x_ND, dx, c * n, 0), grads, total + loss
 
@@ -87,14 +99,33 @@ def loss(model: ModelFunctions, outer: dict, x_BSD, labels_BS, *, chunks: int, s
         if sharded:
             y_MD, labels_M, mine_M = _gather_slice(model.final(outer, x_CND[c]), labels_CN[c])
             return total + sharded_cross_entropy(linear(y_MD, outer[model.head]), labels_M, mine_M, SHARD)[0]
-        return total + model.head_loss(outer, x_CND[c], labels_CN[c])
+        logits_NV = linear(model.final(outer, x_CND[c]), outer[model.head])
+        return total - jnp.sum(kernel.logprob(logits_NV, labels_CN[c], implementation=model.precision.implementation))
 
     return jax.lax.fori_loop(0, chunks, chunk, varying(jnp.float32(0)))
 
 
-def _whole_slice(model: ModelFunctions, used: dict, x_ND, labels_N, scale):
-    value, vjp = jax.vjp(functools.partial(model.head_loss, labels_N=labels_N), used, x_ND)
-    return value, *vjp(varying(scale))
+def _whole_slice(model: ModelFunctions, used: dict, x_ND, labels_N, scale, z_loss: float):
+    y_ND, final_vjp, table_VD = _final(model, used, x_ND)
+    logits_NV = linear(y_ND, table_VD)
+    # Not in place: shard_map takes no references.
+    out = kernel.loss_and_gradient(
+        logits_NV, labels_N, scale, z_loss=z_loss, implementation=model.precision.implementation
+    )
+    d_table_VD, dy_ND = _products(out.d_logits, y_ND, table_VD)
+    d_others, dx_ND = final_vjp(dy_ND)
+    return -jnp.sum(out.logprob), d_others | {model.head: d_table_VD}, dx_ND
+
+
+def _final(model: ModelFunctions, used: dict, x_ND):
+    """(x normed for the head, the norm's transpose, the head's matrix)."""
+    others = {name: w for name, w in used.items() if name != model.head}
+    return *jax.vjp(model.final, others, x_ND), used[model.head]
+
+
+def _products(d_logits_Mv, y_MD, table_vD):
+    """Gradients of the head's matrix and of y, of these logits' part."""
+    return jax.lax.dot_general(d_logits_Mv, y_MD, (((0,), (0,)), ((), ()))), d_logits_Mv @ table_vD
 
 
 def _gather_slice(y_ND, labels_N):
@@ -104,13 +135,11 @@ def _gather_slice(y_ND, labels_N):
     return y_MD, labels_M, owner_M == jax.lax.axis_index(SHARD)
 
 
-def _sharded_slice(model: ModelFunctions, used: dict, x_ND, labels_N, scale):
-    table_vD, others = used[model.head], {k: v for k, v in used.items() if k != model.head}
-    y_ND, final_vjp = jax.vjp(model.final, others, x_ND)
+def _sharded_slice(model: ModelFunctions, used: dict, x_ND, labels_N, scale, z_loss: float):
+    y_ND, final_vjp, table_vD = _final(model, used, x_ND)
     y_MD, labels_M, mine_M = _gather_slice(y_ND, labels_N)
-    value, d_logits_Mv = sharded_cross_entropy(linear(y_MD, table_vD), labels_M, mine_M, SHARD)
-    d_logits_Mv = (d_logits_Mv * scale).astype(table_vD.dtype)
-    d_table_vD = jax.lax.dot_general(d_logits_Mv, y_MD, (((0,), (0,)), ((), ())))
-    dy_ND = jax.lax.psum_scatter(d_logits_Mv @ table_vD, SHARD, scatter_dimension=0, tiled=True)
+    value, d_logits_Mv = sharded_cross_entropy(linear(y_MD, table_vD), labels_M, mine_M, SHARD, z_loss)
+    d_table_vD, dy_MD = _products((d_logits_Mv * scale).astype(table_vD.dtype), y_MD, table_vD)
+    dy_ND = jax.lax.psum_scatter(dy_MD, SHARD, scatter_dimension=0, tiled=True)
     d_others, dx_ND = final_vjp(dy_ND)
     return value, d_others | {model.head: d_table_vD}, dx_ND

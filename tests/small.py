@@ -44,6 +44,7 @@ class Small:
         replicate: int = 1,
         recompute_block: bool = True,
         lmhead_chunks: int = 1,
+        z_loss: float = 0.0,
         seed: int = 0,
         m_dtype: str = "float32",
         **placed,
@@ -60,7 +61,7 @@ class Small:
         history = history_shape(config.num_hidden_layers, precision.amax_history) if precision.delayed else None
         self.plan = placement.state_plan(shapes, self.table, self.optimizer, self.mesh, history=history)
         resting = placement.resting_dims(shapes, dims, self.table)
-        self.engine = Engine(functions(config), self.table, dims, resting, recompute_block, lmhead_chunks)
+        self.engine = Engine(functions(config), self.table, dims, resting, recompute_block, lmhead_chunks, z_loss)
         self.step = step.make_train_step(self.engine, self.optimizer, self.schedule, self.plan, self.mesh)
         self.init = lambda: init_state(config, self.plan, self.optimizer, seed)
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from surojax import fp8
-from surojax.loss import cross_entropy
 from surojax.models import llama_fp8
 from surojax.models.layers import (
     Attention,
@@ -179,7 +178,6 @@ class ModelFunctions(NamedTuple):
     final: (outer, x) -> x normed for the head.
     head: the name of the head's matrix `[V, D]`; the embedding's is "embed".
     head_uses: names of the outer parameters that `final` and the head read.
-    head_loss: (those, x `[N, D]`, labels `[N]`) -> summed loss in nats.
     cached_block: (weights, x, (keys, values), start) -> (x, (keys, values)), for sampling, as recipe bf16.
     logits: (outer, x `[..., D]`) -> `[..., V]` float32.
     """
@@ -192,7 +190,6 @@ class ModelFunctions(NamedTuple):
     final: Callable
     head: str
     head_uses: tuple[str, ...]
-    head_loss: Callable
     cached_block: Callable
     logits: Callable
 
@@ -211,9 +208,6 @@ def functions(config: LlamaConfig) -> ModelFunctions:
     def logits(outer, x):
         return linear(final(outer, x), outer[table]).astype(jnp.float32)
 
-    def head_loss(outer, x_ND, labels_N):
-        return cross_entropy(linear(final(outer, x_ND), outer[table]), labels_N)
-
     block, block_forward, block_backward = _block_functions(config, graph)
     return ModelFunctions(
         num_layers=config.num_hidden_layers,
@@ -224,7 +218,6 @@ def functions(config: LlamaConfig) -> ModelFunctions:
         final=final,
         head=table,
         head_uses=("norm", table),
-        head_loss=head_loss,
         cached_block=cached_block,
         logits=logits,
     )

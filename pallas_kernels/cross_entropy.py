@@ -1,0 +1,344 @@
+"""Softmax cross-entropy of a language model's head: loss and gradient of rows of logits (z-loss: PaLM, section 5).
+
+    lse_n    = log(sum_v exp(x_nv))
+    logprob  = x_n,label - lse_n                          natural logarithms, so nats
+    loss_n   = -logprob + z_loss * lse_n^2
+    d_x_nv   = weight_n * (softmax(x)_nv * (1 + 2 z_loss lse_n) - [v = label])
+
+Labels < 0 are ignored: loss, logprob and gradient are 0. A label >= V is nobody's word: nothing is read for it, loss
+and logprob are NaN, which training shows, and the gradient is the softmax's alone.
+
+Dtypes: everything is computed in float32; loss, lse and logprob are float32, gradients have the logits' dtype, rounded
+once. Shape suffixes: N tokens, V vocabulary.
+
+The kernel: one program per row, as `long_rows` cuts it. The first pass keeps a maximum and a sum of exponentials in
+every place of a vector (Milakov and Gimelshein 2018, arXiv 1805.02867) and exchanges nothing before the end of the row;
+the second reads the row again, last part first, from the second-level cache as far as that goes, and writes the
+gradient. The ends of the row stay in registers in between and are written last: in place, nobody may read what is a
+gradient already.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import LANES, Implementation, choose, launch, need
+from pallas_kernels.long_rows import Cut, Row, columns, cut
+from pallas_kernels.shapes import Case, Sizes
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+OP = "cross_entropy"
+f32 = jnp.float32
+
+
+class Loss(NamedTuple):
+    """Of each row, float32: loss, lse and logprob; and d_logits = weight * d loss / d logits, in the logits' dtype."""
+
+    loss: jax.Array
+    lse: jax.Array
+    logprob: jax.Array
+    d_logits: jax.Array
+
+
+# ---- Reference --------------------------------------------------------------------------------------------------
+
+
+def _reference_forward(logits_NV, labels_N, z_loss: float):
+    """[loss, lse, logprob]."""
+    logits32_NV, V = logits_NV.astype(f32), logits_NV.shape[1]
+    lse_N = jax.nn.logsumexp(logits32_NV, axis=-1)
+    label_N = jnp.clip(labels_N, 0, V - 1)[:, None]
+    label_logit_N = jnp.take_along_axis(logits32_NV, label_N, axis=1, mode="promise_in_bounds")[:, 0]
+    nll_N = jnp.where(labels_N < V, lse_N - label_logit_N, jnp.nan)
+    nll_N = jnp.where(labels_N >= 0, nll_N, 0.0)
+    penalty_N = jnp.where(labels_N >= 0, z_loss * lse_N * lse_N, 0.0) if z_loss else 0.0
+    return [nll_N + penalty_N, lse_N, -nll_N]
+
+
+def _reference_gradient(logits_NV, labels_N, lse_N, weight, z_loss: float):
+    """weight: [] or [N]. The gradient is written out: reverse mode would scatter into a zeroed `[N, V]` array."""
+    softmax_NV = jnp.exp(logits_NV.astype(f32) - lse_N[:, None])
+    if z_loss:
+        softmax_NV = softmax_NV * (1.0 + 2.0 * z_loss * lse_N)[:, None]
+    onehot_NV = jax.lax.broadcasted_iota(jnp.int32, logits_NV.shape, 1) == labels_N[:, None]
+    weight_N = jnp.where(labels_N >= 0, weight, 0.0)
+    return ((softmax_NV - onehot_NV) * weight_N[:, None]).astype(logits_NV.dtype)
+
+
+# ---- Kernel -----------------------------------------------------------------------------------------------------
+
+LOWEST = -1e30  # what masked words count as: their exponential is 0
+LOG2E = 1.4426950408889634
+
+
+def _exp(x):
+    return jnp.exp2(x * LOG2E)  # one instruction of the GPU and a multiplication
+
+
+def _online(xs, carry):
+    """(maximum, sum of exponentials less it) of every place of a vector, with vectors xs added."""
+    top, total = carry
+    new = functools.reduce(jnp.maximum, xs, top)
+    return new, functools.reduce(lambda total, x: total + _exp(x - new), xs, total * _exp(top - new))
+
+
+def _both(a, b):
+    """(maximum, sum) of two such pairs of numbers."""
+    top = jnp.maximum(a[0], b[0])
+    return top, a[1] * _exp(a[0] - top) + b[1] * _exp(b[0] - top)
+
+
+def _logsumexp(row: Row, edges, tops, sums, barrier):
+    """The logarithm of the row's sum of exponentials; afterwards all groups have read the edges."""
+    none = lambda n, layout: tuple(plgpu.layout_cast(jnp.full((n,), v, f32), layout) for v in (LOWEST, 0.0))
+    vectors, pairs = lambda parts, carry: _online([row.load(part) for part in parts], carry), []
+    if row.c.rounds:
+        _, *like = row.round(0)
+        pairs.append(row.over_rounds(vectors, none(*like)))
+    if edges:
+        (_, *like), *_ = edges[0]
+        pairs.append(_online([jnp.where(mine, x, LOWEST) for _, x, mine in edges], none(*like)))
+    whole = []
+    for top, total in pairs:
+        most = jnp.max(top)
+        whole.append((most, jnp.sum(total * _exp(top - most))))
+    tops[row.group], sums[row.group] = functools.reduce(_both, whole)
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+    top, total = functools.reduce(_both, [(tops[g], sums[g]) for g in range(row.c.groups)])
+    return top + jnp.log(total)
+
+
+def _write_gradient(row: Row, edges, d_ref, label, lse, weight, factor, barrier):
+    """weight * (softmax * factor - onehot) into the row of d_ref; what was read last is read again first."""
+    label += row.first
+
+    def store(part, x):
+        start, n, _ = part
+        softmax = _exp(x - lse) * factor
+        gradient = softmax - jnp.where(columns(part) == label, f32(1), f32(0))
+        d_ref[row.line, pl.ds(start, n)] = (gradient * weight).astype(d_ref.dtype)
+
+    def vectors(parts, carry):
+        for part, x in [(part, row.load(part)) for part in reversed(parts)]:
+            store(part, x)
+        return carry
+
+    row.over_rounds(vectors, 0, backwards=True)
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)  # nobody reads any more
+    for part, x, _ in edges:
+        store(part, x)
+
+
+def _body(c: Cut, words: int, z_loss: float, forward: bool, gradient: bool, in_place: bool):
+    """The kernel for rows of which the first `words` are words of the vocabulary."""
+
+    def kernel(x_ref, label_ref, weight_ref, *refs):
+        lse_ref, refs = (None, refs) if forward else (refs[0], refs[1:])
+        *results, tops, sums, barrier = refs
+        row = Row(c, x_ref)
+        r, label = row.r, label_ref[row.r]
+        label_logit = x_ref[row.line, row.first + jnp.clip(label, 0, words - 1)].astype(f32)
+        edges = row.edges()
+        lse = lse_ref[r] if lse_ref is not None else _logsumexp(row, edges, tops, sums, barrier)
+        valid = jnp.where(label >= 0, f32(1), f32(0))
+        if forward:
+            nll = jnp.where(label < words, lse - label_logit, f32(jnp.nan))
+            nll = jnp.where(label >= 0, nll, f32(0))
+
+            @pl.when(row.group == 0)
+            def _():
+                results[0][r], results[1][r], results[2][r] = nll + valid * z_loss * lse * lse, lse, -nll
+
+        if gradient:
+            d_ref = x_ref if in_place else results[-1]
+            weight = weight_ref[r if weight_ref.shape[0] > 1 else 0] * valid
+            _write_gradient(row, edges, d_ref, label, lse, weight, 1.0 + 2.0 * z_loss * lse, barrier)
+
+    return kernel
+
+
+def _run(
+    logits_NV, labels_N, weight, lse_N=None, *, z_loss, forward=True, gradient=True, in_place=False, interpret=False
+) -> tuple[list, Any]:
+    """([loss, lse, logprob] if `forward`, d_logits if `gradient`, without `forward` of lse_N). weight: [1] or [N]."""
+    (N, narrow), missing = logits_NV.shape, max(0, LANES - logits_NV.shape[1])
+    if missing:
+        logits_NV = jnp.pad(logits_NV, ((0, 0), (0, missing)), constant_values=LOWEST)
+    V = narrow + missing
+    c = cut(N, V, logits_NV.dtype.itemsize)
+    lines = logits_NV.reshape(N // c.rows, c.rows * V)
+    out = [jax.ShapeDtypeStruct((N,), f32)] * 3 if forward else []
+    if gradient and not in_place:
+        out.append(jax.ShapeDtypeStruct(lines.shape, lines.dtype))
+    x = jax.new_ref(lines) if in_place else lines
+    results = launch(
+        _body(c, narrow, z_loss, forward, gradient, in_place),
+        (x, labels_N, weight) if forward else (x, labels_N, weight, lse_N),
+        out=out,
+        grid=(N,),
+        names=("rows",),
+        interpret=interpret,
+        num_threads=c.groups,
+        thread_name="group",
+        scratch_types=[
+            plgpu.SMEM((c.groups,), f32),
+            plgpu.SMEM((c.groups,), f32),
+            plgpu.Barrier(num_arrivals=c.groups),
+        ],
+    )
+    rows = results[:3] if forward else []
+    if not gradient:
+        return rows, None
+    return rows, jnp.reshape(x[...] if in_place else results[-1], (N, V))[:, :narrow]
+
+
+# ---- Public functions -------------------------------------------------------------------------------------------
+
+
+def loss_and_gradient(
+    logits: Float[Array, "*N V"],
+    labels: Int[Array, "*N"],
+    weight: Float[Array, ""],
+    *,
+    z_loss: float = 0.0,
+    in_place: bool = False,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Loss:
+    """Loss of every row and weight * its gradient, in one kernel.
+
+    logits: float32 or bfloat16. labels: int32, < 0 = ignored. weight: [], float32, what the gradient is multiplied by.
+    z_loss: weight of lse^2 in the loss. in_place: the gradient is written over the logits, which saves memory where the
+    caller needs them no more (in `jax.jit` they should be an intermediate value or a donated argument); refused in
+    `jax.shard_map(check_vma=True)`, where JAX takes no references. Returns Loss with [*N] float32 and d_logits
+    [*N, V] of the logits' dtype. Not differentiable itself: `cross_entropy` is. Raises ValueError.
+    """
+    _check(logits, labels, z_loss)
+    need(jnp.shape(weight) == (), OP, "weight", "one number, shape ()", jnp.shape(weight))
+    x_NV, labels_N = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    if in_place:
+        varying = getattr(getattr(jax.typeof(logits), "manual_axis_type", None), "varying", None)
+        need(not varying, OP, "in_place", "False inside jax.shard_map(check_vma=True)", True)
+    x_NV, labels_N = _flat(logits, labels)
+    if _mosaic(x_NV, implementation):
+        rows, d_NV = _run(x_NV, labels_N, weight[None], z_loss=z_loss, in_place=in_place, interpret=interpret)
+    else:
+        rows = _reference_forward(x_NV, labels_N, z_loss)
+        d_NV = _reference_gradient(x_NV, labels_N, rows[1], weight, z_loss)
+    loss, lse, logprob = (row.reshape(labels.shape) for row in rows)
+    return Loss(loss, lse, logprob, jnp.reshape(d_NV, logits.shape))
+
+
+def cross_entropy(
+    logits: Float[Array, "*N V"],
+    labels: Int[Array, "*N"],
+    *,
+    z_loss: float = 0.0,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Float[Array, "*N"]:
+    """Loss of every row, float32, differentiable with respect to the logits, each row by its own cotangent.
+
+    Arguments and errors are those of `loss_and_gradient`, which is one pass less where the weight is known before.
+    """
+    _check(logits, labels, z_loss)
+    return _loss(*_flat(logits, labels), z_loss, implementation, interpret).reshape(labels.shape)
+
+
+def logprob(
+    logits: Float[Array, "*N V"],
+    labels: Int[Array, "*N"],
+    *,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Float[Array, "*N"]:
+    """log softmax(logits)[label] of every row in nats, float32, 0 where labels are ignored; without gradient."""
+    _check(logits, labels, 0.0)
+    rows = _flat(jax.lax.stop_gradient(logits), labels)
+    return _forward(*rows, 0.0, implementation, interpret)[2].reshape(labels.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _loss(logits_NV, labels_N, z_loss, implementation, interpret):
+    return _forward(logits_NV, labels_N, z_loss, implementation, interpret)[0]
+
+
+def _loss_saving(logits_NV, labels_N, z_loss, implementation, interpret):
+    loss_N, lse_N, _ = _forward(logits_NV, labels_N, z_loss, implementation, interpret)
+    return loss_N, (logits_NV, labels_N, lse_N)
+
+
+def _loss_transposed(z_loss, implementation, interpret, saved, d_loss_N):
+    logits_NV, labels_N, lse_N = saved
+    if not _mosaic(logits_NV, implementation):
+        return _reference_gradient(logits_NV, labels_N, lse_N, d_loss_N, z_loss), None
+    how = dict(z_loss=z_loss, forward=False, interpret=interpret)
+    return _run(logits_NV, labels_N, d_loss_N, lse_N, **how)[1], None
+
+
+_loss.defvjp(_loss_saving, _loss_transposed)
+
+
+def _forward(logits_NV, labels_N, z_loss, implementation, interpret):
+    """[loss, lse, logprob]."""
+    if not _mosaic(logits_NV, implementation):
+        return _reference_forward(logits_NV, labels_N, z_loss)
+    return _run(logits_NV, labels_N, jnp.ones(1, f32), z_loss=z_loss, gradient=False, interpret=interpret)[0]
+
+
+def _flat(logits, labels):
+    return logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+
+
+def _mosaic(logits_NV, implementation: Implementation) -> bool:
+    """Whether the kernel runs. Raises NotImplementedError where it was asked for and cannot."""
+    if choose(OP, implementation) == "xla" or logits_NV.size == 0:
+        return False
+    (N, V), itemsize = logits_NV.shape, logits_NV.dtype.itemsize
+    if cut(N, max(V, LANES), itemsize).rows * V < 2**31:
+        return True
+    if implementation is None:
+        return False
+    raise NotImplementedError(
+        f"{OP}: {N} rows of {V} logits: rows of a vocabulary that is not a multiple of {16 // itemsize} are found with "
+        f"32-bit numbers; make the number of rows a multiple of {16 // itemsize}, or take fewer"
+    )
+
+
+def _check(logits, labels, z_loss) -> None:
+    need(logits.ndim >= 1 and logits.shape[-1] >= 1, OP, "logits", "shape [..., V] with V >= 1", logits.shape)
+    need(logits.dtype in (f32, jnp.bfloat16), OP, "dtype of logits", "float32 or bfloat16", logits.dtype)
+    need(labels.dtype == jnp.int32, OP, "dtype of labels", "int32", labels.dtype)
+    expected = f"shape {logits.shape[:-1]}, since logits are {logits.shape}"
+    need(labels.shape == logits.shape[:-1], OP, "labels", expected, labels.shape)
+    need(isinstance(z_loss, int | float) and z_loss >= 0, OP, "z_loss", "a number, 0 or more", z_loss)
+
+
+# ---- Cases ------------------------------------------------------------------------------------------------------
+
+
+def cases(sizes: Sizes, tokens: int) -> list[Case]:
+    """Training in one kernel, in place and not; evaluation; and the two kernels of a differentiated loss."""
+    x, labels = jax.ShapeDtypeStruct((tokens, sizes.vocab), jnp.bfloat16), jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    one, number = 2 * tokens * sizes.vocab, jax.ShapeDtypeStruct((), f32)
+    rows = 4 * tokens
+
+    def backward(logits, labels, d_loss, **how):
+        return jax.vjp(functools.partial(cross_entropy, labels=labels, **how), logits)[1](d_loss)
+
+    return [
+        Case("in_place", functools.partial(loss_and_gradient, in_place=True), (x, labels, number), 2 * one, (0,)),
+        Case("out_of_place", loss_and_gradient, (x, labels, number), 2 * one),
+        Case("logprob", logprob, (x, labels), one),
+        Case("forward_and_backward", backward, (x, labels, jax.ShapeDtypeStruct((tokens,), f32)), 3 * one + rows),
+    ]

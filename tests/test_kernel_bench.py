@@ -1,0 +1,118 @@
+"""The bench command as far as a machine without a GPU goes: the references timed, tables, JSON, errors."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import bench
+from pallas_kernels.shapes import MODELS, Case, Sizes
+
+SMALL = Sizes(hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64, vocab=320)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    for name, value in {"COPY_BYTES": 2**16, "COLD_BYTES": 2**16, "TURN_SECONDS": 1e-4}.items():
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setitem(MODELS, "llama7b", SMALL)
+
+
+def test_every_op_is_found():
+    assert "cross_entropy" in bench.OPS and "dispatch" not in bench.OPS and "shapes" not in bench.OPS
+
+
+@pytest.mark.parametrize("op", bench.OPS)
+def test_references_are_timed(op, tmp_path, capsys):
+    """One row per case, in the table and in the file; without the kernel there is nothing to compare with."""
+    file = tmp_path / "found.json"
+    argv = [op, "--tokens", "256", "--repeat", "2", "--implementation", "xla", "--json", str(file)]
+    assert bench.main(argv) == 0
+    found, cases = json.loads(file.read_text()), bench.OPS[op].cases(SMALL, 256)
+    assert [row["bytes"] for row in found["rows"]] == [case.bytes for case in cases]
+    assert all(
+        row["xla_s"] > 0 and row["kernel_s"] is row["of_copy"] is row["difference"] is None for row in found["rows"]
+    )
+    assert found["copy_gb_per_s"] > 0 and found["tokens"] == 256 and found["sizes"] == "llama7b"
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(cases) and len({line.count("|") for line in lines}) == 1
+    assert all(case.name in line for case, line in zip(cases, lines[2:], strict=True))
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    assert bench.main(["cross_entropy"]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.count("\n") == 1
+    assert "expected an NVIDIA GPU that the kernels serve, got cpu" in printed.err
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], "OP: expected one of"),
+        (["rmsnorm"], "got 'rmsnorm'"),
+        (["cross_entropy", "--all"], "or --all, got both"),
+        (["cross_entropy", "--tokens", "0"], "--tokens: expected 1 or more, got 0"),
+        (["cross_entropy", "--repeat", "-1"], "--repeat: expected 1 or more, got -1"),
+        (["cross_entropy", "--sizes", "llama8b"], "invalid choice: 'llama8b'"),
+        (["cross_entropy", "--json", "/nowhere/at/all.json"], "a folder that exists, got '/nowhere/at/all.json'"),
+        (["cross_entropy", "--json", "/tmp"], "expected a file, got the folder '/tmp'"),
+    ],
+)
+def test_bad_input(argv, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(argv)
+    assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(
+        word in text for word in ("--sizes", "--tokens", "--repeat", "--json", "--all", "--implementation", "OP")
+    )
+
+
+def test_table():
+    rows = [
+        bench.Row("op.case", 10**9, 1e-3, 2e-3, 1000.0, 0.5, 1e-6, 3.0),
+        bench.Row("op.other", 10**6, None, 2e-6, None, None, None, None),
+    ]
+    head, _, first, second = bench.table(rows).splitlines()
+    assert head.startswith("| case | MB | kernel us | GB/s | % of copy | XLA us | XLA / kernel |")
+    assert first == "| op.case | 1000.0 | 1000.0 | 1000 | 50.0 | 2000.0 | 2.00 | 1.00e-06 | 3.00e+00 |"
+    assert second == "| op.other | 1.0 | - | - | - | 2.0 | - | - | - |"
+
+
+def test_differences_are_seen():
+    a = (jnp.zeros((2, 3), jnp.bfloat16), jnp.array([1, 2], jnp.int8), jnp.zeros(0))
+    b = (jnp.full((2, 3), -0.5, jnp.bfloat16), jnp.array([1, 4], jnp.int8), jnp.zeros(0))
+    assert bench.difference(a, b) == (2.0, 4.0)
+    assert bench.difference(a, a)[0] == 0
+
+
+def test_what_is_updated_in_place_is_passed_on():
+    """Donated arguments become the results written over them, and the call can be made again and again."""
+    s = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+
+    def run(p, g, m, *, implementation=None):
+        return {"loss": jnp.sum(g), "m": m + g, "p": p - g}
+
+    case = Case("step", run, (s, s, s), 3 * 64, donated=(2, 0))
+    args = bench.arrays(case, 0)
+    p, g, m = map(jnp.copy, args)
+    results = run(*args)
+    after = bench.passed_on(case, args, results)
+    assert (after[0] == p - g).all() and (after[1] == g).all() and (after[2] == m + g).all()
+    bench.caller(case, "xla")(3)
+
+
+def test_turns_are_taken_and_the_median_counts():
+    order = []
+    callers = {name: (lambda n, name=name: order.append((name, n))) for name in "ab"}
+    found = bench.times(callers, repeat=3)
+    turns = [name for name, _ in order[4:]]
+    assert turns == list("ababab") and set(found) == {"a", "b"} and all(t >= 0 for t in found.values())

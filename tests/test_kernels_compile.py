@@ -1,0 +1,127 @@
+"""Every case of every op compiled for five GPU architectures on this machine: what XLA and LLVM made of the kernels.
+
+A process compiles for one kind of GPU (surojax.aot), so each kind is a process of its own, which this file is too:
+
+    python tests/test_kernels_compile.py h200 [OP ...]       one line of JSON per case
+
+bytes of a load or store: PTX has 16-byte instructions only where LLVM sees that the address is a multiple of 16;
+elsewhere it silently cuts them down to single elements.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.bench import OPS
+from pallas_kernels.shapes import MODELS, Case
+from surojax import aot
+
+KINDS = {"a100": "8.0", "rtx4090": "8.9", "h200": "9.0a", "b200": "10.0a", "rtx5090": "12.0a"}
+TOKENS = 2048
+MODEL = "llama7b"
+MORE = {"cross_entropy": ("gpt2",)}  # rows of 50257 bfloat16 begin at any word
+PARTIALS = 1 / 16  # of a case's bytes: sums and largest magnitudes per row or per program that a last sum is made of
+ADDRESS = 8  # XLA keeps a table of results on the device where they are passed on as something else, e.g. reshaped
+WIDE = 8  # bytes of the widest loads at least, and of the widest stores where a result is LARGE
+LARGE = 2**20
+MARK = "case: "
+
+
+def compile_all(kind: str, ops: list[str]) -> None:
+    """Prints what became of each case, after the PTX that Mosaic prints for it (MOSAIC_GPU_DUMP_PTX)."""
+    mesh = jax.sharding.Mesh(np.array(aot.devices(kind, 1)), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.NamedSharding(mesh.abstract_mesh, jax.P())
+    for op in ops:
+        for model in (MODEL, *MORE.get(op, ())):
+            for case in OPS[op].cases(MODELS[model], TOKENS):
+                print(MARK + json.dumps({"op": op, "case": f"{model} {case.name}", **compile_case(case, mesh, where)}))
+
+
+def compile_case(case: Case, mesh, where) -> dict:
+    args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where) for a in case.args]
+    f = jax.jit(lambda *args: case.run(*args, implementation="mosaic"), donate_argnums=case.donated)
+    compiled, results = aot.compile_for(f, args, mesh), jax.tree.leaves(jax.eval_shape(f, *args))
+    sys.stdout.flush()
+    return {
+        "bytes": case.bytes,
+        "donated": len(case.donated),
+        "results": len(results),
+        "largest_result": max(r.size * r.dtype.itemsize for r in results),
+        "kernels": re.findall(r'custom_call_target="([^"]*)"', compiled.text),
+        "copies": len(re.findall(r" copy(?:-start)?\(", compiled.text)),
+        "temp_bytes": compiled.temp_bytes,
+    }
+
+
+def width(instructions: list[tuple[str, str]]) -> int:
+    """Bytes of the widest of PTX's accesses, given as ("v4" or "", "32")."""
+    return max((int(vector[1:] or 1) * int(bits) // 8 for vector, bits in instructions), default=0)
+
+
+def outcome(kind: str, ops: list[str]) -> list[dict]:
+    """What a process prints of each case, with the widths of its loads and stores."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTX": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
+    ran = subprocess.run([sys.executable, __file__, kind, *ops], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    cases, ptx = [], ""
+    for line in ran.stdout.splitlines():
+        if not line.startswith(MARK):
+            ptx += line + "\n"
+            continue
+        access = lambda name, ptx=ptx: width(re.findall(rf"{name}\.global(?:\.\w+)*?\.?(v\d|)\.[bfus](\d+)", ptx))
+        cases.append(json.loads(line.removeprefix(MARK)) | {"load": access("ld"), "store": access("st")})
+        ptx = ""
+    return cases
+
+
+def wrong(case: dict) -> str:
+    """What is not as it should be with a compiled case; "" if nothing is."""
+    if not any("mosaic" in name for name in case["kernels"]):
+        return f"no Mosaic kernel among {case['kernels']}"
+    most = ADDRESS * case["results"] if case["donated"] else PARTIALS * case["bytes"]
+    if case["temp_bytes"] > most:
+        return f"{case['temp_bytes']} bytes of temporaries, at most {most:.0f} expected"
+    if case["donated"] and case["copies"]:
+        return f"{case['copies']} copies of what is updated in place"
+    if case["load"] < WIDE or (case["store"] < WIDE and case["largest_result"] > LARGE):
+        return f"loads of {case['load']} bytes, stores of {case['store']}"
+    return ""
+
+
+@pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_compile(kind):
+    cases = outcome(kind, list(OPS))
+    assert {case["op"] for case in cases} == set(OPS)
+    assert not (found := {f"{c['op']} {c['case']}": wrong(c) for c in cases if wrong(c)}), found
+
+
+def test_what_would_be_wrong():
+    """The judge of the test above."""
+    fine = dict(donated=1, results=4, largest_result=2**24, bytes=2**25, copies=0, temp_bytes=0, load=16, store=16)
+    case = fine | {"kernels": ["mosaic_gpu_v2"]}
+    assert not wrong(case)
+    for change, words in (
+        ({"kernels": ["__cublas$gemm"]}, "no Mosaic"),
+        ({"temp_bytes": 64}, "temporaries"),
+        ({"copies": 1}, "copies"),
+        ({"load": 2}, "loads of 2 bytes"),
+        ({"store": 4}, "stores of 4"),
+        ({"donated": 0, "temp_bytes": 2**22}, "temporaries"),
+    ):
+        assert words in wrong(case | change)
+    assert (
+        width(re.findall(r"ld\.global(?:\.\w+)*?\.?(v\d|)\.[bfus](\d+)", "ld.global.v4.b32 {%r1\nld.global.b16")) == 16
+    )
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1], sys.argv[2:] or list(OPS))

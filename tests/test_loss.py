@@ -1,0 +1,93 @@
+"""The head: loss and gradients against autodiff of the formula, whole and parallel over the vocabulary, with z-loss."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import CONFIG, worst_relative
+
+from surojax import outer
+from surojax.config import check, default_config
+from surojax.errors import ConfigError
+from surojax.loss import cross_entropy
+from surojax.mesh import SHARD, make_mesh
+from surojax.models.layers import linear
+from surojax.models.llama import functions, init_outer
+
+MODEL = functions(CONFIG)
+Z_LOSS = 0.1  # large, so that leaving it out is seen
+SCALE = 0.25
+
+
+def example():
+    """(outer parameters, x `[4, 6, D]`, labels, a few of them ignored)."""
+    weights = jax.tree.map(lambda w: 10 * w, init_outer(CONFIG, 0))  # logits that are not all alike
+    x = jax.random.normal(jax.random.key(1), (4, 6, CONFIG.hidden_size))
+    labels = jax.random.randint(jax.random.key(2), (4, 6), -3, CONFIG.vocab_size, jnp.int32)
+    return weights, x, jnp.maximum(labels, -1)
+
+
+def formula(z_loss: float):
+    """(summed loss in nats, gradients of SCALE x (loss + z_loss lse^2) by weights and x)."""
+    weights, x, labels = example()
+    used = {name: weights[name] for name in MODEL.head_uses}
+
+    def total(used, x, z_loss):
+        logits = linear(MODEL.final(used, x), used[MODEL.head]).reshape(-1, CONFIG.vocab_size)
+        lse, flat = jax.nn.logsumexp(logits, axis=-1), labels.reshape(-1)
+        nats = lse - jnp.take_along_axis(logits, jnp.maximum(flat, 0)[:, None], 1)[:, 0]
+        return SCALE * jnp.sum(jnp.where(flat >= 0, nats + z_loss * lse**2, 0.0))
+
+    return total(used, x, 0.0) / SCALE, jax.grad(total, argnums=(0, 1))(used, x, z_loss)
+
+
+def run_head(devices: int, sharded: bool, z_loss: float, chunks: int):
+    """(summed loss, gradients of weights, dx) of `outer.head` on virtual devices, and the loss of `outer.loss`."""
+    weights, x, labels = example()
+    mesh, rows = make_mesh(jax.devices()[:devices]), jax.P(SHARD if devices > 1 else None)
+    table = {name: rows if sharded and name != "norm" else jax.P() for name in weights}
+    sums = {name: rows for name in weights}  # of one device, to be added up unless sharded
+
+    def per_device(weights, x, labels):
+        weights = jax.tree.map(outer.varying, weights)
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        how = dict(chunks=chunks, sharded=sharded)
+        evaluated = outer.loss(MODEL, weights, x, labels, **how)
+        total, dx, grads = outer.head(MODEL, weights, zeros, x, labels, jnp.float32(SCALE), **how, z_loss=z_loss)
+        return total[None], grads, dx, evaluated[None]
+
+    f = jax.shard_map(per_device, mesh=mesh, in_specs=(table, rows, rows), out_specs=(rows, sums, rows, rows))
+    total, grads, dx, evaluated = jax.jit(f)(weights, x, labels)
+    whole = {name: g.reshape(-1, *weights[name].shape).sum(0) for name, g in grads.items() if name in MODEL.head_uses}
+    return total.sum(), (whole, dx), evaluated.sum()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, Z_LOSS])
+@pytest.mark.parametrize("devices, sharded", [(1, False), (2, False), (2, True)])
+def test_head(devices, sharded, z_loss):
+    """z_loss is in the gradients and not in the reported losses. Float32 sums in another order: 1e-5."""
+    loss, grads = formula(z_loss)
+    total, found, evaluated = run_head(devices, sharded, z_loss, chunks=2)
+    assert float(total) == pytest.approx(float(loss), rel=1e-5)
+    assert float(evaluated) == pytest.approx(float(loss), rel=1e-5)
+    assert worst_relative(found, grads) < 1e-5
+
+
+def test_the_reported_loss_is_that_of_the_plain_model():
+    """To the bit: the same operations on the same logits."""
+    weights, x, labels = example()
+    y = MODEL.final(weights, x.reshape(-1, CONFIG.hidden_size))
+    logits, labels = linear(y, weights[MODEL.head]), labels.reshape(-1)
+    out = jax.jit(functools.partial(outer.kernel.loss_and_gradient, implementation="xla"))(logits, labels, SCALE)
+    plain, grad = jax.jit(jax.value_and_grad(cross_entropy))(logits, labels)
+    np.testing.assert_array_equal(-jnp.sum(out.logprob), plain)
+    np.testing.assert_array_equal(out.d_logits, SCALE * grad)  # a power of two rounds nothing
+
+
+def test_z_loss_is_checked():
+    c = default_config()
+    c.z_loss = -1e-4
+    with pytest.raises(ConfigError, match=r"z_loss: expected 0 or more, got -0\.0001"):
+        check(c)
