@@ -13,6 +13,7 @@ A recipe is for the blocks' linear layers; embedding, head, norms, softmax and t
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -60,7 +61,7 @@ class Precision:
         return self.recipe == "fp8_hybrid"
 
     @property
-    def implementation(self):
+    def implementation(self) -> Any:
         """What kernels are told."""
         return None if self.kernels == "auto" else self.kernels
 

@@ -1,0 +1,59 @@
+"""What a 7B block launches on a GPU under each recipe, compiled without one: benchmarks/block_passes.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from surojax import aot
+
+ROOT = Path(__file__).parents[1]
+N, D, F = 2048, 4096, 11008
+FORWARD = 2 * N * (4 * D * D + 3 * D * F)  # FLOPs of the seven linear layers
+pytestmark = pytest.mark.skipif(not aot.available(), reason="needs the CUDA plugin, cuDNN and ptxas")
+
+
+def passes(gpu: str, recipe: str, kernels: str = "mosaic") -> dict:
+    """What the benchmark reports, from a process of its own: one compiles for one kind of GPU."""
+    command = [sys.executable, "benchmarks/block_passes.py", "--json", "--gpu", gpu, "--recipe", recipe]
+    done = subprocess.run([*command, "--kernels", kernels], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("gpu, recipe", (("h200", "fp8_current"), ("rtx4090", "fp8_hybrid")))
+def test_all_products_are_in_float8_and_only_fused_kernels_lie_between(gpu, recipe):
+    found = passes(gpu, recipe)
+    forward, backward = found["launches"]["forward"], found["launches"]["backward"]
+    assert forward["float8 product"]["launches"] == 7
+    # Computed again but for the last product, of which only the residual stream would come; two gradients of each.
+    assert backward["float8 product"]["launches"] == 6 + 14
+    last = 2 * N * D * F
+    assert found["float8_flops"] == {"forward": FORWARD, "backward": 3 * FORWARD - last}
+    for launches in (forward, backward):
+        assert launches["other product"]["launches"] == launches["block-scaled product"]["launches"] == 0
+        # What XLA adds itself: angles of rope, 1 MiB, and the partial sums of the two norms' scales, 4 MiB each.
+        assert launches["pass by XLA"]["bytes"] <= 12 * 2**20
+        assert launches["fused kernel"]["launches"] > 0
+
+
+def test_without_the_kernels_xla_makes_more_passes():
+    """The figures are able to differ: the same block with XLA's own fusions moves more between its products."""
+    fused, plain = (passes("h200", "fp8_current", kernels) for kernels in ("mosaic", "xla"))
+    between = lambda found: sum(
+        found["launches"][way][kind]["bytes"]
+        for way in ("forward", "backward")
+        for kind in ("fused kernel", "pass by XLA")
+    )
+    assert plain["launches"]["forward"]["fused kernel"]["launches"] == 0
+    assert between(plain) > between(fused)
+
+
+@pytest.mark.parametrize("recipe", ("mxfp8", "nvfp4"))
+def test_block_scaled_products(recipe):
+    launches = passes("b200", recipe)["launches"]
+    assert launches["forward"]["block-scaled product"]["launches"] == 7
+    assert launches["backward"]["block-scaled product"]["launches"] == 6 + 14
+    assert launches["forward"]["float8 product"]["launches"] == 0
