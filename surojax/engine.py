@@ -84,20 +84,28 @@ def pull(engine: Engine, grads, l: jax.Array):
     return grads, read(grads["blocks"], l)
 
 
-def push(engine: Engine, grads, sums, dw, l: jax.Array, first: jax.Array):
+def push(engine: Engine, grads, sums, dw, l: jax.Array, *, first: jax.Array | bool, last: bool):
     """(accumulators with the gradient of layer l added to its `sums` from pull, sum of squares of the result).
 
-    `first` says that nothing was added to them in this step: then those in host memory may hold anything.
+    `first` says that nothing was added to them in this step: then those in host memory may hold anything. `last` says
+    that nothing will be: what is still local is summed over all devices.
     """
-    if engine.placement.grads.sharded:
-        dw = collectives.scatter(dw, engine.dims["blocks"], engine.placement.reduce)
-    late = engine.placement.grads.home == "host"
+    table, dims = engine.placement, engine.dims["blocks"]
+    if table.grads.sharded:
+        dw = collectives.scatter(dw, dims, table.reduce)
+    late = table.grads.home == "host"
     old = jax.tree.map(lambda x: jnp.where(first, jnp.zeros_like(x), x), sums) if late else read(grads["blocks"], l)
     # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
-    sums = jax.lax.optimization_barrier(add(old, dw))
-    complete = summed_by_push(engine)
-    squares = collectives.sum_of_squares(sums, engine.dims["blocks"]) if complete else collectives.no_squares()
-    return grads | ({"late": sums} if late else {"blocks": write(grads["blocks"], sums, l)}), squares
+    sums, squares = jax.lax.optimization_barrier(add(old, dw)), collectives.no_squares()
+    if last:
+        sums = sums if table.grads.sharded else collectives.scatter(sums, dims, table.reduce)
+        sums = collectives.add_up(sums, REPLICATE)
+        squares = collectives.sum_of_squares(sums, dims)
+        sums = varying(sums, (REPLICATE,))  # typed like the layers that still differ
+    if late:
+        return grads | {"late": sums}, squares
+    stack = "summed" if grads["summed"] is not None else "blocks"
+    return grads | {stack: write(grads[stack], sums, l)}, squares
 
 
 def settle(engine: Engine, grads, l: jax.Array | int):
@@ -105,58 +113,66 @@ def settle(engine: Engine, grads, l: jax.Array | int):
     return grads if grads["late"] is None else grads | {"blocks": write(grads["blocks"], grads["late"], l)}
 
 
-def summed_by_push(engine: Engine) -> bool:
-    """Whether accumulators need no more sums over devices after the last push."""
-    one_shard = not collectives.active(SHARD)
-    return (one_shard or engine.placement.grads.sharded) and not collectives.active(REPLICATE)
+def left_local(engine: Engine) -> bool:
+    """Whether a step's last microbatch sums over devices what the others leave local."""
+    table = engine.placement
+    in_shards = table.grads.sharded and table.outer.sharded
+    return bool(collectives.active(REPLICATE) or (collectives.active(SHARD) and not in_shards))
+
+
+def sum_outer(engine: Engine, name: str, grad: jax.Array):
+    """The sum over all devices of an outer layer's gradient, or of some of its rows: the shard of this device."""
+    if engine.resting["outer"][name] == WHOLE:  # else gathered as shards: outer.py
+        reduce = engine.placement.reduce
+        reduce = "all_to_all" if reduce == "int8" else reduce  # they travel once a step: not in 8 bits
+        grad = collectives.scatter(grad, engine.dims["outer"][name], reduce)
+    return collectives.add_up(grad, REPLICATE)
+
+
+def prepare_sums(engine: Engine, grads):
+    """Accumulators with room for the sums over devices that the last microbatch's backward pass makes."""
+    like = lambda f, *x: jax.tree.map(_zeros_like_type, jax.eval_shape(f, *x))
+    L, head, table = engine.model.num_layers, engine.model.head, engine.placement
+    if collectives.active(SHARD) and not table.grads.sharded:
+        of_layer = lambda blocks: collectives.scatter(read(blocks, 0), engine.dims["blocks"], table.reduce)
+        stack = lambda x: jnp.broadcast_to(varying(x, (REPLICATE,)), (L, *x.shape))
+        grads = grads | {"summed": jax.tree.map(stack, like(of_layer, grads["blocks"]))}
+    if left_local(engine) and head != "embed":  # that one is complete after the backward pass
+        grads = grads | {"head": like(functools.partial(sum_outer, engine, head), grads["outer"][head])}
+    return grads
+
+
+def _zeros_like_type(x):
+    return varying(jnp.zeros(x.shape, x.dtype), tuple(x.manual_axis_type.varying))
+
+
+def sum_head(engine: Engine, grads, l: jax.Array):
+    """Accumulators with part l of the head's gradient summed over devices: beside layer l, in as many parts as layers.
+
+    Parts are as large as the first one; the last ones repeat rows where layers do not divide them.
+    """
+    if grads["head"] is None:
+        return grads
+    head, total = engine.model.head, grads["head"]
+    grad, rows = grads["outer"][head], total.shape[0]
+    size = -(-rows // engine.model.num_layers)
+    start = jnp.minimum(l * size, rows - size)
+    part = jax.lax.dynamic_slice_in_dim(grad.reshape(-1, rows, grad.shape[1]), start, size, 1)
+    part = sum_outer(engine, head, part.reshape(-1, grad.shape[1]))
+    return grads | {"head": jax.lax.dynamic_update_slice_in_dim(total, part, start, 0)}
 
 
 def finish(engine: Engine, grads, squares):
     """(accumulators summed over all devices, as the shards that the optimizer updates; their global norm).
 
-    `squares` is the sum of squares of the blocks' accumulators if `push` completed them; then they are not touched
-    again, which saves a pass over the host link where they rest in host memory.
+    `squares` is the sum of squares of the blocks' accumulators, which `push` has completed.
     """
-    dims, table = engine.dims, engine.placement.grads
     grads = settle(engine, grads, 0)  # the backward pass ends with layer 0
-    done = {name for name, d in engine.resting["outer"].items() if d != WHOLE}  # gathered as shards: outer.py
-    reduce = engine.placement.reduce
-    reduce = "all_to_all" if reduce == "int8" else reduce  # the outer ones travel once a step: not in 8 bits
-    scatter = lambda name, g: g if name in done else collectives.scatter(g, dims["outer"][name], reduce)
-    outer = collectives.add_up({name: scatter(name, g) for name, g in grads["outer"].items()}, REPLICATE)
-    blocks = grads["blocks"]
-    if not summed_by_push(engine):
-        if not table.sharded:
-            blocks = scatter_stacks(engine, blocks)
-        if table.home == "device":
-            blocks = collectives.add_up(blocks, REPLICATE)
-        layer, start = functools.partial(_finish_layer, engine), (blocks, collectives.no_squares())
-        blocks, squares = jax.lax.fori_loop(0, engine.model.num_layers, layer, start)
-        blocks = collectives.same(blocks, REPLICATE)
-    squares = add(squares, collectives.sum_of_squares(outer, dims["outer"]))
-    return {"blocks": blocks, "outer": outer}, collectives.norm(*squares)
-
-
-def scatter_stacks(engine: Engine, blocks):
-    """`collectives.scatter` of whole accumulators; a layer at a time where it needs room for all devices' terms."""
-    dims, reduce, L = engine.dims["blocks"], engine.placement.reduce, engine.model.num_layers
-    if reduce == "reduce_scatter" or not collectives.active(SHARD):
-        return collectives.scatter(blocks, jax.tree.map(lambda d: d if d == WHOLE else d + 1, dims))
-    of_layer = lambda l: collectives.scatter(read(blocks, l), dims, reduce)
-    like = jax.eval_shape(of_layer, 0)
-    axes = lambda x: tuple(x.manual_axis_type.varying)
-    zeros = jax.tree.map(lambda x: varying(jnp.zeros((L, *x.shape), x.dtype), axes(x)), like)
-    return jax.lax.fori_loop(0, L, lambda l, stack: write(stack, of_layer(l), l), zeros)
-
-
-def _finish_layer(engine: Engine, l: jax.Array, carry):
-    """(accumulators with layer l summed over `dp_replicate`, sums of squares with those of layer l added)."""
-    blocks, squares = carry
-    total = collectives.add_up(read(blocks, l), REPLICATE)
-    if engine.placement.grads.home == "host" and collectives.active(REPLICATE):  # in device memory they are summed
-        total = jax.lax.optimization_barrier(total)
-        blocks = write(blocks, varying(total, (REPLICATE,)), l)  # typed like the layers that still differ
-    return blocks, add(squares, collectives.sum_of_squares(total, engine.dims["blocks"]))
+    early = {} if grads["head"] is None else {engine.model.head: grads["head"]}
+    outer = {name: early[name] if name in early else sum_outer(engine, name, g) for name, g in grads["outer"].items()}
+    blocks = grads["blocks"] if grads["summed"] is None else grads["summed"]
+    squares = add(squares, collectives.sum_of_squares(outer, engine.dims["outer"]))
+    return {"blocks": collectives.same(blocks, REPLICATE), "outer": outer}, collectives.norm(*squares)
 
 
 def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array):
@@ -168,7 +184,7 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
     outer, layers, sharded = varying(weights["outer"]), Layers(engine, weights), engine.placement.outer.sharded
 
-    def microbatch(a, carry):
+    def microbatch(a, carry, *, last):
         grads, total, _, held = carry
         inputs_BS, labels_BS = read((inputs_ABS, labels_ABS), a)
         x_BSD, saved, (stack, late), block_vjp, held = forward(engine, layers, embed(outer, inputs_BS, sharded), held)
@@ -176,9 +192,11 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
             model, outer, grads["outer"], x_BSD, labels_BS, scale, chunks=engine.lmhead_chunks, sharded=sharded
         )
         grads = grads | {"outer": d_outer}
+        grads = prepare_sums(engine, grads) if last else grads
 
         def backward(l, w, held, carry):
             dx_BSD, grads, squares, late = carry
+            grads = sum_head(engine, grads, l)
             of_forward, late = saved.take(stack, late, l)
             grads, sums = pull(engine, grads, l)
             if engine.recompute_block and engine.placement.grads.sharded:
@@ -186,7 +204,7 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
                 # one after the other, or the scheduler puts all that arrives behind the last gradient.
                 dx_BSD, late, held, sums = jax.lax.optimization_barrier((dx_BSD, late, held, sums))
             dw, dx_BSD = block_vjp(w, of_forward, dx_BSD)
-            grads, of_layer = push(engine, grads, sums, dw, l, first=a == 0)
+            grads, of_layer = push(engine, grads, sums, dw, l, first=a == 0, last=last)
             return (dx_BSD, grads, add(squares, of_layer), late), held
 
         start = (dx_BSD, grads, collectives.no_squares(), late)
@@ -195,7 +213,10 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
         return grads | {"outer": d_outer}, total + loss, squares, held
 
     start = (accumulators(engine, weights), varying(jnp.float32(0)), collectives.no_squares(), layers.first())
-    grads, total, squares, _ = jax.lax.fori_loop(0, inputs_ABS.shape[0], microbatch, start)
+    A, peeled = inputs_ABS.shape[0], left_local(engine)
+    if A > peeled:
+        start = jax.lax.fori_loop(0, A - peeled, functools.partial(microbatch, last=not peeled), start)
+    grads, total, squares, _ = microbatch(A - 1, start, last=True) if peeled else start
     return collectives.add_up(total, *DATA) * scale, *finish(engine, grads, squares)
 
 
@@ -350,4 +371,5 @@ def accumulators(engine: Engine, weights):
     outer = jax.tree.map(lambda w: varying(jnp.zeros(w.shape, dtype)), weights["outer"])
     stacks, home = jax.tree.map(zeros, blocks, dims), engine.placement.grads.home
     late = jax.tree.map(lambda w, d: varying(jnp.zeros(w.shape[1:], dtype), axes(d)), blocks, dims)
-    return {"blocks": allocate(stacks, home), "outer": outer, "late": late if home == "host" else None}
+    late = late if home == "host" else None
+    return {"blocks": allocate(stacks, home), "outer": outer, "late": late, "summed": None, "head": None}
