@@ -95,13 +95,14 @@ def push(engine: Engine, grads, sums, dw, l: jax.Array, *, first: jax.Array | bo
         dw = collectives.scatter(dw, dims, table.reduce)
     late = table.grads.home == "host"
     old = jax.tree.map(lambda x: jnp.where(first, jnp.zeros_like(x), x), sums) if late else read(grads["blocks"], l)
-    # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
-    sums, squares = jax.lax.optimization_barrier(add(old, dw)), collectives.no_squares()
+    sums = add(old, dw)
     if last:
         sums = sums if table.grads.sharded else collectives.scatter(sums, dims, table.reduce)
         sums = collectives.add_up(sums, REPLICATE)
-        squares = collectives.sum_of_squares(sums, dims)
-        sums = varying(sums, (REPLICATE,))  # typed like the layers that still differ
+    # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
+    sums = jax.lax.optimization_barrier(sums)
+    squares = collectives.sum_of_squares(sums, dims) if last else collectives.no_squares()
+    sums = varying(sums, (REPLICATE,)) if last else sums  # typed like the layers that still differ
     if late:
         return grads | {"late": sums}, squares
     stack = "summed" if grads["summed"] is not None else "blocks"
