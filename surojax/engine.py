@@ -102,11 +102,8 @@ def push(engine: Engine, grads, sums, dw, l: jax.Array, *, first: jax.Array | bo
     # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
     sums = jax.lax.optimization_barrier(sums)
     squares = collectives.sum_of_squares(sums, dims) if last else collectives.no_squares()
-    sums = varying(sums, (REPLICATE,)) if last else sums  # typed like the layers that still differ
-    if late:
-        return grads | {"late": sums}, squares
-    stack = "summed" if grads["summed"] is not None else "blocks"
-    return grads | {stack: write(grads[stack], sums, l)}, squares
+    sums = varying(sums, DATA if whole_stacks(engine) else (REPLICATE,))  # typed like the layers that still differ
+    return grads | ({"late": sums} if late else {"blocks": write(grads["blocks"], sums, l)}), squares
 
 
 def settle(engine: Engine, grads, l: jax.Array | int):
@@ -130,21 +127,16 @@ def sum_outer(engine: Engine, name: str, grad: jax.Array):
     return collectives.add_up(grad, REPLICATE)
 
 
-def prepare_sums(engine: Engine, grads):
-    """Accumulators with room for the sums over devices that the last microbatch's backward pass makes."""
-    like = lambda f, *x: jax.tree.map(_zeros_like_type, jax.eval_shape(f, *x))
-    L, head, table = engine.model.num_layers, engine.model.head, engine.placement
-    if collectives.active(SHARD) and not table.grads.sharded:
-        of_layer = lambda blocks: collectives.scatter(read(blocks, 0), engine.dims["blocks"], table.reduce)
-        stack = lambda x: jnp.broadcast_to(varying(x, (REPLICATE,)), (L, *x.shape))
-        grads = grads | {"summed": jax.tree.map(stack, like(of_layer, grads["blocks"]))}
-    if left_local(engine) and head != "embed":  # that one is complete after the backward pass
-        grads = grads | {"head": like(functools.partial(sum_outer, engine, head), grads["outer"][head])}
-    return grads
+def with_room(engine: Engine, grads):
+    """Accumulators with room for the head's gradient summed over devices, if the last microbatch is to do that.
 
-
-def _zeros_like_type(x):
-    return varying(jnp.zeros(x.shape, x.dtype), tuple(x.manual_axis_type.varying))
+    Where the embedding is the head, it is complete only after the backward pass.
+    """
+    head = engine.model.head
+    if not left_local(engine) or head == "embed":
+        return grads
+    like = jax.eval_shape(functools.partial(sum_outer, engine, head), grads["outer"][head])
+    return grads | {"head": varying(jnp.zeros(like.shape, like.dtype), tuple(like.manual_axis_type.varying))}
 
 
 def sum_head(engine: Engine, grads, l: jax.Array):
@@ -171,9 +163,23 @@ def finish(engine: Engine, grads, squares):
     grads = settle(engine, grads, 0)  # the backward pass ends with layer 0
     early = {} if grads["head"] is None else {engine.model.head: grads["head"]}
     outer = {name: early[name] if name in early else sum_outer(engine, name, g) for name, g in grads["outer"].items()}
-    blocks = grads["blocks"] if grads["summed"] is None else grads["summed"]
+    blocks = collectives.same(grads["blocks"], REPLICATE)
+    if whole_stacks(engine):
+        blocks = jax.tree.map(_shard_in_stack, blocks, engine.dims["blocks"])
     squares = add(squares, collectives.sum_of_squares(outer, engine.dims["outer"]))
-    return {"blocks": collectives.same(blocks, REPLICATE), "outer": outer}, collectives.norm(*squares)
+    return {"blocks": blocks, "outer": outer}, collectives.norm(*squares)
+
+
+def whole_stacks(engine: Engine) -> bool:
+    """Whether accumulators are whole on several devices; `push` leaves the shards of their sums at their beginning."""
+    return bool(collectives.active(SHARD)) and not engine.placement.grads.sharded
+
+
+def _shard_in_stack(stack: jax.Array, d: int):
+    """The shards of the sums in a stack of accumulators, of which dimension d of each layer is sharded."""
+    if d == WHOLE:
+        return collectives.same(stack, SHARD)
+    return jax.lax.slice_in_dim(stack, 0, stack.shape[d + 1] // jax.lax.axis_size(SHARD), axis=d + 1)
 
 
 def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array):
@@ -193,7 +199,7 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
             model, outer, grads["outer"], x_BSD, labels_BS, scale, chunks=engine.lmhead_chunks, sharded=sharded
         )
         grads = grads | {"outer": d_outer}
-        grads = prepare_sums(engine, grads) if last else grads
+        grads = with_room(engine, grads) if last else grads
 
         def backward(l, w, held, carry):
             dx_BSD, grads, squares, late = carry
@@ -373,4 +379,4 @@ def accumulators(engine: Engine, weights):
     stacks, home = jax.tree.map(zeros, blocks, dims), engine.placement.grads.home
     late = jax.tree.map(lambda w, d: varying(jnp.zeros(w.shape[1:], dtype), axes(d)), blocks, dims)
     late = late if home == "host" else None
-    return {"blocks": allocate(stacks, home), "outer": outer, "late": late, "summed": None, "head": None}
+    return {"blocks": allocate(stacks, home), "outer": outer, "late": late, "head": None}
