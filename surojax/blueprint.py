@@ -20,7 +20,7 @@ from surojax.state import TrainState
 # 2026-11-21; docs/LOG.md); not timed on a GPU yet.
 SCHEDULE: dict[str, str | bool | int] = {
     "xla_gpu_enable_latency_hiding_scheduler": True,  # off by default, whatever the documentation says
-    "xla_gpu_experimental_parallel_async_compute_limit": 6,  # host copies in flight at a time, by default 1
+    "xla_gpu_experimental_parallel_async_compute_limit": 32,  # host copies in flight: all of a layer's; by default 1
     "xla_gpu_all_gather_combine_threshold_bytes": 1 << 32,  # a layer's gathers are one, which overlaps all of a layer
 }
 

@@ -92,12 +92,12 @@ def push(engine: Engine, grads, sums, dw, l: jax.Array, *, first: jax.Array | bo
     """
     table, dims = engine.placement, engine.dims["blocks"]
     if table.grads.sharded:
-        dw = collectives.scatter(dw, dims, table.reduce)
+        dw = collectives.scatter_in_turn(dw, dims, table.reduce)
     late = table.grads.home == "host"
     old = jax.tree.map(lambda x: jnp.where(first, jnp.zeros_like(x), x), sums) if late else read(grads["blocks"], l)
     sums = add(old, dw)
     if last:
-        sums = sums if table.grads.sharded else collectives.scatter(sums, dims, table.reduce)
+        sums = sums if table.grads.sharded else collectives.scatter_in_turn(sums, dims, table.reduce)
         sums = collectives.add_up(sums, REPLICATE)
     # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
     sums = jax.lax.optimization_barrier(sums)
