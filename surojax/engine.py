@@ -91,13 +91,17 @@ def push(engine: Engine, grads, sums, dw, l: jax.Array, *, first: jax.Array | bo
     that nothing will be: what is still local is summed over all devices.
     """
     table, dims = engine.placement, engine.dims["blocks"]
+    scatter = lambda tree: collectives.scatter_in_turn(tree, dims, table.reduce, after=grads["head"])
     if table.grads.sharded:
-        dw = collectives.scatter_in_turn(dw, dims, table.reduce)
+        dw, head = scatter(dw)
+        grads = grads | {"head": head}
     late = table.grads.home == "host"
     old = jax.tree.map(lambda x: jnp.where(first, jnp.zeros_like(x), x), sums) if late else read(grads["blocks"], l)
     sums = add(old, dw)
     if last:
-        sums = sums if table.grads.sharded else collectives.scatter_in_turn(sums, dims, table.reduce)
+        if whole_stacks(engine):
+            sums, head = scatter(sums)
+            grads = grads | {"head": head}
         sums = collectives.add_up(sums, REPLICATE)
     # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
     sums = jax.lax.optimization_barrier(sums)
@@ -206,10 +210,11 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
             grads = sum_head(engine, grads, l)
             of_forward, late = saved.take(stack, late, l)
             grads, sums = pull(engine, grads, l)
-            if engine.recompute_block and engine.placement.grads.sharded:
-                # What was asked for arrives while the block is recomputed, gradients leave while it is differentiated:
-                # one after the other, or the scheduler puts all that arrives behind the last gradient.
-                dx_BSD, late, held, sums = jax.lax.optimization_barrier((dx_BSD, late, held, sums))
+            if engine.recompute_block and engine.placement.weights.sharded:
+                # The next weights are gathered while the block is recomputed, gradients leave while it is
+                # differentiated: one after the other, or the scheduler puts the gather behind the last gradient.
+                dx_BSD, gathered = jax.lax.optimization_barrier((dx_BSD, held[0]))
+                held = gathered, *held[1:]
             dw, dx_BSD = block_vjp(w, of_forward, dx_BSD)
             grads, of_layer = push(engine, grads, sums, dw, l, first=a == 0, last=last)
             return (dx_BSD, grads, add(squares, of_layer), late), held
@@ -274,10 +279,9 @@ class Ahead:
         return bring(self.engine, self.part.stack, jnp.minimum(p, 2 * self.n - 1 - p))
 
     def first(self):
-        """What is held before position 0."""
-        if self.stages == 2:
-            return whole(self.engine, self.bring(0)), self.bring(1)
-        return whole(self.engine, self.bring(0)) if self.stages else None
+        """What is held before position 0: for each stage what it has done."""
+        done = (lambda: whole(self.engine, self.bring(0)), lambda: self.bring(1))
+        return tuple(stage() for stage in done[: self.stages])
 
     def take(self, held, p):
         """(weights of position p, what is held afterwards: those of the next positions, on their way)."""
@@ -285,8 +289,8 @@ class Ahead:
             w, shards = held
             return w, (whole(self.engine, shards), self.bring(p + 2))
         if self.stages == 1:
-            return held, whole(self.engine, self.bring(p + 1))
-        return whole(self.engine, self.bring(p)), None
+            return held[0], (whole(self.engine, self.bring(p + 1)),)
+        return whole(self.engine, self.bring(p)), ()
 
 
 class Saved:

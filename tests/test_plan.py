@@ -8,6 +8,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 
@@ -120,11 +121,18 @@ def test_device_memory_does_not_grow_with_depth(planned):
     assert two.host_temp_bytes > two.device_limit_bytes and two.rematerialised["count"] == 0
 
 
-def test_memory_limit_is_corrected_by_what_is_in_host_memory():
-    """95 % of the card and the temporaries in host memory; nothing where the card's memory is not known."""
+def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
+    """95 % of the card and the temporaries in host memory, as a part of what XLA starts from; nothing where the card's
+    memory is not known."""
     run = draw(config(gpus=1), jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
-    assert run.compiler_options("gpu", memory_bytes=24, host_temporaries=13)[MEMORY_LIMIT] == 95 + 55
-    assert run.compiler_options("gpu", memory_bytes=24)[MEMORY_LIMIT] == 95
+    state = run.state_bytes()
+    assert state > (2 + 4 + 2 + 2) * 6_607_077_376  # work and master weights, two moments
+    limit = lambda **known: run.compiler_options("gpu", **known)[MEMORY_LIMIT]
+    card = 2 * state
+    assert limit(memory_bytes=card) == math.ceil(100 * (0.95 * 2 - 1))
+    assert limit(memory_bytes=card, host_temporaries=state) == math.ceil(100 * 0.95 * 2)
+    assert limit(memory_bytes=card, plans_with=0.8) == math.ceil(100 * 0.9 / 0.6)
+    assert limit(memory_bytes=state) == 95  # does not fit anyway
     assert MEMORY_LIMIT not in run.compiler_options("gpu")
     assert run.compiler_options("cpu", memory_bytes=24, host_temporaries=13) == {}
 
