@@ -6,7 +6,9 @@
         loss, dx = head(x)            in slices of tokens; its gradient goes into the accumulators
         for l in reversed(layers):    w = fetch(l);  dw, dx = vjp(block)(w, saved x)(dx);  push(l, dw)
         push(embedding, dx)
-    finish: sum over devices what is still local
+    the last microbatch, peeled off the loop where something is to be summed: push sums over devices what the others
+    leave local, and beside each block a part of the head's gradient is summed
+    finish: sum over devices what is still local: the embedding and the final norm
 
 Why not `jax.grad` of the whole model: it holds all gathered weights, or a whole tree of gradients, at once. Here one
 layer's weights and gradients exist at a time, whatever the placement.
@@ -226,7 +228,7 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
 
     start = (accumulators(engine, weights), varying(jnp.float32(0)), collectives.no_squares(), layers.first())
     A, peeled = inputs_ABS.shape[0], left_local(engine)
-    if A > peeled:
+    if peeled < A:
         start = jax.lax.fori_loop(0, A - peeled, functools.partial(microbatch, last=not peeled), start)
     grads, total, squares, _ = microbatch(A - 1, start, last=True) if peeled else start
     return collectives.add_up(total, *DATA) * scale, *finish(engine, grads, squares)

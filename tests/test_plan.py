@@ -295,7 +295,7 @@ def test_transfers_overlap_computation(planned, changes):
     # The next weights are gathered while the block is computed again; its gradients leave while it is differentiated,
     # nearly from the first of them on, and what nothing hides is one small matrix.
     (gather,) = kinds(backward, "all-gather")
-    assert gather.started <= 2 and 3 <= gather.waited - gather.started and gather.waited <= FORWARD - 1
+    assert gather.started <= 2 and gather.waited - gather.started >= 3 and gather.waited <= FORWARD - 1
     reduced = kinds(backward, "reduce-scatter")
     assert FORWARD <= min(x.started for x in reduced) <= FORWARD + 1
     assert size(beside(reduced)) > 0.9 * size(reduced)
