@@ -36,6 +36,7 @@ from surojax.gpus import ARCHITECTURES, GPUS, Gpu
 EXTRA = "pip install 'surojax[plan]'"
 PTXAS = "*/bin/ptxas"
 XLA_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}  # fact 4
+PLANS_WITH = 0.8  # part of a GPU's memory that XLA plans with where it cannot ask an allocator
 _kinds: set[str] = set()  # of this process: one at most
 
 

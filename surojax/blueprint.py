@@ -6,12 +6,14 @@ The commands share it: `train` builds what it says, `fit` adds up its bytes. The
 import dataclasses
 import math
 
+import jax
 import optax
 
 from surojax import collectives, config as configs, fp8, optim, placement, step
 from surojax.engine import Engine
 from surojax.mesh import SHARD
 from surojax.models.llama import LlamaConfig, abstract_params, functions
+from surojax.offload import MEMORY_KIND
 from surojax.state import TrainState
 
 # What makes XLA overlap copies and communication with computation. The engine lets all of a layer's copies and gathers
@@ -20,7 +22,7 @@ from surojax.state import TrainState
 # 2026-11-21; docs/LOG.md); not timed on a GPU yet.
 SCHEDULE: dict[str, str | bool | int] = {
     "xla_gpu_enable_latency_hiding_scheduler": True,  # off by default, whatever the documentation says
-    "xla_gpu_experimental_parallel_async_compute_limit": 6,  # host copies in flight at a time, by default 1
+    "xla_gpu_experimental_parallel_async_compute_limit": 32,  # host copies in flight: all of a layer's; by default 1
     # Products of one operand with several (queries, keys, values) stay apart: merged into one, XLA copies the weights
     # together and the results apart, 290 MiB for a 7B block of 2048 tokens whose products move 104.
     "xla_gpu_dot_merger_threshold_mb": 0,
@@ -31,6 +33,9 @@ SCHEDULE: dict[str, str | bool | int] = {
 # again and copies are not started ahead. It counts temporaries in host memory (accumulators, residuals) as if they were
 # on the device, so they are added to the limit. Qwen-32B, all offloaded, on 4 RTX 4090: 4,284 operations a step were
 # computed again, none with it (jax 0.12; arguments in host memory are not counted, whatever their size).
+# The percentage is of what the arguments leave of the memory XLA plans with, and without a GPU that is 80 % of it
+# (GetSchedulerMemoryLimit in XLA's gpu_hlo_schedule.cc): for Llama-7B at ZeRO-3 on 4 RTX 4090 2.7 GiB of 6.4, so that
+# it computed 2,499 operations again and gathered weights without overlapping anything.
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 
 
@@ -51,17 +56,27 @@ class Blueprint:
         return step.make_train_step(self.engine, self.optimizer, self.schedule, self.plan, self.mesh)
 
     def compiler_options(
-        self, platform: str, *, memory_bytes: int | None = None, host_temporaries: int = 0
+        self, platform: str, *, memory_bytes: int | None = None, plans_with: float = 1.0, host_temporaries: int = 0
     ) -> dict[str, str | bool | int]:
         """What to compile the steps with for devices of this platform, "gpu" or "cpu".
 
-        memory_bytes: that XLA plans with on a GPU; host_temporaries: bytes in host memory that a step allocates there,
-        see `MEMORY_LIMIT`. Left out, nothing is corrected.
+        memory_bytes: that JAX has on a GPU; plans_with: the part of it that XLA plans with; host_temporaries: bytes in
+        host memory that a step allocates there; see `MEMORY_LIMIT`. Left out, nothing is corrected.
         """
         schedule, limit = SCHEDULE if platform == "gpu" else {}, {}
         if platform == "gpu" and memory_bytes:
-            limit = {MEMORY_LIMIT: 95 + math.ceil(100 * host_temporaries / memory_bytes)}
+            state = self.state_bytes()
+            left = plans_with * memory_bytes - state
+            wanted = 0.95 * memory_bytes - state + host_temporaries
+            limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
         return schedule | limit | collectives.compiler_options(self.engine.placement.copy_engine)
+
+    def state_bytes(self) -> int:
+        """Bytes of the state in the device memory of one GPU."""
+        device = MEMORY_KIND["device"]
+        arrays = [x for x in jax.tree.leaves(self.plan) if isinstance(x, jax.ShapeDtypeStruct)]  # not in files
+        found = [x for x in arrays if x.sharding.memory_kind in (None, device)]
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in found)
 
     def eval_step(self):
         """See `step.make_eval_step`."""

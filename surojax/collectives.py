@@ -175,6 +175,24 @@ def scatter(tree, dims, reduce: Reduce = "reduce_scatter"):
     return jax.tree.map(add_terms, tree, dims, _exchange(jax.tree.map(terms, tree, dims)))
 
 
+def scatter_in_turn(tree, dims, reduce: Reduce, after):
+    """(`scatter` of a layer's gradients, one matrix after another and the largest first; `after`, which precedes them).
+
+    Each is on its way while the gradients of the next are computed. What nothing is left to hide is the last, so that
+    is a small one. Without an order XLA joins some of them, and the last is whatever it computes last.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    of, done = jax.tree.leaves(dims), [after, *leaves]
+    last = 0
+    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
+        x = leaves[i]
+        if x.ndim > 1:
+            x, done[last] = jax.lax.optimization_barrier((x, done[last]))
+        done[i + 1] = scatter(x, of[i], reduce)
+        last = i + 1
+    return jax.tree.unflatten(structure, done[1:]), done[0]
+
+
 def _exchange(tree):
     """Part i of each array `[devices, ...]` is sent to device i and replaced by its; one transfer for each dtype."""
     leaves, structure = jax.tree.flatten(tree)

@@ -6,7 +6,9 @@
         loss, dx = head(x)            in slices of tokens; its gradient goes into the accumulators
         for l in reversed(layers):    w = fetch(l);  dw, dx = vjp(block)(w, saved x)(dx);  push(l, dw)
         push(embedding, dx)
-    finish: sum over devices what is still local
+    the last microbatch, peeled off the loop where something is to be summed: push sums over devices what the others
+    leave local, and beside each block a part of the head's gradient is summed
+    finish: sum over devices what is still local: the embedding and the final norm
 
 Why not `jax.grad` of the whole model: it holds all gathered weights, or a whole tree of gradients, at once. Here one
 layer's weights and gradients exist at a time, whatever the placement.
@@ -88,19 +90,29 @@ def pull(engine: Engine, grads, l: jax.Array):
     return grads, read(grads["blocks"], l)
 
 
-def push(engine: Engine, grads, sums, dw, l: jax.Array, first: jax.Array):
+def push(engine: Engine, grads, sums, dw, l: jax.Array, *, first: jax.Array | bool, last: bool):
     """(accumulators with the gradient of layer l added to its `sums` from pull, sum of squares of the result).
 
-    `first` says that nothing was added to them in this step: then those in host memory may hold anything.
+    `first` says that nothing was added to them in this step: then those in host memory may hold anything. `last` says
+    that nothing will be: what is still local is summed over all devices.
     """
-    if engine.placement.grads.sharded:
-        dw = collectives.scatter(dw, engine.dims["blocks"], engine.placement.reduce)
-    late = engine.placement.grads.home == "host"
+    table, dims = engine.placement, engine.dims["blocks"]
+    scatter = lambda tree: collectives.scatter_in_turn(tree, dims, table.reduce, after=grads["head"])
+    if table.grads.sharded:
+        dw, head = scatter(dw)
+        grads = grads | {"head": head}
+    late = table.grads.home == "host"
     old = jax.tree.map(lambda x: jnp.where(first, jnp.zeros_like(x), x), sums) if late else read(grads["blocks"], l)
+    sums = add(old, dw)
+    if last:
+        if whole_stacks(engine):
+            sums, head = scatter(sums)
+            grads = grads | {"head": head}
+        sums = collectives.add_up(sums, REPLICATE)
     # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
-    sums = jax.lax.optimization_barrier(add(old, dw))
-    complete = summed_by_push(engine)
-    squares = collectives.sum_of_squares(sums, engine.dims["blocks"]) if complete else collectives.no_squares()
+    sums = jax.lax.optimization_barrier(sums)
+    squares = collectives.sum_of_squares(sums, dims) if last else collectives.no_squares()
+    sums = varying(sums, DATA if whole_stacks(engine) else (REPLICATE,))  # typed like the layers that still differ
     return grads | ({"late": sums} if late else {"blocks": write(grads["blocks"], sums, l)}), squares
 
 
@@ -109,58 +121,75 @@ def settle(engine: Engine, grads, l: jax.Array | int):
     return grads if grads["late"] is None else grads | {"blocks": write(grads["blocks"], grads["late"], l)}
 
 
-def summed_by_push(engine: Engine) -> bool:
-    """Whether accumulators need no more sums over devices after the last push."""
-    one_shard = not collectives.active(SHARD)
-    return (one_shard or engine.placement.grads.sharded) and not collectives.active(REPLICATE)
+def left_local(engine: Engine) -> bool:
+    """Whether a step's last microbatch sums over devices what the others leave local."""
+    table = engine.placement
+    in_shards = table.grads.sharded and table.outer.sharded
+    return bool(collectives.active(REPLICATE) or (collectives.active(SHARD) and not in_shards))
+
+
+def sum_outer(engine: Engine, name: str, grad: jax.Array):
+    """The sum over all devices of an outer layer's gradient, or of some of its rows: the shard of this device."""
+    if engine.resting["outer"][name] == WHOLE:  # else gathered as shards: outer.py
+        reduce = engine.placement.reduce
+        reduce = "all_to_all" if reduce == "int8" else reduce  # they travel once a step: not in 8 bits
+        grad = collectives.scatter(grad, engine.dims["outer"][name], reduce)
+    return collectives.add_up(grad, REPLICATE)
+
+
+def with_room(engine: Engine, grads):
+    """Accumulators with room for the head's gradient summed over devices, if the last microbatch is to do that.
+
+    Where the embedding is the head, it is complete only after the backward pass.
+    """
+    head = engine.model.head
+    if not left_local(engine) or head == "embed":
+        return grads
+    like = jax.eval_shape(functools.partial(sum_outer, engine, head), grads["outer"][head])
+    return grads | {"head": varying(jnp.zeros(like.shape, like.dtype), tuple(like.manual_axis_type.varying))}
+
+
+def sum_head(engine: Engine, grads, l: jax.Array):
+    """Accumulators with part l of the head's gradient summed over devices: beside layer l, in as many parts as layers.
+
+    Parts are as large as the first one; the last ones repeat rows where layers do not divide them.
+    """
+    if grads["head"] is None:
+        return grads
+    head, total = engine.model.head, grads["head"]
+    grad, rows = grads["outer"][head], total.shape[0]
+    size = -(-rows // engine.model.num_layers)
+    start = jnp.minimum(l * size, rows - size)
+    part = jax.lax.dynamic_slice_in_dim(grad.reshape(-1, rows, grad.shape[1]), start, size, 1)
+    part = sum_outer(engine, head, part.reshape(-1, grad.shape[1]))
+    return grads | {"head": jax.lax.dynamic_update_slice_in_dim(total, part, start, 0)}
 
 
 def finish(engine: Engine, grads, squares):
     """(accumulators summed over all devices, as the shards that the optimizer updates; their global norm).
 
-    `squares` is the sum of squares of the blocks' accumulators if `push` completed them; then they are not touched
-    again, which saves a pass over the host link where they rest in host memory.
+    `squares` is the sum of squares of the blocks' accumulators, which `push` has completed.
     """
-    dims, table = engine.dims, engine.placement.grads
     grads = settle(engine, grads, 0)  # the backward pass ends with layer 0
-    done = {name for name, d in engine.resting["outer"].items() if d != WHOLE}  # gathered as shards: outer.py
-    reduce = engine.placement.reduce
-    reduce = "all_to_all" if reduce == "int8" else reduce  # the outer ones travel once a step: not in 8 bits
-    scatter = lambda name, g: g if name in done else collectives.scatter(g, dims["outer"][name], reduce)
-    outer = collectives.add_up({name: scatter(name, g) for name, g in grads["outer"].items()}, REPLICATE)
-    blocks = grads["blocks"]
-    if not summed_by_push(engine):
-        if not table.sharded:
-            blocks = scatter_stacks(engine, blocks)
-        if table.home == "device":
-            blocks = collectives.add_up(blocks, REPLICATE)
-        layer, start = functools.partial(_finish_layer, engine), (blocks, collectives.no_squares())
-        blocks, squares = jax.lax.fori_loop(0, engine.model.num_layers, layer, start)
-        blocks = collectives.same(blocks, REPLICATE)
-    squares = add(squares, collectives.sum_of_squares(outer, dims["outer"]))
+    early = {} if grads["head"] is None else {engine.model.head: grads["head"]}
+    outer = {name: early[name] if name in early else sum_outer(engine, name, g) for name, g in grads["outer"].items()}
+    blocks = collectives.same(grads["blocks"], REPLICATE)
+    if whole_stacks(engine):
+        blocks = jax.tree.map(_shard_in_stack, blocks, engine.dims["blocks"])
+    squares = add(squares, collectives.sum_of_squares(outer, engine.dims["outer"]))
     return {"blocks": blocks, "outer": outer}, collectives.norm(*squares)
 
 
-def scatter_stacks(engine: Engine, blocks):
-    """`collectives.scatter` of whole accumulators; a layer at a time where it needs room for all devices' terms."""
-    dims, reduce, L = engine.dims["blocks"], engine.placement.reduce, engine.model.num_layers
-    if reduce == "reduce_scatter" or not collectives.active(SHARD):
-        return collectives.scatter(blocks, jax.tree.map(lambda d: d if d == WHOLE else d + 1, dims))
-    of_layer = lambda l: collectives.scatter(read(blocks, l), dims, reduce)
-    like = jax.eval_shape(of_layer, 0)
-    axes = lambda x: tuple(x.manual_axis_type.varying)
-    zeros = jax.tree.map(lambda x: varying(jnp.zeros((L, *x.shape), x.dtype), axes(x)), like)
-    return jax.lax.fori_loop(0, L, lambda l, stack: write(stack, of_layer(l), l), zeros)
+def whole_stacks(engine: Engine) -> bool:
+    """Whether accumulators are whole on several devices; `push` leaves the shards of their sums at their beginning."""
+    return bool(collectives.active(SHARD)) and not engine.placement.grads.sharded
 
 
-def _finish_layer(engine: Engine, l: jax.Array, carry):
-    """(accumulators with layer l summed over `dp_replicate`, sums of squares with those of layer l added)."""
-    blocks, squares = carry
-    total = collectives.add_up(read(blocks, l), REPLICATE)
-    if engine.placement.grads.home == "host" and collectives.active(REPLICATE):  # in device memory they are summed
-        total = jax.lax.optimization_barrier(total)
-        blocks = write(blocks, varying(total, (REPLICATE,)), l)  # typed like the layers that still differ
-    return blocks, add(squares, collectives.sum_of_squares(total, engine.dims["blocks"]))
+def _shard_in_stack(stack: jax.Array, d: int):
+    """The shards of the sums in a stack of accumulators, of which dimension d of each layer is sharded."""
+    if d == WHOLE:
+        return collectives.same(stack, SHARD)
+    return jax.lax.slice_in_dim(stack, 0, stack.shape[d + 1] // jax.lax.axis_size(SHARD), axis=d + 1)
 
 
 def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array, *, history=None, step=0):
@@ -176,7 +205,7 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
     outer, layers, sharded = varying(weights["outer"]), Layers(engine, weights), engine.placement.outer.sharded
     give = given(engine, history, step, inputs_ABS.shape[0], scale)
 
-    def microbatch(a, carry):
+    def microbatch(a, carry, *, last):
         grads, total, _, held, observed = carry
         inputs_BS, labels_BS = read((inputs_ABS, labels_ABS), a)
         x_BSD = embed(outer, inputs_BS, sharded)
@@ -193,17 +222,20 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
             z_loss=engine.z_loss,
         )
         grads = grads | {"outer": d_outer}
+        grads = with_room(engine, grads) if last else grads
 
         def backward(l, on, w, held, carry):
             dx_BSD, grads, squares, late, observed = carry
+            grads = sum_head(engine, grads, l)
             of_forward, late = saved.take(stack, late, l)
             grads, sums = pull(engine, grads, l)
-            if engine.recompute_block and engine.placement.grads.sharded:
-                # What was asked for arrives while the block is recomputed, gradients leave while it is differentiated:
-                # one after the other, or the scheduler puts all that arrives behind the last gradient.
-                dx_BSD, late, held, sums = jax.lax.optimization_barrier((dx_BSD, late, held, sums))
+            if engine.recompute_block and engine.placement.weights.sharded:
+                # The next weights are gathered while the block is recomputed, gradients leave while it is
+                # differentiated: one after the other, or the scheduler puts the gather behind the last gradient.
+                dx_BSD, gathered = jax.lax.optimization_barrier((dx_BSD, held[0]))
+                held = gathered, *held[1:]
             dw, dx_BSD, seen = block_vjp(l, on, w, of_forward, dx_BSD)
-            grads, of_layer = push(engine, grads, sums, dw, l, first=a == 0)
+            grads, of_layer = push(engine, grads, sums, dw, l, first=a == 0, last=last)
             observed = jax.tree.map(lambda old, new: old.at[l].max(new), observed, seen)
             return (dx_BSD, grads, add(squares, of_layer), late, observed), held
 
@@ -214,7 +246,10 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
 
     observed = varying(new_observed(history))
     start = (accumulators(engine, weights), varying(jnp.float32(0)), collectives.no_squares(), layers.first(), observed)
-    grads, total, squares, _, observed = jax.lax.fori_loop(0, inputs_ABS.shape[0], microbatch, start)
+    A, peeled = inputs_ABS.shape[0], left_local(engine)
+    if peeled < A:
+        start = jax.lax.fori_loop(0, A - peeled, functools.partial(microbatch, last=not peeled), start)
+    grads, total, squares, _, observed = microbatch(A - 1, start, last=True) if peeled else start
     loss = collectives.add_up(total, *DATA) * scale
     return loss, *finish(engine, grads, squares), extended(history, observed)
 
@@ -289,10 +324,9 @@ class Ahead:
         return bring(self.engine, self.part.stack, l, self.on)
 
     def first(self):
-        """What is held before position 0."""
-        if self.stages == 2:
-            return whole(self.engine, self.bring(0)), self.bring(1)
-        return whole(self.engine, self.bring(0)) if self.stages else None
+        """What is held before position 0: for each stage what it has done."""
+        done = (lambda: whole(self.engine, self.bring(0)), lambda: self.bring(1))
+        return tuple(stage() for stage in done[: self.stages])
 
     def take(self, held, p):
         """(weights of position p, what is held afterwards: those of the next positions, on their way)."""
@@ -300,8 +334,8 @@ class Ahead:
             w, shards = held
             return w, (whole(self.engine, shards), self.bring(p + 2))
         if self.stages == 1:
-            return held, whole(self.engine, self.bring(p + 1))
-        return whole(self.engine, self.bring(p)), None
+            return held[0], (whole(self.engine, self.bring(p + 1)),)
+        return whole(self.engine, self.bring(p)), ()
 
 
 class Saved:
@@ -395,4 +429,5 @@ def accumulators(engine: Engine, weights):
     outer = jax.tree.map(lambda w: varying(jnp.zeros(w.shape, dtype)), weights["outer"])
     stacks, home = jax.tree.map(zeros, blocks, dims), engine.placement.grads.home
     late = jax.tree.map(lambda w, d: varying(jnp.zeros(w.shape[1:], dtype), axes(d)), blocks, dims)
-    return {"blocks": allocate(stacks, home), "outer": outer, "late": late if home == "host" else None}
+    late = late if home == "host" else None
+    return {"blocks": allocate(stacks, home), "outer": outer, "late": late, "head": None}

@@ -305,4 +305,6 @@ def _weight(module: Module, i: Instruction) -> int:
     """How many matrix products and attentions run in an instruction; those of a loop in all its rounds."""
     if i.opcode == "while":
         return _trips(i) * _products(module, _called(i, "body")[0])
+    if i.opcode == "fusion" and "kind=kCustom" in i.attributes:  # a product that reads or writes a layer of a stack
+        return _products(module, _called(i, "calls")[0])
     return int(i.opcode == "custom-call" and re.search(r'custom_call_target="__cu(blas|dnn)', i.attributes) is not None)

@@ -14,7 +14,6 @@ Shape suffixes: B batch, S sequence, D hidden size, N tokens of a slice on this 
 `dp_shard`, V vocabulary, v the words of one device.
 """
 
-
 import jax
 import jax.numpy as jnp
 

@@ -151,6 +151,7 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
         options = run.compiler_options(
             "gpu",
             memory_bytes=GPUS[gpu].memory_bytes,
+            plans_with=aot.PLANS_WITH,
             host_temporaries=fit.host_temporaries(run, batch.sequences, batch.sequence_len),
         )
         parts = programs(run, mesh, batch)
