@@ -165,20 +165,20 @@ def scatter(tree, dims, reduce: Reduce = "reduce_scatter"):
 def scatter_in_turn(tree, dims, reduce: Reduce, also: tuple[jax.Array, Callable] | None = None):
     """(`scatter` of a layer's gradients, function(x) of `also`, (x, function) or None), one matrix after another.
 
-    The largest first, `also` after two of them. Each is on its way while the gradients of the next are computed. What nothing is
-    left to hide is the last, so that is a small one. Without an order XLA joins some of them, and the last is whatever
-    it computes last.
+    The largest first, `also` after three of them (in a Llama the MLP). Each is on its way while the gradients of the
+    next are computed. What nothing is left to hide is the last, so that is a small one. Without an order XLA joins some
+    of them, and the last is whatever it computes last.
     """
     leaves, structure = jax.tree.flatten(tree)
     order, of = sorted(range(len(leaves)), key=lambda i: -leaves[i].size), jax.tree.leaves(dims)
     turns: list = [(leaves[i], lambda x, i=i: scatter(x, of[i], reduce)) for i in order]
-    turns[2:2] = [also] if also else []
+    turns[3:3] = [also] if also else []
     done = []
     for x, function in turns:
         if done and x.ndim > 1:
             x, done[-1] = jax.lax.optimization_barrier((x, done[-1]))
         done.append(function(x))
-    of_also = done.pop(2) if also else None
+    of_also = done.pop(3) if also else None
     by_leaf = dict(zip(order, done, strict=True))
     return jax.tree.unflatten(structure, [by_leaf[i] for i in range(len(leaves))]), of_also
 

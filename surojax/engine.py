@@ -159,7 +159,7 @@ def head_row(engine: Engine, grads, l: jax.Array):
 
 
 def part_of_head(engine: Engine, grads, l: jax.Array):
-    """(part l of the head's gradient, the function that sums it over devices), None if there is nothing to be summed."""
+    """(part l of the head's gradient, the function that sums it over devices), or None: nothing is to be summed."""
     if grads["head"] is None:
         return None
     head, rows = engine.model.head, grads["head"].shape[0]
