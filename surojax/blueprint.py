@@ -67,7 +67,7 @@ class Blueprint:
         if platform == "gpu" and memory_bytes:
             state = self.state_bytes()
             left = plans_with * memory_bytes - state
-            wanted = 0.95 * memory_bytes - state + host_temporaries
+            wanted = 0.95 * memory_bytes - state + 2 * host_temporaries
             limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
         return schedule | limit | collectives.compiler_options(self.engine.placement.copy_engine)
 

@@ -7,6 +7,7 @@ An axis of one device takes part in nothing: values are not marked as varying ov
 program for one device has none.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -175,22 +176,25 @@ def scatter(tree, dims, reduce: Reduce = "reduce_scatter"):
     return jax.tree.map(add_terms, tree, dims, _exchange(jax.tree.map(terms, tree, dims)))
 
 
-def scatter_in_turn(tree, dims, reduce: Reduce, after):
-    """(`scatter` of a layer's gradients, one matrix after another and the largest first; `after`, which precedes them).
+def scatter_in_turn(tree, dims, reduce: Reduce, also: tuple[jax.Array, Callable] | None = None):
+    """(`scatter` of a layer's gradients, function(x) of `also`, (x, function) or None), one matrix after another.
 
-    Each is on its way while the gradients of the next are computed. What nothing is left to hide is the last, so that
-    is a small one. Without an order XLA joins some of them, and the last is whatever it computes last.
+    The largest first, `also` after three of them (in a Llama the MLP). Each is on its way while the gradients of the
+    next are computed. What nothing is left to hide is the last, so that is a small one. Without an order XLA joins some
+    of them, and the last is whatever it computes last.
     """
     leaves, structure = jax.tree.flatten(tree)
-    of, done = jax.tree.leaves(dims), [after, *leaves]
-    last = 0
-    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
-        x = leaves[i]
-        if x.ndim > 1:
-            x, done[last] = jax.lax.optimization_barrier((x, done[last]))
-        done[i + 1] = scatter(x, of[i], reduce)
-        last = i + 1
-    return jax.tree.unflatten(structure, done[1:]), done[0]
+    order, of = sorted(range(len(leaves)), key=lambda i: -leaves[i].size), jax.tree.leaves(dims)
+    turns: list = [(leaves[i], lambda x, i=i: scatter(x, of[i], reduce)) for i in order]
+    turns[3:3] = [also] if also else []
+    done = []
+    for x, function in turns:
+        if done and x.ndim > 1:
+            x, done[-1] = jax.lax.optimization_barrier((x, done[-1]))
+        done.append(function(x))
+    of_also = done.pop(3) if also else None
+    by_leaf = dict(zip(order, done, strict=True))
+    return jax.tree.unflatten(structure, [by_leaf[i] for i in range(len(leaves))]), of_also
 
 
 def _exchange(tree):

@@ -97,18 +97,21 @@ def push(engine: Engine, grads, sums, dw, l: jax.Array, *, first: jax.Array | bo
     that nothing will be: what is still local is summed over all devices.
     """
     table, dims = engine.placement, engine.dims["blocks"]
-    scatter = lambda tree: collectives.scatter_in_turn(tree, dims, table.reduce, after=grads["head"])
+    scatter = lambda tree: collectives.scatter_in_turn(tree, dims, table.reduce, part_of_head(engine, grads, l))
+    head = None
     if table.grads.sharded:
         dw, head = scatter(dw)
-        grads = grads | {"head": head}
     late = table.grads.home == "host"
     old = jax.tree.map(lambda x: jnp.where(first, jnp.zeros_like(x), x), sums) if late else read(grads["blocks"], l)
     sums = add(old, dw)
     if last:
-        if whole_stacks(engine):
+        if left_local(engine) and not table.grads.sharded:
             sums, head = scatter(sums)
-            grads = grads | {"head": head}
         sums = collectives.add_up(sums, REPLICATE)
+    if head is not None:
+        grads = grads | {
+            "head": jax.lax.dynamic_update_slice_in_dim(grads["head"], head, head_row(engine, grads, l), 0)
+        }
     # As in the update (step.py), a barrier between reads and writes keeps XLA from copying the whole stack.
     sums = jax.lax.optimization_barrier(sums)
     squares = collectives.sum_of_squares(sums, dims) if last else collectives.no_squares()
@@ -149,20 +152,25 @@ def with_room(engine: Engine, grads):
     return grads | {"head": varying(jnp.zeros(like.shape, like.dtype), tuple(like.manual_axis_type.varying))}
 
 
-def sum_head(engine: Engine, grads, l: jax.Array):
-    """Accumulators with part l of the head's gradient summed over devices: beside layer l, in as many parts as layers.
+def head_row(engine: Engine, grads, l: jax.Array):
+    """The first row of part l of the head's sums: of as many parts as layers, as large as the first.
 
-    Parts are as large as the first one; the last ones repeat rows where layers do not divide them.
+    The last ones repeat rows where layers do not divide them.
     """
-    if grads["head"] is None:
-        return grads
-    head, total = engine.model.head, grads["head"]
-    grad, rows = grads["outer"][head], total.shape[0]
+    rows = grads["head"].shape[0]
     size = -(-rows // engine.model.num_layers)
-    start = jnp.minimum(l * size, rows - size)
+    return jnp.minimum(l * size, rows - size)
+
+
+def part_of_head(engine: Engine, grads, l: jax.Array):
+    """(part l of the head's gradient, the function that sums it over devices), or None: nothing is to be summed."""
+    if grads["head"] is None:
+        return None
+    head, rows = engine.model.head, grads["head"].shape[0]
+    grad, size = grads["outer"][head], -(-rows // engine.model.num_layers)
+    start = head_row(engine, grads, l)
     part = jax.lax.dynamic_slice_in_dim(grad.reshape(-1, rows, grad.shape[1]), start, size, 1)
-    part = sum_outer(engine, head, part.reshape(-1, grad.shape[1]))
-    return grads | {"head": jax.lax.dynamic_update_slice_in_dim(total, part, start, 0)}
+    return part.reshape(-1, grad.shape[1]), functools.partial(sum_outer, engine, head)
 
 
 def finish(engine: Engine, grads, squares):
@@ -226,7 +234,6 @@ def loss_and_gradients(engine: Engine, weights, inputs_ABS: jax.Array, labels_AB
 
         def backward(l, on, w, held, carry):
             dx_BSD, grads, squares, late, observed = carry
-            grads = sum_head(engine, grads, l)
             of_forward, late = saved.take(stack, late, l)
             grads, sums = pull(engine, grads, l)
             if engine.recompute_block and engine.placement.weights.sharded:

@@ -122,15 +122,15 @@ def test_device_memory_does_not_grow_with_depth(planned):
 
 
 def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
-    """95 % of the card and the temporaries in host memory, as a part of what XLA starts from; nothing where the card's
-    memory is not known."""
+    """95 % of the card and twice the temporaries in host memory, as a part of what XLA starts from; nothing where the
+    card's memory is not known."""
     run = draw(config(gpus=1), jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
     state = run.state_bytes()
     assert state > (2 + 4 + 2 + 2) * 6_607_077_376  # work and master weights, two moments
     limit = lambda **known: run.compiler_options("gpu", **known)[MEMORY_LIMIT]
     card = 2 * state
     assert limit(memory_bytes=card) == math.ceil(100 * (0.95 * 2 - 1))
-    assert limit(memory_bytes=card, host_temporaries=state) == math.ceil(100 * 0.95 * 2)
+    assert limit(memory_bytes=card, host_temporaries=state) == math.ceil(100 * (0.95 * 2 + 1))
     assert limit(memory_bytes=card, plans_with=0.8) == math.ceil(100 * 0.9 / 0.6)
     assert limit(memory_bytes=state) == 95  # does not fit anyway
     assert MEMORY_LIMIT not in run.compiler_options("gpu")
@@ -312,10 +312,10 @@ def test_sums_over_devices_overlap_the_last_backward_pass(planned, gpu, level):
     loops = [[x for x in backward if x.loop == name] for name in dict.fromkeys(x.loop for x in backward)]
     assert [(size(x), {r.times for r in x}) for x in loops][-1] == (layer + head, {32})
     assert [size(x) for x in loops[:-1]] == ([layer] if level > 1 else [])
-    for rows in loops:
-        assert size(beside(rows)) > 0.9 * size(rows)
+    for rows in loops:  # all but two of the attention's four matrices, the last to be computed: 17 %
+        assert size(beside(rows)) > 0.8 * size(rows)
+    assert [(x.bytes, x.waited > x.started) for x in loops[-1]].count((head, True)) == 1
     if level > 1:
-        assert [(x.bytes, x.waited > x.started) for x in loops[-1]].count((head, True)) == 1
         gathers = kinds([Transfer(**row) for row in p.overlap], "all-gather")
         assert len(gathers) >= 4 and all(x.asynchronous for x in gathers) and beside(gathers) == gathers
 
