@@ -6,8 +6,6 @@ The commands share it: `train` builds what it says, `fit` adds up its bytes. The
 import dataclasses
 import math
 
-import optax
-
 from surojax import collectives, config as configs, optim, placement, step
 from surojax.engine import Engine
 from surojax.mesh import SHARD
@@ -36,7 +34,7 @@ class Blueprint:
     """A run: its model, optimizer, the plan of its state, and the engine that works on it."""
 
     model: LlamaConfig
-    optimizer: optax.GradientTransformationExtraArgs
+    optimizer: optim.Optimizer
     schedule: optim.Schedule
     params: dict  # shapes of the float32 parameters
     plan: TrainState
@@ -76,16 +74,7 @@ def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint
         cooldown_steps=c.cooldown_steps,
         final_fraction=c.final_lr_fraction,
     )
-    optimizer = optim.adamw(
-        schedule,
-        b1=c.adamw_beta1,
-        b2=c.adamw_beta2,
-        eps=c.adamw_epsilon,
-        weight_decay=c.weight_decay,
-        max_grad_norm=c.max_grad_norm,
-        m_dtype=c.opt_m_dtype,
-        v_dtype=c.opt_v_dtype,
-    )
+    optimizer = _optimizer(c, schedule)
     table = placement.place(**{name: c[name] for name in placement.SETTINGS}, num_shards=mesh.shape[SHARD])
     params, _ = abstract_params(model)
     dims = placement.shard_dims(params, mesh)
@@ -94,3 +83,17 @@ def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint
     return Blueprint(
         model, optimizer, schedule, params, placement.state_plan(params, table, optimizer, mesh), engine, mesh
     )
+
+
+def _optimizer(c: configs.Config, schedule: optim.Schedule) -> optim.Optimizer:
+    """What `optimizer` and the settings of the update rules say."""
+    adam = {
+        "b1": c.adamw_beta1,
+        "b2": c.adamw_beta2,
+        "eps": c.adamw_epsilon,
+        "weight_decay": c.weight_decay,
+        "max_grad_norm": c.max_grad_norm,
+        "m_dtype": c.opt_m_dtype,
+        "v_dtype": c.opt_v_dtype,
+    }
+    return {"adamw": optim.adamw, "adamw8bit": optim.adamw8bit}[c.optimizer](schedule, **adam)

@@ -117,7 +117,7 @@ def default_config() -> Config:
     c.dp_shard_size = -1  # GPUs a copy is sharded over; -1 = the rest
 
     # Optimizer
-    c.optimizer = "adamw"  # the update rule; adamw is the only one
+    c.optimizer = "adamw"  # adamw, or adamw8bit: moments of matrices in 8 bits, those of vectors as opt_*_dtype says
     c.learning_rate = 3e-4  # the peak, after the warmup
     c.lr_scheduler_type = "cosine"  # after the warmup: cosine, linear, or wsd (constant, then a linear cooldown)
     c.warmup_steps = 0  # steps of linear warmup; 0 = warmup_ratio decides
@@ -172,7 +172,7 @@ FLOATS = ("bfloat16", "float32")
 CHOICES: dict[str, tuple] = {
     **dict.fromkeys(("model_dtype", "master_dtype", "accum_dtype", "opt_m_dtype", "opt_v_dtype"), FLOATS),
     "lr_scheduler_type": ("cosine", "linear", "wsd"),
-    "optimizer": ("adamw",),
+    "optimizer": ("adamw", "adamw8bit"),
     "attention": IMPLEMENTATIONS,
     "zero_level": (1, 2, 3),
     "zero_quantized_weights": ("none", "fp8", "int8"),

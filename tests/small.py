@@ -45,13 +45,14 @@ class Small:
         lmhead_chunks: int = 1,
         seed: int = 0,
         m_dtype: str = "float32",
+        optimizer=optim.adamw,
         **placed,
     ):
         self.mesh = make_mesh(jax.devices()[:devices], dp_replicate_size=replicate)
         shards = self.mesh.shape["dp_shard"]
         self.table = placement.place(**{"model_dtype": "float32", **placed}, num_shards=shards)
         self.schedule = optim.learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
-        self.optimizer = optim.adamw(self.schedule, m_dtype=m_dtype)
+        self.optimizer = optimizer(self.schedule, m_dtype=m_dtype)
         shapes, _ = abstract_params(config)
         dims = placement.shard_dims(shapes, self.mesh)
         self.plan = placement.state_plan(shapes, self.table, self.optimizer, self.mesh)
