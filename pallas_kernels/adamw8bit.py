@@ -120,8 +120,8 @@ def moments(g, m, v, h) -> tuple[jax.Array, jax.Array]:
 
 def stepped(p, m, root, h) -> jax.Array:
     """p after a step, float32; root: of v."""
-    update = (m / h[5]) / (root * jax.lax.rsqrt(h[6]) + h[3])
-    return p - h[0] * (update + h[4] * p)
+    update = m * (h[0] / h[5]) / (root * jax.lax.rsqrt(h[6]) + h[3])
+    return p * (1 - h[0] * h[4]) - update
 
 
 def fractions(bits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -214,6 +214,8 @@ def adamw8bit(
         clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(tensor.grad_norm, 1e-12)) if max_grad_norm else 1.0
         c1, c2 = (1 - jnp.float32(b) ** step for b in (b1, b2))
         h = kernel.Hyper(jnp.asarray(schedule(state.count)), b1, b2, eps, weight_decay, c1, c2, clip).vector()
+        # One vector for all elements: powers and cosines that XLA fuses into a loop over them are rounded otherwise.
+        h = jax.lax.optimization_barrier(h)
         seed = tensor.seed + jnp.stack([step.astype(jnp.uint32) * jnp.uint32(0x9E3779B1), jnp.uint32(0)])
         new = kernel.adamw8bit(p, g, *state[1:], h, seed, work_dtype=dtype)
         return new.work, new.p, Moments8bit(step, new.m, new.m_scale, new.v, new.v_scale)

@@ -60,3 +60,20 @@ def test_devices_and_levels_change_rounding_only(name, devices, placed):
     8-bit codes are rounded the other way where a number is that near to its random threshold; bound: that of verify."""
     curve, one = trained(name, devices, **placed), trained(name)
     np.testing.assert_allclose(curve[0], one[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_checkpoint_moves_from_one_device_to_four(name, tmp_path):
+    """Every array of the state is restored as it was, into shards, and training continues from it."""
+    one = Small(1, optimizer=OPTIMIZERS[name])
+    one.train(BATCHES[:2])
+    with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
+        checkpoints.save(one.state, {"step": 2})
+    before = jax.device_get(one.state)
+    four = Small(4, optimizer=OPTIMIZERS[name], zero_level=3, offload_optimizer=True)
+    four.state = checkpoint.restore(checkpoints.last, four.plan)
+    same(jax.device_get(four.state.moments), before.moments)
+    same(jax.device_get(four.state.master), before.master)
+    shard = four.state.moments["blocks"]["mlp"]["w_up"].m.sharding.shard_shape((3, 80, 32))
+    assert shard == (3, 20, 32)
+    np.testing.assert_allclose(four.train(BATCHES[2:]), one.train(BATCHES[2:]), rtol=1e-4)
