@@ -6,7 +6,7 @@ The commands share it: `train` builds what it says, `fit` adds up its bytes. The
 import dataclasses
 import math
 
-from surojax import collectives, config as configs, optim, placement, step
+from surojax import collectives, config as configs, muon, optim, placement, step
 from surojax.engine import Engine
 from surojax.mesh import SHARD
 from surojax.models.llama import LlamaConfig, abstract_params, functions
@@ -66,15 +66,7 @@ class Blueprint:
 def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint:
     """The blueprint of a checked config on a mesh, for a run of `total_steps`."""
     model = configs.model_config(c)
-    schedule = optim.learning_rate_schedule(
-        c.lr_scheduler_type,
-        peak=c.learning_rate,
-        total_steps=total_steps,
-        warmup_steps=configs.warmup_steps(c, total_steps),
-        cooldown_steps=c.cooldown_steps,
-        final_fraction=c.final_lr_fraction,
-    )
-    optimizer = _optimizer(c, schedule)
+    schedule, optimizer = _schedule(c, c.learning_rate, total_steps), _optimizer(c, total_steps)
     table = placement.place(**{name: c[name] for name in placement.SETTINGS}, num_shards=mesh.shape[SHARD])
     params, _ = abstract_params(model)
     dims = placement.shard_dims(params, mesh)
@@ -85,9 +77,21 @@ def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint
     )
 
 
-def _optimizer(c: configs.Config, schedule: optim.Schedule) -> optim.Optimizer:
+def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedule:
+    return optim.learning_rate_schedule(
+        c.lr_scheduler_type,
+        peak=peak,
+        total_steps=total_steps,
+        warmup_steps=configs.warmup_steps(c, total_steps),
+        cooldown_steps=c.cooldown_steps,
+        final_fraction=c.final_lr_fraction,
+    )
+
+
+def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
     """What `optimizer` and the settings of the update rules say."""
-    adam = {
+    rate = lambda peak: _schedule(c, peak, total_steps)
+    settings = {
         "b1": c.adamw_beta1,
         "b2": c.adamw_beta2,
         "eps": c.adamw_epsilon,
@@ -96,4 +100,12 @@ def _optimizer(c: configs.Config, schedule: optim.Schedule) -> optim.Optimizer:
         "m_dtype": c.opt_m_dtype,
         "v_dtype": c.opt_v_dtype,
     }
-    return {"adamw": optim.adamw, "adamw8bit": optim.adamw8bit}[c.optimizer](schedule, **adam)
+    if c.optimizer == "normuon":
+        settings |= {
+            "matrices": rate(c.muon_learning_rate or c.learning_rate),
+            "momentum": c.muon_momentum,
+            "beta2": c.muon_beta2,
+            "steps": c.muon_ns_steps,
+        }
+    make = {"adamw": optim.adamw, "adamw8bit": optim.adamw8bit, "normuon": muon.normuon}[c.optimizer]
+    return make(rate(c.learning_rate), **settings)

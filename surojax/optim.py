@@ -65,11 +65,16 @@ class NoState(NamedTuple):
     """State of a transformation that has none."""
 
 
+def clip_factor(max_norm: float, grad_norm: jax.Array) -> jax.Array:
+    """What gradients are multiplied with so that their norm is `max_norm` at most; 0 = 1, never clipped."""
+    return jnp.minimum(1.0, max_norm / jnp.maximum(grad_norm, 1e-12)) if max_norm else jnp.float32(1)
+
+
 def clip_by_given_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Scale updates by min(1, max_norm / grad_norm), `grad_norm` being that of all layers and devices."""
 
     def update(updates, state, params=None, *, grad_norm: jax.Array, **_):
-        factor = jnp.minimum(1.0, max_norm / jnp.maximum(grad_norm, 1e-12))
+        factor = clip_factor(max_norm, grad_norm)
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: NoState(), update)  # type: ignore[arg-type]
@@ -124,7 +129,7 @@ class Tensor(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How one tensor is updated.
+    """How one tensor is updated. gathers: by its whole matrix in the work dtype, gathered over `dp_shard`.
 
     init: (shape or array p, shards) -> its state, zeros; shards: how many devices divide p's last dimension.
     apply: (p, float32 or bfloat16 gradient, state, Tensor, work dtype) -> (p in the work dtype, new p, new state).
@@ -132,6 +137,8 @@ class Rule(NamedTuple):
 
     init: Callable
     apply: Callable
+    gathers: bool = False
+    flops: Callable = lambda stacks: 0  # of a step for these stacks of matrices, where they count
 
 
 class Optimizer(NamedTuple):
@@ -211,7 +218,7 @@ def adamw8bit(
 
     def apply(p, g, state: Moments8bit, tensor: Tensor, dtype):
         step = state.count + 1
-        clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(tensor.grad_norm, 1e-12)) if max_grad_norm else 1.0
+        clip = clip_factor(max_grad_norm, tensor.grad_norm)
         c1, c2 = (1 - jnp.float32(b) ** step for b in (b1, b2))
         h = kernel.Hyper(jnp.asarray(schedule(state.count)), b1, b2, eps, weight_decay, c1, c2, clip).vector()
         # One vector for all elements: powers and cosines that XLA fuses into a loop over them are rounded otherwise.

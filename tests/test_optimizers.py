@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from surojax import checkpoint, optim
+from surojax import checkpoint, muon, optim
 from surojax.checkpoint import Checkpoints
 from surojax.errors import CheckpointError
 from surojax.nvme import claim, store_of
 from tests.small import CONFIG, Small, tokens, worst_relative
 
 OFFLOADED = {"offload_optimizer": True, "offload_master": True}
-OPTIMIZERS = {"adamw8bit": optim.adamw8bit}
+OPTIMIZERS = {"adamw8bit": optim.adamw8bit, "normuon": muon.normuon}
 BATCHES = [tokens(2, 8, 16, seed=i) for i in range(3)]
 
 

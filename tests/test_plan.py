@@ -166,8 +166,9 @@ def test_collectives_are_those_of_the_textbook(planned, level, gpus):
         {"zero_level": 3, "zero_quantized_weights": "fp8", "use_all_to_all_reduce": True},
         {"zero_level": 3, "zero_quantized_weights": "int8", "zero_quantized_gradients": True},
         {"zero_level": 1, "zero_quantized_gradients": True},
+        {"zero_level": 3, "optimizer": "normuon"},
     ],
-    ids=["all-to-all", "fp8", "int8", "int8-level-1"],
+    ids=["all-to-all", "fp8", "int8", "int8-level-1", "normuon"],
 )
 def test_other_collectives_are_those_of_the_textbook(planned, changes):
     """Bytes within the same 2 %; in 8 bits about half of what they are in 16."""
