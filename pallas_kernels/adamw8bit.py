@@ -37,14 +37,17 @@ block of p, and both scales, not finite, so it is not lost.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.quantize import random_bits, round_with
+from pallas_kernels.shapes import Case, Sizes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int, UInt8
@@ -107,7 +110,7 @@ def encode(x: jax.Array, scale: jax.Array, top: float, random: jax.Array) -> jax
     random: numbers from 0 to 1, not 1. Where scale is 0 so are the codes.
     """
     y = x * jnp.where(scale > 0, top * top / scale, f32(0))
-    low = jnp.floor(jnp.sqrt(y))
+    low = jnp.sqrt(y).astype(jnp.int32).astype(f32)
     # The codes' own numbers are low^2 and low^2 + 2 low + 1.
     return jnp.minimum(low + jnp.where(y - low * low > random * (2 * low + 1), f32(1), f32(0)), top)
 
@@ -137,17 +140,74 @@ def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> Res
     bits = random_bits(seed[0], index)
     root = decode(cut(v), v_scale[..., None], V_TOP)
     m, v = moments(cut(g), decode(cut(m), m_scale[..., None], M_TOP), root * root, h)
-    root, size = jnp.sqrt(v), jnp.abs(m)
-    m_scale, v_scale = jnp.max(size, axis=-1), jnp.max(root, axis=-1)
-    of_m, of_v = fractions(cut(bits))
-    m_code = jnp.sign(m) * encode(size, m_scale[..., None], M_TOP, of_m)
-    v_code = encode(root, v_scale[..., None], V_TOP, of_v)
-    v_code = jnp.where(root > 0, jnp.maximum(v_code, f32(1)), v_code)
+    root = jnp.sqrt(v)
+    m_scale, v_scale = jnp.max(jnp.abs(m), axis=-1), jnp.max(root, axis=-1)
+    m_code, v_code = _rounded(m, root, (m_scale[..., None], v_scale[..., None]), cut(bits))
     new = stepped(cut(p).astype(f32), m, root, h).reshape(p.shape)
     new = round_with(new, bits) if p.dtype == jnp.bfloat16 else new
     whole = lambda x, dtype: x.astype(dtype).reshape(p.shape)
     work = None if work_dtype is None else new.astype(work_dtype)
     return Result(new, whole(m_code, jnp.int8), m_scale, whole(v_code, jnp.uint8), v_scale, work)
+
+
+def _rounded(m, root, scales, bits) -> tuple[jax.Array, jax.Array]:
+    """Codes of m and of the root of v, as numbers; scales: of both."""
+    of_m, of_v = fractions(bits)
+    m_code = encode(jnp.abs(m), scales[0], M_TOP, of_m)
+    v_code = encode(root, scales[1], V_TOP, of_v)
+    return jnp.where(m < 0, -m_code, m_code), jnp.where(root > 0, jnp.maximum(v_code, f32(1)), v_code)
+
+
+def _body(n: int, in_place: bool, work: bool):
+    """The kernel for blocks of n numbers, one a program: every array is read once and written once.
+
+    A block is a unit of work because its scales need all of it before its codes can be written; 256 numbers are two for
+    each of 128 threads. What hides latency is the number of programs on a multiprocessor (16), not their size.
+    """
+
+    def kernel(g_ref, h_ref, seed_ref, p_ref, m_ref, ms_ref, v_ref, vs_ref, *outs):
+        refs = (p_ref, m_ref, ms_ref, v_ref, vs_ref) if in_place else outs[:5]
+        p_out, m_out, ms_out, v_out, vs_out = refs
+        i = jax.lax.axis_index("blocks")
+        h = [h_ref[j] for j in range(len(Hyper._fields))]
+        layout = plgpu.Layout.WG_STRIDED((n,), vec_size=n // dispatch.LANES)
+        number = plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
+        first = seed_ref[1].astype(jnp.int32) + i * n
+        bits = random_bits(seed_ref[0], number + first)
+        root = decode(v_ref[i], vs_ref[i], V_TOP)
+        m, v = moments(g_ref[i], decode(m_ref[i], ms_ref[i], M_TOP), root * root, h)
+        root = jnp.sqrt(v)
+        scales = jnp.max(jnp.abs(m)), jnp.max(root)
+        ms_out[i], vs_out[i] = scales
+        m_code, v_code = _rounded(m, root, scales, bits)
+        m_out[i], v_out[i] = m_code.astype(jnp.int8), v_code.astype(jnp.uint8)
+        new = stepped(p_ref[i].astype(f32), m, root, h)
+        new = round_with(new, bits) if p_out.dtype == jnp.bfloat16 else new
+        p_out[i] = new
+        if work:
+            outs[-1][i] = new.astype(outs[-1].dtype)
+
+    return kernel
+
+
+def adamw8bit_mosaic(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None, in_place=False, interpret=False) -> Result:
+    """The kernel; blocks are multiples of 128."""
+    blocks, n = m_scale.size, p.size // m_scale.size
+    rows = lambda x: x.reshape(blocks, n)
+    state = [rows(p), rows(m), m_scale.reshape(blocks), rows(v), v_scale.reshape(blocks)]
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out = [] if in_place else [like(x) for x in state]
+    out += [] if work_dtype is None else [jax.ShapeDtypeStruct((blocks, n), work_dtype)]
+    held = [jax.new_ref(x) for x in state] if in_place else state
+    body = _body(n, in_place, work_dtype is not None)
+    found = dispatch.launch(
+        body, (rows(g), h, seed, *held), out=tuple(out), grid=(blocks,), names=("blocks",), interpret=interpret
+    )
+    found = list(found or ())
+    new = [x[...] for x in held] if in_place else found[:5]
+    work = None if work_dtype is None else found[-1].reshape(p.shape)
+    shaped = [x.reshape(like.shape) for x, like in zip(new, (p, m, m_scale, v, v_scale), strict=True)]
+    return Result(*shaped, work)
 
 
 def adamw8bit(
@@ -161,18 +221,26 @@ def adamw8bit(
     seed: Int[Array, " 2"],
     *,
     work_dtype=None,
+    in_place: bool = False,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Result:
     """One step of a matrix, whose rows are cut into k blocks. p, g: float32 or bfloat16. h: `Hyper(...).vector()`.
 
     seed: (seed, index of the first number), uint32: number i of the flattened p takes random bits i + index, so that
-    shards of a matrix draw what the whole would. work_dtype: also return the new p in it. Raises ValueError for shapes
-    and dtypes that do not belong together.
+    shards of a matrix draw what the whole would. work_dtype: also return the new p in it. in_place: the kernel writes
+    over p and the moments; not inside `shard_map(check_vma=True)`, and without a copy only where the caller donates
+    them. Blocks that 128 does not divide are left to XLA. Raises ValueError for shapes and dtypes that do not belong
+    together, and for such blocks with implementation="mosaic".
     """
     _check(p, g, m, m_scale, v, v_scale, h, seed)
-    dispatch.choose(OP, implementation)
-    return adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype)
+    arrays, n = (p, g, m, m_scale, v, v_scale, h, seed), p.size // m_scale.size
+    serves = n % dispatch.LANES == 0
+    if implementation == "mosaic":
+        dispatch.need(serves, OP, "block", f"a multiple of {dispatch.LANES} for the kernel", n)
+    if dispatch.choose(OP, implementation) == "mosaic" and serves:
+        return adamw8bit_mosaic(*arrays, work_dtype, in_place, interpret)
+    return adamw8bit_xla(*arrays, work_dtype)
 
 
 def _check(p, g, m, m_scale, v, v_scale, h, seed) -> None:
@@ -190,3 +258,24 @@ def _check(p, g, m, m_scale, v, v_scale, h, seed) -> None:
         need(fits, name, f"one for each block of a row: {(*p.shape[:-1], f'a divisor of {n}')}", x.shape)
     need(h.shape == (len(Hyper._fields),) and h.dtype == f32, "h", "float32 [8]: Hyper(...).vector()", h)
     need(seed.shape == (2,) and seed.dtype == u32, "seed", "uint32 [2]", f"{seed.dtype} {seed.shape}")
+
+
+def cases(sizes: Sizes, tokens: int) -> list[Case]:
+    """The update of the gate's weights: float32 master with a bfloat16 work copy, and bfloat16 master; tokens: any."""
+    shape, block = (sizes.intermediate, sizes.hidden), block_size(sizes.hidden)
+    array, size = jax.ShapeDtypeStruct, sizes.intermediate * sizes.hidden
+    scales = array((*shape[:-1], sizes.hidden // block), f32)
+    moments = array(shape, jnp.int8), scales, array(shape, jnp.uint8), scales
+    rest = array((len(Hyper._fields),), f32), array((2,), u32)
+
+    def case(name, dtype, in_place, **options):
+        run = functools.partial(adamw8bit, in_place=in_place, **options)
+        p, written = array(shape, dtype), 2 if options else 0
+        moved = size * (3 * p.dtype.itemsize + 4 + written) + 16 * scales.size
+        return Case(f"adamw8bit.{name}", run, (p, p, *moments, *rest), moved, (0, 2, 3, 4, 5) if in_place else ())
+
+    return [
+        case("float32+bfloat16", f32, False, work_dtype=jnp.bfloat16),
+        case("float32", f32, True),
+        case("bfloat16", jnp.bfloat16, True),
+    ]

@@ -55,8 +55,8 @@ def test_codes_come_back(top):
 
 
 def test_rounding_has_no_bias():
-    """The mean over many random numbers is the number itself. 4096 draws of steps of at most 2 / 127 of the largest: the
-    mean is off by 0.5 * step / 64 = 1.2e-4 in standard deviations; 5 of those."""
+    """The mean over many random numbers is the number itself. 4096 draws of steps of at most 2 / 127 of the largest:
+    the mean is off by 0.5 * step / 64 = 1.2e-4 in standard deviations; 5 of those."""
     x = jnp.linspace(0, 1, 64)[:, None]
     random = jax.random.uniform(jax.random.key(0), (64, 4096))
     codes = op.encode(x, jnp.float32(1), op.M_TOP, random)
@@ -97,7 +97,7 @@ def test_gradients_that_end_do_not_explode():
 
 
 def test_tiny_and_huge_gradients_of_one_block():
-    """12 orders of magnitude in one block: nothing is infinite, and no step is larger than the bound of the docstring."""
+    """12 orders of magnitude in one block: nothing is infinite, no step is larger than the docstring's bound."""
     g = jnp.logspace(-8, 4, 256)[None]
     p = jnp.zeros((1, 256))
     found = run([g, -g, 0 * g, g, 0 * g], p, decay=0.0)
@@ -169,3 +169,39 @@ def bad(**changes):
 def test_what_is_refused(changes, message):
     with pytest.raises(ValueError, match=f"adamw8bit: {message}"):
         op.adamw8bit(**bad(**changes))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape, block", [((3, 4096), 256), ((2, 11008), 256), ((3, 2, 384), 128)])
+def test_the_kernel_equals_the_reference(shape, block, dtype, in_place):
+    """Two steps in the interpreter. Scales and numbers are off by float32 rounding, since products and sums may be
+    contracted in one of them: 2 ulp. A code, or a bfloat16, may then be rounded to its other neighbour where it is that
+    near to its random threshold: one in 10^5 is expected, one in 10^3 allowed."""
+    p, g = normal(*shape).astype(dtype), normal(*shape, key=1).astype(dtype)
+    work = jnp.bfloat16 if dtype == jnp.float32 else None
+    how = dict(implementation="mosaic", interpret=True, in_place=in_place)
+    state = op.init(shape, block)
+    for t in (1, 2):
+        expected = op.adamw8bit(p, g, *state, hyper(t), seed(t), work_dtype=work, implementation="xla")
+        found = op.adamw8bit(p, g, *state, hyper(t), seed(t), work_dtype=work, **how)
+        np.testing.assert_allclose(found.m_scale, expected.m_scale, rtol=3e-7)
+        np.testing.assert_allclose(found.v_scale, expected.v_scale, rtol=3e-7)
+        for a, b in ((found.m, expected.m), (found.v, expected.v)):
+            off = np.abs(a.astype(jnp.int32) - b.astype(jnp.int32))
+            assert a.dtype == b.dtype and off.max() <= 1 and (off > 0).mean() < 1e-3
+        a, b = found.p.astype(jnp.float32), expected.p.astype(jnp.float32)
+        if dtype == jnp.float32:
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
+            np.testing.assert_array_equal(found.work, found.p.astype(work))
+        else:
+            assert (a != b).mean() < 1e-3
+            np.testing.assert_allclose(a, b, rtol=2.0**-7)
+        p, state = expected.p, expected[1:5]
+
+
+def test_odd_blocks_are_left_to_xla_unless_the_kernel_is_asked_for():
+    a = bad(p=jnp.zeros((2, 300)), g=jnp.zeros((2, 300)), **dict(zip("m m_scale v v_scale".split(), op.init((2, 300)))))
+    assert op.adamw8bit(**a).p.shape == (2, 300)
+    with pytest.raises(ValueError, match="block: expected a multiple of 128 for the kernel, got 150"):
+        op.adamw8bit(**a, implementation="mosaic")
