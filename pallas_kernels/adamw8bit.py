@@ -206,8 +206,8 @@ def adamw8bit_mosaic(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None, in_
     found = list(found or ())
     new = [x[...] for x in held] if in_place else found[:5]
     work = None if work_dtype is None else found[-1].reshape(p.shape)
-    shaped = [x.reshape(like.shape) for x, like in zip(new, (p, m, m_scale, v, v_scale), strict=True)]
-    return Result(*shaped, work)
+    p, m, m_scale, v, v_scale = (x.reshape(y.shape) for x, y in zip(new, (p, m, m_scale, v, v_scale), strict=True))
+    return Result(p, m, m_scale, v, v_scale, work)
 
 
 def adamw8bit(

@@ -1,5 +1,7 @@
 """AdamW with 8-bit moments: the codes, the update against exact AdamW, known bad cases, and what is refused."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from pallas_kernels import adamw8bit as op
 
-HYPER = dict(lr=1e-2, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, grad_factor=1.0)
+HYPER: dict[str, Any] = dict(lr=1e-2, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, grad_factor=1.0)
 
 
 def hyper(t: int, **changes) -> jax.Array:
@@ -22,11 +24,10 @@ def seed(t: int, first: int = 0) -> jax.Array:
 def run(grads, p, block=None, work_dtype=None, **changes):
     """The result after a step for each of the gradients."""
     state, step = op.init(p.shape, block), jax.jit(lambda *a: op.adamw8bit(*a, work_dtype=work_dtype))
-    result = None
     for t, g in enumerate(grads, 1):
         result = step(p, g, *state, hyper(t, **changes), seed(t))
         p, state = result.p, result[1:5]
-    return result
+    return result  # type: ignore[possibly-unbound]
 
 
 def exact(grads, p, **changes):
@@ -146,9 +147,10 @@ def test_blocks_are_divisors():
     assert {n: op.block_size(n) for n in sizes} == sizes
 
 
-def bad(**changes):
-    a = dict(p=jnp.zeros((2, 512)), g=jnp.zeros((2, 512))) | dict(zip("m m_scale v v_scale".split(), op.init((2, 512))))
-    return a | dict(h=hyper(1), seed=seed(1)) | changes
+def bad(shape=(2, 512), **changes) -> dict[str, Any]:
+    """Good arguments for a matrix of this shape, with changes."""
+    moments = dict(zip(("m", "m_scale", "v", "v_scale"), op.init(shape), strict=True))
+    return {"p": jnp.zeros(shape), "g": jnp.zeros(shape), **moments, "h": hyper(1), "seed": seed(1)} | changes
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_the_kernel_equals_the_reference(shape, block, dtype, in_place):
     near to its random threshold: one in 10^5 is expected, one in 10^3 allowed."""
     p, g = normal(*shape).astype(dtype), normal(*shape, key=1).astype(dtype)
     work = jnp.bfloat16 if dtype == jnp.float32 else None
-    how = dict(implementation="mosaic", interpret=True, in_place=in_place)
+    how: Any = dict(implementation="mosaic", interpret=True, in_place=in_place)
     state = op.init(shape, block)
     for t in (1, 2):
         expected = op.adamw8bit(p, g, *state, hyper(t), seed(t), work_dtype=work, implementation="xla")
@@ -201,7 +203,7 @@ def test_the_kernel_equals_the_reference(shape, block, dtype, in_place):
 
 
 def test_odd_blocks_are_left_to_xla_unless_the_kernel_is_asked_for():
-    a = bad(p=jnp.zeros((2, 300)), g=jnp.zeros((2, 300)), **dict(zip("m m_scale v v_scale".split(), op.init((2, 300)))))
+    a = bad((2, 300))
     assert op.adamw8bit(**a).p.shape == (2, 300)
     with pytest.raises(ValueError, match="block: expected a multiple of 128 for the kernel, got 150"):
         op.adamw8bit(**a, implementation="mosaic")
