@@ -24,7 +24,7 @@ from surojax.flags import parse
 from surojax.loss import cross_entropy
 from surojax.mesh import make_mesh
 from surojax.models.llama import Llama, abstract_params, functions
-from surojax.optim import adamw, learning_rate_schedule
+from surojax.optim import adamw, adamw_chain, learning_rate_schedule
 from surojax.state import init_state
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     check(c)
     config, mesh = model_config(c), make_mesh(jax.devices()[:1])
     schedule = learning_rate_schedule("cosine", peak=c.learning_rate, total_steps=1000)
-    optimizer = adamw(schedule)
+    optimizer, chain = adamw(schedule), adamw_chain(schedule)
     shapes, _ = abstract_params(config)
     table = placement.place(model_dtype=c.model_dtype, num_shards=1)
     plan = placement.state_plan(shapes, table, optimizer, mesh)
@@ -61,14 +61,14 @@ def main() -> None:
     resting = placement.resting_dims(shapes, dims, table)
     engine = Engine(functions(config), table, dims, resting, c.recompute_block, c.lmhead_chunks)
     ours = step.make_train_step(engine, optimizer, schedule, plan, mesh)
-    plain = plain_step(config, optimizer, c.model_dtype, c.recompute_block)
+    plain = plain_step(config, chain, c.model_dtype, c.recompute_block)
 
     shape = (1, c.per_device_batch_size, c.sequence_len + 1)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
     inputs, labels = jax.device_put((tokens[..., :-1], tokens[..., 1:]), placement.batch_sharding(mesh))
     state = init_state(config, plan, optimizer, 0)
     master = jax.tree.map(jnp.copy, state.master)
-    moments = optimizer.init(master)
+    moments = chain.init(master)
     compiled = ours.lower(state, inputs, labels).compile(), plain.lower(master, moments, inputs[0], labels[0]).compile()
     temp = [(s.temp_size_in_bytes if (s := x.memory_analysis()) else 0) / 2**20 for x in compiled]
 

@@ -7,9 +7,8 @@ import dataclasses
 import math
 
 import jax
-import optax
 
-from surojax import collectives, config as configs, fp8, optim, placement, step
+from surojax import collectives, config as configs, fp8, muon, optim, placement, step
 from surojax.engine import Engine
 from surojax.mesh import SHARD
 from surojax.models.llama import LlamaConfig, abstract_params, functions
@@ -44,7 +43,7 @@ class Blueprint:
     """A run: its model, optimizer, the plan of its state, and the engine that works on it."""
 
     model: LlamaConfig
-    optimizer: optax.GradientTransformationExtraArgs
+    optimizer: optim.Optimizer
     schedule: optim.Schedule
     params: dict  # shapes of the float32 parameters
     plan: TrainState
@@ -86,24 +85,7 @@ class Blueprint:
 def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint:
     """The blueprint of a checked config on a mesh, for a run of `total_steps`."""
     model = configs.model_config(c)
-    schedule = optim.learning_rate_schedule(
-        c.lr_scheduler_type,
-        peak=c.learning_rate,
-        total_steps=total_steps,
-        warmup_steps=configs.warmup_steps(c, total_steps),
-        cooldown_steps=c.cooldown_steps,
-        final_fraction=c.final_lr_fraction,
-    )
-    optimizer = optim.adamw(
-        schedule,
-        b1=c.adamw_beta1,
-        b2=c.adamw_beta2,
-        eps=c.adamw_epsilon,
-        weight_decay=c.weight_decay,
-        max_grad_norm=c.max_grad_norm,
-        m_dtype=c.opt_m_dtype,
-        v_dtype=c.opt_v_dtype,
-    )
+    schedule, optimizer = _schedule(c, c.learning_rate, total_steps), _optimizer(c, total_steps)
     table = placement.place(**{name: c[name] for name in placement.SETTINGS}, num_shards=mesh.shape[SHARD])
     params, _ = abstract_params(model)
     dims = placement.shard_dims(params, mesh)
@@ -113,3 +95,39 @@ def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint
     history = fp8.history_shape(model.num_hidden_layers, precision.amax_history) if precision.delayed else None
     plan = placement.state_plan(params, table, optimizer, mesh, history=history)
     return Blueprint(model, optimizer, schedule, params, plan, engine, mesh)
+
+
+def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedule:
+    return optim.learning_rate_schedule(
+        c.lr_scheduler_type,
+        peak=peak,
+        total_steps=total_steps,
+        warmup_steps=configs.warmup_steps(c, total_steps),
+        cooldown_steps=c.cooldown_steps,
+        final_fraction=c.final_lr_fraction,
+    )
+
+
+def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
+    """What `optimizer` and the settings of the update rules say."""
+    rate = lambda peak: _schedule(c, peak, total_steps)
+    settings = {
+        "b1": c.adamw_beta1,
+        "b2": c.adamw_beta2,
+        "eps": c.adamw_epsilon,
+        "weight_decay": c.weight_decay,
+        "max_grad_norm": c.max_grad_norm,
+        "m_dtype": c.opt_m_dtype,
+        "v_dtype": c.opt_v_dtype,
+    }
+    if c.optimizer == "normuon":
+        settings |= {
+            "matrices": rate(c.muon_learning_rate or c.learning_rate),
+            "momentum": c.muon_momentum,
+            "beta2": c.muon_beta2,
+            "steps": c.muon_ns_steps,
+        }
+    if c.optimizer == "adamw8bit":
+        settings["implementation"] = configs.model_config(c).precision.implementation
+    make = {"adamw": optim.adamw, "adamw8bit": optim.adamw8bit, "normuon": muon.normuon}[c.optimizer]
+    return make(rate(c.learning_rate), **settings)

@@ -174,6 +174,7 @@ def restore(path: Path, plan: TrainState) -> TrainState:
     """
     meta = read_meta(path)
     with _readable(path):
+        _check_moments(path, plan.moments)
         loaded = _load(path, {"master": plan.master, "moments": plan.moments})
         weights = _work_weights(loaded["master"], plan)
         step = jax.device_put(jnp.int32(meta["step"]), plan.step.sharding)
@@ -216,6 +217,29 @@ def restore_weights(path: Path, plan: dict) -> dict:
         weights = _load(path, {"master": plan})["master"]
         _verify(meta, weights=weights)
     return weights
+
+
+def _check_moments(path: Path, moments) -> None:
+    """Raises CheckpointError unless the optimizer's state was written by the same optimizer, in blocks of one size."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        metadata: Any = reader.metadata(path / "moments")
+    stored = jax.tree_util.tree_leaves_with_path(metadata.item_metadata.tree)
+    found = {_keys(keys, "."): tuple(x.shape) for keys, x in stored if hasattr(x, "shape")}
+    planned = {_keys(keys, "."): tuple(x.shape) for keys, x in jax.tree_util.tree_leaves_with_path(moments)}
+    if found.keys() != planned.keys():
+        name = sorted(found.keys() ^ planned.keys())[0]
+        whose = "this run" if name in planned else "the checkpoint"
+        raise CheckpointError(
+            f"checkpoint {path}: expected the state of the same optimizer, got that of another one (only {whose} has "
+            f"{name}); set optimizer to the one it was written with, or start anew (resume_from_checkpoint='no')"
+        )
+    for name, shape in planned.items():
+        if name.endswith("_scale") and found[name] != shape:  # blocks end where shards of a row do
+            raise CheckpointError(
+                f"checkpoint {path}: expected {name} of shape {shape}, for the 8-bit blocks of shards of rows on this "
+                f"number of GPUs, got {found[name]}; use a dp_shard_size as it was written with, or another that "
+                f"divides {shape[-2]}, so that whole rows are sharded"
+            )
 
 
 def _apart(tree):

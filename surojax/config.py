@@ -84,8 +84,8 @@ def default_config() -> Config:
     c.model_dtype = "bfloat16"  # work weights, activations and matrix products: bfloat16 or float32
     c.master_dtype = "float32"  # the weights the optimizer updates
     c.accum_dtype = "float32"  # gradient accumulators
-    c.opt_m_dtype = "float32"  # first moments
-    c.opt_v_dtype = "float32"  # second moments
+    c.opt_m_dtype = "float32"  # first moments; with adamw8bit those of vectors, with normuon the momentum too
+    c.opt_v_dtype = "float32"  # second moments; with adamw8bit those of vectors, with normuon of what adamw updates
     c.attention = "auto"  # "auto", "xla", or "cudnn" (flash attention, NVIDIA, 16-bit)
     c.kernels = "xla"  # between products: "xla" fuses, "mosaic" = our fused kernels (NVIDIA), "auto" = those on a GPU
 
@@ -130,7 +130,7 @@ def default_config() -> Config:
     c.dp_shard_size = -1  # GPUs a copy is sharded over; -1 = the rest
 
     # Optimizer
-    c.optimizer = "adamw"  # the update rule; adamw is the only one
+    c.optimizer = "adamw"  # adamw, adamw8bit (8-bit moments of matrices), normuon (blocks' matrices; adamw for others)
     c.learning_rate = 3e-4  # the peak, after the warmup
     c.lr_scheduler_type = "cosine"  # after the warmup: cosine, linear, or wsd (constant, then a linear cooldown)
     c.warmup_steps = 0  # steps of linear warmup; 0 = warmup_ratio decides
@@ -143,6 +143,10 @@ def default_config() -> Config:
     c.adamw_beta1 = 0.9  # decay of the first moment
     c.adamw_beta2 = 0.95  # decay of the second moment
     c.adamw_epsilon = 1e-8  # added to the root of the second moment
+    c.muon_learning_rate = 0.0  # normuon: the peak for the blocks' matrices; 0 = learning_rate
+    c.muon_momentum = 0.95  # normuon: decay of the momentum of the blocks' matrices
+    c.muon_beta2 = 0.95  # normuon: decay of the mean squares of their rows
+    c.muon_ns_steps = 5  # normuon: steps of the orthogonalisation, 1 to 10
     return c.lock()
 
 
@@ -161,8 +165,8 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
     (
         "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
-        "resident_layers weight_decay z_loss max_grad_norm model.head_dim fp8_margin skip_quant_first_layers "
-        "skip_quant_last_layers",
+        "resident_layers weight_decay z_loss max_grad_norm muon_learning_rate model.head_dim fp8_margin "
+        "skip_quant_first_layers skip_quant_last_layers",
         lambda v: v >= 0,
         "0 or more",
         "--help says what 0 means",
@@ -174,7 +178,13 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "--help shows the default",
     ),
     ("warmup_ratio final_lr_fraction", lambda v: 0 <= v <= 1, "a fraction from 0 to 1", "divide a percentage by 100"),
-    ("adamw_beta1 adamw_beta2", lambda v: 0 <= v < 1, "0 or more and below 1", "--help shows the default"),
+    (
+        "adamw_beta1 adamw_beta2 muon_momentum muon_beta2",
+        lambda v: 0 <= v < 1,
+        "0 or more and below 1",
+        "--help shows the default",
+    ),
+    ("muon_ns_steps", lambda v: 1 <= v <= 10, "1 to 10", "5 is usual; the result is exact to bfloat16 from 6 on"),
     ("dp_shard_size", lambda v: v == -1 or v >= 1, "1 or more, or -1", "-1 is all that dp_replicate_size leaves"),
     (
         "output_dir data text_field tokenizer resume_from_checkpoint",
@@ -187,7 +197,7 @@ FLOATS = ("bfloat16", "float32")
 CHOICES: dict[str, tuple] = {
     **dict.fromkeys(("model_dtype", "master_dtype", "accum_dtype", "opt_m_dtype", "opt_v_dtype"), FLOATS),
     "lr_scheduler_type": ("cosine", "linear", "wsd"),
-    "optimizer": ("adamw",),
+    "optimizer": ("adamw", "adamw8bit", "normuon"),
     **dict.fromkeys(("matmul_dtype", "gradient_dtype"), ("", *FLOATS)),
     "attention": IMPLEMENTATIONS,
     "kernels": ("auto", "xla", "mosaic"),
@@ -233,6 +243,7 @@ def check(c: Config) -> None:
     _check_model(c)
     _check_recipe(c)
     _check_schedule(c)
+    _check_optimizer(c)
     _check_sizes(c)
 
 
@@ -355,6 +366,15 @@ def _check_schedule(c: Config) -> None:
         _need(c.num_epochs == 1, "num_epochs", expected, c.num_epochs, "set one of them: max_steps=0 counts epochs")
         planned, expected = warmup_steps(c, c.max_steps) + c.cooldown_steps, f"at most max_steps={c.max_steps}"
         _need(planned <= c.max_steps, "warmup_steps + cooldown_steps", expected, planned, "shorten them")
+
+
+def _check_optimizer(c: Config) -> None:
+    if c.optimizer == "normuon":
+        return
+    for name, default in default_config().items():
+        if name.startswith("muon_"):
+            expected = f"{default!r} with optimizer={c.optimizer!r}, which does not use it"
+            _need(c[name] == default, name, expected, c[name], "leave it out, or set optimizer='normuon'")
 
 
 def _check_sizes(c: Config) -> None:

@@ -150,7 +150,11 @@ def _update_bytes(run: blueprint.Blueprint, layer_state: int) -> int:
     ]
     table = run.engine.placement
     moved = "host" in (table.master.home, table.moments.home, table.grads.home)
-    return (3 if moved else 2) * layer_state * max(sizes) // sum(sizes)
+    size = (3 if moved else 2) * layer_state * max(sizes) // sum(sizes)
+    if run.optimizer.blocks.gathers:  # and the whole matrix: as it came, three of float32, and products of its sides
+        largest = max((p.shape[1:] for p in jax.tree.leaves(run.params["blocks"]) if p.ndim > 2), key=math.prod)
+        size += math.prod(largest) * (12 + jnp.dtype(table.weights.dtype).itemsize) + 3 * 4 * min(largest) ** 2
+    return size
 
 
 def _block_bytes(m: LlamaConfig, layer, x: jax.ShapeDtypeStruct, platform: str) -> tuple[int, int]:

@@ -1,15 +1,28 @@
-"""The optimizer as one optax chain, applied tensor by tensor to shards.
+"""The optimizer: an update rule for each kind of tensor, applied tensor by tensor to shards.
 
 A tensor's update sees that tensor's gradient, so what needs all of them, the global norm, is computed beforehand and
-handed to the chain as the extra argument `grad_norm`. Everything else in the chain is elementwise and needs no
-communication: a shard of a matrix is updated as the whole would be.
+handed to the rules. AdamW in its two forms is elementwise, or within blocks of a row, and needs no communication: a
+shard of a matrix is updated as the whole would be. NorMuon (muon.py) gathers the matrix.
+
+| optimizer | matrices of the blocks | embedding, head | vectors | state of a matrix, bytes per parameter          |
+|-----------|------------------------|-----------------|---------|-------------------------------------------------|
+| adamw     | AdamW                  | AdamW           | AdamW   | 8, or 4 with opt_m_dtype=opt_v_dtype=bfloat16   |
+| adamw8bit | AdamW in 8 bits        | AdamW in 8 bits | AdamW   | 2 + 8 / block, block up to 256 (pallas_kernels) |
+| normuon   | NorMuon                | AdamW           | AdamW   | 4, or 2, and 4 a row                            |
+
+The state of every rule starts as zeros, and has the layer axis where the tensors have it.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from pallas_kernels import adamw8bit as kernel
+from surojax.collectives import WHOLE
+from surojax.mesh import SHARD
 
 Schedule = optax.Schedule
 
@@ -52,11 +65,16 @@ class NoState(NamedTuple):
     """State of a transformation that has none."""
 
 
+def clip_factor(max_norm: float, grad_norm: jax.Array) -> jax.Array:
+    """What gradients are multiplied with so that their norm is `max_norm` at most; 0 = 1, never clipped."""
+    return jnp.minimum(1.0, max_norm / jnp.maximum(grad_norm, 1e-12)) if max_norm else jnp.float32(1)
+
+
 def clip_by_given_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Scale updates by min(1, max_norm / grad_norm), `grad_norm` being that of all layers and devices."""
 
     def update(updates, state, params=None, *, grad_norm: jax.Array, **_):
-        factor = jnp.minimum(1.0, max_norm / jnp.maximum(grad_norm, 1e-12))
+        factor = clip_factor(max_norm, grad_norm)
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: NoState(), update)  # type: ignore[arg-type]
@@ -82,7 +100,76 @@ def scale_by_adam(b1: float, b2: float, eps: float, m_dtype: str, v_dtype: str) 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 
 
-def adamw(
+class At(NamedTuple):
+    """What `apply` is told of the tensors beside their shards.
+
+    part: "blocks" or "outer". grad_norm: of all gradients. dims: a tree like theirs of the dimensions that `dp_shard`
+    divides, or WHOLE. layer: their number. cut: (k, n) for the k-th of n equal parts of each shard's rows. first: the
+    number of the first tensor among those of a layer.
+    """
+
+    part: str
+    grad_norm: Any
+    dims: Any
+    layer: Any = 0
+    cut: tuple[Any, int] = (0, 1)
+    first: int = 0
+
+
+class Tensor(NamedTuple):
+    """What a rule is told of one tensor: `At` for it.
+
+    dim: that `dp_shard` divides, or WHOLE. seed: uint32 `[2]`: of this tensor in this layer, and the number that the
+    first element here has in it, if its leading dimension is divided.
+    """
+
+    grad_norm: Any
+    dim: int
+    seed: jax.Array
+
+
+class Rule(NamedTuple):
+    """How one tensor is updated. gathers: by its whole matrix in the work dtype, gathered over `dp_shard`.
+
+    init: (shape or array p, shards) -> its state, zeros; shards: how many devices divide p's last dimension.
+    apply: (p, float32 or bfloat16 gradient, state, Tensor, work dtype) -> (p in the work dtype, new p, new state).
+    """
+
+    init: Callable
+    apply: Callable
+    gathers: bool = False
+    flops: Callable = lambda stacks: 0  # of a step for these stacks of matrices, where they count
+
+
+class Optimizer(NamedTuple):
+    """The rules of a model's tensors: matrices of the blocks, matrices of the outer layers, vectors of both."""
+
+    blocks: Rule
+    outer: Rule
+    vectors: Rule
+
+    def rule(self, part: str, ndim: int) -> Rule:
+        """Of a tensor of that part, "blocks" or "outer", with so many dimensions, the layer axis not counted."""
+        return self.vectors if ndim < 2 else self.blocks if part == "blocks" else self.outer
+
+
+def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
+    """The rule that adds the updates of a chain, which is given `grad_norm=`; rounded to nearest."""
+
+    def apply(p, g, state, tensor: Tensor, dtype):
+        update, state = chain.update(g.astype(jnp.float32), state, p, grad_norm=tensor.grad_norm)
+        new = (p.astype(jnp.float32) + update).astype(p.dtype)  # type: ignore[union-attr]
+        return new.astype(dtype), new, state
+
+    return Rule(lambda p, shards: chain.init(p), apply)
+
+
+def adamw(schedule: Schedule, **settings) -> Optimizer:
+    """The rule of `adamw_chain`, with its settings, for every tensor."""
+    return Optimizer(*[by_optax(adamw_chain(schedule, **settings))] * 3)
+
+
+def adamw_chain(
     schedule: Schedule,
     *,
     b1: float = 0.9,
@@ -95,14 +182,58 @@ def adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with decoupled decay on matrices only (Loshchilov and Hutter 2019); `update` takes `grad_norm=`."""
     matrices = lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)
-    return optax.with_extra_args_support(
-        optax.chain(
-            clip_by_given_norm(max_grad_norm) if max_grad_norm else optax.identity(),
-            scale_by_adam(b1, b2, eps, m_dtype, v_dtype),
-            optax.add_decayed_weights(weight_decay, mask=matrices),
-            optax.scale_by_learning_rate(schedule),
-        )
+    chain = optax.chain(
+        clip_by_given_norm(max_grad_norm) if max_grad_norm else optax.identity(),
+        scale_by_adam(b1, b2, eps, m_dtype, v_dtype),
+        optax.add_decayed_weights(weight_decay, mask=matrices),
+        optax.scale_by_learning_rate(schedule),
     )
+    return optax.with_extra_args_support(chain)
+
+
+class Moments8bit(NamedTuple):
+    """State of a matrix under `adamw8bit`: see pallas_kernels/adamw8bit.py for what the codes mean."""
+
+    count: Any  # int32 []
+    m: Any  # int8, the shape of the matrix
+    m_scale: Any  # float32 [..., n / block]
+    v: Any  # uint8, the shape of the matrix
+    v_scale: Any  # float32 [..., n / block]
+
+
+def adamw8bit(
+    schedule: Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    max_grad_norm: float = 1.0,
+    implementation: Any = "xla",
+    **vectors,
+) -> Optimizer:
+    """AdamW whose moments of matrices are in 8 bits; `vectors`: m_dtype and v_dtype of the others, as in `adamw`.
+
+    A block never spans two shards: its size is a divisor of the shard's row. bfloat16 master weights are rounded
+    stochastically.
+    """
+    plain = adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, **vectors)
+
+    def init(p, shards):
+        return Moments8bit(jnp.zeros([], jnp.int32), *kernel.init(p.shape, kernel.block_size(p.shape[-1] // shards)))
+
+    def apply(p, g, state: Moments8bit, tensor: Tensor, dtype):
+        step = state.count + 1
+        clip = clip_factor(max_grad_norm, tensor.grad_norm)
+        c1, c2 = (1 - jnp.float32(b) ** step for b in (b1, b2))
+        h = kernel.Hyper(jnp.asarray(schedule(state.count)), b1, b2, eps, weight_decay, c1, c2, clip).vector()
+        # One vector for all elements: powers and cosines that XLA fuses into a loop over them are rounded otherwise.
+        h = jax.lax.optimization_barrier(h)
+        seed = tensor.seed + jnp.stack([step.astype(jnp.uint32) * jnp.uint32(0x9E3779B1), jnp.uint32(0)])
+        new = kernel.adamw8bit(p, g, *state[1:], h, seed, work_dtype=dtype, implementation=implementation)
+        return new.work, new.p, Moments8bit(step, new.m, new.m_scale, new.v, new.v_scale)
+
+    return plain._replace(blocks=Rule(init, apply), outer=Rule(init, apply))
 
 
 def transpose(tree, tuples, n: int) -> tuple:
@@ -111,29 +242,52 @@ def transpose(tree, tuples, n: int) -> tuple:
     return tuple(take(i) for i in range(n))
 
 
-def init(optimizer: optax.GradientTransformation, params):
-    """Optimizer state of a tree of tensors: a tree with a state of its own for each, see `apply`."""
-    return jax.tree.map(optimizer.init, params)
+def init(optimizer: Optimizer, part: str, params, plan=None):
+    """Optimizer state of the tensors of a layer, or of the outer layers: a tree with a state of its own for each.
+
+    plan: that of the master weights; without one nothing is divided.
+    """
+
+    def one(p, planned):
+        shards = planned.shape[-1] // planned.sharding.shard_shape(planned.shape)[-1] if plan is not None else 1
+        return optimizer.rule(part, p.ndim).init(p, shards)
+
+    return jax.tree.map(one, params, params if plan is None else plan)
 
 
-def init_moments(optimizer: optax.GradientTransformation, params: dict):
+def init_moments(optimizer: Optimizer, params: dict, plan: dict | None = None):
     """Optimizer state of `{"blocks": stacked, "outer": ...}`.
 
     Every leaf of the blocks' part has the layer axis, the step counters too, so that layer l of it is read like layer l
     of the weights.
     """
-    blocks = jax.tree.map(jax.vmap(optimizer.init), params["blocks"])
-    return {"blocks": blocks, "outer": init(optimizer, params["outer"])}
+    blocks, outer = (None, None) if plan is None else (plan["blocks"], plan["outer"])
+    blocks = jax.vmap(lambda p: init(optimizer, "blocks", p, blocks))(params["blocks"])
+    return {"blocks": blocks, "outer": init(optimizer, "outer", params["outer"], outer)}
 
 
-def apply(optimizer: optax.GradientTransformationExtraArgs, grads, moments, master, grad_norm: jax.Array):
-    """One optimizer step for a tree of tensors of one layer, or of the outer layers: (new moments, new master).
+def apply(optimizer: Optimizer, grads, moments, master, at: At, dtype="float32"):
+    """One optimizer step for a tree of tensors of one layer, or of the outer layers: (master in `dtype`, new moments,
+    new master).
 
-    The optimizer sees one tensor at a time, so that the state of one tensor at a time needs to be on the device.
+    Each rule sees one tensor at a time, so that the state of one tensor at a time needs to be on the device.
     """
+    leaves, structure = jax.tree.flatten(master)
+    others = map(structure.flatten_up_to, (grads, moments, at.dims))
+    done = []
+    for i, (p, g, m, dim) in enumerate(zip(leaves, *others, strict=True), at.first):
+        tensor = Tensor(at.grad_norm, dim, _seed(at, i, dim, p.size))
+        work, p, m = optimizer.rule(at.part, p.ndim).apply(p, g, m, tensor, dtype)
+        done.append((work, m, p))
+    return tuple(structure.unflatten(column) for column in zip(*done, strict=True))
 
-    def one(p, g, m):
-        update, m = optimizer.update(g.astype(jnp.float32), m, p, grad_norm=grad_norm)
-        return m, (p.astype(jnp.float32) + update).astype(p.dtype)
 
-    return transpose(master, jax.tree.map(one, master, grads, moments), 2)
+def _seed(at: At, number: int, dim: int, size: int) -> jax.Array:
+    """`Tensor.seed` of a tensor of which `size` elements are here."""
+    unsigned = lambda x: jnp.asarray(x).astype(jnp.uint32)
+    k, n = at.cut
+    shard = 0 if dim == WHOLE else jax.lax.axis_index(SHARD)
+    of_tensor = jnp.uint32(number * 2 + (at.part == "outer")) * jnp.uint32(0x85EBCA77)
+    of_layer = unsigned(at.layer) * jnp.uint32(0xC2B2AE3D)
+    first = (unsigned(shard) * jnp.uint32(n) + unsigned(k)) * jnp.uint32(size % 2**32)
+    return jnp.stack([of_tensor + of_layer, first])

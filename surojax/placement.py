@@ -30,7 +30,6 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from surojax import quantize
 from surojax.collectives import WHOLE, Reduce
@@ -38,8 +37,8 @@ from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
 from surojax.nvme import InFile, Store
 from surojax.offload import MEMORY_KIND, Home, joined
-from surojax.optim import init_moments
-from surojax.state import TrainState
+from surojax.optim import Optimizer, init_moments
+from surojax.state import TrainState, layer_of
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -259,7 +258,7 @@ def specs(dims: dict) -> dict:
 def state_plan(
     params: dict,
     placement: Placement,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     mesh: Mesh,
     *,
     history: tuple[int, ...] | None = None,
@@ -313,29 +312,35 @@ def state_plan(
     if placement.persistent_quants:
         blocks = jax.tree.map(quants, params["blocks"], work["blocks"], blocks)
 
-    moments = jax.eval_shape(
-        lambda: init_moments(optimizer, jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params))
-    )
-
-    def of_tensor(part: str):
-        def one(_, spec, state):
-            return optax.tree_map_params(
-                optimizer,
-                lambda m: leaf(m.shape, m.dtype, spec, placement.moments.home, part),
-                state,
-                transform_non_params=lambda m: leaf(m.shape, m.dtype, jax.P()),
-            )
-
-        return one
-
-    moments = {part: jax.tree.map(of_tensor(part), params[part], sharded[part], moments[part]) for part in moments}
+    master = {part: tree(placement.master, sharded, part) for part in ("blocks", "outer")}
     return TrainState(
         step=leaf((), jnp.int32, jax.P()),
         weights={"blocks": blocks, "outer": tree(placement.outer, work, "outer")},
-        master={part: tree(placement.master, sharded, part) for part in ("blocks", "outer")},
-        moments=moments,
+        master=master,
+        moments=_plan_moments(params, master, optimizer, dims, placement.moments.home, leaf),
         history=leaf(history, jnp.float32, jax.P()) if history else None,
     )
+
+
+def _plan_moments(params: dict, master: dict, optimizer: Optimizer, dims: dict, home: Home, leaf) -> dict:
+    """The plan of the moments; `leaf` makes one of its leaves, see `state_plan`.
+
+    What has as many dimensions as its parameter (moments, their scales, sums of rows) rests at `home`, and is divided
+    along the dimension that the parameter is divided along, unless it has size 1 there. Step counters are everywhere.
+    """
+    rows = {"blocks": layer_of(master["blocks"]), "outer": master["outer"]}
+    moments = jax.eval_shape(lambda p: init_moments(optimizer, p, rows), params)
+
+    def of_tensor(part: str):
+        def one(p, d, state):
+            d = WHOLE if d == WHOLE else d + (part == "blocks")
+            spec = lambda m: jax.P(*[None] * d, SHARD) if d != WHOLE and m.shape[d] > 1 else jax.P()
+            like_p = lambda m: leaf(m.shape, m.dtype, spec(m), home, part)
+            return jax.tree.map(lambda m: like_p(m) if m.ndim == p.ndim else leaf(m.shape, m.dtype, jax.P()), state)
+
+        return one
+
+    return {part: jax.tree.map(of_tensor(part), params[part], dims[part], moments[part]) for part in moments}
 
 
 def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding:

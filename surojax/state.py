@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from surojax import optim
 from surojax.models.llama import LlamaConfig, init_layer, init_outer
@@ -104,7 +103,7 @@ def work_weights(master, plan: TrainState):
     return {"blocks": blocks, "outer": cast(put(master["outer"], "device"), plan.weights["outer"])}
 
 
-def init_state(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+def init_state(config: LlamaConfig, plan: TrainState, optimizer: optim.Optimizer, seed: int) -> TrainState:
     """A new state, each array created in its own sharding and memory; see `init_program`."""
     if store_of(plan) is None:
         return init_program(config, plan, optimizer)(seed)
@@ -117,7 +116,7 @@ def init_state(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientT
     return from_sections(step, (blocks, master, moments), rest, history)
 
 
-def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation) -> Callable:
+def init_program(config: LlamaConfig, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
     """A jitted seed -> TrainState that draws the blocks layer by layer.
 
     What is planned in shards is never whole on a device, and of what is planned for host memory one layer at a time is
@@ -133,21 +132,21 @@ def init_program(config: LlamaConfig, plan: TrainState, optimizer: optax.Gradien
     return jax.jit(build, out_shardings=shardings(plan))
 
 
-def init_functions(config: LlamaConfig, plan: TrainState, optimizer: optax.GradientTransformation):
+def init_functions(config: LlamaConfig, plan: TrainState, optimizer: optim.Optimizer):
     """Functions (seed, l) -> (what work weights are cast from, (master weights, moments)) of a new layer, and seed ->
     (work weights, master weights, moments) of the outer layers."""
 
-    def arrays(params, master_plan):
+    def arrays(params, part, master_plan):
         """(master weights, moments) of new parameters, in the master's sharding."""
         master = cast(params, master_plan)
-        return master, optim.init(optimizer, master)
+        return master, optim.init(optimizer, part, master, master_plan)
 
     def layer(seed, l):
-        master, moments = arrays(init_layer(config, seed, l), layer_of(plan.master["blocks"]))
+        master, moments = arrays(init_layer(config, seed, l), "blocks", layer_of(plan.master["blocks"]))
         return work_function(plan)(master), (master, moments)
 
     def outer(seed):
-        master, moments = arrays(init_outer(config, seed), plan.master["outer"])
+        master, moments = arrays(init_outer(config, seed), "outer", plan.master["outer"])
         return cast(master, plan.weights["outer"]), master, moments
 
     return layer, outer

@@ -16,48 +16,48 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from surojax import collectives
-from surojax.collectives import WHOLE, varying
+from surojax.collectives import varying
 from surojax.config import divisor
 from surojax.engine import Engine, evaluate, loss_and_gradients
 from surojax.mesh import SHARD
 from surojax.nvme import InFile, store_of
 from surojax.offload import MEMORY_KIND, Part, joined, on_device, parts, put, read, sweep, write
-from surojax.optim import Schedule, apply
+from surojax.optim import At, Optimizer, Schedule, apply
 from surojax.placement import Mesh, batch_sharding, specs
 from surojax.quantize import work_copy
 from surojax.state import TrainState, from_sections, section, shardings
 
 
-def updated(engine: Engine, optimizer: optax.GradientTransformationExtraArgs, like, dims, resting, old, grad_norm):
+def updated(engine: Engine, optimizer: Optimizer, like, resting, old, at: At):
     """(work weights, master, moments) of some tensors from their (master, moments, gradients), all in device memory.
 
-    Trees of tensors of one layer, or of the outer layers; like: the old work weights, or what has their structure.
+    Trees of tensors of one layer, or of the outer layers; like: the old work weights, or what has their structure;
+    resting: how these rest.
     """
     master, moments, grads = old
-    moments, master = apply(optimizer, grads, moments, master, grad_norm)
     dtype = engine.placement.weights.dtype
-    work = jax.tree.map(lambda m: m.astype(dtype), master)
-    work = collectives.gather_same(work, dims, resting)
+    work, moments, master = apply(optimizer, grads, moments, master, at, dtype)
+    work = collectives.gather_same(work, at.dims, resting)
     return work_copy(work, like, dtype, collectives.largest_of_shards), master, moments
 
 
-def update(
-    engine: Engine, optimizer: optax.GradientTransformationExtraArgs, state: TrainState, grads, grad_norm, history
-) -> TrainState:
+def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, grad_norm, history) -> TrainState:
     """The state after one optimizer step, tensor by tensor and layer by layer; runs per device on shards."""
+    layers = jnp.arange(engine.model.num_layers)
 
-    def tensor(master, weights, moments, grads, dims, resting):
-        def layer(old, grads):
-            work, *new = updated(engine, optimizer, like, dims, resting, (*old, grads), grad_norm)
+    def tensor(master, weights, moments, grads, dims, resting, number):
+        def layer(old, given):
+            grads, l = given
+            at = At("blocks", grad_norm, dims, l, first=number)
+            work, *new = updated(engine, optimizer, like, resting, (*old, grads), at)
             return work, tuple(new)
 
         found, done = parts(weights), []
         like = found[0].stack
         for work, start, stop in found:
-            work, (master, moments) = sweep(layer, work, (master, moments), grads, start, stop)
+            work, (master, moments) = sweep(layer, work, (master, moments), (grads, layers), start, stop)
             done.append(work)
         return joined(done), master, moments
 
@@ -66,29 +66,31 @@ def update(
     return from_sections(state.step + 1, blocks, outer, history)
 
 
-def update_outer(engine: Engine, optimizer: optax.GradientTransformationExtraArgs, old, grads, grad_norm):
+def update_outer(engine: Engine, optimizer: Optimizer, old, grads, grad_norm):
     """(work weights, master, moments) of the outer layers after one optimizer step, where they rest.
 
     A tensor whose state rests in host memory is updated a part at a time, no larger than the largest of a block.
     """
     largest = max(g.size // engine.model.num_layers for g in jax.tree.leaves(grads["blocks"]))
 
-    def tensor(master, weights, moments, grad, dims, resting):
+    def tensor(master, weights, moments, grad, dims, resting, number):
+        at = At("outer", grad_norm, dims, first=number)
         if on_device((master, moments)):
-            return updated(engine, optimizer, weights, dims, resting, (master, moments, grad), grad_norm)
+            return updated(engine, optimizer, weights, resting, (master, moments, grad), at)
         n = divisor(master.shape[0], -(-master.size // largest)) if master.ndim > 1 else 1
         # Its rows as a stack of n layers; what counts steps is there once, and the same in each of them.
         cut = lambda x: x.reshape(n, -1, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, n)
         join = lambda cut, x: cut.reshape(x.shape) if x.ndim else cut[0]
 
-        def part(old, grad):
-            work, *new = updated(engine, optimizer, weights, WHOLE, WHOLE, (*old, grad), grad_norm)
-            return work, tuple(new)
+        def part(old, given):
+            (master, moments), (grad, k) = old, given
+            work, moments, master = apply(optimizer, grad, moments, master, at._replace(cut=(k, n)), weights.dtype)
+            return work, (master, moments)
 
         shards = jax.eval_shape(cut, master).shape
         work = cut(weights) if dims == resting else varying(jnp.zeros(shards, weights.dtype), (SHARD,))
         stacks, grads = jax.tree.map(cut, ((master, moments), grad))
-        work, new = sweep(part, work, stacks, grads, 0, n)
+        work, new = sweep(part, work, stacks, (grads, jnp.arange(n)), 0, n)
         work = collectives.gather_same(join(work, master), dims, resting)
         return work, *jax.tree.map(join, new, (master, moments))
 
@@ -96,21 +98,22 @@ def update_outer(engine: Engine, optimizer: optax.GradientTransformationExtraArg
 
 
 def _each_tensor(function, old, grads, engine: Engine, part: str):
-    """(work weights, master, moments) from function(master, weights, moments, grads, dims, resting) of each tensor."""
+    """(work weights, master, moments) from function(master, weights, moments, grads, dims, resting, its number) of each
+    tensor."""
     weights, master, moments = old
     leaves, structure = jax.tree.flatten(master)
     others = map(structure.flatten_up_to, (weights, moments, grads, engine.dims[part], engine.resting[part]))
     done = []
-    for p, w, m, g, dims, resting in zip(leaves, *others, strict=True):
+    for number, (p, w, m, g, dims, resting) in enumerate(zip(leaves, *others, strict=True)):
         if done:  # one after the other, or the last layers of all of them are on the device at once
             done[-1], (p, w, m, g) = jax.lax.optimization_barrier((done[-1], (p, w, m, g)))
-        done.append(function(p, w, m, g, dims, resting))
+        done.append(function(p, w, m, g, dims, resting, number))
     return tuple(structure.unflatten(column) for column in zip(*done, strict=True))
 
 
 def make_train_step(
     engine: Engine,
-    optimizer: optax.GradientTransformationExtraArgs,
+    optimizer: Optimizer,
     schedule: Schedule,
     plan: TrainState,
     mesh: Mesh,
@@ -151,7 +154,7 @@ class LayerStep:
     device do not overlap those of the next one; disks are slower than both.
     """
 
-    def __init__(self, engine: Engine, optimizer, schedule: Schedule, plan: TrainState, mesh: Mesh):
+    def __init__(self, engine: Engine, optimizer: Optimizer, schedule: Schedule, plan: TrainState, mesh: Mesh):
         self.engine, self.optimizer, self.schedule, self.plan, self.mesh = engine, optimizer, schedule, plan, mesh
         leaves, self.structure = jax.tree.flatten(section(plan, "blocks")[1:])
         self.in_file = [isinstance(x, InFile) for x in leaves]
@@ -259,8 +262,8 @@ class LayerStep:
             l = needed["l"]
             old = *self._merge(read(stacks, l), put(layer, "device")), read(needed["grads"], l)
             old = jax.lax.optimization_barrier(old)  # as in offload.sweep: reads end before writes begin
-            dims, resting = self.engine.dims["blocks"], self.engine.resting["blocks"]
-            work, *new = updated(self.engine, self.optimizer, weights, dims, resting, old, needed["norm"])
+            at = At("blocks", needed["norm"], self.engine.dims["blocks"], l)
+            work, *new = updated(self.engine, self.optimizer, weights, self.engine.resting["blocks"], old, at)
             new = jax.tree.leaves(new)
             stacks = write(stacks, self._pick(new, False), l)
             return write(weights, work, l - part.start), stacks, put(self._pick(new, True), "host"), l + 1

@@ -13,8 +13,9 @@ times (n - 1) / n; P' is P in the accumulators' dtype. `use_all_to_all_reduce` s
 8 bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes fp8_*) P is a byte a number of a matrix
 and 4 for the scale of each of its blocks, which fp8_* have none of; vectors stay in the work dtype, as gradients they
 are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradients in one hop). Replicated outer layers add a
-reduce-scatter and an all-gather once per step. Outer layers that are sharded move tokens instead: see `outer`. Groups
-of `dp_replicate` add up their shards once per step. Scalars (loss, label count, norm: bytes) are left out.
+reduce-scatter and an all-gather once per step. Outer layers that are sharded move tokens instead: see `outer`. NorMuon
+gathers the momentum of the blocks' matrices once per step, in the work dtype. Groups of `dp_replicate` add up their
+shards once per step. Scalars (loss, label count, norm: bytes) are left out.
 
 Times are lower bounds: each resource alone, at its peak rate, with everything else free and perfectly overlapped.
 """
@@ -77,6 +78,18 @@ def collective_bytes(run: Blueprint, batch: Batch) -> dict[tuple[str, str], int]
         sent["all-gather", SHARD] += k * (n - 1) * (2 * x + 2 * ids)
         sent["reduce-scatter", SHARD] += k * (n - 1) * 2 * x
         sent["all-reduce", SHARD] += k * 2 * (n - 1) * 2 * ids  # largest logit and sum of exponentials, float32
+    if run.optimizer.blocks.gathers:  # muon.py
+        sent["all-gather", SHARD] += (
+            ring
+            * work
+            * sum(
+                math.prod(p.shape)
+                for p, d in zip(
+                    jax.tree.leaves(run.params["blocks"]), jax.tree.leaves(engine.dims["blocks"]), strict=True
+                )
+                if d != WHOLE and p.ndim > 2
+            )
+        )
     parameters = blocks / n + kept + sharded_outer / n + kept_outer
     sent["all-reduce", REPLICATE] += 2 * (replicas - 1) / replicas * accum * parameters
     return {key: round(size) for key, size in sent.items() if size}
@@ -107,7 +120,7 @@ def step_flops(run: Blueprint, batch: Batch) -> float:
     per_token = flops_per_token(m.num_matmul_params, *sizes)
     if run.engine.recompute_block:  # a third forward pass of all but the head
         per_token += flops_per_token(m.num_matmul_params - m.vocab_size * m.hidden_size, *sizes) / 3
-    return per_token * batch.tokens * batch.microbatches
+    return per_token * batch.tokens * batch.microbatches + run.optimizer.blocks.flops(run.params["blocks"])
 
 
 def recipe_flops(run: Blueprint, batch: Batch) -> float:

@@ -47,6 +47,7 @@ class Small:
         z_loss: float = 0.0,
         seed: int = 0,
         m_dtype: str = "float32",
+        optimizer=optim.adamw,
         **placed,
     ):
         self.mesh = make_mesh(jax.devices()[:devices], dp_replicate_size=replicate)
@@ -55,7 +56,7 @@ class Small:
         placed = {"model_dtype": "float32", "recipe": precision.recipe, **placed}
         self.table = placement.place(**placed, num_shards=shards)
         self.schedule = optim.learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
-        self.optimizer = optim.adamw(self.schedule, m_dtype=m_dtype)
+        self.optimizer = optimizer(self.schedule, m_dtype=m_dtype)
         shapes, _ = abstract_params(config)
         dims = placement.shard_dims(shapes, self.mesh)
         history = history_shape(config.num_hidden_layers, precision.amax_history) if precision.delayed else None

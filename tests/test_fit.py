@@ -62,6 +62,8 @@ def estimate(c, platform: str = "cpu") -> dict[str, int]:
         {"recompute_block": False, "recompute_norm": True, "recompute_ffn": True},
         {"gpus": 4, "zero_level": 3, "dp_replicate_size": 2, "lmhead_chunks": 8, "model_dtype": "bfloat16"},
         {"gpus": 4, "zero_level": 3, "zero_quantized_weights": "int8", "persistent_quants": True},
+        {"gpus": 4, "zero_level": 3, "optimizer": "adamw8bit"},
+        {"gpus": 4, "zero_level": 2, "optimizer": "normuon"},
     ],
     ids=str,
 )
@@ -85,6 +87,7 @@ def test_what_saves_memory_does_so_in_the_estimate():
     assert total() < total(recompute_block=False)
     assert total(vocab_size=8000, lmhead_chunks=8) < total(vocab_size=8000)
     assert total(gpus=4, zero_level=3) < total(gpus=4, zero_level=2) < total(gpus=4) < total()
+    assert total(optimizer="adamw8bit") < total(opt_m_dtype="bfloat16", opt_v_dtype="bfloat16") < total()
     assert total(opt_m_dtype="bfloat16") < total() > total(accum_dtype="bfloat16")
 
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from surojax import optim
+from surojax.collectives import WHOLE
 
 
 def tree(seed: int, layers: int = 3) -> dict:
@@ -19,13 +20,15 @@ def tree(seed: int, layers: int = 3) -> dict:
 
 
 def by_layers(optimizer, grads, moments, master, norm, layers: int = 3):
-    """`apply` for every layer and the outer parameters, as the step does it."""
-    done = []
+    """(moments, master) after `apply` for every layer and the outer parameters, as the step does it."""
+    done, whole = [], jax.tree.map(lambda _: WHOLE, master)
     for l in range(layers):
         read = lambda t, l=l: jax.tree.map(lambda x: x[l], t["blocks"])
-        done.append(optim.apply(optimizer, read(grads), read(moments), read(master), norm))
+        at = optim.At("blocks", norm, whole["blocks"], l)
+        done.append(optim.apply(optimizer, read(grads), read(moments), read(master), at)[1:])
     blocks = jax.tree.map(lambda *x: jnp.stack(x), *done)
-    outer = optim.apply(optimizer, grads["outer"], moments["outer"], master["outer"], norm)
+    at = optim.At("outer", norm, whole["outer"])
+    outer = optim.apply(optimizer, grads["outer"], moments["outer"], master["outer"], at)[1:]
     return tuple({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))
 
 

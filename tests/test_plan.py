@@ -193,6 +193,16 @@ def test_other_collectives_are_those_of_the_textbook(planned, changes):
 
 
 @needs_compiler
+def test_normuons_gathers_are_counted(planned):
+    """Within the same 2 %: what AdamW gathers at ZeRO-1 for the new weights, and as much again for the momentum."""
+    adamw, normuon = (planned(config(gpus=4, optimizer=name, **BLOCKS)) for name in ("adamw", "normuon"))
+    for x in normuon.collectives:
+        assert x["bytes"] == pytest.approx(x["textbook_bytes"], rel=0.02, abs=1000), x
+    of = lambda p: next(x["bytes"] for x in p.collectives if x["op"] == "all-gather")
+    assert of(normuon) > 1.5 * of(adamw)
+
+
+@needs_compiler
 def test_groups_of_gpus_sum_their_shards_once(planned):
     """HSDP: shards are exchanged inside a group, and their gradients are summed over the groups once per step."""
     p = planned(config(gpus=4, dp_replicate_size=2, zero_level=3, gradient_accumulation_steps=2, **BLOCKS))

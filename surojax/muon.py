@@ -1,0 +1,140 @@
+"""NorMuon: momentum of a matrix, orthogonalised, with its rows scaled to equal size (Li et al. 2025, arXiv:2510.05491).
+
+    M' = b1 M + (1 - b1) g                    O = U V^T of M' = U S V^T, by `orthogonalised`
+    v' = b2 v + (1 - b2) mean of O^2 over each row (neuron)         O' = O / (sqrt(v') + eps)
+    W' = W - lr (0.2 sqrt(m k) / |O'| O'  +  decay W where O' W > 0)
+
+for matrices W `[m, k]` of the blocks; 0.2 is the root mean square of AdamW's updates, so that its learning rates and
+decay fit (Liu et al. 2025, arXiv:2502.16982). The paper has no Nesterov momentum and no bias correction (the norm of O'
+cancels it), and neither is here. The decay is cautious: only of weights that the update makes smaller too (Chen et al.
+2025, arXiv:2510.12402). Embedding, head and vectors have AdamW's rule, with its learning rate.
+
+**Sharded.** Masters and momentum are shards, the orthogonalisation needs the matrix. Momentum is gathered over
+`dp_shard` in the dtype of the products (`model_dtype`: bfloat16 on GPUs, to which they would round it anyway), every
+device computes all of O, and keeps its own part. That costs each device per step, for P parameters in the blocks and n
+devices:
+
+    (n - 1) / n x P x 2 bytes received, once more what ZeRO-1 gathers after the update, and
+    steps x (4 min(m, k)^2 max(m, k) + 2 min(m, k)^3) FLOPs for each matrix, not divided by n.
+
+For Llama-7B (5 steps): 13 GB and 6.8e14 FLOPs on every device, as many as 17 thousand tokens take. Sending whole layers
+to one device each (all-to-all there and back) would divide both, by n / 2 and n; not built.
+
+The second moment of the rows is whole on every device (4 bytes a row), so that no norm has to be summed over devices.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from surojax.collectives import WHOLE
+from surojax.mesh import SHARD
+from surojax.optim import Optimizer, Rule, Schedule, Tensor, adamw, clip_factor
+
+RMS = 0.2  # of an update
+# (a, b, c) of x -> a x + b x^3 + c x^5 for each step: Polar Express (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1),
+# the best composition for singular values from 1e-3 to 1. Steps beyond the table use the last.
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+SAFETY = 1.01  # singular values that rounding makes larger than 1 must not diverge (there: Section 3.4)
+
+
+def coefficients(steps: int) -> list[tuple[float, float, float]]:
+    """(a, b, c) of each step, with the safety factor in all but the last of the table."""
+    safe = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]]
+    return [*safe, *[POLAR_EXPRESS[-1]] * steps][:steps]
+
+
+def orthogonalised(x: jax.Array, steps: int = 5) -> jax.Array:
+    """U V^T of the matrix x = U S V^T `[m, k]`, nearly: singular values from 1e-3 of the norm on end up near 1.
+
+    Products are of x's dtype with sums in float32 (and exact to float32 where it is float32); the result is float32.
+    Zeros stay zeros.
+    """
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dot = lambda a, b: jnp.dot(
+        a.astype(x.dtype), b.astype(x.dtype), precision=precision, preferred_element_type="float32"
+    )
+    tall = x.shape[0] > x.shape[1]
+    y = (x.T if tall else x).astype(jnp.float32)
+    y = y / jnp.maximum(jnp.max(jnp.abs(y)), jnp.finfo(jnp.float32).tiny)  # its squares must not underflow
+    y = y / jnp.maximum(SAFETY * jnp.linalg.norm(y), 1)
+    for a, b, c in coefficients(steps):
+        gram = dot(y, y.T)
+        y = a * y + dot(b * gram + c * dot(gram, gram), y)
+    return y.T if tall else y
+
+
+class Momentum(NamedTuple):
+    """State of a matrix `[m, k]`."""
+
+    count: Any  # int32 []
+    m: Any  # [m, k], float32 or bfloat16
+    rows: Any  # float32 [m]: mean squares of the rows of O
+
+
+def normuon(
+    schedule: Schedule,
+    *,
+    matrices: Schedule | None = None,
+    momentum: float = 0.95,
+    beta2: float = 0.95,
+    steps: int = 5,
+    weight_decay: float = 0.1,
+    max_grad_norm: float = 1.0,
+    m_dtype: str = "float32",
+    **adam,
+) -> Optimizer:
+    """NorMuon for the blocks' matrices, AdamW for all else.
+
+    matrices: the learning rate of those matrices, by default `schedule`. m_dtype: also of AdamW's first moments; `adam`
+    has the other options of `optim.adamw`.
+    """
+    rate = schedule if matrices is None else matrices
+
+    def init(p, shards):
+        zeros = jnp.zeros(p.shape, m_dtype)
+        return Momentum(jnp.zeros([], jnp.int32), zeros, jnp.zeros(p.shape[:1], jnp.float32))
+
+    def apply(p, g, state: Momentum, tensor: Tensor, dtype):
+        g = g.astype(jnp.float32) * clip_factor(max_grad_norm, tensor.grad_norm)
+        m = momentum * state.m.astype(jnp.float32) + (1 - momentum) * g
+        o = orthogonalised(_gathered(m.astype(dtype), tensor.dim), steps)
+        rows = beta2 * state.rows + (1 - beta2) * jnp.mean(o * o, axis=1)
+        o = o / (jnp.sqrt(rows)[:, None] + 1e-8)
+        o = o * (RMS * o.size**0.5 / jnp.maximum(jnp.linalg.norm(o), jnp.finfo(jnp.float32).tiny))
+        o, lr, old = _own(o, tensor.dim), rate(state.count), p.astype(jnp.float32)
+        new = (old - lr * (o + weight_decay * jnp.where(o * old > 0, old, 0))).astype(p.dtype)
+        return new.astype(dtype), new, Momentum(state.count + 1, m.astype(m_dtype), rows)
+
+    plain = adamw(schedule, weight_decay=weight_decay, max_grad_norm=max_grad_norm, m_dtype=m_dtype, **adam)
+    return plain._replace(blocks=Rule(init, apply, True, functools.partial(flops, steps=steps)))
+
+
+def flops(stacks, steps: int) -> int:
+    """Of `orthogonalised` for all matrices `[L, m, k]` of a tree; vectors `[L, n]` take none."""
+    shapes = [p.shape for p in jax.tree.leaves(stacks) if p.ndim > 2]
+    return steps * sum(L * (4 * min(m, k) ** 2 * max(m, k) + 2 * min(m, k) ** 3) for L, m, k in shapes)
+
+
+def _gathered(x: jax.Array, dim: int) -> jax.Array:
+    """The whole matrix, the same on every device, of which x is a shard."""
+    return x if dim == WHOLE else jax.lax.all_gather(x, SHARD, axis=dim, tiled=True, to="invarying")
+
+
+def _own(x: jax.Array, dim: int) -> jax.Array:
+    """This device's part of a whole matrix."""
+    if dim == WHOLE:
+        return x
+    size = x.shape[dim] // jax.lax.axis_size(SHARD)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(SHARD) * size, size, dim)

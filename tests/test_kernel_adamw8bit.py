@@ -1,0 +1,209 @@
+"""AdamW with 8-bit moments: the codes, the update against exact AdamW, known bad cases, and what is refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import adamw8bit as op
+
+HYPER: dict[str, Any] = dict(lr=1e-2, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, grad_factor=1.0)
+
+
+def hyper(t: int, **changes) -> jax.Array:
+    h = HYPER | changes
+    return op.Hyper(**h, c1=1 - h["b1"] ** t, c2=1 - h["b2"] ** t).vector()
+
+
+def seed(t: int, first: int = 0) -> jax.Array:
+    return jnp.array([t * 7919, first], jnp.uint32)
+
+
+def run(grads, p, block=None, work_dtype=None, **changes):
+    """The result after a step for each of the gradients."""
+    state, step = op.init(p.shape, block), jax.jit(lambda *a: op.adamw8bit(*a, work_dtype=work_dtype))
+    for t, g in enumerate(grads, 1):
+        result = step(p, g, *state, hyper(t, **changes), seed(t))
+        p, state = result.p, result[1:5]
+    return result  # type: ignore[possibly-unbound]
+
+
+def exact(grads, p, **changes):
+    h = HYPER | changes
+    p, m, v = np.asarray(p, np.float64), 0.0, 0.0
+    for t, g in enumerate(grads, 1):
+        g = np.asarray(g, np.float64) * h["grad_factor"]
+        m, v = h["b1"] * m + (1 - h["b1"]) * g, h["b2"] * v + (1 - h["b2"]) * g * g
+        update = m / (1 - h["b1"] ** t) / (np.sqrt(v / (1 - h["b2"] ** t)) + h["eps"])
+        p = p - h["lr"] * (update + h["decay"] * p)
+    return p
+
+
+def normal(*shape: int, key: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(key), shape)
+
+
+@pytest.mark.parametrize("top", [op.M_TOP, op.V_TOP])
+def test_codes_come_back(top):
+    """Every code is encoded as itself, whatever the random number: rounding is between neighbours only. A root that is
+    off by one bit may make a number of exactly k^2 look like a bit less; then it is 1e-6 likely to be k - 1."""
+    codes = jnp.arange(top + 1)
+    for random in (1 / 512, 0.5, 511 / 512):
+        found = op.encode(op.decode(codes, jnp.float32(3.7), top), jnp.float32(3.7), top, jnp.float32(random))
+        np.testing.assert_array_equal(found, codes)
+
+
+def test_rounding_has_no_bias():
+    """The mean over many random numbers is the number itself. 4096 draws of steps of at most 2 / 127 of the largest:
+    the mean is off by 0.5 * step / 64 = 1.2e-4 in standard deviations; 5 of those."""
+    x = jnp.linspace(0, 1, 64)[:, None]
+    random = jax.random.uniform(jax.random.key(0), (64, 4096))
+    codes = op.encode(x, jnp.float32(1), op.M_TOP, random)
+    mean = op.decode(codes, jnp.float32(1), op.M_TOP).mean(1)
+    np.testing.assert_allclose(mean, x[:, 0], atol=6e-4)
+    assert len(np.unique(codes[10])) == 2  # and it is rounding
+
+
+@pytest.mark.parametrize("changes", [{}, {"grad_factor": 0.25}, {"b2": 0.999}, {"decay": 0.0}])
+def test_the_first_step_is_that_of_adamw(changes):
+    """Moments are rounded after they are used, so the first step sees none of it: float32 rounding only."""
+    p, g = normal(4, 512), normal(4, 512, key=1)
+    found = run([g], p, **changes)
+    np.testing.assert_allclose(found.p, exact([g], p, **changes), rtol=2e-6, atol=1e-7)
+
+
+def test_many_steps_stay_near_adamw():
+    """30 steps of noisy gradients. One update is off by 2.8 % (docstring of the op), and errors partly average out."""
+    p = normal(8, 768)
+    grads = [normal(8, 768, key=5) + normal(8, 768, key=10 + i) for i in range(30)]
+    off, moved = run(grads, p).p - exact(grads, p), exact(grads, p) - np.asarray(p)
+    rms = lambda x: float(np.sqrt(np.mean(np.square(x))))
+    assert 0 < rms(off) < 0.028 * rms(moved)
+
+
+def test_gradients_that_end_do_not_explode():
+    """The known bad case: element 0 had gradients and has none any more, its neighbours go on. Rounded to nearest, m
+    stands still where v goes on to vanish and steps grow to hundreds of lr; v = 0 beside it would give 1e8."""
+    first, later = normal(1, 256, key=1), normal(1, 256, key=2).at[0, 0].set(0.0)
+    state, p, largest = op.init((1, 256)), jnp.zeros((1, 256)), 0.0
+    step = jax.jit(op.adamw8bit)
+    for t in range(1, 801):
+        new = step(p, first if t <= 5 else later, *state, hyper(t, decay=0.0), seed(t))
+        largest = max(largest, float(jnp.abs(new.p - p)[0, 0])) if t > 5 else largest
+        p, state = new.p, new[1:5]
+    assert largest <= 5 * HYPER["lr"]
+    assert int(state[2][0, 0]) >= 1  # v is not 0, since it was not 0
+
+
+def test_tiny_and_huge_gradients_of_one_block():
+    """12 orders of magnitude in one block: nothing is infinite, no step is larger than the docstring's bound."""
+    g = jnp.logspace(-8, 4, 256)[None]
+    p = jnp.zeros((1, 256))
+    found = run([g, -g, 0 * g, g, 0 * g], p, decay=0.0)
+    assert jnp.all(jnp.isfinite(found.p)) and float(jnp.abs(found.p).max()) < 5 * 5 * HYPER["lr"]
+
+
+def test_a_block_without_gradients_only_decays():
+    p, g = normal(2, 512), jnp.zeros((2, 512)).at[1, 256:].set(1.0)
+    found = run([g], p)
+    np.testing.assert_allclose(found.p[0], p[0] * (1 - 1e-3), rtol=1e-6)
+    assert found.m_scale.tolist()[0] == [0, 0] and not found.v[0].any()
+
+
+def test_not_finite_gradients_are_not_lost():
+    p = normal(1, 512)
+    found = run([jnp.ones((1, 512)).at[0, 3].set(jnp.nan)], p)
+    assert not jnp.isfinite(found.v_scale[0, 0]) and not jnp.isfinite(found.p[0, 3])
+    assert jnp.isfinite(found.p[0, 256:]).all()
+
+
+def test_bfloat16_is_rounded_without_bias():
+    """lr is 1/16 of half a step of a bfloat16 of 1.0: to nearest, 200 steps leave 1.0 where it is."""
+    p, g = jnp.ones((64, 256), jnp.bfloat16), jnp.ones((64, 256))
+    lr = 2.0**-13
+    found = run([g] * 200, p, lr=lr, decay=0.0).p.astype(jnp.float32)
+    # Each step moves by 2^-8 (2^-9 below 1... half as large) with a probability; 16384 elements: mean within 1 %.
+    np.testing.assert_allclose(float(jnp.mean(1 - found)), 200 * lr, rtol=0.02)
+
+
+def test_shards_draw_what_the_whole_draws():
+    """Rows in two halves, the second starting where the first ends: the same bits, in bfloat16 and in the codes."""
+    p, g = normal(4, 512).astype(jnp.bfloat16), normal(4, 512, key=1)
+    whole = op.adamw8bit(p, g, *op.init(p.shape), hyper(1), seed(1))
+    for rows, first in ((slice(0, 2), 0), (slice(2, 4), 1024)):
+        part = op.adamw8bit(p[rows], g[rows], *op.init((2, 512)), hyper(1), seed(1, first))
+        jax.tree.map(np.testing.assert_array_equal, part[:5], tuple(x[rows] for x in whole[:5]))
+
+
+def test_the_work_copy_is_the_new_parameter():
+    found = run([normal(2, 256, key=1)], normal(2, 256), work_dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(found.work, found.p.astype(jnp.bfloat16))
+
+
+def test_blocks_are_divisors():
+    sizes = {4096: 256, 11008: 256, 18944: 256, 352: 176, 80: 80, 300: 150, 100: 100, 514: 514, 31: 31, 1000: 250}
+    assert {n: op.block_size(n) for n in sizes} == sizes
+
+
+def bad(shape=(2, 512), **changes) -> dict[str, Any]:
+    """Good arguments for a matrix of this shape, with changes."""
+    moments = dict(zip(("m", "m_scale", "v", "v_scale"), op.init(shape), strict=True))
+    return {"p": jnp.zeros(shape), "g": jnp.zeros(shape), **moments, "h": hyper(1), "seed": seed(1)} | changes
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"p": jnp.zeros((2, 512), jnp.float16)}, "p: expected float32 or bfloat16, got float16"),
+        ({"p": jnp.zeros((0, 512))}, "p: expected a matrix that is not empty, got"),
+        ({"g": jnp.zeros((2, 256))}, r"g: expected the shape of p, \(2, 512\), got \(2, 256\)"),
+        ({"m": jnp.zeros((2, 512))}, "m: expected int8, got float32"),
+        ({"v": jnp.zeros((2, 512), jnp.int8)}, "v: expected uint8, got int8"),
+        ({"m_scale": jnp.zeros((2, 3))}, "m_scale: expected one for each block of a row"),
+        ({"v_scale": jnp.zeros((2, 4))}, "v_scale: expected one for each block of a row"),
+        ({"h": jnp.zeros(7)}, r"h: expected float32 \[8\]"),
+        ({"seed": jnp.zeros(2, jnp.int32)}, r"seed: expected uint32 \[2\], got int32"),
+        ({"implementation": "triton"}, "implementation: expected one of"),
+    ],
+)
+def test_what_is_refused(changes, message):
+    with pytest.raises(ValueError, match=f"adamw8bit: {message}"):
+        op.adamw8bit(**bad(**changes))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape, block", [((3, 4096), 256), ((2, 11008), 256), ((3, 2, 384), 128)])
+def test_the_kernel_equals_the_reference(shape, block, dtype, in_place):
+    """Two steps in the interpreter. Scales and numbers are off by float32 rounding, since products and sums may be
+    contracted in one of them: 2 ulp. A code, or a bfloat16, may then be rounded to its other neighbour where it is that
+    near to its random threshold: one in 10^5 is expected, one in 10^3 allowed."""
+    p, g = normal(*shape).astype(dtype), normal(*shape, key=1).astype(dtype)
+    work = jnp.bfloat16 if dtype == jnp.float32 else None
+    how: Any = dict(implementation="mosaic", interpret=True, in_place=in_place)
+    state = op.init(shape, block)
+    for t in (1, 2):
+        expected = op.adamw8bit(p, g, *state, hyper(t), seed(t), work_dtype=work, implementation="xla")
+        found = op.adamw8bit(p, g, *state, hyper(t), seed(t), work_dtype=work, **how)
+        np.testing.assert_allclose(found.m_scale, expected.m_scale, rtol=3e-7)
+        np.testing.assert_allclose(found.v_scale, expected.v_scale, rtol=3e-7)
+        for a, b in ((found.m, expected.m), (found.v, expected.v)):
+            off = np.abs(a.astype(jnp.int32) - b.astype(jnp.int32))
+            assert a.dtype == b.dtype and off.max() <= 1 and (off > 0).mean() < 1e-3
+        a, b = found.p.astype(jnp.float32), expected.p.astype(jnp.float32)
+        if dtype == jnp.float32:
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
+            np.testing.assert_array_equal(found.work, found.p.astype(work))
+        else:
+            assert (a != b).mean() < 1e-3
+            np.testing.assert_allclose(a, b, rtol=2.0**-7)
+        p, state = expected.p, expected[1:5]
+
+
+def test_odd_blocks_are_left_to_xla_unless_the_kernel_is_asked_for():
+    a = bad((2, 300))
+    assert op.adamw8bit(**a).p.shape == (2, 300)
+    with pytest.raises(ValueError, match="block: expected a multiple of 128 for the kernel, got 150"):
+        op.adamw8bit(**a, implementation="mosaic")
