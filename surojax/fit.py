@@ -179,6 +179,8 @@ def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | Non
     platform, n, kind = devices[0].platform, len(devices), devices[0].device_kind
     if c.attention == "cudnn" and platform != "gpu":
         raise ConfigError(f"attention: expected 'auto' or 'xla' on {kind}, got 'cudnn'; cuDNN needs an NVIDIA GPU")
+    if c.kernels == "mosaic" and platform != "gpu":
+        raise ConfigError(f"kernels: expected 'xla' or 'auto' on {kind}, got 'mosaic'; they are for NVIDIA GPUs")
     check_copy_engine(run.engine.placement.copy_engine, platform)
     check_recipe(run.model.precision, kind, getattr(devices[0], "compute_capability", None))
     need = estimate(run, c.per_device_batch_size, c.sequence_len, platform=platform)

@@ -105,6 +105,25 @@ def field_cases() -> list[tuple[str, str]]:
     muon_momentum=0.9           | muon_momentum: expected 0.95 with optimizer='adamw', which does not use it, got 0.9
     optimizer=normuon muon_ns_steps=0 | muon_ns_steps: expected 1 to 10, got 0; 5 is usual
     optimizer=normuon muon_beta2=1.0 | muon_beta2: expected 0 or more and below 1, got 1.0
+    recipe=fp8                  | recipe: expected one of bf16, fp8_hybrid, fp8_current, mxfp8, nvfp4, got 'fp8'
+    fp8_margin=1                | fp8_margin: expected 0 with recipe='bf16', which does not use it, got 1
+    recipe=fp8_current fp8_amax_history=4 | fp8_amax_history: expected 16 with recipe='fp8_current', which does not use
+    recipe=fp8_hybrid fp8_amax_history=0 | fp8_amax_history: expected 1 or more
+    recipe=mxfp8 gradient_dtype=float32 | gradient_dtype: expected '' with recipe='mxfp8', which does not use it
+    matmul_dtype=float8         | matmul_dtype: expected one of , bfloat16, float32, got 'float8'
+    skip_quant_first_layers=1   | skip_quant_first_layers: expected 0 with recipe='bf16', which does not use it
+    recipe=nvfp4 skip_quant_last_layers=4 | expected fewer than the 4 layers, both together, got 4; lower them
+    recipe=fp8_current model.intermediate_size=344 | model.intermediate_size: expected a multiple of 16 with recipe
+    recipe=mxfp8 model.intermediate_size=336 | expected a multiple of 32 with recipe='mxfp8', got 336; use 352
+    recipe=fp8_hybrid sequence_len=250 per_device_batch_size=1 | expected a multiple of 16 tokens with recipe
+    recipe=fp8_hybrid zero_level=3 zero_quantized_weights=int8 | zero_quantized_weights: expected 'none' with recipe
+    recipe=fp8_hybrid skip_quant_first_layers=1 recompute_block=false | recompute_block: expected True with skip_quant_*
+    recipe=fp8_hybrid recompute_block=false recompute_norm=true | recompute_norm: expected False with recipe
+    recipe=mxfp8 block_scaled_products=native | block_scaled_products: expected 'auto' or 'emulated' on cpu, got 'nat
+    block_scaled_products=native | expected 'auto' with recipe='bf16', which does not use it, got 'native'
+    kernels=mosaic              | kernels: expected 'xla' or 'auto' on cpu, got 'mosaic'; they are for NVIDIA GPUs
+    kernels=triton              | kernels: expected one of auto, xla, mosaic, got 'triton'
+    z_loss=-1                   | z_loss: expected 0 or more
     attention=flash             | attention: expected one of auto, xla, cudnn, got 'flash'
     attention=cudnn             | model_dtype: expected bfloat16 with attention='cudnn', got 'float32'
     attention=cudnn model_dtype=bfloat16 | attention: expected 'auto' or 'xla' on cpu, got 'cudnn'

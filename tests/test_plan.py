@@ -193,6 +193,19 @@ def test_other_collectives_are_those_of_the_textbook(planned, changes):
 
 
 @needs_compiler
+@pytest.mark.parametrize("changes", [{}, {"persistent_quants": True}], ids=["at-every-fetch", "persistent"])
+def test_weights_of_fp8_recipes_travel_in_8_bits(planned, changes):
+    """A byte a number and no scales: those are shared beforehand, one number for each of a layer's seven matrices."""
+    p = planned(config(gpus=4, zero_level=3, gradient_accumulation_steps=2, recipe="fp8_hybrid", **changes | BLOCKS))
+    found = {x["op"]: x for x in p.collectives}
+    gathers, fetches = found["all-gather"], 64 * 2 * 2 + 1
+    assert gathers["bytes"] == pytest.approx(gathers["textbook_bytes"], rel=0.02)
+    assert gathers["bytes"] == pytest.approx(0.75 * 2 * 2 * 64 * (4 * 256**2 + 3 * 256 * 512), rel=0.02)
+    shared = 1.5 * 7 * 4 * (64 if changes else fetches)  # the maxima
+    assert found["all-reduce"]["bytes"] == pytest.approx(found["all-reduce"]["textbook_bytes"] + shared, abs=3000)
+
+
+@needs_compiler
 def test_normuons_gathers_are_counted(planned):
     """Within the same 2 %: what AdamW gathers at ZeRO-1 for the new weights, and as much again for the momentum."""
     adamw, normuon = (planned(config(gpus=4, optimizer=name, **BLOCKS)) for name in ("adamw", "normuon"))
