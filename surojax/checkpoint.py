@@ -190,7 +190,8 @@ def _history(path: Path, plan: TrainState):
     amax = np.zeros(plan.history.shape, plan.history.dtype)
     if (path / "history").is_dir():
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            saved = np.asarray(reader.restore(path / "history")["amax"])
+            options = {"amax": ocp.RestoreArgs(restore_type=np.ndarray)}  # its length may be another than the plan's
+            saved = reader.restore(path / "history", args=ocp.args.PyTreeRestore(restore_args=options))["amax"]
         n = min(amax.shape[-1], saved.shape[-1])
         amax[..., :n] = saved[..., :n]
     return jax.device_put(amax, plan.history.sharding)

@@ -391,3 +391,16 @@ def test_metrics_that_cannot_be_written_end_the_run_in_one_line(config, tmp_path
     monkeypatch.setattr(MetricsLog, "step", fail)
     error = error_of(["--config", str(tmp_path / "config.py")])
     assert error.startswith("surojax.train: error: [Errno 28] No space left on device; when that is repaired")
+
+
+def test_histories_of_magnitudes_are_part_of_checkpoints(config, tmp_path):
+    """A run with delayed scaling continues with the scales that it would have had."""
+    config.recipe, config.max_steps, config.eval_steps = "fp8_hybrid", 6, 0
+    done = train(config)
+    config.output_dir, config.resume_from_checkpoint = str(tmp_path / "again"), str(tmp_path / "run/checkpoints/3")
+    continued = train(config)
+    steps = lambda result: [(r["step"], r["loss"], r["norm"]) for r in result.history if r["log"] == "step"]
+    assert steps(continued) == steps(done)[3:]
+    assert np.array_equal(continued.state.history, done.state.history) and (done.state.history[..., :6] > 0).all()
+    config.output_dir, config.fp8_amax_history = str(tmp_path / "shorter"), 2
+    assert train(config).state.history.shape[-1] == 2
