@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from surojax import aot, flags
 from surojax.blueprint import SCHEDULE
-from surojax.config import check, model_config
+from surojax.checks import check
+from surojax.config import model_config
 from surojax.fp8 import SITES, quantise_weights
 from surojax.hlo import Instruction, Module, arrays, executed, parse
 from surojax.mesh import make_mesh

@@ -20,7 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax.config import Config, check_output_dir, default_config, flat, no_field
+from surojax.checks import check_output_dir
+from surojax.config import Config, default_config, flat, no_field
 from surojax.errors import CheckpointError, ConfigError
 from surojax.flags import parse
 from surojax.metrics import METRICS_FILE, NonFiniteLoss, read_metrics

@@ -18,7 +18,8 @@ import optax
 from flax import nnx
 
 from surojax import placement, step
-from surojax.config import check, model_config
+from surojax.checks import check
+from surojax.config import model_config
 from surojax.engine import Engine
 from surojax.flags import parse
 from surojax.loss import cross_entropy

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax import checkpoint
-from surojax.config import model_config, restored_config
+from surojax.checks import restored_config
+from surojax.config import model_config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.models.llama import LlamaConfig, ModelFunctions, abstract_params, functions
 from surojax.offload import parts, read, write

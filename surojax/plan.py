@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from surojax import aot, config as configs, fit, hlo, placement, step, traffic
+from surojax import aot, checks, config as configs, fit, hlo, placement, step, traffic
 from surojax.attention import fits_cudnn
 from surojax.blueprint import Blueprint, draw
 from surojax.config import Config
@@ -125,7 +125,7 @@ def checked(config: Config, gpu: str) -> Config:
         near = difflib.get_close_matches(gpu.lower(), GPUS, n=1)
         hint = f"did you mean {near[0]}?" if near else "add its facts to surojax/gpus.py"
         raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {gpu!r}; {hint}")
-    configs.check(config)
+    checks.check(config)
     if config.gpus == 0:
         raise ConfigError(
             "gpus: expected the number of GPUs to plan for, got 0, which is all GPUs of this machine; "
@@ -306,7 +306,7 @@ def serve() -> None:
     jax.config.update("jax_platforms", "cpu")
     request = json.load(sys.stdin)
     try:
-        config = configs.restored_config(request["config"])
+        config = checks.restored_config(request["config"])
         answer = dataclasses.asdict(plan(config, request["gpu"], host_memory=request["host_memory"]))
     except ConfigError as error:
         answer = {"error": str(error)}

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from surojax import checkpoint, config as configs, data, gpus, nvme, placement, state
+from surojax import checkpoint, checks, config as configs, data, gpus, nvme, placement, state
 from surojax.blueprint import Blueprint, draw
 from surojax.checkpoint import Checkpoints
 from surojax.config import Config
@@ -60,8 +60,8 @@ def train(config: Config) -> Result:
     c, started = config, time.perf_counter()
 
     # -- Check: everything that can be judged without data ------------------------------------------------------------
-    configs.check(c)
-    output_dir = configs.check_output_dir(c.output_dir)
+    checks.check(c)
+    output_dir = checks.check_output_dir(c.output_dir)
     devices = find_devices(c.gpus)
     mesh = make_mesh(devices, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
     run = draw(c, mesh, total_steps=1)
@@ -239,7 +239,7 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str]) -> Path |
     if found is None:
         return None
     meta = checkpoint.read_meta(found)
-    changed = checkpoint.differences(configs.restored_config(meta["config"]).to_dict(), c.to_dict())
+    changed = checkpoint.differences(checks.restored_config(meta["config"]).to_dict(), c.to_dict())
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] in ("model", "seed", "sequence_len")}
     fixed |= {k: (meta[k], v) for k, v in identity.items() if meta[k] != v}
     if fixed:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from surojax import config as configs, nvme, placement
+from surojax import checks, config as configs, nvme, placement
 from surojax.blueprint import draw
 from surojax.config import Config, default_config
 from surojax.errors import ConfigError
@@ -186,7 +186,7 @@ def verify(
     """
     if steps < 1:
         raise ConfigError(f"--steps: expected 1 or more, got {steps}; raise it")
-    configs.check(config)
+    checks.check(config)
     devices = find_devices(0) if devices is None else devices
     table = {s.name: s for s in settings(config, len(devices))}
     batches, microbatches = make_batches(config, len(devices), steps)
@@ -266,14 +266,14 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.nda
 
 def changed(c: Config, s: Setting, steps: int, sequences: int, microbatches: int) -> Config:
     """The config of a row. Raises ConfigError when there is no such combination."""
-    new, defaults = configs.restored_config(c.to_dict()), default_config()
+    new, defaults = checks.restored_config(c.to_dict()), default_config()
     new.update({name: defaults[name] for name in RESET})
     new.update({"lr_scheduler_type": "cosine", "warmup_steps": 0, "warmup_ratio": 0.0, "cooldown_steps": 0})
     new.update({"max_steps": steps, "num_epochs": 1, "gpus": s.devices})
     new.gradient_accumulation_steps = microbatches
     new.per_device_batch_size = sequences // (microbatches * s.devices)
     new.update(s.changes)
-    configs.check(new)
+    checks.check(new)
     return new
 
 
@@ -364,7 +364,7 @@ def main(argv: list[str] | None = None) -> None:
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
             with contextlib.suppress(RuntimeError):  # JAX is in use already: there are as many as there are
                 jax.config.update("jax_num_cpu_devices", 8)
-        configs.check(c)
+        checks.check(c)
         devices = find_devices(0)
         (batches, microbatches), kind = make_batches(c, len(devices), 1), devices[0].device_kind
         size = f"{len(batches[0][0])} sequences of {c.sequence_len} random tokens in {microbatches} microbatches"

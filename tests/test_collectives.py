@@ -11,8 +11,9 @@ from small import CONFIG, Small, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, compiled_text, computations, engine_gradients, reference
 
 from surojax import blueprint, collectives, fit, generate, placement
+from surojax.checks import check
 from surojax.collectives import WHOLE
-from surojax.config import check, default_config
+from surojax.config import default_config
 from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD, make_mesh
 from surojax.quantize import DTYPES, block_size, dequantise, dequantise_all, is_quantized, quantise

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surojax import config as configs, flags
+from surojax import checks, config as configs, flags
 from surojax.config import default_config, flat
 from surojax.errors import ConfigError
 
@@ -52,13 +52,13 @@ def test_help_shows_every_field_and_exits_cleanly(capsys):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_configs_are_good(path):
     c = flags.load(str(path))
-    configs.check(c)
+    checks.check(c)
     assert c.is_locked
     assert f"--config configs/{path.name}" in path.read_text()  # the command is in the docstring
 
 
 def test_defaults_are_good():
-    configs.check(default_config())
+    checks.check(default_config())
 
 
 @pytest.mark.parametrize(
@@ -124,22 +124,22 @@ def test_warmup_is_a_number_of_steps_or_a_fraction():
 
 def test_config_survives_a_checkpoint():
     c = parse("--config.shard_weights=true", "--config.model.rope_theta=1e6")
-    assert configs.restored_config(json.loads(json.dumps(c.to_dict()))).to_dict() == c.to_dict()
+    assert checks.restored_config(json.loads(json.dumps(c.to_dict()))).to_dict() == c.to_dict()
 
 
 def test_older_checkpoints_get_defaults_and_newer_ones_an_error():
     values = default_config().to_dict()
     del values["lmhead_chunks"]
-    assert configs.restored_config(values).lmhead_chunks == default_config().lmhead_chunks
+    assert checks.restored_config(values).lmhead_chunks == default_config().lmhead_chunks
     for newer in ({"experts": 8}, {"model": {"experts": 8}}, {"max_steps": "many"}, {"max_steps": True}):
         with pytest.raises(ConfigError, match=r"checkpoint.*(experts|max_steps)") as error:
-            configs.restored_config(values | newer)
+            checks.restored_config(values | newer)
         assert "\n" not in str(error.value)
 
 
 def test_output_dir_is_checked_without_making_it(tmp_path):
     wanted = tmp_path / "a" / "b"
-    assert configs.check_output_dir(str(wanted)) == wanted
+    assert checks.check_output_dir(str(wanted)) == wanted
     assert not list(tmp_path.iterdir())
 
 

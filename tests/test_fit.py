@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from surojax import config as configs, fit, flags, placement
+from surojax import checks, fit, flags, placement
 from surojax.blueprint import draw
 from surojax.config import default_config
 from surojax.errors import ConfigError
@@ -37,7 +37,7 @@ def small(**changes):
     for name, value in (SMALL | changes).items():
         owner = c.model if name.startswith("model.") else c
         owner[name.removeprefix("model.")] = value
-    configs.check(c)
+    checks.check(c)
     return c
 
 
@@ -139,7 +139,7 @@ def apply(c, text: str):
     c = c.copy_and_resolve_references()
     for flag in text.split():
         flags._override(c, *flag.split("=", 1))
-    configs.check(c)
+    checks.check(c)
     return c
 
 

@@ -9,7 +9,8 @@ import pytest
 from small import CONFIG, worst_relative
 
 from surojax import outer
-from surojax.config import check, default_config
+from surojax.checks import check
+from surojax.config import default_config
 from surojax.errors import ConfigError
 from surojax.loss import cross_entropy
 from surojax.mesh import SHARD, make_mesh

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, tokens
 
-from surojax import checkpoint, config as configs, default_config, fit, flags, nvme, placement, read_metrics
+from surojax import checkpoint, checks, default_config, fit, flags, nvme, placement, read_metrics
 from surojax.blueprint import draw
 from surojax.checkpoint import Checkpoints
 from surojax.errors import CheckpointError, ConfigError
@@ -258,9 +258,9 @@ def test_the_settings_in_config_files_flags_and_checkpoints(tmp_path, capsys):
     )[0]
     for text, value in [("nvme", "nvme"), ("NVMe", "nvme"), ("true", True), ("off", False)]:
         c = parse(f"--config.offload_master={text}", f"--config.nvme_path={'x' if value == 'nvme' else ''}")
-        configs.check(c)
+        checks.check(c)
         assert c.offload_master is value or c.offload_master == "nvme" == value
-        assert configs.restored_config(json.loads(json.dumps(c.to_dict()))).to_dict() == c.to_dict()
+        assert checks.restored_config(json.loads(json.dumps(c.to_dict()))).to_dict() == c.to_dict()
         assert fit.changed(c, {"offload_master": True}).offload_master is True and c.offload_master == value
     with pytest.raises(ConfigError, match="expected true or false or nvme, got 'disk'"):
         parse("--config.offload_optimizer=disk")
@@ -268,7 +268,7 @@ def test_the_settings_in_config_files_flags_and_checkpoints(tmp_path, capsys):
         c = default_config()
         c.offload_optimizer = wrong
         with pytest.raises(ConfigError, match=f"offload_optimizer: expected true or false or 'nvme', got {wrong!r}"):
-            configs.check(c)
+            checks.check(c)
     c = default_config()
     c.offload_weights = True
     with pytest.raises(TypeError):

@@ -1,0 +1,286 @@
+"""The checks that refuse a bad config before anything is built.
+
+`check` raises ConfigError, one line that says what was expected, what was given and what to change. What depends on the
+devices is checked where they are known: `placement.place`, `fit.check_fit`.
+"""
+
+import difflib
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from surojax.attention import IMPLEMENTATIONS
+from surojax.blockscaled import WIDTHS
+from surojax.config import (
+    KINDS,
+    RECOMPUTE_PARTS,
+    ROPE_FIELDS,
+    WORDS_OF,
+    Config,
+    default_config,
+    divisor,
+    flat,
+    head_dim,
+    no_field,
+    warmup_steps,
+)
+from surojax.errors import ConfigError
+from surojax.precision import BLOCK_SCALED, RECIPES
+
+# What a field's value must be beyond its type: condition, its words, the fix.
+RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    (
+        "num_epochs eval_batches save_total_limit sequence_len per_device_batch_size gradient_accumulation_steps "
+        "lmhead_chunks dp_replicate_size model.vocab_size model.hidden_size model.intermediate_size "
+        "model.num_hidden_layers model.num_attention_heads model.num_key_value_heads "
+        "model.rope_original_max_position_embeddings fp8_amax_history",
+        lambda v: v >= 1,
+        "1 or more",
+        "raise it",
+    ),
+    (
+        "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
+        "resident_layers weight_decay z_loss max_grad_norm muon_learning_rate model.head_dim fp8_margin "
+        "skip_quant_first_layers skip_quant_last_layers",
+        lambda v: v >= 0,
+        "0 or more",
+        "--help says what 0 means",
+    ),
+    (
+        "learning_rate adamw_epsilon model.rms_norm_eps model.rope_theta model.initializer_range",
+        lambda v: v > 0,
+        "more than 0",
+        "--help shows the default",
+    ),
+    ("warmup_ratio final_lr_fraction", lambda v: 0 <= v <= 1, "a fraction from 0 to 1", "divide a percentage by 100"),
+    (
+        "adamw_beta1 adamw_beta2 muon_momentum muon_beta2",
+        lambda v: 0 <= v < 1,
+        "0 or more and below 1",
+        "--help shows the default",
+    ),
+    ("muon_ns_steps", lambda v: 1 <= v <= 10, "1 to 10", "5 is usual; the result is exact to bfloat16 from 6 on"),
+    ("dp_shard_size", lambda v: v == -1 or v >= 1, "1 or more, or -1", "-1 is all that dp_replicate_size leaves"),
+    (
+        "output_dir data text_field tokenizer resume_from_checkpoint",
+        lambda v: v.strip() != "",
+        "text that is not empty",
+        "leave it out for the default of --help",
+    ),
+)
+FLOATS = ("bfloat16", "float32")
+CHOICES: dict[str, tuple] = {
+    **dict.fromkeys(("model_dtype", "master_dtype", "accum_dtype", "opt_m_dtype", "opt_v_dtype"), FLOATS),
+    "lr_scheduler_type": ("cosine", "linear", "wsd"),
+    "optimizer": ("adamw", "adamw8bit", "normuon"),
+    **dict.fromkeys(("matmul_dtype", "gradient_dtype"), ("", *FLOATS)),
+    "attention": IMPLEMENTATIONS,
+    "kernels": ("auto", "xla", "mosaic"),
+    "recipe": RECIPES,
+    "block_scaled_products": ("auto", "native", "emulated"),
+    "zero_level": (1, 2, 3),
+    "zero_quantized_weights": ("none", "fp8", "int8"),
+    "model.rope_scaling": ("none", "linear", "llama3"),
+}
+ROPE_USES = {"none": [], "linear": ROPE_FIELDS[:1], "llama3": ROPE_FIELDS}
+
+
+def check(c: Config) -> None:
+    """Everything that can be judged from the config alone. Raises ConfigError for the first field that is wrong."""
+    _check_types(c)
+    values = flat(c)
+    for names, ok, expected, change in RULES:
+        for name in names.split():
+            _need(ok(values[name]), name, expected, values[name], change)
+    for name, choices in CHOICES.items():
+        near = difflib.get_close_matches(str(values[name]), map(str, choices), n=1, cutoff=0.4)
+        change = f"did you mean {near[0]!r}?" if near else "choose one of them"
+        _need(values[name] in choices, name, f"one of {', '.join(map(str, choices))}", values[name], change)
+    _check_model(c)
+    _check_recipe(c)
+    _check_schedule(c)
+    _check_optimizer(c)
+    _check_sizes(c)
+
+
+def _need(ok: bool, field: str, expected: str, got, change: str) -> None:
+    if not ok:
+        raise ConfigError(f"{field}: expected {expected}, got {got!r}; {change}")
+
+
+def _check_types(c: Config) -> None:
+    """Every field is there, no other, each of its type: a ConfigDict by itself lets True pass as a number."""
+    values, defaults = flat(c), flat(default_config())
+    if unknown := sorted(values.keys() - defaults.keys()):
+        raise ConfigError(no_field(unknown[0]))
+    if missing := sorted(defaults.keys() - values.keys()):
+        raise ConfigError(f"config lacks the field {missing[0]!r}: start from default_config(), which has all of them")
+    for name, default in defaults.items():
+        value, kind = values[name], bool if default is None else type(default)
+        if (default is None and value is None) or (type(value) is str and value in WORDS_OF.get(name, ())):
+            continue
+        whole = kind is float and type(value) is int
+        words = "".join(f" or {word!r}" for word in WORDS_OF.get(name, ()))
+        _need(type(value) is kind or whole, name, KINDS[kind] + words, value, f"its type is {kind.__name__}{words}")
+        if isinstance(value, str):
+            bad = any((ord(char) < 32 and name != "sample_prompt") or 0xD800 <= ord(char) < 0xE000 for char in value)
+            _need(not bad, name, "text without control characters, in UTF-8", value, "remove those that show as codes")
+        elif kind is float:
+            _need(math.isfinite(value), name, "a finite number", value, "--help shows the default")
+        else:
+            _need(value < 2**31, name, "less than 2^31", value, "lower it")
+
+
+def _check_model(c: Config) -> None:
+    m, heads, kv = c.model, c.model.num_attention_heads, c.model.num_key_value_heads
+    near = math.gcd(heads, kv)
+    _need(heads % kv == 0, "model.num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv, f"use {near}")
+    if not m.head_dim:
+        expected = f"a multiple of num_attention_heads={heads}"
+        _need(m.hidden_size % heads == 0, "model.hidden_size", expected, m.hidden_size, "or set model.head_dim")
+    h = head_dim(c)
+    _need(h % 2 == 0, "model.head_dim", "an even number, since channels rotate in pairs", h, f"use {h + 1}")
+    if c.attention == "cudnn":
+        change = "set attention='xla', or change it"
+        _need(c.model_dtype == "bfloat16", "model_dtype", "bfloat16 with attention='cudnn'", c.model_dtype, change)
+        _need(h % 8 == 0 and h <= 256, "model.head_dim", "a multiple of 8 up to 256 with cudnn", h, change)
+    kind, default = m.rope_scaling, default_config().model
+    for name in (f"rope_{field}" for field in ROPE_FIELDS if field not in ROPE_USES[kind]):
+        expected = f"{default[name]} with rope_scaling={kind!r}, which does not use it"
+        _need(m[name] == default[name], f"model.{name}", expected, m[name], "leave it out, or set model.rope_scaling")
+    if kind != "none":
+        change = "it is the new context length divided by the old one"
+        _need(m.rope_factor > 1, "model.rope_factor", f"more than 1 with rope_scaling={kind!r}", m.rope_factor, change)
+    low, high = m.rope_low_freq_factor, m.rope_high_freq_factor
+    _need(low > 0, "model.rope_low_freq_factor", "more than 0", low, "Llama 3 uses 1")
+    _need(high > low, "model.rope_high_freq_factor", f"more than rope_low_freq_factor={low}", high, "Llama 3 uses 4")
+
+
+def _check_recipe(c: Config) -> None:
+    recipe, defaults = c.recipe, default_config()
+    unused = {
+        "fp8_amax_history fp8_margin": recipe == "fp8_hybrid",
+        "block_scaled_products": recipe in BLOCK_SCALED,
+        "skip_quant_first_layers skip_quant_last_layers": recipe != "bf16",
+        "matmul_dtype gradient_dtype": recipe == "bf16" or c.skip_quant_first_layers + c.skip_quant_last_layers > 0,
+    }
+    for names, used in unused.items():
+        for name in names.split() if not used else ():
+            expected = f"{defaults[name]!r} with recipe={recipe!r}, which does not use it"
+            _need(c[name] == defaults[name], name, expected, c[name], "leave it out, or choose another recipe")
+    if recipe == "bf16":
+        return
+    skipped, layers = c.skip_quant_first_layers + c.skip_quant_last_layers, c.model.num_hidden_layers
+    expected = f"fewer than the {layers} layers, both together"
+    _need(skipped < layers, "skip_quant_first_layers + skip_quant_last_layers", expected, skipped, "lower them")
+    for name in RECOMPUTE_PARTS if recipe.startswith("fp8_") else ():
+        expected = f"False with recipe={recipe!r}, whose blocks are saved or computed again as a whole"
+        _need(not c[name], name, expected, c[name], "leave it out, or set recompute_block=True")
+    change = "set recompute_block=True, or leave the blocks' recipe alike"
+    expected = "True with skip_quant_*, since blocks of two kinds save different things"
+    _need(c.recompute_block or not skipped, "recompute_block", expected, c.recompute_block, change)
+    if recipe.startswith("fp8_"):
+        _check_fp8(c, skipped)
+    else:
+        for name, width in _widths(c).items():
+            expected = f"a multiple of {WIDTHS} with recipe={recipe!r}"
+            _need(width % WIDTHS == 0, name, expected, width, f"use {-(-width // WIDTHS) * WIDTHS}")
+
+
+def _check_fp8(c: Config, skipped: int) -> None:
+    for name, width in _widths(c).items():
+        expected = f"a multiple of 16 with recipe={c.recipe!r}, which float8 products need"
+        _need(width % 16 == 0, name, expected, width, f"use {-(-width // 16) * 16}")
+    tokens = c.per_device_batch_size * c.sequence_len
+    expected = f"a multiple of 16 tokens with recipe={c.recipe!r}, which float8 products need"
+    _need(tokens % 16 == 0, "per_device_batch_size x sequence_len", expected, tokens, "change one of them")
+    expected, got = f"'none' with recipe={c.recipe!r}, whose weights travel in fp8 anyway", c.zero_quantized_weights
+    _need(got == "none", "zero_quantized_weights", expected, got, "leave it out")
+    expected = "False with skip_quant_*: those layers need their 16-bit weights"
+    _need(not (skipped and c.persistent_quants), "persistent_quants", expected, True, "leave one of them out")
+
+
+def _widths(c: Config) -> dict[str, int]:
+    """Widths of the blocks' matrices by the field that they follow from."""
+    m, h = c.model, head_dim(c)
+    heads = {"model.num_attention_heads x head_dim": m.num_attention_heads * h}
+    kv = {"model.num_key_value_heads x head_dim": m.num_key_value_heads * h}
+    return {"model.hidden_size": m.hidden_size, "model.intermediate_size": m.intermediate_size, **heads, **kv}
+
+
+def _check_schedule(c: Config) -> None:
+    alone = not (c.warmup_steps and c.warmup_ratio)
+    _need(alone, "warmup_ratio", f"0 beside warmup_steps={c.warmup_steps}", c.warmup_ratio, "set only one of them")
+    if c.lr_scheduler_type == "wsd":
+        expected, change = "1 or more with lr_scheduler_type='wsd'", "a fifth of all steps is usual"
+        _need(c.cooldown_steps > 0, "cooldown_steps", expected, c.cooldown_steps, change)
+    else:
+        expected = f"0 with lr_scheduler_type={c.lr_scheduler_type!r}, which does not use it"
+        _need(c.cooldown_steps == 0, "cooldown_steps", expected, c.cooldown_steps, "leave it out, or use 'wsd'")
+    if c.max_steps:
+        expected = f"1 beside max_steps={c.max_steps}, which decides"
+        _need(c.num_epochs == 1, "num_epochs", expected, c.num_epochs, "set one of them: max_steps=0 counts epochs")
+        planned, expected = warmup_steps(c, c.max_steps) + c.cooldown_steps, f"at most max_steps={c.max_steps}"
+        _need(planned <= c.max_steps, "warmup_steps + cooldown_steps", expected, planned, "shorten them")
+
+
+def _check_optimizer(c: Config) -> None:
+    if c.optimizer == "normuon":
+        return
+    for name, default in default_config().items():
+        if name.startswith("muon_"):
+            expected = f"{default!r} with optimizer={c.optimizer!r}, which does not use it"
+            _need(c[name] == default, name, expected, c[name], "leave it out, or set optimizer='normuon'")
+
+
+def _check_sizes(c: Config) -> None:
+    tokens, chunks = c.per_device_batch_size * c.sequence_len, c.lmhead_chunks
+    _need(tokens < 2**31, "per_device_batch_size x sequence_len", "less than 2^31 tokens", tokens, "lower one of them")
+    expected = f"a divisor of per_device_batch_size x sequence_len = {tokens}"
+    change = f"use {divisor(tokens, min(chunks, tokens))}"
+    _need(tokens % chunks == 0, "lmhead_chunks", expected, chunks, change)
+    for name in RECOMPUTE_PARTS if c.recompute_block else ():
+        expected = "False with recompute_block=True, which computes all of it again"
+        _need(not c[name], name, expected, c[name], "leave it out, or set recompute_block=False")
+    shards = c.gpus // c.dp_replicate_size if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
+    if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients or c.shard_outer):
+        expected = "2 or more, to shard over, with zero_level above 1, shard_weights or shard_gradients"
+        _need(shards != 1, "dp_shard_size", expected, 1, "lower dp_replicate_size or zero_level, or raise gpus")
+
+
+def check_output_dir(path: str) -> Path:
+    """The output folder as an absolute path; ConfigError if it cannot be made or written. Leaves nothing behind."""
+    change = "choose another path"
+    _need("://" not in path, "output_dir", "a folder of this machine", path, "mount the storage and give its path")
+    try:
+        folder = Path(path).expanduser().absolute()
+        for place in (folder, folder / "checkpoints"):
+            nearest = next(p for p in (place, *place.parents) if p.exists(follow_symlinks=False))
+            _need(nearest.is_dir(), "output_dir", "a folder", str(place), f"{nearest} is a file; {change}")
+            tempfile.TemporaryFile(dir=nearest).close()  # has no name, or loses it at once; asks the file system itself
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder for "~"
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"output_dir: expected a folder that can be written, got {path!r} ({reason}); {change}"
+        ) from error
+    return folder
+
+
+def restored_config(values: dict) -> Config:
+    """The config that a checkpoint stores, as `to_dict` gave it; fields that are newer than it get their defaults.
+
+    Raises ConfigError for a field that this version does not know, or of another type.
+    """
+    c = default_config()
+    try:
+        c.update(values)
+        _check_types(c)
+    except (AttributeError, KeyError, TypeError, ConfigError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(
+            f"checkpoint: expected the fields of this version, got a config that has others ({reason}); "
+            "use the version of surojax that wrote it"
+        ) from error
+    return c
