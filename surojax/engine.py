@@ -37,11 +37,12 @@ import jax
 import jax.numpy as jnp
 
 from surojax import collectives
+from surojax.ahead import Ahead, Saved
 from surojax.collectives import WHOLE, varying
 from surojax.fp8 import delayed_scales, extended, new_observed, quantise_weights
 from surojax.mesh import DATA, REPLICATE, SHARD
 from surojax.models.llama import ModelFunctions
-from surojax.offload import Home, Part, allocate, parts, read, write
+from surojax.offload import allocate, parts, read, write
 from surojax.outer import add, embed, head, loss, push_embed
 from surojax.placement import Placement
 from surojax.quantize import dequantise_all, quantise_matrices
@@ -286,12 +287,15 @@ class Layers:
     def __init__(self, engine: Engine, weights):
         table, found = engine.placement, parts(weights["blocks"])
         in_host = "host" in (table.weights.home, table.quants.home)  # of two parts the last
-        self.parts = [
-            Ahead(engine, part, range(first, end), on, table.weights.sharded, in_host and part is found[-1])
-            for part in found
-            for start, stop, on in engine.model.precision.ranges(engine.model.num_layers)
-            if (first := max(start, part.start)) < (end := min(stop, part.stop))
-        ]
+        self.parts, self.on = [], []
+        for part in found:
+            stages = table.weights.sharded + (in_host and part is found[-1])
+            for start, stop, on in engine.model.precision.ranges(engine.model.num_layers):
+                layers = range(max(start, part.start), min(stop, part.stop))
+                if layers:
+                    of_layer = functools.partial(bring, engine, on=on)
+                    self.parts.append(Ahead(of_layer, functools.partial(whole, engine), part, layers, stages=stages))
+                    self.on.append(on)
 
     def first(self) -> list:
         """What is held before a forward pass."""
@@ -301,78 +305,15 @@ class Layers:
         """(carry, held) after (carry, held) = function(l, on, weights, held, carry) for every layer l."""
         held = list(held)
         for i, ahead in sorted(enumerate(self.parts), key=lambda x: x[0], reverse=reverse):
-            layers, n = ahead.layers, ahead.n
+            layers, n, on = ahead.layers, ahead.n, self.on[i]
 
-            def layer(k, carry, ahead=ahead, layers=layers, n=n):
+            def layer(k, carry, ahead=ahead, layers=layers, n=n, on=on):
                 carry, held = carry
                 w, held = ahead.take(held, n + k if reverse else k)
-                return function(layers.stop - 1 - k if reverse else layers.start + k, ahead.on, w, held, carry)
+                return function(layers.stop - 1 - k if reverse else layers.start + k, on, w, held, carry)
 
             carry, held[i] = jax.lax.fori_loop(0, n, layer, (carry, held[i]))
         return carry, held
-
-
-class Ahead:
-    """Fetches the weights of one part of the layers early.
-
-    A microbatch passes the positions 0 to 2n - 1: n layers forward, then backward; what follows is the next one's
-    forward pass. Weights that rest in shards, or in host memory, are fetched one position early; those that rest in
-    shards in host memory are brought two positions early and gathered one position early, so that neither waits.
-    """
-
-    def __init__(self, engine: Engine, part: Part, layers: range, on: bool, sharded: bool, in_host: bool):
-        self.engine, self.part, self.layers, self.on = engine, part, layers, on
-        self.n, self.stages = len(layers), sharded + in_host
-
-    def bring(self, p):
-        """The first half of the fetch for position p."""
-        p %= 2 * self.n
-        l = self.layers.start - self.part.start + jnp.minimum(p, 2 * self.n - 1 - p)
-        return bring(self.engine, self.part.stack, l, self.on)
-
-    def first(self):
-        """What is held before position 0: for each stage what it has done."""
-        done = (lambda: whole(self.engine, self.bring(0)), lambda: self.bring(1))
-        return tuple(stage() for stage in done[: self.stages])
-
-    def take(self, held, p):
-        """(weights of position p, what is held afterwards: those of the next positions, on their way)."""
-        if self.stages == 2:
-            w, shards = held
-            return w, (whole(self.engine, shards), self.bring(p + 2))
-        if self.stages == 1:
-            return held[0], (whole(self.engine, self.bring(p + 1)),)
-        return whole(self.engine, self.bring(p)), ()
-
-
-class Saved:
-    """What the forward pass saves for the backward pass: a stack `[L, ...]`, and one layer's values that are `late`.
-
-    A stack in host memory lags by one layer: the values of layer l - 1 leave for it while layer l computes, and come
-    back while layer l + 1 is differentiated. The last layer's are never there: the backward pass begins with them.
-    Elsewhere nothing is late.
-    """
-
-    def __init__(self, engine: Engine, like):
-        self.L, self.structure = engine.model.num_layers, like
-        self.home: Home = engine.placement.residuals.home
-        self.host = self.home == "host"
-
-    def first(self):
-        """(stack, late) before layer 0."""
-        zeros = lambda *lead: jax.tree.map(lambda s: varying(jnp.zeros((*lead, *s.shape), s.dtype)), self.structure)
-        return allocate(zeros(self.L), self.home), zeros() if self.host else None
-
-    def keep(self, stack, late, values, l):
-        """(stack, late) after the forward pass of layer l."""
-        values = jax.tree.unflatten(jax.tree.structure(self.structure), jax.tree.leaves(values))
-        if self.host:
-            return write(stack, late, (l - 1) % self.L), varying(values)
-        return write(stack, values, l), None
-
-    def take(self, stack, late, l):
-        """(values of layer l, late: those of the layer below it, on their way)."""
-        return (late, read(stack, jnp.maximum(l - 1, 0))) if self.host else (read(stack, l), None)
 
 
 def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, held, given: Callable):
@@ -393,8 +334,9 @@ def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, held, given: Calla
             saved = model.block_forward(w, saved, given(l), on)[1]
         return model.block_backward(w, saved, dy_BSD, given(l), on)
 
-    stack, on = layers.parts[0].part.stack, layers.parts[0].on  # the layers' shapes are all alike
-    saved = Saved(engine, jax.eval_shape(lambda x: run_and_save(0, on, fetch(engine, stack, 0, on), x)[1], x_BSD))
+    stack, on = layers.parts[0].part.stack, layers.on[0]  # the layers' shapes are all alike
+    like = jax.eval_shape(lambda x: run_and_save(0, on, fetch(engine, stack, 0, on), x)[1], x_BSD)
+    saved = Saved(model.num_layers, engine.placement.residuals.home, like)
 
     def layer(l, on, w, held, carry):
         x_BSD, (stack, late) = carry
