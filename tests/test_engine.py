@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, plain_loss, tokens, worst_relative
 
-from surojax import placement
+from surojax import hlo, placement
 from surojax.engine import evaluate, loss_and_gradients
 from surojax.models.layers import Recompute
 
@@ -173,8 +173,9 @@ def test_all_labels_ignored_is_zero_not_nan():
     assert loss == 0 and all(not g.any() for g in jax.tree.leaves(grads))
 
 
-def compiled_text(small: Small) -> str:
-    batch = [jax.ShapeDtypeStruct((2, 8, 24), np.int32, sharding=placement.batch_sharding(small.mesh))] * 2
+def compiled_text(small: Small, microbatches: int = 2) -> str:
+    shape = (microbatches, 8, 24)
+    batch = [jax.ShapeDtypeStruct(shape, np.int32, sharding=placement.batch_sharding(small.mesh))] * 2
     return small.step.lower(small.plan, *batch).compile().as_text()
 
 
@@ -196,12 +197,18 @@ def test_loops_copy_no_stack(recompute_block):
 
 
 def test_zero1_communicates_once_per_step():
-    """ZeRO-1 issues no collective inside a loop over microbatches or layers, but for the gather of the update."""
-    text = compiled_text(Small(8))
-    inside = [name for name, body in computations(text).items() if "reduce-scatter(" in body or "all-reduce(" in body]
-    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
-    assert not bodies & set(inside)
-    assert "reduce-scatter(" in text or "all-reduce(" in text
+    """ZeRO-1 issues no collective inside the loop over microbatches, which is over all but the last one: that one sums
+    each layer's gradients, as many times as there are layers (3)."""
+    module = hlo.parse(compiled_text(Small(8), microbatches=6))
+    sums = [(i, times) for i, times, _ in hlo.executed(module) if i.opcode in ("reduce-scatter", "all-reduce")]
+    loops = [i for i, _, _ in hlo.executed(module) if i.opcode == "while" and '"n":"5"' in i.attributes]
+    assert len(loops) == 1
+    body = re.findall(r"body=%?([\w.\-]+)", loops[0].attributes)[0]
+    inside = {i.opcode for i, _, _ in hlo.executed(module, body)}
+    assert "while" in inside and not inside & {"reduce-scatter", "all-reduce", "all-gather", "all-to-all"}
+    # Of a block: 7 matrices and 2 vectors; of the outer layers 3 sums; loss, labels and norm: 3 numbers.
+    assert sum(times for _, times in sums) <= 3 * (9 + 1) + 3 + 3
+    assert {times for _, times in sums} == {1, 3}
 
 
 GOLDEN = [

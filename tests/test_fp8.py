@@ -1,6 +1,7 @@
 """Recipes in float8: scales, the written-out block against reverse mode, and training under every placement."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -90,59 +91,45 @@ def test_a_history_gives_the_scales_of_its_largest_entries_and_forgets_the_oldes
 BATCHES = [tokens(2, 4, 16, seed=s) for s in range(3)]
 
 
-@pytest.fixture(scope="module", params=RECIPES)
-def reference(request):
-    """A recipe and three steps with it on one device."""
-    return request.param, Small(1, config=config(request.param), model_dtype="bfloat16").train(BATCHES)
+@functools.cache
+def run(recipe: str, devices: int = 1, model_dtype: str = "bfloat16", **placed) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of three steps."""
+    return Small(devices, config=config(recipe), model_dtype=model_dtype, **placed).train(BATCHES)
 
 
-def test_it_trains(reference):
-    _, found = reference
-    plain = Small(1, config=WIDE, model_dtype="bfloat16").train(BATCHES)
-    losses, expected = ([x[0] for x in run] for run in (found, plain))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_trains(recipe):
+    losses, expected = ([x[0] for x in run(name)] for name in (recipe, "bf16"))
     # At loss 4.2, quantisation noise of some percent in blocks whose outputs are a small part of the residual stream.
     np.testing.assert_allclose(losses, expected, rtol=0.01)
     assert losses != expected
 
 
 @pytest.mark.parametrize(
-    "placed",
+    "recipe, placed",
     (
-        {"recompute_block": False},
-        {"offload_residual": True, "offload_weights": True, "offload_grads": True, "offload_master": True},
-        {"recompute_block": False, "offload_residual": True},
+        ("fp8_hybrid", {"recompute_block": False}),
+        ("fp8_current", {"recompute_block": False, "offload_residual": True}),
+        ("fp8_hybrid", dict.fromkeys(("offload_residual", "offload_weights", "offload_grads", "offload_master"), True)),
     ),
-    ids=lambda placed: "+".join(placed),
+    ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )
-def test_memory_settings_change_no_bit(reference, placed):
-    recipe, expected = reference
-    assert Small(1, config=config(recipe), model_dtype="bfloat16", **placed).train(BATCHES) == expected
+def test_memory_settings_change_no_bit(recipe, placed):
+    assert run(recipe, **placed) == run(recipe)
 
 
-@pytest.mark.parametrize(
-    "persistent", ({"persistent_quants": True}, {"persistent_quants": True, "offload_quants": True})
-)
-def test_persistent_quants_change_no_bit(persistent):
-    run = lambda **placed: Small(4, config=config("fp8_hybrid"), model_dtype="bfloat16", zero_level=3, **placed)
-    assert run(**persistent).train(BATCHES) == run().train(BATCHES)
+def test_persistent_quants_change_no_bit():
+    quants = {"persistent_quants": True, "offload_quants": True}
+    assert run("fp8_hybrid", 4, zero_level=3, **quants) == run("fp8_hybrid", 4, zero_level=3)
 
 
 @pytest.mark.parametrize("level", (1, 2, 3))
 def test_shards_have_the_scales_of_whole_weights(level):
-    """Products on 4 devices are those on one; only sums over devices, in bfloat16, are rounded differently."""
-    recipe = config("fp8_hybrid")
-    one = Small(1, config=recipe, model_dtype="float32").train(BATCHES)
-    several = Small(4, config=recipe, model_dtype="float32", zero_level=level).train(BATCHES)
-    # The first step has the same scales everywhere: nothing but the order of float32 sums differs. Later ones: numbers
-    # that differ in their last bit may be rounded to neighbouring float8 numbers.
+    """The first step has the same scales everywhere: nothing but the order of float32 sums differs. In later ones,
+    numbers that differ in their last bit may be rounded to neighbouring float8 numbers."""
+    one, several = run("fp8_hybrid", 1, "float32"), run("fp8_hybrid", 4, "float32", zero_level=level)
     np.testing.assert_allclose(several[0], one[0], rtol=1e-5)
     np.testing.assert_allclose(several, one, rtol=1e-2)
-
-
-def test_levels_agree_to_rounding():
-    run = lambda level: Small(4, config=config("fp8_current"), model_dtype="float32", zero_level=level).train(BATCHES)
-    np.testing.assert_allclose(run(2), run(1), rtol=1e-3)
-    np.testing.assert_allclose(run(3), run(2), rtol=1e-6)
 
 
 @pytest.mark.parametrize("skipped", ((1, 0), (0, 2), (1, 1)))
@@ -175,12 +162,12 @@ def test_skipped_blocks_compute_as_recipe_bf16(skipped):
 def test_skipped_blocks_on_shards_in_host_memory():
     options = {"zero_level": 3, "model_dtype": "bfloat16"}
     recipe = config("fp8_current", skip_first=1)
-    plain = Small(4, config=recipe, **options).train(BATCHES)
-    assert Small(4, config=recipe, offload_weights=True, **options).train(BATCHES) == plain
+    plain = Small(4, config=recipe, **options).train(BATCHES[:2])
+    assert Small(4, config=recipe, offload_weights=True, **options).train(BATCHES[:2]) == plain
 
 
 def test_the_history_is_the_same_on_all_devices_and_moves_on():
-    small = Small(4, config=config("fp8_hybrid"), model_dtype="bfloat16", zero_level=2)
+    small = Small(4, config=config("fp8_hybrid"), model_dtype="bfloat16", zero_level=3)
     small.train(BATCHES[:2])
     history = small.state.history
     assert history.sharding.is_fully_replicated and history.shape == (3, len(fp8.SITES), 16)
