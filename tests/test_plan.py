@@ -201,8 +201,8 @@ def test_weights_of_fp8_recipes_travel_in_8_bits(planned, changes):
     gathers, fetches = found["all-gather"], 64 * 2 * 2 + 1
     assert gathers["bytes"] == pytest.approx(gathers["textbook_bytes"], rel=0.02)
     assert gathers["bytes"] == pytest.approx(0.75 * 2 * 2 * 64 * (4 * 256**2 + 3 * 256 * 512), rel=0.02)
-    shared = 1.5 * 7 * 4 * (64 if changes else fetches)  # the maxima
-    assert found["all-reduce"]["bytes"] == pytest.approx(found["all-reduce"]["textbook_bytes"] + shared, abs=3000)
+    shared = 1.5 * 4 * (7 * (64 if changes else fetches) + 64 * 11)  # maxima of weights; once a step those of 11 sites
+    assert found["all-reduce"]["bytes"] == pytest.approx(found["all-reduce"]["textbook_bytes"] + shared, abs=100)
 
 
 @needs_compiler

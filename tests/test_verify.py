@@ -96,6 +96,7 @@ NO_ROW = {  # keywords of `place` that no row has, and why
     "master_dtype": "numbers are the config's",
     "num_shards": "follows from the mesh",
     "nvme_path": "rows with nvme get a temporary folder",
+    "recipe": "other arithmetic: docs/precision.md, tests/test_fp8.py",
 }
 
 
