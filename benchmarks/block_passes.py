@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax import aot, flags
-from surojax.blueprint import SCHEDULE
+from surojax.blueprint import schedule_options
 from surojax.checks import check
 from surojax.config import model_config
 from surojax.fp8 import SITES, quantise_weights
@@ -52,7 +52,7 @@ def compile_block(config: LlamaConfig, gpu: str, tokens: int) -> dict[str, aot.C
 
     def compiled(f, *arguments):
         run = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
-        return aot.compile_for(jax.jit(run), put(arguments), mesh, SCHEDULE)
+        return aot.compile_for(jax.jit(run), put(arguments), mesh, schedule_options(config.precision))
 
     return {"forward": compiled(model.block, w, x, given), "backward": compiled(backward, w, x, x, given)}
 

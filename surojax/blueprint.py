@@ -13,6 +13,7 @@ from surojax.engine import Engine
 from surojax.mesh import SHARD
 from surojax.models.llama import LlamaConfig, abstract_params, functions
 from surojax.offload import MEMORY_KIND
+from surojax.precision import Precision
 from surojax.state import TrainState
 
 # What makes XLA overlap copies and communication with computation. The engine lets all of a layer's copies and gathers
@@ -22,9 +23,6 @@ from surojax.state import TrainState
 SCHEDULE: dict[str, str | bool | int] = {
     "xla_gpu_enable_latency_hiding_scheduler": True,  # off by default, whatever the documentation says
     "xla_gpu_experimental_parallel_async_compute_limit": 32,  # host copies in flight: all of a layer's; by default 1
-    # Products of one operand with several (queries, keys, values) stay apart: merged into one, XLA copies the weights
-    # together and the results apart, 290 MiB for a 7B block of 2048 tokens whose products move 104.
-    "xla_gpu_dot_merger_threshold_mb": 0,
     "xla_gpu_all_gather_combine_threshold_bytes": 1 << 32,  # a layer's gathers are one, which overlaps all of a layer
 }
 
@@ -36,6 +34,17 @@ SCHEDULE: dict[str, str | bool | int] = {
 # (GetSchedulerMemoryLimit in XLA's gpu_hlo_schedule.cc): for Llama-7B at ZeRO-3 on 4 RTX 4090 2.7 GiB of 6.4, so that
 # it computed 2,499 operations again and gathered weights without overlapping anything.
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
+
+
+# Recipes fp8_*: products of one operand with several (queries, keys, values) stay apart: merged into one, XLA copies the
+# weights together and the results apart, 290 MiB for a 7B block of 2048 tokens whose products move 104. In 16 bits it
+# costs as much, but there copies overlap worse without it (docs/LOG.md).
+APART: dict[str, str | bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
+
+
+def schedule_options(precision: Precision) -> dict[str, str | bool | int]:
+    """What XLA is told of a step's schedule on a GPU."""
+    return SCHEDULE | (APART if precision.fp8 else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Blueprint:
         memory_bytes: that JAX has on a GPU; plans_with: the part of it that XLA plans with; host_temporaries: bytes in
         host memory that a step allocates there; see `MEMORY_LIMIT`. Left out, nothing is corrected.
         """
-        schedule, limit = SCHEDULE if platform == "gpu" else {}, {}
+        schedule, limit = schedule_options(self.model.precision) if platform == "gpu" else {}, {}
         if platform == "gpu" and memory_bytes:
             state = self.state_bytes()
             left = plans_with * memory_bytes - state
