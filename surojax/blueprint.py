@@ -36,9 +36,9 @@ SCHEDULE: dict[str, str | bool | int] = {
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 
 
-# Recipes fp8_*: products of one operand with several (queries, keys, values) stay apart: merged into one, XLA copies the
-# weights together and the results apart, 290 MiB for a 7B block of 2048 tokens whose products move 104. In 16 bits it
-# costs as much, but there copies overlap worse without it (docs/LOG.md).
+# Recipes fp8_*: products of one operand with several (queries, keys, values) stay apart. Merged into one, XLA copies
+# weights together and results apart, 290 MiB for a 7B block of 2048 tokens whose products move 104. In 16 bits it costs
+# as much, but there copies overlap worse without it (docs/LOG.md).
 APART: dict[str, str | bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
