@@ -5,7 +5,7 @@
 
 The same settings with `surojax.train` fit eight GPUs of 80 GB: 37 GiB on each, 68 GiB of host memory for each. With
 `offload_grads` and `offload_weights` as well they fit eight GPUs of 12 GB, as far as the device memory of a step goes:
-5.5 GiB on each, 100 GiB of host memory for each.
+5.8 GiB on each, 100 GiB of host memory for each.
 """
 
 from surojax.config import default_config

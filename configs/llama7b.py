@@ -5,7 +5,7 @@
 
 needs 21.2 GiB on each of four GPUs: on 24 GB cards also set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 (JAX takes 75 % else).
 `offload_residual`, `offload_optimizer`, `offload_master`, `offload_grads` and `offload_weights` move what rests to host
-memory: with all of them the program for one RTX 4090 needs 2.9 GiB on the device and 75 GiB of host memory for a
+memory: with all of them the program for one RTX 4090 needs 2.7 GiB on the device and 75 GiB of host memory for a
 step, and 1.5 GiB on the device to make the first weights.
 On a machine that cannot hold it this ends in seconds and says what is missing.
 """

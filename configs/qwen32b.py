@@ -4,7 +4,7 @@
         --config.shard_outer --config.offload_residual --config.offload_optimizer --config.offload_master \
         --config.offload_grads --config.offload_weights
 
-The same settings with `surojax.train` fit four GPUs of 8 GB, as far as the device memory of a step goes: 4.5 GiB on
+The same settings with `surojax.train` fit four GPUs of 8 GB, as far as the device memory of a step goes: 4.4 GiB on
 each, 91 GiB of host memory for each.
 """
 
