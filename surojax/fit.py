@@ -113,7 +113,7 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     exchanged = {"reduce_scatter": 0, "all_to_all": 2 * layer_bytes, "int8": layer_bytes}[table.reduce]
     exchanged = exchanged if run.mesh.shape[SHARD] > 1 else 0  # gradients of a layer, sent and received
     if grads.home == "host":  # of the layer before it, which leave, and its own sums, which come
-        ahead += 3 * block_grads // (2 * m.num_hidden_layers)  # not all of both at once: fitted, as below
+        ahead += 2 * block_grads // m.num_hidden_layers
         waiting += block_grads // m.num_hidden_layers  # the last one's of the microbatch before
     if table.residuals.home == "host":  # the next layer's, and this one's unless they are what is differentiated
         ahead += (2 if engine.recompute_block else 1) * kept
