@@ -1,0 +1,46 @@
+"""Recipes apart from their numbers: which layers, which GPUs, and the dtypes of recipe bf16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from surojax.errors import ConfigError
+from surojax.models.layers import products, times
+from surojax.precision import Precision, check_recipe
+
+
+def test_ranges_cover_the_layers_once():
+    assert Precision(skip_first=1, skip_last=2).ranges(5) == [(0, 1, False), (1, 3, True), (3, 5, False)]
+    assert Precision().ranges(4) == [(0, 4, True)]
+
+
+@pytest.mark.parametrize(
+    "recipe, capability, said",
+    (
+        ("fp8_current", "8.0", "8.9 or newer"),
+        ("fp8_hybrid", "8.9", ""),
+        ("mxfp8", "9.0a", "10.0 or newer"),
+        ("nvfp4", "12.0a", ""),
+        ("bf16", "8.0", ""),
+    ),
+)
+def test_recipes_are_refused_on_gpus_without_their_products(recipe, capability, said):
+    if not said:
+        return check_recipe(Precision(recipe=recipe), "a GPU", capability)
+    with pytest.raises(ConfigError, match=said):
+        check_recipe(Precision(recipe=recipe), "a GPU", capability)
+
+
+def test_products_are_computed_in_the_dtypes_of_the_settings():
+    """Equal to the bit to the same products written out: operands in matmul_dtype forward, gradient_dtype backward."""
+    x, w, dy = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((6, 16), (8, 16), (6, 8))))
+    product = products(Precision(matmul_dtype="bfloat16", gradient_dtype="float32"), None)("wq")
+    y, vjp = jax.vjp(product, x, w)
+    half = lambda v: v.astype(jnp.bfloat16)
+    assert y.dtype == x.dtype and np.array_equal(y, times(half(x), half(w)).astype(jnp.float32))
+    _, exact = jax.vjp(times, x, w)
+    np.testing.assert_allclose(vjp(dy)[0], exact(dy)[0], rtol=1e-5, atol=1e-5)  # float32, another order of sums
+    np.testing.assert_allclose(vjp(dy)[1], exact(dy)[1], rtol=1e-5, atol=1e-5)
+    rounded = products(Precision(gradient_dtype="bfloat16"), None)("wq")
+    assert not np.array_equal(jax.vjp(rounded, x, w)[1](dy)[1], vjp(dy)[1])
