@@ -8,7 +8,7 @@ import pytest
 
 from surojax import muon, optim
 from surojax.collectives import WHOLE
-from tests.test_optim import by_layers, tree
+from test_optim import by_layers, tree
 
 
 def matrix(m: int, k: int, values=None, seed: int = 0) -> np.ndarray:

@@ -12,7 +12,7 @@ from surojax import checkpoint, muon, optim
 from surojax.checkpoint import Checkpoints
 from surojax.errors import CheckpointError
 from surojax.nvme import claim, store_of
-from tests.small import CONFIG, Small, tokens
+from small import CONFIG, Small, tokens
 
 OFFLOADED: dict[str, Any] = {"offload_optimizer": True, "offload_master": True}
 OPTIMIZERS: dict[str, Any] = {"adamw8bit": optim.adamw8bit, "normuon": muon.normuon}
