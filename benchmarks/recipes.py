@@ -1,19 +1,22 @@
 """Training in 8 and 4 bits against 16: the same model, data and seeds under each recipe and optimizer, 300 steps.
 
-    python benchmarks/recipes.py [--only NAME ...] [--config.FIELD=VALUE ...]
+    python benchmarks/recipes.py [--only NAME ...] [--seeds SEED ...] [--config.FIELD=VALUE ...]
 
 A Llama of 10M parameters learns the built-in corpus, byte by byte; `get_config` is what all runs share, and flags
-change it. Each run is `surojax.train` in a folder of its own under output_dir. A finished run leaves `NAME.json` there,
-which later calls take instead of training again, so that runs can be made one at a time; an interrupted one goes on
-from its last checkpoint. Printed, as Markdown, for the runs that there are: final evaluation loss (nats per token on
-held-out files) beside that of the baseline and the limit, and the curves. With matplotlib, `curves.svg` as well. Exit
-code 1: a limit is exceeded.
+change it. Each setting and seed (initial weights and order of the data) is a `surojax.train` in a folder of its own
+under output_dir. A finished run leaves `NAME-SEED.json` there, which later calls take instead of training again, so
+that runs can be made one at a time; an interrupted one goes on from its last checkpoint. Printed, as Markdown, for the
+runs that there are: final evaluation loss (nats per token on held-out files), its difference from the baseline's of the
+same seed, as the mean over seeds with the standard error, beside the limit; and the curves. With matplotlib,
+`curves.svg` as well. Exit code 1: a limit is exceeded by the magnitude of a mean.
 
 On a CPU the 8- and 4-bit products are emulated: their numbers are those of a GPU, their speed is not.
 """
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import sys
 from importlib.util import find_spec
@@ -28,11 +31,12 @@ from surojax.metrics import METRICS_FILE, NonFiniteLoss, read_metrics
 from surojax.train import train
 
 BASELINE = "bf16"
+type Result = dict[str, Any]  # what `summary` makes of a run, and its config
 EVERY = 25  # steps between the points of a curve; a point is the mean training loss since the one before
 
 
 class Setting(NamedTuple):
-    """A run: fields that differ from the baseline's, and how far above it the final loss may be, in percent."""
+    """Fields that differ from the baseline's, and how far from it the final loss may be, in percent."""
 
     fields: dict[str, Any]
     limit: float | None = None
@@ -72,27 +76,32 @@ def get_config() -> Config:
     return c
 
 
-def config_of(name: str, shared: Config) -> Config:
+def config_of(name: str, seed: int, shared: Config) -> Config:
     """The shared config with the setting's fields. Raises ConfigError where this version has no such field."""
     c = shared.copy_and_resolve_references()
     for field, value in SETTINGS[name].fields.items():
         if field not in c:
             raise ConfigError(no_field(field))
         c[field] = value
-    c.output_dir = str(Path(shared.output_dir) / name)
+    c.seed = seed
+    c.output_dir = str(Path(shared.output_dir) / f"{name}-{seed}")
     return c
 
 
-def result_of(name: str, shared: Config) -> dict[str, Any]:
+def file_of(name: str, seed: int, shared: Config) -> Path:
+    return Path(shared.output_dir) / f"{name}-{seed}.json"
+
+
+def result_of(name: str, seed: int, shared: Config) -> Result:
     """The result of a setting, from its file or from a run that is made now.
 
     Raises ConfigError when the file is of a run with other settings; exits when the run is stopped.
     """
-    c = config_of(name, shared)
+    c = config_of(name, seed, shared)
     fields = {k: v for k, v in flat(c).items() if k != "output_dir"}
-    file = Path(shared.output_dir) / f"{name}.json"
+    file = file_of(name, seed, shared)
     if not file.exists():
-        print(f"\n=== {name}: {SETTINGS[name].fields or 'the baseline'}", flush=True)
+        print(f"\n=== {name}, seed {seed}: {SETTINGS[name].fields or 'the baseline'}", flush=True)
         if not train(c).finished:
             sys.exit(130)
         found = summary(read_metrics(Path(c.output_dir) / METRICS_FILE))
@@ -107,7 +116,7 @@ def result_of(name: str, shared: Config) -> dict[str, Any]:
     return found
 
 
-def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(records: list[dict[str, Any]]) -> Result:
     """Final evaluation loss, seconds of a step (median), and the curves, from the records of a whole run."""
     steps = [r for r in records if r["log"] == "step"]
     evals = [r for r in records if r["log"] == "eval"]
@@ -120,41 +129,60 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, dict[str, Any]]) -> tuple[str, bool]:
+def difference(results: dict[int, Result], base: dict[int, Result]) -> tuple[float, float | None]:
+    """(mean over the seeds both have, its standard error if there are several) of the final loss against base, in %."""
+    each = [100 * (r["eval_loss"] / base[seed]["eval_loss"] - 1) for seed, r in results.items() if seed in base]
+    error = statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else None
+    return statistics.fmean(each) if each else math.nan, error
+
+
+def table(results: dict[str, dict[int, Result]]) -> tuple[str, bool]:
     """The comparison in Markdown, and whether every limit holds."""
-    lines = ["| run | evaluation loss | against bf16 | limit | | s per step |", "|---|---|---|---|---|---|"]
-    base, good = results.get(BASELINE), True
-    for name, result in results.items():
-        limit, row = SETTINGS[name].limit, [name, f"{result['eval_loss']:.4f}", "", "", ""]
-        if base and name != BASELINE:
-            difference = 100 * (result["eval_loss"] / base["eval_loss"] - 1)
-            row[2] = f"{difference:+.2f} %"
+    lines = ["| run | seeds | evaluation loss | against bf16 | limit | | s per step |", "|---|---|---|---|---|---|---|"]
+    base, good = results.get(BASELINE, {}), True
+    for name, of_seeds in results.items():
+        mean = lambda key, of_seeds=of_seeds: statistics.fmean(r[key] for r in of_seeds.values())
+        limit, row = SETTINGS[name].limit, [name, str(len(of_seeds)), f"{mean('eval_loss'):.4f}", "", "", ""]
+        if name != BASELINE and base.keys() & of_seeds.keys():
+            apart, error = difference(of_seeds, base)
+            row[3] = f"{apart:+.2f} %" + ("" if error is None else f" ± {error:.2f}")
             if limit is not None:
-                row[3:] = f"{limit:g} %", "pass" if difference <= limit else "FAIL"
-                good = good and difference <= limit
-        lines.append(f"| {' | '.join([*row, f'{result["step_s"]:.2f}'])} |")
+                row[4:] = f"{limit:g} %", "pass" if abs(apart) <= limit else "FAIL"
+                good = good and abs(apart) <= limit
+        lines.append(f"| {' | '.join([*row, f'{mean("step_s"):.2f}'])} |")
     return "\n".join(lines), good
 
 
-def curves(results: dict[str, dict[str, Any]]) -> str:
-    """Training loss, the mean of `EVERY` steps up to each, in Markdown."""
-    steps = sorted({step for result in results.values() for step in result["curve"]}, key=int)
-    lines = [f"| step | {' | '.join(results)} |", "|---" * (len(results) + 1) + "|"]
-    for step in steps:
-        values = (r["curve"].get(step) for r in results.values())
+def mean_curves(results: dict[str, dict[int, Result]]) -> dict[str, dict[int, float]]:
+    """Training loss by step, the mean of `EVERY` steps up to each and of all seeds."""
+    return {
+        name: {
+            int(step): statistics.fmean(r["curve"][step] for r in of_seeds.values())
+            for step in next(iter(of_seeds.values()))["curve"]
+        }
+        for name, of_seeds in results.items()
+    }
+
+
+def curves(results: dict[str, dict[int, Result]]) -> str:
+    """`mean_curves` in Markdown."""
+    found = mean_curves(results)
+    lines = [f"| step | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+    for step in sorted({step for curve in found.values() for step in curve}):
+        values = (curve.get(step) for curve in found.values())
         lines.append(f"| {step} | {' | '.join('' if v is None else f'{v:.4f}' for v in values)} |")
     return "\n".join(lines)
 
 
-def plot(results: dict[str, dict[str, Any]], file: Path) -> None:
+def plot(results: dict[str, dict[int, Result]], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    for name, result in results.items():
-        axes.plot([int(step) for step in result["curve"]], list(result["curve"].values()), label=name)
+    for name, curve in mean_curves(results).items():
+        axes.plot(list(curve), list(curve.values()), label=name)
     axes.set(xlabel="step", ylabel="training loss (nats per byte)", yscale="log")
     axes.legend()
     figure.savefig(file)
@@ -163,16 +191,20 @@ def plot(results: dict[str, dict[str, Any]], file: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=SETTINGS, help="the runs to make")
+    parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=SETTINGS, help="the settings to run")
+    parser.add_argument("--seeds", nargs="+", type=int, help="the seeds to run each with (default: that of the config)")
     if not any(arg.partition("=")[0] == "--config" for arg in argv):
         argv = ["--config", __file__, *argv]
     try:
         shared, args = parse(argv, parser)
         folder = check_output_dir(shared.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in args.only:
-            result_of(name, shared)
-        results = {name: result_of(name, shared) for name in SETTINGS if (folder / f"{name}.json").exists()}
+        seeds = args.seeds or [shared.seed]
+        for seed, name in itertools.product(seeds, args.only):
+            result_of(name, seed, shared)
+        there = lambda name: [seed for seed in seeds if file_of(name, seed, shared).exists()]
+        results = {name: {seed: result_of(name, seed, shared) for seed in there(name)} for name in SETTINGS}
+        results = {name: of_seeds for name, of_seeds in results.items() if of_seeds}
     except (ConfigError, CheckpointError, NonFiniteLoss) as error:
         sys.exit(f"recipes: error: {error}")
     text, good = table(results)

@@ -1,14 +1,21 @@
-"""Tests run on 8 virtual CPU devices, which execute collectives and memory kinds for real."""
+"""Tests run on 8 virtual CPU devices, which execute collectives and memory kinds for real.
+
+Only `pytest -m gpu -n 0` leaves JAX the GPUs of the machine, for the tests marked so: the kernels', compiled then, and
+tests/test_on_gpu.py.
+"""
 
 import os
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-# Programs here run once, for milliseconds: compiling them without LLVM's expensive passes halves the time of the tests.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8"
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
 
-import jax
+def pytest_configure(config):
+    """Before any test module, and with it JAX, is imported."""
+    if config.option.markexpr != "gpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        # Programs here run once, for milliseconds: without LLVM's expensive passes tests take half the time.
+        os.environ["XLA_FLAGS"] = (
+            "--xla_force_host_platform_device_count=8"
+            " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        )
+    import jax
 
-jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from surojax import optim, placement, step
@@ -23,6 +24,15 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     head_dim=8,
 )
+
+# How a test marked gpu runs a kernel: in Pallas' GPU interpreter, or with `pytest -m gpu -n 0` on a real GPU.
+KERNEL = {"implementation": "mosaic", "interpret": jax.default_backend() == "cpu"}
+REFERENCE = {"implementation": "xla"}
+
+
+def needs(devices: int):
+    """Marks a test that makes a mesh of so many devices: virtual CPU devices are always enough."""
+    return pytest.mark.skipif(jax.device_count() < devices, reason=f"needs {devices} devices")
 
 
 def tokens(*shape: int, seed: int = 0, vocab_size: int = 64) -> tuple[np.ndarray, np.ndarray]:

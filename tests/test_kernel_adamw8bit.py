@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import KERNEL, REFERENCE
 
 from pallas_kernels import adamw8bit as op
 
+pytestmark = pytest.mark.gpu
 HYPER: dict[str, Any] = dict(lr=1e-2, b1=0.9, b2=0.95, eps=1e-8, decay=0.1, grad_factor=1.0)
 
 
@@ -182,10 +184,10 @@ def test_the_kernel_equals_the_reference(shape, block, dtype, in_place):
     near to its random threshold: one in 10^5 is expected, one in 10^3 allowed."""
     p, g = normal(*shape).astype(dtype), normal(*shape, key=1).astype(dtype)
     work = jnp.bfloat16 if dtype == jnp.float32 else None
-    how: Any = dict(implementation="mosaic", interpret=True, in_place=in_place)
+    how: Any = KERNEL | {"in_place": in_place}
     state = op.init(shape, block)
     for t in (1, 2):
-        expected = op.adamw8bit(p, g, *state, hyper(t), seed(t), work_dtype=work, implementation="xla")
+        expected = op.adamw8bit(p, g, *state, hyper(t), seed(t), work_dtype=work, **REFERENCE)
         found = op.adamw8bit(p, g, *state, hyper(t), seed(t), work_dtype=work, **how)
         np.testing.assert_allclose(found.m_scale, expected.m_scale, rtol=3e-7)
         np.testing.assert_allclose(found.v_scale, expected.v_scale, rtol=3e-7)

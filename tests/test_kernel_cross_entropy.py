@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from small import KERNEL, REFERENCE, needs
 
 from pallas_kernels import cross_entropy as ce, long_rows
 from pallas_kernels.shapes import MODELS
 
+pytestmark = pytest.mark.gpu
 f32, bf16 = jnp.float32, jnp.bfloat16
 VOCABULARIES = sorted({m.vocab for m in MODELS.values()})
 ROUNDING = 1e-5  # absolute, of logsumexp and losses; see above
 RELATIVE = {f32: 1e-5, bf16: 2.0**-8}  # of gradients, to the softmax's size
-KERNEL = dict(implementation="mosaic", interpret=True)
 
 
 def example(N: int, V: int, dtype=bf16, seed: int = 0):
@@ -98,7 +99,7 @@ def test_differentiable_row_by_row(dtype, z_loss):
         return jnp.where(labels >= 0, loss, 0.0)
 
     expected, vjp = jax.vjp(plain, logits)
-    for how in (KERNEL, dict(implementation="xla")):
+    for how in (KERNEL, REFERENCE):
         ours, our_vjp = jax.vjp(functools.partial(ce.cross_entropy, labels=labels, z_loss=z_loss, **how), logits)
         np.testing.assert_allclose(ours, expected, rtol=0, atol=ROUNDING)
         for mine, theirs in zip(our_vjp(weight), vjp(weight), strict=True):
@@ -106,7 +107,7 @@ def test_differentiable_row_by_row(dtype, z_loss):
             np.testing.assert_allclose(mine.astype(f32), theirs.astype(f32), rtol=RELATIVE[dtype], atol=4e-6)
 
 
-@pytest.mark.parametrize("how", [KERNEL, dict(implementation="xla")], ids=["mosaic", "xla"])
+@pytest.mark.parametrize("how", [KERNEL, REFERENCE], ids=["mosaic", "xla"])
 def test_logprob(how):
     logits, labels = example(4, 4099)
     expected = jax.nn.log_softmax(logits.astype(f32))[jnp.arange(4), labels].at[1].set(0)
@@ -114,7 +115,7 @@ def test_logprob(how):
     assert not jax.grad(lambda x: ce.logprob(x, labels, **how).sum())(logits).any()
 
 
-@pytest.mark.parametrize("how", [KERNEL, dict(implementation="xla")], ids=["mosaic", "xla"])
+@pytest.mark.parametrize("how", [KERNEL, REFERENCE], ids=["mosaic", "xla"])
 def test_ignored_and_impossible_labels(how):
     """Ignored rows are exactly zero; a label beyond the vocabulary is NaN in its own row and nowhere else."""
     logits, _ = example(3, 1003)
@@ -124,7 +125,7 @@ def test_ignored_and_impossible_labels(how):
     assert jnp.isfinite(out.d_logits.astype(f32)).all()
 
 
-@pytest.mark.parametrize("how", [KERNEL, dict(implementation="xla")], ids=["mosaic", "xla"])
+@pytest.mark.parametrize("how", [KERNEL, REFERENCE], ids=["mosaic", "xla"])
 def test_extreme_logits(how):
     """Large logits do not overflow, words at minus infinity have no share, and NaN is not hidden."""
     logits = jnp.zeros((4, 1003)).at[0].set(1e4).at[1, :500].set(-jnp.inf).at[2, 7].set(jnp.nan).at[3].set(-1e4)
@@ -164,6 +165,7 @@ def test_too_many_odd_rows_are_refused_or_computed_by_xla():
     assert jax.eval_shape(ce.logprob, logits, labels).shape == (42733,)
 
 
+@needs(2)
 def test_in_place_is_refused_where_jax_takes_no_references():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     f = lambda x, l: ce.loss_and_gradient(x, l, f32(1), in_place=True).loss
@@ -172,7 +174,7 @@ def test_in_place_is_refused_where_jax_takes_no_references():
         jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(spec, spec), out_specs=spec))(*example(4, 97))
 
 
-@pytest.mark.parametrize("how", [dict(implementation="xla")])
+@pytest.mark.parametrize("how", [REFERENCE])
 def test_cases_run(how):
     for case in ce.cases(MODELS["gpt2"]._replace(vocab=97), 4):
         args = [jnp.ones(a.shape, a.dtype) for a in case.args]

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import KERNEL, REFERENCE
 
 from pallas_kernels import dispatch, fp8, quantize as q
 from pallas_kernels.shapes import MODELS
 from surojax.quantize import Quantized, dequantise, quantise
 
+pytestmark = pytest.mark.gpu
 f32, bf16, u32 = jnp.float32, jnp.bfloat16, jnp.uint32
 E4M3, E5M2 = fp8.FP8
-KERNEL = dict(implementation="mosaic", interpret=True)
 SPECIAL = (
     0.0,
     -0.0,
@@ -57,7 +58,7 @@ def same_bits(ours, expected):
 
 def pair(f, *arrays, **how):
     """Kernel and reference, each jitted."""
-    kernel, reference = (jax.jit(functools.partial(f, **how, **which)) for which in (KERNEL, {"implementation": "xla"}))
+    kernel, reference = (jax.jit(functools.partial(f, **how, **which)) for which in (KERNEL, REFERENCE))
     return kernel(*arrays), reference(*arrays)
 
 

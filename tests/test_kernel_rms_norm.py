@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import KERNEL, REFERENCE, needs
 
 from pallas_kernels import dispatch, fp8, rms_norm as op, tiles
 
+pytestmark = pytest.mark.gpu
 f32, bf16 = jnp.float32, jnp.bfloat16
 EPS = 1e-5
-KERNEL = {"implementation": "mosaic", "interpret": True}
-REFERENCE = {"implementation": "xla"}
 # The kernel adds up a row in another order: relative errors of some 1e-6 in float32, which move a value that lies
 # between two numbers of bf16 to the other one, 2^-7 of it at most.
 RTOL = {f32: 2e-5, bf16: 2**-7}
@@ -108,6 +108,7 @@ def test_scale_in_bf16_gets_its_gradient_in_bf16():
     assert dx.dtype == bf16 and d_scale.dtype == bf16
 
 
+@needs(8)
 def test_replicated_scale_gets_the_sum_of_all_devices_gradients():
     x, residual, a, b, scale = data((8, 4, 64), f32)
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -186,6 +187,7 @@ def test_tiles_cover_the_rows(count, width, dtype):
         assert how.vector_length * jnp.dtype(dtype).itemsize <= 16
 
 
+@needs(8)
 def test_kernels_trace_inside_shard_map():
     """With the types that `check_vma` wants of results and of gradients; compiled in tests/test_kernels_compile.py."""
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))

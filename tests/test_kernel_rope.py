@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import KERNEL, REFERENCE, needs
 
 from pallas_kernels import dispatch, rope as op, tiles
 from surojax.models import layers
 
+pytestmark = pytest.mark.gpu
 f32, bf16 = jnp.float32, jnp.bfloat16
-KERNEL = {"implementation": "mosaic", "interpret": True}
-REFERENCE = {"implementation": "xla"}
 
 
 def data(batch, S, H, K, h, dtype):
@@ -88,6 +88,7 @@ def test_gradients_are_those_of_autodiff(how):
         np.testing.assert_allclose(g, e, rtol=1e-6, atol=1e-6)  # as in test_kernel
 
 
+@needs(8)
 def test_sharded_gradients():
     q, k, cos, sin = data((8,), 4, 2, 1, 64, f32)
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from test_optim import by_layers, tree
 
 from surojax import muon, optim
 from surojax.collectives import WHOLE
-from test_optim import by_layers, tree
 
 
 def matrix(m: int, k: int, values=None, seed: int = 0) -> np.ndarray:

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from small import CONFIG, Small, tokens
 
 from surojax import checkpoint, muon, optim
 from surojax.checkpoint import Checkpoints
 from surojax.errors import CheckpointError
 from surojax.nvme import claim, store_of
-from small import CONFIG, Small, tokens
 
 OFFLOADED: dict[str, Any] = {"offload_optimizer": True, "offload_master": True}
 OPTIMIZERS: dict[str, Any] = {"adamw8bit": optim.adamw8bit, "normuon": muon.normuon}

@@ -1,0 +1,71 @@
+"""What only a GPU can show: whole training steps there. `pytest -m gpu -n 0` runs this and the kernels' tests on it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from small import CONFIG, Small, tokens
+
+from pallas_kernels import bench, shapes
+from surojax import train
+from surojax.config import default_config
+from surojax.precision import Precision
+from surojax.verify import OFFLOADS, verify
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() == "cpu", reason="needs a GPU: pytest -m gpu -n 0"),
+]
+WIDE = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=512, head_dim=64, vocab_size=512)
+
+
+def config(**changes):
+    c = default_config()
+    c.model.update({k: getattr(WIDE, k) for k in c.model if hasattr(WIDE, k) and k != "rope_scaling"})
+    c.update({"sequence_len": 128, "learning_rate": 1e-2, **changes})
+    return c
+
+
+@pytest.mark.parametrize("kernels", ["xla", "mosaic"])
+def test_offloading_changes_no_bit(kernels, tmp_path):
+    """On the device as on virtual ones: losses and gradient norms of 5 steps."""
+    only = [*OFFLOADS, "offload_all", "resident_layers", "offload_master=nvme"]
+    rows = verify(config(kernels=kernels, nvme_path=str(tmp_path)), only=only, devices=jax.devices()[:1])
+    assert all((row.status, row.loss, row.grad_norm) == ("pass", 0, 0) for row in rows), rows
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_hybrid"])
+def test_kernels_train_as_xla_does(recipe):
+    """Five steps with the fused kernels and without. They round to bfloat16 (and float8) where XLA's own fusions may
+    keep float32: 2^-9 of each number, independently; losses are means over 1024 labels."""
+    if recipe != "bf16" and float(jax.devices()[0].compute_capability) < 8.9:
+        pytest.skip("no float8 on this GPU")
+    batches = [tokens(2, 4, 128, seed=i, vocab_size=512) for i in range(5)]
+
+    def losses(kernels):
+        precision = Precision(recipe=recipe, kernels=kernels)
+        small = Small(config=dataclasses.replace(WIDE, precision=precision), model_dtype="bfloat16")
+        return [loss for loss, _ in small.train(batches)]
+
+    np.testing.assert_allclose(losses("mosaic"), losses("xla"), rtol=5e-3)
+
+
+@pytest.mark.parametrize("op", bench.OPS)
+def test_kernels_at_real_sizes(op):
+    """Every call that Llama-7B makes, with 2048 tokens, against the reference compiled by XLA. Values may be rounded to
+    the other neighbour: 2^-7 (bfloat16) or 2^-2 (e5m2) of the largest number, one step of an 8-bit moment's code."""
+    for case in bench.OPS[op].cases(shapes.MODELS["llama7b"], 2048):
+        found, expected = (bench.compiled(case, how)(*bench.arrays(case, 1)) for how in ("mosaic", "xla"))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert a.dtype == b.dtype
+            whole, bits = np.issubdtype(a.dtype, np.integer), a.dtype.itemsize * 8
+            apart, largest = bench.difference(a, b)
+            assert apart <= (1 if whole else largest * {8: 2**-2, 16: 2**-7, 32: 1e-4}[bits]), (case.name, a.dtype)
+
+
+def test_a_run_fits_as_estimated(tmp_path, capsys):
+    """`train` ends with the estimate beside what the device gave out at most."""
+    train(config(output_dir=str(tmp_path), max_steps=3, sample_tokens=0, eval_steps=0, save_steps=0))
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("memory per device: estimated")]
+    assert "too low" not in line
