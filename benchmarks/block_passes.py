@@ -100,6 +100,11 @@ def product_flops(module: Module) -> int:
     return total
 
 
+def added_up_in_float32(module: Module) -> bool:
+    """Whether all float8 products are: cuBLASLt's fast accumulation is off at the highest precision only."""
+    return all("HIGHEST" in i.attributes for kind, _, i in launches(module) if kind == "float8 product")
+
+
 def _dimensions(shape: str) -> list[int]:
     """Of the first array of a shape."""
     found = re.search(r"\[([\d,]*)\]", shape)
@@ -141,7 +146,8 @@ def main() -> None:
     found = {name: count(module) for name, module in modules.items()}
     if args.json:
         flops = {name: product_flops(module) for name, module in modules.items()}
-        print(json.dumps({"launches": found, "float8_flops": flops}))
+        exact = all(map(added_up_in_float32, modules.values()))
+        print(json.dumps({"launches": found, "float8_flops": flops, "added_up_in_float32": exact}))
         return
     print(f"{args.model}, {args.tokens} tokens, {args.gpu}, recipe {args.recipe}, kernels {args.kernels}\n")
     print("| | forward: launches | MiB | backward: launches | MiB |\n|---|---|---|---|---|")

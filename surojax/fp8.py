@@ -46,10 +46,12 @@ class Operand(NamedTuple):
 def product(a: Operand, b: Operand, dtype, *, plus: jax.Array | None = None) -> jax.Array:
     """a b^T `[rows of a, rows of b]` in `dtype`, added up in float32, plus a matrix or row of that shape.
 
-    `product(...) + plus` in this order: so XLA leaves the sum to cuBLASLt, also for a chain of products.
+    `product(...) + plus` in this order: so XLA leaves the sum to cuBLASLt, also for a chain of products. At less than
+    the highest precision XLA lets it add up with the tensor cores' own accumulators, which hold fewer than 24 bits.
     """
     scale = (a.scale * b.scale).astype(dtype)
-    y = jax.lax.dot_general(a.values, b.values, (((1,), (1,)), ((), ())), preferred_element_type=dtype) * scale
+    options = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": dtype}
+    y = jax.lax.dot_general(a.values, b.values, (((1,), (1,)), ((), ())), **options) * scale
     return y if plus is None else y + plus
 
 

@@ -1,5 +1,6 @@
 """What a 7B block launches on a GPU under each recipe, compiled without one: benchmarks/block_passes.py."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ FORWARD = 2 * N * (4 * D * D + 3 * D * F)  # FLOPs of the seven linear layers
 pytestmark = pytest.mark.skipif(not aot.available(), reason="needs the CUDA plugin, cuDNN and ptxas")
 
 
+@functools.cache
 def passes(gpu: str, recipe: str, kernels: str = "mosaic") -> dict:
     """What the benchmark reports, from a process of its own: one compiles for one kind of GPU."""
     command = [sys.executable, "benchmarks/block_passes.py", "--json", "--gpu", gpu, "--recipe", recipe]
@@ -30,6 +32,7 @@ def test_all_products_are_in_float8_and_only_fused_kernels_lie_between(gpu, reci
     assert forward["float8 product"]["launches"] == 7
     # Computed again but for the last product, of which only the residual stream would come; two gradients of each.
     assert backward["float8 product"]["launches"] == 6 + 14
+    assert found["added_up_in_float32"]
     last = 2 * N * D * F
     assert found["float8_flops"] == {"forward": FORWARD, "backward": 3 * FORWARD - last}
     for launches in (forward, backward):
