@@ -75,8 +75,8 @@ def default_config() -> Config:
     c.model.initializer_range = 0.02  # standard deviation of the initial weights
 
     # Numbers
-    c.model_dtype = "bfloat16"  # work weights, activations and matrix products: bfloat16 or float32
-    c.master_dtype = "float32"  # the weights the optimizer updates
+    c.model_dtype = "bfloat16"  # work weights, activations, products: bfloat16 or float32 (products: TF32 on GPUs)
+    c.master_dtype = "float32"  # the weights the optimizer updates; bfloat16 is rounded stochastically
     c.accum_dtype = "float32"  # gradient accumulators
     c.opt_m_dtype = "float32"  # first moments; with adamw8bit those of vectors, with normuon the momentum too
     c.opt_v_dtype = "float32"  # second moments; with adamw8bit those of vectors, with normuon of what adamw updates

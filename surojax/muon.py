@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from surojax.collectives import WHOLE
 from surojax.mesh import SHARD
-from surojax.optim import Optimizer, Rule, Schedule, Tensor, adamw, clip_factor
+from surojax.optim import Optimizer, Rule, Schedule, Tensor, adamw, clip_factor, rounded
 
 RMS = 0.2  # of an update
 # (a, b, c) of x -> a x + b x^3 + c x^5 for each step: Polar Express (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1),
@@ -114,7 +114,8 @@ def normuon(
         o = o / (jnp.sqrt(rows)[:, None] + 1e-8)
         o = o * (RMS * o.size**0.5 / jnp.maximum(jnp.linalg.norm(o), jnp.finfo(jnp.float32).tiny))
         o, lr, old = _own(o, tensor.dim), rate(state.count), p.astype(jnp.float32)
-        new = (old - lr * (o + weight_decay * jnp.where(o * old > 0, old, 0))).astype(p.dtype)
+        new = old - lr * (o + weight_decay * jnp.where(o * old > 0, old, 0))
+        new = rounded(new, p.dtype, tensor, state.count + 1)
         return new.astype(dtype), new, Momentum(state.count + 1, m.astype(m_dtype), rows)
 
     plain = adamw(schedule, weight_decay=weight_decay, max_grad_norm=max_grad_norm, m_dtype=m_dtype, **adam)

@@ -10,7 +10,9 @@ shard of a matrix is updated as the whole would be. NorMuon (muon.py) gathers th
 | adamw8bit | AdamW in 8 bits        | AdamW in 8 bits | AdamW   | 2 + 8 / block, block up to 256 (pallas_kernels) |
 | normuon   | NorMuon                | AdamW           | AdamW   | 4, or 2, and 4 a row                            |
 
-The state of every rule starts as zeros, and has the layer axis where the tensors have it.
+The state of every rule starts as zeros, and has the layer axis where the tensors have it. All rules round master
+weights in bfloat16 stochastically: nearly all updates are smaller than half the distance to a neighbour, and rounded to
+nearest they would change nothing.
 """
 
 from collections.abc import Callable
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from pallas_kernels import adamw8bit as kernel
+from pallas_kernels.quantize import random_bits, round_with
 from surojax.collectives import WHOLE
 from surojax.mesh import SHARD
 
@@ -153,12 +156,26 @@ class Optimizer(NamedTuple):
         return self.vectors if ndim < 2 else self.blocks if part == "blocks" else self.outer
 
 
+def seed_of_step(tensor: Tensor, step: jax.Array) -> jax.Array:
+    """`Tensor.seed`, another one in every step."""
+    return tensor.seed + jnp.stack([step.astype(jnp.uint32) * jnp.uint32(0x9E3779B1), jnp.uint32(0)])
+
+
+def rounded(new: jax.Array, dtype, tensor: Tensor, step: jax.Array) -> jax.Array:
+    """New master weights, float32, in the dtype that they are stored in: bfloat16 stochastically."""
+    if dtype != jnp.bfloat16:
+        return new.astype(dtype)
+    seed = seed_of_step(tensor, step)
+    return round_with(new, random_bits(seed[0], seed[1] + jax.lax.iota(jnp.uint32, new.size).reshape(new.shape)))
+
+
 def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
-    """The rule that adds the updates of a chain, which is given `grad_norm=`; rounded to nearest."""
+    """The rule that adds the updates of a chain with `scale_by_adam` in it, which is given `grad_norm=`."""
 
     def apply(p, g, state, tensor: Tensor, dtype):
         update, state = chain.update(g.astype(jnp.float32), state, p, grad_norm=tensor.grad_norm)
-        new = (p.astype(jnp.float32) + update).astype(p.dtype)  # type: ignore[union-attr]
+        step = next(s.count for s in state if isinstance(s, optax.ScaleByAdamState))
+        new = rounded(p.astype(jnp.float32) + update, p.dtype, tensor, step)
         return new.astype(dtype), new, state
 
     return Rule(lambda p, shards: chain.init(p), apply)
@@ -214,8 +231,7 @@ def adamw8bit(
 ) -> Optimizer:
     """AdamW whose moments of matrices are in 8 bits; `vectors`: m_dtype and v_dtype of the others, as in `adamw`.
 
-    A block never spans two shards: its size is a divisor of the shard's row. bfloat16 master weights are rounded
-    stochastically.
+    A block never spans two shards: its size is a divisor of the shard's row.
     """
     plain = adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, **vectors)
 
@@ -229,7 +245,7 @@ def adamw8bit(
         h = kernel.Hyper(jnp.asarray(schedule(state.count)), b1, b2, eps, weight_decay, c1, c2, clip).vector()
         # One vector for all elements: powers and cosines that XLA fuses into a loop over them are rounded otherwise.
         h = jax.lax.optimization_barrier(h)
-        seed = tensor.seed + jnp.stack([step.astype(jnp.uint32) * jnp.uint32(0x9E3779B1), jnp.uint32(0)])
+        seed = seed_of_step(tensor, step)
         new = kernel.adamw8bit(p, g, *state[1:], h, seed, work_dtype=dtype, implementation=implementation)
         return new.work, new.p, Moments8bit(step, new.m, new.m_scale, new.v, new.v_scale)
 

@@ -19,7 +19,7 @@ class TrainState(NamedTuple):
 
     `weights` is always `master` cast to the work dtype, quantised from there with `persistent_quants`, so checkpoints
     hold `master` only. Randomness has no state: every draw is derived from the run's seed (weights, order of the data)
-    and a position that is stored.
+    or from the step (rounding), and a position.
     """
 
     step: Any  # int32 scalar: optimizer steps done
