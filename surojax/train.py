@@ -80,7 +80,7 @@ def train(config: Config) -> Result:
     # -- Plan: shapes, shardings, memory; and what there is to continue from ------------------------------------------
     run = draw(c, mesh, total_steps)
     identity = {"tokenizer": tokenizer.name, "data": corpus.fingerprint}
-    resume = find_resume(c, output_dir, identity)
+    resume = find_resume(c, output_dir, identity, samples_per_step)
     meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
     first_step, samples = meta["step"], meta["samples"]
     describe(c, run, devices, need)
@@ -168,7 +168,8 @@ def train(config: Config) -> Result:
                 if evaluate_now:
                     history.append(log.eval(step, **evaluate(train_state.weights)))
                 if save_now:
-                    checkpoints.save(train_state, {"step": step, "samples": samples, "config": c.to_dict(), **identity})
+                    at = {"step": step, "samples": samples, "samples_per_step": samples_per_step}
+                    checkpoints.save(train_state, at | {"config": c.to_dict(), **identity})
                 late.restart_clock()
             if stopping and not final:
                 say(f"stopped by {stopping} after step {step} of {total_steps}; start again to continue")
@@ -214,7 +215,7 @@ def check_schedule(c: Config, total_steps: int) -> None:
         )
 
 
-def find_resume(c: Config, output_dir: Path, identity: dict[str, str]) -> Path | None:
+def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_per_step: int) -> Path | None:
     """The checkpoint to continue from, None for a new run; refused unless it is of the same model, data and seed."""
     own, wanted = checkpoint.find(output_dir / checkpoint.FOLDER), c.resume_from_checkpoint
     if wanted == "no":
@@ -248,7 +249,23 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str]) -> Path |
     rest = {k: v for k, v in changed.items() if k not in ("output_dir", "resume_from_checkpoint")}
     if rest:
         say("continuing with changed settings: " + ", ".join(f"{k} {a!r} -> {b!r}" for k, (a, b) in rest.items()))
+    check_batch(c, found, meta.get("samples_per_step", samples_per_step), samples_per_step, rest)
     return found
+
+
+def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) -> None:
+    """Say that a step has more or fewer samples than in the checkpoint's run; refuse it where no setting says so."""
+    if before == now:
+        return
+    if not changed.keys() & {"gpus", "per_device_batch_size", "gradient_accumulation_steps"}:
+        devices = now // (c.per_device_batch_size * c.gradient_accumulation_steps)
+        per_device, rest = divmod(before, devices * c.gradient_accumulation_steps)
+        keep = "" if rest else f"per_device_batch_size={per_device} keeps it so, "
+        raise CheckpointError(
+            f"checkpoint {found} is of a run with {before} samples a step, which with these settings would be {now} on "
+            f"the {devices} devices here; {keep}gpus={devices} goes on with {now}"
+        )
+    say(f"note: a step has {now} samples from here on, it had {before}")
 
 
 def describe(c: Config, run: Blueprint, devices, need: dict[str, int]) -> None:

@@ -263,6 +263,24 @@ def test_on_other_numbers_of_devices(whole, config, tmp_path, request):
         assert len(result.state.master["blocks"]["mlp"]["w_up"].sharding.device_set) == devices
 
 
+def test_as_many_samples_a_step_unless_a_setting_says_otherwise(whole, config, tmp_path, capsys):
+    """gpus=0 on another machine: the config is the same, the batch would not be."""
+    killed_after(whole, 6, tmp_path / "run")
+    found = tmp_path / "run/checkpoints/6"
+    assert checkpoint.read_meta(found)["samples_per_step"] == 8 and config.per_device_batch_size == 8
+    config.gpus = 0
+    with pytest.raises(
+        CheckpointError, match=r"8 samples a step.* 64 on the 8 devices here; per_device_batch_size=1 kee"
+    ):
+        module.check_batch(config, found, 8, 64, {})
+    with pytest.raises(CheckpointError, match=r"devices here; gpus=8 goes on with 64"):
+        module.check_batch(config, found, 4, 64, {})
+    assert not capsys.readouterr().out
+    module.check_batch(config, found, 8, 8, {})
+    module.check_batch(config, found, 8, 64, {"gpus": (0, 8)})
+    assert capsys.readouterr().out == "note: a step has 64 samples from here on, it had 8\n"
+
+
 def test_more_steps_than_before(whole, config, tmp_path, capsys):
     killed_after(whole, 12, tmp_path / "run")
     config.max_steps = 14
