@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import psutil
 import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
@@ -116,7 +117,8 @@ class Checkpoints:
                 self.manager.close()
 
     def save(self, state: TrainState, meta: dict[str, Any]) -> None:
-        """Copy the state off the devices and start writing; an earlier write is waited for.
+        """Copy the state off the devices and start writing; an earlier write is waited for. Where host memory has no
+        room for a copy of what rests in it, all is written before this returns.
 
         Raises CheckpointError, leaving every earlier checkpoint as it was, when the state holds NaN or infinity, when
         there is no room, or when a write failed; NvmeError when a file of the state is not what was written to it.
@@ -131,23 +133,22 @@ class Checkpoints:
                 f"no checkpoint of step {step} was written: {bad[0]} holds NaN or infinity, as do {len(bad) - 1} other "
                 f"arrays; lower learning_rate; last checkpoint: {self.last}"
             )
-        need, free = bytes_on_disk(state), shutil.disk_usage(self.folder).free
-        if need > free:
-            raise CheckpointError(
-                f"no room for the checkpoint of step {step} in {self.folder}: it needs {need / 2**20:,.1f} MiB, "
-                f"{free / 2**20:,.1f} MiB are free; free some, or move output_dir; last checkpoint: {self.last}"
-            )
+        check_room(self.folder, state, f"the checkpoint of step {step}", f"; last checkpoint: {self.last}")
+        copied = room_to_copy(state)
+        apart = _apart if copied else lambda tree: tree
         history = {} if state.history is None else {"history": ocp.args.PyTreeSave({"amax": state.history})}
         items = ocp.args.Composite(
             **history,
-            master=ocp.args.PyTreeSave(_apart(state.master), save_args=_by_layer(state.master)),
-            moments=ocp.args.PyTreeSave(_apart(state.moments), save_args=_by_layer(state.moments)),
+            master=ocp.args.PyTreeSave(apart(state.master), save_args=_by_layer(state.master)),
+            moments=ocp.args.PyTreeSave(apart(state.moments), save_args=_by_layer(state.moments)),
             meta=ocp.args.JsonSave({**meta, "checksums": sums}),
         )
         assert step not in self.manager.all_steps(), f"the checkpoint of step {step} would be written twice"
         self.last = self.folder / str(step)
         with self._writing():
             self.manager.save(step, args=items, force=True)
+            if not copied:
+                self.manager.wait_until_finished()
 
     def check(self) -> None:
         """Raises CheckpointError when the write in the background has failed; costs nothing, so ask every step."""
@@ -245,8 +246,11 @@ def _check_moments(path: Path, moments) -> None:
 
 def _apart(tree):
     """Arrays that the next step does not touch: orbax copies from devices, but reads host memory while it writes."""
-    host = lambda x: isinstance(x, jax.Array) and x.sharding.memory_kind == MEMORY_KIND["host"]
-    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False) if host(x) else x, tree)
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False) if _in_host(x) else x, tree)
+
+
+def _in_host(x) -> bool:
+    return isinstance(x, jax.Array) and x.sharding.memory_kind == MEMORY_KIND["host"]
 
 
 def _load(path: Path, items: dict) -> dict:
@@ -318,6 +322,24 @@ def _by_layer(tree):
         return ocp.SaveArgs(chunk_byte_size=math.prod(shard[1:]) * x.dtype.itemsize, shard_axes=(0,))
 
     return jax.tree_util.tree_map_with_path(options, tree)
+
+
+def room_to_copy(state: TrainState) -> bool:
+    """Whether the machine has memory free for a second copy of what of the state rests there, and some to spare."""
+    leaves = [x for x in jax.tree.leaves((state.master, state.moments)) if _in_host(x)]
+    copy = sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards)
+    return 1.1 * copy < psutil.virtual_memory().available
+
+
+def check_room(folder: Path, state: TrainState, what: str = "a checkpoint", more: str = "") -> None:
+    """Raises CheckpointError when the disk of a folder, which need not exist yet, has no room for a state or a plan."""
+    there = next(f for f in (folder, *folder.absolute().parents) if f.exists())
+    need, free = bytes_on_disk(state), shutil.disk_usage(there).free
+    if need > free:
+        raise CheckpointError(
+            f"no room for {what} in {folder}: it needs {need / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free; "
+            f"free some, or move output_dir{more}"
+        )
 
 
 def bytes_on_disk(state: TrainState) -> int:

@@ -67,6 +67,7 @@ def train(config: Config) -> Result:
     run = draw(c, mesh, total_steps=1)
     need = check_fit(c, run, devices)
     nvme.check(nvme.store_of(run.plan))
+    checkpoint.check_room(output_dir, run.plan)
 
     # -- Data ---------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(c.tokenizer)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 from small import CONFIG
 
@@ -118,6 +119,22 @@ def test_later_steps_do_not_reach_a_checkpoint_that_is_still_being_written(tmp_p
             current = advance(current)
         jax.block_until_ready(current)
     assert_same(restore(newest(tmp_path), plan_of(current)), expected)
+
+
+def test_without_memory_for_a_copy_the_write_ends_before_the_next_step(tmp_path, monkeypatch):
+    current = jax.device_put(toy(1), ONE.with_memory_kind("pinned_host"))
+    expected = jax.tree.map(np.array, current)
+    size = sum(x.nbytes for x in jax.tree.leaves((current.master, current.moments)))
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=size))
+    monkeypatch.setattr(checkpoint, "_apart", lambda tree: pytest.fail("a copy was made"))
+    with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
+        checkpoints.save(current, {"step": 1})
+        assert newest(tmp_path).name == "1" and not checkpoints.manager.is_saving_in_progress()
+        assert_same(restore(newest(tmp_path), plan_of(current)), expected)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=2 * size))
+        with pytest.raises(pytest.fail.Exception, match="a copy was made"):
+            checkpoints.save(current, {"step": 2})
 
 
 def test_weights_alone_come_back_in_the_work_dtype(tmp_path):

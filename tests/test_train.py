@@ -263,6 +263,14 @@ def test_on_other_numbers_of_devices(whole, config, tmp_path, request):
         assert len(result.state.master["blocks"]["mlp"]["w_up"].sharding.device_set) == devices
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_seen_before_anything_else(config, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+    with pytest.raises(CheckpointError, match=r"no room for a checkpoint in .*run: it needs .* MiB, 0.0 MiB are free"):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_as_many_samples_a_step_unless_a_setting_says_otherwise(whole, config, tmp_path, capsys):
     """gpus=0 on another machine: the config is the same, the batch would not be."""
     killed_after(whole, 6, tmp_path / "run")
