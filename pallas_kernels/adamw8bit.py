@@ -235,10 +235,8 @@ def adamw8bit(
     """
     _check(p, g, m, m_scale, v, v_scale, h, seed)
     arrays, n = (p, g, m, m_scale, v, v_scale, h, seed), p.size // m_scale.size
-    serves = n % dispatch.LANES == 0
-    if implementation == "mosaic" and not serves:
-        raise dispatch.Unserved(f"{OP}: block: expected a multiple of {dispatch.LANES} for the kernel, got {n}")
-    if dispatch.choose(OP, implementation) == "mosaic" and serves:
+    expected = f"block: expected a multiple of {dispatch.LANES} for the kernel"
+    if dispatch.chosen(OP, implementation, n % dispatch.LANES == 0, expected, n):
         return adamw8bit_mosaic(*arrays, work_dtype, in_place, interpret)
     return adamw8bit_xla(*arrays, work_dtype)
 

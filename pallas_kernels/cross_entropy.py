@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import LANES, Implementation, Unserved, choose, launch, need
+from pallas_kernels.dispatch import LANES, Implementation, choose, chosen, launch, need
 from pallas_kernels.long_rows import Cut, Row, columns, cut
 from pallas_kernels.shapes import Case, Sizes
 
@@ -301,19 +301,16 @@ def _flat(logits, labels):
 
 
 def _mosaic(logits_NV, implementation: Implementation) -> bool:
-    """Whether the kernel runs. Raises Unserved where it was asked for and cannot."""
+    """Whether the kernel runs."""
     if choose(OP, implementation) == "xla" or logits_NV.size == 0:
         return False
     (N, V), itemsize = logits_NV.shape, logits_NV.dtype.itemsize
-    if cut(N, max(V, LANES), itemsize).rows * V < 2**31:
-        return True
-    if implementation is None:
-        return False
-    vec = 16 // itemsize
-    raise Unserved(
-        f"{OP}: expected fewer than 2^31 logits, since in rows that {vec} does not divide they are found with 32-bit "
-        f"numbers, got {N} rows of {V} (make the number of rows a multiple of {vec}, or take fewer)"
+    vec, fits = 16 // itemsize, cut(N, max(V, LANES), itemsize).rows * V < 2**31
+    expected = (
+        f"expected fewer than 2^31 logits, since in rows that {vec} does not divide they are found with 32-bit numbers "
+        f"(make the number of rows a multiple of {vec}, or take fewer)"
     )
+    return chosen(OP, implementation, fits, expected, f"{N} rows of {V}")
 
 
 def _check(logits, labels, z_loss) -> None:

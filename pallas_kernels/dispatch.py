@@ -2,13 +2,14 @@
 
 `implementation` of every public op is None, "mosaic" (the kernel) or "xla" (the reference, in jnp, on any device).
 None takes the kernel where the default backend is an NVIDIA GPU that the kernels serve, and the reference elsewhere; on
-a GPU that they do not serve it says so once. ValueError is "the caller is wrong"; `Unserved`, which is one too, "this
-kernel cannot", and is raised where the kernel was asked for.
+a GPU, or with shapes, that they do not serve it says so once. ValueError is "the caller is wrong"; `Unserved`, which is
+one too, "this kernel cannot", and is raised where the kernel was asked for.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 Implementation = Literal["mosaic", "xla"] | None
 IMPLEMENTATIONS = (None, "mosaic", "xla")
 OLDEST, NEWEST = (8, 0), (12, 1)  # compute capabilities that the kernels are compiled for in the tests
+LIBRARIES = tuple(os.path.dirname(file) for file in (__file__, jax.__file__))
 LANES = 128  # threads of a program, one warp group: vectors are cut into multiples of it
 
 
@@ -44,12 +46,33 @@ def automatic() -> Literal["mosaic", "xla"]:
     found = capability(device)
     if found and OLDEST <= found <= NEWEST:
         return "mosaic"
-    warnings.warn(
+    _say_once(
         f"pallas_kernels: {device.device_kind} (compute capability {getattr(device, 'compute_capability', None)}) is "
-        f"not one that the kernels serve ({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}); using XLA's instead",
-        stacklevel=3,
+        f"not one that the kernels serve ({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}); using XLA's instead"
     )
     return "xla"
+
+
+def chosen(op: str, implementation: Implementation, fits: bool, expected: str, got: Any) -> bool:
+    """Whether the kernel runs. What it cannot do is `left_to_xla`; expected: "expected ...", what would fit."""
+    if choose(op, implementation) == "xla":
+        return False
+    if not fits:
+        left_to_xla(implementation, Unserved(f"{op}: {expected}, got {got}"))
+    return fits
+
+
+def left_to_xla(implementation: Implementation, error: Unserved) -> None:
+    """Says once that the reference runs, and why; raises that where the kernel was asked for."""
+    if implementation == "mosaic":
+        raise Unserved(f"{error}; use implementation=None or 'xla'") from None
+    _say_once(f"{error}; using XLA's instead")
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    """As a warning about the caller's line."""
+    warnings.warn(message, skip_file_prefixes=LIBRARIES)
 
 
 def capability(device: Any) -> tuple[int, int] | None:

@@ -19,25 +19,12 @@ from pallas_kernels import dispatch, fp8
 LARGEST = 2**31  # numbers in an array: chunks are addressed in int32
 
 
-def chosen(op: str, implementation: dispatch.Implementation, fits: bool, needs: str, got) -> bool:
-    """Whether the kernel runs. What it cannot do goes to the reference, or is refused if the kernel was asked for.
-
-    Raises Unserved then.
-    """
-    if dispatch.choose(op, implementation) == "xla" or fits:
-        return dispatch.choose(op, implementation) == "mosaic"
-    if implementation == "mosaic":
-        expected = f"expected other sizes: the kernel needs {needs}"
-        raise dispatch.Unserved(f"{op}: {expected}, got {got}; use implementation=None or 'xla'")
-    return False
-
-
 def serves(x) -> bool:
     """Whether an array can be cut into chunks of 128 threads."""
     return 0 < x.size < LARGEST and x.size % dispatch.LANES == 0
 
 
-NEEDS = f"a multiple of {dispatch.LANES} numbers, fewer than 2^31"
+NEEDS = f"expected other sizes: the kernel needs a multiple of {dispatch.LANES} numbers, fewer than 2^31"
 
 
 def run(

@@ -307,21 +307,21 @@ def _check(op: str, x, dtype=None, dtypes=(), scale=None) -> None:
 
 
 def _flat(op: str, implementation: Implementation, x) -> bool:
-    return elementwise.chosen(op, implementation, elementwise.serves(x), elementwise.NEEDS, x.shape)
+    return dispatch.chosen(op, implementation, elementwise.serves(x), elementwise.NEEDS, x.shape)
 
 
 def _tiled(op: str, implementation: Implementation, x) -> bool:
     m, n = x.size // x.shape[-1] if x.size else 0, x.shape[-1]
-    fits = transposing.serves(m, n)
-    return elementwise.chosen(
-        op, implementation, fits, f"[M, N] in multiples of {transposing.TILE}, below 2^31", (m, n)
-    )
+    needs = f"expected other sizes: the kernel needs [M, N] in multiples of {transposing.TILE}, below 2^31"
+    return dispatch.chosen(op, implementation, transposing.serves(m, n), needs, (m, n))
 
 
 def _blocked(op: str, implementation: Implementation, x, block: int) -> bool:
     fits = block == BLOCK and x.size % (8 * BLOCK) == 0 and 0 < x.size < elementwise.LARGEST
-    needs = f"blocks of {BLOCK}, eight of them or a multiple, below 2^31 numbers"
-    return elementwise.chosen(op, implementation, fits, needs, f"blocks of {block} in {x.shape}")
+    needs = (
+        f"expected other blocks: the kernel needs blocks of {BLOCK}, eight of them or a multiple, below 2^31 numbers"
+    )
+    return dispatch.chosen(op, implementation, fits, needs, f"blocks of {block} in {x.shape}")
 
 
 def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:

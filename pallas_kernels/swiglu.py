@@ -107,7 +107,7 @@ def forward(
     """
     op = "swiglu.forward"
     _check(op, {"gate": gate, "up": up}, out_dtype, (out_scale,))
-    if elementwise.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
+    if dispatch.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
         (y,), (top,) = _run(forward_math, (gate, up), out_dtype, (out_scale,), interpret)
         return Gated(y, top)
     return Gated(*_store_xla(forward_math(gate, up), gate.dtype, out_dtype, out_scale))
@@ -130,7 +130,7 @@ def backward(
     op, scales = "swiglu.backward", (None, None) if out_scales is None else tuple(out_scales)
     dispatch.need(len(scales) == 2, op, "out_scales", "two (of d_gate, of d_up)", len(scales))
     _check(op, {"gate": gate, "up": up, "dy": dy}, out_dtype, scales)
-    if elementwise.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
+    if dispatch.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
         grads, tops = _run(backward_math, (dy, gate, up), out_dtype, scales, interpret)
         return Grads(*grads, *tops)
     grads = zip(backward_math(dy, gate, up), scales, strict=True)

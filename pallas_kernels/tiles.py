@@ -8,9 +8,7 @@ holds in a vector. So rows go to their own warps where they are short (no barrie
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, Unserved
 
 WARPS, LANES = 4, 32  # of a program
@@ -123,19 +122,12 @@ def heads(op: str, length: int, counts: Sequence[int], width: int, dtype) -> Hea
 
 
 def try_cut(implementation: Implementation, cut: Callable, op: str, *sizes):
-    """cut(op, *sizes). Where no layout serves them: None, said once; an error where "mosaic" was asked for."""
+    """cut(op, *sizes), or None where no layout serves them: see `dispatch.left_to_xla`."""
     try:
         return cut(op, *sizes)
     except Unserved as error:
-        if implementation == "mosaic":
-            raise
-        _say_once(f"{error}; using XLA's instead")
+        dispatch.left_to_xla(implementation, error)
         return None
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    warnings.warn(message, stacklevel=5)
 
 
 def load(ref, at, how) -> jax.Array:

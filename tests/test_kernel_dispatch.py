@@ -73,6 +73,19 @@ UNSERVED = {
 @pytest.mark.parametrize("op", UNSERVED)
 def test_kernels_refuse_with_one_error(op):
     """It is what a caller's mistake is too, and says which op, what it expects and what it got."""
-    with pytest.raises(dispatch.Unserved, match=rf"^{op}: .*expected .*, got .*") as found:
+    with pytest.raises(dispatch.Unserved, match=rf"^{op}: .*expected .*, got .*; use implementation=None") as found:
         UNSERVED[op](implementation="mosaic")
     assert isinstance(found.value, NotImplementedError) and isinstance(found.value, ValueError)
+
+
+@pytest.mark.parametrize("op", UNSERVED)
+def test_what_is_left_to_xla_is_said_once(op, monkeypatch):
+    """As on a GPU that the kernels serve; the warning names the line that calls the op."""
+    monkeypatch.setattr(dispatch, "automatic", lambda: "mosaic")
+    dispatch._say_once.cache_clear()
+    with pytest.warns(UserWarning, match=rf"^{op}: .*expected .*, got .*; using XLA's instead$") as said:
+        UNSERVED[op]()
+    assert len(said) == 1 and said[0].filename == __file__
+    UNSERVED[op]()  # warnings are errors here
+    dispatch._say_once.cache_clear()
+    UNSERVED[op](implementation="xla")

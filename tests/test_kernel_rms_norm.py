@@ -164,7 +164,7 @@ def test_what_the_kernel_cannot(shape, monkeypatch):
     with pytest.raises(NotImplementedError, match=f"got {shape[0]} rows of {shape[1]} bfloat16"):
         op.forward(x, scale, eps=EPS, implementation="mosaic")
     monkeypatch.setattr(dispatch, "automatic", lambda: "mosaic")
-    tiles._say_once.cache_clear()
+    dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match="using XLA's instead"):
         first = op.forward(x, scale, eps=EPS)
     again = op.forward(x, scale, eps=EPS)  # not said again: warnings are errors here

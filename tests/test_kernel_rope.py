@@ -137,7 +137,7 @@ def test_what_the_kernel_cannot(monkeypatch):
     with pytest.raises(NotImplementedError, match=r"got 1 positions, \(1, 1\) heads of 2 x 32 bfloat16"):
         op.forward(q, k, cos, sin, implementation="mosaic")
     monkeypatch.setattr(dispatch, "automatic", lambda: "mosaic")
-    tiles._say_once.cache_clear()
+    dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match="using XLA's instead"):
         op.forward(q, k, cos, sin)
     op.forward(q, k, cos, sin)  # not said again: warnings are errors here
