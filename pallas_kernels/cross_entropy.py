@@ -208,7 +208,7 @@ def _run(
 def loss_and_gradient(
     logits: Float[Array, "*N V"],
     labels: Int[Array, "*N"],
-    weight: Float[Array, ""],
+    weight: Float[Array, ""] | float,
     *,
     z_loss: float = 0.0,
     in_place: bool = False,
@@ -217,7 +217,7 @@ def loss_and_gradient(
 ) -> Loss:
     """Loss of every row and weight * its gradient, in one kernel.
 
-    logits: float32 or bfloat16. labels: int32, < 0 = ignored. weight: [], float32, what the gradient is multiplied by.
+    logits: float32 or bfloat16. labels: int32, < 0 = ignored. weight: one number, a factor of the gradient.
     z_loss: weight of lse^2 in the loss. in_place: the gradient is written over the logits, which saves memory where the
     caller needs them no more (in `jax.jit` they should be an intermediate value or a donated argument); refused in
     `jax.shard_map(check_vma=True)`, where JAX takes no references. Returns Loss with [*N] float32 and d_logits
@@ -225,7 +225,7 @@ def loss_and_gradient(
     """
     _check(logits, labels, z_loss)
     need(jnp.shape(weight) == (), OP, "weight", "one number, shape ()", jnp.shape(weight))
-    x_NV, labels_N = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    weight = jnp.asarray(weight, f32)
     if in_place:
         varying = getattr(getattr(jax.typeof(logits), "manual_axis_type", None), "varying", None)
         need(not varying, OP, "in_place", "False inside jax.shard_map(check_vma=True)", True)
