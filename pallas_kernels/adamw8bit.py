@@ -31,8 +31,8 @@ The choice, by the relative error of AdamW's update against that of float32 mome
 * A block whose gradients have all been 0 has scale 0 and codes 0, and does not move but for the decay.
 
 dtype promise: arithmetic in float32. float32 p is rounded to nearest; bfloat16 p stochastically, or what lr does to a
-weight is mostly less than half a step of 8 bits of mantissa, and lost. NaN or infinity in a gradient makes its whole
-block of p, and both scales, not finite, so it is not lost.
+weight is mostly less than half a step of 8 bits of mantissa, and lost. NaN or infinity in a gradient makes its own
+number of p and both scales of its block not finite, and with these the whole block of p in the next step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, fp8
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.quantize import random_bits, round_with
 from pallas_kernels.shapes import Case, Sizes
@@ -141,7 +141,7 @@ def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> Res
     root = decode(cut(v), v_scale[..., None], V_TOP)
     m, v = moments(cut(g), decode(cut(m), m_scale[..., None], M_TOP), root * root, h)
     root = jnp.sqrt(v)
-    m_scale, v_scale = jnp.max(jnp.abs(m), axis=-1), jnp.max(root, axis=-1)
+    m_scale, v_scale = fp8.absmax(m, axis=-1), fp8.absmax(root, axis=-1)
     m_code, v_code = _rounded(m, root, (m_scale[..., None], v_scale[..., None]), cut(bits))
     new = stepped(cut(p).astype(f32), m, root, h).reshape(p.shape)
     new = round_with(new, bits) if p.dtype == jnp.bfloat16 else new
