@@ -62,8 +62,8 @@ def _forward_xla(x, scale, residual, out_scale, eps: float, out_dtype) -> Normed
     y = t * jax.lax.rsqrt(jnp.mean(t * t, axis=-1, keepdims=True) + eps) * _last(scale, t)
     if out_scale is None:
         y = y.astype(x.dtype)
-        return Normed(y, jnp.max(jnp.abs(y)).astype(f32), total)
-    return Normed(fp8.reference(y, out_scale, out_dtype), jnp.max(jnp.abs(y)), total)
+        return Normed(y, fp8.absmax(y), total)
+    return Normed(fp8.reference(y, out_scale, out_dtype), fp8.absmax(y), total)
 
 
 def _backward_xla(dy, total, scale, d_total, eps: float) -> Grads:
@@ -74,7 +74,7 @@ def _backward_xla(dy, total, scale, d_total, eps: float) -> Grads:
     if d_total is not None:
         dx = dx + d_total.astype(f32)
     dx = dx.astype(total.dtype)
-    return Grads(dx, jnp.sum(dy * n, axis=tuple(range(n.ndim - 1))), jnp.max(jnp.abs(dx)).astype(f32))
+    return Grads(dx, jnp.sum(dy * n, axis=tuple(range(n.ndim - 1))), fp8.absmax(dx))
 
 
 def _last(scale, like):

@@ -88,6 +88,16 @@ def test_gradients_are_those_of_autodiff(how):
         np.testing.assert_allclose(g, e, rtol=1e-6, atol=1e-6)  # as in test_kernel
 
 
+@pytest.mark.parametrize("how", [KERNEL, REFERENCE])
+@pytest.mark.parametrize("length", [8, 128])
+def test_nan_is_not_lost(length, how):
+    """jnp.max does, on CPUs, from 4096 numbers on."""
+    q, k, cos, sin = data((1,), length, 4, 2, 64, f32)
+    for name, args in (("q", (q.at[0, 5, 1, 7].set(jnp.nan), k)), ("k", (q, k.at[0, 5, 1, 7].set(jnp.nan)))):
+        rotated = op.forward(*args, cos, sin, **how)
+        assert jnp.isnan(rotated.absmax_q) == (name == "q") and jnp.isnan(rotated.absmax_k) == (name == "k")
+
+
 @needs(8)
 def test_sharded_gradients():
     q, k, cos, sin = data((8,), 4, 2, 1, 64, f32)
