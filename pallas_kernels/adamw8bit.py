@@ -4,8 +4,8 @@
     p' = p - lr (m' / c1 / (sqrt(v' / c2) + eps) + decay p)       (Kingma and Ba 2015; Loshchilov and Hutter 2019)
 
 with f the factor of gradient clipping and c1, c2 the bias corrections 1 - b1^t and 1 - b2^t. Between steps m and v take
-2 bytes a parameter: codes with one float32 scale each for every block of a row, as in Dettmers et al. 2021
-(arXiv:2110.02861), who use other code books:
+2 bytes a parameter and 8 a block: codes with one float32 scale each for every block of a row (`block_size`), as in
+Dettmers et al. 2021 (arXiv:2110.02861), who use other code books:
 
     m         sign(k) (k / 127)^2 x largest |m| of the block,           k int8, -127 to 127
     sqrt(v)          (k / 255)^2 x largest sqrt(v) of the block,        k uint8, 0 to 255
@@ -88,8 +88,12 @@ class Result(NamedTuple):
 
 
 def block_size(n: int) -> int:
-    """Numbers in a block of rows of n: the largest divisor of n from 32 to 256, or n itself where there is none."""
-    return next((b for b in range(min(n, BLOCK), SMALLEST_BLOCK - 1, -1) if n % b == 0), n)
+    """Numbers in a block of rows of n: 256 or 128, which the kernel serves, where they divide n.
+
+    Elsewhere the largest divisor of n from 32 to 255, or n itself where there is none.
+    """
+    sizes = (BLOCK, dispatch.LANES, *range(BLOCK - 1, SMALLEST_BLOCK - 1, -1))
+    return next((b for b in sizes if n % b == 0), n)
 
 
 def init(shape: tuple[int, ...], block: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

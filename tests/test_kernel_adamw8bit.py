@@ -150,7 +150,15 @@ def test_the_work_copy_is_the_new_parameter():
 
 def test_blocks_are_divisors():
     sizes = {4096: 256, 11008: 256, 18944: 256, 352: 176, 80: 80, 300: 150, 100: 100, 514: 514, 31: 31, 1000: 250}
+    sizes |= {n: 128 for n in (128, 384, 640, 896, 1152, 1408, 28672 // 32)}  # and not 192 or 224, larger but unserved
     assert {n: op.block_size(n) for n in sizes} == sizes
+
+
+@pytest.mark.parametrize("n", range(128, 1537, 128))
+def test_the_kernel_serves_every_multiple_of_128(n):
+    """With the blocks that the op chooses; nothing is computed."""
+    args = jax.eval_shape(lambda: bad((2, n)))
+    assert jax.eval_shape(lambda a: op.adamw8bit(**a, implementation="mosaic"), args).p.shape == (2, n)
 
 
 def bad(shape=(2, 512), **changes) -> dict[str, Any]:
