@@ -205,7 +205,7 @@ def adamw8bit_mosaic(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None, in_
     held = [jax.new_ref(x) for x in state] if in_place else state
     body = _body(n, in_place, work_dtype is not None)
     found = dispatch.launch(
-        body, (rows(g), h, seed, *held), out=tuple(out), grid=(blocks,), names=("blocks",), interpret=interpret
+        body, (rows(g), h, seed, *held), op=OP, out=tuple(out), grid=(blocks,), names=("blocks",), interpret=interpret
     )
     found = list(found or ())
     new = [x[...] for x in held] if in_place else found[:5]

@@ -184,6 +184,7 @@ def _run(
     results = launch(
         _body(c, narrow, z_loss, forward, gradient, in_place),
         (x, labels_N, weight) if forward else (x, labels_N, weight, lse_N),
+        op=OP,
         out=out,
         grid=(N,),
         names=("rows",),

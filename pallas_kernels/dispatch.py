@@ -17,7 +17,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 Implementation = Literal["mosaic", "xla"] | None
 IMPLEMENTATIONS = (None, "mosaic", "xla")
@@ -85,17 +88,21 @@ def launch(
     kernel: Callable,
     operands: tuple,
     *,
+    op: str,
     out: Any,
     grid: tuple[int, ...],
     names: tuple[str, ...],
     interpret: bool,
     **more,
 ):
-    """Run a kernel over a grid, 128 threads a program; `operands` are arrays, or refs that it writes in place.
+    """Run an op's kernel over a grid, 128 threads a program; `operands` are arrays, or refs that it writes in place.
 
     out: `jax.ShapeDtypeStruct`s of what it returns. Inside `jax.shard_map(check_vma=True)` the results vary over the
-    mesh axes that any operand varies over.
+    mesh axes that any operand varies over. Raises Unserved on, or lowered for, another device than an NVIDIA GPU.
     """
+    if not interpret:
+        first = next(i for i, x in enumerate(operands) if isinstance(jax.typeof(x), ShapedArray))
+        operands = (*operands[:first], _for_gpu.bind(operands[first], op=op), *operands[first + 1 :])
     varying = frozenset().union(*(_varying(x) for x in operands))
     if varying:
         kind = jax.sharding.ManualAxisType(varying=varying)
@@ -106,6 +113,33 @@ def launch(
         kernel, out_type=out, grid=grid, grid_names=names, compiler_params=params, interpret=mode, **more
     )
     return jax.tree.map(lambda result: _vary(result, varying), run(*operands))
+
+
+# The identity of an array, and an error that names the op where a program is lowered for a device without the kernels:
+# JAX's own does not, and only lowering knows the device, since a program may be traced for a GPU that is not here.
+_for_gpu = Primitive("for_nvidia_gpu")
+_for_gpu.def_abstract_eval(lambda x, *, op: x)
+batching.defvectorized(_for_gpu)
+
+
+@_for_gpu.def_impl
+def _run_here(x, *, op: str):
+    for device in jnp.asarray(x).devices():
+        if capability(device) is None:
+            raise _not_here(op, device.device_kind)
+    return x
+
+
+def _lower_elsewhere(context, x, *, op: str):
+    raise _not_here(op, ", ".join(context.module_context.platforms))
+
+
+def _not_here(op: str, got: str) -> Unserved:
+    return Unserved(f"{op}: device: expected an NVIDIA GPU, or interpret=True for Pallas' interpreter, got {got}")
+
+
+mlir.register_lowering(_for_gpu, _lower_elsewhere)
+mlir.register_lowering(_for_gpu, lambda context, x, *, op: [x], platform="cuda")
 
 
 def _vary(x, axes: frozenset[str]):

@@ -33,6 +33,7 @@ def run(
     scalars: Sequence[jax.Array],
     dtypes: Sequence,
     maxima: int,
+    op: str,
     interpret: bool,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """(results, maxima): arrays of the shape of the first with these dtypes, and float32 [].
@@ -60,7 +61,7 @@ def run(
     grid = (n // chunk,)
     out = [jax.ShapeDtypeStruct((n,), dtype) for dtype in dtypes] + [jax.ShapeDtypeStruct(grid, jnp.int32)] * maxima
     operands = (*(x.reshape(n) for x in arrays), *(x.reshape(1) for x in scalars))
-    found = dispatch.launch(kernel, operands, out=out, grid=grid, names=("chunks",), interpret=interpret)
+    found = dispatch.launch(kernel, operands, op=op, out=out, grid=grid, names=("chunks",), interpret=interpret)
     results, tops = found[: len(dtypes)], found[len(dtypes) :]
     return [y.reshape(shape) for y in results], [fp8.from_ordered(jnp.max(top)) for top in tops]
 

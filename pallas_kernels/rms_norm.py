@@ -119,7 +119,14 @@ def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, tile: 
     if out_scale is not None:
         inputs.append((1 / out_scale).reshape(1))
     y, absmax, *total = dispatch.launch(
-        kernel, tuple(inputs), out=out, grid=(tile.tiles,), names=("tile",), interpret=interpret, **NO_BARRIERS
+        kernel,
+        tuple(inputs),
+        op="rms_norm.forward",
+        out=out,
+        grid=(tile.tiles,),
+        names=("tile",),
+        interpret=interpret,
+        **NO_BARRIERS,
     )
     y = y if out_scale is None else jax.lax.bitcast_convert_type(y, out_dtype)
     return Normed(y.reshape(x.shape), jnp.max(absmax), total[0].reshape(x.shape) if total else x)
@@ -177,7 +184,14 @@ def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.Rows, in
         jax.ShapeDtypeStruct((programs * tile.rows,), f32),
     )
     dx, parts, absmax = dispatch.launch(
-        kernel, (scale, *inputs), out=out, grid=(programs,), names=("program",), interpret=interpret, **NO_BARRIERS
+        kernel,
+        (scale, *inputs),
+        op="rms_norm.backward",
+        out=out,
+        grid=(programs,),
+        names=("program",),
+        interpret=interpret,
+        **NO_BARRIERS,
     )
     return Grads(dx.reshape(total.shape), jnp.sum(parts, axis=0), jnp.max(absmax))
 

@@ -94,6 +94,7 @@ def _forward_mosaic(q, k, cos, sin, inverse: bool, cut: tiles.Heads, interpret: 
     y, z, top_y, top_z = dispatch.launch(
         kernel,
         inputs,
+        op="rope",
         out=(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:2]), tops, tops),
         grid=(batch, -(-S // cut.positions)),
         names=("batch", "tile"),

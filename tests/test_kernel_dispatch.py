@@ -50,6 +50,26 @@ def test_fp8_of_what_is_not_nvidias(monkeypatch):
 z, u8, one = jnp.zeros, jnp.uint8, jnp.float32(1)
 STATE = (*adamw8bit.init((2, 150)), jnp.ones(8), z(2, jnp.uint32))
 LOGITS, LABELS = jax.ShapeDtypeStruct((42733, 50257), jnp.bfloat16), jax.ShapeDtypeStruct((42733,), jnp.int32)
+SERVED = {
+    "rms_norm.forward": lambda **how: rms_norm.rms_norm(z((64, 128)), z(128), **how),
+    "rms_norm.backward": lambda **how: rms_norm.backward(z((64, 128)), z((64, 128)), z(128), eps=1e-6, **how),
+    "rope": lambda **how: rope.rope(z((64, 4, 64)), z((64, 4, 64)), z((64, 32)), z((64, 32)), **how),
+    "swiglu.forward": lambda **how: swiglu.swiglu(z(128), z(128), **how),
+    "swiglu.backward": lambda **how: swiglu.backward(z(128), z(128), z(128), **how),
+    "quantize.absmax": lambda **how: quantize.absmax(z(128), **how),
+    "quantize.cast": lambda **how: quantize.cast(z(128), one, fp8.E4M3, **how),
+    "quantize.cast_transpose": lambda **how: quantize.cast_transpose(z((64, 64)), one, fp8.E4M3, **how),
+    "quantize.transpose": lambda **how: quantize.transpose(z((64, 64), u8), **how),
+    "quantize.quantize_blocks": lambda **how: quantize.quantize_blocks(z((8, 128)), jnp.int8, **how),
+    "quantize.dequantize_blocks": lambda **how: quantize.dequantize_blocks(
+        quantize.Blocks(z((8, 128), jnp.int8), z((8, 1))), jnp.bfloat16, **how
+    ),
+    "quantize.stochastic_round": lambda **how: quantize.stochastic_round(z(128), jnp.int32(0), **how),
+    "cross_entropy": lambda **how: cross_entropy.loss_and_gradient(z((2, 128)), z(2, jnp.int32), 1.0, **how),
+    "adamw8bit": lambda **how: adamw8bit.adamw8bit(
+        z((2, 128)), z((2, 128)), *adamw8bit.init((2, 128)), z(8), z(2, jnp.uint32), in_place=True, **how
+    ),
+}
 UNSERVED = {
     "rms_norm.forward": lambda **how: rms_norm.forward(z((64, 1001)), z(1001), eps=1e-6, **how),
     "rms_norm.backward": lambda **how: rms_norm.backward(z((64, 1001)), z((64, 1001)), z(1001), eps=1e-6, **how),
@@ -89,3 +109,24 @@ def test_what_is_left_to_xla_is_said_once(op, monkeypatch):
     UNSERVED[op]()  # warnings are errors here
     dispatch._say_once.cache_clear()
     UNSERVED[op](implementation="xla")
+
+
+@pytest.mark.parametrize("op", SERVED)
+def test_kernels_need_a_gpu_or_the_interpreter(op):
+    """Traced they may be, for a GPU that is not here; run or compiled for this device, the error names the op."""
+    kernel = functools.partial(SERVED[op], implementation="mosaic")
+    jax.eval_shape(kernel)
+    for call in (kernel, jax.jit(kernel)):
+        with pytest.raises(dispatch.Unserved, match=f"^{op}: device: expected an NVIDIA GPU, or interpret=.*, got cpu"):
+            call()
+
+
+def test_kernels_need_a_gpu_under_transformations():
+    """vmap and gradients pass through what looks for the device; only lowering asks for one."""
+    x, labels = z((2, 3, 128)), z((2, 3), jnp.int32)
+    loss = lambda x, labels: cross_entropy.cross_entropy(x, labels, implementation="mosaic").sum()
+    prob = lambda x: cross_entropy.logprob(x, labels, implementation="mosaic").sum()
+    grad = jax.grad(lambda x: jax.vmap(loss)(x, labels).sum())
+    assert jax.eval_shape(grad, x).shape == jax.eval_shape(jax.grad(prob), x).shape == x.shape
+    with pytest.raises(dispatch.Unserved, match=r"^cross_entropy: device"):
+        jax.jit(jax.vmap(loss))(x, labels)
