@@ -4,8 +4,8 @@
     p' = p - lr (m' / c1 / (sqrt(v' / c2) + eps) + decay p)       (Kingma and Ba 2015; Loshchilov and Hutter 2019)
 
 with f the factor of gradient clipping and c1, c2 the bias corrections 1 - b1^t and 1 - b2^t. Between steps m and v take
-2 bytes a parameter: codes with one float32 scale each for every block of a row, as in Dettmers et al. 2021
-(arXiv:2110.02861), who use other code books:
+2 bytes a parameter and 8 a block: codes with one float32 scale each for every block of a row (`block_size`), as in
+Dettmers et al. 2021 (arXiv:2110.02861), who use other code books:
 
     m         sign(k) (k / 127)^2 x largest |m| of the block,           k int8, -127 to 127
     sqrt(v)          (k / 255)^2 x largest sqrt(v) of the block,        k uint8, 0 to 255
@@ -31,8 +31,8 @@ The choice, by the relative error of AdamW's update against that of float32 mome
 * A block whose gradients have all been 0 has scale 0 and codes 0, and does not move but for the decay.
 
 dtype promise: arithmetic in float32. float32 p is rounded to nearest; bfloat16 p stochastically, or what lr does to a
-weight is mostly less than half a step of 8 bits of mantissa, and lost. NaN or infinity in a gradient makes its whole
-block of p, and both scales, not finite, so it is not lost.
+weight is mostly less than half a step of 8 bits of mantissa, and lost. NaN or infinity in a gradient makes its own
+number of p and both scales of its block not finite, and with these the whole block of p in the next step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, fp8
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.quantize import random_bits, round_with
 from pallas_kernels.shapes import Case, Sizes
@@ -88,8 +88,12 @@ class Result(NamedTuple):
 
 
 def block_size(n: int) -> int:
-    """Numbers in a block of rows of n: the largest divisor of n from 32 to 256, or n itself where there is none."""
-    return next((b for b in range(min(n, BLOCK), SMALLEST_BLOCK - 1, -1) if n % b == 0), n)
+    """Numbers in a block of rows of n: 256 or 128, which the kernel serves, where they divide n.
+
+    Elsewhere the largest divisor of n from 32 to 255, or n itself where there is none.
+    """
+    sizes = (BLOCK, dispatch.LANES, *range(BLOCK - 1, SMALLEST_BLOCK - 1, -1))
+    return next((b for b in sizes if n % b == 0), n)
 
 
 def init(shape: tuple[int, ...], block: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -141,7 +145,7 @@ def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> Res
     root = decode(cut(v), v_scale[..., None], V_TOP)
     m, v = moments(cut(g), decode(cut(m), m_scale[..., None], M_TOP), root * root, h)
     root = jnp.sqrt(v)
-    m_scale, v_scale = jnp.max(jnp.abs(m), axis=-1), jnp.max(root, axis=-1)
+    m_scale, v_scale = fp8.absmax(m, axis=-1), fp8.absmax(root, axis=-1)
     m_code, v_code = _rounded(m, root, (m_scale[..., None], v_scale[..., None]), cut(bits))
     new = stepped(cut(p).astype(f32), m, root, h).reshape(p.shape)
     new = round_with(new, bits) if p.dtype == jnp.bfloat16 else new
@@ -201,7 +205,7 @@ def adamw8bit_mosaic(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None, in_
     held = [jax.new_ref(x) for x in state] if in_place else state
     body = _body(n, in_place, work_dtype is not None)
     found = dispatch.launch(
-        body, (rows(g), h, seed, *held), out=tuple(out), grid=(blocks,), names=("blocks",), interpret=interpret
+        body, (rows(g), h, seed, *held), op=OP, out=tuple(out), grid=(blocks,), names=("blocks",), interpret=interpret
     )
     found = list(found or ())
     new = [x[...] for x in held] if in_place else found[:5]
@@ -231,14 +235,12 @@ def adamw8bit(
     shards of a matrix draw what the whole would. work_dtype: also return the new p in it. in_place: the kernel writes
     over p and the moments; not inside `shard_map(check_vma=True)`, and without a copy only where the caller donates
     them. Blocks that 128 does not divide are left to XLA. Raises ValueError for shapes and dtypes that do not belong
-    together, and for such blocks with implementation="mosaic".
+    together, dispatch.Unserved for such blocks with implementation="mosaic".
     """
     _check(p, g, m, m_scale, v, v_scale, h, seed)
     arrays, n = (p, g, m, m_scale, v, v_scale, h, seed), p.size // m_scale.size
-    serves = n % dispatch.LANES == 0
-    if implementation == "mosaic":
-        dispatch.need(serves, OP, "block", f"a multiple of {dispatch.LANES} for the kernel", n)
-    if dispatch.choose(OP, implementation) == "mosaic" and serves:
+    expected = f"block: expected a multiple of {dispatch.LANES} for the kernel"
+    if dispatch.chosen(OP, implementation, n % dispatch.LANES == 0, expected, n):
         return adamw8bit_mosaic(*arrays, work_dtype, in_place, interpret)
     return adamw8bit_xla(*arrays, work_dtype)
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import LANES, Implementation, choose, launch, need
+from pallas_kernels.dispatch import LANES, Implementation, choose, chosen, launch, need
 from pallas_kernels.long_rows import Cut, Row, columns, cut
 from pallas_kernels.shapes import Case, Sizes
 
@@ -184,6 +184,7 @@ def _run(
     results = launch(
         _body(c, narrow, z_loss, forward, gradient, in_place),
         (x, labels_N, weight) if forward else (x, labels_N, weight, lse_N),
+        op=OP,
         out=out,
         grid=(N,),
         names=("rows",),
@@ -208,7 +209,7 @@ def _run(
 def loss_and_gradient(
     logits: Float[Array, "*N V"],
     labels: Int[Array, "*N"],
-    weight: Float[Array, ""],
+    weight: Float[Array, ""] | float,
     *,
     z_loss: float = 0.0,
     in_place: bool = False,
@@ -217,7 +218,7 @@ def loss_and_gradient(
 ) -> Loss:
     """Loss of every row and weight * its gradient, in one kernel.
 
-    logits: float32 or bfloat16. labels: int32, < 0 = ignored. weight: [], float32, what the gradient is multiplied by.
+    logits: float32 or bfloat16. labels: int32, < 0 = ignored. weight: one number, a factor of the gradient.
     z_loss: weight of lse^2 in the loss. in_place: the gradient is written over the logits, which saves memory where the
     caller needs them no more (in `jax.jit` they should be an intermediate value or a donated argument); refused in
     `jax.shard_map(check_vma=True)`, where JAX takes no references. Returns Loss with [*N] float32 and d_logits
@@ -225,7 +226,7 @@ def loss_and_gradient(
     """
     _check(logits, labels, z_loss)
     need(jnp.shape(weight) == (), OP, "weight", "one number, shape ()", jnp.shape(weight))
-    x_NV, labels_N = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    weight = jnp.asarray(weight, f32)
     if in_place:
         varying = getattr(getattr(jax.typeof(logits), "manual_axis_type", None), "varying", None)
         need(not varying, OP, "in_place", "False inside jax.shard_map(check_vma=True)", True)
@@ -301,18 +302,16 @@ def _flat(logits, labels):
 
 
 def _mosaic(logits_NV, implementation: Implementation) -> bool:
-    """Whether the kernel runs. Raises NotImplementedError where it was asked for and cannot."""
+    """Whether the kernel runs."""
     if choose(OP, implementation) == "xla" or logits_NV.size == 0:
         return False
     (N, V), itemsize = logits_NV.shape, logits_NV.dtype.itemsize
-    if cut(N, max(V, LANES), itemsize).rows * V < 2**31:
-        return True
-    if implementation is None:
-        return False
-    raise NotImplementedError(
-        f"{OP}: {N} rows of {V} logits: rows of a vocabulary that is not a multiple of {16 // itemsize} are found with "
-        f"32-bit numbers; make the number of rows a multiple of {16 // itemsize}, or take fewer"
+    vec, fits = 16 // itemsize, cut(N, max(V, LANES), itemsize).rows * V < 2**31
+    expected = (
+        f"expected fewer than 2^31 logits, since in rows that {vec} does not divide they are found with 32-bit numbers "
+        f"(make the number of rows a multiple of {vec}, or take fewer)"
     )
+    return chosen(OP, implementation, fits, expected, f"{N} rows of {V}")
 
 
 def _check(logits, labels, z_loss) -> None:

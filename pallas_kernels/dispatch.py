@@ -2,25 +2,35 @@
 
 `implementation` of every public op is None, "mosaic" (the kernel) or "xla" (the reference, in jnp, on any device).
 None takes the kernel where the default backend is an NVIDIA GPU that the kernels serve, and the reference elsewhere; on
-a GPU that they do not serve it says so once. NotImplementedError is "this kernel cannot", ValueError "the caller is
-wrong".
+a GPU, or with shapes, that they do not serve it says so once. ValueError is "the caller is wrong"; `Unserved`, which is
+one too, "this kernel cannot", and is raised where the kernel was asked for.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 Implementation = Literal["mosaic", "xla"] | None
 IMPLEMENTATIONS = (None, "mosaic", "xla")
 OLDEST, NEWEST = (8, 0), (12, 1)  # compute capabilities that the kernels are compiled for in the tests
+LIBRARIES = tuple(os.path.dirname(file) for file in (__file__, jax.__file__))
 LANES = 128  # threads of a program, one warp group: vectors are cut into multiples of it
+
+
+class Unserved(NotImplementedError, ValueError):
+    """What the kernel of an op was asked for and cannot do: which op, what it expects and what it got."""
 
 
 def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
@@ -36,32 +46,63 @@ def automatic() -> Literal["mosaic", "xla"]:
     if jax.default_backend() != "gpu":
         return "xla"
     device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if capability and OLDEST <= tuple(map(int, str(capability).rstrip("a").split("."))) <= NEWEST:
+    found = capability(device)
+    if found and OLDEST <= found <= NEWEST:
         return "mosaic"
-    warnings.warn(
-        f"pallas_kernels: {device.device_kind} (compute capability {capability}) is not one that the kernels serve "
-        f"({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}); using XLA's instead",
-        stacklevel=3,
+    _say_once(
+        f"pallas_kernels: {device.device_kind} (compute capability {getattr(device, 'compute_capability', None)}) is "
+        f"not one that the kernels serve ({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}); using XLA's instead"
     )
     return "xla"
+
+
+def chosen(op: str, implementation: Implementation, fits: bool, expected: str, got: Any) -> bool:
+    """Whether the kernel runs. What it cannot do is `left_to_xla`; expected: "expected ...", what would fit."""
+    if choose(op, implementation) == "xla":
+        return False
+    if not fits:
+        left_to_xla(implementation, Unserved(f"{op}: {expected}, got {got}"))
+    return fits
+
+
+def left_to_xla(implementation: Implementation, error: Unserved) -> None:
+    """Says once that the reference runs, and why; raises that where the kernel was asked for."""
+    if implementation == "mosaic":
+        raise Unserved(f"{error}; use implementation=None or 'xla'") from None
+    _say_once(f"{error}; using XLA's instead")
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    """As a warning about the caller's line."""
+    warnings.warn(message, skip_file_prefixes=LIBRARIES)
+
+
+def capability(device: Any) -> tuple[int, int] | None:
+    """(9, 0) of an NVIDIA GPU that says "9.0" or "9.0a"; None of any other device: CPUs, AMD's GPUs ("gfx942")."""
+    found = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", str(getattr(device, "compute_capability", None)))
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def launch(
     kernel: Callable,
     operands: tuple,
     *,
+    op: str,
     out: Any,
     grid: tuple[int, ...],
     names: tuple[str, ...],
     interpret: bool,
     **more,
 ):
-    """Run a kernel over a grid, 128 threads a program; `operands` are arrays, or refs that it writes in place.
+    """Run an op's kernel over a grid, 128 threads a program; `operands` are arrays, or refs that it writes in place.
 
     out: `jax.ShapeDtypeStruct`s of what it returns. Inside `jax.shard_map(check_vma=True)` the results vary over the
-    mesh axes that any operand varies over.
+    mesh axes that any operand varies over. Raises Unserved on, or lowered for, another device than an NVIDIA GPU.
     """
+    if not interpret:
+        first = next(i for i, x in enumerate(operands) if isinstance(jax.typeof(x), ShapedArray))
+        operands = (*operands[:first], _for_gpu.bind(operands[first], op=op), *operands[first + 1 :])
     varying = frozenset().union(*(_varying(x) for x in operands))
     if varying:
         kind = jax.sharding.ManualAxisType(varying=varying)
@@ -72,6 +113,33 @@ def launch(
         kernel, out_type=out, grid=grid, grid_names=names, compiler_params=params, interpret=mode, **more
     )
     return jax.tree.map(lambda result: _vary(result, varying), run(*operands))
+
+
+# The identity of an array, and an error that names the op where a program is lowered for a device without the kernels:
+# JAX's own does not, and only lowering knows the device, since a program may be traced for a GPU that is not here.
+_for_gpu = Primitive("for_nvidia_gpu")
+_for_gpu.def_abstract_eval(lambda x, *, op: x)
+batching.defvectorized(_for_gpu)
+
+
+@_for_gpu.def_impl
+def _run_here(x, *, op: str):
+    for device in jnp.asarray(x).devices():
+        if capability(device) is None:
+            raise _not_here(op, device.device_kind)
+    return x
+
+
+def _lower_elsewhere(context, x, *, op: str):
+    raise _not_here(op, ", ".join(context.module_context.platforms))
+
+
+def _not_here(op: str, got: str) -> Unserved:
+    return Unserved(f"{op}: device: expected an NVIDIA GPU, or interpret=True for Pallas' interpreter, got {got}")
+
+
+mlir.register_lowering(_for_gpu, _lower_elsewhere)
+mlir.register_lowering(_for_gpu, lambda context, x, *, op: [x], platform="cuda")
 
 
 def _vary(x, axes: frozenset[str]):

@@ -19,24 +19,12 @@ from pallas_kernels import dispatch, fp8
 LARGEST = 2**31  # numbers in an array: chunks are addressed in int32
 
 
-def chosen(op: str, implementation: dispatch.Implementation, fits: bool, needs: str, got) -> bool:
-    """Whether the kernel runs. What it cannot do goes to the reference, or is refused if the kernel was asked for.
-
-    Raises NotImplementedError then.
-    """
-    if dispatch.choose(op, implementation) == "xla" or fits:
-        return dispatch.choose(op, implementation) == "mosaic"
-    if implementation == "mosaic":
-        raise NotImplementedError(f"{op}: the kernel needs {needs}, got {got}; use implementation=None or 'xla'")
-    return False
-
-
 def serves(x) -> bool:
     """Whether an array can be cut into chunks of 128 threads."""
     return 0 < x.size < LARGEST and x.size % dispatch.LANES == 0
 
 
-NEEDS = f"a multiple of {dispatch.LANES} numbers, fewer than 2^31"
+NEEDS = f"expected other sizes: the kernel needs a multiple of {dispatch.LANES} numbers, fewer than 2^31"
 
 
 def run(
@@ -45,6 +33,7 @@ def run(
     scalars: Sequence[jax.Array],
     dtypes: Sequence,
     maxima: int,
+    op: str,
     interpret: bool,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """(results, maxima): arrays of the shape of the first with these dtypes, and float32 [].
@@ -72,7 +61,7 @@ def run(
     grid = (n // chunk,)
     out = [jax.ShapeDtypeStruct((n,), dtype) for dtype in dtypes] + [jax.ShapeDtypeStruct(grid, jnp.int32)] * maxima
     operands = (*(x.reshape(n) for x in arrays), *(x.reshape(1) for x in scalars))
-    found = dispatch.launch(kernel, operands, out=out, grid=grid, names=("chunks",), interpret=interpret)
+    found = dispatch.launch(kernel, operands, op=op, out=out, grid=grid, names=("chunks",), interpret=interpret)
     results, tops = found[: len(dtypes)], found[len(dtypes) :]
     return [y.reshape(shape) for y in results], [fp8.from_ordered(jnp.max(top)) for top in tops]
 

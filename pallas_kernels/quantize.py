@@ -105,20 +105,20 @@ def round_with(x: Float[Array, "*b"], bits: Int[Array, "*b"]) -> Float[Array, "*
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _cast_transpose_mosaic(x, scale, dtype, interpret: bool) -> Cast:
+def _cast_transpose_mosaic(x, scale, dtype, op: str, interpret: bool) -> Cast:
     def body(tile, numbers):
         tile = tile.astype(f32)
         return fp8.encode(tile, 1 / numbers[0], dtype), tile
 
     flat = x.reshape(-1, x.shape[-1])
-    (values, top), words = transposing.run(body, flat, (scale,), fp8.store_dtype(dtype), interpret)
+    (values, top), words = transposing.run(body, flat, (scale,), fp8.store_dtype(dtype), op, interpret)
     values = values if values.dtype == dtype else jax.lax.bitcast_convert_type(values, dtype)
     return Cast(values.reshape(x.shape), transposing.as_matrix(words, dtype), top)
 
 
-def _transpose_mosaic(x8, interpret: bool):
+def _transpose_mosaic(x8, op: str, interpret: bool):
     bits = jax.lax.bitcast_convert_type(x8, jnp.uint8)
-    _, words = transposing.run(lambda tile, _: (tile, None), bits, (), None, interpret)
+    _, words = transposing.run(lambda tile, _: (tile, None), bits, (), None, op, interpret)
     return transposing.as_matrix(words, x8.dtype)
 
 
@@ -136,7 +136,7 @@ def _store(ref, at, value) -> None:
         ref[at] = value
 
 
-def _quantize_blocks_mosaic(x, dtype, interpret: bool) -> Blocks:
+def _quantize_blocks_mosaic(x, dtype, op: str, interpret: bool) -> Blocks:
     n = x.size // BLOCK
     rows, layout = _rows_of_blocks(n)
 
@@ -152,13 +152,13 @@ def _quantize_blocks_mosaic(x, dtype, interpret: bool) -> Blocks:
     stored = dtype if dtype == jnp.int8 else fp8.store_dtype(dtype)
     out = [jax.ShapeDtypeStruct((n, BLOCK), stored), jax.ShapeDtypeStruct((n,), f32)]
     values, scales = dispatch.launch(
-        kernel, (x.reshape(n, BLOCK),), out=out, grid=(n // rows,), names=("blocks",), interpret=interpret
+        kernel, (x.reshape(n, BLOCK),), op=op, out=out, grid=(n // rows,), names=("blocks",), interpret=interpret
     )
     values = values if stored == dtype else jax.lax.bitcast_convert_type(values, dtype)
     return Blocks(values.reshape(x.shape), scales.reshape(*x.shape[:-1], -1))
 
 
-def _dequantize_blocks_mosaic(values, scales, dtype, interpret: bool):
+def _dequantize_blocks_mosaic(values, scales, dtype, op: str, interpret: bool):
     n, kind = scales.size, values.dtype
     rows, layout = _rows_of_blocks(n)
 
@@ -173,7 +173,7 @@ def _dequantize_blocks_mosaic(values, scales, dtype, interpret: bool):
     stored = values if kind == jnp.int8 else fp8.as_stored(values)
     out = jax.ShapeDtypeStruct((n, BLOCK), dtype)
     operands = (stored.reshape(n, BLOCK), scales.reshape(n))
-    y = dispatch.launch(kernel, operands, out=out, grid=(n // rows,), names=("blocks",), interpret=interpret)
+    y = dispatch.launch(kernel, operands, op=op, out=out, grid=(n // rows,), names=("blocks",), interpret=interpret)
     return y.reshape(values.shape)
 
 
@@ -184,10 +184,11 @@ def absmax(
     x: Float[Array, "*b"], *, implementation: Implementation = None, interpret: bool = False
 ) -> Float[Array, ""]:
     """Largest magnitude of x, float32 []; NaN where x has one."""
-    _check("quantize.absmax", x)
-    if not _flat("quantize.absmax", implementation, x):
+    op = "quantize.absmax"
+    _check(op, x)
+    if not _flat(op, implementation, x):
         return fp8.absmax(x)
-    return elementwise.run(lambda v, *_: ([], v), (x,), (), [], 1, interpret)[1][0]
+    return elementwise.run(lambda v, *_: ([], v), (x,), (), [], 1, op, interpret)[1][0]
 
 
 def cast(
@@ -204,7 +205,7 @@ def cast(
     if not _flat(op, implementation, x):
         return fp8.reference(x, scale, dtype)
     body = lambda values, numbers, _: ([fp8.encode(values[0].astype(f32), 1 / numbers[0], dtype)], [])
-    (y,), _ = elementwise.run(body, (x,), (scale,), [fp8.store_dtype(dtype)], 0, interpret)
+    (y,), _ = elementwise.run(body, (x,), (scale,), [fp8.store_dtype(dtype)], 0, op, interpret)
     return y if y.dtype == dtype else jax.lax.bitcast_convert_type(y, dtype)
 
 
@@ -224,7 +225,7 @@ def cast_transpose(
     _check(op, x, dtype, FP8, scale)
     need(x.ndim > 1, op, "x", "[..., N] of two dimensions or more", x.shape)
     if _tiled(op, implementation, x):
-        return _cast_transpose_mosaic(x, scale, dtype, interpret)
+        return _cast_transpose_mosaic(x, scale, dtype, op, interpret)
     values = fp8.reference(x, scale, dtype)
     return Cast(values, values.reshape(-1, x.shape[-1]).T, fp8.absmax(x))
 
@@ -235,7 +236,7 @@ def transpose(
     """The transpose of a matrix of 8-bit numbers. The kernel needs M and N in multiples of 64."""
     op = "quantize.transpose"
     need(x8.ndim == 2 and x8.dtype.itemsize == 1, op, "x8", "[M, N] of 8 bits", f"{x8.dtype} {x8.shape}")
-    return _transpose_mosaic(x8, interpret) if _tiled(op, implementation, x8) else x8.T
+    return _transpose_mosaic(x8, op, interpret) if _tiled(op, implementation, x8) else x8.T
 
 
 def quantize_blocks(
@@ -255,7 +256,7 @@ def quantize_blocks(
     need(dtype in kinds, op, "dtype", f"one of {', '.join(map(str, kinds))}", dtype)
     need(block > 0 and x.ndim > 0 and x.shape[-1] % block == 0, op, "block", f"a divisor of n, {x.shape[-1:]}", block)
     if _blocked(op, implementation, x, block):
-        return _quantize_blocks_mosaic(x, dtype, interpret)
+        return _quantize_blocks_mosaic(x, dtype, op, interpret)
     return _quantize_blocks_xla(x, dtype, block)
 
 
@@ -271,7 +272,7 @@ def dequantize_blocks(
     got = f"{scales.dtype} {scales.shape} for {values.shape}"
     need(fits, op, "scales", "float32 [..., n / block] for values [..., n]", got)
     if _blocked(op, implementation, values, values.shape[-1] // scales.shape[-1]):
-        return _dequantize_blocks_mosaic(values, scales, dtype, interpret)
+        return _dequantize_blocks_mosaic(values, scales, dtype, op, interpret)
     return _dequantize_blocks_xla(values, scales, dtype)
 
 
@@ -295,7 +296,7 @@ def stochastic_round(
     if not _flat(op, implementation, x):
         return round_with(x, random_bits(seed, jax.lax.iota(u32, x.size).reshape(x.shape) + offset.astype(u32)))
     body = lambda v, numbers, index: ([round_with(v[0], random_bits(numbers[0], index() + numbers[1].astype(u32)))], [])
-    return elementwise.run(body, (x,), (seed, offset), [jnp.bfloat16], 0, interpret)[0][0]
+    return elementwise.run(body, (x,), (seed, offset), [jnp.bfloat16], 0, op, interpret)[0][0]
 
 
 def _check(op: str, x, dtype=None, dtypes=(), scale=None) -> None:
@@ -307,21 +308,21 @@ def _check(op: str, x, dtype=None, dtypes=(), scale=None) -> None:
 
 
 def _flat(op: str, implementation: Implementation, x) -> bool:
-    return elementwise.chosen(op, implementation, elementwise.serves(x), elementwise.NEEDS, x.shape)
+    return dispatch.chosen(op, implementation, elementwise.serves(x), elementwise.NEEDS, x.shape)
 
 
 def _tiled(op: str, implementation: Implementation, x) -> bool:
     m, n = x.size // x.shape[-1] if x.size else 0, x.shape[-1]
-    fits = transposing.serves(m, n)
-    return elementwise.chosen(
-        op, implementation, fits, f"[M, N] in multiples of {transposing.TILE}, below 2^31", (m, n)
-    )
+    needs = f"expected other sizes: the kernel needs [M, N] in multiples of {transposing.TILE}, below 2^31"
+    return dispatch.chosen(op, implementation, transposing.serves(m, n), needs, (m, n))
 
 
 def _blocked(op: str, implementation: Implementation, x, block: int) -> bool:
     fits = block == BLOCK and x.size % (8 * BLOCK) == 0 and 0 < x.size < elementwise.LARGEST
-    needs = f"blocks of {BLOCK}, eight of them or a multiple, below 2^31 numbers"
-    return elementwise.chosen(op, implementation, fits, needs, f"blocks of {block} in {x.shape}")
+    needs = (
+        f"expected other blocks: the kernel needs blocks of {BLOCK}, eight of them or a multiple, below 2^31 numbers"
+    )
+    return dispatch.chosen(op, implementation, fits, needs, f"blocks of {block} in {x.shape}")
 
 
 def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:

@@ -62,8 +62,8 @@ def _forward_xla(x, scale, residual, out_scale, eps: float, out_dtype) -> Normed
     y = t * jax.lax.rsqrt(jnp.mean(t * t, axis=-1, keepdims=True) + eps) * _last(scale, t)
     if out_scale is None:
         y = y.astype(x.dtype)
-        return Normed(y, jnp.max(jnp.abs(y)).astype(f32), total)
-    return Normed(fp8.reference(y, out_scale, out_dtype), jnp.max(jnp.abs(y)), total)
+        return Normed(y, fp8.absmax(y), total)
+    return Normed(fp8.reference(y, out_scale, out_dtype), fp8.absmax(y), total)
 
 
 def _backward_xla(dy, total, scale, d_total, eps: float) -> Grads:
@@ -74,7 +74,7 @@ def _backward_xla(dy, total, scale, d_total, eps: float) -> Grads:
     if d_total is not None:
         dx = dx + d_total.astype(f32)
     dx = dx.astype(total.dtype)
-    return Grads(dx, jnp.sum(dy * n, axis=tuple(range(n.ndim - 1))), jnp.max(jnp.abs(dx)).astype(f32))
+    return Grads(dx, jnp.sum(dy * n, axis=tuple(range(n.ndim - 1))), fp8.absmax(dx))
 
 
 def _last(scale, like):
@@ -119,7 +119,14 @@ def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, tile: 
     if out_scale is not None:
         inputs.append((1 / out_scale).reshape(1))
     y, absmax, *total = dispatch.launch(
-        kernel, tuple(inputs), out=out, grid=(tile.tiles,), names=("tile",), interpret=interpret, **NO_BARRIERS
+        kernel,
+        tuple(inputs),
+        op="rms_norm.forward",
+        out=out,
+        grid=(tile.tiles,),
+        names=("tile",),
+        interpret=interpret,
+        **NO_BARRIERS,
     )
     y = y if out_scale is None else jax.lax.bitcast_convert_type(y, out_dtype)
     return Normed(y.reshape(x.shape), jnp.max(absmax), total[0].reshape(x.shape) if total else x)
@@ -177,7 +184,14 @@ def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.Rows, in
         jax.ShapeDtypeStruct((programs * tile.rows,), f32),
     )
     dx, parts, absmax = dispatch.launch(
-        kernel, (scale, *inputs), out=out, grid=(programs,), names=("program",), interpret=interpret, **NO_BARRIERS
+        kernel,
+        (scale, *inputs),
+        op="rms_norm.backward",
+        out=out,
+        grid=(programs,),
+        names=("program",),
+        interpret=interpret,
+        **NO_BARRIERS,
     )
     return Grads(dx.reshape(total.shape), jnp.sum(parts, axis=0), jnp.max(absmax))
 
@@ -215,7 +229,7 @@ def forward(
 
     y is in the dtype of x, or cast to out_dtype (float8_e4m3fn or float8_e5m2), divided by out_scale, float32 `[]`.
     No derivative is defined: `rms_norm` has one. Raises ValueError for shapes and dtypes other than these,
-    NotImplementedError where implementation="mosaic" and the kernel cannot.
+    dispatch.Unserved where implementation="mosaic" and the kernel cannot.
     """
     _check("rms_norm.forward", x, scale, residual=residual)
     need((out_dtype is None) == (out_scale is None), "rms_norm.forward", "out_dtype and out_scale", "both or none",

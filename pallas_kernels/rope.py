@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, tiles
+from pallas_kernels import dispatch, fp8, tiles
 from pallas_kernels.dispatch import Implementation, need
 from pallas_kernels.shapes import Case, Sizes
 
@@ -46,7 +46,7 @@ def _rotate_xla(x, cos, sin):
     cos, sin = (jnp.expand_dims(a[:, None, :], tuple(range(x.ndim - 3))) for a in (cos, sin))
     first, second = jnp.split(x.astype(f32), 2, axis=-1)
     y = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return y, jnp.max(jnp.abs(y)).astype(f32)
+    return y, fp8.absmax(y)
 
 
 def _forward_xla(q, k, cos, sin, inverse: bool) -> Rotated:
@@ -94,6 +94,7 @@ def _forward_mosaic(q, k, cos, sin, inverse: bool, cut: tiles.Heads, interpret: 
     y, z, top_y, top_z = dispatch.launch(
         kernel,
         inputs,
+        op="rope",
         out=(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:2]), tops, tops),
         grid=(batch, -(-S // cut.positions)),
         names=("batch", "tile"),
@@ -121,7 +122,7 @@ def forward(
 
     q `[..., S, H, h]` and k `[..., S, K, h]` in bf16, float16 or float32, h even; cos and sin float32 `[S, h / 2]`. No
     derivative is defined: `rope` has one. Raises ValueError for shapes and dtypes other than these,
-    NotImplementedError where implementation="mosaic" and the kernel cannot.
+    dispatch.Unserved where implementation="mosaic" and the kernel cannot.
     """
     _check("rope", q, k, cos, sin)
     if dispatch.choose("rope", implementation) == "mosaic":

@@ -69,7 +69,7 @@ def _store_xla(y, dtype, out_dtype, out_scale):
 # --- kernel -----------------------------------------------------------------------------------------------------------
 
 
-def _run(math, arrays, out_dtype, scales, interpret: bool):
+def _run(math, arrays, out_dtype, scales, op: str, interpret: bool):
     """(results as stored, their absmax) of one pass."""
     count = 1 if math is forward_math else 2
     dtype = jnp.dtype(out_dtype or arrays[0].dtype)
@@ -85,7 +85,7 @@ def _run(math, arrays, out_dtype, scales, interpret: bool):
 
     kept = dtype if out_dtype is None else fp8.store_dtype(dtype)
     numbers = () if out_dtype is None else scales
-    results, tops = elementwise.run(body, arrays, numbers, [kept] * count, count, interpret)
+    results, tops = elementwise.run(body, arrays, numbers, [kept] * count, count, op, interpret)
     return [y if y.dtype == dtype else jax.lax.bitcast_convert_type(y, dtype) for y in results], tops
 
 
@@ -107,8 +107,8 @@ def forward(
     """
     op = "swiglu.forward"
     _check(op, {"gate": gate, "up": up}, out_dtype, (out_scale,))
-    if elementwise.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
-        (y,), (top,) = _run(forward_math, (gate, up), out_dtype, (out_scale,), interpret)
+    if dispatch.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
+        (y,), (top,) = _run(forward_math, (gate, up), out_dtype, (out_scale,), op, interpret)
         return Gated(y, top)
     return Gated(*_store_xla(forward_math(gate, up), gate.dtype, out_dtype, out_scale))
 
@@ -130,8 +130,8 @@ def backward(
     op, scales = "swiglu.backward", (None, None) if out_scales is None else tuple(out_scales)
     dispatch.need(len(scales) == 2, op, "out_scales", "two (of d_gate, of d_up)", len(scales))
     _check(op, {"gate": gate, "up": up, "dy": dy}, out_dtype, scales)
-    if elementwise.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
-        grads, tops = _run(backward_math, (dy, gate, up), out_dtype, scales, interpret)
+    if dispatch.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
+        grads, tops = _run(backward_math, (dy, gate, up), out_dtype, scales, op, interpret)
         return Grads(*grads, *tops)
     grads = zip(backward_math(dy, gate, up), scales, strict=True)
     (d_gate, top_gate), (d_up, top_up) = (_store_xla(y, gate.dtype, out_dtype, scale) for y, scale in grads)

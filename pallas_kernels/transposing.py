@@ -30,7 +30,7 @@ def serves(m: int, n: int) -> bool:
     return m % TILE == 0 and n % TILE == 0 and 0 < m * n < elementwise.LARGEST
 
 
-def run(body: Callable, x: jax.Array, scalars: tuple, stored, interpret: bool):
+def run(body: Callable, x: jax.Array, scalars: tuple, stored, op: str, interpret: bool):
     """([x in `stored`, absmax], or [] where stored is None, and the transpose as words [N, M / 4]).
 
     body(tile of x, scalars) -> (8 bits: FP8 or uint8, float32 or None). x: [M, N], multiples of TILE.
@@ -66,7 +66,7 @@ def run(body: Callable, x: jax.Array, scalars: tuple, stored, interpret: bool):
     operands = (x.reshape(m // 4, 4, n), *(s.reshape(1) for s in scalars))
     memory = [plgpu.SMEM((rows, wide + 4), u32)]
     *found, words = dispatch.launch(
-        kernel, operands, out=[*out, shape((n, m // 4), u32)], grid=grid, names=("rows", "columns"),
+        kernel, operands, op=op, out=[*out, shape((n, m // 4), u32)], grid=grid, names=("rows", "columns"),
         interpret=interpret, scratch_types=memory,
     )  # fmt: skip
     return (found and [found[0], fp8.from_ordered(jnp.max(found[1]))]), words

@@ -139,6 +139,14 @@ def test_no_rows():
     assert out.loss.shape == (0,) and out.d_logits.shape == (0, 97)
 
 
+@pytest.mark.parametrize("how", [KERNEL, REFERENCE], ids=["mosaic", "xla"])
+@pytest.mark.parametrize("weight", [0.25, np.float64(0.25)])
+def test_weight_is_any_number(weight, how):
+    logits, labels = example(2, 97)
+    found, expected = (ce.loss_and_gradient(logits, labels, w, **how) for w in (weight, f32(0.25)))
+    np.testing.assert_array_equal(found.d_logits, expected.d_logits)
+
+
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -88,6 +88,16 @@ def test_gradients_are_those_of_autodiff(how):
         np.testing.assert_allclose(g, e, rtol=1e-6, atol=1e-6)  # as in test_kernel
 
 
+@pytest.mark.parametrize("how", [KERNEL, REFERENCE])
+@pytest.mark.parametrize("length", [8, 128])
+def test_nan_is_not_lost(length, how):
+    """jnp.max does, on CPUs, from 4096 numbers on."""
+    q, k, cos, sin = data((1,), length, 4, 2, 64, f32)
+    for name, args in (("q", (q.at[0, 5, 1, 7].set(jnp.nan), k)), ("k", (q, k.at[0, 5, 1, 7].set(jnp.nan)))):
+        rotated = op.forward(*args, cos, sin, **how)
+        assert jnp.isnan(rotated.absmax_q) == (name == "q") and jnp.isnan(rotated.absmax_k) == (name == "k")
+
+
 @needs(8)
 def test_sharded_gradients():
     q, k, cos, sin = data((8,), 4, 2, 1, 64, f32)
@@ -137,7 +147,7 @@ def test_what_the_kernel_cannot(monkeypatch):
     with pytest.raises(NotImplementedError, match=r"got 1 positions, \(1, 1\) heads of 2 x 32 bfloat16"):
         op.forward(q, k, cos, sin, implementation="mosaic")
     monkeypatch.setattr(dispatch, "automatic", lambda: "mosaic")
-    tiles._say_once.cache_clear()
+    dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match="using XLA's instead"):
         op.forward(q, k, cos, sin)
     op.forward(q, k, cos, sin)  # not said again: warnings are errors here
