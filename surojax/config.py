@@ -88,7 +88,7 @@ def default_config() -> Config:
     c.matmul_dtype = ""  # recipe bf16: operands of products, bfloat16 or float32; "" = model_dtype
     c.gradient_dtype = ""  # recipe bf16: gradients in the backward pass's products, likewise; "" = matmul_dtype
     c.fp8_amax_history = 16  # fp8_hybrid: steps whose largest magnitudes a scale looks back on
-    c.fp8_margin = 0  # fp8_hybrid: binades left free above the largest magnitude seen
+    c.fp8_margin = 0  # fp8_hybrid: binades left free above the largest magnitude seen, 0 to 8
     c.block_scaled_products = "auto"  # mxfp8, nvfp4: "native" (sm_100, sm_120), "emulated", "auto" = native on GPUs
     c.skip_quant_first_layers = 0  # blocks at the start that compute as recipe bf16 does
     c.skip_quant_last_layers = 0  # blocks at the end that do
