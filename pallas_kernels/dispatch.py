@@ -9,6 +9,7 @@ wrong".
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -36,15 +37,21 @@ def automatic() -> Literal["mosaic", "xla"]:
     if jax.default_backend() != "gpu":
         return "xla"
     device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if capability and OLDEST <= tuple(map(int, str(capability).rstrip("a").split("."))) <= NEWEST:
+    found = capability(device)
+    if found and OLDEST <= found <= NEWEST:
         return "mosaic"
     warnings.warn(
-        f"pallas_kernels: {device.device_kind} (compute capability {capability}) is not one that the kernels serve "
-        f"({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}); using XLA's instead",
+        f"pallas_kernels: {device.device_kind} (compute capability {getattr(device, 'compute_capability', None)}) is "
+        f"not one that the kernels serve ({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}); using XLA's instead",
         stacklevel=3,
     )
     return "xla"
+
+
+def capability(device: Any) -> tuple[int, int] | None:
+    """(9, 0) of an NVIDIA GPU that says "9.0" or "9.0a"; None of any other device: CPUs, AMD's GPUs ("gfx942")."""
+    found = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", str(getattr(device, "compute_capability", None)))
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def launch(
