@@ -2,8 +2,8 @@
 
 `implementation` of every public op is None, "mosaic" (the kernel) or "xla" (the reference, in jnp, on any device).
 None takes the kernel where the default backend is an NVIDIA GPU that the kernels serve, and the reference elsewhere; on
-a GPU that they do not serve it says so once. NotImplementedError is "this kernel cannot", ValueError "the caller is
-wrong".
+a GPU that they do not serve it says so once. ValueError is "the caller is wrong"; `Unserved`, which is one too, "this
+kernel cannot", and is raised where the kernel was asked for.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ Implementation = Literal["mosaic", "xla"] | None
 IMPLEMENTATIONS = (None, "mosaic", "xla")
 OLDEST, NEWEST = (8, 0), (12, 1)  # compute capabilities that the kernels are compiled for in the tests
 LANES = 128  # threads of a program, one warp group: vectors are cut into multiples of it
+
+
+class Unserved(NotImplementedError, ValueError):
+    """What the kernel of an op was asked for and cannot do: which op, what it expects and what it got."""
 
 
 def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
