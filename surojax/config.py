@@ -97,7 +97,7 @@ def default_config() -> Config:
     c.zero_level = 1  # shards over dp_shard: 1 = optimizer state, 2 = + gradients, 3 = + block weights
     c.shard_gradients = config_dict.placeholder(bool)  # shard the gradient accumulators; unset = zero_level >= 2
     c.shard_weights = config_dict.placeholder(bool)  # shard the block weights; unset = zero_level >= 3
-    c.shard_outer = False  # split embedding and head over dp_shard by words; for vocabularies that cost too much memory
+    c.shard_outer = False  # split embedding and head over dp_shard by words: large vocabularies; the loss is XLA's then
     c.offload_residual = False  # what the forward pass saves for the backward pass rests in pinned host memory
     c.offload_optimizer = either(False)  # optimizer state rests in pinned host memory; "nvme" = in a file in nvme_path
     c.offload_master = either(False)  # master weights rest in pinned host memory; "nvme" = in a file in nvme_path
