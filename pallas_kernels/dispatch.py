@@ -39,10 +39,12 @@ def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
 @functools.cache
 def automatic(device: Any = None) -> Literal["mosaic", "xla"]:
     """What `implementation=None` means in programs for a device or platform; None: for the first device there is."""
-    named = device is None or isinstance(device, str)
-    if ((device or jax.default_backend()) if named else device.platform) not in ("gpu", "cuda"):
+    if device is None or isinstance(device, str):
+        if (device or jax.default_backend()) not in ("gpu", "cuda"):
+            return "xla"
+        device = jax.devices(device)[0]
+    elif device.platform != "gpu":
         return "xla"
-    device = jax.devices(device)[0] if named else device
     found = capability(device)
     if found and OLDEST <= found <= NEWEST:
         return "mosaic"
