@@ -1,9 +1,10 @@
 """Which implementation of an op runs, and how a Pallas Mosaic GPU kernel is started.
 
 `implementation` of every public op is None, "mosaic" (the kernel) or "xla" (the reference, in jnp, on any device).
-None takes the kernel where the default backend is an NVIDIA GPU that the kernels serve, and the reference elsewhere; on
-a GPU, or with shapes, that they do not serve it says so once. ValueError is "the caller is wrong"; `Unserved`, which is
-one too, "this kernel cannot", and is raised where the kernel was asked for.
+None takes the kernel where the program is for an NVIDIA GPU that the kernels serve (`jax.default_device`, which also
+names the GPU that a machine without one compiles for, else the default backend), and the reference elsewhere; on a GPU,
+or with shapes, that they do not serve it says so once. ValueError is "the caller is wrong"; `Unserved`, which is one
+too, "this kernel cannot", and is raised where the kernel was asked for.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
     """The implementation to run. Raises ValueError for an unknown one."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
-    return implementation or automatic()
+    return implementation or automatic(jax.config.jax_default_device)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.cache
-def automatic() -> Literal["mosaic", "xla"]:
-    """What `implementation=None` means on this machine."""
-    if jax.default_backend() != "gpu":
+def automatic(device: Any = None) -> Literal["mosaic", "xla"]:
+    """What `implementation=None` means in programs for a device or platform; None: for the first device there is."""
+    if device is None or isinstance(device, str):
+        if (device or jax.default_backend()) not in ("gpu", "cuda"):
+            return "xla"
+        device = jax.devices(device)[0]
+    elif device.platform != "gpu":
         return "xla"
-    device = jax.devices()[0]
     found = capability(device)
     if found and OLDEST <= found <= NEWEST:
         return "mosaic"

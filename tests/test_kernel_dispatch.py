@@ -101,7 +101,7 @@ def test_kernels_refuse_with_one_error(op):
 @pytest.mark.parametrize("op", UNSERVED)
 def test_what_is_left_to_xla_is_said_once(op, monkeypatch):
     """As on a GPU that the kernels serve; the warning names the line that calls the op."""
-    monkeypatch.setattr(dispatch, "automatic", lambda: "mosaic")
+    monkeypatch.setattr(dispatch, "automatic", lambda device=None: "mosaic")
     dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match=rf"^{op}: .*expected .*, got .*; using XLA's instead$") as said:
         UNSERVED[op]()

@@ -299,7 +299,7 @@ def test_what_the_kernels_cannot(call, monkeypatch):
     x = finite((63, 128))
     with pytest.raises(NotImplementedError, match=r"the kernel needs .*, got .*; use implementation=None"):
         call(x, implementation="mosaic")
-    monkeypatch.setattr(dispatch, "automatic", lambda: "mosaic")
+    monkeypatch.setattr(dispatch, "automatic", lambda device=None: "mosaic")
     dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match="using XLA's instead"):
         found = call(x)

@@ -175,7 +175,7 @@ def test_what_the_kernel_cannot(shape, monkeypatch):
     x, scale = jnp.ones(shape, bf16), jnp.ones(shape[-1])
     with pytest.raises(NotImplementedError, match=f"got {shape[0]} rows of {shape[1]} bfloat16"):
         op.forward(x, scale, eps=EPS, implementation="mosaic")
-    monkeypatch.setattr(dispatch, "automatic", lambda: "mosaic")
+    monkeypatch.setattr(dispatch, "automatic", lambda device=None: "mosaic")
     dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match="using XLA's instead"):
         first = op.forward(x, scale, eps=EPS)

@@ -146,7 +146,7 @@ def test_what_the_kernel_cannot(monkeypatch):
     q, k, cos, sin = data((1,), 1, 1, 1, 64, bf16)
     with pytest.raises(NotImplementedError, match=r"got 1 positions, \(1, 1\) heads of 2 x 32 bfloat16"):
         op.forward(q, k, cos, sin, implementation="mosaic")
-    monkeypatch.setattr(dispatch, "automatic", lambda: "mosaic")
+    monkeypatch.setattr(dispatch, "automatic", lambda device=None: "mosaic")
     dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match="using XLA's instead"):
         op.forward(q, k, cos, sin)
