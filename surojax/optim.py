@@ -174,7 +174,8 @@ def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
 
     def apply(p, g, state, tensor: Tensor, dtype):
         update, state = chain.update(g.astype(jnp.float32), state, p, grad_norm=tensor.grad_norm)
-        step = next(s.count for s in state if isinstance(s, optax.ScaleByAdamState))
+        states: Any = state
+        step: Any = next(s.count for s in states if isinstance(s, optax.ScaleByAdamState))
         new = rounded(p.astype(jnp.float32) + update, p.dtype, tensor, step)
         return new.astype(dtype), new, state
 

@@ -10,7 +10,9 @@ import pytest
 from small import CONFIG, Small, tokens
 
 from surojax import fp8
+from surojax.engine import given
 from surojax.loss import cross_entropy
+from surojax.mesh import DATA
 from surojax.models.llama import functions, init_params
 from surojax.precision import Precision
 from surojax.quantize import has_one_scale, quantise_whole, scale_for
@@ -97,7 +99,7 @@ def run(recipe: str, devices: int = 1, model_dtype: str = "bfloat16", **placed) 
     return Small(devices, config=config(recipe), model_dtype=model_dtype, **placed).train(BATCHES)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", (*RECIPES, "mxfp8", "nvfp4"))
 def test_it_trains(recipe):
     losses, expected = ([x[0] for x in run(name)] for name in (recipe, "bf16"))
     # At loss 4.2, quantisation noise of some percent in blocks whose outputs are a small part of the residual stream.
@@ -109,13 +111,30 @@ def test_it_trains(recipe):
     "recipe, placed",
     (
         ("fp8_hybrid", {"recompute_block": False}),
+        # What is saved is bfloat16, what is computed again XLA may keep wider: in float32 both are the same.
+        ("mxfp8", {"recompute_block": False, "model_dtype": "float32"}),
+        ("nvfp4", dict.fromkeys(("offload_residual", "offload_weights"), True)),
         ("fp8_current", {"recompute_block": False, "offload_residual": True}),
         ("fp8_hybrid", dict.fromkeys(("offload_residual", "offload_weights", "offload_grads", "offload_master"), True)),
     ),
     ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )
 def test_memory_settings_change_no_bit(recipe, placed):
-    assert run(recipe, **placed) == run(recipe)
+    dtype = {name: placed[name] for name in ("model_dtype",) if name in placed}
+    assert run(recipe, **placed) == run(recipe, **dtype)
+
+
+def test_every_block_of_every_device_draws_numbers_of_its_own():
+    """nvfp4: two steps of two microbatches, three layers, four devices."""
+    small = Small(4, config=config("nvfp4"))
+
+    def seeds(step):
+        give = given(small.engine, None, step, 2, jnp.float32(1))
+        return jnp.stack([give(a, l) for a in range(2) for l in range(3)])
+
+    run = jax.jit(jax.shard_map(seeds, mesh=small.mesh, in_specs=jax.P(), out_specs=jax.P(DATA)))
+    found = np.concatenate([run(jnp.int32(step)) for step in range(2)])
+    assert len(set(found.tolist())) == found.size == 2 * 2 * 3 * 4
 
 
 def test_persistent_quants_change_no_bit():
