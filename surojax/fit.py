@@ -38,6 +38,11 @@ from surojax.precision import check_recipe
 from surojax.quantize import is_quantized
 
 GiB = 2**30
+POOL, DEFAULT_POOL = (
+    0.95,
+    0.75,
+)  # of a GPU's memory that JAX takes: at most, which leaves the driver its part; by itself
+POOL_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={POOL}"  # in the environment
 NVME_LAYERS = 4  # in host memory at most: one is read ahead, one is in use before and after its update, one is written
 SHARDED = {
     "zero_level": 3,
@@ -286,10 +291,11 @@ def needed(c: Config, n: int, platform: str) -> int:
 
 def _advice(c: Config, devices, available: int) -> list[str]:
     n, platform, lines = len(devices), devices[0].platform, []
-    pool, more = "XLA_PYTHON_CLIENT_MEM_FRACTION", int(available * 0.95 / 0.75)
-    if platform == "gpu" and pool not in os.environ and needed(c, n, platform) <= more:
+    more, chosen = int(available * POOL / DEFAULT_POOL), POOL_SETTING.partition("=")[0] in os.environ
+    if platform == "gpu" and not chosen and needed(c, n, platform) <= more:
         lines.append(
-            f"{pool}=0.95 in the environment: JAX takes 0.75 of a GPU's memory by itself, so {gib(more)} (fits)"
+            f"{POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} of a GPU's memory by itself, so {gib(more)} "
+            "(fits)"
         )
     found = changes_that_help(c, n, available, platform)
     for i, (change, need) in enumerate(found):

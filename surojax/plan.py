@@ -69,7 +69,7 @@ class Plan:
     step_time_bound_s: float
     bound_by: str
     times_s: dict[str, float]  # what each resource needs at least
-    device_limit_bytes: int  # that a program on this GPU can use
+    device_limit_bytes: int  # that JAX can take of this GPU, see `fit.POOL`
     host_limit_bytes: int | None  # of all GPUs together; None when not given
     changes: list[str]  # that would make it fit
 
@@ -99,7 +99,7 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
     )
     host_limit = None if host_memory is None else int(host_memory * GiB)
     in_files = sum(row["nvme"] for row in found["classes"].values())
-    limit, device = facts.memory_bytes, found["device_bytes"]
+    limit, device = int(fit.POOL * facts.memory_bytes), found["device_bytes"]
     enough = host_limit is None or n * found["host_bytes"] <= host_limit
     bound_by = max(times, key=lambda resource: times[resource])
     return Plan(
@@ -375,11 +375,11 @@ def verdict(p: Plan) -> list[str]:
     """Lines that say whether it fits, and if not what would."""
     name, device = GPUS[p.gpu].name, f"{gib(p.device_bytes)} of {gib(p.device_limit_bytes)}"
     over = p.device_bytes > p.device_limit_bytes
-    lines = [f"{'does not fit' if over else 'fits'}: {device} on each {name}"]
+    lines = [f"{'does not fit' if over else 'fits'}: {device}, which is {fit.POOL:.0%} of each {name}"]
     if not over:
-        lines[0] += "; cuDNN's workspaces and the CUDA context come on top, some hundred MiB"
-        if p.device_bytes > 0.75 * p.device_limit_bytes:
-            lines.append("  with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes 0.75 by itself")
+        lines[0] += "; cuDNN's workspaces come on top, some hundred MiB"
+        if p.device_bytes > fit.DEFAULT_POOL / fit.POOL * p.device_limit_bytes:
+            lines.append(f"  with {fit.POOL_SETTING} in the environment: JAX takes {fit.DEFAULT_POOL} by itself")
     lines += [f"  would change it: {change}" for change in p.changes]
     if p.host_limit_bytes is not None:
         need, there = gib(p.gpus * p.host_bytes), gib(p.host_limit_bytes)

@@ -463,6 +463,23 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in planner.table(small)
 
 
+def test_what_fits_leaves_the_driver_its_part(monkeypatch):
+    """`train` has 95 % of a card at most: what needs all of it does not fit."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    c = config(**TINY)
+    need = planner.plan(c, FIRST).device_bytes
+
+    def on(card: float):
+        monkeypatch.setitem(GPUS, FIRST, dataclasses.replace(GPUS[FIRST], memory_bytes=int(card)))
+        return planner.plan(c, FIRST)
+
+    tight, enough, plenty = on(need / 0.96), on(need / 0.94), on(need / 0.7)
+    assert not tight.fits and tight.changes and "does not fit: " in planner.table(tight)
+    assert tight.device_limit_bytes == pytest.approx(0.95 / 0.96 * need, rel=1e-3)
+    assert enough.fits and not enough.changes and "95% of each" in planner.table(enough)
+    assert ["MEM_FRACTION=0.95" in planner.table(p) for p in (tight, enough, plenty)] == [False, True, False]
+
+
 @needs_compiler
 def test_attention_that_the_gpu_does_not_have_is_refused():
     with pytest.raises(ConfigError, match=r"attention: .* got 'cudnn' \(.*head dim.*; use 'xla'"):
