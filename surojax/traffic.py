@@ -157,13 +157,14 @@ def device_traffic(run: Blueprint, batch: Batch) -> int:
 def host_bytes(run: Blueprint, batch: Batch, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
     """(host to device, device to host) bytes per step and GPU, from what rests in host memory per class.
 
-    Weights are fetched twice a microbatch and written once a step; gradients are read and written once a microbatch and
-    read by the update; residuals go both ways once a microbatch; master weights and moments once a step, those in files
-    by way of host memory.
+    Weights, or their persistent 8-bit copies, are fetched twice a microbatch and written once a step; gradients are
+    read and written once a microbatch and read by the update; residuals go both ways once a microbatch; master weights
+    and moments once a step, those in files by way of host memory.
     """
     k, host = batch.microbatches, {name: row["host"] + row["nvme"] for name, row in rows.items()}
-    read = 2 * k * host["weights"] + (k + 1) * host["grads"] + k * host["residuals"] + host["master"] + host["moments"]
-    written = host["weights"] + k * (host["grads"] + host["residuals"]) + host["master"] + host["moments"]
+    weights = host["weights"] + host.get("quants", 0)
+    read = 2 * k * weights + (k + 1) * host["grads"] + k * host["residuals"] + host["master"] + host["moments"]
+    written = weights + k * (host["grads"] + host["residuals"]) + host["master"] + host["moments"]
     return read, written
 
 

@@ -205,6 +205,26 @@ def test_weights_of_fp8_recipes_travel_in_8_bits(planned, changes):
     assert found["all-reduce"]["bytes"] == pytest.approx(found["all-reduce"]["textbook_bytes"] + shared, abs=100)
 
 
+QUANTS_IN_HOST = {"zero_level": 3, "recipe": "fp8_hybrid", "persistent_quants": True, "offload_quants": True}
+
+
+def test_quants_in_host_memory_travel_as_weights_do():
+    """Twice a microbatch to the device and once a step back: a byte for each number of the blocks' matrices."""
+    run = draw(config(gpus=4, **BLOCKS | QUANTS_IN_HOST), jax.sharding.AbstractMesh((1, 4), DATA), 10)
+    batch = traffic.Batch(1, 64, microbatches=3)
+    quants = 64 * (4 * 256**2 + 3 * 256 * 512) // 4
+    assert traffic.host_bytes(run, batch, planner.classes(run, batch)) == (2 * 3 * quants, quants)
+
+
+@needs_compiler
+def test_quants_in_host_memory_are_compiled_so(planned):
+    """The program copies what the formula says; a layer more, fetched ahead of the end of each loop."""
+    c = config(gpus=4, gradient_accumulation_steps=2, **BLOCKS | QUANTS_IN_HOST)
+    p = planned(c)
+    read, written = 2 * 2 * p.classes["quants"]["host"], p.classes["quants"]["host"]
+    assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)
+
+
 @needs_compiler
 def test_normuons_gathers_are_counted(planned):
     """Within the same 2 %: what AdamW gathers at ZeRO-1 for the new weights, and as much again for the momentum."""
