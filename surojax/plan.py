@@ -88,10 +88,7 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
     found = _compiled(c, gpu, batch) if aot.available() else _estimated(c, batch)
     times = traffic.bounds(
         facts,
-        c.model_dtype,
-        c.recipe,
         flops=found.pop("flops"),
-        recipe_flops=found.pop("recipe_flops"),
         device_bytes=found.pop("device_traffic"),
         link_bytes=sum(row["bytes"] for row in found["collectives"]),
         h2d=found["h2d_bytes"],
@@ -186,7 +183,6 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
             "largest": max((r for r, _ in again), key=lambda r: r.bytes).largest,
         },
         "flops": traffic.step_flops(run, batch),
-        "recipe_flops": traffic.recipe_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
     }
 
@@ -237,7 +233,6 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
         "overlap": [],
         "rematerialised": {"count": 0, "bytes": 0, "largest": ""},
         "flops": traffic.step_flops(run, batch),
-        "recipe_flops": traffic.recipe_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
     }
 

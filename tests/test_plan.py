@@ -11,6 +11,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -23,6 +24,7 @@ from surojax.gpus import GPUS
 from surojax.hlo import Transfer
 from surojax.mesh import DATA
 from surojax.plan import GiB, Plan
+from surojax.train import peak_flops
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -440,22 +442,23 @@ def test_without_the_compiler_there_is_an_estimate(tmp_path, monkeypatch, capsys
 def test_times_are_bytes_over_rates():
     """Where GPUs talk over PCI Express, their collectives share it with the copies to and from host memory."""
     moved = {
-        "flops": 165.2e12,
-        "recipe_flops": 0,
+        "flops": {"bfloat16": 165.2e12},
         "device_bytes": 504 * 10**9,
         "link_bytes": 10**10,
         "h2d": 3 * 10**10,
         "d2h": 10**10,
     }
-    four = traffic.bounds(GPUS["rtx4090"], "bfloat16", "bf16", **moved)
+    four = traffic.bounds(GPUS["rtx4090"], **moved)
     assert four["compute"] == pytest.approx(1) and four["device memory"] == pytest.approx(0.5)
     assert four["pcie"] == pytest.approx(4 * four["link"])
-    h100 = traffic.bounds(GPUS["h100"], "float32", "bf16", **moved)
+    h100 = traffic.bounds(GPUS["h100"], **moved | {"flops": {"float32": 165.2e12}})
     assert h100["compute"] == pytest.approx(165.2 / 494.5)
     assert h100["pcie"] == pytest.approx(3e10 / GPUS["h100"].pcie_bandwidth)
     assert h100["link"] == pytest.approx(1e10 / 450e9)
-    in_fp8 = traffic.bounds(GPUS["rtx4090"], "bfloat16", "fp8_current", **moved | {"recipe_flops": 165.2e12 / 2})
-    assert in_fp8["compute"] == pytest.approx(0.5 + 0.5 * 165.2 / 330.3)
+    half = {"bfloat16": 165.2e12 / 2, "float8": 165.2e12 / 2}
+    assert traffic.bounds(GPUS["rtx4090"], **moved | {"flops": half})["compute"] == pytest.approx(
+        0.5 + 0.5 / 2, rel=1e-3
+    )
 
 
 def test_flops_count_recomputation():
@@ -464,9 +467,45 @@ def test_flops_count_recomputation():
     flops = []
     for c.recompute_block in (False, True):
         run = draw(c, jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
-        flops.append(traffic.step_flops(run, traffic.Batch(1, 2048, 2)) / 4096)
+        found = traffic.step_flops(run, traffic.Batch(1, 2048, 2))
+        assert found.keys() == {"bfloat16"}
+        flops.append(found["bfloat16"] / 4096)
     n, head, attention = 6_607_077_376, 32000 * 4096, 6 * 32 * 4096 * 2048
     assert flops == [6 * n + attention, 6 * n + attention + 2 * (n - head) + attention / 3]
+
+
+HEAD = 6 * 32000 * 4096 + 6 * 32 * 4096 * 2048  # of llama7b per token, and attention: in model_dtype
+MATRICES = 32 * (4 * 4096**2 + 3 * 4096 * 11008)  # of its blocks; forward, in the forward pass again, and backward
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, {"float32": HEAD + 6 * MATRICES}),
+        ({"matmul_dtype": "bfloat16"}, {"float32": HEAD, "bfloat16": 6 * MATRICES}),
+        ({"gradient_dtype": "bfloat16"}, {"float32": HEAD + 2 * MATRICES, "bfloat16": 4 * MATRICES}),
+        ({"model_dtype": "bfloat16", "recipe": "fp8_current"}, {"bfloat16": HEAD, "float8": 6 * MATRICES}),
+        (
+            {"recipe": "nvfp4", "skip_quant_last_layers": 8, "matmul_dtype": "bfloat16"},
+            {"float32": HEAD, "float4": 4.5 * MATRICES, "bfloat16": 1.5 * MATRICES},
+        ),
+        ({"recipe": "mxfp8", "block_scaled_products": "emulated"}, {"float32": HEAD + 6 * MATRICES}),
+    ],
+    ids=str,
+)
+def test_products_count_in_the_numbers_that_they_have(changes, expected):
+    c = config(**{"model_dtype": "float32", "gpus": 2} | changes)
+    c = planner.checked(c, "b200")
+    run = draw(c, jax.sharding.AbstractMesh((1, 2), DATA), total_steps=10)
+    assert traffic.token_flops(run, 2048) == pytest.approx(expected)
+    again = traffic.token_flops(run, 2048, again=True)
+    assert sum(again.values()) - sum(expected.values()) == 2 * MATRICES + 2 * 32 * 4096 * 2048
+    # The best that MFU can be measured against: the time of these products, each at its own rate.
+    rates = {"float32": 1125e12, "bfloat16": 2250e12, "float8": 4500e12, "float4": 9000e12}
+    fastest = sum(size / rates[dtype] for dtype, size in expected.items())
+    devices = [SimpleNamespace(device_kind="NVIDIA B200")] * 2
+    assert peak_flops(devices, run, 2048) == pytest.approx(2 * sum(expected.values()) / fastest)
+    assert peak_flops([SimpleNamespace(device_kind="cpu")], run, 2048) is None
 
 
 def test_what_does_not_fit_comes_with_what_would(monkeypatch):
