@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import difflib
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -25,12 +26,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from surojax import aot, checks, config as configs, fit, hlo, placement, step, traffic
+from surojax import advice, aot, checks, config as configs, fit, hlo, placement, step, traffic
+from surojax.advice import GiB, Memory, gib
 from surojax.attention import fits_cudnn
 from surojax.blueprint import Blueprint, draw
 from surojax.config import Config
 from surojax.errors import ConfigError
-from surojax.fit import GiB, gib
 from surojax.flags import parse
 from surojax.gpus import GPUS
 from surojax.mesh import DATA, make_mesh, mesh_shape
@@ -96,22 +97,23 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
     )
     host_limit = None if host_memory is None else int(host_memory * GiB)
     in_files = sum(row["nvme"] for row in found["classes"].values())
-    limit, device = int(fit.POOL * facts.memory_bytes), found["device_bytes"]
-    enough = host_limit is None or n * found["host_bytes"] <= host_limit
+    limit = Memory(int(fit.POOL * facts.memory_bytes), math.inf if host_limit is None else host_limit)
+    need = Memory(found["device_bytes"], n * found["host_bytes"])
+    fits = not any(advice.missing(need, limit))
     bound_by = max(times, key=lambda resource: times[resource])
     return Plan(
         gpu=gpu,
         gpus=n,
-        fits=device <= limit and enough,
+        fits=fits,
         nvme_bytes=in_files,
         nvme_read_bytes=in_files,  # all of it, once a step, in both directions
         nvme_write_bytes=in_files,
         step_time_bound_s=times[bound_by],
         bound_by=bound_by,
         times_s=times,
-        device_limit_bytes=limit,
+        device_limit_bytes=limit.device,
         host_limit_bytes=host_limit,
-        changes=[] if device <= limit else _changes(c, device, limit),
+        changes=[] if fits else _changes(c, need, limit),
         **found,
     )
 
@@ -274,13 +276,19 @@ def classes(run: Blueprint, batch: traffic.Batch) -> dict[str, dict[str, int]]:
     return {name: row(name) for name, of in rows if isinstance(of, placement.Row) and (name != "quants" or of.dtype)}
 
 
-def _changes(c: Config, device_bytes: int, limit: int) -> list[str]:
-    """Settings that would make it fit, by estimate; what the estimate misses now is taken off the limit."""
-    missed = max(0, device_bytes - fit.needed(c, c.gpus, "gpu"))
-    found = fit.changes_that_help(c, c.gpus, limit - missed, "gpu")
-    fits = lambda need: " (fits)" if need <= limit - missed else ""
-    lines = [f"{fit.flags(change)} -> about {gib(need + missed)}{fits(need)}" for change, need in found]
-    return lines or ["a smaller model or sequence_len, or a GPU with more memory"]
+def _changes(c: Config, need: Memory, limit: Memory) -> list[str]:
+    """Settings that would make it fit, by estimate, to which is added what it misses of this `need`."""
+    estimated = fit.needs(c, c.gpus, "gpu")
+    device, host = max(0, need.device - estimated.device), max(0, need.host - estimated.host)
+
+    def needs(c: Config, n: int) -> Memory:
+        found = fit.needs(c, n, "gpu")
+        return Memory(found.device + device, found.host + host)
+
+    found = advice.changes_that_help(c, c.gpus, limit, "gpu", needs)
+    unsolved = any(advice.missing(found[-1][1] if found else need, limit))
+    more = "a smaller model or sequence_len, or a machine with more memory"
+    return advice.lines(found, limit) + [more] * unsolved
 
 
 def plan_in_subprocess(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
@@ -375,13 +383,11 @@ def verdict(p: Plan) -> list[str]:
         lines[0] += "; cuDNN's workspaces come on top, some hundred MiB"
         if p.device_bytes > fit.DEFAULT_POOL / fit.POOL * p.device_limit_bytes:
             lines.append(f"  with {fit.POOL_SETTING} in the environment: JAX takes {fit.DEFAULT_POOL} by itself")
-    lines += [f"  would change it: {change}" for change in p.changes]
     if p.host_limit_bytes is not None:
         need, there = gib(p.gpus * p.host_bytes), gib(p.host_limit_bytes)
         enough = p.gpus * p.host_bytes <= p.host_limit_bytes
-        fix = "" if enough else "; offload less, or store it in 16 bits (opt_m_dtype, opt_v_dtype, master_dtype)"
-        lines.append(f"{'fits' if enough else 'does not fit'}: {need} of {there} host memory for all GPUs{fix}")
-    return lines
+        lines.append(f"{'fits' if enough else 'does not fit'}: {need} of {there} host memory for all GPUs")
+    return lines + [f"  {'then' if i else 'would change it:'} {change}" for i, change in enumerate(p.changes)]
 
 
 def check_json_path(path: str) -> Path:

@@ -124,6 +124,9 @@ def test_flash_attention_has_no_scores():
     assert estimate(c, "cpu")["working space"] > xla
 
 
+MESH = jax.sharding.AbstractMesh((1, 1), DATA)
+
+
 def refusal(c, n: int, gibs: float, platform: str) -> str:
     """What a user reads who has n devices with so many GiB."""
     devices = [SimpleNamespace(platform=platform, device_kind="NVIDIA GeForce RTX 4090")] * n
@@ -143,6 +146,17 @@ def apply(c, text: str):
     return c
 
 
+@pytest.fixture
+def host(monkeypatch):
+    """Sets how much host memory is free, in GiB; a TiB until then."""
+
+    def free(gibs: float):
+        monkeypatch.setattr(fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=int(gibs * fit.GiB)))
+
+    free(1024)
+    return free
+
+
 @pytest.mark.parametrize(
     "name, changes, n, gibs, platform",
     [
@@ -157,13 +171,13 @@ def apply(c, text: str):
         ("llama7b", "gpus=4", 4, 2.0, "gpu"),  # and outer layers cut by words
     ],
 )
-def test_advice_is_true(name, changes, n, gibs, platform):
+def test_advice_is_true(name, changes, n, gibs, platform, host):
     """Each suggested change is a valid command line and leads to the number beside it; the last one fits."""
     c = apply(flags.load(str(CONFIGS / f"{name}.py")), f"gpus={n} {changes}")
     batch = c.per_device_batch_size * c.gradient_accumulation_steps
     line = refusal(c, n, gibs, platform)
     assert f"needs {fit.gib(fit.needed(c, n, platform))} (" in line and f"{gibs} GiB are free" in line
-    steps = re.findall(r"[:;] (?:then )?([\w=.\- ]+) -> ([\d.]+ GiB)( \(fits\))?", line)
+    steps = re.findall(r"[:;] (?:then )?([\w=.\- ]+) -> ([\d.]+ GiB)(?:, [\d.]+ GiB of host memory)?( \(fits\))?", line)
     assert steps and [fits for *_, fits in steps] == [""] * (len(steps) - 1) + [" (fits)"], line
     for text, number, _ in steps:
         c = apply(c, text)
@@ -175,9 +189,55 @@ def test_advice_is_true(name, changes, n, gibs, platform):
 def test_impossible_changes_are_not_advised():
     """Cut by words over four GPUs, a vocabulary that eight do not divide cannot be spread further."""
     c = apply(flags.load(str(CONFIGS / "llama7b.py")), "gpus=4 zero_level=3 shard_outer=true model.vocab_size=32004")
-    found = fit.changes_that_help(c, 4, fit.GiB, "gpu")
-    assert {"offload_weights": True} in [change for change, _ in found]
-    assert not any("gpus" in change for change, _ in found)
+    found = changes(c, 4, fit.Memory(fit.GiB))
+    assert {"offload_weights": True} in found and not any("gpus" in change for change in found)
+
+
+def changes(c, n: int, limit: fit.Memory) -> list[dict]:
+    return [change for change, _ in fit.changes_that_help(c, n, limit, "gpu", lambda c, n: fit.needs(c, n, "gpu"))]
+
+
+def test_the_fewest_gpus_are_advised():
+    """What saves little of 793 GiB saves much of the last 18; and with more GPUs outer layers can be cut by words."""
+    c = flags.load(str(CONFIGS / "llama70b.py"))
+    offloads = {f"offload_{name}": True for name in ("residual", "optimizer", "master", "grads", "weights")}
+    found = changes(c, 1, fit.Memory(int(14.7 * fit.GiB)))
+    assert found == [*({name: True} for name in offloads), {"gpus": 2, "zero_level": 3}]
+    found = changes(c, 1, fit.Memory(int(10.6 * fit.GiB)))
+    assert found[-2:] == [{"gpus": 2, "zero_level": 3}, {"shard_outer": True}]
+
+
+def test_what_is_not_needed_in_the_end_is_not_advised():
+    """Moments in 16 bits are tried first, but once they rest in host memory they save nothing on the device."""
+    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "opt_m_dtype=float32 opt_v_dtype=float32")
+    found = changes(c, 1, fit.Memory(16 * fit.GiB))
+    assert found == [{"offload_optimizer": True}, {"offload_master": True}, {"offload_grads": True}]
+
+
+def test_advice_leaves_room_in_host_memory():
+    """Files where host memory has no room for the state; and less in host memory where the device has room."""
+    c = flags.load(str(CONFIGS / "llama7b.py"))
+    files = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "FOLDER"}
+    limit = fit.Memory(int(22.5 * fit.GiB), 30 * fit.GiB)
+    assert changes(c, 1, limit) == [files | {"offload_grads": True}]
+    for name in ("residual", "optimizer", "master", "grads", "weights"):
+        c[f"offload_{name}"] = True
+    assert changes(c, 1, limit._replace(host=64 * fit.GiB)) == [{"offload_weights": False}]
+    tight = fit.Memory(4 * fit.GiB, 64 * fit.GiB)  # no room for the weights
+    assert changes(c, 1, tight) == [{"offload_optimizer": "nvme", "nvme_path": "FOLDER"}]
+
+
+def test_too_little_host_memory_is_refused_with_what_would_fit(host):
+    c = flags.load(str(CONFIGS / "llama7b.py"))
+    for name in ("residual", "optimizer", "master", "grads", "weights"):
+        c[f"offload_{name}"] = True
+    host(64)
+    line = refusal(c, 1, 4.0, "gpu")
+    assert "needs 74.8 GiB of host memory for 1 GPUs" in line and "64.0 GiB are free" in line
+    assert "offload_optimizer=nvme nvme_path=FOLDER -> " in line and line.endswith("of host memory (fits)")
+    assert "MEM_FRACTION" not in line and "master_dtype" not in line
+    host(90)
+    fit.check_fit(c, draw(c, MESH, 100), [SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")], 4 * fit.GiB)
 
 
 def test_a_machine_without_gpus_is_told_what_gpus_would_need():

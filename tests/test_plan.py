@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from surojax import aot, fit, flags, plan as planner, traffic
+from surojax import advice, aot, fit, flags, plan as planner, traffic
 from surojax.blueprint import MEMORY_LIMIT, draw
 from surojax.config import default_config
 from surojax.errors import ConfigError
@@ -517,9 +517,15 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     assert "does not fit: " in text and all(change in text for change in p.changes)
     offloaded = config(gpus=1, **ALL)
     assert planner.plan(offloaded, "rtx4090", host_memory=100).fits
-    small = planner.plan(offloaded, "rtx4090", host_memory=64)
-    assert not small.fits and not small.changes  # the device is not the problem
-    assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in planner.table(small)
+    small = planner.plan(offloaded, "rtx4090", host_memory=64)  # the device is not the problem
+    assert not small.fits and small.changes == ["offload_weights=False -> 14.3 GiB, 62.8 GiB of host memory (fits)"]
+    text = planner.table(small)
+    assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in text and small.changes[0] in text
+    in_files = planner.plan(config(gpus=1), "rtx4090", host_memory=30).changes
+    assert len(in_files) == 1 and "offload_master=nvme nvme_path=FOLDER" in in_files[0]
+    monkeypatch.setattr(advice, "MORE_GPUS", (2,))
+    nothing = planner.plan(config(gpus=1), "rtx5060ti_16gb", host_memory=1).changes
+    assert "smaller model" in nothing[-1] and not any("(fits)" in line for line in nothing)
 
 
 def test_what_fits_leaves_the_driver_its_part(monkeypatch):
