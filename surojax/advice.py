@@ -14,7 +14,7 @@ from typing import NamedTuple
 from surojax.config import RECOMPUTE_PARTS, Config, divisor, flat
 from surojax.errors import ConfigError
 
-GiB = 2**30
+GiB, MiB = 2**30, 2**20
 SHARDED = {
     "zero_level": 3,
     "shard_weights": None,
@@ -179,6 +179,19 @@ def flags(change: Change) -> str:
     return " ".join(f"{name}={'unset' if value is None else value}" for name, value in change.items())
 
 
+def memory_unit(largest: float) -> tuple[str, int]:
+    """(name, bytes) of the unit that numbers up to this one are told in: MiB where all are less than a GiB."""
+    return ("GiB", GiB) if largest >= GiB else ("MiB", MiB)
+
+
 def gib(size: float) -> str:
-    """Bytes in GiB."""
-    return f"{size / GiB:.1f} GiB"
+    """Bytes in GiB, or in MiB."""
+    name, unit = memory_unit(size)
+    return f"{size / unit:.1f} {name}"
+
+
+def summed(sizes: dict[str, int], digits: int) -> str:
+    """Bytes and what they are made of, all in one unit: "2.1 GiB (weights 1.5, master 0.6)"."""
+    name, unit = memory_unit(sum(sizes.values()))
+    parts = ", ".join(f"{part} {size / unit:.{digits}f}" for part, size in sizes.items())
+    return f"{sum(sizes.values()) / unit:.{digits}f} {name} ({parts})"

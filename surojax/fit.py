@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import psutil
 
 from surojax import advice, blueprint, placement
-from surojax.advice import SHARDED, GiB, Memory, changed, changes_that_help, differing, flags, gib, missing
+from surojax.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
 from surojax.collectives import WHOLE, check_copy_engine
 from surojax.config import Config
 from surojax.errors import ConfigError
@@ -186,10 +186,9 @@ def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | Non
     if sum(need.values()) <= available:
         check_host(run, c, devices, available)
         return need
-    parts = ", ".join(f"{name} {size / GiB:.1f}" for name, size in need.items())
     where = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
     raise ConfigError(
-        f"does not fit: needs {gib(sum(need.values()))} ({parts}) on {where}, where {gib(available)} are free; "
+        f"does not fit: needs {summed(need, digits=1)} on {where}, where {gib(available)} are free; "
         f"what would change it: {'; '.join(_advice(c, devices, available))}"
     )
 

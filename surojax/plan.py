@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from surojax import advice, aot, checks, config as configs, fit, hlo, placement, step, traffic
-from surojax.advice import GiB, Memory, gib
+from surojax.advice import GiB, Memory, gib, memory_unit
 from surojax.attention import fits_cudnn
 from surojax.blueprint import Blueprint, draw
 from surojax.config import Config
@@ -322,11 +322,12 @@ def table(p: Plan) -> str:
     lines = [f"plan: {p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].name} ({axes})"]
     if p.estimate:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the step: {aot.EXTRA}")
-    cells = lambda sizes: "".join(f"{size / GiB:>10.2f}" if size else f"{'-':>10}" for size in sizes)
-    row = lambda name, sizes: f"  {name:<16}{cells(sizes)}"
-    lines += ["", f"  {'GiB per GPU':<16}" + "".join(f"{home:>10}" for home in HOMES)]
-    lines += [row(name, [sizes[home] for home in HOMES]) for name, sizes in p.classes.items()]
+    cells = lambda sizes, unit: "".join(f"{size / unit:>10.2f}" if size else f"{'-':>10}" for size in sizes)
     totals = [p.device_bytes, p.host_bytes, p.nvme_bytes]
+    name, unit = memory_unit(max(totals))
+    row = lambda name, sizes: f"  {name:<16}{cells(sizes, unit)}"
+    lines += ["", f"  {f'{name} per GPU':<16}" + "".join(f"{home:>10}" for home in HOMES)]
+    lines += [row(name, [sizes[home] for home in HOMES]) for name, sizes in p.classes.items()]
     rest = [t - sum(sizes[home] for sizes in p.classes.values()) for t, home in zip(totals, HOMES, strict=True)]
     lines += [row("working space", [max(0, r) for r in rest]), row("total", totals)]
     again = p.rematerialised
@@ -336,23 +337,25 @@ def table(p: Plan) -> str:
         f"of that temporary: {gib(p.device_temp_bytes)} on the device, {gib(p.host_temp_bytes)} on the host",
         f"computed again by XLA to save memory: {what if again['count'] else 'nothing'}",
         "",
-        f"  {'per step and GPU':<30}{'count':>8}{'GiB':>10}{'textbook':>10}",
     ]
+    copies = {"host to device": p.h2d_bytes, "device to host": p.d2h_bytes}
+    others = {
+        "within host memory": p.within_host_bytes,
+        "read from NVMe": p.nvme_read_bytes,
+        "written to NVMe": p.nvme_write_bytes,
+    }
+    moved = copies | {name: size for name, size in others.items() if size}
+    name, unit = memory_unit(max([*moved.values(), *(x["bytes"] for x in p.collectives)]))
+    lines.append(f"  {'per step and GPU':<30}{'count':>8}{name:>10}{'textbook':>10}")
     for x in p.collectives:
-        sizes = cells([x["bytes"], x["textbook_bytes"]])
+        sizes = cells([x["bytes"], x["textbook_bytes"]], unit)
         lines.append(f"  {x['op'] + ' over ' + x['axis']:<30}{x['count'] or '-':>8}{sizes}")
-    for name, size in (("host to device", p.h2d_bytes), ("device to host", p.d2h_bytes)):
-        lines.append(f"  {name:<30}{'':>8}{cells([size])}")
-    for name, size in (
-        ("within host memory", p.within_host_bytes),
-        ("read from NVMe", p.nvme_read_bytes),
-        ("written to NVMe", p.nvme_write_bytes),
-    ):
-        lines += [f"  {name:<30}{'':>8}{cells([size])}"] if size else []
+    lines += [f"  {name:<30}{'':>8}{cells([size], unit)}" for name, size in moved.items()]
     lines += overlap_lines(p)
-    parts = ", ".join(f"{RESOURCES[name]} {t:.3f}" for name, t in p.times_s.items())
-    lines += ["", f"a step takes at least {p.step_time_bound_s:.3f} s, bound by {RESOURCES[p.bound_by]} ({parts})"]
-    return "\n".join(lines + verdict(p))
+    name, unit = ("s", 1) if p.step_time_bound_s >= 1 else ("ms", 1e-3)
+    parts = ", ".join(f"{RESOURCES[resource]} {t / unit:.3f}" for resource, t in p.times_s.items())
+    bound = f"{p.step_time_bound_s / unit:.3f} {name}, bound by {RESOURCES[p.bound_by]}"
+    return "\n".join([*lines, "", f"a step takes at least {bound} ({parts})", *verdict(p)])
 
 
 def overlap_lines(p: Plan) -> list[str]:

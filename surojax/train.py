@@ -21,11 +21,12 @@ import numpy as np
 from tqdm import tqdm
 
 from surojax import checkpoint, checks, config as configs, data, gpus, nvme, placement, state, traffic
+from surojax.advice import summed
 from surojax.blueprint import Blueprint, draw
 from surojax.checkpoint import Checkpoints
 from surojax.config import Config
 from surojax.errors import CheckpointError, ConfigError
-from surojax.fit import GiB, check_fit, compare, estimate_host, host_temporaries, memory_limit
+from surojax.fit import check_fit, compare, estimate_host, host_temporaries, memory_limit
 from surojax.flags import parse
 from surojax.generate import complete
 from surojax.mesh import find_devices, make_mesh
@@ -259,8 +260,7 @@ def describe(c: Config, run: Blueprint, devices, need: dict[str, int]) -> None:
     host = {} if devices[0].platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
     for memory, needs in (("memory", need), ("host memory", host)):
         if needs:
-            parts = ", ".join(f"{name} {size / GiB:.2f}" for name, size in needs.items())
-            say(f"{memory} per device: {sum(needs.values()) / GiB:.2f} GiB ({parts})")
+            say(f"{memory} per device: {summed(needs, digits=2)}")
     shards = run.mesh.shape["dp_shard"]
     if shards > 1 and (whole := placement.kept_whole(run.params, run.engine.dims)):
         say(f"note: kept whole on every device, since {shards} divides none of their dimensions: {whole}")

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,13 +18,14 @@ import jax
 import pytest
 
 from surojax import advice, aot, fit, flags, plan as planner, traffic
+from surojax.advice import GiB
 from surojax.blueprint import MEMORY_LIMIT, draw
 from surojax.config import default_config
 from surojax.errors import ConfigError
 from surojax.gpus import GPUS
 from surojax.hlo import Transfer
 from surojax.mesh import DATA
-from surojax.plan import GiB, Plan
+from surojax.plan import Plan
 from surojax.train import peak_flops
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -439,6 +441,27 @@ def test_without_the_compiler_there_is_an_estimate(tmp_path, monkeypatch, capsys
     assert all(x["bytes"] == x["textbook_bytes"] for x in found["collectives"])
 
 
+def test_units_follow_the_largest_number(monkeypatch):
+    """No column of zeros for a small model: MiB and ms there, GiB and s for a large one."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+
+    def numbers(text: str, row: str) -> list[float]:
+        (line,) = [line for line in text.splitlines() if line.startswith(row)]
+        return [float(x) for x in re.findall(r"[\d.]+", line)]
+
+    p = planner.plan(config("tiny", gpus=4, offload_master=True), FIRST)
+    text = planner.table(p)
+    assert "\n  MiB per GPU" in text and re.search(r"per step and GPU +count +MiB", text) and "GiB per GPU" not in text
+    assert numbers(text, "  weights ") == [round(p.classes["weights"]["device"] / 2**20, 2)] != [0]
+    assert numbers(text, "  host to device") == [round(p.h2d_bytes / 2**20, 2)] != [0]
+    assert f"at least {1000 * p.step_time_bound_s:.3f} ms, " in text
+    assert f"\nfits: {p.device_bytes / 2**20:.1f} MiB of 22.5 GiB" in text
+    p = planner.plan(config(gpus=4, gradient_accumulation_steps=8), FIRST)
+    text = planner.table(p)
+    assert "\n  GiB per GPU" in text and re.search(r"per step and GPU +count +GiB", text) and "MiB per" not in text
+    assert f"at least {p.step_time_bound_s:.3f} s, " in text and p.step_time_bound_s > 1
+
+
 def test_times_are_bytes_over_rates():
     """Where GPUs talk over PCI Express, their collectives share it with the copies to and from host memory."""
     moved = {
@@ -562,7 +585,7 @@ def test_the_command_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
     found = json.loads(target.read_text())
     check_schema(found)
     assert not found["estimate"] and "ESTIMATE" not in out
-    assert f"{found['step_time_bound_s']:.3f} s" in out and "2 x NVIDIA H200" in out
+    assert f"{1000 * found['step_time_bound_s']:.3f} ms" in out and "2 x NVIDIA H200" in out
     for name in found["classes"]:
         assert f"\n  {name} " in out
     for x in found["collectives"]:
