@@ -76,7 +76,8 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     fetched = _bytes(jax.eval_shape(quantise_weights, layer)) if engine.placement.one_scale else layer_bytes
     saved_bytes, scores_bytes = _block_bytes(m, layer, x, platform)
     # Its backward pass has all of it at once, however much of that is computed again.
-    whole_bytes, _ = _block_bytes(dataclasses.replace(m, recompute=Recompute()), layer, x, platform)
+    plain = dataclasses.replace(m, recompute=Recompute())
+    whole_bytes = saved_bytes if plain == m else _block_bytes(plain, layer, x, platform)[0]
     shards = lambda dim: run.mesh.shape[SHARD] if grads.sharded and dim != WHOLE else 1
     parts = jax.tree.map(lambda p, dim: p.size // shards(dim), run.params["blocks"], engine.dims["blocks"])
     block_grads = jnp.dtype(grads.dtype).itemsize * sum(jax.tree.leaves(parts))
