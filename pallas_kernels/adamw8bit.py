@@ -231,13 +231,13 @@ def adamw8bit(
     shards of a matrix draw what the whole would. work_dtype: also return the new p in it. in_place: the kernel writes
     over p and the moments; not inside `shard_map(check_vma=True)`, and without a copy only where the caller donates
     them. Blocks that 128 does not divide are left to XLA. Raises ValueError for shapes and dtypes that do not belong
-    together, and for such blocks with implementation="mosaic".
+    together, dispatch.Unserved for such blocks with implementation="mosaic".
     """
     _check(p, g, m, m_scale, v, v_scale, h, seed)
     arrays, n = (p, g, m, m_scale, v, v_scale, h, seed), p.size // m_scale.size
     serves = n % dispatch.LANES == 0
-    if implementation == "mosaic":
-        dispatch.need(serves, OP, "block", f"a multiple of {dispatch.LANES} for the kernel", n)
+    if implementation == "mosaic" and not serves:
+        raise dispatch.Unserved(f"{OP}: block: expected a multiple of {dispatch.LANES} for the kernel, got {n}")
     if dispatch.choose(OP, implementation) == "mosaic" and serves:
         return adamw8bit_mosaic(*arrays, work_dtype, in_place, interpret)
     return adamw8bit_xla(*arrays, work_dtype)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import LANES, Implementation, choose, launch, need
+from pallas_kernels.dispatch import LANES, Implementation, Unserved, choose, launch, need
 from pallas_kernels.long_rows import Cut, Row, columns, cut
 from pallas_kernels.shapes import Case, Sizes
 
@@ -301,7 +301,7 @@ def _flat(logits, labels):
 
 
 def _mosaic(logits_NV, implementation: Implementation) -> bool:
-    """Whether the kernel runs. Raises NotImplementedError where it was asked for and cannot."""
+    """Whether the kernel runs. Raises Unserved where it was asked for and cannot."""
     if choose(OP, implementation) == "xla" or logits_NV.size == 0:
         return False
     (N, V), itemsize = logits_NV.shape, logits_NV.dtype.itemsize
@@ -309,9 +309,10 @@ def _mosaic(logits_NV, implementation: Implementation) -> bool:
         return True
     if implementation is None:
         return False
-    raise NotImplementedError(
-        f"{OP}: {N} rows of {V} logits: rows of a vocabulary that is not a multiple of {16 // itemsize} are found with "
-        f"32-bit numbers; make the number of rows a multiple of {16 // itemsize}, or take fewer"
+    vec = 16 // itemsize
+    raise Unserved(
+        f"{OP}: expected fewer than 2^31 logits, since in rows that {vec} does not divide they are found with 32-bit "
+        f"numbers, got {N} rows of {V} (make the number of rows a multiple of {vec}, or take fewer)"
     )
 
 

@@ -1,14 +1,16 @@
 """Which implementation of an op runs, and how a Pallas Mosaic GPU kernel is started.
 
 `implementation` of every public op is None, "mosaic" (the kernel) or "xla" (the reference, in jnp, on any device).
-None takes the kernel where the default backend is an NVIDIA GPU that the kernels serve, and the reference elsewhere; on
-a GPU that they do not serve it says so once. NotImplementedError is "this kernel cannot", ValueError "the caller is
-wrong".
+None takes the kernel where the program is for an NVIDIA GPU that the kernels serve (`jax.default_device`, which also
+names the GPU that a machine without one compiles for, else the default backend), and the reference elsewhere; on
+a GPU that they do not serve it says so once. ValueError is "the caller is wrong"; `Unserved`, which is one too, "this
+kernel cannot", and is raised where the kernel was asked for.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -23,28 +25,41 @@ OLDEST, NEWEST = (8, 0), (12, 1)  # compute capabilities that the kernels are co
 LANES = 128  # threads of a program, one warp group: vectors are cut into multiples of it
 
 
+class Unserved(NotImplementedError, ValueError):
+    """What the kernel of an op was asked for and cannot do: which op, what it expects and what it got."""
+
+
 def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
     """The implementation to run. Raises ValueError for an unknown one."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
-    return implementation or automatic()
+    return implementation or automatic(jax.config.jax_default_device)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.cache
-def automatic() -> Literal["mosaic", "xla"]:
-    """What `implementation=None` means on this machine."""
-    if jax.default_backend() != "gpu":
+def automatic(device: Any = None) -> Literal["mosaic", "xla"]:
+    """What `implementation=None` means in programs for a device or platform; None: for the first device there is."""
+    if device is None or isinstance(device, str):
+        if (device or jax.default_backend()) not in ("gpu", "cuda"):
+            return "xla"
+        device = jax.devices(device)[0]
+    elif device.platform != "gpu":
         return "xla"
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if capability and OLDEST <= tuple(map(int, str(capability).rstrip("a").split("."))) <= NEWEST:
+    found = capability(device)
+    if found and OLDEST <= found <= NEWEST:
         return "mosaic"
     warnings.warn(
-        f"pallas_kernels: {device.device_kind} (compute capability {capability}) is not one that the kernels serve "
-        f"({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}); using XLA's instead",
+        f"pallas_kernels: {device.device_kind} (compute capability {getattr(device, 'compute_capability', None)}) is "
+        f"not one that the kernels serve ({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}); using XLA's instead",
         stacklevel=3,
     )
     return "xla"
+
+
+def capability(device: Any) -> tuple[int, int] | None:
+    """(9, 0) of an NVIDIA GPU that says "9.0" or "9.0a"; None of any other device: CPUs, AMD's GPUs ("gfx942")."""
+    found = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", str(getattr(device, "compute_capability", None)))
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def launch(

@@ -22,12 +22,13 @@ LARGEST = 2**31  # numbers in an array: chunks are addressed in int32
 def chosen(op: str, implementation: dispatch.Implementation, fits: bool, needs: str, got) -> bool:
     """Whether the kernel runs. What it cannot do goes to the reference, or is refused if the kernel was asked for.
 
-    Raises NotImplementedError then.
+    Raises Unserved then.
     """
     if dispatch.choose(op, implementation) == "xla" or fits:
         return dispatch.choose(op, implementation) == "mosaic"
     if implementation == "mosaic":
-        raise NotImplementedError(f"{op}: the kernel needs {needs}, got {got}; use implementation=None or 'xla'")
+        expected = f"expected other sizes: the kernel needs {needs}"
+        raise dispatch.Unserved(f"{op}: {expected}, got {got}; use implementation=None or 'xla'")
     return False
 
 

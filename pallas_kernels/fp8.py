@@ -78,8 +78,8 @@ def has_instructions() -> bool:
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
-    capability = getattr(device, "compute_capability", None)
-    return not capability or tuple(map(int, str(capability).rstrip("a").split("."))) >= FIRST
+    found = dispatch.capability(device)
+    return found is None or found >= FIRST
 
 
 def code(x, dtype):

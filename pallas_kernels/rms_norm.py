@@ -215,7 +215,7 @@ def forward(
 
     y is in the dtype of x, or cast to out_dtype (float8_e4m3fn or float8_e5m2), divided by out_scale, float32 `[]`.
     No derivative is defined: `rms_norm` has one. Raises ValueError for shapes and dtypes other than these,
-    NotImplementedError where implementation="mosaic" and the kernel cannot.
+    dispatch.Unserved where implementation="mosaic" and the kernel cannot.
     """
     _check("rms_norm.forward", x, scale, residual=residual)
     need((out_dtype is None) == (out_scale is None), "rms_norm.forward", "out_dtype and out_scale", "both or none",

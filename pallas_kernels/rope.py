@@ -121,7 +121,7 @@ def forward(
 
     q `[..., S, H, h]` and k `[..., S, K, h]` in bf16, float16 or float32, h even; cos and sin float32 `[S, h / 2]`. No
     derivative is defined: `rope` has one. Raises ValueError for shapes and dtypes other than these,
-    NotImplementedError where implementation="mosaic" and the kernel cannot.
+    dispatch.Unserved where implementation="mosaic" and the kernel cannot.
     """
     _check("rope", q, k, cos, sin)
     if dispatch.choose("rope", implementation) == "mosaic":

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, Unserved
 
 WARPS, LANES = 4, 32  # of a program
 MOST = 128  # float32 values of a row that a thread can hold and still have registers to compute with
@@ -58,7 +58,7 @@ def layout(warps: Sequence[int], lanes: Sequence[int], vector: int):
 
 
 def rows(op: str, count: int, width: int, dtype, added: bool = False) -> Rows:
-    """How `[count, width]` is cut. Raises NotImplementedError where no layout serves it.
+    """How `[count, width]` is cut. Raises Unserved where no layout serves it.
 
     As few warps share a row as leave each thread at most COMFORTABLE values, and short rows share a warp. added: the
     rows of a tile are added up in float32, which Mosaic does across warps for vectors of at most 4.
@@ -75,8 +75,10 @@ def rows(op: str, count: int, width: int, dtype, added: bool = False) -> Rows:
             if held <= MOST and each <= count:
                 found.append((held > MOST // 2, -vector, max(held, COMFORTABLE), warps, lanes, each, held))
     if not found:
-        raise NotImplementedError(f"{op}: expected a width that 128 threads can share and more rows, got {count} rows "
-                                  f"of {width} {jnp.dtype(dtype).name}")  # fmt: skip
+        kind = jnp.dtype(dtype).name
+        raise Unserved(
+            f"{op}: expected a width that 128 threads can share and more rows, got {count} rows of {width} {kind}"
+        )
     _, vector, _, warps, lanes, each, held = min(found)
     more = 1
     while held * more * 2 <= COMFORTABLE and each * more * 2 <= count:
@@ -95,7 +97,7 @@ class Heads(NamedTuple):
 
 
 def heads(op: str, length: int, counts: Sequence[int], width: int, dtype) -> Heads:
-    """How tensors `[length, count, width]` with these counts of heads are cut. Raises NotImplementedError if not.
+    """How tensors `[length, count, width]` with these counts of heads are cut. Raises Unserved if not.
 
     Threads that the width leaves over go to heads first, then to neighbouring positions. Heads that the last tile of a
     position does again cost time, many positions leave few programs, narrow vectors need more instructions.
@@ -110,8 +112,10 @@ def heads(op: str, length: int, counts: Sequence[int], width: int, dtype) -> Hea
                 again = sum(-(-n // each) * each for n in counts) / sum(counts)
                 found.append((again * (1 + positions / 32) * (1 + 1 / vector), vector, lanes, spare, each, positions))
     if not found:
-        raise NotImplementedError(f"{op}: expected more positions or heads for 128 threads, got {length} positions, "
-                                  f"{tuple(counts)} heads of 2 x {width} {jnp.dtype(dtype).name}")  # fmt: skip
+        raise Unserved(
+            f"{op}: expected more positions or heads for 128 threads, got {length} positions, {tuple(counts)} heads of "
+            f"2 x {width} {jnp.dtype(dtype).name}"
+        )
     _, vector, lanes, spare, each, positions = min(found)
     of_lanes = min(spare, each)
     how = layout((positions * of_lanes // spare, each // of_lanes, 1), (spare // of_lanes, of_lanes, lanes), vector)
@@ -122,7 +126,7 @@ def try_cut(implementation: Implementation, cut: Callable, op: str, *sizes):
     """cut(op, *sizes). Where no layout serves them: None, said once; an error where "mosaic" was asked for."""
     try:
         return cut(op, *sizes)
-    except NotImplementedError as error:
+    except Unserved as error:
         if implementation == "mosaic":
             raise
         _say_once(f"{error}; using XLA's instead")

@@ -42,7 +42,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
     (
         "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
-        "resident_layers weight_decay z_loss max_grad_norm muon_learning_rate model.head_dim fp8_margin "
+        "resident_layers weight_decay z_loss max_grad_norm muon_learning_rate model.head_dim "
         "skip_quant_first_layers skip_quant_last_layers",
         lambda v: v >= 0,
         "0 or more",
@@ -61,6 +61,8 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "0 or more and below 1",
         "--help shows the default",
     ),
+    # e4m3 has 17 binades: a large margin leaves most numbers among those that are rounded to zero.
+    ("fp8_margin", lambda v: 0 <= v <= 8, "0 to 8 binades", "each one more makes small numbers coarser; 0 is usual"),
     ("muon_ns_steps", lambda v: 1 <= v <= 10, "1 to 10", "5 is usual; the result is exact to bfloat16 from 6 on"),
     ("dp_shard_size", lambda v: v == -1 or v >= 1, "1 or more, or -1", "-1 is all that dp_replicate_size leaves"),
     (

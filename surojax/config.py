@@ -88,7 +88,7 @@ def default_config() -> Config:
     c.matmul_dtype = ""  # recipe bf16: operands of products, bfloat16 or float32; "" = model_dtype
     c.gradient_dtype = ""  # recipe bf16: gradients in the backward pass's products, likewise; "" = matmul_dtype
     c.fp8_amax_history = 16  # fp8_hybrid: steps whose largest magnitudes a scale looks back on
-    c.fp8_margin = 0  # fp8_hybrid: binades left free above the largest magnitude seen
+    c.fp8_margin = 0  # fp8_hybrid: binades left free above the largest magnitude seen, 0 to 8
     c.block_scaled_products = "auto"  # mxfp8, nvfp4: "native" (sm_100, sm_120), "emulated", "auto" = native on GPUs
     c.skip_quant_first_layers = 0  # blocks at the start that compute as recipe bf16 does
     c.skip_quant_last_layers = 0  # blocks at the end that do
@@ -97,7 +97,7 @@ def default_config() -> Config:
     c.zero_level = 1  # shards over dp_shard: 1 = optimizer state, 2 = + gradients, 3 = + block weights
     c.shard_gradients = config_dict.placeholder(bool)  # shard the gradient accumulators; unset = zero_level >= 2
     c.shard_weights = config_dict.placeholder(bool)  # shard the block weights; unset = zero_level >= 3
-    c.shard_outer = False  # split embedding and head over dp_shard by words; for vocabularies that cost too much memory
+    c.shard_outer = False  # split embedding and head over dp_shard by words: large vocabularies; the loss is XLA's then
     c.offload_residual = False  # what the forward pass saves for the backward pass rests in pinned host memory
     c.offload_optimizer = either(False)  # optimizer state rests in pinned host memory; "nvme" = in a file in nvme_path
     c.offload_master = either(False)  # master weights rest in pinned host memory; "nvme" = in a file in nvme_path

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import psutil
 
+from pallas_kernels import dispatch
 from surojax import advice, blueprint, placement
 from surojax.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
 from surojax.collectives import WHOLE, check_copy_engine
@@ -159,7 +160,9 @@ def _update_bytes(run: blueprint.Blueprint, layer_state: int) -> int:
 def _block_bytes(m: LlamaConfig, layer, x: jax.ShapeDtypeStruct, platform: str) -> tuple[int, int]:
     """(what the block's forward pass saves beside its weights, the attention scores of its backward pass)."""
     (B, S, _), itemsize = x.shape, x.dtype.itemsize
-    forward = functions(dataclasses.replace(m, attention="xla")).block_forward
+    # What is saved does not depend on whether a kernel serves this microbatch: that is `check_kernels`'s to say.
+    how = m.precision if m.precision.kernels == "xla" else dataclasses.replace(m.precision, kernels="auto")
+    forward = functions(dataclasses.replace(m, attention="xla", precision=how)).block_forward
     layer = jax.eval_shape(quantise_weights, layer) if m.precision.fp8 else layer
     saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x)[1], layer, x))
     heads = B * S * m.num_attention_heads
@@ -173,15 +176,15 @@ def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | Non
     """The estimate per device of a run that fits; `available` bytes per device are measured when not given.
 
     Raises ConfigError naming what is needed, what there is, and changes that would make it fit; also for an attention,
-    copy engines or a recipe that the devices do not have.
+    copy engines, a recipe or kernels that the devices do not have, or that do not serve the model.
     """
     platform, n, kind = devices[0].platform, len(devices), devices[0].device_kind
     if c.attention == "cudnn" and platform != "gpu":
         raise ConfigError(f"attention: expected 'auto' or 'xla' on {kind}, got 'cudnn'; cuDNN needs an NVIDIA GPU")
-    if c.kernels == "mosaic" and platform != "gpu":
-        raise ConfigError(f"kernels: expected 'xla' or 'auto' on {kind}, got 'mosaic'; they are for NVIDIA GPUs")
     check_copy_engine(run.engine.placement.copy_engine, platform)
-    check_recipe(run.model.precision, kind, getattr(devices[0], "compute_capability", None))
+    check_recipe(run.model.precision, kind, devices[0])
+    if c.kernels == "mosaic":
+        check_kernels(c, run.mesh, devices[0])
     need = estimate(run, c.per_device_batch_size, c.sequence_len, platform=platform)
     available = available_bytes(devices) if available is None else available
     if sum(need.values()) <= available:
@@ -192,6 +195,34 @@ def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | Non
         f"does not fit: needs {summed(need, digits=1)} on {where}, where {gib(available)} are free; "
         f"what would change it: {'; '.join(_advice(c, devices, available))}"
     )
+
+
+def check_kernels(c: Config, mesh: placement.Mesh, device) -> None:
+    """Raises ConfigError for kernels="mosaic" where one of them does not serve the device or the model.
+
+    Which shapes they are given, only tracing the step tells; nothing is compiled.
+    """
+    found, (major, minor) = dispatch.capability(device), dispatch.OLDEST
+    if found is None or found < dispatch.OLDEST:
+        raise ConfigError(
+            f"kernels: expected 'xla' or 'auto' on {device.device_kind}, got 'mosaic'; they are for NVIDIA GPUs of "
+            f"compute capability {major}.{minor} or newer"
+        )
+    names = ("offload_optimizer", "offload_master")  # not in files: the same shapes in one program
+    changes = {"attention": "xla", "nvme_path": ""} | {name: bool(c[name]) for name in names}
+    run = blueprint.draw(changed(c, changes), mesh, total_steps=1)
+    shape = (c.gradient_accumulation_steps, c.per_device_batch_size * mesh.size, c.sequence_len)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.batch_sharding(mesh))
+    try:
+        jax.eval_shape(run.train_step(), run.plan, tokens, tokens)
+    except dispatch.Unserved as error:
+        raise unserved(error) from error
+
+
+def unserved(error: dispatch.Unserved) -> ConfigError:
+    """What is said of a model that a kernel does not serve which was asked for."""
+    reason = str(error).partition("\n")[0].partition("; use implementation")[0]
+    return ConfigError(f"kernels: expected 'xla' or 'auto', got 'mosaic', but {reason}; use kernels='auto'")
 
 
 def check_host(run: blueprint.Blueprint, c: Config, devices, available: int) -> None:

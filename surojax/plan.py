@@ -15,6 +15,7 @@ import argparse
 import copy
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import subprocess
@@ -26,9 +27,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.dispatch import Unserved
 from surojax import advice, aot, checks, config as configs, fit, hlo, placement, step, traffic
 from surojax.advice import GiB, Memory, gib, memory_unit
-from surojax.attention import fits_cudnn
+from surojax.attention import attend, fits_cudnn
 from surojax.blueprint import Blueprint, draw
 from surojax.config import Config
 from surojax.errors import ConfigError
@@ -134,11 +136,9 @@ def checked(config: Config, gpu: str) -> Config:
     c = copy.deepcopy(config)  # copy_and_resolve_references would forget which types `config.either` lets in
     if c.attention == "auto":
         c.attention = "cudnn" if fits_cudnn(c.model_dtype, configs.head_dim(c)) else "xla"
-    if c.kernels == "auto":
-        c.kernels = "mosaic"
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
-    check_recipe(configs.model_config(c).precision, f"a {gpu}", GPUS[gpu].compute_capability)
+    check_recipe(configs.model_config(c).precision, f"a {gpu}", GPUS[gpu])
     return c
 
 
@@ -146,20 +146,18 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
     """Figures of the plan, read from the step that XLA compiles for this GPU."""
     mesh = make_mesh(aot.devices(gpu, c.gpus), dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
     run = draw(c, mesh.abstract_mesh, total_steps=1000)
+    _check_attention(c, gpu, batch)
+    options = run.compiler_options(
+        "gpu",
+        memory_bytes=GPUS[gpu].memory_bytes,
+        plans_with=aot.PLANS_WITH,
+        host_temporaries=fit.host_temporaries(run, batch.sequences, batch.sequence_len),
+    )
+    parts = programs(run, mesh, batch)
     try:
-        options = run.compiler_options(
-            "gpu",
-            memory_bytes=GPUS[gpu].memory_bytes,
-            plans_with=aot.PLANS_WITH,
-            host_temporaries=fit.host_temporaries(run, batch.sequences, batch.sequence_len),
-        )
-        parts = programs(run, mesh, batch)
         done = [(aot.compile_for(f, args, mesh, options), times) for f, args, times in parts]
-    except NotImplementedError as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"attention: expected one that takes this model on a {gpu}, got {c.attention!r} ({reason}); use 'xla'"
-        ) from error
+    except Unserved as error:
+        raise fit.unserved(error) from error
     textbook = traffic.collective_bytes(run, batch)
     modules = [(hlo.parse(compiled.text), times) for compiled, times in done]
     copies = [(hlo.host_copies(module), times) for module, times in modules]
@@ -187,6 +185,20 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
         "flops": traffic.step_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
     }
+
+
+def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
+    """Raises ConfigError for a model that cuDNN's attention does not take: tracing it alone tells."""
+    heads = lambda n: jax.ShapeDtypeStruct((batch.sequences, batch.sequence_len, n, configs.head_dim(c)), c.model_dtype)
+    queries, keys = heads(c.model.num_attention_heads), heads(c.model.num_key_value_heads)
+    attention = functools.partial(attend, implementation=c.attention)
+    try:
+        jax.eval_shape(lambda q, k, v: jax.vjp(attention, q, k, v)[0], queries, keys, keys)
+    except NotImplementedError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"attention: expected one that takes this model on a {gpu}, got {c.attention!r} ({reason}); use 'xla'"
+        ) from error
 
 
 def programs(run: Blueprint, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> list[tuple[Any, tuple, int]]:

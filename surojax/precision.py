@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import dispatch
 from surojax.errors import ConfigError
 
 RECIPES = ("bf16", "fp8_hybrid", "fp8_current", "mxfp8", "nvfp4")
@@ -72,26 +73,28 @@ class Precision:
         return [(start, stop, on) for start, stop, on in parts if start < stop]
 
 
-def check_recipe(precision: Precision, device: str, capability: str | None) -> None:
-    """Raises ConfigError for a recipe whose products a GPU of this compute capability ("9.0") does not have.
+def check_recipe(precision: Precision, name: str, device: Any) -> None:
+    """Raises ConfigError for a recipe whose products a device does not have, called `name` there.
 
-    capability: None for what is no GPU: there float8 is converted, and block-scaled products are emulated.
+    device: of JAX, or `gpus.Gpu`. On CPUs float8 is converted, and block-scaled products are emulated.
     """
-    if capability is None:
-        if precision.recipe in BLOCK_SCALED and not precision.emulate:
+    said, found = getattr(device, "compute_capability", None), dispatch.capability(device)
+    native = precision.recipe in BLOCK_SCALED and precision.block_scaled_products != "emulated"
+    if said is None:
+        if native and not precision.emulate:
             raise ConfigError(
-                f"block_scaled_products: expected 'auto' or 'emulated' on {device}, got 'native'; it needs a GPU"
+                f"block_scaled_products: expected 'auto' or 'emulated' on {name}, got 'native'; it needs a GPU"
             )
         return
-    found = tuple(map(int, capability.rstrip("a").split(".")))
-    if precision.fp8 and found < (8, 9):
+    name = f"{name} (compute capability {said})"
+    if precision.fp8 and (found is None or found < (8, 9)):
         raise ConfigError(
-            f"recipe: expected 'bf16' on {device} (compute capability {capability}), got {precision.recipe!r}, whose "
-            "float8 products need 8.9 or newer (RTX 40, H100); use recipe='bf16'"
+            f"recipe: expected 'bf16' on {name}, got {precision.recipe!r}, whose float8 products need NVIDIA's 8.9 or "
+            "newer (RTX 40, H100); use recipe='bf16'"
         )
-    if precision.recipe in BLOCK_SCALED and precision.block_scaled_products != "emulated" and found < (10, 0):
+    if native and (found is None or found < (10, 0)):
         raise ConfigError(
-            f"recipe: expected 'bf16' or 'fp8_current' on {device} (compute capability {capability}), got "
-            f"{precision.recipe!r}, whose block-scaled products need 10.0 or newer (B200, RTX 50); to try its numbers "
-            "slowly, set block_scaled_products='emulated'"
+            f"recipe: expected 'bf16' or 'fp8_current' on {name}, got {precision.recipe!r}, whose block-scaled "
+            "products need NVIDIA's 10.0 or newer (B200, RTX 50); to try its numbers slowly, set "
+            "block_scaled_products='emulated'"
         )

@@ -6,6 +6,9 @@ Every row of SETTINGS trains the config's model, with its numbers and its optimi
 batches, and its losses and gradient norms are compared with those of another row: equal to the bit where no arithmetic
 changes, else within a bound that has a reason. On a machine without GPUs there are 8 virtual CPU devices.
 
+A recipe in 8 or 4 bits is verified in itself: rows that it refuses are skipped, with the reason, and those that change
+the order of sums have bounds of their own, since numbers that hardly differ may be rounded to two neighbours.
+
 What is not the config's: memory and mesh settings (a row "as_configured" has the config's own), the data (random
 tokens, frequent and rare ones, 5 % of the labels ignored), the number of microbatches (2 at least, so that accumulators
 are read), and the learning rate, which starts at its peak so that every update counts. A row compiles a program of its
@@ -45,15 +48,16 @@ type Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
 class Bound(NamedTuple):
     """How far a row may be from its reference: largest relative difference over all steps, and the reason for it.
 
-    approximate: the setting computes with other numbers. No difference at all would say that it did nothing. Gradient
-    norms are compared in the first step only: from then on weights differ by what AdamW makes of small gradients,
-    whose signs 8 bits may change, and near a minimum norms follow that, not the error of 8 bits.
+    approximate: the setting computes with other numbers. No difference at all would say that it did nothing.
+    first_norm: gradient norms are compared in the first step only. From then on weights differ by what AdamW makes of
+    small gradients, whose signs 8 bits may change, and near a minimum norms follow that, not the error of 8 bits.
     """
 
     loss: float
     grad_norm: float
     reason: str
     approximate: bool = False
+    first_norm: bool = False
 
 
 class Setting(NamedTuple):
@@ -140,34 +144,57 @@ SETTINGS: tuple[Setting, ...] = (
 )
 
 OWN = "as_configured"
+NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # of `place`, but the config's in every row
 RESET = (  # fields that a row sets, and that are otherwise at their defaults
-    *(name for name in placement.SETTINGS if not name.endswith("_dtype")),
+    *(name for name in placement.SETTINGS if name not in NUMBERS),
     *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
 )
 
 
 def bounds(c: Config) -> dict[str, Bound]:
-    """What rows are held to, by the names in `expect`, for the dtypes that this config computes in."""
+    """What rows are held to, by the names in `expect`, for the numbers that this config computes in."""
     same = Bound(0.0, 0.0, "no arithmetic changes, so no bit may")
     mean = "; the errors are independent and average out (gradient norm: of the first step)"
     amplified = "AdamW divides by the root of a second moment that is tiny in the first steps, which amplifies it"
-    if c.model_dtype == c.accum_dtype == "float32":
+    exact = c.model_dtype == c.accum_dtype == "float32"
+    if c.recipe != "bf16":
+        order = _quantised_again(c.recipe, amplified)
+    elif exact:
         sums = "the same sums in another order: float32 rounds them by 6e-8, gradients differ by 2e-6 at most"
-        saved, order = same, Bound(1e-4, 1e-4, f"{sums}; {amplified}")
+        order = Bound(1e-4, 1e-4, f"{sums}; {amplified}")
     else:
         sums = "the same sums in another order: bfloat16 rounds each number of a gradient by 2e-3"
         order = Bound(1e-3, 5e-2, f"{sums}; {amplified} (measured: 6e-5 and 8e-3)")
-        saved = order._replace(reason="what is saved is rounded to bfloat16, what is computed again XLA may keep wider")
+    wider = "what is saved is rounded to bfloat16, what is computed again XLA may keep wider"
+    wider += "" if c.recipe == "bf16" else f"; {order.reason}"
+    more = order if order.first_norm else same  # two runs drift apart as those of another order do, whatever began it
+
+    def approximate(loss: float, grad_norm: float, what: str) -> Bound:
+        return Bound(loss + more.loss, grad_norm + more.grad_norm, what + mean, approximate=True, first_norm=True)
+
     return {
         "same": same,
-        "saved": saved,
+        "saved": same if exact else order._replace(reason=wider),
         "order": order,
-        "sent_int8": Bound(
-            1e-2, 1e-2, f"gradients sent in int8, each off by up to 1/254 of its block's largest{mean}", True
-        ),
-        "int8": Bound(1e-2, 1e-2, f"weights in int8, each off by up to 1/254 of its block's largest{mean}", True),
-        "fp8": Bound(2e-2, 3e-2, f"weights in fp8, each off by up to 1/16 of itself{mean}", True),
+        "sent_int8": approximate(1e-2, 1e-2, "gradients sent in int8, each off by up to 1/254 of its block's largest"),
+        "int8": approximate(1e-2, 1e-2, "weights in int8, each off by up to 1/254 of its block's largest"),
+        "fp8": approximate(2e-2, 3e-2, "weights in fp8, each off by up to 1/16 of itself"),
     }
+
+
+def _quantised_again(recipe: str, amplified: str) -> Bound:
+    """For rows that compute the same numbers but for rounding, in a recipe that rounds those again, to fewer bits.
+
+    What a sum in another order moves by a last bit may cross the border between two numbers of the format. Few do, in
+    the first step; from then on weights differ, and every step moves more of them.
+    """
+    borders = "the same sums in another order: few of the operands that they move are rounded to the next number of"
+    if recipe == "nvfp4":
+        random = "random numbers are others for another number of microbatches or devices, which gradients show"
+        reason = f"{borders} 4 bits, a quarter away; {random}; {amplified} (measured: 6e-3 and 1e-2)"
+        return Bound(2e-2, 5e-2, f"{reason}; gradient norm: of the first step", first_norm=True)
+    reason = f"{borders} 8 bits, an eighth or a quarter away; {amplified} (measured: 8e-4 and 6e-4)"
+    return Bound(5e-3, 5e-3, f"{reason}; gradient norm: of the first step", first_norm=True)
 
 
 def verify(
@@ -312,7 +339,7 @@ def judge(found: Curve, expected: Curve, bound: Bound) -> tuple[str, float, floa
     differences = np.abs(a - b) / np.maximum(np.abs(b), 1e-30)
     if bound.approximate and not differences.any():
         return "FAIL", 0.0, 0.0, "no difference at all: the setting did nothing"
-    loss, grad_norm = float(differences[:, 0].max()), float(differences[: 1 if bound.approximate else None, 1].max())
+    loss, grad_norm = float(differences[:, 0].max()), float(differences[: 1 if bound.first_norm else None, 1].max())
     compared = (("loss", loss, bound.loss), ("gradient norm", grad_norm, bound.grad_norm))
     too_far = [name for name, x, most in compared if x > most]
     first = next((i for i, same in enumerate((a == b).all(axis=1)) if not same), 0)
@@ -368,7 +395,8 @@ def main(argv: list[str] | None = None) -> None:
         devices = find_devices(0)
         (batches, microbatches), kind = make_batches(c, len(devices), 1), devices[0].device_kind
         size = f"{len(batches[0][0])} sequences of {c.sequence_len} random tokens in {microbatches} microbatches"
-        print(f"verify: {args.steps} steps of {size}, {c.model_dtype}, on up to {len(devices)} x {kind}")
+        numbers = f"{c.model_dtype}, recipe {c.recipe}"
+        print(f"verify: {args.steps} steps of {size}, {numbers}, on up to {len(devices)} x {kind}")
         print(heading(), flush=True)
         rows = verify(c, steps=args.steps, only=only, report=lambda row: print(line(row), flush=True))
         print(summary(rows))

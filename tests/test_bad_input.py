@@ -108,6 +108,9 @@ def field_cases() -> list[tuple[str, str]]:
     recipe=fp8                  | recipe: expected one of bf16, fp8_hybrid, fp8_current, mxfp8, nvfp4, got 'fp8'
     fp8_margin=1                | fp8_margin: expected 0 with recipe='bf16', which does not use it, got 1
     recipe=fp8_current fp8_amax_history=4 | fp8_amax_history: expected 16 with recipe='fp8_current', which does not use
+    recipe=fp8_hybrid fp8_margin=9 | fp8_margin: expected 0 to 8 binades, got 9; each one more
+    recipe=fp8_hybrid fp8_margin=2000 | fp8_margin: expected 0 to 8 binades, got 2000
+    recipe=fp8_hybrid fp8_margin=-1 | fp8_margin: expected 0 to 8 binades, got -1
     recipe=fp8_hybrid fp8_amax_history=0 | fp8_amax_history: expected 1 or more
     recipe=mxfp8 gradient_dtype=float32 | gradient_dtype: expected '' with recipe='mxfp8', which does not use it
     matmul_dtype=float8         | matmul_dtype: expected one of , bfloat16, float32, got 'float8'

@@ -271,6 +271,30 @@ def test_share_of_the_gpu_that_jax_takes(monkeypatch):
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in refusal(c, 1, 2.5, "gpu")
 
 
+@pytest.mark.parametrize(
+    "changes, capability, said",
+    [
+        ({}, "7.5", "'xla' or 'auto' on that GPU, got 'mosaic'; they are for NVIDIA GPUs of compute capability 8.0"),
+        ({}, "gfx942", "'xla' or 'auto' on that GPU, got 'mosaic'; they are for NVIDIA GPUs"),
+        ({"gpus": 2, "zero_level": 3, "model_dtype": "bfloat16"}, "9.0", ""),
+        ({"recipe": "fp8_current"}, "9.0", "'xla' or 'auto', got 'mosaic', but quantize"),
+        ({"optimizer": "adamw8bit"}, "8.0", "'xla' or 'auto', got 'mosaic', but adamw8bit"),
+    ],
+    ids=["old", "amd", "served", "fp8", "adamw8bit"],
+)
+def test_kernels_that_cannot_run_are_refused(changes, capability, said):
+    """In one line before anything is compiled or written, and whatever the microbatch that advice is about."""
+    sizes = {"model.intermediate_size": 736, "model.hidden_size": 224} if said else {}  # no multiples of 64 or 128
+    c = small(kernels="mosaic", **sizes, **changes)
+    devices = [SimpleNamespace(platform="gpu", device_kind="that GPU", compute_capability=capability)] * c.gpus
+    if not said:
+        assert fit.check_fit(c, plan(c), devices, 2**40)
+        return
+    with pytest.raises(ConfigError, match=rf"^kernels: expected {said}.*$"):
+        fit.check_fit(c, plan(c), devices, 2**40)
+    assert fit.needed(c, c.gpus, "gpu")
+
+
 def test_a_run_that_fits_gets_its_estimate():
     c = small()
     run = plan(c)

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from pallas_kernels import dispatch
 from surojax import advice, aot, fit, flags, plan as planner, traffic
 from surojax.advice import GiB
 from surojax.blueprint import MEMORY_LIMIT, draw
@@ -46,7 +47,7 @@ BLOCKS = {  # a model whose blocks are nearly all of it, with so many layers tha
     "lmhead_chunks": 1,
 }
 TINY = BLOCKS | {"model.num_hidden_layers": 2, "gpus": 1}
-
+UNSERVED = TINY | {"model.intermediate_size": 352, "recipe": "fp8_current"}  # no multiple of 64
 
 MESH = jax.sharding.AbstractMesh((1, 1), DATA)
 
@@ -572,6 +573,37 @@ def test_what_fits_leaves_the_driver_its_part(monkeypatch):
 def test_attention_that_the_gpu_does_not_have_is_refused():
     with pytest.raises(ConfigError, match=r"attention: .* got 'cudnn' \(.*head dim.*; use 'xla'"):
         planner.plan(config(**TINY | {"model.head_dim": 256, "attention": "cudnn"}), aot.kind() or FIRST)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:.*using XLA's instead")
+def test_automatic_kernels_are_those_that_serve_the_model(monkeypatch):
+    """Chosen for the GPU planned for, not for this machine; shapes that no kernel serves are left to XLA."""
+    gpu = aot.kind() or FIRST
+    with jax.default_device(aot.devices(gpu, 1)[0]):
+        assert dispatch.choose("", None) == "mosaic"
+    assert dispatch.choose("", None) == "xla"
+    seen, compile_for = [], aot.compile_for
+
+    def watched(*args):
+        seen.append(compile_for(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(aot, "compile_for", watched)
+    for kernels in ("auto", "xla"):
+        planner.plan(config(**UNSERVED | {"kernels": kernels}), gpu)
+    assert ["mosaic_gpu" in compiled.text for compiled in seen] == [True, False]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "changes, reason",
+    [({}, "quantize.*64"), ({"recipe": "bf16", "optimizer": "adamw8bit", "model.hidden_size": 144}, "adamw8bit.*128")],
+    ids=["fp8", "adamw8bit"],
+)
+def test_kernels_that_do_not_serve_the_model_are_refused(changes, reason):
+    with pytest.raises(ConfigError, match=rf"^kernels: expected .*, got 'mosaic', .*{reason}.*; use kernels='auto'$"):
+        planner.plan(config(**UNSERVED | {"kernels": "mosaic"} | changes), aot.kind() or FIRST)
 
 
 @needs_compiler

@@ -1,5 +1,7 @@
 """Recipes apart from their numbers: which layers, which GPUs, and the dtypes of recipe bf16."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,13 +25,26 @@ def test_ranges_cover_the_layers_once():
         ("mxfp8", "9.0a", "10.0 or newer"),
         ("nvfp4", "12.0a", ""),
         ("bf16", "8.0", ""),
+        ("bf16", "gfx942", ""),  # AMD's
+        ("fp8_current", "gfx942", "8.9 or newer"),
+        ("mxfp8", "gfx942", "10.0 or newer"),
     ),
 )
 def test_recipes_are_refused_on_gpus_without_their_products(recipe, capability, said):
+    device = SimpleNamespace(compute_capability=capability)
     if not said:
-        return check_recipe(Precision(recipe=recipe), "a GPU", capability)
-    with pytest.raises(ConfigError, match=said):
-        check_recipe(Precision(recipe=recipe), "a GPU", capability)
+        return check_recipe(Precision(recipe=recipe), "a GPU", device)
+    with pytest.raises(ConfigError, match=rf"recipe: expected .* on a GPU \(compute capability {capability}\).*{said}"):
+        check_recipe(Precision(recipe=recipe), "a GPU", device)
+
+
+def test_block_scaled_products_are_emulated_off_gpus():
+    cpu = jax.devices("cpu")[0]
+    check_recipe(Precision(recipe="mxfp8"), "a CPU", cpu)
+    with pytest.raises(ConfigError, match="block_scaled_products: expected 'auto' or 'emulated' on a CPU"):
+        check_recipe(Precision(recipe="mxfp8", block_scaled_products="native"), "a CPU", cpu)
+    amd = SimpleNamespace(compute_capability="gfx942")
+    check_recipe(Precision(recipe="nvfp4", block_scaled_products="emulated"), "a GPU", amd)
 
 
 def test_products_are_computed_in_the_dtypes_of_the_settings():

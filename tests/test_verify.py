@@ -10,6 +10,7 @@ from surojax import blueprint, placement, verify as verifier
 from surojax.config import default_config
 from surojax.errors import ConfigError
 from surojax.mesh import DATA
+from surojax.precision import RECIPES
 from surojax.verify import OFFLOADS, SETTINGS, changed, judge, verify
 
 SIZES = {
@@ -91,12 +92,9 @@ def test_what_is_held_against_a_bound():
 
 
 NO_ROW = {  # keywords of `place` that no row has, and why
-    "model_dtype": "numbers are the config's",
-    "accum_dtype": "numbers are the config's",
-    "master_dtype": "numbers are the config's",
+    **dict.fromkeys(verifier.NUMBERS, "numbers are the config's"),
     "num_shards": "follows from the mesh",
     "nvme_path": "rows with nvme get a temporary folder",
-    "recipe": "other arithmetic: docs/precision.md, tests/test_fp8.py",
 }
 
 
@@ -124,6 +122,57 @@ def test_every_row_compares_two_different_things():
 
     for s in SETTINGS[1:]:
         assert drawn(s) != drawn(table[s.like]), s.name
+
+
+def in_recipe(recipe: str):
+    """The small config, at widths and tokens that every recipe takes."""
+    c = small_config(recipe=recipe, sequence_len=32)
+    c.model.update({"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2})
+    return c
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_numbers_are_the_configs(recipe):
+    """Whatever a row changes: the recipe, too, is not a setting of memory."""
+    c = in_recipe(recipe)
+    own = in_recipe(recipe)
+    own.update({"model_dtype": "bfloat16", "zero_level": 2})
+    for s in (*SETTINGS[:2], verifier.settings(own, 4)[-1]):
+        assert changed(c, s, 1, 64, 2).recipe == recipe
+        assert changed(own, s, 1, 64, 2).model_dtype == "bfloat16"
+    assert verifier.settings(own, 4)[-1].changes == {"zero_level": 2}
+
+
+def test_a_recipe_in_8_bits_is_verified_in_itself():
+    """Its losses are not those of bf16; offloading changes none of their bits; what it refuses is skipped, and why."""
+    passed, skipped = ["offload_all", "zero_level=3@4"], ["recompute_norm", "zero_quantized_weights=fp8@4"]
+    rows = verify(in_recipe("fp8_current"), steps=2, only=[*passed, *skipped])
+    found = {row.setting.name: row for row in rows}
+    assert {name: row.status for name, row in found.items()} == dict.fromkeys(passed, "pass") | dict.fromkeys(
+        skipped, "skipped"
+    )
+    assert (found["offload_all"].loss, found["offload_all"].grad_norm) == (0, 0)
+    assert "recompute_norm: expected False with recipe='fp8_current'" in found["recompute_norm"].why
+    assert "whose weights travel in fp8 anyway" in found["zero_quantized_weights=fp8@4"].why
+    batches, microbatches = verifier.make_batches(in_recipe("bf16"), 8, 1)
+    losses = {
+        recipe: verifier.trained(in_recipe(recipe), SETTINGS[0], batches, microbatches, jax.devices()[:1])[0][0]
+        for recipe in ("bf16", "fp8_current")
+    }
+    assert losses["bf16"] != losses["fp8_current"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bounds_of_a_recipe(recipe):
+    """Nothing where no arithmetic changes; where numbers are rounded again, the first gradient norm counts."""
+    bounds = verifier.bounds(in_recipe(recipe))
+    plain = [(4.0, 1.0), (3.0, 2.0)]
+    assert bounds["same"] == bounds["saved"] and bounds["same"].loss == bounds["same"].grad_norm == 0
+    assert judge([(4.0, 1.2), (3.0, 2.0)], plain, bounds["order"])[0] == "FAIL"
+    later = judge([(4.0, 1.0), (3.0, 2.4)], plain, bounds["order"])[0]
+    assert later == ("FAIL" if recipe == "bf16" else "pass")
+    assert judge([(4.0, 1.0), (3.0 * 1.03, 2.0)], plain, bounds["order"])[0] == "FAIL"
+    assert ("random numbers" in bounds["order"].reason) == (recipe == "nvfp4")
 
 
 def test_what_cannot_run_here_is_skipped_not_passed():

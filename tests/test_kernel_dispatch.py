@@ -1,0 +1,78 @@
+"""Which implementation runs on which device, and what is said or raised where a kernel cannot run."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import adamw8bit, cross_entropy, dispatch, fp8, quantize, rms_norm, rope, swiglu
+
+
+def device(capability, kind="a GPU"):
+    return types.SimpleNamespace(compute_capability=capability, device_kind=kind)
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [("9.0", (9, 0)), ("12.1", (12, 1)), ("10.0a", (10, 0)), ("10.3f", (10, 3)), ("gfx942", None), (None, None)],
+)
+def test_capability(said, expected):
+    assert dispatch.capability(device(said)) == expected
+    assert dispatch.capability(jax.devices("cpu")[0]) is None
+
+
+@pytest.mark.parametrize("said", ["gfx942", "gfx90a", "7.5", "13.0", None])
+def test_other_gpus_are_left_to_xla(said, monkeypatch):
+    """AMD's have a compute capability too, of another form; there, and on GPUs that are too old or new, it is said."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: [device(said, "that one")])
+    with pytest.warns(UserWarning, match=rf"that one \(compute capability {said}\) is not one .*8\.0 to 12\.1"):
+        assert dispatch.automatic.__wrapped__() == "xla"
+
+
+@pytest.mark.parametrize("said, fp8_too", [("8.0", False), ("8.9", True), ("9.0a", True), ("12.1", True)])
+def test_gpus_with_kernels(said, fp8_too, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: [device(said)])
+    assert dispatch.automatic.__wrapped__() == "mosaic"
+    assert fp8.has_instructions() == fp8_too
+
+
+def test_fp8_of_what_is_not_nvidias(monkeypatch):
+    """Such a device traces kernels for the interpreter only, which converts FP8 itself."""
+    monkeypatch.setattr(jax, "devices", lambda *_: [device("gfx942")])
+    assert fp8.has_instructions()
+
+
+# What each kernel does not serve. Called with implementation="mosaic" nothing of it runs.
+z, u8, one = jnp.zeros, jnp.uint8, jnp.float32(1)
+STATE = (*adamw8bit.init((2, 150)), jnp.ones(8), z(2, jnp.uint32))
+LOGITS, LABELS = jax.ShapeDtypeStruct((42733, 50257), jnp.bfloat16), jax.ShapeDtypeStruct((42733,), jnp.int32)
+UNSERVED = {
+    "rms_norm.forward": lambda **how: rms_norm.forward(z((64, 1001)), z(1001), eps=1e-6, **how),
+    "rms_norm.backward": lambda **how: rms_norm.backward(z((64, 1001)), z((64, 1001)), z(1001), eps=1e-6, **how),
+    "rope": lambda **how: rope.forward(z((1, 1, 64)), z((1, 1, 64)), z((1, 32)), z((1, 32)), **how),
+    "swiglu.forward": lambda **how: swiglu.forward(z((3, 100)), z((3, 100)), **how),
+    "swiglu.backward": lambda **how: swiglu.backward(z((3, 100)), z((3, 100)), z((3, 100)), **how),
+    "quantize.absmax": lambda **how: quantize.absmax(z(100), **how),
+    "quantize.cast": lambda **how: quantize.cast(z(100), one, fp8.E4M3, **how),
+    "quantize.cast_transpose": lambda **how: quantize.cast_transpose(z((64, 100)), one, fp8.E4M3, **how),
+    "quantize.transpose": lambda **how: quantize.transpose(z((64, 100), u8), **how),
+    "quantize.quantize_blocks": lambda **how: quantize.quantize_blocks(z((8, 64)), jnp.int8, 64, **how),
+    "quantize.dequantize_blocks": lambda **how: quantize.dequantize_blocks(
+        quantize.Blocks(z((8, 64), jnp.int8), z((8, 1))), jnp.bfloat16, **how
+    ),
+    "quantize.stochastic_round": lambda **how: quantize.stochastic_round(z(100), jnp.int32(0), **how),
+    "cross_entropy": lambda **how: jax.eval_shape(functools.partial(cross_entropy.logprob, **how), LOGITS, LABELS),
+    "adamw8bit": lambda **how: adamw8bit.adamw8bit(z((2, 150)), z((2, 150)), *STATE, **how),
+}
+
+
+@pytest.mark.parametrize("op", UNSERVED)
+def test_kernels_refuse_with_one_error(op):
+    """It is what a caller's mistake is too, and says which op, what it expects and what it got."""
+    with pytest.raises(dispatch.Unserved, match=rf"^{op}: .*expected .*, got .*") as found:
+        UNSERVED[op](implementation="mosaic")
+    assert isinstance(found.value, NotImplementedError) and isinstance(found.value, ValueError)
