@@ -16,20 +16,19 @@ Not counted: cuDNN's workspaces and fragmentation (some hundred MiB on a GPU), a
 it is written (master weights and moments).
 """
 
-import copy
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import psutil
 
 from pallas_kernels import dispatch
-from surojax import blueprint, placement
+from surojax import advice, blueprint, placement
+from surojax.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
 from surojax.collectives import WHOLE, check_copy_engine
-from surojax.config import RECOMPUTE_PARTS, Config, divisor
+from surojax.config import Config
 from surojax.errors import ConfigError
 from surojax.fp8 import quantise_weights
 from surojax.mesh import DATA, SHARD
@@ -38,15 +37,12 @@ from surojax.models.llama import LlamaConfig, functions
 from surojax.precision import check_recipe
 from surojax.quantize import is_quantized
 
-GiB = 2**30
+POOL, DEFAULT_POOL = (
+    0.95,
+    0.75,
+)  # of a GPU's memory that JAX takes: at most, which leaves the driver its part; by itself
+POOL_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={POOL}"  # in the environment
 NVME_LAYERS = 4  # in host memory at most: one is read ahead, one is in use before and after its update, one is written
-SHARDED = {
-    "zero_level": 3,
-    "shard_weights": None,
-    "shard_gradients": None,
-    "dp_replicate_size": 1,
-    "dp_shard_size": -1,
-}
 
 
 def estimate(run: blueprint.Blueprint, batch: int, sequence_len: int, *, platform: str = "gpu") -> dict[str, int]:
@@ -81,7 +77,8 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     fetched = _bytes(jax.eval_shape(quantise_weights, layer)) if engine.placement.one_scale else layer_bytes
     saved_bytes, scores_bytes = _block_bytes(m, layer, x, platform)
     # Its backward pass has all of it at once, however much of that is computed again.
-    whole_bytes, _ = _block_bytes(dataclasses.replace(m, recompute=Recompute()), layer, x, platform)
+    plain = dataclasses.replace(m, recompute=Recompute())
+    whole_bytes = saved_bytes if plain == m else _block_bytes(plain, layer, x, platform)[0]
     shards = lambda dim: run.mesh.shape[SHARD] if grads.sharded and dim != WHOLE else 1
     parts = jax.tree.map(lambda p, dim: p.size // shards(dim), run.params["blocks"], engine.dims["blocks"])
     block_grads = jnp.dtype(grads.dtype).itemsize * sum(jax.tree.leaves(parts))
@@ -191,12 +188,11 @@ def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | Non
     need = estimate(run, c.per_device_batch_size, c.sequence_len, platform=platform)
     available = available_bytes(devices) if available is None else available
     if sum(need.values()) <= available:
-        check_host(run, c, n, platform)
+        check_host(run, c, devices, available)
         return need
-    parts = ", ".join(f"{name} {size / GiB:.1f}" for name, size in need.items())
     where = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
     raise ConfigError(
-        f"does not fit: needs {gib(sum(need.values()))} ({parts}) on {where}, where {gib(available)} are free; "
+        f"does not fit: needs {summed(need, digits=1)} on {where}, where {gib(available)} are free; "
         f"what would change it: {'; '.join(_advice(c, devices, available))}"
     )
 
@@ -229,123 +225,55 @@ def unserved(error: dispatch.Unserved) -> ConfigError:
     return ConfigError(f"kernels: expected 'xla' or 'auto', got 'mosaic', but {reason}; use kernels='auto'")
 
 
-def check_host(run: blueprint.Blueprint, c: Config, n: int, platform: str) -> None:
-    """Raises ConfigError when the machine has less memory free than what is offloaded to it."""
+def check_host(run: blueprint.Blueprint, c: Config, devices, available: int) -> None:
+    """Raises ConfigError when the machine has less memory free than what is offloaded to it, with what would fit."""
+    n, platform = len(devices), devices[0].platform
     need = {} if platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
     free = psutil.virtual_memory().available
     if n * sum(need.values()) > free:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in need.items())
         raise ConfigError(
             f"does not fit: needs {gib(n * sum(need.values()))} of host memory for {n} GPUs (each {parts}), where "
-            f"{gib(free)} are free; offload less, or store it in 16 bits (opt_m_dtype, opt_v_dtype, master_dtype)"
+            f"{gib(free)} are free; what would change it: {'; '.join(_advice(c, devices, available))}"
         )
 
 
-def changes_that_help(c: Config, n: int, available: int, platform: str) -> list[tuple[dict, int]]:
-    """Changes from mild to strong, each on top of those before it, with the bytes per device that they lead to.
-
-    The effective batch stays as it is, except where GPUs are added. The list ends with the first change that fits; what
-    saves less than 1 % is left out.
-    """
-    sofar, least, found = c, needed(c, n, platform), []
-    for change in _changes(c, n, platform):
-        change = differing(sofar, change)
-        tried = changed(sofar, change)
-        try:
-            need = needed(tried, tried.gpus or n, platform)
-        except ConfigError:  # an impossible combination, such as a vocabulary that so many GPUs do not divide
-            continue
-        if need <= available or need < 0.99 * least:
-            sofar, least = tried, need
-            found.append((change, need))
-        if need <= available:
-            break
-    return found
-
-
-def _changes(c: Config, n: int, platform: str) -> Iterator[dict]:
-    slice_now = c.per_device_batch_size * c.sequence_len // c.lmhead_chunks
-    limit = min(slice_now, 1024)  # tokens of a slice: no smaller ones are needed
-    slices = lambda tokens: divisor(tokens, math.ceil(tokens / limit))
-    if not c.recompute_block:
-        yield {"recompute_norm": True, "recompute_swiglu": True}
-    yield {"recompute_block": True} | dict.fromkeys(RECOMPUTE_PARTS, False)
-    yield {"lmhead_chunks": slices(c.per_device_batch_size * c.sequence_len)}
-    yield {
-        "per_device_batch_size": 1,
-        "gradient_accumulation_steps": c.per_device_batch_size * c.gradient_accumulation_steps,
-        "lmhead_chunks": slices(c.sequence_len),
-    }
-    if platform != "cpu":
-        yield {"model_dtype": "bfloat16"}
-    yield dict.fromkeys(("opt_m_dtype", "opt_v_dtype", "accum_dtype"), "bfloat16")
-    if n > 1:
-        yield SHARDED
-    if platform != "cpu":  # there host memory is the devices'
-        yield from _offloads(c, n)
-        yield from ({"gpus": more} | SHARDED for more in (2, 4, 8, 16, 32, 64) if more > n)
-
-
-def _offloads(c: Config, n: int) -> Iterator[dict]:
-    """What to move to host memory, cheapest traffic per byte first, and the outer layers cut by words."""
-    for name in ("residual", "optimizer", "master"):
-        yield {f"offload_{name}": True}
-    for name in ("grads", "weights"):  # whole ones would cross every GPU's host link
-        yield {f"offload_{name}": True} | (SHARDED if n > 1 else {})
-    if n > 1:
-        yield {"shard_outer": True} | SHARDED
-
-
-def differing(c: Config, change: dict) -> dict:
-    """The part of a change that is one."""
-    return {name: value for name, value in change.items() if c[name] != value}
-
-
-def changed(c: Config, change: dict) -> Config:
-    """A copy with other values."""
-    c = copy.deepcopy(c)  # copy_and_resolve_references would forget which types `config.either` lets in
-    c.update(change)
-    return c
+def needs(c: Config, n: int, platform: str) -> Memory:
+    """What a run on n devices needs; builds nothing. On a CPU all of it is the devices'."""
+    mesh = jax.sharding.AbstractMesh((c.dp_replicate_size, n // c.dp_replicate_size), DATA)
+    rows = by_class(blueprint.draw(c, mesh, total_steps=1000), c.per_device_batch_size, c.sequence_len, platform)
+    device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
+    return Memory(device + host, 0) if platform == "cpu" else Memory(device, n * host)
 
 
 def needed(c: Config, n: int, platform: str) -> int:
-    """Bytes on each of n devices; builds nothing."""
-    mesh = jax.sharding.AbstractMesh((c.dp_replicate_size, n // c.dp_replicate_size), DATA)
-    run = blueprint.draw(c, mesh, total_steps=1000)
-    return sum(estimate(run, c.per_device_batch_size, c.sequence_len, platform=platform).values())
+    """Bytes on each of n devices."""
+    return needs(c, n, platform).device
 
 
 def _advice(c: Config, devices, available: int) -> list[str]:
+    """Lines that say what would make it fit; `available` bytes are free on each device."""
     n, platform, lines = len(devices), devices[0].platform, []
-    pool, more = "XLA_PYTHON_CLIENT_MEM_FRACTION", int(available * 0.95 / 0.75)
-    if platform == "gpu" and pool not in os.environ and needed(c, n, platform) <= more:
+    more, chosen = int(available * POOL / DEFAULT_POOL), POOL_SETTING.partition("=")[0] in os.environ
+    if platform == "gpu" and not chosen and available < needed(c, n, platform) <= more:
         lines.append(
-            f"{pool}=0.95 in the environment: JAX takes 0.75 of a GPU's memory by itself, so {gib(more)} (fits)"
+            f"{POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} of a GPU's memory by itself, so {gib(more)} "
+            "(fits)"
         )
-    found = changes_that_help(c, n, available, platform)
-    for i, (change, need) in enumerate(found):
-        lines.append(f"{'then ' if i else ''}{flags(change)} -> {gib(need)}{' (fits)' if need <= available else ''}")
-    if found and found[-1][1] <= available:
+    limit = Memory(available, math.inf if platform == "cpu" else psutil.virtual_memory().available)
+    found = changes_that_help(c, n, limit, platform, lambda c, n: needs(c, n, platform))
+    lines += [f"{'then ' if i else ''}{line}" for i, line in enumerate(advice.lines(found, limit))]
+    if found and not any(missing(found[-1][1], limit)):
         return lines
-    lines.append("a smaller model (configs/llama125m.py) or a device with more memory")
+    lines.append("a smaller model (configs/llama125m.py) or a machine with more memory")
     if platform == "cpu":
         changes = [{"gpus": 1}, {"gpus": 4} | SHARDED, {"gpus": 8} | SHARDED]
-        needs = [gib(needed(changed(c, change), change["gpus"], "gpu")) for change in changes]
+        sizes = [gib(needed(changed(c, change), change["gpus"], "gpu")) for change in changes]
         flagged = [flags({"gpus": change["gpus"]} | differing(c, change)) for change in changes]
         lines.append(
-            "NVIDIA GPUs: " + ", ".join(f"{f} needs {need} on each" for f, need in zip(flagged, needs, strict=True))
+            "NVIDIA GPUs: " + ", ".join(f"{f} needs {size} on each" for f, size in zip(flagged, sizes, strict=True))
         )
     return lines
-
-
-def gib(size: int) -> str:
-    """Bytes in GiB."""
-    return f"{size / GiB:.1f} GiB"
-
-
-def flags(change: dict) -> str:
-    """Changed fields as they are written on a command line, without `--config.`."""
-    return " ".join(f"{name}={'unset' if value is None else value}" for name, value in change.items())
 
 
 def available_bytes(devices) -> int:

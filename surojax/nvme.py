@@ -44,6 +44,11 @@ THREADS = 4  # requests at a time, in each direction
 SLOW_MIB_S = 500  # below it a disk is called slow; SATA disks reach this, NVMe disks 1,000 and more
 UNUSABLE_S = 3600  # an update that takes longer than this is refused
 GiB, MiB = 2**30, 2**20
+MAKE_ROOM = (
+    "free some, choose another folder, or keep one of both in host memory (offload_optimizer=True, "
+    "offload_master=True); what is stored in 16 bits takes half, but that is another training (opt_m_dtype, "
+    "opt_v_dtype, and last master_dtype)"
+)
 
 
 class NvmeError(OSError):
@@ -142,8 +147,7 @@ class Store:
             os.ftruncate(fd, 0)
             os.close(fd)
             raise ConfigError(
-                f"nvme_path: expected room for {gib(self.bytes)} in {self.folder}, got: {error.strerror}; free some, "
-                "choose another folder, or store less (opt_m_dtype, opt_v_dtype, master_dtype)"
+                f"nvme_path: expected room for {gib(self.bytes)} in {self.folder}, got: {error.strerror}; {MAKE_ROOM}"
             ) from error
         return fd
 
@@ -280,10 +284,7 @@ def check(store: Store | None) -> None:
             f"nvme_path: expected a folder that can be written, got {str(folder)!r} ({error.strerror}); {change}"
         ) from error
     if store.bytes > free:
-        raise ConfigError(
-            f"nvme_path: needs {gib(store.bytes)} in {folder}, where {gib(free)} are free; free some, choose another "
-            "folder, or store less (opt_m_dtype, opt_v_dtype, master_dtype)"
-        )
+        raise ConfigError(f"nvme_path: needs {gib(store.bytes)} in {folder}, where {gib(free)} are free; {MAKE_ROOM}")
 
 
 @contextlib.contextmanager

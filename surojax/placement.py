@@ -112,16 +112,20 @@ def place(
     """
     if zero_level not in (1, 2, 3):
         raise ConfigError(f"zero_level: expected 1, 2 or 3, got {zero_level}; choose one of them")
+    # What would shard them: a level does not, where the field itself says that they are not.
+    to_shard_gradients = "shard_gradients=True" + (" or zero_level=2" if shard_gradients is None else "")
+    to_shard_weights = "shard_weights=True" + (" or zero_level=3" if shard_weights is None else "")
     shard_gradients = zero_level >= 2 if shard_gradients is None else shard_gradients
     shard_weights = zero_level >= 3 if shard_weights is None else shard_weights
     several = num_shards > 1
     if offload_grads and several and not shard_gradients:
         raise ConfigError(
             f"offload_grads: expected sharded gradients on {num_shards} GPUs, got shard_gradients=False, with which "
-            "every GPU would move whole gradients over its host link; set shard_gradients=True or zero_level=2"
+            f"every GPU would move whole gradients over its host link; set {to_shard_gradients}"
         )
     one_scale = recipe.startswith("fp8_")
-    _check_quants(zero_quantized_weights, shard_weights, persistent_quants, offload_quants, one_scale)
+    to_shard = "" if shard_weights else to_shard_weights
+    _check_quants(zero_quantized_weights, to_shard, persistent_quants, offload_quants, one_scale)
     quants = quantize.DTYPES["fp8"] if one_scale else quantize.DTYPES.get(zero_quantized_weights, "")
     if memcpy_send_recv and not (use_all_to_all_reduce or zero_quantized_gradients):
         raise ConfigError(
@@ -165,21 +169,22 @@ def place(
     )
 
 
-def _check_quants(weights: str, sharded: bool, persistent: bool, offloaded: bool, in_fp8: bool) -> None:
-    """Raises ConfigError for settings of quantised weights that need another one."""
+def _check_quants(weights: str, to_shard: str, persistent: bool, offloaded: bool, in_fp8: bool) -> None:
+    """Raises ConfigError for settings of quantised weights that need another one.
+
+    to_shard: the settings that would shard the weights, "" where they are.
+    """
     choices = ("none", *quantize.DTYPES)
     if weights not in choices:
         raise ConfigError(f"zero_quantized_weights: expected one of {', '.join(choices)}, got {weights!r}; choose one")
-    if weights != "none" and not sharded:
+    if weights != "none" and to_shard:
         raise ConfigError(
             f"zero_quantized_weights: expected 'none' with shard_weights=False, got {weights!r}, which is for "
-            "sharded weights; set zero_level=3 or shard_weights=True"
+            f"sharded weights; set {to_shard}"
         )
-    if persistent and not sharded:
-        raise ConfigError(
-            "persistent_quants: expected false with shard_weights=False, got True; set zero_level=3 or "
-            "shard_weights=True, and zero_quantized_weights or a recipe in fp8"
-        )
+    if persistent and to_shard:
+        also = "" if in_fp8 else ", and zero_quantized_weights or a recipe in fp8"
+        raise ConfigError(f"persistent_quants: expected false with shard_weights=False, got True; set {to_shard}{also}")
     if persistent and weights == "none" and not in_fp8:
         raise ConfigError(
             "persistent_quants: expected false with zero_quantized_weights='none', got True; "

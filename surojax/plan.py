@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -27,12 +28,12 @@ import jax
 import numpy as np
 
 from pallas_kernels.dispatch import Unserved
-from surojax import aot, checks, config as configs, fit, hlo, placement, step, traffic
+from surojax import advice, aot, checks, config as configs, fit, hlo, placement, step, traffic
+from surojax.advice import GiB, Memory, gib, memory_unit
 from surojax.attention import attend, fits_cudnn
 from surojax.blueprint import Blueprint, draw
 from surojax.config import Config
 from surojax.errors import ConfigError
-from surojax.fit import GiB, gib
 from surojax.flags import parse
 from surojax.gpus import GPUS
 from surojax.mesh import DATA, make_mesh, mesh_shape
@@ -71,7 +72,7 @@ class Plan:
     step_time_bound_s: float
     bound_by: str
     times_s: dict[str, float]  # what each resource needs at least
-    device_limit_bytes: int  # that a program on this GPU can use
+    device_limit_bytes: int  # that JAX can take of this GPU, see `fit.POOL`
     host_limit_bytes: int | None  # of all GPUs together; None when not given
     changes: list[str]  # that would make it fit
 
@@ -90,10 +91,7 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
     found = _compiled(c, gpu, batch) if aot.available() else _estimated(c, batch)
     times = traffic.bounds(
         facts,
-        c.model_dtype,
-        c.recipe,
         flops=found.pop("flops"),
-        recipe_flops=found.pop("recipe_flops"),
         device_bytes=found.pop("device_traffic"),
         link_bytes=sum(row["bytes"] for row in found["collectives"]),
         h2d=found["h2d_bytes"],
@@ -101,22 +99,23 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
     )
     host_limit = None if host_memory is None else int(host_memory * GiB)
     in_files = sum(row["nvme"] for row in found["classes"].values())
-    limit, device = facts.memory_bytes, found["device_bytes"]
-    enough = host_limit is None or n * found["host_bytes"] <= host_limit
+    limit = Memory(int(fit.POOL * facts.memory_bytes), math.inf if host_limit is None else host_limit)
+    need = Memory(found["device_bytes"], n * found["host_bytes"])
+    fits = not any(advice.missing(need, limit))
     bound_by = max(times, key=lambda resource: times[resource])
     return Plan(
         gpu=gpu,
         gpus=n,
-        fits=device <= limit and enough,
+        fits=fits,
         nvme_bytes=in_files,
         nvme_read_bytes=in_files,  # all of it, once a step, in both directions
         nvme_write_bytes=in_files,
         step_time_bound_s=times[bound_by],
         bound_by=bound_by,
         times_s=times,
-        device_limit_bytes=limit,
+        device_limit_bytes=limit.device,
         host_limit_bytes=host_limit,
-        changes=[] if device <= limit else _changes(c, device, limit),
+        changes=[] if fits else _changes(c, need, limit),
         **found,
     )
 
@@ -184,7 +183,6 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
             "largest": max((r for r, _ in again), key=lambda r: r.bytes).largest,
         },
         "flops": traffic.step_flops(run, batch),
-        "recipe_flops": traffic.recipe_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
     }
 
@@ -249,7 +247,6 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
         "overlap": [],
         "rematerialised": {"count": 0, "bytes": 0, "largest": ""},
         "flops": traffic.step_flops(run, batch),
-        "recipe_flops": traffic.recipe_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
     }
 
@@ -291,13 +288,19 @@ def classes(run: Blueprint, batch: traffic.Batch) -> dict[str, dict[str, int]]:
     return {name: row(name) for name, of in rows if isinstance(of, placement.Row) and (name != "quants" or of.dtype)}
 
 
-def _changes(c: Config, device_bytes: int, limit: int) -> list[str]:
-    """Settings that would make it fit, by estimate; what the estimate misses now is taken off the limit."""
-    missed = max(0, device_bytes - fit.needed(c, c.gpus, "gpu"))
-    found = fit.changes_that_help(c, c.gpus, limit - missed, "gpu")
-    fits = lambda need: " (fits)" if need <= limit - missed else ""
-    lines = [f"{fit.flags(change)} -> about {gib(need + missed)}{fits(need)}" for change, need in found]
-    return lines or ["a smaller model or sequence_len, or a GPU with more memory"]
+def _changes(c: Config, need: Memory, limit: Memory) -> list[str]:
+    """Settings that would make it fit, by estimate, to which is added what it misses of this `need`."""
+    estimated = fit.needs(c, c.gpus, "gpu")
+    device, host = max(0, need.device - estimated.device), max(0, need.host - estimated.host)
+
+    def needs(c: Config, n: int) -> Memory:
+        found = fit.needs(c, n, "gpu")
+        return Memory(found.device + device, found.host + host)
+
+    found = advice.changes_that_help(c, c.gpus, limit, "gpu", needs)
+    unsolved = any(advice.missing(found[-1][1] if found else need, limit))
+    more = "a smaller model or sequence_len, or a machine with more memory"
+    return advice.lines(found, limit) + [more] * unsolved
 
 
 def plan_in_subprocess(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
@@ -331,11 +334,12 @@ def table(p: Plan) -> str:
     lines = [f"plan: {p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].name} ({axes})"]
     if p.estimate:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the step: {aot.EXTRA}")
-    cells = lambda sizes: "".join(f"{size / GiB:>10.2f}" if size else f"{'-':>10}" for size in sizes)
-    row = lambda name, sizes: f"  {name:<16}{cells(sizes)}"
-    lines += ["", f"  {'GiB per GPU':<16}" + "".join(f"{home:>10}" for home in HOMES)]
-    lines += [row(name, [sizes[home] for home in HOMES]) for name, sizes in p.classes.items()]
+    cells = lambda sizes, unit: "".join(f"{size / unit:>10.2f}" if size else f"{'-':>10}" for size in sizes)
     totals = [p.device_bytes, p.host_bytes, p.nvme_bytes]
+    name, unit = memory_unit(max(totals))
+    row = lambda name, sizes: f"  {name:<16}{cells(sizes, unit)}"
+    lines += ["", f"  {f'{name} per GPU':<16}" + "".join(f"{home:>10}" for home in HOMES)]
+    lines += [row(name, [sizes[home] for home in HOMES]) for name, sizes in p.classes.items()]
     rest = [t - sum(sizes[home] for sizes in p.classes.values()) for t, home in zip(totals, HOMES, strict=True)]
     lines += [row("working space", [max(0, r) for r in rest]), row("total", totals)]
     again = p.rematerialised
@@ -345,23 +349,25 @@ def table(p: Plan) -> str:
         f"of that temporary: {gib(p.device_temp_bytes)} on the device, {gib(p.host_temp_bytes)} on the host",
         f"computed again by XLA to save memory: {what if again['count'] else 'nothing'}",
         "",
-        f"  {'per step and GPU':<30}{'count':>8}{'GiB':>10}{'textbook':>10}",
     ]
+    copies = {"host to device": p.h2d_bytes, "device to host": p.d2h_bytes}
+    others = {
+        "within host memory": p.within_host_bytes,
+        "read from NVMe": p.nvme_read_bytes,
+        "written to NVMe": p.nvme_write_bytes,
+    }
+    moved = copies | {name: size for name, size in others.items() if size}
+    name, unit = memory_unit(max([*moved.values(), *(x["bytes"] for x in p.collectives)]))
+    lines.append(f"  {'per step and GPU':<30}{'count':>8}{name:>10}{'textbook':>10}")
     for x in p.collectives:
-        sizes = cells([x["bytes"], x["textbook_bytes"]])
+        sizes = cells([x["bytes"], x["textbook_bytes"]], unit)
         lines.append(f"  {x['op'] + ' over ' + x['axis']:<30}{x['count'] or '-':>8}{sizes}")
-    for name, size in (("host to device", p.h2d_bytes), ("device to host", p.d2h_bytes)):
-        lines.append(f"  {name:<30}{'':>8}{cells([size])}")
-    for name, size in (
-        ("within host memory", p.within_host_bytes),
-        ("read from NVMe", p.nvme_read_bytes),
-        ("written to NVMe", p.nvme_write_bytes),
-    ):
-        lines += [f"  {name:<30}{'':>8}{cells([size])}"] if size else []
+    lines += [f"  {name:<30}{'':>8}{cells([size], unit)}" for name, size in moved.items()]
     lines += overlap_lines(p)
-    parts = ", ".join(f"{RESOURCES[name]} {t:.3f}" for name, t in p.times_s.items())
-    lines += ["", f"a step takes at least {p.step_time_bound_s:.3f} s, bound by {RESOURCES[p.bound_by]} ({parts})"]
-    return "\n".join(lines + verdict(p))
+    name, unit = ("s", 1) if p.step_time_bound_s >= 1 else ("ms", 1e-3)
+    parts = ", ".join(f"{RESOURCES[resource]} {t / unit:.3f}" for resource, t in p.times_s.items())
+    bound = f"{p.step_time_bound_s / unit:.3f} {name}, bound by {RESOURCES[p.bound_by]}"
+    return "\n".join([*lines, "", f"a step takes at least {bound} ({parts})", *verdict(p)])
 
 
 def overlap_lines(p: Plan) -> list[str]:
@@ -387,18 +393,16 @@ def verdict(p: Plan) -> list[str]:
     """Lines that say whether it fits, and if not what would."""
     name, device = GPUS[p.gpu].name, f"{gib(p.device_bytes)} of {gib(p.device_limit_bytes)}"
     over = p.device_bytes > p.device_limit_bytes
-    lines = [f"{'does not fit' if over else 'fits'}: {device} on each {name}"]
+    lines = [f"{'does not fit' if over else 'fits'}: {device}, which is {fit.POOL:.0%} of each {name}"]
     if not over:
-        lines[0] += "; cuDNN's workspaces and the CUDA context come on top, some hundred MiB"
-        if p.device_bytes > 0.75 * p.device_limit_bytes:
-            lines.append("  with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes 0.75 by itself")
-    lines += [f"  would change it: {change}" for change in p.changes]
+        lines[0] += "; cuDNN's workspaces come on top, some hundred MiB"
+        if p.device_bytes > fit.DEFAULT_POOL / fit.POOL * p.device_limit_bytes:
+            lines.append(f"  with {fit.POOL_SETTING} in the environment: JAX takes {fit.DEFAULT_POOL} by itself")
     if p.host_limit_bytes is not None:
         need, there = gib(p.gpus * p.host_bytes), gib(p.host_limit_bytes)
         enough = p.gpus * p.host_bytes <= p.host_limit_bytes
-        fix = "" if enough else "; offload less, or store it in 16 bits (opt_m_dtype, opt_v_dtype, master_dtype)"
-        lines.append(f"{'fits' if enough else 'does not fit'}: {need} of {there} host memory for all GPUs{fix}")
-    return lines
+        lines.append(f"{'fits' if enough else 'does not fit'}: {need} of {there} host memory for all GPUs")
+    return lines + [f"  {'then' if i else 'would change it:'} {change}" for i, change in enumerate(p.changes)]
 
 
 def check_json_path(path: str) -> Path:

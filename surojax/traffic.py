@@ -20,6 +20,7 @@ shards once per step. Scalars (loss, label count, norm: bytes) are left out.
 Times are lower bounds: each resource alone, at its peak rate, with everything else free and perfectly overlapped.
 """
 
+import collections
 import dataclasses
 import math
 
@@ -31,7 +32,7 @@ from surojax.collectives import WHOLE
 from surojax.gpus import Gpu
 from surojax.mesh import REPLICATE, SHARD
 from surojax.metrics import flops_per_token
-from surojax.precision import BLOCK_SCALED
+from surojax.precision import BLOCK_SCALED, Precision
 from surojax.quantize import block_size
 
 
@@ -113,27 +114,48 @@ def _in_8_bits(run: Blueprint, vectors: int) -> float:
     return total
 
 
-def step_flops(run: Blueprint, batch: Batch) -> float:
-    """FLOPs of a step on each GPU, recomputation of the blocks included."""
-    m, S = run.model, batch.sequence_len
-    sizes = m.num_hidden_layers, m.num_attention_heads, m.head_dim, S
-    per_token = flops_per_token(m.num_matmul_params, *sizes)
-    if run.engine.recompute_block:  # a third forward pass of all but the head
-        per_token += flops_per_token(m.num_matmul_params - m.vocab_size * m.hidden_size, *sizes) / 3
-    return per_token * batch.tokens * batch.microbatches + run.optimizer.blocks.flops(run.params["blocks"])
+def token_flops(run: Blueprint, sequence_len: int, *, again: bool = False) -> dict[str, float]:
+    """FLOPs of training on one token by the numbers that are multiplied: "bfloat16", "float32", "float8" or "float4".
 
-
-def recipe_flops(run: Blueprint, batch: Batch) -> float:
-    """Those of `step_flops` that are products in float8 or fewer bits: of the blocks' matrices, where the recipe holds.
-
-    0 for recipe bf16, and where block-scaled products are emulated.
+    The recipe's are those of the blocks' matrices, in the layers where it holds; attention and head are in model_dtype.
+    again: with what is computed a second time where blocks are recomputed.
     """
-    m, precision = run.model, run.model.precision
-    if precision.recipe == "bf16" or (precision.recipe in BLOCK_SCALED and precision.emulate):
-        return 0
-    layers = sum(stop - start for start, stop, on in precision.ranges(m.num_hidden_layers) if on)
-    matrices = (m.num_matmul_params - m.vocab_size * m.hidden_size) * layers / m.num_hidden_layers
-    return (8 if run.engine.recompute_block else 6) * matrices * batch.tokens * batch.microbatches
+    m, found = run.model, collections.defaultdict[str, float](float)
+    sizes = m.num_hidden_layers, m.num_attention_heads, m.head_dim, sequence_len
+    in_blocks = m.num_matmul_params - m.vocab_size * m.hidden_size
+    total = flops_per_token(m.num_matmul_params, *sizes) + (flops_per_token(in_blocks, *sizes) / 3 if again else 0)
+    for start, stop, on in m.precision.ranges(m.num_hidden_layers):
+        matrices = in_blocks * (stop - start) / m.num_hidden_layers
+        forward, backward = _operands(m.precision, on, run.engine.placement.weights.dtype)
+        found[forward] += (4 if again else 2) * matrices
+        found[backward] += 4 * matrices
+    found[run.engine.placement.weights.dtype] += total - sum(found.values())
+    return dict(found)
+
+
+def _operands(precision: Precision, on: bool, dtype: str) -> tuple[str, str]:
+    """Numbers that a block's matrix products take, forward and backward; on: where the recipe holds; of a `dtype`."""
+    if not on or precision.recipe == "bf16":
+        forward = precision.matmul_dtype or dtype
+        return forward, precision.gradient_dtype or forward
+    emulated = precision.recipe in BLOCK_SCALED and precision.emulate
+    low = "float32" if emulated else "float4" if precision.recipe == "nvfp4" else "float8"
+    return low, low
+
+
+def step_flops(run: Blueprint, batch: Batch) -> dict[str, float]:
+    """FLOPs of a step on each GPU, recomputation of the blocks included, as `token_flops` has them."""
+    per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
+    found = {dtype: size * batch.tokens * batch.microbatches for dtype, size in per_token.items()}
+    found[run.engine.placement.weights.dtype] += run.optimizer.blocks.flops(run.params["blocks"])
+    return found
+
+
+def compute_time(gpu: Gpu, flops: dict[str, float]) -> float:
+    """Seconds that FLOPs by dtype take at the peak rate of each; float32 is what tensor cores make of it, TF32."""
+    bf16, tf32 = gpu.bf16_flops, gpu.tf32_flops
+    peak = {"bfloat16": bf16, "float32": tf32, "float8": gpu.fp8_flops or bf16, "float4": gpu.fp4_flops or bf16}
+    return sum(size / peak[dtype] for dtype, size in flops.items())
 
 
 def device_traffic(run: Blueprint, batch: Batch) -> int:
@@ -157,38 +179,28 @@ def device_traffic(run: Blueprint, batch: Batch) -> int:
 def host_bytes(run: Blueprint, batch: Batch, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
     """(host to device, device to host) bytes per step and GPU, from what rests in host memory per class.
 
-    Weights are fetched twice a microbatch and written once a step; gradients are read and written once a microbatch and
-    read by the update; residuals go both ways once a microbatch; master weights and moments once a step, those in files
-    by way of host memory.
+    Weights, or their persistent 8-bit copies, are fetched twice a microbatch and written once a step; gradients are
+    read and written once a microbatch and read by the update; residuals go both ways once a microbatch; master weights
+    and moments once a step, those in files by way of host memory.
     """
     k, host = batch.microbatches, {name: row["host"] + row["nvme"] for name, row in rows.items()}
-    read = 2 * k * host["weights"] + (k + 1) * host["grads"] + k * host["residuals"] + host["master"] + host["moments"]
-    written = host["weights"] + k * (host["grads"] + host["residuals"]) + host["master"] + host["moments"]
+    weights = host["weights"] + host.get("quants", 0)
+    read = 2 * k * weights + (k + 1) * host["grads"] + k * host["residuals"] + host["master"] + host["moments"]
+    written = weights + k * (host["grads"] + host["residuals"]) + host["master"] + host["moments"]
     return read, written
 
 
 def bounds(
-    gpu: Gpu,
-    dtype: str,
-    recipe: str,
-    *,
-    flops: float,
-    recipe_flops: float,
-    device_bytes: int,
-    link_bytes: int,
-    h2d: int,
-    d2h: int,
+    gpu: Gpu, *, flops: dict[str, float], device_bytes: int, link_bytes: int, h2d: int, d2h: int
 ) -> dict[str, float]:
-    """Seconds that each resource needs at least; recipe_flops of the flops are in the recipe's numbers.
+    """Seconds that each resource needs at least; flops as `step_flops` has them.
 
     Where GPUs talk over PCI Express, their collectives share it with the copies to and from host memory; each
     direction of it carries what a GPU sends, or receives, of both.
     """
     shared = gpu.link_bandwidth <= gpu.pcie_bandwidth
-    peak = gpu.bf16_flops if dtype == "bfloat16" else gpu.tf32_flops
-    low = (gpu.fp4_flops if recipe == "nvfp4" else gpu.fp8_flops) or peak
     return {
-        "compute": (flops - recipe_flops) / peak + recipe_flops / low,
+        "compute": compute_time(gpu, flops),
         "device memory": device_bytes / gpu.memory_bandwidth,
         "link": link_bytes / gpu.link_bandwidth,
         "pcie": (max(h2d, d2h) + (link_bytes if shared else 0)) / gpu.pcie_bandwidth,

@@ -20,12 +20,13 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from surojax import checkpoint, checks, config as configs, data, gpus, nvme, placement, state
+from surojax import checkpoint, checks, config as configs, data, gpus, nvme, placement, state, traffic
+from surojax.advice import summed
 from surojax.blueprint import Blueprint, draw
 from surojax.checkpoint import Checkpoints
 from surojax.config import Config
 from surojax.errors import CheckpointError, ConfigError
-from surojax.fit import GiB, check_fit, compare, estimate_host, host_temporaries, memory_limit
+from surojax.fit import check_fit, compare, estimate_host, host_temporaries, memory_limit
 from surojax.flags import parse
 from surojax.generate import complete
 from surojax.mesh import find_devices, make_mesh
@@ -35,7 +36,6 @@ from surojax.metrics import (
     MetricsLog,
     NonFiniteLoss,
     check_finite,
-    flops_per_token,
     read_metrics,
 )
 from surojax.tokenizer import Tokenizer, load_tokenizer
@@ -134,8 +134,8 @@ def train(config: Config) -> Result:
             total_steps=total_steps,
             tokens_per_step=samples_per_step * c.sequence_len,
             first_step=first_step,
-            flops_per_token=run_flops(run, c.sequence_len),
-            peak_flops=peak_flops(devices, c.model_dtype),
+            flops_per_token=sum(traffic.token_flops(run, c.sequence_len).values()),
+            peak_flops=peak_flops(devices, run, c.sequence_len),
         )
         until_end.enter_context(log)
         stop = until_end.enter_context(StopSignal())
@@ -278,8 +278,7 @@ def describe(c: Config, run: Blueprint, devices, need: dict[str, int]) -> None:
     host = {} if devices[0].platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
     for memory, needs in (("memory", need), ("host memory", host)):
         if needs:
-            parts = ", ".join(f"{name} {size / GiB:.2f}" for name, size in needs.items())
-            say(f"{memory} per device: {sum(needs.values()) / GiB:.2f} GiB ({parts})")
+            say(f"{memory} per device: {summed(needs, digits=2)}")
     shards = run.mesh.shape["dp_shard"]
     if shards > 1 and (whole := placement.kept_whole(run.params, run.engine.dims)):
         say(f"note: kept whole on every device, since {shards} divides none of their dimensions: {whole}")
@@ -350,16 +349,10 @@ def evaluation_summary(output_dir: Path) -> str:
     return f"evaluation: loss {arrow('loss')}, {arrow('bits_per_byte')} bits per byte ({steps})"
 
 
-def run_flops(run: Blueprint, sequence_len: int) -> float:
-    """FLOPs of training on one token."""
-    m = run.model
-    return flops_per_token(m.num_matmul_params, m.num_hidden_layers, m.num_attention_heads, m.head_dim, sequence_len)
-
-
-def peak_flops(devices, dtype: str) -> float | None:
-    """FLOP/s of all devices together in matrix products of this dtype, None where unknown."""
-    gpu = gpus.find_gpu(devices[0].device_kind)
-    return None if gpu is None else len(devices) * (gpu.bf16_flops if dtype == "bfloat16" else gpu.tf32_flops)
+def peak_flops(devices, run: Blueprint, sequence_len: int) -> float | None:
+    """FLOP/s of all devices together in a run's mixture of products, each at its dtype's peak; None where unknown."""
+    gpu, flops = gpus.find_gpu(devices[0].device_kind), traffic.token_flops(run, sequence_len)
+    return None if gpu is None else len(devices) * sum(flops.values()) / traffic.compute_time(gpu, flops)
 
 
 def main(argv: list[str] | None = None) -> None:

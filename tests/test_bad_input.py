@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from surojax import fit
+from surojax import advice, fit
 from surojax.errors import ConfigError
 from surojax.mesh import find_devices, make_mesh
 from surojax.train import main
@@ -291,7 +291,7 @@ def test_a_file_where_checkpoints_belong(refused, tmp_path):
 
 def test_more_memory_than_there_is(refused, monkeypatch):
     """The 7B config ends with what it needs, what there is and what to change, also where the memory would do."""
-    monkeypatch.setattr(fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * fit.GiB))
+    monkeypatch.setattr(fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * advice.GiB))
     line = refused(config=str(ROOT / "configs" / "llama7b.py"))
     assert "does not fit: needs 79.1 GiB" in line and "where 8.0 GiB are free" in line
     assert "gpus=4 zero_level=3 needs 21.2 GiB on each" in line

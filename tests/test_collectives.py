@@ -299,9 +299,19 @@ def test_gradients_travel_as_bytes(level):
     "settings, message",
     [
         ({"zero_quantized_weights": "fp4", "zero_level": 3}, "one of none, fp8, int8, got 'fp4'"),
-        ({"zero_quantized_weights": "fp8"}, "zero_quantized_weights: .*shard_weights=False.*set zero_level=3"),
-        ({"zero_quantized_weights": "int8", "zero_level": 3, "shard_weights": False}, "shard_weights=True"),
-        ({"persistent_quants": True}, "persistent_quants: .*set zero_level=3"),
+        (
+            {"zero_quantized_weights": "fp8"},
+            "zero_quantized_weights: .*shard_weights=False.*set shard_weights=True or zero_level=3$",
+        ),
+        ({"zero_quantized_weights": "int8", "zero_level": 3, "shard_weights": False}, "set shard_weights=True$"),
+        (
+            {"persistent_quants": True},
+            "persistent_quants: .*set shard_weights=True or zero_level=3, and zero_quantized_we",
+        ),
+        (
+            {"persistent_quants": True, "recipe": "fp8_current", "zero_level": 3, "shard_weights": False},
+            "persistent_quants: .*set shard_weights=True$",
+        ),
         ({"persistent_quants": True, "zero_level": 3}, "set zero_quantized_weights='fp8' or 'int8'"),
         ({"offload_quants": True, "zero_level": 3, "zero_quantized_weights": "fp8"}, "set persistent_quants=True"),
         ({"memcpy_send_recv": True}, "memcpy_send_recv: .*set use_all_to_all_reduce=True"),

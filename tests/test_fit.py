@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from surojax import checks, fit, flags, placement
+from surojax import advice, checks, fit, flags, placement
+from surojax.advice import GiB, Memory
 from surojax.blueprint import draw
 from surojax.config import default_config
 from surojax.errors import ConfigError
@@ -124,12 +125,15 @@ def test_flash_attention_has_no_scores():
     assert estimate(c, "cpu")["working space"] > xla
 
 
+MESH = jax.sharding.AbstractMesh((1, 1), DATA)
+
+
 def refusal(c, n: int, gibs: float, platform: str) -> str:
     """What a user reads who has n devices with so many GiB."""
     devices = [SimpleNamespace(platform=platform, device_kind="NVIDIA GeForce RTX 4090")] * n
     abstract = jax.sharding.AbstractMesh((c.dp_replicate_size, n // c.dp_replicate_size), DATA)
     with pytest.raises(ConfigError) as error:
-        fit.check_fit(c, draw(c, abstract, 100), devices, int(gibs * fit.GiB))
+        fit.check_fit(c, draw(c, abstract, 100), devices, int(gibs * GiB))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -141,6 +145,17 @@ def apply(c, text: str):
         flags._override(c, *flag.split("=", 1))
     checks.check(c)
     return c
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Sets how much host memory is free, in GiB; a TiB until then."""
+
+    def free(gibs: float):
+        monkeypatch.setattr(fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=int(gibs * GiB)))
+
+    free(1024)
+    return free
 
 
 @pytest.mark.parametrize(
@@ -157,27 +172,73 @@ def apply(c, text: str):
         ("llama7b", "gpus=4", 4, 2.0, "gpu"),  # and outer layers cut by words
     ],
 )
-def test_advice_is_true(name, changes, n, gibs, platform):
+def test_advice_is_true(name, changes, n, gibs, platform, host):
     """Each suggested change is a valid command line and leads to the number beside it; the last one fits."""
     c = apply(flags.load(str(CONFIGS / f"{name}.py")), f"gpus={n} {changes}")
     batch = c.per_device_batch_size * c.gradient_accumulation_steps
     line = refusal(c, n, gibs, platform)
     assert f"needs {fit.gib(fit.needed(c, n, platform))} (" in line and f"{gibs} GiB are free" in line
-    steps = re.findall(r"[:;] (?:then )?([\w=.\- ]+) -> ([\d.]+ GiB)( \(fits\))?", line)
+    steps = re.findall(r"[:;] (?:then )?([\w=.\- ]+) -> ([\d.]+ GiB)(?:, [\d.]+ GiB of host memory)?( \(fits\))?", line)
     assert steps and [fits for *_, fits in steps] == [""] * (len(steps) - 1) + [" (fits)"], line
     for text, number, _ in steps:
         c = apply(c, text)
         assert fit.gib(fit.needed(c, c.gpus, platform)) == number
         assert c.per_device_batch_size * c.gradient_accumulation_steps == batch
-    assert fit.needed(c, c.gpus, platform) <= gibs * fit.GiB
+    assert fit.needed(c, c.gpus, platform) <= gibs * GiB
 
 
 def test_impossible_changes_are_not_advised():
     """Cut by words over four GPUs, a vocabulary that eight do not divide cannot be spread further."""
     c = apply(flags.load(str(CONFIGS / "llama7b.py")), "gpus=4 zero_level=3 shard_outer=true model.vocab_size=32004")
-    found = fit.changes_that_help(c, 4, fit.GiB, "gpu")
-    assert {"offload_weights": True} in [change for change, _ in found]
-    assert not any("gpus" in change for change, _ in found)
+    found = changes(c, 4, Memory(GiB))
+    assert {"offload_weights": True} in found and not any("gpus" in change for change in found)
+
+
+def changes(c, n: int, limit: Memory) -> list[dict]:
+    return [change for change, _ in advice.changes_that_help(c, n, limit, "gpu", lambda c, n: fit.needs(c, n, "gpu"))]
+
+
+def test_the_fewest_gpus_are_advised():
+    """What saves little of 793 GiB saves much of the last 18; and with more GPUs outer layers can be cut by words."""
+    c = flags.load(str(CONFIGS / "llama70b.py"))
+    offloads = {f"offload_{name}": True for name in ("residual", "optimizer", "master", "grads", "weights")}
+    found = changes(c, 1, Memory(int(14.7 * GiB)))
+    assert found == [*({name: True} for name in offloads), {"gpus": 2, "zero_level": 3}]
+    found = changes(c, 1, Memory(int(10.6 * GiB)))
+    assert found[-2:] == [{"gpus": 2, "zero_level": 3}, {"shard_outer": True}]
+
+
+def test_what_is_not_needed_in_the_end_is_not_advised():
+    """Moments in 16 bits are tried first, but once they rest in host memory they save nothing on the device."""
+    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "opt_m_dtype=float32 opt_v_dtype=float32")
+    found = changes(c, 1, Memory(16 * GiB))
+    assert found == [{"offload_optimizer": True}, {"offload_master": True}, {"offload_grads": True}]
+
+
+def test_advice_leaves_room_in_host_memory():
+    """Files where host memory has no room for the state; and less in host memory where the device has room."""
+    c = flags.load(str(CONFIGS / "llama7b.py"))
+    files = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "FOLDER"}
+    limit = Memory(int(22.5 * GiB), 30 * GiB)
+    assert changes(c, 1, limit) == [files | {"offload_grads": True}]
+    for name in ("residual", "optimizer", "master", "grads", "weights"):
+        c[f"offload_{name}"] = True
+    assert changes(c, 1, limit._replace(host=64 * GiB)) == [{"offload_weights": False}]
+    tight = Memory(4 * GiB, 64 * GiB)  # no room for the weights
+    assert changes(c, 1, tight) == [{"offload_optimizer": "nvme", "nvme_path": "FOLDER"}]
+
+
+def test_too_little_host_memory_is_refused_with_what_would_fit(host):
+    c = flags.load(str(CONFIGS / "llama7b.py"))
+    for name in ("residual", "optimizer", "master", "grads", "weights"):
+        c[f"offload_{name}"] = True
+    host(64)
+    line = refusal(c, 1, 4.0, "gpu")
+    assert "needs 74.8 GiB of host memory for 1 GPUs" in line and "64.0 GiB are free" in line
+    assert "offload_optimizer=nvme nvme_path=FOLDER -> " in line and line.endswith("of host memory (fits)")
+    assert "MEM_FRACTION" not in line and "master_dtype" not in line
+    host(90)
+    fit.check_fit(c, draw(c, MESH, 100), [SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")], 4 * GiB)
 
 
 def test_a_machine_without_gpus_is_told_what_gpus_would_need():
@@ -188,6 +249,17 @@ def test_a_machine_without_gpus_is_told_what_gpus_would_need():
     for text, number in options:
         changed = apply(c, text)
         assert fit.gib(fit.needed(changed, changed.gpus, "gpu")) == number
+
+
+def test_sums_and_their_parts_have_one_unit():
+    c = small(gpus=1)
+    line = refusal(c, 1, 0.01, "cpu")
+    found = re.search(r"needs ([\d.]+) MiB \(([^)]+)\)", line)
+    assert found and "10.2 MiB are free" in line
+    parts = [float(part.split()[-1]) for part in found[2].split(", ")]
+    assert min(parts) > 0 and sum(parts) == pytest.approx(float(found[1]), abs=0.4)
+    assert advice.summed({"a": 3 * GiB // 2, "b": GiB // 2}, digits=2) == "2.00 GiB (a 1.50, b 0.50)"
+    assert [advice.gib(size) for size in (0, 3 * 2**19, GiB)] == ["0.0 MiB", "1.5 MiB", "1.0 GiB"]
 
 
 def test_share_of_the_gpu_that_jax_takes(monkeypatch):
@@ -228,21 +300,21 @@ def test_a_run_that_fits_gets_its_estimate():
     run = plan(c)
     assert fit.check_fit(c, run, jax.devices()[:1], 2**40) == estimate(c)
     assert fit.available_bytes(jax.devices()) < 2**50
-    stats = {"bytes_limit": 24 * fit.GiB, "bytes_in_use": fit.GiB}
+    stats = {"bytes_limit": 24 * GiB, "bytes_in_use": GiB}
     gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
-    assert fit.available_bytes([gpu]) == 23 * fit.GiB
+    assert fit.available_bytes([gpu]) == 23 * GiB
 
 
 def test_plan_and_reality_are_compared_on_a_gpu():
     """By faked statistics; on a CPU there is nothing to compare."""
     sizes = {"argument_size_in_bytes": 10, "temp_size_in_bytes": 5, "output_size_in_bytes": 9, "alias_size_in_bytes": 8}
-    planned = SimpleNamespace(**{name: size * fit.GiB for name, size in sizes.items()})
+    planned = SimpleNamespace(**{name: size * GiB for name, size in sizes.items()})
     compiled = SimpleNamespace(memory_analysis=lambda: planned)
-    stats = {"peak_bytes_in_use": 17 * fit.GiB}
+    stats = {"peak_bytes_in_use": 17 * GiB}
     gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
-    line = fit.compare({"weights": 12 * fit.GiB, "master": 3 * fit.GiB}, compiled, gpu)
+    line = fit.compare({"weights": 12 * GiB, "master": 3 * GiB}, compiled, gpu)
     assert line and "estimated 15.0 GiB, compiled 16.0 GiB, at most in use 17.0 GiB" in line and "too low" not in line
-    assert "14% too low" in str(fit.compare({"weights": 14 * fit.GiB}, compiled, gpu))
+    assert "14% too low" in str(fit.compare({"weights": 14 * GiB}, compiled, gpu))
     stats.clear()
     assert fit.compare({"weights": 1}, compiled, gpu) is None
     assert fit.compare({"weights": 1}, compiled, jax.devices()[0]) is None

@@ -131,6 +131,8 @@ def test_arrays_rest_where_the_table_says():
 def test_impossible_combinations_are_refused_with_the_fix():
     with pytest.raises(ConfigError, match="shard_gradients=True or zero_level=2"):
         placement.place(offload_grads=True, num_shards=4)
+    with pytest.raises(ConfigError, match=r"set shard_gradients=True$"):  # the level is set already
+        placement.place(offload_grads=True, zero_level=2, shard_gradients=False, num_shards=4)
     with pytest.raises(ConfigError, match="divides"):
         Small(5, shard_outer=True)
     with pytest.raises(ConfigError, match="leave it out, or set offload_weights=True"):

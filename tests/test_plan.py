@@ -10,20 +10,24 @@ import hashlib
 import json
 import math
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from pallas_kernels import dispatch
-from surojax import aot, fit, flags, plan as planner, traffic
+from surojax import advice, aot, fit, flags, plan as planner, traffic
+from surojax.advice import GiB
 from surojax.blueprint import MEMORY_LIMIT, draw
 from surojax.config import default_config
 from surojax.errors import ConfigError
 from surojax.gpus import GPUS
 from surojax.hlo import Transfer
 from surojax.mesh import DATA
-from surojax.plan import GiB, Plan
+from surojax.plan import Plan
+from surojax.train import peak_flops
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -204,6 +208,26 @@ def test_weights_of_fp8_recipes_travel_in_8_bits(planned, changes):
     assert gathers["bytes"] == pytest.approx(0.75 * 2 * 2 * 64 * (4 * 256**2 + 3 * 256 * 512), rel=0.02)
     shared = 1.5 * 4 * (7 * (64 if changes else fetches) + 64 * 11)  # maxima of weights; once a step those of 11 sites
     assert found["all-reduce"]["bytes"] == pytest.approx(found["all-reduce"]["textbook_bytes"] + shared, abs=100)
+
+
+QUANTS_IN_HOST = {"zero_level": 3, "recipe": "fp8_hybrid", "persistent_quants": True, "offload_quants": True}
+
+
+def test_quants_in_host_memory_travel_as_weights_do():
+    """Twice a microbatch to the device and once a step back: a byte for each number of the blocks' matrices."""
+    run = draw(config(gpus=4, **BLOCKS | QUANTS_IN_HOST), jax.sharding.AbstractMesh((1, 4), DATA), 10)
+    batch = traffic.Batch(1, 64, microbatches=3)
+    quants = 64 * (4 * 256**2 + 3 * 256 * 512) // 4
+    assert traffic.host_bytes(run, batch, planner.classes(run, batch)) == (2 * 3 * quants, quants)
+
+
+@needs_compiler
+def test_quants_in_host_memory_are_compiled_so(planned):
+    """The program copies what the formula says; a layer more, fetched ahead of the end of each loop."""
+    c = config(gpus=4, gradient_accumulation_steps=2, **BLOCKS | QUANTS_IN_HOST)
+    p = planned(c)
+    read, written = 2 * 2 * p.classes["quants"]["host"], p.classes["quants"]["host"]
+    assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)
 
 
 @needs_compiler
@@ -418,25 +442,47 @@ def test_without_the_compiler_there_is_an_estimate(tmp_path, monkeypatch, capsys
     assert all(x["bytes"] == x["textbook_bytes"] for x in found["collectives"])
 
 
+def test_units_follow_the_largest_number(monkeypatch):
+    """No column of zeros for a small model: MiB and ms there, GiB and s for a large one."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+
+    def numbers(text: str, row: str) -> list[float]:
+        (line,) = [line for line in text.splitlines() if line.startswith(row)]
+        return [float(x) for x in re.findall(r"[\d.]+", line)]
+
+    p = planner.plan(config("tiny", gpus=4, offload_master=True), FIRST)
+    text = planner.table(p)
+    assert "\n  MiB per GPU" in text and re.search(r"per step and GPU +count +MiB", text) and "GiB per GPU" not in text
+    assert numbers(text, "  weights ") == [round(p.classes["weights"]["device"] / 2**20, 2)] != [0]
+    assert numbers(text, "  host to device") == [round(p.h2d_bytes / 2**20, 2)] != [0]
+    assert f"at least {1000 * p.step_time_bound_s:.3f} ms, " in text
+    assert f"\nfits: {p.device_bytes / 2**20:.1f} MiB of 22.5 GiB" in text
+    p = planner.plan(config(gpus=4, gradient_accumulation_steps=8), FIRST)
+    text = planner.table(p)
+    assert "\n  GiB per GPU" in text and re.search(r"per step and GPU +count +GiB", text) and "MiB per" not in text
+    assert f"at least {p.step_time_bound_s:.3f} s, " in text and p.step_time_bound_s > 1
+
+
 def test_times_are_bytes_over_rates():
     """Where GPUs talk over PCI Express, their collectives share it with the copies to and from host memory."""
     moved = {
-        "flops": 165.2e12,
-        "recipe_flops": 0,
+        "flops": {"bfloat16": 165.2e12},
         "device_bytes": 504 * 10**9,
         "link_bytes": 10**10,
         "h2d": 3 * 10**10,
         "d2h": 10**10,
     }
-    four = traffic.bounds(GPUS["rtx4090"], "bfloat16", "bf16", **moved)
+    four = traffic.bounds(GPUS["rtx4090"], **moved)
     assert four["compute"] == pytest.approx(1) and four["device memory"] == pytest.approx(0.5)
     assert four["pcie"] == pytest.approx(4 * four["link"])
-    h100 = traffic.bounds(GPUS["h100"], "float32", "bf16", **moved)
+    h100 = traffic.bounds(GPUS["h100"], **moved | {"flops": {"float32": 165.2e12}})
     assert h100["compute"] == pytest.approx(165.2 / 494.5)
     assert h100["pcie"] == pytest.approx(3e10 / GPUS["h100"].pcie_bandwidth)
     assert h100["link"] == pytest.approx(1e10 / 450e9)
-    in_fp8 = traffic.bounds(GPUS["rtx4090"], "bfloat16", "fp8_current", **moved | {"recipe_flops": 165.2e12 / 2})
-    assert in_fp8["compute"] == pytest.approx(0.5 + 0.5 * 165.2 / 330.3)
+    half = {"bfloat16": 165.2e12 / 2, "float8": 165.2e12 / 2}
+    assert traffic.bounds(GPUS["rtx4090"], **moved | {"flops": half})["compute"] == pytest.approx(
+        0.5 + 0.5 / 2, rel=1e-3
+    )
 
 
 def test_flops_count_recomputation():
@@ -445,9 +491,45 @@ def test_flops_count_recomputation():
     flops = []
     for c.recompute_block in (False, True):
         run = draw(c, jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
-        flops.append(traffic.step_flops(run, traffic.Batch(1, 2048, 2)) / 4096)
+        found = traffic.step_flops(run, traffic.Batch(1, 2048, 2))
+        assert found.keys() == {"bfloat16"}
+        flops.append(found["bfloat16"] / 4096)
     n, head, attention = 6_607_077_376, 32000 * 4096, 6 * 32 * 4096 * 2048
     assert flops == [6 * n + attention, 6 * n + attention + 2 * (n - head) + attention / 3]
+
+
+HEAD = 6 * 32000 * 4096 + 6 * 32 * 4096 * 2048  # of llama7b per token, and attention: in model_dtype
+MATRICES = 32 * (4 * 4096**2 + 3 * 4096 * 11008)  # of its blocks; forward, in the forward pass again, and backward
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, {"float32": HEAD + 6 * MATRICES}),
+        ({"matmul_dtype": "bfloat16"}, {"float32": HEAD, "bfloat16": 6 * MATRICES}),
+        ({"gradient_dtype": "bfloat16"}, {"float32": HEAD + 2 * MATRICES, "bfloat16": 4 * MATRICES}),
+        ({"model_dtype": "bfloat16", "recipe": "fp8_current"}, {"bfloat16": HEAD, "float8": 6 * MATRICES}),
+        (
+            {"recipe": "nvfp4", "skip_quant_last_layers": 8, "matmul_dtype": "bfloat16"},
+            {"float32": HEAD, "float4": 4.5 * MATRICES, "bfloat16": 1.5 * MATRICES},
+        ),
+        ({"recipe": "mxfp8", "block_scaled_products": "emulated"}, {"float32": HEAD + 6 * MATRICES}),
+    ],
+    ids=str,
+)
+def test_products_count_in_the_numbers_that_they_have(changes, expected):
+    c = config(**{"model_dtype": "float32", "gpus": 2} | changes)
+    c = planner.checked(c, "b200")
+    run = draw(c, jax.sharding.AbstractMesh((1, 2), DATA), total_steps=10)
+    assert traffic.token_flops(run, 2048) == pytest.approx(expected)
+    again = traffic.token_flops(run, 2048, again=True)
+    assert sum(again.values()) - sum(expected.values()) == 2 * MATRICES + 2 * 32 * 4096 * 2048
+    # The best that MFU can be measured against: the time of these products, each at its own rate.
+    rates = {"float32": 1125e12, "bfloat16": 2250e12, "float8": 4500e12, "float4": 9000e12}
+    fastest = sum(size / rates[dtype] for dtype, size in expected.items())
+    devices = [SimpleNamespace(device_kind="NVIDIA B200")] * 2
+    assert peak_flops(devices, run, 2048) == pytest.approx(2 * sum(expected.values()) / fastest)
+    assert peak_flops([SimpleNamespace(device_kind="cpu")], run, 2048) is None
 
 
 def test_what_does_not_fit_comes_with_what_would(monkeypatch):
@@ -459,9 +541,32 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     assert "does not fit: " in text and all(change in text for change in p.changes)
     offloaded = config(gpus=1, **ALL)
     assert planner.plan(offloaded, "rtx4090", host_memory=100).fits
-    small = planner.plan(offloaded, "rtx4090", host_memory=64)
-    assert not small.fits and not small.changes  # the device is not the problem
-    assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in planner.table(small)
+    small = planner.plan(offloaded, "rtx4090", host_memory=64)  # the device is not the problem
+    assert not small.fits and small.changes == ["offload_weights=False -> 14.3 GiB, 62.8 GiB of host memory (fits)"]
+    text = planner.table(small)
+    assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in text and small.changes[0] in text
+    in_files = planner.plan(config(gpus=1), "rtx4090", host_memory=30).changes
+    assert len(in_files) == 1 and "offload_master=nvme nvme_path=FOLDER" in in_files[0]
+    monkeypatch.setattr(advice, "MORE_GPUS", (2,))
+    nothing = planner.plan(config(gpus=1), "rtx5060ti_16gb", host_memory=1).changes
+    assert "smaller model" in nothing[-1] and not any("(fits)" in line for line in nothing)
+
+
+def test_what_fits_leaves_the_driver_its_part(monkeypatch):
+    """`train` has 95 % of a card at most: what needs all of it does not fit."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    c = config(**TINY)
+    need = planner.plan(c, FIRST).device_bytes
+
+    def on(card: float):
+        monkeypatch.setitem(GPUS, FIRST, dataclasses.replace(GPUS[FIRST], memory_bytes=int(card)))
+        return planner.plan(c, FIRST)
+
+    tight, enough, plenty = on(need / 0.96), on(need / 0.94), on(need / 0.7)
+    assert not tight.fits and tight.changes and "does not fit: " in planner.table(tight)
+    assert tight.device_limit_bytes == pytest.approx(0.95 / 0.96 * need, rel=1e-3)
+    assert enough.fits and not enough.changes and "95% of each" in planner.table(enough)
+    assert ["MEM_FRACTION=0.95" in planner.table(p) for p in (tight, enough, plenty)] == [False, True, False]
 
 
 @needs_compiler
@@ -512,7 +617,7 @@ def test_the_command_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
     found = json.loads(target.read_text())
     check_schema(found)
     assert not found["estimate"] and "ESTIMATE" not in out
-    assert f"{found['step_time_bound_s']:.3f} s" in out and "2 x NVIDIA H200" in out
+    assert f"{1000 * found['step_time_bound_s']:.3f} ms" in out and "2 x NVIDIA H200" in out
     for name in found["classes"]:
         assert f"\n  {name} " in out
     for x in found["collectives"]:
