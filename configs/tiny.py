@@ -25,5 +25,5 @@ def get_config():
     c.eval_steps = 100
     c.save_steps = 200
     c.learning_rate = 4e-3
-    c.warmup_steps = 30
+    c.warmup_ratio = 0.05  # of max_steps, also where --config.max_steps is another number
     return c

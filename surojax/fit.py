@@ -292,11 +292,15 @@ def memory_limit(device) -> int | None:
 def compare(need: dict[str, int], compiled, device) -> str | None:
     """One line: the estimate beside what XLA planned for a compiled step and what the device has given out at most.
 
-    None on devices that do not say (CPU). The peak is the whole process's: initialisation and evaluation are in it.
+    None on devices that do not say (CPU). The peak is the whole process's: initialisation and evaluation are in it. A
+    step of several programs (state on NVMe) has no one plan of XLA's.
     """
     stats, planned = device.memory_stats() if device.platform != "cpu" else None, compiled.memory_analysis()
-    if not stats or "peak_bytes_in_use" not in stats or planned is None:
+    if not stats or "peak_bytes_in_use" not in stats:
         return None
+    if planned is None:
+        most = f"at most in use {gib(stats['peak_bytes_in_use'])} (initialisation and evaluation included)"
+        return f"memory per device: estimated {gib(sum(need.values()))}, {most}"
     results = planned.output_size_in_bytes - planned.alias_size_in_bytes
     total = planned.argument_size_in_bytes + planned.temp_size_in_bytes + results
     estimated = sum(need.values())

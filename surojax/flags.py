@@ -45,6 +45,7 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Conf
     if unknown:
         field = unknown[0].strip("-").partition("=")[0].replace("-", "_")
         meant = f"did you mean --config.{field}?" if field in flat(default_config()) else "see --help"
+        meant = f"did you mean --config {unknown[0]}?" if unknown[0].endswith(".py") else meant
         raise ConfigError(f"unknown option {unknown[0]!r}: fields are set with --config.FIELD=VALUE; {meant}")
     if not args.config:
         raise ConfigError("no config given: pass --config FILE, for example --config configs/tiny.py; see --help")

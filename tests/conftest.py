@@ -12,8 +12,8 @@ def pytest_configure(config):
     """Before any test module, and with it JAX, is imported."""
     if config.option.markexpr != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # Programs here run once, for milliseconds. Compiling them takes less than half the time without LLVM's expensive
-        # passes, and in one piece.
+        # Programs here run once, for milliseconds. Compiling them takes less than half the time without LLVM's
+        # expensive passes, and in one piece.
         os.environ["XLA_FLAGS"] = (
             "--xla_force_host_platform_device_count=8"
             " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

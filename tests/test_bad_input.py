@@ -182,6 +182,7 @@ def test_fields(refused, flags, said):
         (["--max-steps", "5"], "did you mean --config.max_steps?"),
         (["max_steps=5"], "did you mean --config.max_steps?"),
         (["--gpu"], "unknown option '--gpu'"),
+        (["configs/tiny.py"], "did you mean --config configs/tiny.py?"),
         (["--config.sample_prompt=\ud800"], "sample_prompt: expected text without control characters, in UTF-8"),
         (["--config.output_dir=a\nb"], "output_dir: expected text without control characters"),
         (["--config.output_dir=" + "x" * 300], "output_dir: expected a folder that can be written"),

@@ -315,6 +315,9 @@ def test_plan_and_reality_are_compared_on_a_gpu():
     line = fit.compare({"weights": 12 * GiB, "master": 3 * GiB}, compiled, gpu)
     assert line and "estimated 15.0 GiB, compiled 16.0 GiB, at most in use 17.0 GiB" in line and "too low" not in line
     assert "14% too low" in str(fit.compare({"weights": 14 * GiB}, compiled, gpu))
+    of_files = SimpleNamespace(memory_analysis=lambda: None)
+    line = fit.compare({"weights": 12 * GiB}, of_files, gpu)
+    assert line and "estimated 12.0 GiB, at most in use 17.0 GiB" in line
     stats.clear()
     assert fit.compare({"weights": 1}, compiled, gpu) is None
     assert fit.compare({"weights": 1}, compiled, jax.devices()[0]) is None

@@ -15,14 +15,14 @@ from surojax.errors import CheckpointError
 from surojax.nvme import claim, store_of
 
 OFFLOADED: dict[str, Any] = {"offload_optimizer": True, "offload_master": True}
-OPTIMIZERS: dict[str, Any] = {"adamw8bit": optim.adamw8bit, "normuon": muon.normuon}
+OPTIMIZERS: dict[str, Any] = {"adamw8bit": optim.adamw8bit, "normuon": muon.normuon}  # adamw: all other tests'
 BATCHES = [tokens(2, 8, 16, seed=i) for i in range(3)]
 
 
 @functools.cache
 def trained(name: str, devices: int = 1, **placed) -> tuple:
     """(curve, state) after three steps."""
-    small = Small(devices, optimizer=OPTIMIZERS[name], **placed)
+    small = Small(devices, optimizer=OPTIMIZERS.get(name, optim.adamw), **placed)
     return small.train(BATCHES), jax.device_get(small.state)
 
 
@@ -30,9 +30,16 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("master", ["float32", "bfloat16"])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(
+    "name, master, devices",
+    [
+        ("adamw", "bfloat16", 4),
+        ("adamw8bit", "bfloat16", 1),
+        ("adamw8bit", "float32", 4),
+        ("normuon", "float32", 1),
+        ("normuon", "bfloat16", 4),
+    ],
+)
 def test_offloading_changes_no_bit(name, master, devices):
     """Also of what is rounded at random: host memory is updated in parts of other sizes, with the same bits."""
     plain = trained(name, devices, master_dtype=master)
@@ -54,8 +61,8 @@ def test_files_change_no_bit(name, tmp_path):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     "devices, placed",
-    [(4, {"zero_level": 1}), (4, {"zero_level": 2}), (8, {"zero_level": 3}), (8, {"zero_level": 3, "replicate": 2})],
-    ids=["4 zero 1", "4 zero 2", "8 zero 3", "2x4 zero 3"],
+    [(4, {"zero_level": 1}), (8, {"zero_level": 3}), (8, {"zero_level": 2, "replicate": 2})],
+    ids=["4 zero 1", "8 zero 3", "2x4 zero 2"],
 )
 def test_devices_and_levels_change_rounding_only(name, devices, placed):
     """Sums of gradients in another order: 1e-6 of each. Adam's first steps divide such differences by small roots, and

@@ -11,7 +11,7 @@ from surojax.config import default_config
 from surojax.errors import ConfigError
 from surojax.mesh import DATA
 from surojax.precision import RECIPES
-from surojax.verify import OFFLOADS, SETTINGS, changed, judge, verify
+from surojax.verify import OFFLOADS, OWN, SETTINGS, changed, judge, verify
 
 SIZES = {
     "vocab_size": 64,
@@ -206,6 +206,32 @@ def test_errors_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
     with pytest.raises(SystemExit) as end:
         verifier.main(["--config", str(tmp_path / "small.py"), *argv])
     assert f"surojax.verify: error: {message}" in str(end.value.code) and "\n" not in str(end.value.code)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--only=as_configured", "--config.persistent_quants=true", "--config.gpus=4"], "persistent_quants: expected"),
+        (
+            ["--only=offload_master=nvme", "--config.nvme_path=/nowhere/x"],
+            "nvme_path: expected a folder, got '/nowhere",
+        ),
+        (["--only=memcpy*"], 1),
+    ],
+)
+def test_what_was_not_verified_did_not_pass(tmp_path, argv, message):
+    """The config's own settings, when `train` would refuse them; a row without its disk; rows that were all skipped."""
+    (tmp_path / "small.py").write_text(CONFIG_FILE)
+    with pytest.raises(SystemExit) as end:
+        verifier.main(["--config", str(tmp_path / "small.py"), "--steps=1", *argv])
+    code = end.value.code
+    assert code == 1 if message == 1 else message in str(code)
+
+
+def test_offloads_as_configured_are_held_to_the_bit():
+    own = lambda **changes: [s.expect for s in verifier.settings(small_config(gpus=1, **changes), 8) if s.name == OWN]
+    assert own(offload_optimizer=True, offload_weights=True, resident_layers=1) == ["same"]
+    assert own(offload_optimizer=True, lmhead_chunks=2) == ["order"] and own() == []
 
 
 def test_the_list_of_rows(capsys):

@@ -140,6 +140,16 @@ def normed(x: jax.Array, scale: jax.Array, config) -> jax.Array:
     return y
 
 
+def added_and_normed(x: jax.Array, residual: jax.Array, scale: jax.Array, config) -> tuple[jax.Array, jax.Array]:
+    """(`normed` of the sum, x + residual): one pass of the kernel."""
+    if config.precision.kernels == "xla":
+        total = x + residual
+        return normed(total, scale, config), total
+    how: Any = {"eps": config.rms_norm_eps, "implementation": config.precision.implementation}
+    found: Any = kernel_rms_norm(x, scale, residual, **how)
+    return found
+
+
 @functools.partial(save_inputs_only, static_argnums=2)
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """x / rms(x) * scale over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""

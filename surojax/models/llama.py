@@ -23,6 +23,7 @@ from surojax.models.layers import (
     Recompute,
     RopeScaling,
     SwiGLU,
+    added_and_normed,
     computed_again,
     linear,
     normed,
@@ -77,8 +78,12 @@ class Block(nnx.Module):
     def __call__(self, x_BSD: jax.Array, product: Callable = lambda name: times) -> jax.Array:
         """product: how the recipe computes products, see `layers.products`."""
         again = self.config.recompute
-        x_BSD = x_BSD + self.normed(self.attention, x_BSD, self.attention_norm, product, again.att)
-        return x_BSD + self.normed(self.mlp, x_BSD, self.mlp_norm, product, again.ffn)
+        attended_BSD = self.normed(self.attention, x_BSD, self.attention_norm, product, again.att)
+        if again.norm:
+            x_BSD = x_BSD + attended_BSD
+            return x_BSD + self.normed(self.mlp, x_BSD, self.mlp_norm, product, again.ffn)
+        y_BSD, x_BSD = added_and_normed(x_BSD, attended_BSD, self.mlp_norm[...], self.config)
+        return x_BSD + computed_again(again.ffn, lambda y_BSD: self.mlp(y_BSD, product))(y_BSD)
 
     def normed(self, layer: Callable, x_BSD: jax.Array, scale: nnx.Param, product: Callable, again: bool) -> jax.Array:
         """layer(norm(x)); what the layer saves is computed again where `again` is set."""
@@ -198,15 +203,18 @@ def functions(config: LlamaConfig) -> ModelFunctions:
     """The pure functions of a Llama with these sizes."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
     table = "embed" if config.tie_word_embeddings else "head"
+    # For sampling: a token at a time leaves the kernels' threads nothing to share.
+    plain = dataclasses.replace(config, precision=dataclasses.replace(config.precision, kernels="xla"))
+    plain_graph = nnx.graphdef(nnx.eval_shape(lambda: Block(plain, rngs=nnx.Rngs(0))))
 
     def cached_block(w, x_BSD, cache, start):
-        return nnx.merge(graph, w).cached(x_BSD, cache, start)
+        return nnx.merge(plain_graph, w).cached(x_BSD, cache, start)
 
     def final(outer, x):
         return normed(x, outer["norm"], config)
 
     def logits(outer, x):
-        return linear(final(outer, x), outer[table]).astype(jnp.float32)
+        return linear(normed(x, outer["norm"], plain), outer[table]).astype(jnp.float32)
 
     block, block_forward, block_backward = _block_functions(config, graph)
     return ModelFunctions(
