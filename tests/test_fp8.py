@@ -151,7 +151,7 @@ def test_shards_have_the_scales_of_whole_weights(level):
     np.testing.assert_allclose(several, one, rtol=1e-2)
 
 
-@pytest.mark.parametrize("skipped", ((1, 0), (0, 2), (1, 1)))
+@pytest.mark.parametrize("skipped", ((0, 2), (1, 1)))
 def test_skipped_blocks_compute_as_recipe_bf16(skipped):
     """The engine's loss is that of the blocks one by one, in float8 or not."""
     recipe = config("fp8_current", skip_first=skipped[0], skip_last=skipped[1])
