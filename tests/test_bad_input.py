@@ -89,9 +89,9 @@ def field_cases() -> list[tuple[str, str]]:
     max_steps=0 num_epochs=0    | num_epochs: expected 1 or more
     num_epochs=3                | num_epochs: expected 1 beside max_steps=600, which decides, got 3
     warmup_ratio=3              | warmup_ratio: expected a fraction from 0 to 1, got 3.0; divide a percentage by 100
-    warmup_ratio=0.1            | warmup_ratio: expected 0 beside warmup_steps=30, got 0.1; set only one
-    warmup_steps=601            | warmup_steps + cooldown_steps: expected at most max_steps=600, got 601
-    max_steps=20                | warmup_steps + cooldown_steps: expected at most max_steps=20, got 30
+    warmup_steps=30             | warmup_ratio: expected 0 beside warmup_steps=30, got 0.05; set only one
+    warmup_ratio=0 warmup_steps=601 | warmup_steps + cooldown_steps: expected at most max_steps=600, got 601
+    warmup_ratio=0 warmup_steps=30 max_steps=20 | warmup_steps + cooldown_steps: expected at most max_steps=20, got 30
     adamw_beta2=1               | adamw_beta2: expected 0 or more and below 1, got 1.0
     adamw_epsilon=0             | adamw_epsilon: expected more than 0
     final_lr_fraction=10        | final_lr_fraction: expected a fraction from 0 to 1
@@ -271,7 +271,8 @@ def test_data(refused, tmp_path, name, content, said):
 
 
 def test_warmup_longer_than_the_epochs(refused):
-    line = refused("--config.max_steps=0", "--config.warmup_steps=1000", "--config.per_device_batch_size=1")
+    flags = "max_steps=0", "warmup_ratio=0", "warmup_steps=1000", "per_device_batch_size=1"
+    line = refused(*(f"--config.{flag}" for flag in flags))
     assert "warmup_steps + cooldown_steps: expected at most the" in line
 
 
