@@ -3,10 +3,10 @@
     python benchmarks/kills.py [--kills 20] [--seed 0] [--folder FOLDER]
 
 A Llama small enough for two CPU cores trains with master weights and optimizer state in a file (`nvme_path`), a
-checkpoint every second step. The process gets SIGKILL at a moment drawn from the length of a start: while it compiles,
-restores, fills the file, computes gradients, updates layers, or writes a checkpoint. The last start is left to end. A
-line per kill says what the file was at; exit code 1: a kill within an update was not said at the next start, or the
-records of metrics.jsonl are not those of the run in memory, to the bit.
+checkpoint every second step. The process gets SIGKILL at a random moment of the seconds after it has compiled: while it
+restores, fills the file, computes gradients, updates layers, or writes a checkpoint; every fifth time while it starts.
+The last start is left to end. A line per kill says what the file was at; exit code 1: a kill within an update was not
+said at the next start, or the records of metrics.jsonl are not those of the run in memory, to the bit.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from surojax import checkpoint, nvme, read_metrics
 from surojax.config import Config, default_config
 from surojax.metrics import METRICS_FILE
 
-STEPS = 60
+STEPS = 300
+SECONDS = 4.0  # after compiling within which a kill falls
+COMPILED = "compiled in"
 TIMINGS = ("tokens_per_second", "duration_ms", "mfu")
 SAID = "the last run ended within the update"
 
@@ -32,11 +35,11 @@ SAID = "the last run ended within the update"
 def get_config() -> Config:
     """Of both runs; a config file for `--config`."""
     c = default_config()
-    c.model.vocab_size, c.model.hidden_size, c.model.intermediate_size = 320, 64, 192
-    c.model.num_hidden_layers, c.model.num_attention_heads, c.model.num_key_value_heads = 4, 2, 1
-    c.model_dtype, c.sequence_len, c.per_device_batch_size = "float32", 64, 8
+    c.model.vocab_size, c.model.hidden_size, c.model.intermediate_size = 320, 128, 384
+    c.model.num_hidden_layers, c.model.num_attention_heads, c.model.num_key_value_heads = 6, 2, 1
+    c.model_dtype, c.sequence_len, c.per_device_batch_size = "float32", 32, 4
     c.max_steps, c.learning_rate, c.warmup_steps = STEPS, 1e-2, 5
-    c.eval_steps, c.eval_batches, c.save_steps, c.save_total_limit = 10, 2, 2, 3
+    c.eval_steps, c.eval_batches, c.save_steps, c.save_total_limit = 50, 2, 2, 3
     c.sample_tokens = 0
     return c
 
@@ -59,6 +62,15 @@ def state_of(disk: Path) -> dict[str, Any]:
     return json.loads(marker.read_text()) if marker.exists() else {"step": 0, "state": "none"}
 
 
+def lines_until(process: subprocess.Popen, text: str) -> Iterator[str]:
+    """What a process prints, up to the first line with this in it."""
+    assert process.stdout
+    for line in process.stdout:
+        yield line
+        if text in line:
+            return
+
+
 def run(folder: Path, kills: int, seed: int) -> bool:
     """Whether every start said what it had to and the losses are the same."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")  # starts that only compile would reach nothing
@@ -66,35 +78,34 @@ def run(folder: Path, kills: int, seed: int) -> bool:
     disk, whole, killed = (folder / name for name in ("disk", "whole", "killed"))
     disk.mkdir(parents=True)
     on_disk = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": disk}
-    for output_dir, fields in ((whole, {}), (folder / "first", on_disk)):  # the second one only fills the cache
-        process = start(output_dir, **fields)
-        print(process.communicate()[0].splitlines()[-1], flush=True)
-        assert process.returncode == 0
-    began = time.monotonic()
-    start(folder / "again", **on_disk).communicate()
-    length, rng, good = time.monotonic() - began, random.Random(seed), True
-    (disk / nvme.MARKER).unlink()
+    process = start(whole)
+    text = process.communicate()[0]
+    assert process.returncode == 0, text
+    rng, good, within = random.Random(seed), True, 0
     for i in range(kills + 1):
-        before, process = state_of(disk), start(killed, **on_disk)
-        after = rng.uniform(0.1, 0.6) * length
-        text = ""
+        before, process, text = state_of(disk), start(killed, **on_disk), ""
+        while_starting, after = i % 5 == 4, rng.uniform(0, SECONDS)
         if i < kills:
+            text = "" if while_starting else "".join(lines_until(process, COMPILED))
             time.sleep(after)
             process.kill()
-        text = process.communicate()[0]
+        text += process.communicate()[0]
         said = SAID in text
+        within += state_of(disk)["state"] == "updating" and not while_starting
         # A process that was killed before it looked at the file has said nothing yet, and changed nothing.
         looked = state_of(disk) != before or "continuing from" in text or i == kills
         sound = said == (before["state"] == "updating") or not (said or looked)
         good = good and sound
         newest = checkpoint.find(killed / checkpoint.FOLDER)
-        moment = f"killed after {after:4.1f} s" if i < kills else "left to end"
+        moment = f"killed {after:3.1f} s after {'its start' if while_starting else 'compiling'}"
+        moment = moment if i < kills else "left to end"
         print(f"{i:3} {moment}: file {state_of(disk)}, newest checkpoint {newest and newest.name}, "
               f"{'said so' if said else '-'}: {'as it should' if sound else 'WRONG'}", flush=True)  # fmt: skip
         if process.returncode == 0:
             break
     same = records(killed) == records(whole)
-    print(f"{len(records(whole))} records, {'the same to the bit' if same else 'NOT the same'}")
+    print(f"{i} kills, {within} of them within an update; {len(records(whole))} records, "
+          f"{'the same to the bit' if same else 'NOT the same'}")  # fmt: skip
     return good and same
 
 
