@@ -26,7 +26,7 @@ from surojax.config import Config, default_config
 from surojax.metrics import METRICS_FILE
 
 STEPS = 300
-SECONDS = 4.0  # after compiling within which a kill falls
+SECONDS = 10.0  # after compiling within which a kill falls
 COMPILED = "compiled in"
 TIMINGS = ("tokens_per_second", "duration_ms", "mfu")
 SAID = "the last run ended within the update"
