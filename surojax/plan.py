@@ -80,11 +80,12 @@ class Plan:
 def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
     """Plan a run on `config.gpus` GPUs of this kind, on a host with so many GiB of memory if given.
 
-    A process can compile for one kind of GPU only: a second kind is planned in a process of its own.
-    Raises ConfigError for settings that `train` would refuse, an unknown GPU, and `gpus=0`.
+    A process can compile for one kind of GPU only: a second kind is planned in a process of its own, as is any kind
+    that this process cannot compile for (`aot.usable`). Raises ConfigError for settings that `train` would refuse, an
+    unknown GPU, and `gpus=0`.
     """
     c = checked(config, gpu)
-    if aot.available() and aot.kind() not in (None, gpu):
+    if aot.available() and not aot.usable(gpu):
         return plan_in_subprocess(c, gpu, host_memory=host_memory)
     n, facts = c.gpus, GPUS[gpu]
     batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)

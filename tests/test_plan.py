@@ -406,6 +406,27 @@ def test_every_gpu_is_compiled_for(planned, gpu):
     check_schema(json.loads(json.dumps(dataclasses.asdict(p))))
 
 
+@needs_compiler
+def test_unoptimised_kernels_change_nothing_else(planned, monkeypatch):
+    """What aot leaves out to be faster shows in no figure of a plan."""
+    c = config(**TINY, zero_level=3, offload_optimizer=True)
+    fast = planned(c)
+    monkeypatch.setattr(aot, "XLA_OPTIONS", {"xla_gpu_enable_triton_gemm": False})
+    assert planner.plan(c, FIRST) == Plan(**json.loads(json.dumps(dataclasses.asdict(fast))))
+
+
+@needs_compiler
+def test_where_jax_has_not_loaded_its_plugin_another_process_plans(monkeypatch):
+    """As on a machine without a GPU where nobody said JAX_PLATFORMS=cpu."""
+
+    def not_loaded(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(aot.topologies, "get_topology_desc", not_loaded)
+    monkeypatch.setattr(planner, "plan_in_subprocess", lambda c, gpu, host_memory: (gpu, host_memory))
+    assert planner.plan(config(**TINY), FIRST, host_memory=8) == (FIRST, 8)
+
+
 def write_config(tmp_path: Path, **changes) -> str:
     lines = [f"    c.{field} = {value!r}" for field, value in changes.items()]
     head = "from surojax.config import default_config\n\n\ndef get_config():\n    c = default_config()\n"
