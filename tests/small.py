@@ -43,6 +43,9 @@ def tokens(*shape: int, seed: int = 0, vocab_size: int = 64) -> tuple[np.ndarray
     return inputs, np.where(rng.random(shape) < 0.05, np.int32(-1), labels)
 
 
+NEW_STATES: dict = {}
+
+
 class Small:
     """A training step over `devices` virtual devices, and its state."""
 
@@ -74,12 +77,23 @@ class Small:
         resting = placement.resting_dims(shapes, dims, self.table)
         self.engine = Engine(functions(config), self.table, dims, resting, recompute_block, lmhead_chunks, z_loss)
         self.step = step.make_train_step(self.engine, self.optimizer, self.schedule, self.plan, self.mesh)
-        self.init = lambda: init_state(config, self.plan, self.optimizer, seed)
+        self.config, self.seed = config, seed
 
     @functools.cached_property
     def state(self):
-        """Built when it is first asked for."""
-        return self.init()
+        """Built when it is first asked for, once for all placements of the same arrays in a process: compiling that
+        takes as long as a third of a step's. tests/test_placement.py has that they are the same numbers."""
+        arrays, structure = jax.tree.flatten(self.plan)
+        if not all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):  # some are in files
+            return self.init()
+        key = (self.config, self.seed, structure, *((x.shape, x.dtype) for x in arrays))
+        if key not in NEW_STATES:
+            NEW_STATES[key] = jax.device_get(self.init())
+        return jax.device_put(NEW_STATES[key], jax.tree.map(lambda x: x.sharding, self.plan))
+
+    def init(self):
+        """A new state made where it rests."""
+        return init_state(self.config, self.plan, self.optimizer, self.seed)
 
     def put(self, batch):
         """A batch `[A, B, S]` on the devices."""

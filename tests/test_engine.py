@@ -47,22 +47,22 @@ def engine_gradients(small: Small, batch):
     return float(loss), jax.tree.map(np.asarray, grads)
 
 
-@pytest.mark.parametrize(
-    "config, devices, placed",
-    [
-        (CONFIG, 1, {}),
-        (CONFIG, 8, {}),
-        (CONFIG, 4, {"zero_level": 2}),
-        (CONFIG, 8, {"zero_level": 3}),
-        (CONFIG, 8, {"zero_level": 3, "replicate": 2}),
-        (CONFIG, 4, {"zero_level": 1, "replicate": 4}),
-        (CONFIG, 4, {"shard_weights": True}),
-        (QWEN, 1, {}),
-        (QWEN, 8, {"zero_level": 3}),
-    ],
-    ids=["1", "8-zero1", "4-zero2", "8-zero3", "2x4-zero3", "4x1", "4-weights-only", "qwen-1", "qwen-8-zero3"],
-)
-@pytest.mark.parametrize("recompute_block", [True, False])
+PLACED = {  # (model, devices, placement, whether blocks are computed again)
+    "1": (CONFIG, 1, {}, True),
+    "1-saved": (CONFIG, 1, {}, False),
+    "8-zero1": (CONFIG, 8, {}, True),
+    "4-zero2": (CONFIG, 4, {"zero_level": 2}, True),
+    "4-zero2-saved": (CONFIG, 4, {"zero_level": 2}, False),
+    "8-zero3": (CONFIG, 8, {"zero_level": 3}, True),
+    "2x4-zero3": (CONFIG, 8, {"zero_level": 3, "replicate": 2}, True),
+    "4x1-saved": (CONFIG, 4, {"zero_level": 1, "replicate": 4}, False),
+    "4-weights-only": (CONFIG, 4, {"shard_weights": True}, True),
+    "qwen-1": (QWEN, 1, {}, True),
+    "qwen-8-zero3-saved": (QWEN, 8, {"zero_level": 3}, False),
+}
+
+
+@pytest.mark.parametrize("config, devices, placed, recompute_block", PLACED.values(), ids=PLACED.keys())
 def test_equals_grad_of_the_plain_model(config, devices, placed, recompute_block):
     batch, loss, grads = reference(config)
     small = Small(devices, config=config, recompute_block=recompute_block, lmhead_chunks=4, **placed)
@@ -85,14 +85,19 @@ def test_uneven_devices_keep_leaves_whole():
     assert whole["outer.embed"] == (64, 32) and set(whole) >= {"blocks.attention.wq", "blocks.mlp.w_up"}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
-@pytest.mark.parametrize("devices", [1, 4])
-def test_accumulation_does_not_change_the_result(accumulation, devices):
-    """The same 16 sequences as one microbatch or four; ignored labels are spread unevenly over them."""
+@functools.cache
+def of_one_microbatch():
+    """(batch `[1, 16, 24]` whose ignored labels are spread unevenly, what one device makes of it)."""
     inputs, labels = tokens(1, 16, 24)
     labels[0, :5] = -1
-    batch = inputs.reshape(accumulation, -1, 24), labels.reshape(accumulation, -1, 24)
-    expected = engine_gradients(Small(), (inputs, labels))
+    return (inputs, labels), engine_gradients(Small(), (inputs, labels))
+
+
+@pytest.mark.parametrize("devices, accumulation", [(1, 2), (1, 4), (4, 1), (4, 4)])
+def test_accumulation_does_not_change_the_result(devices, accumulation):
+    """The same 16 sequences as one microbatch or four."""
+    whole, expected = of_one_microbatch()
+    batch = tuple(x.reshape(accumulation, -1, 24) for x in whole)
     ours = engine_gradients(Small(devices), batch)
     assert ours[0] == pytest.approx(expected[0], rel=ORDER_OF_SUMS)
     assert worst_relative(ours[1], expected[1]) < ORDER_OF_SUMS

@@ -46,7 +46,7 @@ OFFLOADED: dict[str, Any] = dict.fromkeys(("offload_optimizer", "offload_master"
 @pytest.mark.parametrize("devices, placed", [(3, {}), (8, {}), (1, OFFLOADED), (4, {"shard_outer": True, **OFFLOADED})])
 def test_new_weights_do_not_depend_on_the_placement(devices, placed):
     """They are the plain model's, drawn layer by layer; nor does any other array of a new state depend on it."""
-    found, expected = Small(devices, zero_level=3, **placed).state, Small().state
+    found, expected = Small(devices, zero_level=3, **placed).init(), Small().init()
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     plain = nnx.to_pure_dict(nnx.state(Llama(CONFIG, rngs=nnx.Rngs(jax.random.key(0))), nnx.Param))
     for params in (found.master, init_params(CONFIG, 0)):  # compiled as a whole or op by op: 1 unit in the last place
