@@ -81,32 +81,44 @@ def run(folder: Path, kills: int, seed: int) -> bool:
     process = start(whole)
     text = process.communicate()[0]
     assert process.returncode == 0, text
-    rng, good, within = random.Random(seed), True, 0
+    rng, good, within, done = random.Random(seed), True, 0, 0
     for i in range(kills + 1):
-        before, process, text = state_of(disk), start(killed, **on_disk), ""
-        while_starting, after = i % 5 == 4, rng.uniform(0, SECONDS)
-        if i < kills:
-            text = "" if while_starting else "".join(lines_until(process, COMPILED))
-            time.sleep(after)
-            process.kill()
-        text += process.communicate()[0]
-        said = SAID in text
-        within += state_of(disk)["state"] == "updating" and not while_starting
-        # A process that was killed before it looked at the file has said nothing yet, and changed nothing.
-        looked = state_of(disk) != before or "continuing from" in text or i == kills
-        sound = said == (before["state"] == "updating") or not (said or looked)
+        before, process = state_of(disk), start(killed, **on_disk)
+        if i == kills:
+            text, moment = process.communicate()[0], "left to end"
+        else:
+            text, moment = killed_at(process, rng.uniform(0, SECONDS), while_starting=i % 5 == 4)
+        said, newest = SAID in text, checkpoint.find(killed / checkpoint.FOLDER)
+        if looked(text, before, state_of(disk)) or i == kills:
+            sound = said == (before["state"] == "updating")
+        else:
+            sound = not said
         good = good and sound
-        newest = checkpoint.find(killed / checkpoint.FOLDER)
-        moment = f"killed {after:3.1f} s after {'its start' if while_starting else 'compiling'}"
-        moment = moment if i < kills else "left to end"
         print(f"{i:3} {moment}: file {state_of(disk)}, newest checkpoint {newest and newest.name}, "
               f"{'said so' if said else '-'}: {'as it should' if sound else 'WRONG'}", flush=True)  # fmt: skip
         if process.returncode == 0:
             break
+        done += 1
+        within += state_of(disk) != before and state_of(disk)["state"] == "updating"
     same = records(killed) == records(whole)
-    print(f"{i} kills, {within} of them within an update; {len(records(whole))} records, "
+    print(f"{done} kills, {within} of them within an update; {len(records(whole))} records, "
           f"{'the same to the bit' if same else 'NOT the same'}")  # fmt: skip
     return good and same
+
+
+def killed_at(process: subprocess.Popen, after: float, *, while_starting: bool) -> tuple[str, str]:
+    """(what a process printed that is killed so many seconds after it has started or compiled, when that was)."""
+    text = "" if while_starting else "".join(lines_until(process, COMPILED))
+    time.sleep(after)
+    process.kill()
+    return text + process.communicate()[
+        0
+    ], f"killed {after:3.1f} s after {'its start' if while_starting else 'compiling'}"
+
+
+def looked(text: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether a process came as far as the file: one that did not has said nothing of it, and changed nothing."""
+    return now != before or "continuing from" in text
 
 
 def main() -> None:

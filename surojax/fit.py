@@ -37,10 +37,8 @@ from surojax.models.llama import LlamaConfig, functions
 from surojax.precision import check_recipe
 from surojax.quantize import is_quantized
 
-POOL, DEFAULT_POOL = (
-    0.95,
-    0.75,
-)  # of a GPU's memory that JAX takes: at most, which leaves the driver its part; by itself
+POOL = 0.95  # of a GPU's memory, that JAX takes at most: the driver has its part too
+DEFAULT_POOL = 0.75  # that it takes by itself
 POOL_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={POOL}"  # in the environment
 NVME_LAYERS = 4  # in host memory at most: one is read ahead, one is in use before and after its update, one is written
 
