@@ -18,7 +18,6 @@ pass over the devices' memory, where reading the files once more would cost minu
 """
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -37,9 +36,10 @@ import psutil
 import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
+from surojax.checksum import checksums, dotted
 from surojax.errors import CheckpointError, ConfigError
 from surojax.nvme import THREADS, InFile, NvmeError, store_of
-from surojax.offload import MEMORY_KIND, Device, move, put, read
+from surojax.offload import MEMORY_KIND, put
 from surojax.state import TrainState, cast, fill_layers, shardings, work_function, work_weights
 
 FOLDER = "checkpoints"
@@ -226,8 +226,8 @@ def _check_moments(path: Path, moments) -> None:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         metadata: Any = reader.metadata(path / "moments")
     stored = jax.tree_util.tree_leaves_with_path(metadata.item_metadata.tree)
-    found = {_keys(keys, "."): tuple(x.shape) for keys, x in stored if hasattr(x, "shape")}
-    planned = {_keys(keys, "."): tuple(x.shape) for keys, x in jax.tree_util.tree_leaves_with_path(moments)}
+    found = {dotted(keys): tuple(x.shape) for keys, x in stored if hasattr(x, "shape")}
+    planned = {dotted(keys): tuple(x.shape) for keys, x in jax.tree_util.tree_leaves_with_path(moments)}
     if found.keys() != planned.keys():
         name = sorted(found.keys() ^ planned.keys())[0]
         whose = "this run" if name in planned else "the checkpoint"
@@ -261,16 +261,12 @@ def _load(path: Path, items: dict) -> dict:
         options = ocp.checkpoint_utils.construct_restore_args(in_memory)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
-        leaves = [(_keys(keys, "."), x) for keys, x in jax.tree_util.tree_leaves_with_path(plan)]
+        leaves = [(dotted(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(plan)]
         with ThreadPoolExecutor(THREADS) as pool:
             loading = [pool.submit(_load_file, path / name, key, x) for key, x in leaves if isinstance(x, InFile)]
             [one.result() for one in loading]
         found[name] = jax.tree.map(lambda p, x: p if isinstance(p, InFile) else x, plan, arrays)
     return found
-
-
-def _keys(path, separator: str) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=separator)
 
 
 def _load_file(item: Path, name: str, file: InFile) -> None:
@@ -316,7 +312,7 @@ def _by_layer(tree):
     """Options for saving: stacks of layers in chunks of one layer (of one shard)."""
 
     def options(path, x):
-        if _keys(path[:1], "/") != "blocks":
+        if dotted(path[:1]) != "blocks":
             return ocp.SaveArgs()
         shard = x.shape if isinstance(x, InFile) else x.sharding.shard_shape(x.shape)
         return ocp.SaveArgs(chunk_byte_size=math.prod(shard[1:]) * x.dtype.itemsize, shard_axes=(0,))
@@ -345,66 +341,6 @@ def check_room(folder: Path, state: TrainState, what: str = "a checkpoint", more
 def bytes_on_disk(state: TrainState) -> int:
     """Bytes of the arrays that a checkpoint holds, before compression."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.master, state.moments)))
-
-
-def checksums(**trees) -> tuple[dict[str, int], list[str]]:
-    """The checksum of every array by name and dtype, and the names of those that are not finite everywhere."""
-    leaves = jax.tree_util.tree_leaves_with_path(trees)
-    names = [f"{_keys(path, '/')} {x.dtype}" for path, x in leaves]
-    # One at a time: several programs with collectives in flight can block each other on virtual CPU devices.
-    fetch = lambda name, x: (
-        _checksum_of_file(x) if isinstance(x, InFile) else jax.device_get(_checksum(x, stacked="/blocks/" in name))
-    )
-    sums, finite = zip(*(fetch(name, x) for name, (_, x) in zip(names, leaves, strict=True)), strict=True)
-    bad = [name for name, ok in zip(names, finite, strict=True) if not ok]
-    return dict(zip(names, map(int, sums), strict=True)), bad
-
-
-@functools.partial(jax.jit, static_argnames="stacked")
-def _checksum(x: jax.Array, *, stacked: bool):
-    """(the sum over i of word i times 2 i + 1, modulo 2^32; whether all of x is finite).
-
-    Integer sums do not depend on order, so not on the sharding. Odd factors are invertible, so any change of one word
-    changes the sum, and of changes in several words all but one in 2^32 do. Stacks of layers in host memory are read a
-    layer at a time: they may be there because the device has no room for them.
-    """
-
-    def layer(l, found):
-        total, finite = _checksum_part(read(x, l), _first_word(x.shape, l))
-        return found[0] + total, found[1] & finite
-
-    if stacked and jax.typeof(x).memory_space != Device:
-        return jax.lax.fori_loop(0, x.shape[0], layer, (jnp.uint32(0), jnp.bool(True)))
-    return _checksum_part(move(x, Device), 0)
-
-
-def _checksum_of_file(file: InFile) -> tuple[int, bool]:
-    """The same of a stack in a file, each layer on one device in turn."""
-    total, finite = 0, True
-    for l in range(file.shape[0]):
-        part = jax.device_get(_part_of_file(file.read(l), np.uint32(l), file.shape))
-        total, finite = total + int(part[0]), finite and bool(part[1])
-    return total % 2**32, finite
-
-
-@functools.partial(jax.jit, static_argnames="shape")
-def _part_of_file(x, l, shape):
-    return _checksum_part(x, _first_word(shape, l))
-
-
-def _first_word(shape: tuple[int, ...], l):
-    """The index of the first word of layer l of a stack, modulo 2^32."""
-    return jnp.uint32(l) * jnp.uint32(math.prod(shape[1:]) % 2**32)
-
-
-def _checksum_part(x: jax.Array, start):
-    """(the words' part of the sum, if the first has index `start`; whether they are finite)."""
-    words = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    index, stride = jnp.full(x.shape, start, jnp.uint32), 1
-    for d in reversed(range(x.ndim)):
-        index += jnp.uint32(stride % 2**32) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, d)
-        stride *= x.shape[d]
-    return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32), jnp.isfinite(x).all()
 
 
 def _verify(meta: dict[str, Any], **trees) -> None:

@@ -19,7 +19,6 @@ needs memory; as long as there is plenty, reads come from it and the disk is onl
 """
 
 import contextlib
-import fcntl
 import functools
 import json
 import math
@@ -36,6 +35,7 @@ import jax
 import numpy as np
 
 from surojax.errors import ConfigError
+from surojax.lock import locked
 
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
 ALIGN = 4096  # bytes: records start at pages of the disk, leaves within one at a 64th of it
@@ -294,24 +294,8 @@ def claim(store: Store):
     Raises ConfigError when another run uses the folder, there is no room, or the disk is too slow to be of use.
     """
     check(store)
-    lock = os.open(store.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(lock, 20).decode(errors="replace").strip()
-            raise ConfigError(
-                f"nvme_path: {store.folder} is used by another run (process {holder or 'unknown'}); choose another "
-                "folder, or wait for it"
-            ) from error
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    with locked(store.folder / LOCK, "nvme_path"), contextlib.closing(store):
         yield describe(store, write_rate(store))
-    finally:
-        try:
-            store.close()
-        finally:
-            os.close(lock)
 
 
 def describe(store: Store, rate: float) -> str:

@@ -29,6 +29,7 @@ from surojax.errors import CheckpointError, ConfigError
 from surojax.fit import check_fit, compare, estimate_host, host_temporaries, memory_limit
 from surojax.flags import parse
 from surojax.generate import complete
+from surojax.lock import locked
 from surojax.mesh import find_devices, make_mesh
 from surojax.metrics import (
     METRICS_FILE,
@@ -94,6 +95,8 @@ def train(config: Config) -> Result:
         if resume and first_step >= total_steps:
             say(f"nothing left to train: {resume} is at step {first_step} of {total_steps}; raise max_steps to go on")
             return Result(checkpoint.restore(resume, run.plan), [], resume, True)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        until_end.enter_context(locked(output_dir / "lock", "output_dir"))
 
         # -- Compile, while the first batches are prepared ------------------------------------------------------------
         batches = data.batches(

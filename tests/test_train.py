@@ -4,6 +4,7 @@ Exact comparison throughout where the program is the same: the same compiled ste
 """
 
 import errno
+import fcntl
 import importlib
 import os
 import shutil
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from surojax import CheckpointError, ConfigError, checkpoint, flags, read_metrics, train
+from surojax.lock import locked
 from surojax.metrics import MetricsLog
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
@@ -78,6 +80,24 @@ def whole(tmp_path_factory, text):
     assert result.finished and result.checkpoint == folder / "run/checkpoints/12"
     assert result.history == read_metrics(folder / "run/metrics.jsonl")
     return folder / "run"
+
+
+def test_a_second_run_in_the_same_folder_is_refused(config, tmp_path, monkeypatch):
+    """Before anything is compiled, and the first one's files are left alone; a disk without locks is used without."""
+    (tmp_path / "run").mkdir()
+    with locked(tmp_path / "run/lock", "output_dir"):
+        with pytest.raises(ConfigError, match=rf"^output_dir: .*/run is used by another run \(process {os.getpid()}\)"):
+            train(config)
+        assert [p.name for p in (tmp_path / "run").iterdir()] == ["lock"]
+    with locked(tmp_path / "run/lock", "output_dir"):
+        pass
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with locked(tmp_path / "run/lock", "output_dir"), locked(tmp_path / "run/lock", "output_dir"):
+        pass
 
 
 def records(folder: Path) -> list[dict]:
