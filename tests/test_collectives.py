@@ -131,11 +131,10 @@ def test_quantised_reduction_is_off_by_the_steps_of_its_terms():
     "devices, placed",
     [
         (8, {"zero_level": 1}),
-        (4, {"zero_level": 2}),
         (8, {"zero_level": 3, "replicate": 2}),
         (4, {"zero_level": 1, "replicate": 4, "shard_gradients": False}),
     ],
-    ids=["8-zero1", "4-zero2", "2x4-zero3", "4x1"],
+    ids=["8-zero1", "2x4-zero3", "4x1"],
 )
 def test_gradients_by_all_to_all_equal_those_of_the_plain_model(devices, placed):
     batch, loss, grads = reference(CONFIG)

@@ -142,7 +142,7 @@ def test_persistent_quants_change_no_bit():
     assert run("fp8_hybrid", 4, zero_level=3, **quants) == run("fp8_hybrid", 4, zero_level=3)
 
 
-@pytest.mark.parametrize("level", (1, 2, 3))
+@pytest.mark.parametrize("level", (1, 3))
 def test_shards_have_the_scales_of_whole_weights(level):
     """The first step has the same scales everywhere: nothing but the order of float32 sums differs. In later ones,
     numbers that differ in their last bit may be rounded to neighbouring float8 numbers."""

@@ -63,8 +63,6 @@ def folder_of(small: Small) -> Path:
     "devices, options, offloaded",
     [
         (1, {}, {"offload_optimizer": "nvme"}),
-        (1, {}, {"offload_master": "nvme"}),
-        (1, {}, BOTH | REST),
         (1, {"m_dtype": "bfloat16", "model_dtype": "bfloat16"}, BOTH),
         (4, {"zero_level": 1}, BOTH),
         (4, {"zero_level": 3}, {"offload_optimizer": "nvme", "offload_master": True}),

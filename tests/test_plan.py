@@ -398,9 +398,9 @@ def check_schema(found: dict):
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", ["a100", "l40s", "rtx5090", "rtx5060ti_16gb", "b200"])
 def test_every_gpu_is_compiled_for(planned, gpu):
-    """Each kind in a process of its own, with the attention of its cuDNN."""
+    """Each kind in a process of its own, with the attention of its cuDNN. What is left of GPUS has other tests here."""
     p = planned(config(**TINY), gpu)
     assert not p.estimate and p.fits and p.gpu == gpu
     check_schema(json.loads(json.dumps(dataclasses.asdict(p))))
