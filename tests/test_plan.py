@@ -398,9 +398,10 @@ def check_schema(found: dict):
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpu", ["a100", "l40s", "rtx5090", "rtx5060ti_16gb", "b200"])
+@pytest.mark.parametrize("gpu", ["a100", "l40s", "rtx5060ti_16gb", "b200"])
 def test_every_gpu_is_compiled_for(planned, gpu):
-    """Each kind in a process of its own, with the attention of its cuDNN. What is left of GPUS has other tests here."""
+    """Each in a process of its own, with the attention of its cuDNN. RTX 4090, H100 and H200 have other tests here, and
+    RTX 5090 has the architecture of RTX 5060 Ti."""
     p = planned(config(**TINY), gpu)
     assert not p.estimate and p.fits and p.gpu == gpu
     check_schema(json.loads(json.dumps(dataclasses.asdict(p))))
@@ -409,7 +410,7 @@ def test_every_gpu_is_compiled_for(planned, gpu):
 @needs_compiler
 def test_unoptimised_kernels_change_nothing_else(planned, monkeypatch):
     """What aot leaves out to be faster shows in no figure of a plan."""
-    c = config(**TINY, zero_level=3, offload_optimizer=True)
+    c = config(gpus=1, offload_optimizer=True, **BLOCKS)
     fast = planned(c)
     monkeypatch.setattr(aot, "XLA_OPTIONS", {"xla_gpu_enable_triton_gemm": False})
     assert planner.plan(c, FIRST) == Plan(**json.loads(json.dumps(dataclasses.asdict(fast))))
@@ -611,9 +612,8 @@ def test_automatic_kernels_are_those_that_serve_the_model(monkeypatch):
         return seen[-1]
 
     monkeypatch.setattr(aot, "compile_for", watched)
-    for kernels in ("auto", "xla"):
-        planner.plan(config(**UNSERVED | {"kernels": kernels}), gpu)
-    assert ["mosaic_gpu" in compiled.text for compiled in seen] == [True, False]
+    planner.plan(config(**UNSERVED | {"kernels": "auto"}), gpu)
+    assert ["mosaic_gpu" in compiled.text for compiled in seen] == [True]  # none with "xla": test_block_passes
 
 
 @needs_compiler
