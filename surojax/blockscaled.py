@@ -19,15 +19,18 @@ scale per tensor that makes its largest block scale 448. From that paper:
 Random numbers are hashes of a seed, a number of the layer's own (`salt`) and a position: nothing is stored.
 
 On GPUs the products are `jax.nn.scaled_matmul`, which XLA turns into cuDNN's block-scaled GEMM on compute capabilities
-10.0 to 12.1; elsewhere it would be decomposed slowly. `emulate=True` multiplies the same numbers as float32.
+10.0 to 12.1; elsewhere it would be decomposed slowly. `emulate=True` multiplies the same numbers as float32. MXFP8's
+operands of these products are made by XLA or, to the same bits, by `pallas_kernels.mx`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from pallas_kernels import mx
 
 WIDTHS = 32  # all dimensions that products sum over are multiples of it: full blocks, and 16 bytes, the hardware's unit
 MX_BLOCK = 32
@@ -43,7 +46,8 @@ HADAMARD = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in r
 class Scaled(NamedTuple):
     """A matrix in a block-scaled format: number (i, k) is values[i, k] * scales[i, k // block] * tensor_scale.
 
-    All float32, but of numbers that the format has, so that the casts in `product` change none.
+    All float32, but of numbers that the format has, so that the casts in `product` change none; from the kernels of
+    `pallas_kernels.mx` in e4m3 and e8m0 themselves.
     """
 
     values: jax.Array  # [n, k]: e4m3 or e2m1
@@ -186,11 +190,13 @@ def dequantise(q: Scaled) -> jax.Array:
 
 def _e8m0(scales: jax.Array) -> jax.Array:
     """Powers of two as e8m0, which is a float32's exponent; NaN stays NaN."""
+    if scales.dtype == jnp.float8_e8m0fnu:
+        return scales
     return lax.bitcast_convert_type((_bits(scales) >> EXPONENT & 0xFF).astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 
 def product(a: Scaled, b: Scaled, dtype, emulate: bool) -> jax.Array:
-    """a b^T: `[m, k]`, `[n, k]` -> `[m, n]` in dtype, added up in float32."""
+    """a b^T: `[m, k]`, `[n, k]` -> `[m, n]` in dtype, added up in float32. emulate: of float32 operands."""
     mx = a.tensor_scale is None
     if emulate:
         options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
@@ -222,15 +228,16 @@ def _full_blocks(x: jax.Array) -> jax.Array:
 # -- Linear layers ----------------------------------------------------------------------------------------------------
 
 
-def mxfp8_linear(x: jax.Array, w: jax.Array, *, emulate: bool = False) -> jax.Array:
+def mxfp8_linear(x: jax.Array, w: jax.Array, *, emulate: bool = False, kernels: str = "xla") -> jax.Array:
     """x w^T in MXFP8: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype; gradients in MXFP8 products too.
 
-    emulate: multiply the same numbers as float32, on any device. Raises ValueError unless `in` and `out` are multiples
-    of 32.
+    emulate: multiply the same numbers as float32, on any device. kernels: what makes the operands of products that are
+    not emulated, "auto", "xla" or "mosaic" (see `Precision`); to the same bits. Raises ValueError unless `in` and `out`
+    are multiples of 32.
     """
     _check("mxfp8_linear", x, w)
     rows, w = _vary_alike(x.reshape(-1, x.shape[-1]), w)
-    return _mxfp8(rows, w, emulate).reshape(*x.shape[:-1], w.shape[0])
+    return _mxfp8(rows, w, emulate, "xla" if emulate else kernels).reshape(*x.shape[:-1], w.shape[0])
 
 
 def nvfp4_linear(x: jax.Array, w: jax.Array, seed: jax.Array, *, salt: int = 0, emulate: bool = False) -> jax.Array:
@@ -255,15 +262,41 @@ def _check(name: str, x: jax.Array, w: jax.Array) -> None:
         raise ValueError(f"{name}: w: expected multiples of {WIDTHS} as out and in, got {[*w.shape]}")
 
 
-def _mxfp8_forward(x, w, emulate):
-    return product(quantise_mxfp8(x), quantise_mxfp8(w), x.dtype, emulate), (x, w)
+def _mxfp8_forward(x, w, emulate, kernels):
+    return product(_by_row(x, kernels), _by_row(w, kernels), x.dtype, emulate), (x, w)
 
 
-def _mxfp8_backward(emulate, saved, g):
+def _mxfp8_backward(emulate, kernels, saved, g):
     x, w = saved
-    dx = product(quantise_mxfp8(g), quantise_mxfp8(w.T), x.dtype, emulate)
-    g_by_token, x_by_token = (quantise_mxfp8(_full_blocks(t).T) for t in (g, x))
-    return dx, product(g_by_token, x_by_token, w.dtype, emulate)
+    g_by_row, g_by_token = _by_row_and_token(g, kernels)
+    dx = product(g_by_row, _by_column(w, kernels), x.dtype, emulate)
+    return dx, product(g_by_token, _by_column(_full_blocks(x), kernels), w.dtype, emulate)
+
+
+def _by_row(x, kernels: str) -> Scaled:
+    if kernels == "xla":
+        return quantise_mxfp8(x)
+    return Scaled(*mx.quantize(x, implementation=_implementation(kernels)))
+
+
+def _by_column(x, kernels: str) -> Scaled:
+    """x^T in blocks along the columns of x."""
+    if kernels == "xla":
+        return quantise_mxfp8(x.T)
+    return Scaled(*mx.quantize_transposed(x, implementation=_implementation(kernels)))
+
+
+def _by_row_and_token(g, kernels: str) -> tuple[Scaled, Scaled]:
+    """Both of a gradient: one pass where its tokens are full blocks."""
+    if kernels == "xla" or g.shape[0] % WIDTHS:
+        return _by_row(g, kernels), _by_column(_full_blocks(g), kernels)
+    rows, columns = mx.quantize_both(g, implementation=_implementation(kernels))
+    return Scaled(*rows), Scaled(*columns)
+
+
+def _implementation(kernels: str) -> Any:
+    """As in `Precision.implementation`."""
+    return None if kernels == "auto" else kernels
 
 
 def _nvfp4_forward(x, w, seed, emulate):
@@ -278,11 +311,11 @@ def _nvfp4_backward(emulate, saved, g):
     return dx, dw, None
 
 
-def _with_vjp(forward, backward, static: int):
-    f = jax.custom_vjp(lambda *args: forward(*args)[0], nondiff_argnums=(static,))
+def _with_vjp(forward, backward, *static: int):
+    f = jax.custom_vjp(lambda *args: forward(*args)[0], nondiff_argnums=static)
     f.defvjp(forward, backward)
     return f
 
 
-_mxfp8 = _with_vjp(_mxfp8_forward, _mxfp8_backward, 2)
+_mxfp8 = _with_vjp(_mxfp8_forward, _mxfp8_backward, 2, 3)
 _nvfp4 = _with_vjp(_nvfp4_forward, _nvfp4_backward, 3)

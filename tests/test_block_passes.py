@@ -54,6 +54,22 @@ def test_without_the_kernels_xla_makes_more_passes():
     assert between(plain) > between(fused)
 
 
+def test_operands_of_mxfp8_are_made_by_fused_kernels():
+    """Each in one pass, where XLA makes three; what it still adds is said in docs/kernels.md."""
+    fused, plain = (passes("b200", "mxfp8", kernels)["launches"] for kernels in ("mosaic", "xla"))
+    # By rows: 4 different inputs (queries, keys and values share one, gate and up another) and 7 weights. The others:
+    # 2 norms, rope, swiglu. Backward: those but for the last product's two operands; of 7 products every gradient,
+    # either way, and weight, and the 4 different inputs; each of the others again, and swiglu for the last input.
+    operands, others = 4 + 7, 4
+    assert fused["forward"]["fused kernel"]["launches"] == operands + others
+    assert fused["backward"]["fused kernel"]["launches"] == operands - 2 + 7 + 7 + 4 + 2 * others
+    for way, most in (("forward", 64), ("backward", 200)):
+        assert plain[way]["fused kernel"]["launches"] == 0
+        assert fused[way]["pass by XLA"]["bytes"] < most * 2**20 < plain[way]["pass by XLA"]["bytes"] / 20
+        for kind in ("block-scaled product", "attention"):
+            assert fused[way][kind] == plain[way][kind]
+
+
 @pytest.mark.parametrize("recipe", ("mxfp8", "nvfp4"))
 def test_block_scaled_products(recipe):
     launches = passes("b200", recipe)["launches"]

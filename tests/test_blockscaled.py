@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import mx
 from surojax import aot, blockscaled as bs
 
 TOKENS, IN, OUT = 160, 192, 256
@@ -270,6 +271,48 @@ def test_emulated_and_real_products_have_the_same_operands(name, monkeypatch):
         np.testing.assert_allclose(emulated, found, rtol=1e-5, atol=1e-5 * np.abs(found).max())
 
 
+@pytest.mark.parametrize("kernels, tokens", [("mosaic", 128), ("auto", 128), ("auto", 21)])
+def test_the_kernels_change_nothing(kernels, tokens, monkeypatch):
+    """mxfp8_linear with operands made by `pallas_kernels.mx`, in Pallas' interpreter or by the reference (auto)."""
+    made, taken, real = [], [], jax.nn.scaled_matmul
+
+    def spied(name):
+        f = getattr(mx, name)
+        how = {"interpret": True} if kernels == "mosaic" else {}
+        monkeypatch.setattr(mx, name, lambda x, **more: made.append((name, x.shape)) or f(x, **more, **how))
+
+    def product(*args, **options):
+        taken.append([x.dtype for x in args])
+        return real(*args, **options)
+
+    for name in ("quantize", "quantize_transposed", "quantize_both"):
+        spied(name)
+    monkeypatch.setattr(jax.nn, "scaled_matmul", product)
+    x, w, g = normal(7, tokens, 64), normal(8, 128, 64), normal(9, tokens, 128)
+
+    def all_three(**how):
+        run = lambda x, w: bs.mxfp8_linear(x, w, **how)
+        y, backward = jax.vjp(run, x, w)
+        return y, *backward(g)
+
+    found, left = all_three(kernels=kernels), list(made)
+    filled = -(-tokens // 32) * 32
+    both = (
+        [("quantize_both", g.shape)]
+        if tokens == filled
+        else [("quantize", g.shape), ("quantize_transposed", (filled, 128))]
+    )
+    columns = [("quantize_transposed", w.shape), ("quantize_transposed", (filled, 64))]
+    assert left == [("quantize", x.shape), ("quantize", w.shape), *both, *columns]
+    assert taken == [[jnp.float8_e4m3fn] * 2 + [jnp.float8_e8m0fnu] * 2] * 3
+    for a, b in zip(found, all_three(), strict=True):
+        np.testing.assert_array_equal(a, b)  # the same operands to the bit, and the same products of them
+    emulated = all_three(kernels=kernels, emulate=True)
+    assert made == left  # emulated products keep their float32 operands
+    for a, b in zip(emulated, all_three(emulate=True), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_results_have_the_dtypes_of_their_arguments(name):
     half = products(name, dtype=jnp.bfloat16)[0]
@@ -357,12 +400,13 @@ mesh = jax.sharding.Mesh(np.array(aot.devices(sys.argv[1], 2)), ("d",))
 on = lambda p: jax.NamedSharding(mesh.abstract_mesh, p)
 shape = lambda s, p, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype, sharding=on(p))
 T = jax.P("d")
-tokens, i, o = map(int, sys.argv[2:])
+kernels, tokens, i, o = sys.argv[2], *map(int, sys.argv[3:])
 
 
 def run(x, w, g, seed):
     results = []
-    for f in (bs.mxfp8_linear, lambda x, w: bs.nvfp4_linear(x, w, seed)):
+    mxfp8 = lambda x, w: bs.mxfp8_linear(x, w, kernels=kernels)
+    for f in (mxfp8, lambda x, w: bs.nvfp4_linear(x, w, seed)):
         y, backward = jax.vjp(f, x, w)
         results += [y, *backward(g)]
     return results
@@ -374,19 +418,26 @@ seed = shape((), jax.P(), jnp.uint32)
 args = shape((2, tokens, i), T), shape((o, i), jax.P()), shape((2, tokens, o), T), seed
 text = aot.compile_for(jitted, args, mesh).text
 calls = re.findall(r'= \\((\\w+)\\[[^=]*custom-call\\(.*custom_call_target="__cudnn.blockScaledDot"', text)
-print(json.dumps([sorted(calls), len(re.findall(r" dot\\(", text))]))
+print(json.dumps([sorted(calls), len(re.findall(r" dot\\(", text)), text.count('custom_call_target="mosaic_gpu')]))
 """
 
 
 @pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
-@pytest.mark.parametrize("gpu, sizes", [("b200", (512, 1024, 2048)), ("rtx5090", (17, 96, 160))])
-def test_all_three_products_are_block_scaled_on_blackwell(gpu, sizes):
+@pytest.mark.parametrize(
+    "gpu, kernels, sizes, made",  # made by kernels: x and w, either way, and g; the odd weight's rows
+    [
+        ("b200", "mosaic", (512, 1024, 2048), 5),
+        ("rtx5090", "auto", (17, 96, 160), 1),
+        ("b200", "xla", (64, 96, 160), 0),
+    ],
+)
+def test_all_three_products_are_block_scaled_on_blackwell(gpu, kernels, sizes, made):
     """In a process of its own, since a process compiles for one kind of GPU; within shard_map, on two of them."""
-    command = [sys.executable, "-c", COMPILE, gpu, *map(str, sizes)]
+    command = [sys.executable, "-c", COMPILE, gpu, kernels, *map(str, sizes)]
     done = subprocess.run(
         command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    calls, dots = json.loads(done.stdout.splitlines()[-1])
+    calls, dots, fused = json.loads(done.stdout.splitlines()[-1])
     assert calls == ["bf16"] * 3 + ["f32"] * 3  # MXFP8's results, and NVFP4's, whose tensor scale is yet to come
-    assert dots == 0
+    assert (dots, fused) == (0, made)
