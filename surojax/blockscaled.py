@@ -197,16 +197,16 @@ def _e8m0(scales: jax.Array) -> jax.Array:
 
 def product(a: Scaled, b: Scaled, dtype, emulate: bool) -> jax.Array:
     """a b^T: `[m, k]`, `[n, k]` -> `[m, n]` in dtype, added up in float32. emulate: of float32 operands."""
-    mx = a.tensor_scale is None
+    mxfp8 = a.tensor_scale is None
     if emulate:
         options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
         y = lax.dot_general(dequantise(a), dequantise(b), (((1,), (1,)), ((), ())), **options)
     else:
-        value_dtype = jnp.float8_e4m3fn if mx else jnp.float4_e2m1fn
+        value_dtype = jnp.float8_e4m3fn if mxfp8 else jnp.float4_e2m1fn
         values = (q.values.astype(value_dtype)[None] for q in (a, b))
-        scales = ((_e8m0(q.scales) if mx else q.scales.astype(jnp.float8_e4m3fn))[None] for q in (a, b))
+        scales = ((_e8m0(q.scales) if mxfp8 else q.scales.astype(jnp.float8_e4m3fn))[None] for q in (a, b))
         # Tensor scales come after it, so that NVFP4's result is rounded to 16 bits once.
-        y = jax.nn.scaled_matmul(*values, *scales, preferred_element_type=dtype if mx else jnp.float32)[0]
+        y = jax.nn.scaled_matmul(*values, *scales, preferred_element_type=dtype if mxfp8 else jnp.float32)[0]
         y = _vary_alike(y, a.values)[0]  # scaled_matmul says of its results that they vary over no mesh axis
     if a.tensor_scale is not None and b.tensor_scale is not None:
         y = y * (a.tensor_scale * b.tensor_scale)
@@ -274,6 +274,7 @@ def _mxfp8_backward(emulate, kernels, saved, g):
 
 
 def _by_row(x, kernels: str) -> Scaled:
+    """x in blocks along its rows, whatever makes them."""
     if kernels == "xla":
         return quantise_mxfp8(x)
     return Scaled(*mx.quantize(x, implementation=_implementation(kernels)))

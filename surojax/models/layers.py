@@ -91,8 +91,8 @@ def products(precision: Precision, seed: jax.Array | None) -> Callable[[str], Ca
     backward pass.
     """
     if precision.recipe == "mxfp8":
-        linear = functools.partial(mxfp8_linear, emulate=precision.emulate, kernels=precision.kernels)
-        return lambda name: linear
+        product = functools.partial(mxfp8_linear, emulate=precision.emulate, kernels=precision.kernels)
+        return lambda name: product
     if precision.recipe == "nvfp4":
         seed = jnp.uint32(0) if seed is None else seed
         salt = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down").index
