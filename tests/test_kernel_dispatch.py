@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import adamw8bit, cross_entropy, dispatch, fp8, quantize, rms_norm, rope, swiglu
+from pallas_kernels import adamw8bit, cross_entropy, dispatch, fp8, mx, quantize, rms_norm, rope, swiglu
 
 
 def device(capability, kind="a GPU"):
@@ -65,6 +65,9 @@ SERVED = {
         quantize.Blocks(z((8, 128), jnp.int8), z((8, 1))), jnp.bfloat16, **how
     ),
     "quantize.stochastic_round": lambda **how: quantize.stochastic_round(z(128), jnp.int32(0), **how),
+    "mx.quantize": lambda **how: mx.quantize(z((8, 128)), **how),
+    "mx.quantize_transposed": lambda **how: mx.quantize_transposed(z((128, 64)), **how),
+    "mx.quantize_both": lambda **how: mx.quantize_both(z((128, 64)), **how),
     "cross_entropy": lambda **how: cross_entropy.loss_and_gradient(z((2, 128)), z(2, jnp.int32), 1.0, **how),
     "adamw8bit": lambda **how: adamw8bit.adamw8bit(
         z((2, 128)), z((2, 128)), *adamw8bit.init((2, 128)), z(8), z(2, jnp.uint32), in_place=True, **how
@@ -85,6 +88,9 @@ UNSERVED = {
         quantize.Blocks(z((8, 64), jnp.int8), z((8, 1))), jnp.bfloat16, **how
     ),
     "quantize.stochastic_round": lambda **how: quantize.stochastic_round(z(100), jnp.int32(0), **how),
+    "mx.quantize": lambda **how: mx.quantize(z((8, 96)), **how),
+    "mx.quantize_transposed": lambda **how: mx.quantize_transposed(z((96, 64)), **how),
+    "mx.quantize_both": lambda **how: mx.quantize_both(z((96, 64)), **how),
     "cross_entropy": lambda **how: jax.eval_shape(functools.partial(cross_entropy.logprob, **how), LOGITS, LABELS),
     "adamw8bit": lambda **how: adamw8bit.adamw8bit(z((2, 150)), z((2, 150)), *STATE, **how),
 }
