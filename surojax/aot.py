@@ -42,11 +42,9 @@ EXTRA = "pip install 'surojax[plan]'"
 PTXAS = "*/bin/ptxas"
 XLA_OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_triton_gemm": False,  # fact 4
-    **{
-        "xla_backend_optimization_level": 0,
-        "xla_gpu_disable_gpuasm_optimizations": True,
-        "xla_gpu_autotune_level": 0,
-    },  # 5
+    "xla_backend_optimization_level": 0,  # this and the others: fact 5
+    "xla_gpu_disable_gpuasm_optimizations": True,
+    "xla_gpu_autotune_level": 0,
 }
 PLANS_WITH = 0.8  # part of a GPU's memory that XLA plans with where it cannot ask an allocator
 _kinds: set[str] = set()  # of this process: one at most
@@ -90,6 +88,8 @@ def usable(gpu: str) -> bool:
 
 def _topology(gpu: str, n: int):
     """Raises NotImplementedError where JAX has not loaded its plugin."""
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # jax's default
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # what the plugin would print about memory is in the plan
     return topologies.get_topology_desc(platform="cuda", target_config=target_config(GPUS[gpu]), topology=f"1x1x{n}")
 
 
@@ -139,8 +139,6 @@ def devices(gpu: str, n: int) -> Sequence[Any]:
     if _kinds - {gpu}:
         raise RuntimeError(f"a process compiles for one kind of GPU: expected {kind()!r}, got {gpu!r}")
     _kinds.add(gpu)
-    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # jax's default
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # what the plugin would print about memory is in the plan
     return _topology(gpu, n).devices
 
 
