@@ -83,23 +83,23 @@ def run(folder: Path, kills: int, seed: int) -> bool:
     assert process.returncode == 0, text
     rng, good, within, done = random.Random(seed), True, 0, 0
     for i in range(kills + 1):
-        before, process = state_of(disk), start(killed, **on_disk)
+        before, last_written, process = state_of(disk), written_at(disk), start(killed, **on_disk)
         if i == kills:
             text, moment = process.communicate()[0], "left to end"
         else:
             text, moment = killed_at(process, rng.uniform(0, SECONDS), while_starting=i % 5 == 4)
         said, newest = SAID in text, checkpoint.find(killed / checkpoint.FOLDER)
-        if looked(text, before, state_of(disk)) or i == kills:
-            sound = said == (before["state"] == "updating")
-        else:
-            sound = not said
+        updated = written_at(disk) != last_written
+        # A process that was killed before it looked at the file has said nothing yet, and changed nothing.
+        looked = said or updated or "continuing from" in text
+        sound = said == (before["state"] == "updating") or not looked
         good = good and sound
         print(f"{i:3} {moment}: file {state_of(disk)}, newest checkpoint {newest and newest.name}, "
               f"{'said so' if said else '-'}: {'as it should' if sound else 'WRONG'}", flush=True)  # fmt: skip
         if process.returncode == 0:
             break
         done += 1
-        within += state_of(disk) != before and state_of(disk)["state"] == "updating"
+        within += updated and state_of(disk)["state"] == "updating"
     same = records(killed) == records(whole)
     print(f"{done} kills, {within} of them within an update; {len(records(whole))} records, "
           f"{'the same to the bit' if same else 'NOT the same'}")  # fmt: skip
@@ -111,14 +111,14 @@ def killed_at(process: subprocess.Popen, after: float, *, while_starting: bool) 
     text = "" if while_starting else "".join(lines_until(process, COMPILED))
     time.sleep(after)
     process.kill()
-    return text + process.communicate()[
-        0
-    ], f"killed {after:3.1f} s after {'its start' if while_starting else 'compiling'}"
+    text += process.communicate()[0]
+    return text, f"killed {after:3.1f} s after {'its start' if while_starting else 'compiling'}"
 
 
-def looked(text: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether a process came as far as the file: one that did not has said nothing of it, and changed nothing."""
-    return now != before or "continuing from" in text
+def written_at(disk: Path) -> int:
+    """When the marker of the file was last written, in ns; 0: never."""
+    marker = disk / nvme.MARKER
+    return marker.stat().st_mtime_ns if marker.exists() else 0
 
 
 def main() -> None:

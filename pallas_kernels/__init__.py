@@ -1,1 +1,1 @@
-"""GPU kernels in Pallas (Mosaic GPU) for training: imports jax only, usable without surojax. None is built yet."""
+"""GPU kernels in Pallas (Mosaic GPU) for training: imports jax only, usable without surojax; see docs/kernels.md."""

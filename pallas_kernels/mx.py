@@ -9,7 +9,7 @@ own: `quantize` makes blocks along rows, `quantize_transposed` along columns, wr
 Kernels: a block along a row is 4 lanes x 8 numbers. For columns a program takes 128 rows and 64 columns, a warp 32 rows
 of them, one block high: rows 4i + k are read into an array for each k (see `transposing`), 2 registers of 4 lanes hold
 the 8 i of a column, so that its largest number is found within a warp. Four rows' bytes make a 32-bit word of the
-transpose; words and scales go through shared memory and are written along rows of the transpose, a sector or more.
+transpose; words and scales go through shared memory and are written along rows of the transpose, 32 and 4 bytes.
 
 dtype promise: exponents are integers and the scales powers of two, so only the rounding to e4m3 (nearest even) rounds:
 kernels and references are equal to the bit. No vjp: they are called inside hand-written ones.

@@ -23,6 +23,8 @@ On GPUs the products are `jax.nn.scaled_matmul`, which XLA turns into cuDNN's bl
 operands of these products are made by XLA or, to the same bits, by `pallas_kernels.mx`.
 """
 
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -220,9 +222,9 @@ def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
     return [lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
 
 
-def _full_blocks(x: jax.Array) -> jax.Array:
-    """x `[tokens, k]` with rows of zeros after it: a multiple of 32 tokens."""
-    return jnp.pad(x, ((0, -x.shape[0] % WIDTHS), (0, 0)))
+def _full_blocks(x: jax.Array, tokens: int = WIDTHS) -> jax.Array:
+    """x `[tokens, k]` with rows of zeros after it: a multiple of so many tokens."""
+    return jnp.pad(x, ((0, -x.shape[0] % tokens), (0, 0)))
 
 
 # -- Linear layers ----------------------------------------------------------------------------------------------------
@@ -268,9 +270,13 @@ def _mxfp8_forward(x, w, emulate, kernels):
 
 def _mxfp8_backward(emulate, kernels, saved, g):
     x, w = saved
-    g_by_row, g_by_token = _by_row_and_token(g, kernels)
+    full = functools.partial(_full_blocks, tokens=WIDTHS if kernels == "xla" else mx.ROWS)
+    if kernels == "xla" or full(g).shape != g.shape:
+        g_by_row, g_by_token = _by_row(g, kernels), _by_column(full(g), kernels)
+    else:  # both from one read
+        g_by_row, g_by_token = itertools.starmap(Scaled, mx.quantize_both(g, implementation=_implementation(kernels)))
     dx = product(g_by_row, _by_column(w, kernels), x.dtype, emulate)
-    return dx, product(g_by_token, _by_column(_full_blocks(x), kernels), w.dtype, emulate)
+    return dx, product(g_by_token, _by_column(full(x), kernels), w.dtype, emulate)
 
 
 def _by_row(x, kernels: str) -> Scaled:
@@ -285,14 +291,6 @@ def _by_column(x, kernels: str) -> Scaled:
     if kernels == "xla":
         return quantise_mxfp8(x.T)
     return Scaled(*mx.quantize_transposed(x, implementation=_implementation(kernels)))
-
-
-def _by_row_and_token(g, kernels: str) -> tuple[Scaled, Scaled]:
-    """Both of a gradient: one pass where its tokens are full blocks."""
-    if kernels == "xla" or g.shape[0] % WIDTHS:
-        return _by_row(g, kernels), _by_column(_full_blocks(g), kernels)
-    rows, columns = mx.quantize_both(g, implementation=_implementation(kernels))
-    return Scaled(*rows), Scaled(*columns)
 
 
 def _implementation(kernels: str) -> Any:

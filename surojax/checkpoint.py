@@ -36,7 +36,7 @@ import psutil
 import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
-from surojax.checksum import checksums, dotted
+from surojax.checksum import checksums, name_of
 from surojax.errors import CheckpointError, ConfigError
 from surojax.nvme import THREADS, InFile, NvmeError, store_of
 from surojax.offload import MEMORY_KIND, put
@@ -226,8 +226,8 @@ def _check_moments(path: Path, moments) -> None:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         metadata: Any = reader.metadata(path / "moments")
     stored = jax.tree_util.tree_leaves_with_path(metadata.item_metadata.tree)
-    found = {dotted(keys): tuple(x.shape) for keys, x in stored if hasattr(x, "shape")}
-    planned = {dotted(keys): tuple(x.shape) for keys, x in jax.tree_util.tree_leaves_with_path(moments)}
+    found = {name_of(keys): tuple(x.shape) for keys, x in stored if hasattr(x, "shape")}
+    planned = {name_of(keys): tuple(x.shape) for keys, x in jax.tree_util.tree_leaves_with_path(moments)}
     if found.keys() != planned.keys():
         name = sorted(found.keys() ^ planned.keys())[0]
         whose = "this run" if name in planned else "the checkpoint"
@@ -261,7 +261,7 @@ def _load(path: Path, items: dict) -> dict:
         options = ocp.checkpoint_utils.construct_restore_args(in_memory)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
-        leaves = [(dotted(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(plan)]
+        leaves = [(name_of(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(plan)]
         with ThreadPoolExecutor(THREADS) as pool:
             loading = [pool.submit(_load_file, path / name, key, x) for key, x in leaves if isinstance(x, InFile)]
             [one.result() for one in loading]
@@ -312,7 +312,7 @@ def _by_layer(tree):
     """Options for saving: stacks of layers in chunks of one layer (of one shard)."""
 
     def options(path, x):
-        if dotted(path[:1]) != "blocks":
+        if name_of(path[:1]) != "blocks":
             return ocp.SaveArgs()
         shard = x.shape if isinstance(x, InFile) else x.sharding.shard_shape(x.shape)
         return ocp.SaveArgs(chunk_byte_size=math.prod(shard[1:]) * x.dtype.itemsize, shard_axes=(0,))

@@ -11,7 +11,7 @@ from surojax.nvme import InFile
 from surojax.offload import Device, move, read
 
 
-def dotted(path, separator: str = ".") -> str:
+def name_of(path, separator: str = ".") -> str:
     """The name of a leaf: the keys that lead to it."""
     return jax.tree_util.keystr(path, simple=True, separator=separator)
 
@@ -19,7 +19,7 @@ def dotted(path, separator: str = ".") -> str:
 def checksums(**trees) -> tuple[dict[str, int], list[str]]:
     """The checksum of every array by name and dtype, and the names of those that are not finite everywhere."""
     leaves = jax.tree_util.tree_leaves_with_path(trees)
-    names = [f"{dotted(path, '/')} {x.dtype}" for path, x in leaves]
+    names = [f"{name_of(path, '/')} {x.dtype}" for path, x in leaves]
     # One at a time: several programs with collectives in flight can block each other on virtual CPU devices.
     fetch = lambda name, x: (
         _checksum_of_file(x) if isinstance(x, InFile) else jax.device_get(_checksum(x, stacked="/blocks/" in name))

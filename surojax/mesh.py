@@ -20,7 +20,7 @@ DATA = (REPLICATE, SHARD)
 
 def find_devices(gpus: int) -> list:
     """The first `gpus` devices of the default backend, all of them for 0. Raises ConfigError if there are fewer."""
-    _expect_no_cuda_without_driver()
+    expect_no_cuda_without_driver()
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -51,9 +51,14 @@ def mesh_shape(n: int, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -
     return replicate, shard
 
 
-def _expect_no_cuda_without_driver() -> None:
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is there."""
+    return any(map(Path.exists, (Path("/dev/nvidiactl"), Path("/dev/dxg"))))  # Linux, and WSL
+
+
+def expect_no_cuda_without_driver() -> None:
     """Where NVIDIA's driver is not there, JAX's plugin for it (the planner's compiler) cannot start: no traceback."""
-    if not any(map(Path.exists, (Path("/dev/nvidiactl"), Path("/dev/dxg")))):  # Linux, and WSL
+    if not has_driver():
         logging.getLogger("jax._src.xla_bridge").addFilter(_no_plugin_error)
 
 

@@ -87,6 +87,11 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
     c = checked(config, gpu)
     if aot.available() and not aot.usable(gpu):
         return plan_in_subprocess(c, gpu, host_memory=host_memory)
+    return _plan(c, gpu, host_memory)
+
+
+def _plan(c: Config, gpu: str, host_memory: float | None) -> Plan:
+    """`plan` of a checked config, in this process."""
     n, facts = c.gpus, GPUS[gpu]
     batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
     found = _compiled(c, gpu, batch) if aot.available() else _estimated(c, batch)
@@ -322,8 +327,11 @@ def serve() -> None:
     jax.config.update("jax_platforms", "cpu")
     request = json.load(sys.stdin)
     try:
-        config = checks.restored_config(request["config"])
-        answer = dataclasses.asdict(plan(config, request["gpu"], host_memory=request["host_memory"]))
+        gpu, host_memory = request["gpu"], request["host_memory"]
+        c = checked(checks.restored_config(request["config"]), gpu)
+        if aot.available() and not aot.usable(gpu):
+            raise ConfigError(f"--gpu: cannot compile for {gpu}: JAX does not load its CUDA plugin; {aot.EXTRA}")
+        answer = dataclasses.asdict(_plan(c, gpu, host_memory))
     except ConfigError as error:
         answer = {"error": str(error)}
     json.dump(answer, sys.stdout)

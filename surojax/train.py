@@ -82,6 +82,7 @@ def train(config: Config) -> Result:
     # -- Plan: shapes, shardings, memory; and what there is to continue from ------------------------------------------
     run = draw(c, mesh, total_steps)
     identity = {"tokenizer": tokenizer.name, "data": corpus.fingerprint}
+    newest = checkpoint.find(output_dir / checkpoint.FOLDER)
     resume = find_resume(c, output_dir, identity, samples_per_step)
     meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
     first_step, samples = meta["step"], meta["samples"]
@@ -97,6 +98,10 @@ def train(config: Config) -> Result:
             return Result(checkpoint.restore(resume, run.plan), [], resume, True)
         output_dir.mkdir(parents=True, exist_ok=True)
         until_end.enter_context(locked(output_dir / "lock", "output_dir"))
+        if checkpoint.find(output_dir / checkpoint.FOLDER) != newest:
+            raise CheckpointError(
+                f"another run wrote checkpoints into {output_dir} while this one started; start again"
+            )
 
         # -- Compile, while the first batches are prepared ------------------------------------------------------------
         batches = data.batches(

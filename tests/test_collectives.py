@@ -130,11 +130,11 @@ def test_quantised_reduction_is_off_by_the_steps_of_its_terms():
 @pytest.mark.parametrize(
     "devices, placed",
     [
-        (8, {"zero_level": 1}),
+        (8, {"zero_level": 2}),
         (8, {"zero_level": 3, "replicate": 2}),
         (4, {"zero_level": 1, "replicate": 4, "shard_gradients": False}),
     ],
-    ids=["8-zero1", "2x4-zero3", "4x1"],
+    ids=["8-zero2", "2x4-zero3", "4x1"],
 )
 def test_gradients_by_all_to_all_equal_those_of_the_plain_model(devices, placed):
     batch, loss, grads = reference(CONFIG)
@@ -201,8 +201,15 @@ EVERYTHING = dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize("also", [{}, {"offload_quants": True, **EVERYTHING}], ids=["device", "host"])
-@pytest.mark.parametrize("kind, recompute, dtype", [("fp8", True, "bfloat16"), ("int8", False, "float32")])
+@pytest.mark.parametrize(
+    "kind, recompute, dtype, also",
+    [
+        ("fp8", True, "bfloat16", {}),
+        ("fp8", True, "bfloat16", {"offload_quants": True, **EVERYTHING}),
+        ("int8", False, "float32", {"offload_quants": True, **EVERYTHING}),
+    ],
+    ids=["fp8-device", "fp8-host", "int8-host"],
+)
 def test_persistent_quants_change_no_bit(kind, recompute, dtype, also):
     """Made once after the update they are what a fetch would make of the 16-bit weights, wherever they rest."""
     found, small = trained(kind, recompute, dtype, persistent_quants=True, **also)

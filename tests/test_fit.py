@@ -59,7 +59,6 @@ def estimate(c, platform: str = "cpu") -> dict[str, int]:
     [
         {"vocab_size": 8000},  # large logits
         {"sequence_len": 512, "per_device_batch_size": 2},  # large attention scores
-        {"gpus": 4, "zero_level": 2, "recompute_block": False},
         {"recompute_block": False, "recompute_norm": True, "recompute_ffn": True},
         {"gpus": 4, "zero_level": 3, "dp_replicate_size": 2, "lmhead_chunks": 8, "model_dtype": "bfloat16"},
         {"gpus": 4, "zero_level": 3, "zero_quantized_weights": "int8", "persistent_quants": True},
@@ -278,9 +277,14 @@ def test_share_of_the_gpu_that_jax_takes(monkeypatch):
         ({}, "gfx942", "'xla' or 'auto' on that GPU, got 'mosaic'; they are for NVIDIA GPUs"),
         ({"gpus": 2, "zero_level": 3, "model_dtype": "bfloat16"}, "9.0", ""),
         ({"recipe": "fp8_current"}, "9.0", "'xla' or 'auto', got 'mosaic', but quantize"),
+        (
+            {"recipe": "mxfp8", "block_scaled_products": "native"},
+            "10.0",
+            "'xla' or 'auto', got 'mosaic', but mx.quantize",
+        ),
         ({"optimizer": "adamw8bit"}, "8.0", "'xla' or 'auto', got 'mosaic', but adamw8bit"),
     ],
-    ids=["old", "amd", "served", "fp8", "adamw8bit"],
+    ids=["old", "amd", "served", "fp8", "mxfp8", "adamw8bit"],
 )
 def test_kernels_that_cannot_run_are_refused(changes, capability, said):
     """In one line before anything is compiled or written, and whatever the microbatch that advice is about."""

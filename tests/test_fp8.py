@@ -94,9 +94,15 @@ BATCHES = [tokens(2, 4, 16, seed=s) for s in range(3)]
 
 
 @functools.cache
-def run(recipe: str, devices: int = 1, model_dtype: str = "bfloat16", **placed) -> list[tuple[float, float]]:
+def trained(recipe: str, devices: int = 1, model_dtype: str = "bfloat16", **placed) -> tuple[Small, list]:
+    """(the run after three steps, [(loss, gradient norm) of each])."""
+    small = Small(devices, config=config(recipe), model_dtype=model_dtype, **placed)
+    return small, small.train(BATCHES)
+
+
+def run(*args, **placed) -> list[tuple[float, float]]:
     """(loss, gradient norm) of three steps."""
-    return Small(devices, config=config(recipe), model_dtype=model_dtype, **placed).train(BATCHES)
+    return trained(*args, **placed)[1]
 
 
 @pytest.mark.parametrize("recipe", (*RECIPES, "mxfp8", "nvfp4"))
@@ -142,7 +148,7 @@ def test_persistent_quants_change_no_bit():
     assert run("fp8_hybrid", 4, zero_level=3, **quants) == run("fp8_hybrid", 4, zero_level=3)
 
 
-@pytest.mark.parametrize("level", (1, 3))
+@pytest.mark.parametrize("level", (2, 3))
 def test_shards_have_the_scales_of_whole_weights(level):
     """The first step has the same scales everywhere: nothing but the order of float32 sums differs. In later ones,
     numbers that differ in their last bit may be rounded to neighbouring float8 numbers."""
@@ -186,8 +192,6 @@ def test_skipped_blocks_on_shards_in_host_memory():
 
 
 def test_the_history_is_the_same_on_all_devices_and_moves_on():
-    small = Small(4, config=config("fp8_hybrid"), model_dtype="bfloat16", zero_level=3)
-    small.train(BATCHES[:2])
-    history = small.state.history
+    history = trained("fp8_hybrid", 4, zero_level=3)[0].state.history
     assert history.sharding.is_fully_replicated and history.shape == (3, len(fp8.SITES), 16)
-    assert (history[..., :2] > 0).all() and (history[..., 2:] == 0).all()
+    assert (history[..., :3] > 0).all() and (history[..., 3:] == 0).all()

@@ -32,7 +32,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(
     "name, master, devices",
-    [("adamw", "bfloat16", 4), ("adamw8bit", "bfloat16", 4), ("normuon", "bfloat16", 4)],
+    [("adamw", "bfloat16", 4), ("adamw8bit", "float32", 4), ("normuon", "bfloat16", 4)],
 )
 def test_offloading_changes_no_bit(name, master, devices):
     """Also of what is rounded at random: host memory is updated in parts of other sizes, with the same bits."""
@@ -55,8 +55,8 @@ def test_files_change_no_bit(name, tmp_path):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     "devices, placed",
-    [(8, {"zero_level": 3}), (8, {"zero_level": 1, "replicate": 2})],
-    ids=["8 zero 3", "2x4 zero 1"],
+    [(8, {"zero_level": 3}), (8, {"zero_level": 2, "replicate": 2})],
+    ids=["8 zero 3", "2x4 zero 2"],
 )
 def test_devices_and_levels_change_rounding_only(name, devices, placed):
     """Sums of gradients in another order: 1e-6 of each. Adam's first steps divide such differences by small roots, and
@@ -65,15 +65,14 @@ def test_devices_and_levels_change_rounding_only(name, devices, placed):
     np.testing.assert_allclose(curve[0], one[0], rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_checkpoint_moves_from_one_device_to_four(name, tmp_path):
+def test_a_checkpoint_moves_from_one_device_to_four(tmp_path):
     """Every array of the state is restored as it was, into shards, and training continues from it."""
-    one = Small(1, optimizer=OPTIMIZERS[name])
+    one = Small(1, optimizer=optim.adamw8bit)
     one.train(BATCHES[:2])
     with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
         checkpoints.save(one.state, {"step": 2})
     before = jax.device_get(one.state)
-    four = Small(4, optimizer=OPTIMIZERS[name], zero_level=3, offload_optimizer=True)
+    four = Small(4, optimizer=optim.adamw8bit, zero_level=3, offload_optimizer=True)
     assert checkpoints.last is not None
     four.state = checkpoint.restore(checkpoints.last, four.plan)
     same(jax.device_get(four.state.moments), before.moments)

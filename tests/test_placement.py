@@ -53,6 +53,18 @@ def test_new_weights_do_not_depend_on_the_placement(devices, placed):
         jax.tree.map(functools.partial(np.testing.assert_array_max_ulp, maxulp=1), params, plain)
 
 
+@pytest.mark.parametrize("optimizer", [optim.adamw8bit, muon.normuon])
+def test_nor_do_those_of_other_optimizers_and_recipes(optimizer):
+    """bfloat16 masters, 8-bit codes, momentum, and a history, in host memory and on other devices."""
+    recipe = dataclasses.replace(CONFIG, precision=Precision(recipe="fp8_hybrid"))
+    options = {"config": recipe, "optimizer": optimizer, "model_dtype": "bfloat16", "master_dtype": "bfloat16"}
+    found, expected = (
+        Small(n, **options, **placed).init() for n, placed in ((4, {"zero_level": 3, **OFFLOADED}), (1, {}))
+    )
+    assert found.history is not None
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 @pytest.mark.parametrize("devices, placed", [(1, OFFLOADED), (4, {"zero_level": 1})], ids=["1-offloaded", "4-zero1"])
 def test_making_a_state_needs_less_than_a_step(devices, placed):
     """Beside what it returns, initialisation needs no more for 6 layers than for 2, and less than a step needs: what

@@ -7,6 +7,7 @@ of configs/*.py at their real sizes: compiling takes as long for a small model.
 import dataclasses
 import fcntl
 import hashlib
+import io
 import json
 import math
 import os
@@ -417,7 +418,7 @@ def test_unoptimised_kernels_change_nothing_else(planned, monkeypatch):
 
 
 @needs_compiler
-def test_where_jax_has_not_loaded_its_plugin_another_process_plans(monkeypatch):
+def test_where_jax_has_not_loaded_its_plugin_another_process_plans(monkeypatch, capsys):
     """As on a machine without a GPU where nobody said JAX_PLATFORMS=cpu."""
 
     def not_loaded(**_):
@@ -426,6 +427,11 @@ def test_where_jax_has_not_loaded_its_plugin_another_process_plans(monkeypatch):
     monkeypatch.setattr(aot.topologies, "get_topology_desc", not_loaded)
     monkeypatch.setattr(planner, "plan_in_subprocess", lambda c, gpu, host_memory: (gpu, host_memory))
     assert planner.plan(config(**TINY), FIRST, host_memory=8) == (FIRST, 8)
+    # That process asks no other one.
+    request = json.dumps({"config": config(**TINY).to_dict(), "gpu": FIRST, "host_memory": None})
+    monkeypatch.setattr(planner.sys, "stdin", io.StringIO(request))
+    planner.serve()
+    assert "JAX does not load its CUDA plugin" in json.loads(capsys.readouterr().out)["error"]
 
 
 def write_config(tmp_path: Path, **changes) -> str:
