@@ -278,7 +278,7 @@ def test_share_of_the_gpu_that_jax_takes(monkeypatch):
         ({"gpus": 2, "zero_level": 3, "model_dtype": "bfloat16"}, "9.0", ""),
         ({"recipe": "fp8_current"}, "9.0", "'xla' or 'auto', got 'mosaic', but quantize"),
         (
-            {"recipe": "mxfp8", "block_scaled_products": "native"},
+            {"recipe": "mxfp8", "block_scaled_products": "native", "model.num_key_value_heads": 8},
             "10.0",
             "'xla' or 'auto', got 'mosaic', but mx.quantize",
         ),
