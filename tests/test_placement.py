@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 from small import CONFIG, Small
 
-from surojax import placement
+from surojax import muon, optim, placement
 from surojax.collectives import WHOLE
 from surojax.mesh import find_devices, make_mesh
 from surojax.models.llama import Llama, abstract_params, init_params
+from surojax.precision import Precision
 from surojax.state import init_program
 
 
