@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, elementwise, fp8, shapes
+from pallas_kernels import dispatch, elementwise, fp8, shapes, tiles
 from pallas_kernels.dispatch import Implementation, need
 from pallas_kernels.fp8 import E4M3
 
@@ -75,14 +75,6 @@ def _as(x, dtype):
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _store(ref, at, value) -> None:
-    """ref[at] = value, though a warp writes less than a sector: jax 0.12 wants to be told that it may."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref.at[at], value, optimized=False)
-    else:  # jax 0.11
-        ref[at] = value
-
-
 def _quantize_mosaic(x, op: str, interpret: bool) -> MX:
     n = x.size // BLOCK
     rows = next(rows for rows in (128, 64, 32) if n % rows == 0)
@@ -94,7 +86,7 @@ def _quantize_mosaic(x, op: str, interpret: bool) -> MX:
         code, inverse = _scale(jnp.max(fp8.ordered(x), axis=1))
         inverse = jax.lax.broadcast_in_dim(inverse, (rows, BLOCK), (0,))
         values_ref[at] = fp8.encode(x, inverse, E4M3)
-        _store(scales_ref, at, code.astype(u8))
+        tiles.store(scales_ref, at, code.astype(u8))
 
     out = [jax.ShapeDtypeStruct((n, BLOCK), fp8.store_dtype(E4M3)), jax.ShapeDtypeStruct((n,), u8)]
     values, scales = dispatch.launch(
@@ -127,21 +119,21 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
             inverse = jax.lax.broadcast_in_dim(inverse, tile, (0, 2, 3))
             word = _joined([_as(fp8.encode(rows, inverse, E4M3), u8) for rows in numbers])
             here = pl.ds(8 * c, 8)
-            _store(scales, (slice(None), here), code)
-            _store(words.transpose((0, 2, 1, 3)), (slice(None), slice(None), here, pl.ds(0, 4)), word)
+            tiles.store(scales, (slice(None), here), code)
+            tiles.store(words.transpose((0, 2, 1, 3)), (slice(None), slice(None), here, pl.ds(0, 4)), word)
             if by_row:
                 found = [_scale(jnp.max(jnp.max(top, axis=3), axis=2)) for top in tops]
                 row_scales.append([code for code, _ in found])
                 for k, (rows, (_, inverse)) in enumerate(zip(numbers, found, strict=True)):
                     inverse = jax.lax.broadcast_in_dim(inverse, tile, (0, 1))
-                    _store(by_row[0], (down, slice(None), k, at), fp8.encode(rows, inverse, E4M3))
+                    tiles.store(by_row[0], (down, slice(None), k, at), fp8.encode(rows, inverse, E4M3))
         for k, codes in enumerate(zip(*row_scales, strict=True)):
-            _store(by_row[1], (down, slice(None), k, j), _joined(codes).astype(jnp.uint16))
+            tiles.store(by_row[1], (down, slice(None), k, j), _joined(codes).astype(jnp.uint16))
         whole = words.at[:, :, :, pl.ds(0, 4)].transpose((1, 0, 3, 2))
         word = plgpu.load(whole, layout=word_layout, optimized=False)
-        _store(words_ref.transpose((0, 2, 1, 3)), (across, down), word)
+        tiles.store(words_ref.transpose((0, 2, 1, 3)), (across, down), word)
         code = plgpu.load(scales.transpose((1, 2, 0)), layout=scale_layout, optimized=False)
-        _store(scales_ref, (across, slice(None), down), code.astype(u8))
+        tiles.store(scales_ref, (across, slice(None), down), code.astype(u8))
 
     shape = jax.ShapeDtypeStruct
     out, sizes = [shape((n // 4, 4, high, 8), u32), shape((n // 4, 4, high), u8)], [(n, m)]

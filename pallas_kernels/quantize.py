@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, elementwise, fp8, shapes, transposing
+from pallas_kernels import dispatch, elementwise, fp8, shapes, tiles, transposing
 from pallas_kernels.dispatch import Implementation, need
 from pallas_kernels.fp8 import FP8
 
@@ -128,14 +128,6 @@ def _rows_of_blocks(n: int) -> tuple[int, Any]:
     return next(rows for rows in (32, 16, 8) if n % rows == 0), layout
 
 
-def _store(ref, at, value) -> None:
-    """ref[at] = value, though a warp writes two scales, less than a sector: jax 0.12 wants to be told that it may."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref.at[at], value, optimized=False)
-    else:  # jax 0.11
-        ref[at] = value
-
-
 def _quantize_blocks_mosaic(x, dtype, op: str, interpret: bool) -> Blocks:
     n = x.size // BLOCK
     rows, layout = _rows_of_blocks(n)
@@ -146,8 +138,8 @@ def _quantize_blocks_mosaic(x, dtype, op: str, interpret: bool) -> Blocks:
         scales = _scale(fp8.absmax(x, axis=1), dtype)
         inverse = jax.lax.broadcast_in_dim(1 / scales, (rows, BLOCK), (0,))
         values = jnp.round(x * inverse).astype(dtype) if dtype == jnp.int8 else fp8.encode(x, inverse, dtype)
-        _store(values_ref, at, values)
-        _store(scales_ref, at, scales)
+        tiles.store(values_ref, at, values)
+        tiles.store(scales_ref, at, scales)
 
     stored = dtype if dtype == jnp.int8 else fp8.store_dtype(dtype)
     out = [jax.ShapeDtypeStruct((n, BLOCK), stored), jax.ShapeDtypeStruct((n,), f32)]
@@ -168,7 +160,7 @@ def _dequantize_blocks_mosaic(values, scales, dtype, op: str, interpret: bool):
         values = values.astype(f32) if kind == jnp.int8 else fp8.decode(values, kind)
         scales = plgpu.load(scales_ref.at[at], layout=layout.reduce(1), optimized=False)
         out = (values * jax.lax.broadcast_in_dim(scales, (rows, BLOCK), (0,))).astype(dtype)
-        _store(out_ref, at, out)
+        tiles.store(out_ref, at, out)
 
     stored = values if kind == jnp.int8 else fp8.as_stored(values)
     out = jax.ShapeDtypeStruct((n, BLOCK), dtype)

@@ -136,7 +136,7 @@ def load(ref, at, how) -> jax.Array:
 
 
 def store(ref, at, value) -> None:
-    """Write value to ref at an index of its leading dimensions."""
+    """Write value to ref at an index; jax 0.12 wants to be told that a warp may write less than a sector."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref.at[at], value, optimized=False)
     else:  # jax 0.11
