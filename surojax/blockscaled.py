@@ -25,7 +25,7 @@ operands of these products are made by XLA or, to the same bits, by `pallas_kern
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import mx
+from pallas_kernels.dispatch import Implementation
 
 WIDTHS = 32  # all dimensions that products sum over are multiples of it: full blocks, and 16 bytes, the hardware's unit
 MX_BLOCK = 32
@@ -230,16 +231,18 @@ def _full_blocks(x: jax.Array, tokens: int = WIDTHS) -> jax.Array:
 # -- Linear layers ----------------------------------------------------------------------------------------------------
 
 
-def mxfp8_linear(x: jax.Array, w: jax.Array, *, emulate: bool = False, kernels: str = "xla") -> jax.Array:
+def mxfp8_linear(
+    x: jax.Array, w: jax.Array, *, emulate: bool = False, implementation: Implementation = "xla"
+) -> jax.Array:
     """x w^T in MXFP8: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype; gradients in MXFP8 products too.
 
-    emulate: multiply the same numbers as float32, on any device. kernels: what makes the operands of products that are
-    not emulated, "auto", "xla" or "mosaic" (see `Precision`); to the same bits. Raises ValueError unless `in` and `out`
-    are multiples of 32.
+    emulate: multiply the same numbers as float32, on any device. implementation: what makes the operands of products
+    that are not emulated, as in `pallas_kernels`; to the same bits. Raises ValueError unless `in` and `out` are
+    multiples of 32.
     """
     _check("mxfp8_linear", x, w)
     rows, w = _vary_alike(x.reshape(-1, x.shape[-1]), w)
-    return _mxfp8(rows, w, emulate, "xla" if emulate else kernels).reshape(*x.shape[:-1], w.shape[0])
+    return _mxfp8(rows, w, emulate, "xla" if emulate else implementation).reshape(*x.shape[:-1], w.shape[0])
 
 
 def nvfp4_linear(x: jax.Array, w: jax.Array, seed: jax.Array, *, salt: int = 0, emulate: bool = False) -> jax.Array:
@@ -264,38 +267,33 @@ def _check(name: str, x: jax.Array, w: jax.Array) -> None:
         raise ValueError(f"{name}: w: expected multiples of {WIDTHS} as out and in, got {[*w.shape]}")
 
 
-def _mxfp8_forward(x, w, emulate, kernels):
-    return product(_by_row(x, kernels), _by_row(w, kernels), x.dtype, emulate), (x, w)
+def _mxfp8_forward(x, w, emulate, implementation):
+    return product(_by_row(x, implementation), _by_row(w, implementation), x.dtype, emulate), (x, w)
 
 
-def _mxfp8_backward(emulate, kernels, saved, g):
+def _mxfp8_backward(emulate, implementation, saved, g):
     x, w = saved
-    full = functools.partial(_full_blocks, tokens=WIDTHS if kernels == "xla" else mx.ROWS)
-    if kernels == "xla" or full(g).shape != g.shape:
-        g_by_row, g_by_token = _by_row(g, kernels), _by_column(full(g), kernels)
+    full = functools.partial(_full_blocks, tokens=WIDTHS if implementation == "xla" else mx.ROWS)
+    if implementation == "xla" or full(g).shape != g.shape:
+        g_by_row, g_by_token = _by_row(g, implementation), _by_column(full(g), implementation)
     else:  # both from one read
-        g_by_row, g_by_token = itertools.starmap(Scaled, mx.quantize_both(g, implementation=_implementation(kernels)))
-    dx = product(g_by_row, _by_column(w, kernels), x.dtype, emulate)
-    return dx, product(g_by_token, _by_column(full(x), kernels), w.dtype, emulate)
+        g_by_row, g_by_token = itertools.starmap(Scaled, mx.quantize_both(g, implementation=implementation))
+    dx = product(g_by_row, _by_column(w, implementation), x.dtype, emulate)
+    return dx, product(g_by_token, _by_column(full(x), implementation), w.dtype, emulate)
 
 
-def _by_row(x, kernels: str) -> Scaled:
+def _by_row(x, implementation: Implementation) -> Scaled:
     """x in blocks along its rows, whatever makes them."""
-    if kernels == "xla":
+    if implementation == "xla":
         return quantise_mxfp8(x)
-    return Scaled(*mx.quantize(x, implementation=_implementation(kernels)))
+    return Scaled(*mx.quantize(x, implementation=implementation))
 
 
-def _by_column(x, kernels: str) -> Scaled:
+def _by_column(x, implementation: Implementation) -> Scaled:
     """x^T in blocks along the columns of x."""
-    if kernels == "xla":
+    if implementation == "xla":
         return quantise_mxfp8(x.T)
-    return Scaled(*mx.quantize_transposed(x, implementation=_implementation(kernels)))
-
-
-def _implementation(kernels: str) -> Any:
-    """As in `Precision.implementation`."""
-    return None if kernels == "auto" else kernels
+    return Scaled(*mx.quantize_transposed(x, implementation=implementation))
 
 
 def _nvfp4_forward(x, w, seed, emulate):

@@ -91,7 +91,7 @@ def products(precision: Precision, seed: jax.Array | None) -> Callable[[str], Ca
     backward pass.
     """
     if precision.recipe == "mxfp8":
-        product = functools.partial(mxfp8_linear, emulate=precision.emulate, kernels=precision.kernels)
+        product = functools.partial(mxfp8_linear, emulate=precision.emulate, implementation=precision.implementation)
         return lambda name: product
     if precision.recipe == "nvfp4":
         seed = jnp.uint32(0) if seed is None else seed
