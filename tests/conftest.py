@@ -4,8 +4,12 @@ Only `pytest -m gpu -n 0` leaves JAX the GPUs of the machine, for the tests mark
 tests/test_on_gpu.py.
 """
 
+import contextlib
 import gc
 import os
+import threading
+
+import pytest
 
 
 def pytest_configure(config):
@@ -23,3 +27,18 @@ def pytest_configure(config):
     import jax
 
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def orbax_fails():
+    """For tests in which a read or write fails: what orbax was doing beside it ends, and is collected, within the test.
+
+    Else its event loop's remains are found in whichever test collects garbage next, and fail that one. The test needs
+    `filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")` as well, which counts for its end too.
+    """
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        with contextlib.suppress(Exception):  # orbax's threads raise what ended them
+            thread.join(10)
+    gc.collect()

@@ -25,7 +25,7 @@ from surojax.models.llama import abstract_params
 from surojax.offload import Device, move
 
 # When a read or a write fails, those beside it still answer to orbax's event loop, which is closed by then.
-THREADS = "ignore::pytest.PytestUnraisableExceptionWarning"
+IGNORED = "ignore::pytest.PytestUnraisableExceptionWarning"
 ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
@@ -207,7 +207,8 @@ def test_a_damaged_file_is_named_and_so_is_the_next_checkpoint(tmp_path, damage,
     assert_same(restore(older, plan_of(toy(1))), toy(1))
 
 
-@pytest.mark.filterwarnings(THREADS)
+@pytest.mark.filterwarnings(IGNORED)
+@pytest.mark.usefixtures("orbax_fails")
 @pytest.mark.parametrize("at", [0.2, 0.4, 0.6, 0.8])
 def test_a_bit_in_a_file_too_large_to_read_twice_is_found(tmp_path, at, monkeypatch):
     """Without the checksums of the arrays most of these come back as numbers: see the next test."""
@@ -297,7 +298,8 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.filterwarnings(THREADS)
+@pytest.mark.filterwarnings(IGNORED)
+@pytest.mark.usefixtures("orbax_fails")
 def test_a_write_that_fails_says_so_and_leaves_the_older_ones_to_go_on_from(tmp_path):
     write(tmp_path, 1, 2, limit=2)
     before = contents(tmp_path)

@@ -1,9 +1,7 @@
 """Layers in files: nothing changes, nothing is lost, and what cannot work is refused before it begins."""
 
-import contextlib
 import errno
 import functools
-import gc
 import json
 import os
 import re
@@ -216,22 +214,19 @@ def test_the_next_update_waits_until_a_checkpoint_is_read(small, tmp_path, monke
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as in test_checkpoint: THREADS
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as in test_checkpoint
+@pytest.mark.usefixtures("orbax_fails")
 def test_a_checkpoint_that_cannot_be_written_does_not_block_the_next_update(small, tmp_path, monkeypatch):
 
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    checkpoints, threads = Checkpoints(tmp_path / "saved", save_total_limit=1), set(threading.enumerate())
+    checkpoints = Checkpoints(tmp_path / "saved", save_total_limit=1)
     monkeypatch.setattr(checkpoint, "checksums", lambda **_: ({}, []))
     monkeypatch.setattr(InFile, "read", fail)
     with pytest.raises(CheckpointError, match="Input/output error"), checkpoints:
         checkpoints.save(small.state, {"step": 1})
         small.train(BATCHES[:1])  # it would wait for ever here
-    for thread in set(threading.enumerate()) - threads:  # the writes beside the one that failed, as in test_checkpoint
-        with contextlib.suppress(OSError):  # orbax's threads raise what ended them
-            thread.join(10)
-    gc.collect()
 
 
 # ----------------------------------------------------------------- refused
