@@ -29,22 +29,23 @@ from surojax.optim import adamw, adamw_chain, learning_rate_schedule
 from surojax.state import init_state
 
 
-def plain_step(config, optimizer, dtype: str, recompute_block: bool):
-    """(master, moments, inputs, labels) -> (master, moments, loss): what one writes first in JAX."""
+def plain_step(config, optimizer, chain, dtype: str, recompute_block: bool):
+    """(master, moments, count, inputs, labels) -> (master, moments, count, loss): what one writes first in JAX."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
 
     def loss(params, inputs, labels):
         logits = nnx.merge(graph, params)(inputs, recompute_block=recompute_block)
         return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)) / labels.size
 
-    def train(master, moments, inputs, labels):
+    def train(master, moments, count, inputs, labels):
         work = jax.tree.map(lambda p: p.astype(dtype), master)
         value, grads = jax.value_and_grad(loss)(work, inputs, labels)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        updates, moments = optimizer.update(grads, moments, master, grad_norm=optax.tree.norm(grads))
-        return optax.apply_updates(master, updates), moments, value
+        scalars = optimizer.scalars(count, optax.tree.norm(grads))
+        updates, moments = chain.update(grads, moments, master, scalars=scalars)
+        return optax.apply_updates(master, updates), moments, count + 1, value
 
-    return jax.jit(train, donate_argnums=(0, 1))
+    return jax.jit(train, donate_argnums=(0, 1, 2))
 
 
 def main() -> None:
@@ -54,23 +55,26 @@ def main() -> None:
     check(c)
     config, mesh = model_config(c), make_mesh(jax.devices()[:1])
     schedule = learning_rate_schedule("cosine", peak=c.learning_rate, total_steps=1000)
-    optimizer, chain = adamw(schedule), adamw_chain(schedule)
+    optimizer, chain = adamw(schedule), adamw_chain()
     shapes, _ = abstract_params(config)
     table = placement.place(model_dtype=c.model_dtype, num_shards=1)
     plan = placement.state_plan(shapes, table, optimizer, mesh)
     dims = placement.shard_dims(shapes, mesh)
     resting = placement.resting_dims(shapes, dims, table)
     engine = Engine(functions(config), table, dims, resting, c.recompute_block, c.lmhead_chunks)
-    ours = step.make_train_step(engine, optimizer, schedule, plan, mesh)
-    plain = plain_step(config, chain, c.model_dtype, c.recompute_block)
+    ours = step.make_train_step(engine, optimizer, plan, mesh)
+    plain = plain_step(config, optimizer, chain, c.model_dtype, c.recompute_block)
 
     shape = (1, c.per_device_batch_size, c.sequence_len + 1)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
     inputs, labels = jax.device_put((tokens[..., :-1], tokens[..., 1:]), placement.batch_sharding(mesh))
     state = init_state(config, plan, optimizer, 0)
     master = jax.tree.map(jnp.copy, state.master)
-    moments = chain.init(master)
-    compiled = ours.lower(state, inputs, labels).compile(), plain.lower(master, moments, inputs[0], labels[0]).compile()
+    moments, count = chain.init(master), jnp.int32(0)
+    compiled = (
+        ours.lower(state, inputs, labels).compile(),
+        plain.lower(master, moments, count, inputs[0], labels[0]).compile(),
+    )
     temp = [(s.temp_size_in_bytes if (s := x.memory_analysis()) else 0) / 2**20 for x in compiled]
 
     def run_ours():
@@ -79,8 +83,8 @@ def main() -> None:
         return metrics["loss"]
 
     def run_plain():
-        nonlocal master, moments
-        master, moments, loss = plain(master, moments, inputs[0], labels[0])
+        nonlocal master, moments, count
+        master, moments, count, loss = plain(master, moments, count, inputs[0], labels[0])
         return loss
 
     def timed(run):
@@ -91,12 +95,12 @@ def main() -> None:
     losses = [(timed(run_ours)[1], timed(run_plain)[1]) for _ in range(2)]
     pairs = [(timed(run_ours)[0], timed(run_plain)[0]) for _ in range(args.pairs)]
     seconds = [statistics.median(t) for t in zip(*pairs, strict=True)]
-    count = tokens[..., 1:].size
-    print(f"{args.config}: {count} tokens a step, recompute_block={c.recompute_block}")
+    size = tokens[..., 1:].size
+    print(f"{args.config}: {size} tokens a step, recompute_block={c.recompute_block}")
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
     print(f"losses of the first steps (engine, plain): {losses}")
     for name, t, mib in zip(("engine", "plain"), seconds, temp, strict=True):
-        print(f"{name:7s} {count / t:10.0f} tokens/s {t * 1e3:9.1f} ms  {mib:8.1f} MiB temporaries")
+        print(f"{name:7s} {size / t:10.0f} tokens/s {t * 1e3:9.1f} ms  {mib:8.1f} MiB temporaries")
     print(f"engine / plain throughput, median of {args.pairs} pairs: {statistics.median(p / o for o, p in pairs):.3f}")
 
 

@@ -53,7 +53,6 @@ class Blueprint:
 
     model: LlamaConfig
     optimizer: optim.Optimizer
-    schedule: optim.Schedule
     params: dict  # shapes of the float32 parameters
     plan: TrainState
     engine: Engine
@@ -61,7 +60,7 @@ class Blueprint:
 
     def train_step(self):
         """See `step.make_train_step`."""
-        return step.make_train_step(self.engine, self.optimizer, self.schedule, self.plan, self.mesh)
+        return step.make_train_step(self.engine, self.optimizer, self.plan, self.mesh)
 
     def compiler_options(
         self, platform: str, *, memory_bytes: int | None = None, plans_with: float = 1.0, host_temporaries: int = 0
@@ -94,7 +93,7 @@ class Blueprint:
 def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint:
     """The blueprint of a checked config on a mesh, for a run of `total_steps`."""
     model = configs.model_config(c)
-    schedule, optimizer = _schedule(c, c.learning_rate, total_steps), _optimizer(c, total_steps)
+    optimizer = _optimizer(c, total_steps)
     table = placement.place(**{name: c[name] for name in placement.SETTINGS}, num_shards=mesh.shape[SHARD])
     params, _ = abstract_params(model)
     dims = placement.shard_dims(params, mesh)
@@ -103,7 +102,7 @@ def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint
     precision = model.precision
     history = fp8.history_shape(model.num_hidden_layers, precision.amax_history) if precision.delayed else None
     plan = placement.state_plan(params, table, optimizer, mesh, history=history)
-    return Blueprint(model, optimizer, schedule, params, plan, engine, mesh)
+    return Blueprint(model, optimizer, params, plan, engine, mesh)
 
 
 def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedule:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from surojax.collectives import WHOLE
 from surojax.mesh import SHARD
-from surojax.optim import Optimizer, Rule, Schedule, Tensor, adamw, clip_factor, rounded
+from surojax.optim import Optimizer, Rule, Scalars, Schedule, Tensor, adamw, rounded
 
 RMS = 0.2  # of an update
 # (a, b, c) of x -> a x + b x^3 + c x^5 for each step: Polar Express (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1),
@@ -78,7 +78,6 @@ def orthogonalised(x: jax.Array, steps: int = 5) -> jax.Array:
 class Momentum(NamedTuple):
     """State of a matrix `[m, k]`."""
 
-    count: Any  # int32 []
     m: Any  # [m, k], float32 or bfloat16
     rows: Any  # float32 [m]: mean squares of the rows of O
 
@@ -91,7 +90,6 @@ def normuon(
     beta2: float = 0.95,
     steps: int = 5,
     weight_decay: float = 0.1,
-    max_grad_norm: float = 1.0,
     m_dtype: str = "float32",
     **adam,
 ) -> Optimizer:
@@ -104,22 +102,25 @@ def normuon(
 
     def init(p, shards):
         zeros = jnp.zeros(p.shape, m_dtype)
-        return Momentum(jnp.zeros([], jnp.int32), zeros, jnp.zeros(p.shape[:1], jnp.float32))
+        return Momentum(zeros, jnp.zeros(p.shape[:1], jnp.float32))
 
     def apply(p, g, state: Momentum, tensor: Tensor, dtype):
-        g = g.astype(jnp.float32) * clip_factor(max_grad_norm, tensor.grad_norm)
+        g = g.astype(jnp.float32) * tensor.scalars["clip"]
         m = momentum * state.m.astype(jnp.float32) + (1 - momentum) * g
         o = orthogonalised(_gathered(m.astype(dtype), tensor.dim), steps)
         rows = beta2 * state.rows + (1 - beta2) * jnp.mean(o * o, axis=1)
         o = o / (jnp.sqrt(rows)[:, None] + 1e-8)
         o = o * (RMS * o.size**0.5 / jnp.maximum(jnp.linalg.norm(o), jnp.finfo(jnp.float32).tiny))
-        o, lr, old = _own(o, tensor.dim), rate(state.count), p.astype(jnp.float32)
+        o, lr, old = _own(o, tensor.dim), tensor.scalars["matrices_lr"], p.astype(jnp.float32)
         new = old - lr * (o + weight_decay * jnp.where(o * old > 0, old, 0))
-        new = rounded(new, p.dtype, tensor, state.count + 1)
-        return new.astype(dtype), new, Momentum(state.count + 1, m.astype(m_dtype), rows)
+        new = rounded(new, p.dtype, tensor)
+        return new.astype(dtype), new, Momentum(m.astype(m_dtype), rows)
 
-    plain = adamw(schedule, weight_decay=weight_decay, max_grad_norm=max_grad_norm, m_dtype=m_dtype, **adam)
-    return plain._replace(blocks=Rule(init, apply, True, functools.partial(flops, steps=steps)))
+    def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
+        return plain.scalars(done, grad_norm) | {"matrices_lr": jnp.float32(rate(done))}
+
+    plain = adamw(schedule, weight_decay=weight_decay, m_dtype=m_dtype, **adam)
+    return plain._replace(blocks=Rule(init, apply, True, functools.partial(flops, steps=steps)), scalars=scalars)
 
 
 def flops(stacks, steps: int) -> int:

@@ -1,8 +1,9 @@
 """The optimizer: an update rule for each kind of tensor, applied tensor by tensor to shards.
 
-A tensor's update sees that tensor's gradient, so what needs all of them, the global norm, is computed beforehand and
-handed to the rules. AdamW in its two forms is elementwise, or within blocks of a row, and needs no communication: a
-shard of a matrix is updated as the whole would be. NorMuon (muon.py) gathers the matrix.
+A tensor's update sees that tensor's gradient. What is the same for all tensors of a step, such as the learning rate and
+what clips by the global norm, is computed once (`scalars`) and handed to the rules. AdamW in its two forms is
+elementwise, or within blocks of a row, and needs no communication: a shard of a matrix is updated as the whole would
+be. NorMuon (muon.py) gathers the matrix.
 
 | optimizer | matrices of the blocks | embedding, head | vectors | state of a matrix, bytes per parameter          |
 |-----------|------------------------|-----------------|---------|-------------------------------------------------|
@@ -28,6 +29,7 @@ from surojax.collectives import WHOLE
 from surojax.mesh import SHARD
 
 Schedule = optax.Schedule
+Scalars = dict[str, jax.Array]  # what all updates of one step are given: see `adam_scalars`
 
 
 def learning_rate_schedule(
@@ -73,46 +75,55 @@ def clip_factor(max_norm: float, grad_norm: jax.Array) -> jax.Array:
     return jnp.minimum(1.0, max_norm / jnp.maximum(grad_norm, 1e-12)) if max_norm else jnp.float32(1)
 
 
-def clip_by_given_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Scale updates by min(1, max_norm / grad_norm), `grad_norm` being that of all layers and devices."""
+def scale_by_given(scalar: Callable[[Scalars], jax.Array]) -> optax.GradientTransformationExtraArgs:
+    """Multiply updates with a number made of `scalars=`."""
 
-    def update(updates, state, params=None, *, grad_norm: jax.Array, **_):
-        factor = clip_factor(max_norm, grad_norm)
-        return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
+    def update(updates, state, params=None, *, scalars: Scalars, **_):
+        factor = scalar(scalars)
+        return jax.tree.map(lambda u: u * factor.astype(u.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: NoState(), update)  # type: ignore[arg-type]
 
 
-def scale_by_adam(b1: float, b2: float, eps: float, m_dtype: str, v_dtype: str) -> optax.GradientTransformation:
-    """optax.scale_by_adam with a dtype for each moment; arithmetic in float32 (Kingma and Ba 2015)."""
+class Moments(NamedTuple):
+    """State of AdamW: trees like that of the parameters."""
+
+    m: Any
+    v: Any
+
+
+def scale_by_adam(
+    b1: float, b2: float, eps: float, m_dtype: str, v_dtype: str
+) -> optax.GradientTransformationExtraArgs:
+    """optax.scale_by_adam (Kingma and Ba 2015) with a dtype for each moment, in float32 arithmetic; `update` takes
+    `scalars=` and counts no steps itself."""
 
     def init(params):
         zeros = lambda dtype: jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
-        return optax.ScaleByAdamState(count=jnp.zeros([], jnp.int32), mu=zeros(m_dtype), nu=zeros(v_dtype))
+        return Moments(zeros(m_dtype), zeros(v_dtype))
 
-    def update(grads, state, params=None):
-        count = state.count + 1
+    def update(grads, state, params=None, *, scalars: Scalars, **_):
         mix = lambda decay, old, new: decay * old.astype(jnp.float32) + (1 - decay) * new
-        m = jax.tree.map(lambda m, g: mix(b1, m, g), state.mu, grads)
-        v = jax.tree.map(lambda v, g: mix(b2, v, g * g), state.nu, grads)
-        c1, c2 = (1 - jnp.float32(b) ** count for b in (b1, b2))
+        m = jax.tree.map(lambda m, g: mix(b1, m, g), state.m, grads)
+        v = jax.tree.map(lambda v, g: mix(b2, v, g * g), state.v, grads)
+        c1, c2 = scalars["c1"], scalars["c2"]
         updates = jax.tree.map(lambda m, v: (m / c1) / (jnp.sqrt(v / c2) + eps), m, v)
         cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
-        return updates, optax.ScaleByAdamState(count, cast(m, m_dtype), cast(v, v_dtype))
+        return updates, Moments(cast(m, m_dtype), cast(v, v_dtype))
 
-    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
 class At(NamedTuple):
     """What `apply` is told of the tensors beside their shards.
 
-    part: "blocks" or "outer". grad_norm: of all gradients. dims: a tree like theirs of the dimensions that `dp_shard`
+    part: "blocks" or "outer". scalars: those of the step. dims: a tree like theirs of the dimensions that `dp_shard`
     divides, or WHOLE. layer: their number. cut: (k, n) for the k-th of n equal parts of each shard's rows. first: the
     number of the first tensor among those of a layer.
     """
 
     part: str
-    grad_norm: Any
+    scalars: Scalars
     dims: Any
     layer: Any = 0
     cut: tuple[Any, int] = (0, 1)
@@ -122,11 +133,11 @@ class At(NamedTuple):
 class Tensor(NamedTuple):
     """What a rule is told of one tensor: `At` for it.
 
-    dim: that `dp_shard` divides, or WHOLE. seed: uint32 `[2]`: of this tensor in this layer, and the number that the
-    first element here has in it, if its leading dimension is divided.
+    dim: that `dp_shard` divides, or WHOLE. seed: uint32 `[2]`: of this tensor in this layer and step, and the number
+    that the first element here has in it, if its leading dimension is divided.
     """
 
-    grad_norm: Any
+    scalars: Scalars
     dim: int
     seed: jax.Array
 
@@ -145,66 +156,86 @@ class Rule(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """The rules of a model's tensors: matrices of the blocks, matrices of the outer layers, vectors of both."""
+    """The rules of a model's tensors: matrices of the blocks, matrices of the outer layers, vectors of both.
+
+    scalars: (steps done, norm of all gradients) -> what the rules need of them. "lr" is in the log.
+    """
 
     blocks: Rule
     outer: Rule
     vectors: Rule
+    scalars: Callable[[jax.Array, jax.Array], Scalars]
 
     def rule(self, part: str, ndim: int) -> Rule:
         """Of a tensor of that part, "blocks" or "outer", with so many dimensions, the layer axis not counted."""
         return self.vectors if ndim < 2 else self.blocks if part == "blocks" else self.outer
 
 
-def seed_of_step(tensor: Tensor, step: jax.Array) -> jax.Array:
-    """`Tensor.seed`, another one in every step."""
-    return tensor.seed + jnp.stack([step.astype(jnp.uint32) * jnp.uint32(0x9E3779B1), jnp.uint32(0)])
+def scalars(optimizer: Optimizer, done: jax.Array, grad_norm: jax.Array) -> Scalars:
+    """What the updates of the step after `done` others are given: int32 `[]`, float32 `[]`.
+
+    Behind a barrier: XLA would fuse powers and cosines into the loops over elements, and round them differently there.
+    """
+    return jax.lax.optimization_barrier(optimizer.scalars(done, grad_norm))
 
 
-def rounded(new: jax.Array, dtype, tensor: Tensor, step: jax.Array) -> jax.Array:
+def adam_scalars(schedule: Schedule, b1: float, b2: float, max_grad_norm: float):
+    """`Optimizer.scalars` of AdamW: `step` is 1 in the first, `clip` what gradients are multiplied with, `lr` the
+    learning rate, `c1` and `c2` the bias corrections 1 - b^step."""
+
+    def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
+        step = done + 1
+        c1, c2 = (1 - jnp.float32(b) ** step for b in (b1, b2))
+        clip = clip_factor(max_grad_norm, grad_norm)
+        return {"step": step, "clip": clip, "lr": jnp.float32(schedule(done)), "c1": c1, "c2": c2}
+
+    return scalars
+
+
+def rounded(new: jax.Array, dtype, tensor: Tensor) -> jax.Array:
     """New master weights, float32, in the dtype that they are stored in: bfloat16 stochastically."""
     if dtype != jnp.bfloat16:
         return new.astype(dtype)
-    seed = seed_of_step(tensor, step)
-    return round_with(new, random_bits(seed[0], seed[1] + jax.lax.iota(jnp.uint32, new.size).reshape(new.shape)))
+    seed, first = tensor.seed
+    return round_with(new, random_bits(seed, first + jax.lax.iota(jnp.uint32, new.size).reshape(new.shape)))
 
 
 def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
-    """The rule that adds the updates of a chain with `scale_by_adam` in it, which is given `grad_norm=`."""
+    """The rule that adds the updates of a chain, which is given `scalars=`."""
 
     def apply(p, g, state, tensor: Tensor, dtype):
-        update, state = chain.update(g.astype(jnp.float32), state, p, grad_norm=tensor.grad_norm)
-        states: Any = state
-        step: Any = next(s.count for s in states if isinstance(s, optax.ScaleByAdamState))
-        new = rounded(p.astype(jnp.float32) + update, p.dtype, tensor, step)
+        update, state = chain.update(g.astype(jnp.float32), state, p, scalars=tensor.scalars)
+        new = rounded(p.astype(jnp.float32) + update, p.dtype, tensor)
         return new.astype(dtype), new, state
 
     return Rule(lambda p, shards: chain.init(p), apply)
 
 
-def adamw(schedule: Schedule, **settings) -> Optimizer:
-    """The rule of `adamw_chain`, with its settings, for every tensor."""
-    return Optimizer(*[by_optax(adamw_chain(schedule, **settings))] * 3)
+def adamw(
+    schedule: Schedule, *, b1: float = 0.9, b2: float = 0.95, max_grad_norm: float = 1.0, **settings
+) -> Optimizer:
+    """The rule of `adamw_chain`, with its settings, for every tensor. max_grad_norm: 0 never clips."""
+    rule = by_optax(adamw_chain(b1=b1, b2=b2, **settings))
+    return Optimizer(rule, rule, rule, adam_scalars(schedule, b1, b2, max_grad_norm))
 
 
 def adamw_chain(
-    schedule: Schedule,
     *,
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.1,
-    max_grad_norm: float = 1.0,
     m_dtype: str = "float32",
     v_dtype: str = "float32",
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with decoupled decay on matrices only (Loshchilov and Hutter 2019); `update` takes `grad_norm=`."""
+    """AdamW with decoupled decay on matrices only (Loshchilov and Hutter 2019); `update` takes `scalars=`, those of
+    `adam_scalars`."""
     matrices = lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)
     chain = optax.chain(
-        clip_by_given_norm(max_grad_norm) if max_grad_norm else optax.identity(),
+        scale_by_given(lambda scalars: scalars["clip"]),
         scale_by_adam(b1, b2, eps, m_dtype, v_dtype),
         optax.add_decayed_weights(weight_decay, mask=matrices),
-        optax.scale_by_learning_rate(schedule),
+        scale_by_given(lambda scalars: -scalars["lr"]),
     )
     return optax.with_extra_args_support(chain)
 
@@ -212,7 +243,6 @@ def adamw_chain(
 class Moments8bit(NamedTuple):
     """State of a matrix under `adamw8bit`: see pallas_kernels/adamw8bit.py for what the codes mean."""
 
-    count: Any  # int32 []
     m: Any  # int8, the shape of the matrix
     m_scale: Any  # float32 [..., n / block]
     v: Any  # uint8, the shape of the matrix
@@ -237,20 +267,19 @@ def adamw8bit(
     plain = adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, **vectors)
 
     def init(p, shards):
-        return Moments8bit(jnp.zeros([], jnp.int32), *kernel.init(p.shape, kernel.block_size(p.shape[-1] // shards)))
+        return Moments8bit(*kernel.init(p.shape, kernel.block_size(p.shape[-1] // shards)))
 
     def apply(p, g, state: Moments8bit, tensor: Tensor, dtype):
-        step = state.count + 1
-        clip = clip_factor(max_grad_norm, tensor.grad_norm)
-        c1, c2 = (1 - jnp.float32(b) ** step for b in (b1, b2))
-        h = kernel.Hyper(jnp.asarray(schedule(state.count)), b1, b2, eps, weight_decay, c1, c2, clip).vector()
-        # One vector for all elements: powers and cosines that XLA fuses into a loop over them are rounded otherwise.
-        h = jax.lax.optimization_barrier(h)
-        seed = seed_of_step(tensor, step)
-        new = kernel.adamw8bit(p, g, *state[1:], h, seed, work_dtype=dtype, implementation=implementation)
-        return new.work, new.p, Moments8bit(step, new.m, new.m_scale, new.v, new.v_scale)
+        hyper = tensor.scalars["hyper"]
+        new = kernel.adamw8bit(p, g, *state, hyper, tensor.seed, work_dtype=dtype, implementation=implementation)
+        return new.work, new.p, Moments8bit(new.m, new.m_scale, new.v, new.v_scale)
 
-    return plain._replace(blocks=Rule(init, apply), outer=Rule(init, apply))
+    def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
+        found = plain.scalars(done, grad_norm)
+        lr, c1, c2, clip = (found[name] for name in ("lr", "c1", "c2", "clip"))
+        return found | {"hyper": kernel.Hyper(lr, b1, b2, eps, weight_decay, c1, c2, clip).vector()}
+
+    return plain._replace(blocks=Rule(init, apply), outer=Rule(init, apply), scalars=scalars)
 
 
 def transpose(tree, tuples, n: int) -> tuple:
@@ -275,8 +304,7 @@ def init(optimizer: Optimizer, part: str, params, plan=None):
 def init_moments(optimizer: Optimizer, params: dict, plan: dict | None = None):
     """Optimizer state of `{"blocks": stacked, "outer": ...}`.
 
-    Every leaf of the blocks' part has the layer axis, the step counters too, so that layer l of it is read like layer l
-    of the weights.
+    Every leaf of the blocks' part has the layer axis, so that layer l of it is read like layer l of the weights.
     """
     blocks, outer = (None, None) if plan is None else (plan["blocks"], plan["outer"])
     blocks = jax.vmap(lambda p: init(optimizer, "blocks", p, blocks))(params["blocks"])
@@ -293,7 +321,7 @@ def apply(optimizer: Optimizer, grads, moments, master, at: At, dtype="float32")
     others = map(structure.flatten_up_to, (grads, moments, at.dims))
     done = []
     for i, (p, g, m, dim) in enumerate(zip(leaves, *others, strict=True), at.first):
-        tensor = Tensor(at.grad_norm, dim, _seed(at, i, dim, p.size))
+        tensor = Tensor(at.scalars, dim, _seed(at, i, dim, p.size))
         work, p, m = optimizer.rule(at.part, p.ndim).apply(p, g, m, tensor, dtype)
         done.append((work, m, p))
     return tuple(structure.unflatten(column) for column in zip(*done, strict=True))
@@ -306,5 +334,6 @@ def _seed(at: At, number: int, dim: int, size: int) -> jax.Array:
     shard = 0 if dim == WHOLE else jax.lax.axis_index(SHARD)
     of_tensor = jnp.uint32(number * 2 + (at.part == "outer")) * jnp.uint32(0x85EBCA77)
     of_layer = unsigned(at.layer) * jnp.uint32(0xC2B2AE3D)
+    of_step = unsigned(at.scalars["step"]) * jnp.uint32(0x9E3779B1)
     first = (unsigned(shard) * jnp.uint32(n) + unsigned(k)) * jnp.uint32(size % 2**32)
-    return jnp.stack([of_tensor + of_layer, first])
+    return jnp.stack([of_tensor + of_layer + of_step, first])

@@ -330,8 +330,9 @@ def state_plan(
 def _plan_moments(params: dict, master: dict, optimizer: Optimizer, dims: dict, home: Home, leaf) -> dict:
     """The plan of the moments; `leaf` makes one of its leaves, see `state_plan`.
 
-    What has as many dimensions as its parameter (moments, their scales, sums of rows) rests at `home`, and is divided
-    along the dimension that the parameter is divided along, unless it has size 1 there. Step counters are everywhere.
+    What has as many dimensions as its parameter (moments, their scales) rests at `home`, and is divided along the
+    dimension that the parameter is divided along, unless it has size 1 there. What has fewer (NorMuon's means of rows)
+    is whole in every device's memory.
     """
     rows = {"blocks": layer_of(master["blocks"]), "outer": master["outer"]}
     moments = jax.eval_shape(lambda p: init_moments(optimizer, p, rows), params)

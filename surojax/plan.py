@@ -211,7 +211,7 @@ def programs(run: Blueprint, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> l
     """(jitted function, its arguments, how often it runs in a step) for each program that makes up a step."""
     shape = (batch.microbatches, batch.sequences * mesh.size, batch.sequence_len)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=placement.batch_sharding(mesh.abstract_mesh))
-    train_step = step.make_train_step(run.engine, run.optimizer, run.schedule, run.plan, mesh)
+    train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh)
     if isinstance(train_step, step.LayerStep):
         return train_step.programs(tokens, tokens)
     return [(train_step, (run.plan, tokens, tokens), 1)]

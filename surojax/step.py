@@ -17,14 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from surojax import collectives
+from surojax import collectives, optim
 from surojax.collectives import varying
 from surojax.config import divisor
 from surojax.engine import Engine, evaluate, loss_and_gradients
 from surojax.mesh import SHARD
 from surojax.nvme import InFile, store_of
 from surojax.offload import MEMORY_KIND, Part, joined, on_device, parts, put, read, sweep, write
-from surojax.optim import At, Optimizer, Schedule, apply
+from surojax.optim import At, Optimizer, Scalars, apply
 from surojax.placement import Mesh, batch_sharding, specs
 from surojax.quantize import work_copy
 from surojax.state import TrainState, from_sections, section, shardings
@@ -43,14 +43,14 @@ def updated(engine: Engine, optimizer: Optimizer, like, resting, old, at: At):
     return work_copy(work, like, dtype, collectives.largest_of_shards), master, moments
 
 
-def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, grad_norm, history) -> TrainState:
+def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scalars: Scalars, history) -> TrainState:
     """The state after one optimizer step, tensor by tensor and layer by layer; runs per device on shards."""
     layers = jnp.arange(engine.model.num_layers)
 
     def tensor(master, weights, moments, grads, dims, resting, number):
         def layer(old, given):
             grads, l = given
-            at = At("blocks", grad_norm, dims, l, first=number)
+            at = At("blocks", scalars, dims, l, first=number)
             work, *new = updated(engine, optimizer, like, resting, (*old, grads), at)
             return work, tuple(new)
 
@@ -62,11 +62,11 @@ def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, grad_
         return joined(done), master, moments
 
     blocks = _each_tensor(tensor, section(state, "blocks"), grads["blocks"], engine, "blocks")
-    outer = update_outer(engine, optimizer, section(state, "outer"), grads, grad_norm)
+    outer = update_outer(engine, optimizer, section(state, "outer"), grads, scalars)
     return from_sections(state.step + 1, blocks, outer, history)
 
 
-def update_outer(engine: Engine, optimizer: Optimizer, old, grads, grad_norm):
+def update_outer(engine: Engine, optimizer: Optimizer, old, grads, scalars: Scalars):
     """(work weights, master, moments) of the outer layers after one optimizer step, where they rest.
 
     A tensor whose state rests in host memory is updated a part at a time, no larger than the largest of a block.
@@ -74,13 +74,12 @@ def update_outer(engine: Engine, optimizer: Optimizer, old, grads, grad_norm):
     largest = max(g.size // engine.model.num_layers for g in jax.tree.leaves(grads["blocks"]))
 
     def tensor(master, weights, moments, grad, dims, resting, number):
-        at = At("outer", grad_norm, dims, first=number)
+        at = At("outer", scalars, dims, first=number)
         if on_device((master, moments)):
             return updated(engine, optimizer, weights, resting, (master, moments, grad), at)
         n = divisor(master.shape[0], -(-master.size // largest)) if master.ndim > 1 else 1
-        # Its rows as a stack of n layers; what counts steps is there once, and the same in each of them.
-        cut = lambda x: x.reshape(n, -1, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, n)
-        join = lambda cut, x: cut.reshape(x.shape) if x.ndim else cut[0]
+        cut = lambda x: x.reshape(n, -1, *x.shape[1:])  # its rows as a stack of n layers
+        join = lambda cut, x: cut.reshape(x.shape)
 
         def part(old, given):
             (master, moments), (grad, k) = old, given
@@ -114,7 +113,6 @@ def _each_tensor(function, old, grads, engine: Engine, part: str):
 def make_train_step(
     engine: Engine,
     optimizer: Optimizer,
-    schedule: Schedule,
     plan: TrainState,
     mesh: Mesh,
 ) -> Callable:
@@ -125,15 +123,16 @@ def make_train_step(
     which is called, lowered and compiled alike.
     """
     if store_of(plan) is not None:
-        return LayerStep(engine, optimizer, schedule, plan, mesh)
+        return LayerStep(engine, optimizer, plan, mesh)
     spec = jax.tree.map(lambda x: x.sharding.spec, plan)
     tokens = batch_sharding(mesh)
 
     def per_device(state: TrainState, inputs_ABS, labels_ABS):
         given = {"history": state.history, "step": state.step}
         loss, grads, grad_norm, history = loss_and_gradients(engine, state.weights, inputs_ABS, labels_ABS, **given)
-        metrics = {"loss": loss, "grad_norm": grad_norm, "lr": jnp.float32(schedule(state.step))}
-        return update(engine, optimizer, state, grads, grad_norm, history), metrics
+        scalars = optim.scalars(optimizer, state.step, grad_norm)
+        metrics = {"loss": loss, "grad_norm": grad_norm, "lr": scalars["lr"]}
+        return update(engine, optimizer, state, grads, scalars, history), metrics
 
     step = jax.shard_map(per_device, mesh=mesh, in_specs=(spec, tokens.spec, tokens.spec), out_specs=(spec, jax.P()))
     everywhere = jax.NamedSharding(mesh, jax.P())
@@ -145,7 +144,7 @@ class LayerStep:
 
     gradients: (outer state, step, history, block weights, inputs, labels) -> (outer state, step, history, metrics,
     needed): the gradients of all layers, and the whole update of what is not in blocks. needed: what updates of layers
-    need: {"grads", "norm", "l" = 0}. updates, one for each of `offload.parts` of the work weights: (work weights,
+    need: {"grads", "scalars", "l" = 0}. updates, one for each of `offload.parts` of the work weights: (work weights,
     stacks, layer, needed) -> (work weights, stacks, layer, l + 1): `updated` of layer l, of whose master weights and
     moments some are in stacks in memory, updated in place, and the others are read from the file and written back.
 
@@ -154,8 +153,8 @@ class LayerStep:
     device do not overlap those of the next one; disks are slower than both.
     """
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, schedule: Schedule, plan: TrainState, mesh: Mesh):
-        self.engine, self.optimizer, self.schedule, self.plan, self.mesh = engine, optimizer, schedule, plan, mesh
+    def __init__(self, engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh):
+        self.engine, self.optimizer, self.plan, self.mesh = engine, optimizer, plan, mesh
         leaves, self.structure = jax.tree.flatten(section(plan, "blocks")[1:])
         self.in_file = [isinstance(x, InFile) for x in leaves]
         self.files = self._pick(leaves, True)
@@ -245,9 +244,11 @@ class LayerStep:
         def per_device(outer, step, history, blocks, inputs_ABS, labels_ABS):
             weights, given = {"blocks": blocks, "outer": outer[0]}, {"history": history, "step": step}
             loss, grads, grad_norm, history = loss_and_gradients(engine, weights, inputs_ABS, labels_ABS, **given)
-            metrics = {"loss": loss, "grad_norm": grad_norm, "lr": jnp.float32(self.schedule(step))}
-            outer = update_outer(engine, self.optimizer, outer, grads, grad_norm)
-            return outer, step + 1, history, metrics, {"grads": grads["blocks"], "norm": grad_norm, "l": jnp.int32(0)}
+            scalars = optim.scalars(self.optimizer, step, grad_norm)
+            metrics = {"loss": loss, "grad_norm": grad_norm, "lr": scalars["lr"]}
+            outer = update_outer(engine, self.optimizer, outer, grads, scalars)
+            needed = {"grads": grads["blocks"], "scalars": scalars, "l": jnp.int32(0)}
+            return outer, step + 1, history, metrics, needed
 
         outer, tokens = section(self.plan, "outer"), batch_sharding(self.mesh).spec
         kept = (outer, self.plan.step, self.plan.history)
@@ -262,7 +263,7 @@ class LayerStep:
             l = needed["l"]
             old = *self._merge(read(stacks, l), put(layer, "device")), read(needed["grads"], l)
             old = jax.lax.optimization_barrier(old)  # as in offload.sweep: reads end before writes begin
-            at = At("blocks", needed["norm"], self.engine.dims["blocks"], l)
+            at = At("blocks", needed["scalars"], self.engine.dims["blocks"], l)
             work, *new = updated(self.engine, self.optimizer, weights, self.engine.resting["blocks"], old, at)
             new = jax.tree.leaves(new)
             stacks = write(stacks, self._pick(new, False), l)
@@ -290,8 +291,10 @@ class LayerStep:
             return jax.ShapeDtypeStruct(p.shape, table.dtype, sharding=sharding)
 
         grads = jax.tree.map(gradient, plan.master["blocks"], specs(self.engine.dims)["blocks"])
-        scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=plan.step.sharding)
-        return {"grads": grads, "norm": scalar(jnp.float32), "l": scalar(jnp.int32)}
+        l = plan.step  # a number like it
+        scalars = jax.eval_shape(self.optimizer.scalars, l, jax.ShapeDtypeStruct((), jnp.float32))
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=l.sharding), scalars)
+        return {"grads": grads, "scalars": given, "l": l}
 
 
 def _specs(plan):

@@ -68,15 +68,15 @@ class Small:
         precision = config.precision
         placed = {"model_dtype": "float32", "recipe": precision.recipe, **placed}
         self.table = placement.place(**placed, num_shards=shards)
-        self.schedule = optim.learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
-        self.optimizer = optimizer(self.schedule, m_dtype=m_dtype)
+        schedule = optim.learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
+        self.optimizer = optimizer(schedule, m_dtype=m_dtype)
         shapes, _ = abstract_params(config)
         dims = placement.shard_dims(shapes, self.mesh)
         history = history_shape(config.num_hidden_layers, precision.amax_history) if precision.delayed else None
         self.plan = placement.state_plan(shapes, self.table, self.optimizer, self.mesh, history=history)
         resting = placement.resting_dims(shapes, dims, self.table)
         self.engine = Engine(functions(config), self.table, dims, resting, recompute_block, lmhead_chunks, z_loss)
-        self.step = step.make_train_step(self.engine, self.optimizer, self.schedule, self.plan, self.mesh)
+        self.step = step.make_train_step(self.engine, self.optimizer, self.plan, self.mesh)
         self.config, self.seed = config, seed
 
     @functools.cached_property

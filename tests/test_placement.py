@@ -38,7 +38,7 @@ def test_state_is_built_as_planned():
     assert all(jax.tree.leaves(jax.tree.map(check, small.state, small.plan)))
     gate = small.state.weights["blocks"]["mlp"]["w_gate"]
     assert gate.addressable_shards[0].data.shape == (3, 20, 32)
-    assert small.state.moments["blocks"]["mlp"]["w_gate"][1].mu.sharding == gate.sharding
+    assert small.state.moments["blocks"]["mlp"]["w_gate"][1].m.sharding == gate.sharding
 
 
 OFFLOADED: dict[str, Any] = dict.fromkeys(("offload_optimizer", "offload_master", "offload_weights"), True)
