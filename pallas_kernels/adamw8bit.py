@@ -139,6 +139,10 @@ def fractions(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> Result:
     """The reference."""
+    if seed.ndim > 1:
+        return jax.vmap(functools.partial(adamw8bit_xla, work_dtype=work_dtype), (0,) * 6 + (None, 0))(
+            p, g, m, m_scale, v, v_scale, h, seed
+        )
     cut = lambda x: x.reshape(*m_scale.shape, -1)
     index = seed[1].astype(u32) + jax.lax.iota(u32, p.size).reshape(p.shape)
     bits = random_bits(seed[0], index)
@@ -162,8 +166,10 @@ def _rounded(m, root, scales, bits) -> tuple[jax.Array, jax.Array]:
     return jnp.where(m < 0, -m_code, m_code), jnp.where(root > 0, jnp.maximum(v_code, f32(1)), v_code)
 
 
-def _body(n: int, in_place: bool, work: bool):
+def _body(n: int, per_layer: int, in_place: bool, work: bool):
     """The kernel for blocks of n numbers, one a program: every array is read once and written once.
+
+    per_layer: how many blocks have one seed.
 
     A block is a unit of work because its scales need all of it before its codes can be written; 256 numbers are two for
     each of 128 threads. What hides latency is the number of programs on a multiprocessor (16), not their size.
@@ -173,11 +179,12 @@ def _body(n: int, in_place: bool, work: bool):
         refs = (p_ref, m_ref, ms_ref, v_ref, vs_ref) if in_place else outs[:5]
         p_out, m_out, ms_out, v_out, vs_out = refs
         i = jax.lax.axis_index("blocks")
+        layer, block = i // per_layer, i % per_layer
         h = [h_ref[j] for j in range(len(Hyper._fields))]
         layout = plgpu.Layout.WG_STRIDED((n,), vec_size=n // dispatch.LANES)
         number = plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)
-        first = seed_ref[1].astype(jnp.int32) + i * n
-        bits = random_bits(seed_ref[0], number + first)
+        first = seed_ref[layer, 1].astype(jnp.int32) + block * n
+        bits = random_bits(seed_ref[layer, 0], number + first)
         root = decode(v_ref[i], vs_ref[i], V_TOP)
         m, v = moments(g_ref[i], decode(m_ref[i], ms_ref[i], M_TOP), root * root, h)
         root = jnp.sqrt(v)
@@ -202,13 +209,20 @@ def adamw8bit_mosaic(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None, in_
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     out = [] if in_place else [like(x) for x in state]
     out += [] if work_dtype is None else [jax.ShapeDtypeStruct((blocks, n), work_dtype)]
-    held = [jax.new_ref(x) for x in state] if in_place else state
-    body = _body(n, in_place, work_dtype is not None)
+    operands = [dispatch.hold(x) for x in state] if in_place else state
+    layers = seed.shape[0] if seed.ndim > 1 else 1
+    body = _body(n, blocks // layers, in_place, work_dtype is not None)
     found = dispatch.launch(
-        body, (rows(g), h, seed, *held), op=OP, out=tuple(out), grid=(blocks,), names=("blocks",), interpret=interpret
+        body,
+        (rows(g), h, seed.reshape(layers, 2), *operands),
+        op=OP,
+        out=tuple(out),
+        grid=(blocks,),
+        names=("blocks",),
+        interpret=interpret,
     )
     found = list(found or ())
-    new = [x[...] for x in held] if in_place else found[:5]
+    new = [dispatch.held(ref, x) for ref, x in zip(operands, state, strict=True)] if in_place else found[:5]
     work = None if work_dtype is None else found[-1].reshape(p.shape)
     p, m, m_scale, v, v_scale = (x.reshape(y.shape) for x, y in zip(new, (p, m, m_scale, v, v_scale), strict=True))
     return Result(p, m, m_scale, v, v_scale, work)
@@ -222,7 +236,7 @@ def adamw8bit(
     v: UInt8[Array, "*b n"],
     v_scale: Float[Array, "*b k"],
     h: Float[Array, " 8"],
-    seed: Int[Array, " 2"],
+    seed: Int[Array, "*l 2"],
     *,
     work_dtype=None,
     in_place: bool = False,
@@ -232,17 +246,22 @@ def adamw8bit(
     """One step of a matrix, whose rows are cut into k blocks. p, g: float32 or bfloat16. h: `Hyper(...).vector()`.
 
     seed: (seed, index of the first number), uint32: number i of the flattened p takes random bits i + index, so that
-    shards of a matrix draw what the whole would. work_dtype: also return the new p in it. in_place: the kernel writes
-    over p and the moments; not inside `shard_map(check_vma=True)`, and without a copy only where the caller donates
-    them. Blocks that 128 does not divide are left to XLA. Raises ValueError for shapes and dtypes that do not belong
+    shards of a matrix draw what the whole would; or one for each of a stack of matrices. work_dtype: also return the
+    new p in it. in_place: the kernel writes over p and the moments, without a copy only where the caller donates them.
+    Blocks that 128 does not divide are left to XLA. Raises ValueError for shapes and dtypes that do not belong
     together, dispatch.Unserved for such blocks with implementation="mosaic".
     """
     _check(p, g, m, m_scale, v, v_scale, h, seed)
-    arrays, n = (p, g, m, m_scale, v, v_scale, h, seed), p.size // m_scale.size
-    expected = f"block: expected a multiple of {dispatch.LANES} for the kernel"
-    if dispatch.chosen(OP, implementation, n % dispatch.LANES == 0, expected, n):
+    arrays = p, g, m, m_scale, v, v_scale, h, seed
+    if serves(p.size // m_scale.size, implementation):
         return adamw8bit_mosaic(*arrays, work_dtype, in_place, interpret)
     return adamw8bit_xla(*arrays, work_dtype)
+
+
+def serves(n: int, implementation: Implementation) -> bool:
+    """Whether `adamw8bit` with blocks of n numbers runs the kernel; says or raises what it does where it does not."""
+    expected = f"block: expected a multiple of {dispatch.LANES} for the kernel"
+    return dispatch.chosen(OP, implementation, n % dispatch.LANES == 0, expected, n)
 
 
 def _check(p, g, m, m_scale, v, v_scale, h, seed) -> None:
@@ -259,7 +278,8 @@ def _check(p, g, m, m_scale, v, v_scale, h, seed) -> None:
         fits = x.shape == (*p.shape[:-1], k) and k > 0 and n % k == 0
         need(fits, name, f"one for each block of a row: {(*p.shape[:-1], f'a divisor of {n}')}", x.shape)
     need(h.shape == (len(Hyper._fields),) and h.dtype == f32, "h", "float32 [8]: Hyper(...).vector()", h)
-    need(seed.shape == (2,) and seed.dtype == u32, "seed", "uint32 [2]", f"{seed.dtype} {seed.shape}")
+    fits = seed.dtype == u32 and seed.shape in ((2,), (p.shape[0], 2))
+    need(fits, "seed", f"uint32 [2] or [{p.shape[0]}, 2]", f"{seed.dtype} {seed.shape}")
 
 
 def cases(sizes: Sizes, tokens: int) -> list[Case]:

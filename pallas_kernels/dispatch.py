@@ -146,6 +146,24 @@ mlir.register_lowering(_for_gpu, _lower_elsewhere)
 mlir.register_lowering(_for_gpu, lambda context, x, *, op: [x], platform="cuda")
 
 
+def hold(x: jax.Array):
+    """A reference to x, for a kernel that writes over it; `held` reads the result.
+
+    JAX takes none to what varies over mesh axes, inside `jax.shard_map(check_vma=True)`: the type is taken off for it.
+    """
+    return jax.new_ref(_same.bind(x) if _varying(x) else x)
+
+
+def held(ref, before: jax.Array) -> jax.Array:
+    """What a kernel left in the reference that `hold` made of an array."""
+    return _vary(ref[...], _varying(before))
+
+
+_same = Primitive("same_on_all_devices")  # the identity; that it is the same is not true, and `held` takes it back
+_same.def_abstract_eval(lambda x: x.update(manual_axis_type=jax.sharding.ManualAxisType()))
+mlir.register_lowering(_same, lambda context, x: [x])
+
+
 def _vary(x, axes: frozenset[str]):
     """x, varying over these mesh axes too: jax 0.12's `plgpu.kernel` drops what out_type says of it."""
     missing = tuple(sorted(axes - _varying(x)))

@@ -120,7 +120,9 @@ def normuon(
         return plain.scalars(done, grad_norm) | {"matrices_lr": jnp.float32(rate(done))}
 
     plain = adamw(schedule, weight_decay=weight_decay, m_dtype=m_dtype, **adam)
-    return plain._replace(blocks=Rule(init, apply, True, functools.partial(flops, steps=steps)), scalars=scalars)
+    return plain._replace(
+        blocks=Rule(init, apply, gathers=True, flops=functools.partial(flops, steps=steps)), scalars=scalars
+    )
 
 
 def flops(stacks, steps: int) -> int:

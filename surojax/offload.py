@@ -106,8 +106,7 @@ def sweep(function, out, inout, given, start: int, stop: int):
         def at_once(l, stacks):
             # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
             # function and then has to copy the whole stack, once a layer.
-            old = jax.lax.optimization_barrier((read(stacks[1], l), read(given, l)))
-            new = function(*old)
+            new = function(jax.lax.optimization_barrier(read(stacks[1], l)), read(given, l))
             return write(stacks[0], new[0], l - start), write(stacks[1], new[1], l)
 
         return jax.lax.fori_loop(start, stop, at_once, stacks)
@@ -143,4 +142,4 @@ def _exchange(stacks, new, before, after):
     leaves, structure = jax.tree.flatten(stacks)
     pairs = zip(leaves, jax.tree.leaves(new), strict=True)
     pairs = [(read_first if i % 2 else write_first)(x, y) for i, (x, y) in enumerate(pairs)]
-    return tuple(structure.unflatten(column) for column in zip(*pairs, strict=True))
+    return tuple(structure.unflatten([pair[i] for pair in pairs]) for i in (0, 1))

@@ -16,6 +16,7 @@ weights in bfloat16 stochastically: nearly all updates are smaller than half the
 nearest they would change nothing.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -147,10 +148,13 @@ class Rule(NamedTuple):
 
     init: (shape or array p, shards) -> its state, zeros; shards: how many devices divide p's last dimension.
     apply: (p, float32 or bfloat16 gradient, state, Tensor, work dtype) -> (p in the work dtype, new p, new state).
+    at_once: (stack, its state) -> `apply` for all layers in one pass, with seeds `[L, 2]`; None where that would need
+    memory for more than the results.
     """
 
     init: Callable
     apply: Callable
+    at_once: Callable = lambda p, state: None
     gathers: bool = False
     flops: Callable = lambda stacks: 0  # of a step for these stacks of matrices, where they count
 
@@ -201,14 +205,18 @@ def rounded(new: jax.Array, dtype, tensor: Tensor) -> jax.Array:
 
 
 def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
-    """The rule that adds the updates of a chain, which is given `scalars=`."""
+    """The rule that adds the updates of an elementwise chain, which is given `scalars=`."""
 
     def apply(p, g, state, tensor: Tensor, dtype):
         update, state = chain.update(g.astype(jnp.float32), state, p, scalars=tensor.scalars)
         new = rounded(p.astype(jnp.float32) + update, p.dtype, tensor)
         return new.astype(dtype), new, state
 
-    return Rule(lambda p, shards: chain.init(p), apply)
+    def at_once(p, g, state, tensor: Tensor, dtype):
+        layer = lambda p, g, state, seed: apply(p, g, state, tensor._replace(seed=seed), dtype)
+        return jax.vmap(layer)(p, g, state, tensor.seed)
+
+    return Rule(lambda p, shards: chain.init(p), apply, lambda p, state: at_once)
 
 
 def adamw(
@@ -269,17 +277,21 @@ def adamw8bit(
     def init(p, shards):
         return Moments8bit(*kernel.init(p.shape, kernel.block_size(p.shape[-1] // shards)))
 
-    def apply(p, g, state: Moments8bit, tensor: Tensor, dtype):
-        hyper = tensor.scalars["hyper"]
-        new = kernel.adamw8bit(p, g, *state, hyper, tensor.seed, work_dtype=dtype, implementation=implementation)
+    def apply(p, g, state: Moments8bit, tensor: Tensor, dtype, in_place=False):
+        hyper, how = tensor.scalars["hyper"], {"work_dtype": dtype, "implementation": implementation}
+        new = kernel.adamw8bit(p, g, *state, hyper, tensor.seed, in_place=in_place, **how)
         return new.work, new.p, Moments8bit(new.m, new.m_scale, new.v, new.v_scale)
+
+    def at_once(p, state: Moments8bit):
+        served = kernel.serves(p.size // state.m_scale.size, implementation)
+        return functools.partial(apply, in_place=True) if served else None
 
     def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
         found = plain.scalars(done, grad_norm)
         lr, c1, c2, clip = (found[name] for name in ("lr", "c1", "c2", "clip"))
         return found | {"hyper": kernel.Hyper(lr, b1, b2, eps, weight_decay, c1, c2, clip).vector()}
 
-    return plain._replace(blocks=Rule(init, apply), outer=Rule(init, apply), scalars=scalars)
+    return plain._replace(blocks=Rule(init, apply, at_once), outer=Rule(init, apply), scalars=scalars)
 
 
 def transpose(tree, tuples, n: int) -> tuple:
@@ -325,6 +337,16 @@ def apply(optimizer: Optimizer, grads, moments, master, at: At, dtype="float32")
         work, p, m = optimizer.rule(at.part, p.ndim).apply(p, g, m, tensor, dtype)
         done.append((work, m, p))
     return tuple(structure.unflatten(column) for column in zip(*done, strict=True))
+
+
+def apply_at_once(optimizer: Optimizer, grads, moments, master, at: At, dtype="float32"):
+    """`apply` of a tensor of all layers `at.layer`, int32 `[L]`, in place; None where its rule wants one at a time."""
+    run = optimizer.rule(at.part, master.ndim - 1).at_once(master, moments)
+    if run is None:
+        return None
+    seeds = jax.vmap(lambda l: _seed(at._replace(layer=l), at.first, at.dims, master[0].size))(at.layer)
+    work, master, moments = run(master, grads, moments, Tensor(at.scalars, at.dims, seeds), dtype)
+    return work, moments, master
 
 
 def _seed(at: At, number: int, dim: int, size: int) -> jax.Array:

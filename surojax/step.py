@@ -24,9 +24,9 @@ from surojax.engine import Engine, evaluate, loss_and_gradients
 from surojax.mesh import SHARD
 from surojax.nvme import InFile, store_of
 from surojax.offload import MEMORY_KIND, Part, joined, on_device, parts, put, read, sweep, write
-from surojax.optim import At, Optimizer, Scalars, apply
+from surojax.optim import At, Optimizer, Scalars, apply, apply_at_once
 from surojax.placement import Mesh, batch_sharding, specs
-from surojax.quantize import work_copy
+from surojax.quantize import is_quantized, work_copy
 from surojax.state import TrainState, from_sections, section, shardings
 
 
@@ -37,10 +37,14 @@ def updated(engine: Engine, optimizer: Optimizer, like, resting, old, at: At):
     resting: how these rest.
     """
     master, moments, grads = old
-    dtype = engine.placement.weights.dtype
-    work, moments, master = apply(optimizer, grads, moments, master, at, dtype)
-    work = collectives.gather_same(work, at.dims, resting)
-    return work_copy(work, like, dtype, collectives.largest_of_shards), master, moments
+    work, moments, master = apply(optimizer, grads, moments, master, at, engine.placement.weights.dtype)
+    return at_rest(engine, work, like, at.dims, resting), master, moments
+
+
+def at_rest(engine: Engine, work, like, dims, resting):
+    """New work weights, cut as `dims` says, gathered as far as they rest so, and quantised where `like` is."""
+    work = collectives.gather_same(work, dims, resting)
+    return work_copy(work, like, engine.placement.weights.dtype, collectives.largest_of_shards)
 
 
 def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scalars: Scalars, history) -> TrainState:
@@ -48,16 +52,29 @@ def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scala
     layers = jnp.arange(engine.model.num_layers)
 
     def tensor(master, weights, moments, grads, dims, resting, number):
+        at = At("blocks", scalars, dims, layers, first=number)
+        found, done, dtype, new = parts(weights), [], engine.placement.weights.dtype, None
+        like = found[0].stack
+        if on_device((master, moments, grads)):  # a loop copies each slice before it writes over it
+            new = apply_at_once(optimizer, grads, moments, master, at, dtype)
+        if new is not None:
+            work, moments, master = new
+            if dims == resting and on_device(weights) and not is_quantized(weights):
+                return work, master, moments
+
         def layer(old, given):
             grads, l = given
-            at = At("blocks", scalars, dims, l, first=number)
-            work, *new = updated(engine, optimizer, like, resting, (*old, grads), at)
+            work, *new = updated(engine, optimizer, like, resting, (*old, grads), at._replace(layer=l))
             return work, tuple(new)
 
-        found, done = parts(weights), []
-        like = found[0].stack
+        def copied(old, master):
+            return at_rest(engine, master.astype(dtype), like, dims, resting), ()
+
         for work, start, stop in found:
-            work, (master, moments) = sweep(layer, work, (master, moments), (grads, layers), start, stop)
+            if new is not None:
+                work, _ = sweep(copied, work, (), master, start, stop)
+            else:
+                work, (master, moments) = sweep(layer, work, (master, moments), (grads, layers), start, stop)
             done.append(work)
         return joined(done), master, moments
 

@@ -23,6 +23,11 @@ def seed(t: int, first: int = 0) -> jax.Array:
     return jnp.array([t * 7919, first], jnp.uint32)
 
 
+def seeds(t: int, n: int) -> jax.Array:
+    """One for each matrix of a stack."""
+    return jnp.stack([seed(10 * t + i, first=5 * i) for i in range(n)])
+
+
 def run(grads, p, block=None, work_dtype=None, **changes):
     """The result after a step for each of the gradients."""
     state, step = op.init(p.shape, block), jax.jit(lambda *a: op.adamw8bit(*a, work_dtype=work_dtype))
@@ -178,7 +183,7 @@ def bad(shape=(2, 512), **changes) -> dict[str, Any]:
         ({"m_scale": jnp.zeros((2, 3))}, "m_scale: expected one for each block of a row"),
         ({"v_scale": jnp.zeros((2, 4))}, "v_scale: expected one for each block of a row"),
         ({"h": jnp.zeros(7)}, r"h: expected float32 \[8\]"),
-        ({"seed": jnp.zeros(2, jnp.int32)}, r"seed: expected uint32 \[2\], got int32"),
+        ({"seed": jnp.zeros(2, jnp.int32)}, r"seed: expected uint32 \[2\] or \[2, 2\], got int32"),
         ({"implementation": "triton"}, "implementation: expected one of"),
     ],
 )
@@ -206,8 +211,9 @@ def test_the_kernel_equals_the_reference(shape, block, dtype, in_place):
     how: Any = KERNEL | {"in_place": in_place}
     state = op.init(shape, block)
     for t in (1, 2):
-        expected = op.adamw8bit(p, g, *state, hyper(t), seed(t), work_dtype=work, **REFERENCE)
-        found = op.adamw8bit(p, g, *state, hyper(t), seed(t), work_dtype=work, **how)
+        random = seeds(t, len(p)) if p.ndim > 2 else seed(t)
+        expected = op.adamw8bit(p, g, *state, hyper(t), random, work_dtype=work, **REFERENCE)
+        found = op.adamw8bit(p, g, *state, hyper(t), random, work_dtype=work, **how)
         np.testing.assert_allclose(found.m_scale, expected.m_scale, rtol=3e-7)
         np.testing.assert_allclose(found.v_scale, expected.v_scale, rtol=3e-7)
         for a, b in ((found.m, expected.m), (found.v, expected.v)):
@@ -229,3 +235,29 @@ def test_odd_blocks_are_left_to_xla_unless_the_kernel_is_asked_for():
     assert op.adamw8bit(**a).p.shape == (2, 300)
     with pytest.raises(ValueError, match="block: expected a multiple of 128 for the kernel, got 150"):
         op.adamw8bit(**a, implementation="mosaic")
+
+
+def test_a_stack_is_updated_as_its_matrices_are():
+    """To the bit, with the seed of each; the kernel is held against this above."""
+    p, g = normal(3, 2, 384), normal(3, 2, 384, key=1)
+    m, m_scale, v, v_scale = op.adamw8bit(p, g, *op.init(p.shape), hyper(1), seed(1), **REFERENCE)[1:5]
+    arrays, random = (p, g, m, m_scale, v, v_scale), seeds(2, 3)
+    whole = op.adamw8bit(*arrays, hyper(2), random, work_dtype=jnp.bfloat16, **REFERENCE)
+    for l in range(3):
+        one = op.adamw8bit(*(x[l] for x in arrays), hyper(2), random[l], work_dtype=jnp.bfloat16, **REFERENCE)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x, l=l: x[l], whole), one)
+
+
+def test_what_varies_over_a_mesh_is_updated_in_place():
+    """Inside `shard_map`, where JAX takes no references to what differs between devices: to the same bits."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    p, g, state = normal(2, 512), normal(2, 512, key=1), op.init((2, 512), 256)
+    one = lambda p, g, *state: op.adamw8bit(p, g, *state, hyper(1), seed(1), in_place=True, **KERNEL)
+    cut = jax.P("d")
+    sharded = jax.shard_map(one, mesh=mesh, in_specs=cut, out_specs=op.Result(*[cut] * 5, None))
+    found, expected = (
+        jax.jit(sharded)(p, g, *state),
+        [one(p[i : i + 1], g[i : i + 1], *op.init((1, 512), 256)) for i in (0, 1)],
+    )
+    for name in op.Result._fields[:5]:
+        np.testing.assert_array_equal(getattr(found, name), jnp.concatenate([getattr(e, name) for e in expected]))
