@@ -209,23 +209,14 @@ def adamw8bit_mosaic(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None, in_
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     out = [] if in_place else [like(x) for x in state]
     out += [] if work_dtype is None else [jax.ShapeDtypeStruct((blocks, n), work_dtype)]
-    operands = [dispatch.hold(x) for x in state] if in_place else state
     layers = seed.shape[0] if seed.ndim > 1 else 1
-    body = _body(n, blocks // layers, in_place, work_dtype is not None)
+    operands = rows(g), h, seed.reshape(layers, 2), *state
     found = dispatch.launch(
-        body,
-        (rows(g), h, seed.reshape(layers, 2), *operands),
-        op=OP,
-        out=tuple(out),
-        grid=(blocks,),
-        names=("blocks",),
-        interpret=interpret,
-    )
-    found = list(found or ())
-    new = [dispatch.held(ref, x) for ref, x in zip(operands, state, strict=True)] if in_place else found[:5]
-    work = None if work_dtype is None else found[-1].reshape(p.shape)
-    p, m, m_scale, v, v_scale = (x.reshape(y.shape) for x, y in zip(new, (p, m, m_scale, v, v_scale), strict=True))
-    return Result(p, m, m_scale, v, v_scale, work)
+        _body(n, blocks // layers, in_place, work_dtype is not None), operands, over=range(3, 8) if in_place else (),
+        op=OP, out=tuple(out), grid=(blocks,), names=("blocks",), interpret=interpret,
+    )  # fmt: skip
+    new = (x.reshape(y.shape) for x, y in zip(found, (p, m, m_scale, v, v_scale, p), strict=False))
+    return Result(*new, *[None] * (6 - len(found)))
 
 
 def adamw8bit(
@@ -283,21 +274,22 @@ def _check(p, g, m, m_scale, v, v_scale, h, seed) -> None:
 
 
 def cases(sizes: Sizes, tokens: int) -> list[Case]:
-    """The update of the gate's weights: float32 master with a bfloat16 work copy, and bfloat16 master; tokens: any."""
-    shape, block = (sizes.intermediate, sizes.hidden), block_size(sizes.hidden)
-    array, size = jax.ShapeDtypeStruct, sizes.intermediate * sizes.hidden
-    scales = array((*shape[:-1], sizes.hidden // block), f32)
-    moments = array(shape, jnp.int8), scales, array(shape, jnp.uint8), scales
-    rest = array((len(Hyper._fields),), f32), array((2,), u32)
+    """The update of the gate's weights: of two layers' at once, with float32 master and bfloat16 work weights, and of
+    one's; tokens: any."""
+    block, array = block_size(sizes.hidden), jax.ShapeDtypeStruct
 
-    def case(name, dtype, in_place, **options):
-        run = functools.partial(adamw8bit, in_place=in_place, **options)
+    def case(name, dtype, *stack: int, **options):
+        shape = (*stack, sizes.intermediate, sizes.hidden)
+        scales = array((*shape[:-1], sizes.hidden // block), f32)
+        moments = array(shape, jnp.int8), scales, array(shape, jnp.uint8), scales
+        rest = array((len(Hyper._fields),), f32), array((*stack, 2), u32)
+        run = functools.partial(adamw8bit, in_place=True, **options)
         p, written = array(shape, dtype), 2 if options else 0
-        moved = size * (3 * p.dtype.itemsize + 4 + written) + 16 * scales.size
-        return Case(f"adamw8bit.{name}", run, (p, p, *moments, *rest), moved, (0, 2, 3, 4, 5) if in_place else ())
+        moved = p.size * (3 * p.dtype.itemsize + 4 + written) + 16 * scales.size
+        return Case(f"adamw8bit.{name}", run, (p, p, *moments, *rest), moved, (0, 2, 3, 4, 5))
 
     return [
-        case("float32+bfloat16", f32, False, work_dtype=jnp.bfloat16),
-        case("float32", f32, True),
-        case("bfloat16", jnp.bfloat16, True),
+        case("stack", f32, 2, work_dtype=jnp.bfloat16),
+        case("float32", f32),
+        case("bfloat16", jnp.bfloat16),
     ]

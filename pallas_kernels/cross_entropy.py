@@ -180,10 +180,10 @@ def _run(
     out = [jax.ShapeDtypeStruct((N,), f32)] * 3 if forward else []
     if gradient and not in_place:
         out.append(jax.ShapeDtypeStruct(lines.shape, lines.dtype))
-    x = jax.new_ref(lines) if in_place else lines
     results = launch(
         _body(c, narrow, z_loss, forward, gradient, in_place),
-        (x, labels_N, weight) if forward else (x, labels_N, weight, lse_N),
+        (lines, labels_N, weight) if forward else (lines, labels_N, weight, lse_N),
+        over=(0,) if in_place else (),
         op=OP,
         out=out,
         grid=(N,),
@@ -197,10 +197,10 @@ def _run(
             plgpu.Barrier(num_arrivals=c.groups),
         ],
     )
-    rows = results[:3] if forward else []
     if not gradient:
-        return rows, None
-    return rows, jnp.reshape(x[...] if in_place else results[-1], (N, V))[:, :narrow]
+        return results, None
+    d = results.pop(0 if in_place else -1)
+    return results, jnp.reshape(d, (N, V))[:, :narrow]
 
 
 # ---- Public functions -------------------------------------------------------------------------------------------
@@ -220,16 +220,13 @@ def loss_and_gradient(
 
     logits: float32 or bfloat16. labels: int32, < 0 = ignored. weight: one number, a factor of the gradient.
     z_loss: weight of lse^2 in the loss. in_place: the gradient is written over the logits, which saves memory where the
-    caller needs them no more (in `jax.jit` they should be an intermediate value or a donated argument); refused in
-    `jax.shard_map(check_vma=True)`, where JAX takes no references. Returns Loss with [*N] float32 and d_logits
-    [*N, V] of the logits' dtype. Not differentiable itself: `cross_entropy` is. Raises ValueError.
+    caller needs them no more (in `jax.jit` they should be an intermediate value or a donated argument). Returns Loss
+    with [*N] float32 and d_logits [*N, V] of the logits' dtype. Not differentiable itself: `cross_entropy` is. Raises
+    ValueError.
     """
     _check(logits, labels, z_loss)
     need(jnp.shape(weight) == (), OP, "weight", "one number, shape ()", jnp.shape(weight))
     weight = jnp.asarray(weight, f32)
-    if in_place:
-        varying = getattr(getattr(jax.typeof(logits), "manual_axis_type", None), "varying", None)
-        need(not varying, OP, "in_place", "False inside jax.shard_map(check_vma=True)", True)
     x_NV, labels_N = _flat(logits, labels)
     if _mosaic(x_NV, implementation):
         rows, d_NV = _run(x_NV, labels_N, weight[None], z_loss=z_loss, in_place=in_place, interpret=interpret)

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -97,17 +96,20 @@ def launch(
     grid: tuple[int, ...],
     names: tuple[str, ...],
     interpret: bool,
+    over: Any = (),
     **more,
 ):
-    """Run an op's kernel over a grid, 128 threads a program; `operands` are arrays, or refs that it writes in place.
+    """Run an op's kernel over a grid, 128 threads a program.
 
-    out: `jax.ShapeDtypeStruct`s of what it returns. Inside `jax.shard_map(check_vma=True)` the results vary over the
-    mesh axes that any operand varies over. Raises Unserved on, or lowered for, another device than an NVIDIA GPU.
+    out: `jax.ShapeDtypeStruct`s of what it returns. over: numbers of the operands that it writes over; their new values
+    come first in the results, a list. Inside `jax.shard_map(check_vma=True)` all results vary over the mesh axes that
+    any operand varies over. Raises Unserved on, or lowered for, another device than an NVIDIA GPU.
     """
     if not interpret:
-        first = next(i for i, x in enumerate(operands) if isinstance(jax.typeof(x), ShapedArray))
-        operands = (*operands[:first], _for_gpu.bind(operands[first], op=op), *operands[first + 1 :])
+        operands = (_for_gpu.bind(operands[0], op=op), *operands[1:])
     varying = frozenset().union(*(_varying(x) for x in operands))
+    # JAX takes no references to what varies over mesh axes: that is taken off the type, and put on the results.
+    refs = {i: jax.new_ref(_same.bind(operands[i]) if _varying(operands[i]) else operands[i]) for i in over}
     if varying:
         kind = jax.sharding.ManualAxisType(varying=varying)
         out = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=kind), out)
@@ -116,7 +118,10 @@ def launch(
     run = plgpu.kernel(
         kernel, out_type=out, grid=grid, grid_names=names, compiler_params=params, interpret=mode, **more
     )
-    return jax.tree.map(lambda result: _vary(result, varying), run(*operands))
+    found = run(*(refs.get(i, x) for i, x in enumerate(operands)))
+    if refs:
+        found = [*(ref[...] for ref in refs.values()), *(found or ())]
+    return jax.tree.map(lambda x: _vary(x, varying), found)
 
 
 # The identity of an array, and an error that names the op where a program is lowered for a device without the kernels:
@@ -146,20 +151,7 @@ mlir.register_lowering(_for_gpu, _lower_elsewhere)
 mlir.register_lowering(_for_gpu, lambda context, x, *, op: [x], platform="cuda")
 
 
-def hold(x: jax.Array):
-    """A reference to x, for a kernel that writes over it; `held` reads the result.
-
-    JAX takes none to what varies over mesh axes, inside `jax.shard_map(check_vma=True)`: the type is taken off for it.
-    """
-    return jax.new_ref(_same.bind(x) if _varying(x) else x)
-
-
-def held(ref, before: jax.Array) -> jax.Array:
-    """What a kernel left in the reference that `hold` made of an array."""
-    return _vary(ref[...], _varying(before))
-
-
-_same = Primitive("same_on_all_devices")  # the identity; that it is the same is not true, and `held` takes it back
+_same = Primitive("same_on_all_devices")  # the identity, with a type that says so
 _same.def_abstract_eval(lambda x: x.update(manual_axis_type=jax.sharding.ManualAxisType()))
 mlir.register_lowering(_same, lambda context, x: [x])
 

@@ -233,7 +233,8 @@ def _check_moments(path: Path, moments) -> None:
         whose = "this run" if name in planned else "the checkpoint"
         raise CheckpointError(
             f"checkpoint {path}: expected the state of the same optimizer, got that of another one (only {whose} has "
-            f"{name}); set optimizer to the one it was written with, or start anew (resume_from_checkpoint='no')"
+            f"{name}); set optimizer to the one it was written with, use the version of surojax that wrote it if it is "
+            "that one, or start anew (resume_from_checkpoint='no')"
         )
     for name, shape in planned.items():
         if name.endswith("_scale") and found[name] != shape:  # blocks end where shards of a row do

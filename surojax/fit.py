@@ -137,7 +137,8 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
 
 
 def _update_bytes(run: blueprint.Blueprint, layer_state: int) -> int:
-    """What updating takes: the largest tensor of a layer, before and after, a third one where some come from the host.
+    """What updating a layer at a time takes: its largest tensor, before and after, a third one where some come from the
+    host. Where all layers are updated at once, in place, it is more than is needed.
 
     layer_state: bytes of master weights, moments and gradients of a layer on this device.
     """

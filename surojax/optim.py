@@ -16,7 +16,6 @@ weights in bfloat16 stochastically: nearly all updates are smaller than half the
 nearest they would change nothing.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -148,8 +147,8 @@ class Rule(NamedTuple):
 
     init: (shape or array p, shards) -> its state, zeros; shards: how many devices divide p's last dimension.
     apply: (p, float32 or bfloat16 gradient, state, Tensor, work dtype) -> (p in the work dtype, new p, new state).
-    at_once: (stack, its state) -> `apply` for all layers in one pass, with seeds `[L, 2]`; None where that would need
-    memory for more than the results.
+    at_once: (stack, its state) -> `apply` for all layers in one pass, with seeds `[L, 2]`, and without the first result
+    for None as the work dtype; None where that would need memory for more than the results.
     """
 
     init: Callable
@@ -162,7 +161,8 @@ class Rule(NamedTuple):
 class Optimizer(NamedTuple):
     """The rules of a model's tensors: matrices of the blocks, matrices of the outer layers, vectors of both.
 
-    scalars: (steps done, norm of all gradients) -> what the rules need of them. "lr" is in the log.
+    scalars: (steps done, norm of all gradients) -> what the rules need of them. "lr" goes into the log, and "step", 1
+    in the first, into the seeds.
     """
 
     blocks: Rule
@@ -210,7 +210,7 @@ def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
     def apply(p, g, state, tensor: Tensor, dtype):
         update, state = chain.update(g.astype(jnp.float32), state, p, scalars=tensor.scalars)
         new = rounded(p.astype(jnp.float32) + update, p.dtype, tensor)
-        return new.astype(dtype), new, state
+        return None if dtype is None else new.astype(dtype), new, state
 
     def at_once(p, g, state, tensor: Tensor, dtype):
         layer = lambda p, g, state, seed: apply(p, g, state, tensor._replace(seed=seed), dtype)
@@ -277,14 +277,13 @@ def adamw8bit(
     def init(p, shards):
         return Moments8bit(*kernel.init(p.shape, kernel.block_size(p.shape[-1] // shards)))
 
-    def apply(p, g, state: Moments8bit, tensor: Tensor, dtype, in_place=False):
-        hyper, how = tensor.scalars["hyper"], {"work_dtype": dtype, "implementation": implementation}
-        new = kernel.adamw8bit(p, g, *state, hyper, tensor.seed, in_place=in_place, **how)
+    def apply(p, g, state: Moments8bit, tensor: Tensor, dtype):
+        how = {"work_dtype": dtype, "in_place": True, "implementation": implementation}
+        new = kernel.adamw8bit(p, g, *state, tensor.scalars["hyper"], tensor.seed, **how)
         return new.work, new.p, Moments8bit(new.m, new.m_scale, new.v, new.v_scale)
 
-    def at_once(p, state: Moments8bit):
-        served = kernel.serves(p.size // state.m_scale.size, implementation)
-        return functools.partial(apply, in_place=True) if served else None
+    def at_once(p, state: Moments8bit):  # what XLA makes of a stack needs memory for all of it
+        return apply if kernel.serves(p.size // state.m_scale.size, implementation) else None
 
     def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
         found = plain.scalars(done, grad_norm)
@@ -339,12 +338,12 @@ def apply(optimizer: Optimizer, grads, moments, master, at: At, dtype="float32")
     return tuple(structure.unflatten(column) for column in zip(*done, strict=True))
 
 
-def apply_at_once(optimizer: Optimizer, grads, moments, master, at: At, dtype="float32"):
+def apply_at_once(optimizer: Optimizer, grads, moments, master, at: At, dtype):
     """`apply` of a tensor of all layers `at.layer`, int32 `[L]`, in place; None where its rule wants one at a time."""
     run = optimizer.rule(at.part, master.ndim - 1).at_once(master, moments)
     if run is None:
         return None
-    seeds = jax.vmap(lambda l: _seed(at._replace(layer=l), at.first, at.dims, master[0].size))(at.layer)
+    seeds = jax.vmap(lambda l: _seed(at._replace(layer=l), at.first, at.dims, master.size // len(master)))(at.layer)
     work, master, moments = run(master, grads, moments, Tensor(at.scalars, at.dims, seeds), dtype)
     return work, moments, master
 

@@ -106,10 +106,8 @@ def loss(model: ModelFunctions, outer: dict, x_BSD, labels_BS, *, chunks: int, s
 def _whole_slice(model: ModelFunctions, used: dict, x_ND, labels_N, scale, z_loss: float):
     y_ND, final_vjp, table_VD = _final(model, used, x_ND)
     logits_NV = linear(y_ND, table_VD)
-    # Not in place: shard_map takes no references.
-    out = kernel.loss_and_gradient(
-        logits_NV, labels_N, scale, z_loss=z_loss, implementation=model.precision.implementation
-    )
+    how = {"z_loss": z_loss, "in_place": True, "implementation": model.precision.implementation}
+    out = kernel.loss_and_gradient(logits_NV, labels_N, scale, **how)
     d_table_VD, dy_ND = _products(out.d_logits, y_ND, table_VD)
     d_others, dx_ND = final_vjp(dy_ND)
     return -jnp.sum(out.logprob), d_others | {model.head: d_table_VD}, dx_ND

@@ -1,8 +1,8 @@
 """One optimizer step, and one evaluation batch, as compiled programs over the mesh.
 
-A step is `engine.loss_and_gradients`, the global norm, and the optimizer applied to shards of master
-weights and moments, one tensor after the other, a layer at a time; the work weights are written anew with them,
-gathered unless they rest in shards.
+A step is `engine.loss_and_gradients`, the global norm, and the optimizer applied to shards of master weights and
+moments, one tensor after the other: all layers at once where they rest in device memory, one at a time where they come
+from the host. The work weights are written anew with them, gathered unless they rest in shards.
 
 That is one program, unless master weights or moments rest in a file (`nvme.py`): then it is one program for the
 gradients and one for the update of a layer, called for each while threads read the next one and write the last one.
@@ -48,19 +48,11 @@ def at_rest(engine: Engine, work, like, dims, resting):
 
 
 def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scalars: Scalars, history) -> TrainState:
-    """The state after one optimizer step, tensor by tensor and layer by layer; runs per device on shards."""
-    layers = jnp.arange(engine.model.num_layers)
+    """The state after one optimizer step, tensor by tensor; runs per device on shards."""
+    layers, work_dtype = jnp.arange(engine.model.num_layers), engine.placement.weights.dtype
 
     def tensor(master, weights, moments, grads, dims, resting, number):
-        at = At("blocks", scalars, dims, layers, first=number)
-        found, done, dtype, new = parts(weights), [], engine.placement.weights.dtype, None
-        like = found[0].stack
-        if on_device((master, moments, grads)):  # a loop copies each slice before it writes over it
-            new = apply_at_once(optimizer, grads, moments, master, at, dtype)
-        if new is not None:
-            work, moments, master = new
-            if dims == resting and on_device(weights) and not is_quantized(weights):
-                return work, master, moments
+        at, like = At("blocks", scalars, dims, layers, first=number), parts(weights)[0].stack
 
         def layer(old, given):
             grads, l = given
@@ -68,19 +60,31 @@ def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scala
             return work, tuple(new)
 
         def copied(old, master):
-            return at_rest(engine, master.astype(dtype), like, dims, resting), ()
+            return at_rest(engine, master.astype(work_dtype), like, dims, resting), ()
 
-        for work, start, stop in found:
-            if new is not None:
-                work, _ = sweep(copied, work, (), master, start, stop)
-            else:
-                work, (master, moments) = sweep(layer, work, (master, moments), (grads, layers), start, stop)
-            done.append(work)
-        return joined(done), master, moments
+        # On the device at once, where the rule allows it: a loop copies each slice before it writes over it.
+        here = on_device((master, moments, grads))
+        as_updated = dims == resting and on_device(weights) and not is_quantized(weights)
+        if here and (new := apply_at_once(optimizer, grads, moments, master, at, work_dtype if as_updated else None)):
+            work, moments, master = new
+            if not as_updated:
+                work, _ = _sweep_parts(copied, weights, (), master)
+        else:
+            work, (master, moments) = _sweep_parts(layer, weights, (master, moments), (grads, layers))
+        return work, master, moments
 
     blocks = _each_tensor(tensor, section(state, "blocks"), grads["blocks"], engine, "blocks")
     outer = update_outer(engine, optimizer, section(state, "outer"), grads, scalars)
     return from_sections(state.step + 1, blocks, outer, history)
+
+
+def _sweep_parts(function, weights, inout, given):
+    """(weights, inout) after `sweep` over one part of the work weights after another."""
+    done = []
+    for out, start, stop in parts(weights):
+        out, inout = sweep(function, out, inout, given, start, stop)
+        done.append(out)
+    return joined(done), inout
 
 
 def update_outer(engine: Engine, optimizer: Optimizer, old, grads, scalars: Scalars):
@@ -278,8 +282,8 @@ class LayerStep:
     def _update(self, part: Part):
         def per_device(weights, stacks, layer, needed):
             l = needed["l"]
-            old = *self._merge(read(stacks, l), put(layer, "device")), read(needed["grads"], l)
-            old = jax.lax.optimization_barrier(old)  # as in offload.sweep: reads end before writes begin
+            old = self._merge(read(stacks, l), put(layer, "device"))
+            old = *jax.lax.optimization_barrier(old), read(needed["grads"], l)  # as in offload.sweep
             at = At("blocks", needed["scalars"], self.engine.dims["blocks"], l)
             work, *new = updated(self.engine, self.optimizer, weights, self.engine.resting["blocks"], old, at)
             new = jax.tree.leaves(new)
@@ -308,10 +312,10 @@ class LayerStep:
             return jax.ShapeDtypeStruct(p.shape, table.dtype, sharding=sharding)
 
         grads = jax.tree.map(gradient, plan.master["blocks"], specs(self.engine.dims)["blocks"])
-        l = plan.step  # a number like it
-        scalars = jax.eval_shape(self.optimizer.scalars, l, jax.ShapeDtypeStruct((), jnp.float32))
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=l.sharding), scalars)
-        return {"grads": grads, "scalars": given, "l": l}
+        planned = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.step.sharding)
+        norm = jax.ShapeDtypeStruct((), jnp.float32)
+        scalars = jax.tree.map(planned, jax.eval_shape(self.optimizer.scalars, plan.step, norm))
+        return {"grads": grads, "scalars": scalars, "l": planned(plan.step)}
 
 
 def _specs(plan):

@@ -24,11 +24,12 @@ def pytest_configure(config):
             " --xla_cpu_parallel_codegen_split_count=1"
         )
         gc.set_threshold(100_000)  # tracing makes many objects, of which hardly any is garbage
-        if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        if worker and hasattr(os, "sched_setaffinity"):
             # A tenth less CPU time where XLA's threads do not run into those of the other workers.
             number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
             cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, cores[number % len(cores) :: count])
+            os.sched_setaffinity(0, cores[number % count % len(cores) :: count])
     import jax
 
     jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -194,7 +194,7 @@ def test_loops_copy_no_stack(recompute_block):
     """No loop body copies a whole stacked parameter, moment or accumulator: layers are read and written in place."""
     bodies = set(re.findall(r"body=%?([\w.\-]+)", text := compiled_text(Small(recompute_block=recompute_block))))
     stacks = {",".join(map(str, p.shape)) for p in jax.tree.leaves(Small().plan.master["blocks"])}
-    assert len(bodies) >= 4 and stacks
+    assert len(bodies) >= 3 and stacks  # over microbatches, and over layers forward and backward
     for name, body in computations(text).items():
         if name in bodies:
             copied = set(re.findall(r"= f32\[([\d,]+)\]\S* copy\(", body)) & stacks

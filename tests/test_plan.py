@@ -419,15 +419,19 @@ def test_state_in_device_memory_is_updated_in_one_pass(gpus, level):
 
 
 @needs_compiler
-def test_moments_in_8_bits_are_updated_in_place():
-    """One kernel for each matrix, with everything that it writes over its operands but the new work weights."""
-    text = compiled_step(4, zero_level=3, optimizer="adamw8bit", kernels="auto")
+@pytest.mark.parametrize("level", [1, 3])
+def test_moments_in_8_bits_are_updated_in_place(level):
+    """One kernel for each matrix, with all that it writes over its operands, but the work weights where they are kept:
+    at ZeRO-1 they are gathered, a layer at a time, from the master weights."""
+    text = compiled_step(4, zero_level=level, optimizer="adamw8bit", kernels="auto")
     rows = 5 * 512 * 256 // 256 // 4
     kernels = [line for line in text.splitlines() if re.search(rf"s8\[{rows},256\].* custom-call\(", line)]
     assert len(kernels) == 3, len(kernels)  # gate, up, down
     for line in kernels:
         aliased = re.search(r"output_to_operand_aliasing=\{(.*?)\}, [a-z]", line)
         assert aliased and aliased[1].count("(") == 5, line[:300]
+        results = line.split(" custom-call(")[0].count("[")
+        assert results == (6 if level == 3 else 5), line[:300]
     assert not re.search(rf"s8\[{rows},256\]\S* copy\(|s8\[(1,)?128,256\]\S* dynamic-slice\(", text)
 
 
