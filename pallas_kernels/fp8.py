@@ -111,6 +111,39 @@ def value(bits, dtype):
     return jnp.where((bits & u32(0x80)) != u32(0), -x, x)
 
 
+def power_of_two(biased):
+    """2^(biased - 127) of uint32 from 1 to 254, exactly; 255 becomes infinity."""
+    return from_ordered(biased << u32(23))
+
+
+def nearest(x):
+    """Whole numbers, ties to even."""
+    return jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+def to_e4m3(x):
+    """The nearest e4m3 numbers, ties to even, as float32, which x is: up to 448 in magnitude.
+
+    As arithmetic, since XLA may drop a cast to fewer bits and back (excess precision).
+    """
+    steps, step = _e4m3_steps(x)
+    return nearest(steps) * step
+
+
+def up_to_e4m3(x):
+    """The smallest e4m3 numbers that are not below positive float32 up to 448; not below 2^-9 either."""
+    steps, step = _e4m3_steps(x)
+    found = nearest(steps)
+    return jnp.maximum(jnp.where(found < steps, found + f32(1), found) * step, f32(2.0**-9))
+
+
+def _e4m3_steps(x):
+    """(x in steps of e4m3's numbers in its binade, the step); subnormal below 2^-6, 3 bits of mantissa."""
+    exponent = (jax.lax.bitcast_convert_type(x, u32) >> u32(23)) & u32(0xFF)
+    step = jnp.maximum(exponent, u32(127 - 6)) - u32(3)
+    return x * power_of_two(u32(254) - step), power_of_two(step)
+
+
 def _format(dtype) -> tuple[int, int]:
     """(bias of the exponent, bits of the mantissa)."""
     return (7, 3) if dtype == E4M3 else (15, 2)

@@ -19,38 +19,34 @@ scale per tensor that makes its largest block scale 448. From that paper:
 Random numbers are hashes of a seed, a number of the layer's own (`salt`) and a position: nothing is stored.
 
 On GPUs the products are `jax.nn.scaled_matmul`, which XLA turns into cuDNN's block-scaled GEMM on compute capabilities
-10.0 to 12.1; elsewhere it would be decomposed slowly. `emulate=True` multiplies the same numbers as float32. MXFP8's
-operands of these products are made by XLA or, to the same bits, by `pallas_kernels.mx`.
+10.0 to 12.1; elsewhere it would be decomposed slowly. `emulate=True` multiplies the same numbers as float32. Operands
+of these products are made by XLA or, to the same bits, by `pallas_kernels.mx` and `pallas_kernels.nvfp4`, whose
+references NVFP4's are.
 """
 
 import functools
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from pallas_kernels import mx
+from pallas_kernels import fp8, mx, nvfp4
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.quantize import random_bits
 
 WIDTHS = 32  # all dimensions that products sum over are multiples of it: full blocks, and 16 bytes, the hardware's unit
 MX_BLOCK = 32
-NV_BLOCK = 16
-E4M3_MAX = 448.0
-E2M1_MAX = 6.0
 EXPONENT = 23  # position of the exponent in the bits of a float32
 E4M3_EXPONENT = 8  # 448 = 1.75 * 2^8
-SMALLEST_SCALE = 2.0**-9  # the smallest positive e4m3
-HADAMARD = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]) / 4  # orthogonal, symmetric
 
 
 class Scaled(NamedTuple):
     """A matrix in a block-scaled format: number (i, k) is values[i, k] * scales[i, k // block] * tensor_scale.
 
-    All float32, but of numbers that the format has, so that the casts in `product` change none; from the kernels of
-    `pallas_kernels.mx` in e4m3 and e8m0 themselves.
+    All float32, but of numbers that the format has, so that the casts in `product` change none (as arithmetic, since
+    XLA may drop a cast to fewer bits and back); from `pallas_kernels.mx` and `nvfp4` in the formats themselves.
     """
 
     values: jax.Array  # [n, k]: e4m3 or e2m1
@@ -62,74 +58,8 @@ class Scaled(NamedTuple):
         return self.values.shape[-1] // self.scales.shape[-1]
 
 
-# -- Rounding: arithmetic in float32, since XLA may drop a cast to fewer bits and back (excess precision) --------------
-
-
 def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _power_of_two(biased: jax.Array) -> jax.Array:
-    """2^(biased - 127) of uint32 from 1 to 254, exactly; 255 becomes infinity."""
-    return lax.bitcast_convert_type(biased << EXPONENT, jnp.float32)
-
-
-def to_e4m3(x: jax.Array) -> jax.Array:
-    """The nearest e4m3 numbers, ties to even; float32 up to 448 in magnitude."""
-    ulp = jnp.maximum((_bits(x) >> EXPONENT) & 0xFF, 127 - 6) - 3  # subnormal below 2^-6, 3 bits of mantissa
-    return jnp.round(x * _power_of_two(254 - ulp)) * _power_of_two(ulp)
-
-
-def up_to_e4m3(x: jax.Array) -> jax.Array:
-    """The smallest e4m3 numbers that are not below positive float32 up to 448; not below 2^-9 either."""
-    ulp = jnp.maximum((_bits(x) >> EXPONENT) & 0xFF, 127 - 6) - 3
-    return jnp.maximum(jnp.ceil(x * _power_of_two(254 - ulp)) * _power_of_two(ulp), SMALLEST_SCALE)
-
-
-def to_e2m1(x: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
-    """float32 up to 6 in magnitude as e2m1: nearest, ties to even; or with numbers from [0, 1), stochastically.
-
-    Stochastically: up or down to a neighbour so that the expectation is x.
-    """
-    size = jnp.abs(x)
-    steps_per_one = jnp.where(size < 2, 2.0, jnp.where(size < 4, 1.0, 0.5))
-    steps = x * steps_per_one
-    return (jnp.round(steps) if uniform is None else jnp.floor(steps + uniform)) / steps_per_one
-
-
-# -- Random numbers ---------------------------------------------------------------------------------------------------
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 that flips every bit about as often as not (multiply and xor-shift, two rounds)."""
-    x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
-    x = (x ^ (x >> 15)) * np.uint32(0x735A2D97)
-    return x ^ (x >> 15)
-
-
-def derive(seed: jax.Array, salt: int) -> jax.Array:
-    """A seed of its own for each salt: uint32 [] -> uint32 []."""
-    return _mix(_mix(seed.astype(jnp.uint32)) + np.uint32(0x9E3779B9 * (salt + 1) & 0xFFFFFFFF))
-
-
-def uniform(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Numbers from [0, 1), multiples of 2^-24: a hash of seed and position in a matrix of this shape."""
-    row, column = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
-    hashed = _mix(_mix(row * np.uint32(shape[1]) + column + seed) ^ seed)
-    return (hashed >> 8).astype(jnp.float32) * np.float32(2.0**-24)
-
-
-def rotate(x: jax.Array, seed: jax.Array) -> jax.Array:
-    """x `[16 n, k]` -> float32 `[k, 16 n]`: transposed, and each group of 16 rows rotated by diag(signs) H / 4.
-
-    The signs are bits of the seed. Elements of the matrix are 1/4 and -1/4, so that it is exact in every dtype.
-    """
-    bits = (derive(seed, 0) >> jnp.arange(NV_BLOCK, dtype=jnp.uint32)) & 1
-    matrix = jnp.asarray(HADAMARD, jnp.float32) * (1 - 2 * bits.astype(jnp.float32))[:, None]
-    groups = x.T.reshape(x.shape[1], -1, NV_BLOCK)
-    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    rotated = lax.dot_general(groups, matrix.astype(x.dtype), (((2,), (0,)), ((), ())), **options)
-    return rotated.reshape(x.shape[1], x.shape[0])
 
 
 # -- Quantisation -----------------------------------------------------------------------------------------------------
@@ -142,45 +72,20 @@ def quantise_mxfp8(x: jax.Array) -> Scaled:
     exponent, mantissa = (largest >> EXPONENT).astype(jnp.int32), largest & 0x7FFFFF
     biased = exponent - E4M3_EXPONENT + (mantissa > 0x600000)  # 0x600000 is the mantissa of 1.75
     biased = jnp.maximum(biased, 1).astype(jnp.uint32)  # not 2^-127, whose float32 some devices take for zero
-    values = to_e4m3(blocks * _power_of_two(254 - biased))
-    scales = jnp.where(exponent == 255, jnp.nan, _power_of_two(biased))
+    values = fp8.to_e4m3(blocks * fp8.power_of_two(254 - biased))
+    scales = jnp.where(exponent == 255, jnp.nan, fp8.power_of_two(biased))
     return Scaled(values.reshape(x.shape), scales[..., 0])
-
-
-def _tensor_scale(x: jax.Array) -> jax.Array:
-    """What a tensor is divided by so that its largest block scale is 448; the floor serves tensors of zeros."""
-    return jnp.maximum(jnp.max(jnp.abs(x)), 2.0**-100) * np.float32(1 / (E4M3_MAX * E2M1_MAX))
-
-
-def _divided(x: jax.Array, scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
-    """x / (scales * tensor_scale), within what e2m1 has; 0 where the scale is 0, beside which the block is nothing."""
-    inverse = jnp.where(scales == 0, 0.0, 1 / (scales * tensor_scale))
-    return jnp.clip(x * inverse, -E2M1_MAX, E2M1_MAX)
 
 
 def quantise_nvfp4(x: jax.Array, seed: jax.Array | None = None) -> Scaled:
     """x `[n, k]`, k a multiple of 16, in blocks along k; with a seed rounded stochastically, scales rounded up."""
-    x = x.astype(jnp.float32)
-    tensor_scale = _tensor_scale(x)
-    blocks = x.reshape(x.shape[0], -1, NV_BLOCK)
-    ideal = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) * (1 / (E2M1_MAX * tensor_scale))
-    scales = (to_e4m3 if seed is None else up_to_e4m3)(jnp.minimum(ideal, E4M3_MAX))
-    scaled = _divided(blocks, scales, tensor_scale).reshape(x.shape)
-    values = to_e2m1(scaled, None if seed is None else uniform(seed, scaled.shape))
-    return Scaled(values, scales[..., 0], tensor_scale)
+    return Scaled(*nvfp4.reference(x, seed))
 
 
 def quantise_nvfp4_weights(w: jax.Array) -> tuple[Scaled, Scaled]:
     """w `[out, in]`, multiples of 16, in blocks of 16 x 16: the same numbers as rows of w and as rows of w^T."""
-    w = w.astype(jnp.float32)
-    tensor_scale = _tensor_scale(w)
-    blocks = w.reshape(w.shape[0] // NV_BLOCK, NV_BLOCK, -1, NV_BLOCK)
-    ideal = jnp.max(jnp.abs(blocks), axis=(1, 3), keepdims=True) * (1 / (E2M1_MAX * tensor_scale))
-    scales = to_e4m3(jnp.minimum(ideal, E4M3_MAX))
-    values = to_e2m1(_divided(blocks, scales, tensor_scale)).reshape(w.shape)
-    rows = lambda s: jnp.repeat(s, NV_BLOCK, axis=0)
-    scales = scales[:, 0, :, 0]
-    return Scaled(values, rows(scales), tensor_scale), Scaled(values.T, rows(scales.T), tensor_scale)
+    rows, columns = nvfp4.reference_weights(w)
+    return Scaled(*rows), Scaled(*columns)
 
 
 # -- Products ---------------------------------------------------------------------------------------------------------
@@ -245,19 +150,28 @@ def mxfp8_linear(
     return _mxfp8(rows, w, emulate, "xla" if emulate else implementation).reshape(*x.shape[:-1], w.shape[0])
 
 
-def nvfp4_linear(x: jax.Array, w: jax.Array, seed: jax.Array, *, salt: int = 0, emulate: bool = False) -> jax.Array:
+def nvfp4_linear(
+    x: jax.Array,
+    w: jax.Array,
+    seed: jax.Array,
+    *,
+    salt: int = 0,
+    emulate: bool = False,
+    implementation: Implementation = "xla",
+) -> jax.Array:
     """x w^T in NVFP4: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype; gradients in NVFP4 products too.
 
     seed: uint32 or int32 `[]`, another one for each step, microbatch, layer and device with tokens of its own; salt:
-    tells apart the linear layers that are given the same seed. Only gradients depend on them. emulate: multiply the
-    same numbers as float32, on any device. Raises ValueError unless `in` and `out` are multiples of 32.
+    tells apart the linear layers that are given the same seed. Only gradients depend on them. emulate, implementation:
+    as in `mxfp8_linear`. Raises ValueError unless `in` and `out` are multiples of 32.
     """
     _check("nvfp4_linear", x, w)
     seed = jnp.asarray(seed)
     if seed.shape or seed.dtype not in (jnp.uint32, jnp.int32):
         raise ValueError(f"nvfp4_linear: seed: expected a uint32 or int32 of shape [], got {seed.dtype}{[*seed.shape]}")
     rows, w = _vary_alike(x.reshape(-1, x.shape[-1]), w)
-    return _nvfp4(rows, w, derive(seed, salt), emulate).reshape(*x.shape[:-1], w.shape[0])
+    made = "xla" if emulate else implementation
+    return _nvfp4(rows, w, random_bits(seed, jnp.uint32(salt)), emulate, made).reshape(*x.shape[:-1], w.shape[0])
 
 
 def _check(name: str, x: jax.Array, w: jax.Array) -> None:
@@ -296,16 +210,43 @@ def _by_column(x, implementation: Implementation) -> Scaled:
     return Scaled(*mx.quantize_transposed(x, implementation=implementation))
 
 
-def _nvfp4_forward(x, w, seed, emulate):
-    return product(quantise_nvfp4(x), quantise_nvfp4_weights(w)[0], x.dtype, emulate), (x, w, seed)
+def _nvfp4_forward(x, w, seed, emulate, implementation):
+    if implementation == "xla":
+        operands = quantise_nvfp4(x), quantise_nvfp4_weights(w)[0]
+    else:
+        how: Any = {"implementation": implementation}
+        operands = Scaled(*nvfp4.quantize(x, **how)), Scaled(*nvfp4.quantize_weights(w, **how))
+    return product(*operands, x.dtype, emulate), (x, w, seed)
 
 
-def _nvfp4_backward(emulate, saved, g):
+def _nvfp4_backward(emulate, implementation, saved, g):
     x, w, seed = saved
-    dx = product(quantise_nvfp4(g, derive(seed, 1)), quantise_nvfp4_weights(w)[1], x.dtype, emulate)
-    rotated_g, rotated_x = (rotate(_full_blocks(t), seed) for t in (g, x))
-    dw = product(quantise_nvfp4(rotated_g, derive(seed, 2)), quantise_nvfp4(rotated_x), w.dtype, emulate)
-    return dx, dw, None
+    rounding = tuple(random_bits(seed, jnp.uint32(i)) for i in (1, 2))
+    operands = _nvfp4_by_xla if implementation == "xla" else functools.partial(_nvfp4_by_kernels, implementation)
+    g_by_row, w_by_column, g_by_token, x_by_token = operands(x, w, g, seed, rounding)
+    dx = product(g_by_row, w_by_column, x.dtype, emulate)
+    return dx, product(g_by_token, x_by_token, w.dtype, emulate), None
+
+
+def _nvfp4_by_xla(x, w, g, seed, rounding) -> tuple[Scaled, ...]:
+    """Of the backward pass: g along its rows, w^T, and g^T and x^T rotated, along tokens."""
+    g_by_token = nvfp4.reference_rotated(_full_blocks(g), seed, rounding[1])
+    x_by_token = nvfp4.reference_rotated(_full_blocks(x), seed)
+    return quantise_nvfp4(g, rounding[0]), quantise_nvfp4_weights(w)[1], Scaled(*g_by_token), Scaled(*x_by_token)
+
+
+def _nvfp4_by_kernels(implementation: Implementation, x, w, g, seed, rounding) -> tuple[Scaled, ...]:
+    """The same. Random numbers belong to places in g, so that more zeros after it change none."""
+    how: Any = {"implementation": implementation}
+    full = functools.partial(_full_blocks, tokens=nvfp4.ROWS)
+    if full(g).shape == g.shape:
+        g_by_row, g_by_token = nvfp4.quantize_both(g, seed, rounding, **how)
+    else:
+        g_by_row = nvfp4.quantize(g, rounding[0], **how)
+        g_by_token = nvfp4.quantize_rotated(full(g), seed, rounding[1], **how)
+    x_by_token = nvfp4.quantize_rotated(full(x), seed, **how)
+    quantised = g_by_row, nvfp4.quantize_weights_transposed(w, **how), g_by_token, x_by_token
+    return tuple(Scaled(*q) for q in quantised)
 
 
 def _with_vjp(forward, backward, *static: int):
@@ -315,4 +256,4 @@ def _with_vjp(forward, backward, *static: int):
 
 
 _mxfp8 = _with_vjp(_mxfp8_forward, _mxfp8_backward, 2, 3)
-_nvfp4 = _with_vjp(_nvfp4_forward, _nvfp4_backward, 3)
+_nvfp4 = _with_vjp(_nvfp4_forward, _nvfp4_backward, 3, 4)

@@ -70,6 +70,23 @@ def test_operands_of_mxfp8_are_made_by_fused_kernels():
             assert fused[way][kind] == plain[way][kind]
 
 
+def test_operands_of_nvfp4_are_made_by_fused_kernels():
+    """Each in two passes, the first for the tensor's largest magnitude; what XLA adds is said in docs/kernels.md."""
+    fused, plain = (passes("b200", "nvfp4", kernels)["launches"] for kernels in ("mosaic", "xla"))
+    # As for mxfp8, in twos. Backward every matrix has signs of its own, which its input is rotated with: 7 of those.
+    inputs, weights, others = 4, 7, 4
+    again = inputs + weights - 2
+    assert fused["forward"]["fused kernel"]["launches"] == 2 * (inputs + weights) + others
+    assert fused["backward"]["fused kernel"]["launches"] == 2 * (again + weights + 7 + 7) + 2 * others
+    between = lambda launches, what: launches["fused kernel"][what] + launches["pass by XLA"][what]
+    for way, most in (("forward", 0.9), ("backward", 0.6)):
+        assert plain[way]["fused kernel"]["launches"] == 0
+        for what in ("launches", "bytes"):
+            assert between(fused[way], what) < most * between(plain[way], what)
+        for kind in ("block-scaled product", "attention"):
+            assert fused[way][kind] == plain[way][kind]
+
+
 @pytest.mark.parametrize("recipe", ("mxfp8", "nvfp4"))
 def test_block_scaled_products(recipe):
     launches = passes("b200", recipe)["launches"]

@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import mx
+from pallas_kernels import fp8, mx, nvfp4
+from pallas_kernels.quantize import random_bits
 from surojax import aot, blockscaled as bs
 
 TOKENS, IN, OUT = 160, 192, 256
@@ -65,7 +66,7 @@ def numpy_nvfp4(x, rows):
     ideal = np.abs(blocks).max((1, 3), keepdims=True) * (np.float32(1) / (np.float32(6) * tensor_scale))
     scales = np.minimum(ideal, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     with np.errstate(divide="ignore"):
-        inverse = np.where(scales == 0, np.float32(0), np.float32(1) / (scales * tensor_scale))
+        inverse = np.where(scales == 0, np.float32(0), np.float32(1) / scales * (np.float32(1) / tensor_scale))
     values = nearest_e2m1(np.clip(blocks * inverse, -6, 6)).reshape(x.shape)
     return values, np.repeat(scales[:, 0, :, 0], rows, axis=0), tensor_scale
 
@@ -111,14 +112,15 @@ def test_rounding_to_e4m3_is_the_cast(values):
     middles = (every[1:] + every[:-1]) / 2
     x = np.concatenate([every, *(np.nextafter(middles, np.float32(to)) for to in (0, 1e9)), middles])
     x = -x if values else x
-    np.testing.assert_array_equal(jax.jit(bs.to_e4m3)(x), x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
-    np.testing.assert_array_equal(jax.jit(bs.to_e2m1)(np.clip(x, -6, 6)), nearest_e2m1(np.clip(x, -6, 6)))
+    np.testing.assert_array_equal(jax.jit(fp8.to_e4m3)(x), x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+    to_e2m1 = jax.jit(lambda x: nvfp4._value(x, jnp.float32(1), None))
+    np.testing.assert_array_equal(to_e2m1(x), nearest_e2m1(np.clip(x, -6, 6)))
 
 
 def test_rounding_up_to_e4m3_is_the_next_number():
     every = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     below = np.nextafter(every, np.float32(0))
-    np.testing.assert_array_equal(jax.jit(bs.up_to_e4m3)(np.concatenate([every, below])), np.tile(every, 2))
+    np.testing.assert_array_equal(jax.jit(fp8.up_to_e4m3)(np.concatenate([every, below])), np.tile(every, 2))
 
 
 @pytest.mark.parametrize("bad", (np.nan, np.inf))
@@ -137,10 +139,10 @@ def test_what_is_not_finite_is_not_lost(bad):
 def test_stochastic_rounding_is_right_on_average():
     x = np.linspace(-6, 6, 97, dtype=np.float32)
     n = 1 << 14
-    draws = jax.vmap(lambda seed: bs.to_e2m1(jnp.asarray(x), bs.uniform(seed, (1, 97))[0]))(
-        jnp.arange(n, dtype=jnp.uint32)
-    )
-    draws = np.float64(draws)
+    places, seeds = jnp.arange(97, dtype=jnp.uint32), jnp.arange(n, dtype=jnp.uint32)
+    rounded = lambda dither: nvfp4._value(jnp.asarray(x), jnp.float32(1), dither)
+    both = jax.vmap(lambda seed: [rounded(dither) for dither in nvfp4._dithers(seed, places)])(seeds[::2])
+    draws = np.concatenate(np.float64(both))
     below = np.array([np.max(np.append(GRID, -GRID)[np.append(GRID, -GRID) <= v]) for v in x])
     above = np.array([np.min(np.append(GRID, -GRID)[np.append(GRID, -GRID) >= v]) for v in x])
     assert ((draws == below) | (draws == above)).all()
@@ -171,7 +173,9 @@ def test_gradient_of_inputs_is_right_on_average():
 
 
 def test_random_numbers_are_uniform_and_differ_with_the_seed():
-    a, b = (np.float64(bs.uniform(jnp.uint32(seed), (256, 256))) for seed in (1, 2))
+    index = jnp.arange(2**15, dtype=jnp.uint32).reshape(256, 128)
+    pairs = ((np.float64(u) for u in nvfp4._dithers(jnp.uint32(seed), index)) for seed in (1, 2))
+    a, b = (np.stack([*two], axis=-1).reshape(256, 256) + 0.5 for two in pairs)
     for u in (a, b):
         counts = np.histogram(u, 64, (0, 1))[0]
         assert ((counts - 1024) ** 2 / 1024).sum() < 63 + 5 * np.sqrt(2 * 63)  # chi-square with 63 degrees of freedom
@@ -186,16 +190,20 @@ def test_random_numbers_are_uniform_and_differ_with_the_seed():
 def test_rotation_leaves_the_product_as_it_is():
     x, g = (np.float32(np.random.default_rng(s).integers(-8, 9, (64, 48))) for s in (0, 1))
     for seed in (0, 7):
-        rotated = [bs.rotate(jnp.asarray(t), jnp.uint32(seed)) for t in (g, x)]
+        rotated = [nvfp4.rotate(jnp.asarray(t), jnp.uint32(seed)) for t in (g, x)]
         # Small whole numbers and quarters of their sums: every step is exact in float32.
         np.testing.assert_array_equal(rotated[0] @ rotated[1].T, g.T @ x)
+        signs = 1 - 2 * (int(random_bits(jnp.uint32(seed), jnp.uint32(0))) >> np.arange(16) & 1)
+        hadamard = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]) / 4
+        expected = np.einsum("akn,k,kj->naj", x.reshape(4, 16, 48), signs, hadamard).reshape(48, 64)
+        np.testing.assert_array_equal(rotated[1], expected)
 
 
 def test_rotation_spreads_an_outlier_and_depends_on_the_seed():
     x = jnp.zeros((16, 1)).at[3].set(1.0)
-    np.testing.assert_array_equal(np.abs(bs.rotate(x, jnp.uint32(0))), np.full((1, 16), 0.25))
+    np.testing.assert_array_equal(np.abs(nvfp4.rotate(x, jnp.uint32(0))), np.full((1, 16), 0.25))
     y = normal(6, 16, 1)
-    assert not np.array_equal(bs.rotate(y, jnp.uint32(0)), bs.rotate(y, jnp.uint32(1)))
+    assert not np.array_equal(nvfp4.rotate(y, jnp.uint32(0)), nvfp4.rotate(y, jnp.uint32(1)))
 
 
 # -- Linear layers --
@@ -314,6 +322,36 @@ def test_the_kernels_change_nothing(kernels, tokens, monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("tokens", [128, 21])
+def test_the_kernels_of_nvfp4_change_nothing(tokens, monkeypatch):
+    """nvfp4_linear with what `pallas_kernels.nvfp4` makes, here by its references, and from which arrays."""
+    made = []
+
+    def spied(name, f):
+        monkeypatch.setattr(nvfp4, name, lambda x, *args, **how: made.append((name, x.shape)) or f(x, *args, **how))
+
+    for name in ("", "_rotated", "_both", "_weights", "_weights_transposed"):
+        spied(f"quantize{name}", getattr(nvfp4, f"quantize{name}"))
+    x, w, g = normal(7, tokens, 64), normal(8, 128, 64), normal(9, tokens, 128)
+
+    def all_three(x, w, g, **how):
+        run = lambda x, w: bs.nvfp4_linear(x, w, jnp.uint32(3), **how)
+        y, backward = jax.vjp(run, x, w)
+        return y, *backward(g)
+
+    found = jax.jit(functools.partial(all_three, implementation=None))(x, w, g)
+    both = [("quantize_both", g.shape)]
+    if tokens == 21:
+        both = [("quantize", g.shape), ("quantize_rotated", (128, 128))]
+    forward = [("quantize", x.shape), ("quantize_weights", w.shape)]
+    assert made == [*forward, *both, ("quantize_rotated", (128, 64)), ("quantize_weights_transposed", w.shape)]
+    for a, b in zip(found, jax.jit(all_three)(x, w, g), strict=True):
+        np.testing.assert_array_equal(a, b)  # the same operands to the bit, and the same products of them
+    made.clear()
+    jax.eval_shape(functools.partial(all_three, implementation=None, emulate=True), x, w, g)
+    assert not made  # emulated products keep their float32 operands
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_results_have_the_dtypes_of_their_arguments(name):
     half = products(name, dtype=jnp.bfloat16)[0]
@@ -407,7 +445,8 @@ kernels, tokens, i, o = sys.argv[2], *map(int, sys.argv[3:])
 def run(x, w, g, seed):
     results = []
     mxfp8 = lambda x, w: bs.mxfp8_linear(x, w, implementation=None if kernels == "auto" else kernels)
-    for f in (mxfp8, lambda x, w: bs.nvfp4_linear(x, w, seed)):
+    nvfp4 = lambda x, w: bs.nvfp4_linear(x, w, seed, implementation=None if kernels == "auto" else kernels)
+    for f in (mxfp8, nvfp4):
         y, backward = jax.vjp(f, x, w)
         results += [y, *backward(g)]
     return results
@@ -425,9 +464,10 @@ print(json.dumps([sorted(calls), len(re.findall(r" dot\\(", text)), text.count('
 
 @pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
 @pytest.mark.parametrize(
-    "gpu, kernels, sizes, made",  # made by kernels: x and w, either way, and g; the odd weight's rows
+    # Made by kernels: of MXFP8 x and w, either way, and g; the odd weight's rows. Of NVFP4 the same, by two each.
+    "gpu, kernels, sizes, made",
     [
-        ("b200", "mosaic", (512, 1024, 2048), 5),
+        ("b200", "mosaic", (512, 1024, 2048), 5 + 10),
         ("rtx5090", "auto", (17, 96, 160), 1),
         ("b200", "xla", (64, 96, 160), 0),
     ],

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import adamw8bit, cross_entropy, dispatch, fp8, mx, quantize, rms_norm, rope, swiglu
+from pallas_kernels import adamw8bit, cross_entropy, dispatch, fp8, mx, nvfp4, quantize, rms_norm, rope, swiglu
 
 
 def device(capability, kind="a GPU"):
@@ -47,7 +47,7 @@ def test_fp8_of_what_is_not_nvidias(monkeypatch):
 
 
 # What each kernel does not serve. Called with implementation="mosaic" nothing of it runs.
-z, u8, one = jnp.zeros, jnp.uint8, jnp.float32(1)
+z, u8, one, SEED = jnp.zeros, jnp.uint8, jnp.float32(1), jnp.uint32(3)
 STATE = (*adamw8bit.init((2, 150)), jnp.ones(8), z(2, jnp.uint32))
 LOGITS, LABELS = jax.ShapeDtypeStruct((42733, 50257), jnp.bfloat16), jax.ShapeDtypeStruct((42733,), jnp.int32)
 SERVED = {
@@ -68,6 +68,10 @@ SERVED = {
     "mx.quantize": lambda **how: mx.quantize(z((8, 128)), **how),
     "mx.quantize_transposed": lambda **how: mx.quantize_transposed(z((128, 64)), **how),
     "mx.quantize_both": lambda **how: mx.quantize_both(z((128, 64)), **how),
+    "nvfp4.quantize": lambda **how: nvfp4.quantize(z((8, 128)), **how),
+    "nvfp4.quantize_rotated": lambda **how: nvfp4.quantize_rotated(z((128, 64)), SEED, **how),
+    "nvfp4.quantize_both": lambda **how: nvfp4.quantize_both(z((128, 64)), SEED, (SEED, SEED), **how),
+    "nvfp4.quantize_weights": lambda **how: nvfp4.quantize_weights(z((128, 64)), **how),
     "cross_entropy": lambda **how: cross_entropy.loss_and_gradient(z((2, 128)), z(2, jnp.int32), 1.0, **how),
     "adamw8bit": lambda **how: adamw8bit.adamw8bit(
         z((2, 128)), z((2, 128)), *adamw8bit.init((2, 128)), z(8), z(2, jnp.uint32), in_place=True, **how
@@ -91,6 +95,10 @@ UNSERVED = {
     "mx.quantize": lambda **how: mx.quantize(z((8, 96)), **how),
     "mx.quantize_transposed": lambda **how: mx.quantize_transposed(z((96, 64)), **how),
     "mx.quantize_both": lambda **how: mx.quantize_both(z((96, 64)), **how),
+    "nvfp4.quantize": lambda **how: nvfp4.quantize(z((8, 96)), **how),
+    "nvfp4.quantize_rotated": lambda **how: nvfp4.quantize_rotated(z((96, 64)), SEED, **how),
+    "nvfp4.quantize_both": lambda **how: nvfp4.quantize_both(z((96, 64)), SEED, (SEED, SEED), **how),
+    "nvfp4.quantize_weights": lambda **how: nvfp4.quantize_weights(z((96, 64)), **how),
     "cross_entropy": lambda **how: jax.eval_shape(functools.partial(cross_entropy.logprob, **how), LOGITS, LABELS),
     "adamw8bit": lambda **how: adamw8bit.adamw8bit(z((2, 150)), z((2, 150)), *STATE, **how),
 }

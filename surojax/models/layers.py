@@ -90,13 +90,14 @@ def products(precision: Precision, seed: jax.Array | None) -> Callable[[str], Ca
     seed: uint32 [], of this block's random numbers (nvfp4), which differ from matrix to matrix; None where there is no
     backward pass.
     """
+    how: Any = {"emulate": precision.emulate, "implementation": precision.implementation}
     if precision.recipe == "mxfp8":
-        product = functools.partial(mxfp8_linear, emulate=precision.emulate, implementation=precision.implementation)
+        product = functools.partial(mxfp8_linear, **how)
         return lambda name: product
     if precision.recipe == "nvfp4":
         seed = jnp.uint32(0) if seed is None else seed
         salt = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down").index
-        return lambda name: lambda x, w: nvfp4_linear(x, w, seed, salt=salt(name), emulate=precision.emulate)
+        return lambda name: functools.partial(nvfp4_linear, seed=seed, salt=salt(name), **how)
     if not (precision.matmul_dtype or precision.gradient_dtype):
         return lambda name: times
 
