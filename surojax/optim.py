@@ -118,8 +118,8 @@ class At(NamedTuple):
     """What `apply` is told of the tensors beside their shards.
 
     part: "blocks" or "outer". scalars: those of the step. dims: a tree like theirs of the dimensions that `dp_shard`
-    divides, or WHOLE. layer: their number. cut: (k, n) for the k-th of n equal parts of each shard's rows. first: the
-    number of the first tensor among those of a layer.
+    divides, or WHOLE. layer: their number, or those of all layers (`apply_at_once`). cut: (k, n) for the k-th of n
+    equal parts of each shard's rows. first: the number of the first tensor among those of a layer.
     """
 
     part: str
