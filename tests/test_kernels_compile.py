@@ -36,6 +36,8 @@ ADDRESS = 8  # XLA keeps a table of results on the device where they are passed 
 WIDE = 4
 LARGE = 2**20
 ACCESS = r"\b{}(?:\.global(?:\.\w+)*?)?(?:\.(v\d))?\.[bfus](\d+)"  # of PTX; an address may be of any memory
+# Cases whose kernel has been compiled before, so that there is no PTX of it: nvfp4 begins with the same pass.
+REPEATED = ["quantize llama7b absmax"]
 MARK = "case: "
 
 
@@ -82,7 +84,8 @@ def outcome(kind: str, ops: list[str]) -> list[dict]:
             ptx += line + "\n"
             continue
         access = lambda name, ptx=ptx: width(re.findall(ACCESS.format(name), ptx))
-        cases.append(json.loads(line.removeprefix(MARK)) | {"load": access("ld"), "store": access("st")})
+        widths = {"load": access("ld"), "store": access("st"), "repeated": not ptx}
+        cases.append(json.loads(line.removeprefix(MARK)) | widths)
         ptx = ""
     return cases
 
@@ -96,6 +99,8 @@ def wrong(case: dict) -> str:
         return f"{case['temp_bytes']} bytes of temporaries, at most {most:.0f} expected"
     if case["donated"] and case["copies"]:
         return f"{case['copies']} copies of what is updated in place"
+    if case["repeated"]:
+        return ""
     if case["load"] < WIDE or (case["store"] < WIDE and case["largest_result"] > LARGE):
         return f"loads of {case['load']} bytes, stores of {case['store']}"
     return ""
@@ -107,12 +112,13 @@ def test_kernels_compile(kind):
     cases = outcome(kind, list(OPS))
     assert {case["op"] for case in cases} == set(OPS)
     assert not (found := {f"{c['op']} {c['case']}": wrong(c) for c in cases if wrong(c)}), found
+    assert [f"{c['op']} {c['case']}" for c in cases if c["repeated"]] == REPEATED
 
 
 def test_what_would_be_wrong():
     """The judge of the test above."""
     fine = dict(donated=1, results=4, largest_result=2**24, bytes=2**25, copies=0, temp_bytes=0, load=16, store=16)
-    case = fine | {"kernels": ["mosaic_gpu_v2"]}
+    case = fine | {"kernels": ["mosaic_gpu_v2"], "repeated": False}
     assert not wrong(case)
     for change, words in (
         ({"kernels": ["__cublas$gemm"]}, "no Mosaic"),
