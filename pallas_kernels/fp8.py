@@ -42,6 +42,11 @@ def from_ordered(bits):
     return jax.lax.bitcast_convert_type(bits, f32)
 
 
+def same_bits(x, dtype):
+    """x as another dtype of as many bits; nothing moves in memory."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
 def is_scale(scale) -> bool:
     """Whether it is a float32 [], an array."""
     return getattr(scale, "shape", None) == () and getattr(scale, "dtype", None) == f32

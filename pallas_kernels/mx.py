@@ -64,15 +64,10 @@ def _quantize_xla(x) -> MX:
     code, inverse = _scale(jnp.max(fp8.ordered(blocks), axis=-1))
     top = dispatch.largest(E4M3)
     values = jnp.clip(blocks * inverse[..., None], -top, top).astype(E4M3)
-    return MX(values.reshape(x.shape), _as(code.astype(u8), E8M0))
+    return MX(values.reshape(x.shape), fp8.same_bits(code.astype(u8), E8M0))
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def _as(x, dtype):
-    """The same bits; nothing moves in memory."""
-    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def _quantize_mosaic(x, op: str, interpret: bool) -> MX:
@@ -92,7 +87,7 @@ def _quantize_mosaic(x, op: str, interpret: bool) -> MX:
     values, scales = dispatch.launch(
         kernel, (x.reshape(n, BLOCK),), op=op, out=out, grid=(n // rows,), names=("blocks",), interpret=interpret
     )
-    return MX(_as(values, E4M3).reshape(x.shape), _as(scales, E8M0).reshape(*x.shape[:-1], -1))
+    return MX(fp8.same_bits(values, E4M3).reshape(x.shape), fp8.same_bits(scales, E8M0).reshape(*x.shape[:-1], -1))
 
 
 def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
@@ -117,7 +112,7 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
             top = jnp.maximum(jnp.maximum(tops[0], tops[1]), jnp.maximum(tops[2], tops[3]))
             code, inverse = _scale(jnp.max(top, axis=1))
             inverse = jax.lax.broadcast_in_dim(inverse, tile, (0, 2, 3))
-            word = _joined([_as(fp8.encode(rows, inverse, E4M3), u8) for rows in numbers])
+            word = _joined([fp8.same_bits(fp8.encode(rows, inverse, E4M3), u8) for rows in numbers])
             here = pl.ds(8 * c, 8)
             tiles.store(scales, (slice(None), here), code)
             tiles.store(words.transpose((0, 2, 1, 3)), (slice(None), slice(None), here, pl.ds(0, 4)), word)
@@ -146,7 +141,7 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
         scratch_types=[plgpu.SMEM((4, fours, 8, PITCH), u32), plgpu.SMEM((4, fours, 4), i32)],
     )  # fmt: skip
     return [
-        MX(_as(values, E4M3).reshape(size), _as(scales, E8M0).reshape(size[0], -1))
+        MX(fp8.same_bits(values, E4M3).reshape(size), fp8.same_bits(scales, E8M0).reshape(size[0], -1))
         for values, scales, size in zip(found[::2], found[1::2], sizes, strict=True)
     ]
 

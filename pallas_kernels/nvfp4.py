@@ -268,12 +268,7 @@ def _top(*numbers):
 
 def _stored(scale):
     """The bytes of scales."""
-    return _as(fp8.encode(scale, f32(1), E4M3), u8)
-
-
-def _as(x, dtype):
-    """The same bits; nothing moves in memory."""
-    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+    return fp8.same_bits(fp8.encode(scale, f32(1), E4M3), u8)
 
 
 def _absmax(x, op: str, interpret: bool):
@@ -307,7 +302,10 @@ def _rows_mosaic(x, seed, op: str, interpret: bool) -> NVFP4:
     values, scales = dispatch.launch(
         kernel, operands, op=op, out=out, grid=(n // rows,), names=("blocks",), interpret=interpret
     )
-    values, scales = _as(values, E2M1).reshape(x.shape), _as(scales, E4M3).reshape(*x.shape[:-1], -1)
+    values, scales = (
+        fp8.same_bits(values, E2M1).reshape(x.shape),
+        fp8.same_bits(scales, E4M3).reshape(*x.shape[:-1], -1),
+    )
     return NVFP4(values, scales, tensor_scale)
 
 
@@ -458,7 +456,7 @@ def _by_tiles(kernel, x, scalars, rows: bool, columns: bool, factors, op: str, i
         interpret=interpret, scratch_types=memory, compiler_params=LANE,
     )  # fmt: skip
     return [
-        NVFP4(_as(values, E2M1).reshape(size), _as(scales, E4M3).reshape(size[0], -1), scale)
+        NVFP4(fp8.same_bits(values, E2M1).reshape(size), fp8.same_bits(scales, E4M3).reshape(size[0], -1), scale)
         for values, scales, size, (scale, *_) in zip(found[::2], found[1::2], sizes, factors, strict=True)
     ]
 
@@ -545,7 +543,10 @@ def quantize_weights(
 def quantize_weights_transposed(
     w: Float[Array, "M N"], *, implementation: Implementation = None, interpret: bool = False
 ) -> NVFP4:
-    """The same numbers as those of `quantize_weights`, as rows of w^T: values e2m1 [N, M], scales e4m3 [N, M / 16]."""
+    """The same numbers as those of `quantize_weights`, as rows of w^T: values e2m1 [N, M], scales e4m3 [N, M / 16].
+
+    For the same sizes, with the same errors.
+    """
     return _weights(w, True, implementation, interpret)
 
 
