@@ -17,14 +17,15 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from surojax import aot, flags
-from surojax.blueprint import schedule_options
-from surojax.checks import check
-from surojax.config import model_config
-from surojax.fp8 import SITES, quantise_weights
-from surojax.hlo import Instruction, Module, arrays, executed, parse
-from surojax.mesh import make_mesh
+from surojax.assembly import schedule_options
+from surojax.config import flags
+from surojax.config.checks import check
+from surojax.config.fields import model_config
 from surojax.models.llama import LlamaConfig, abstract_params, functions
+from surojax.numerics.fp8 import SITES, quantise_weights
+from surojax.placement.mesh import make_mesh
+from surojax.planner import aot
+from surojax.planner.hlo import Instruction, Module, arrays, executed, parse
 
 KINDS = ("float8 product", "block-scaled product", "other product", "attention", "fused kernel", "pass by XLA", "small")
 SMALL = 1 << 20  # bytes
@@ -123,9 +124,9 @@ def count(module: Module) -> dict[str, dict[str, int]]:
 def main() -> None:
     """Print the table, or JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gpu", default="rtx4090", help="a GPU of surojax/gpus.py (default: %(default)s)")
+    parser.add_argument("--gpu", default="rtx4090", help="a GPU of surojax/planner/gpus.py (default: %(default)s)")
     parser.add_argument("--model", default="configs/llama7b.py", help="config file with the sizes (%(default)s)")
-    parser.add_argument("--recipe", default="fp8_current", help="see surojax/precision.py (%(default)s)")
+    parser.add_argument("--recipe", default="fp8_current", help="see surojax/numerics/recipes.py (%(default)s)")
     parser.add_argument("--kernels", default="mosaic", choices=("mosaic", "xla"), help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=2048, help="of the sequence (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

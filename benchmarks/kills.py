@@ -21,9 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from surojax import checkpoint, nvme, read_metrics
+from surojax import read_metrics
 from surojax.config import Config, default_config
-from surojax.metrics import METRICS_FILE
+from surojax.memory import nvme
+from surojax.run import checkpoint
+from surojax.run.metrics import METRICS_FILE
 
 STEPS = 300
 SECONDS = 10.0  # after compiling within which a kill falls

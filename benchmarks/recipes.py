@@ -23,11 +23,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax.checks import check_output_dir
-from surojax.config import Config, default_config, flat, no_field
+from surojax.config.checks import check_output_dir
+from surojax.config.fields import Config, default_config, flat, no_field
+from surojax.config.flags import parse
 from surojax.errors import CheckpointError, ConfigError
-from surojax.flags import parse
-from surojax.metrics import METRICS_FILE, NonFiniteLoss, read_metrics
+from surojax.run.metrics import METRICS_FILE, NonFiniteLoss, read_metrics
 from surojax.train import train
 
 BASELINE = "bf16"

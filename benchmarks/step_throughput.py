@@ -17,16 +17,17 @@ import numpy as np
 import optax
 from flax import nnx
 
-from surojax import placement, step
-from surojax.checks import check
-from surojax.config import model_config
-from surojax.engine import Engine
-from surojax.flags import parse
-from surojax.loss import cross_entropy
-from surojax.mesh import make_mesh
+from surojax.config.checks import check
+from surojax.config.fields import model_config
+from surojax.config.flags import parse
 from surojax.models.llama import Llama, abstract_params, functions
-from surojax.optim import adamw, adamw_chain, learning_rate_schedule
-from surojax.state import init_state
+from surojax.models.loss import cross_entropy
+from surojax.optim.optimizer import adamw, adamw_chain, learning_rate_schedule
+from surojax.placement import table as placement
+from surojax.placement.mesh import make_mesh
+from surojax.step import train_step as step
+from surojax.step.engine import Engine
+from surojax.step.state import init_state
 
 
 def plain_step(config, optimizer, chain, dtype: str, recompute_block: bool):

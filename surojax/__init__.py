@@ -9,10 +9,10 @@ import warnings
 warnings.filterwarnings("ignore", ".*found in sys.modules after import of package 'surojax'.*", RuntimeWarning)
 
 from surojax.config import default_config
-from surojax.engine import Engine
 from surojax.errors import CheckpointError, ConfigError
-from surojax.metrics import NonFiniteLoss, read_metrics
 from surojax.models.llama import Llama, LlamaConfig
+from surojax.run.metrics import NonFiniteLoss, read_metrics
+from surojax.step.engine import Engine
 from surojax.train import Result, train
 
 __all__ = [

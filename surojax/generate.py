@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax import checkpoint
-from surojax.checks import restored_config
-from surojax.config import model_config
+from surojax.config.checks import restored_config
+from surojax.config.fields import model_config
+from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
+from surojax.memory.host import parts, read, write
 from surojax.models.llama import LlamaConfig, ModelFunctions, abstract_params, functions
-from surojax.offload import parts, read, write
-from surojax.quantize import dequantise_all
-from surojax.tokenizer import Tokenizer, load_tokenizer
+from surojax.numerics.quantize import dequantise_all
+from surojax.run import checkpoint
 
 
 def empty_cache(config: LlamaConfig, batch: int, length: int, dtype) -> tuple[jax.Array, jax.Array]:

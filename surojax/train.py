@@ -20,18 +20,24 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from surojax import checkpoint, checks, config as configs, data, gpus, nvme, placement, state, traffic
-from surojax.advice import summed
-from surojax.blueprint import Blueprint, draw
-from surojax.checkpoint import Checkpoints
-from surojax.config import Config
+from surojax.assembly import Blueprint, draw
+from surojax.config import checks, fields as configs
+from surojax.config.fields import Config
+from surojax.config.flags import parse
+from surojax.data import batches as data
+from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
-from surojax.fit import check_fit, compare, estimate_host, host_temporaries, memory_limit
-from surojax.flags import parse
 from surojax.generate import complete
-from surojax.lock import locked
-from surojax.mesh import find_devices, make_mesh
-from surojax.metrics import (
+from surojax.memory import nvme
+from surojax.memory.lock import locked
+from surojax.placement import table as placement
+from surojax.placement.mesh import find_devices, make_mesh
+from surojax.planner import gpus, traffic
+from surojax.planner.advice import summed
+from surojax.planner.fit import check_fit, compare, estimate_host, host_temporaries, memory_limit
+from surojax.run import checkpoint
+from surojax.run.checkpoint import Checkpoints
+from surojax.run.metrics import (
     METRICS_FILE,
     LateMetrics,
     MetricsLog,
@@ -39,7 +45,7 @@ from surojax.metrics import (
     check_finite,
     read_metrics,
 )
-from surojax.tokenizer import Tokenizer, load_tokenizer
+from surojax.step import state
 
 
 class Result(NamedTuple):

@@ -33,14 +33,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from surojax import checks, config as configs, nvme, placement
-from surojax.blueprint import draw
-from surojax.config import Config, default_config
+from surojax.assembly import draw
+from surojax.config import Config, checks, default_config, fields as configs
+from surojax.config.flags import parse
 from surojax.errors import ConfigError
-from surojax.fit import check_fit
-from surojax.flags import parse
-from surojax.mesh import find_devices, make_mesh
-from surojax.state import init_state
+from surojax.memory import nvme
+from surojax.placement import table as placement
+from surojax.placement.mesh import find_devices, make_mesh
+from surojax.planner.fit import check_fit
+from surojax.step.state import init_state
 
 type Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
 

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from surojax import optim, placement, step
-from surojax.engine import Engine
-from surojax.fp8 import history_shape
-from surojax.loss import cross_entropy
-from surojax.mesh import make_mesh
 from surojax.models.llama import Llama, LlamaConfig, abstract_params, functions
-from surojax.state import init_state
+from surojax.models.loss import cross_entropy
+from surojax.numerics.fp8 import history_shape
+from surojax.optim import optimizer as optim
+from surojax.placement import table as placement
+from surojax.placement.mesh import make_mesh
+from surojax.step import train_step as step
+from surojax.step.engine import Engine
+from surojax.step.state import init_state
 
 CONFIG = LlamaConfig(
     vocab_size=64,

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from surojax import advice, fit
 from surojax.errors import ConfigError
-from surojax.mesh import find_devices, make_mesh
+from surojax.placement.mesh import find_devices, make_mesh
+from surojax.planner import advice, fit
 from surojax.train import main
 
 ROOT = Path(__file__).parent.parent

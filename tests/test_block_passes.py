@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from surojax import aot
+from surojax.planner import aot
 
 ROOT = Path(__file__).parents[1]
 N, D, F = 2048, 4096, 11008

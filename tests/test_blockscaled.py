@@ -15,7 +15,8 @@ import pytest
 
 from pallas_kernels import fp8, mx, nvfp4
 from pallas_kernels.quantize import random_bits
-from surojax import aot, blockscaled as bs
+from surojax.numerics import blockscaled as bs
+from surojax.planner import aot
 
 TOKENS, IN, OUT = 160, 192, 256
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -433,7 +434,8 @@ def test_other_seeds_are_refused():
 COMPILE = """
 import json, re, sys
 import jax, jax.numpy as jnp, numpy as np
-from surojax import aot, blockscaled as bs
+from surojax.planner import aot
+from surojax.numerics import blockscaled as bs
 
 mesh = jax.sharding.Mesh(np.array(aot.devices(sys.argv[1], 2)), ("d",))
 on = lambda p: jax.NamedSharding(mesh.abstract_mesh, p)

@@ -17,12 +17,15 @@ import psutil
 import pytest
 from small import CONFIG
 
-from surojax import checkpoint, optim, placement, state
-from surojax.checkpoint import Checkpoints, checksums, find, read_meta, restore, restore_weights, steps_in
 from surojax.errors import CheckpointError
-from surojax.mesh import make_mesh
+from surojax.memory.host import Device, move
 from surojax.models.llama import abstract_params
-from surojax.offload import Device, move
+from surojax.optim import optimizer as optim
+from surojax.placement import table as placement
+from surojax.placement.mesh import make_mesh
+from surojax.run import checkpoint
+from surojax.run.checkpoint import Checkpoints, checksums, find, read_meta, restore, restore_weights, steps_in
+from surojax.step import state
 
 # When a read or a write fails, those beside it still answer to orbax's event loop, which is closed by then.
 IGNORED = "ignore::pytest.PytestUnraisableExceptionWarning"

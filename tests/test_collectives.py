@@ -10,14 +10,17 @@ import pytest
 from small import CONFIG, Small, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, compiled_text, computations, engine_gradients, reference
 
-from surojax import blueprint, collectives, fit, generate, placement
-from surojax.checks import check
-from surojax.collectives import WHOLE
+from surojax import assembly as blueprint, generate
 from surojax.config import default_config
+from surojax.config.checks import check
 from surojax.errors import ConfigError
-from surojax.mesh import DATA, SHARD, make_mesh
-from surojax.quantize import DTYPES, block_size, dequantise, dequantise_all, is_quantized, quantise
-from surojax.state import shardings, work_weights
+from surojax.numerics.quantize import DTYPES, block_size, dequantise, dequantise_all, is_quantized, quantise
+from surojax.parallel import collectives
+from surojax.parallel.collectives import WHOLE
+from surojax.placement import table as placement
+from surojax.placement.mesh import DATA, SHARD, make_mesh
+from surojax.planner import fit
+from surojax.step.state import shardings, work_weights
 
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(10)]
 SHAPES = [(5, 256), (3, 80), (4, 131), (2, 3, 160), (7, 2 * 139), (2, 5), (3, 1)]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surojax import checks, config as configs, flags
-from surojax.config import default_config, flat
+from surojax.config import checks, default_config, fields as configs, flags, flat
 from surojax.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))

@@ -6,11 +6,11 @@ import random
 import numpy as np
 import pytest
 
-from surojax import data
-from surojax.corpus import read_documents
-from surojax.data import Corpus, load_corpora
+from surojax.data import batches as data
+from surojax.data.batches import Corpus, load_corpora
+from surojax.data.corpus import read_documents
+from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
 from surojax.errors import ConfigError
-from surojax.tokenizer import ByteTokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()
 

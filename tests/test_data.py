@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from surojax import data
-from surojax.data import Corpus, batches, check_length, evaluation_batches, samples_per_epoch
+from surojax.data import batches as data
+from surojax.data.batches import Corpus, batches, check_length, evaluation_batches, samples_per_epoch
 from surojax.errors import ConfigError
 
 S = 4
@@ -140,7 +140,7 @@ def test_threads_start_before_the_first_batch_is_asked_for_and_end_with_the_iter
 
 def test_interpreter_exits_cleanly_and_silently_with_a_live_iterator():
     code = (
-        "import numpy as np; from surojax.data import Corpus, batches\n"
+        "import numpy as np; from surojax.data.batches import Corpus, batches\n"
         "corpus = Corpus(np.arange(99, dtype=np.uint16), 99, '', '')\n"
         "stream = batches(corpus, sequence_len=4, batch_size=2, accumulation=1, seed=0)\n"
         "next(stream)\n"

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, plain_loss, tokens, worst_relative
 
-from surojax import hlo, placement
-from surojax.engine import evaluate, loss_and_gradients
 from surojax.models.layers import Recompute
+from surojax.placement import table as placement
+from surojax.planner import hlo
+from surojax.step.engine import evaluate, loss_and_gradients
 
 QWEN = dataclasses.replace(CONFIG, attention_bias=True, qk_norm=True, tie_word_embeddings=True, head_dim=16)
 

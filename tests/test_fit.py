@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from surojax import advice, checks, fit, flags, placement
-from surojax.advice import GiB, Memory
-from surojax.blueprint import draw
-from surojax.config import default_config
+from surojax.assembly import draw
+from surojax.config import checks, default_config, flags
 from surojax.errors import ConfigError
-from surojax.mesh import DATA, make_mesh
+from surojax.placement import table as placement
+from surojax.placement.mesh import DATA, make_mesh
+from surojax.planner import advice, fit
+from surojax.planner.advice import GiB, Memory
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SMALL = {

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, tokens
 
-from surojax import fp8
-from surojax.engine import given
-from surojax.loss import cross_entropy
-from surojax.mesh import DATA
 from surojax.models.llama import functions, init_params
-from surojax.precision import Precision
-from surojax.quantize import has_one_scale, quantise_whole, scale_for
+from surojax.models.loss import cross_entropy
+from surojax.numerics import fp8
+from surojax.numerics.quantize import has_one_scale, quantise_whole, scale_for
+from surojax.numerics.recipes import Precision
+from surojax.placement.mesh import DATA
+from surojax.step.engine import given
 
 RECIPES = ("fp8_current", "fp8_hybrid")
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)

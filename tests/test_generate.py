@@ -10,8 +10,8 @@ from flax import nnx
 from small import CONFIG, tokens
 
 from surojax import generate
+from surojax.data.tokenizer import ByteTokenizer
 from surojax.models.llama import Llama, functions, init_params
-from surojax.tokenizer import ByteTokenizer
 
 QWEN = dataclasses.replace(CONFIG, qk_norm=True, tie_word_embeddings=True, attention_bias=True)
 

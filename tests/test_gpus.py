@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from surojax import gpus
-from surojax.gpus import GPUS, find_gpu
+from surojax.planner import gpus
+from surojax.planner.gpus import GPUS, find_gpu
 
 
 @pytest.mark.parametrize(

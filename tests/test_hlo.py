@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from surojax import hlo
+from surojax.planner import hlo
 
 MESH = {"dp_replicate": 2, "dp_shard": 4}
 PROGRAM = """HloModule step, is_scheduled=true

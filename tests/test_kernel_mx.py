@@ -14,7 +14,7 @@ from small import KERNEL, REFERENCE
 
 from pallas_kernels import dispatch, fp8, mx
 from pallas_kernels.shapes import MODELS
-from surojax import blockscaled as bs
+from surojax.numerics import blockscaled as bs
 
 pytestmark = pytest.mark.gpu
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16

@@ -13,7 +13,7 @@ from small import KERNEL, REFERENCE
 
 from pallas_kernels import dispatch, fp8, quantize as q
 from pallas_kernels.shapes import MODELS
-from surojax.quantize import Quantized, dequantise, quantise
+from surojax.numerics.quantize import Quantized, dequantise, quantise
 
 pytestmark = pytest.mark.gpu
 f32, bf16, u32 = jnp.float32, jnp.bfloat16, jnp.uint32

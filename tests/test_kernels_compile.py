@@ -21,7 +21,7 @@ import pytest
 
 from pallas_kernels.bench import OPS
 from pallas_kernels.shapes import MODELS, Case
-from surojax import aot
+from surojax.planner import aot
 
 KINDS = {"a100": "8.0", "rtx4090": "8.9", "h200": "9.0a", "b200": "10.0a", "rtx5090": "12.0a"}
 TOKENS = 2048

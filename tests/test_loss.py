@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from small import CONFIG, worst_relative
 
-from surojax import outer
-from surojax.checks import check
 from surojax.config import default_config
+from surojax.config.checks import check
 from surojax.errors import ConfigError
-from surojax.loss import cross_entropy
-from surojax.mesh import SHARD, make_mesh
 from surojax.models.layers import linear
 from surojax.models.llama import functions, init_outer
+from surojax.models.loss import cross_entropy
+from surojax.placement.mesh import SHARD, make_mesh
+from surojax.step import outer
 
 MODEL = functions(CONFIG)
 Z_LOSS = 0.1  # large, so that leaving it out is seen

@@ -13,7 +13,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from surojax.errors import ConfigError
-from surojax.metrics import LateMetrics, MetricsLog, NonFiniteLoss, check_finite, flops_per_token, read_metrics
+from surojax.run.metrics import LateMetrics, MetricsLog, NonFiniteLoss, check_finite, flops_per_token, read_metrics
 
 
 class Terminal(io.StringIO):
@@ -171,7 +171,7 @@ def test_a_damaged_file_is_named_and_left_alone(tmp_path, damage):
 def test_a_kill_loses_no_finished_line(tmp_path):
     code = (
         "import os, signal, sys, pathlib\n"
-        "from surojax.metrics import MetricsLog\n"
+        "from surojax.run.metrics import MetricsLog\n"
         "assert 'torch' not in sys.modules and 'tensorboard' not in sys.modules\n"
         f"log = MetricsLog(pathlib.Path({str(tmp_path)!r}), total_steps=9, tokens_per_step=1, flops_per_token=1.0)\n"
         "for step in range(1, 6):\n"

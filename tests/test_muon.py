@@ -7,8 +7,8 @@ import optax
 import pytest
 from test_optim import by_layers, tree
 
-from surojax import muon, optim
-from surojax.collectives import WHOLE
+from surojax.optim import normuon as muon, optimizer as optim
+from surojax.parallel.collectives import WHOLE
 
 
 def matrix(m: int, k: int, values=None, seed: int = 0) -> np.ndarray:

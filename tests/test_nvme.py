@@ -19,12 +19,17 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, tokens
 
-from surojax import checkpoint, checks, default_config, fit, flags, nvme, placement, read_metrics
-from surojax.blueprint import draw
-from surojax.checkpoint import Checkpoints
+from surojax import default_config, read_metrics
+from surojax.assembly import draw
+from surojax.config import checks, flags
 from surojax.errors import CheckpointError, ConfigError
-from surojax.mesh import make_mesh
-from surojax.nvme import InFile, NvmeError, Store, store_of
+from surojax.memory import nvme
+from surojax.memory.nvme import InFile, NvmeError, Store, store_of
+from surojax.placement import table as placement
+from surojax.placement.mesh import make_mesh
+from surojax.planner import fit
+from surojax.run import checkpoint
+from surojax.run.checkpoint import Checkpoints
 from surojax.train import main
 
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(10)]
@@ -438,7 +443,8 @@ def get_config():
 # When it has written so many arrays of the file since its first step began, the process is killed, or the disk is full.
 END = """
 import errno, os, signal, sys
-from surojax import nvme, train
+from surojax import train
+from surojax.memory import nvme
 
 plain, count = os.pwrite, [None]
 begin = nvme.Store.begin_update

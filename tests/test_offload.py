@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, tokens
 
-from surojax import engine, generate, offload, placement, step
-from surojax.checkpoint import FOLDER, Checkpoints, restore, steps_in
+from surojax import generate
 from surojax.errors import ConfigError
+from surojax.memory import host as offload
 from surojax.models.layers import Recompute
+from surojax.placement import table as placement
+from surojax.run.checkpoint import FOLDER, Checkpoints, restore, steps_in
+from surojax.step import engine, train_step as step
 
 SETTINGS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
 ALL = dict.fromkeys(SETTINGS, True)

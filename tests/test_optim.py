@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from surojax import muon, optim
-from surojax.collectives import WHOLE
+from surojax.optim import normuon as muon, optimizer as optim
+from surojax.parallel.collectives import WHOLE
 
 
 def tree(seed: int, layers: int = 3) -> dict:

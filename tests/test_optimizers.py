@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, tokens
 
-from surojax import checkpoint, muon, optim
-from surojax.checkpoint import Checkpoints
 from surojax.errors import CheckpointError
-from surojax.nvme import claim, store_of
+from surojax.memory.nvme import claim, store_of
+from surojax.optim import normuon as muon, optimizer as optim
+from surojax.run import checkpoint
+from surojax.run.checkpoint import Checkpoints
 
 OFFLOADED: dict[str, Any] = {"offload_optimizer": True, "offload_master": True}
 OPTIMIZERS: dict[str, Any] = {"adamw8bit": optim.adamw8bit, "normuon": muon.normuon}  # adamw: all other tests'

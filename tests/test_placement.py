@@ -10,12 +10,13 @@ import pytest
 from flax import nnx
 from small import CONFIG, Small
 
-from surojax import muon, optim, placement
-from surojax.collectives import WHOLE
-from surojax.mesh import find_devices, make_mesh
 from surojax.models.llama import Llama, abstract_params, init_params
-from surojax.precision import Precision
-from surojax.state import init_program
+from surojax.numerics.recipes import Precision
+from surojax.optim import normuon as muon, optimizer as optim
+from surojax.parallel.collectives import WHOLE
+from surojax.placement import table as placement
+from surojax.placement.mesh import find_devices, make_mesh
+from surojax.step.state import init_program
 
 
 @pytest.mark.parametrize("level, grads, weights", [(1, False, False), (2, True, False), (3, True, True)])

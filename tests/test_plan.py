@@ -19,15 +19,16 @@ import jax
 import pytest
 
 from pallas_kernels import dispatch
-from surojax import advice, aot, fit, flags, plan as planner, traffic
-from surojax.advice import GiB
-from surojax.blueprint import MEMORY_LIMIT, draw
-from surojax.config import default_config
+from surojax import plan as plan_command
+from surojax.assembly import MEMORY_LIMIT, draw
+from surojax.config import default_config, flags
 from surojax.errors import ConfigError
-from surojax.gpus import GPUS
-from surojax.hlo import Transfer
-from surojax.mesh import DATA, make_mesh
-from surojax.plan import Plan
+from surojax.placement.mesh import DATA, make_mesh
+from surojax.planner import advice, aot, fit, plan as planner, report, traffic
+from surojax.planner.advice import GiB
+from surojax.planner.gpus import GPUS
+from surojax.planner.hlo import Transfer
+from surojax.planner.plan import Plan
 from surojax.train import peak_flops
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -286,7 +287,7 @@ def test_layers_in_files(planned):
     # The file's part crosses the host link as well, weights and gradients as they do without it.
     read, written = traffic.host_bytes(draw(c, MESH, 10), traffic.Batch(1, 64, 2), p.classes)
     assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)
-    assert in_files < p.h2d_bytes and "read from NVMe" in planner.table(p)
+    assert in_files < p.h2d_bytes and "read from NVMe" in report.table(p)
 
 
 def loop(p: Plan, products: int) -> list[Transfer]:
@@ -480,14 +481,14 @@ def write_config(tmp_path: Path, **changes) -> str:
 
 
 def command(argv: list[str], capsys) -> str:
-    planner.main(argv)
+    plan_command.main(argv)
     return capsys.readouterr().out
 
 
 def refused(argv: list[str]) -> str:
     """The one line that the command ends with."""
     with pytest.raises(SystemExit) as error:
-        planner.main(argv)
+        plan_command.main(argv)
     line = str(error.value)
     assert line.startswith("surojax.plan: error: ") and "\n" not in line
     return line
@@ -516,14 +517,14 @@ def test_units_follow_the_largest_number(monkeypatch):
         return [float(x) for x in re.findall(r"[\d.]+", line)]
 
     p = planner.plan(config("tiny", gpus=4, offload_master=True), FIRST)
-    text = planner.table(p)
+    text = report.table(p)
     assert "\n  MiB per GPU" in text and re.search(r"per step and GPU +count +MiB", text) and "GiB per GPU" not in text
     assert numbers(text, "  weights ") == [round(p.classes["weights"]["device"] / 2**20, 2)] != [0]
     assert numbers(text, "  host to device") == [round(p.h2d_bytes / 2**20, 2)] != [0]
     assert f"at least {1000 * p.step_time_bound_s:.3f} ms, " in text
     assert f"\nfits: {p.device_bytes / 2**20:.1f} MiB of 22.5 GiB" in text
     p = planner.plan(config(gpus=4, gradient_accumulation_steps=8), FIRST)
-    text = planner.table(p)
+    text = report.table(p)
     assert "\n  GiB per GPU" in text and re.search(r"per step and GPU +count +GiB", text) and "MiB per" not in text
     assert f"at least {p.step_time_bound_s:.3f} s, " in text and p.step_time_bound_s > 1
 
@@ -602,13 +603,13 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     p = planner.plan(config(gpus=1), "rtx4090", host_memory=64)
     assert not p.fits and p.changes and p.changes[-1].endswith("(fits)")
     assert any("offload_" in change for change in p.changes)
-    text = planner.table(p)
+    text = report.table(p)
     assert "does not fit: " in text and all(change in text for change in p.changes)
     offloaded = config(gpus=1, **ALL)
     assert planner.plan(offloaded, "rtx4090", host_memory=100).fits
     small = planner.plan(offloaded, "rtx4090", host_memory=64)  # the device is not the problem
     assert not small.fits and small.changes == ["offload_weights=False -> 14.3 GiB, 62.8 GiB of host memory (fits)"]
-    text = planner.table(small)
+    text = report.table(small)
     assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in text and small.changes[0] in text
     in_files = planner.plan(config(gpus=1), "rtx4090", host_memory=30).changes
     assert len(in_files) == 1 and "offload_master=nvme nvme_path=FOLDER" in in_files[0]
@@ -628,10 +629,10 @@ def test_what_fits_leaves_the_driver_its_part(monkeypatch):
         return planner.plan(c, FIRST)
 
     tight, enough, plenty = on(need / 0.96), on(need / 0.94), on(need / 0.7)
-    assert not tight.fits and tight.changes and "does not fit: " in planner.table(tight)
+    assert not tight.fits and tight.changes and "does not fit: " in report.table(tight)
     assert tight.device_limit_bytes == pytest.approx(0.95 / 0.96 * need, rel=1e-3)
-    assert enough.fits and not enough.changes and "95% of each" in planner.table(enough)
-    assert ["MEM_FRACTION=0.95" in planner.table(p) for p in (tight, enough, plenty)] == [False, True, False]
+    assert enough.fits and not enough.changes and "95% of each" in report.table(enough)
+    assert ["MEM_FRACTION=0.95" in report.table(p) for p in (tight, enough, plenty)] == [False, True, False]
 
 
 @needs_compiler

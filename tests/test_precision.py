@@ -9,7 +9,7 @@ import pytest
 
 from surojax.errors import ConfigError
 from surojax.models.layers import products, times
-from surojax.precision import Precision, check_recipe
+from surojax.numerics.recipes import Precision, check_recipe
 
 
 def test_ranges_cover_the_layers_once():

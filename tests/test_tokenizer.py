@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from surojax.errors import ConfigError
-from surojax.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 TEXT = "def greet(name):\r\n\treturn f'Grüße, {name} 👋🏽'  # 你好\n\x00"
 
@@ -147,7 +147,7 @@ def test_both_are_tokenizers_and_bytes_need_no_library(bpe_file):
     both: list[Tokenizer] = [ByteTokenizer(), HuggingFaceTokenizer(bpe_file)]  # pyright checks the protocol here
     assert all(0 <= tokenizer.eos_id < tokenizer.vocab_size for tokenizer in both)
     code = (
-        "import sys; from surojax.tokenizer import load_tokenizer; load_tokenizer('bytes'); "
+        "import sys; from surojax.data.tokenizer import load_tokenizer; load_tokenizer('bytes'); "
         "assert 'tokenizers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

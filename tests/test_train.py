@@ -18,9 +18,11 @@ import jax
 import numpy as np
 import pytest
 
-from surojax import CheckpointError, ConfigError, checkpoint, flags, read_metrics, train
-from surojax.lock import locked
-from surojax.metrics import MetricsLog
+from surojax import CheckpointError, ConfigError, read_metrics, train
+from surojax.config import flags
+from surojax.memory.lock import locked
+from surojax.run import checkpoint
+from surojax.run.metrics import MetricsLog
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
 
@@ -146,7 +148,8 @@ def error_of(argv: list[str]) -> str:
 
 KILL = """
 import os, signal, sys, time
-from surojax import checkpoint, metrics
+from surojax.run import checkpoint
+from surojax.run import metrics
 import surojax.train
 
 train = sys.modules["surojax.train"]

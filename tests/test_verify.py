@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from surojax import blueprint, placement, verify as verifier
+from surojax import assembly as blueprint, verify as verifier
 from surojax.config import default_config
 from surojax.errors import ConfigError
-from surojax.mesh import DATA
-from surojax.precision import RECIPES
+from surojax.numerics.recipes import RECIPES
+from surojax.placement import table as placement
+from surojax.placement.mesh import DATA
 from surojax.verify import OFFLOADS, OWN, SETTINGS, changed, judge, verify
 
 SIZES = {

@@ -1,1 +1,1 @@
-"""Models as Flax NNX modules with logical axis names, and the pure functions of them that the engine calls."""
+"""What is computed: models as Flax modules, and the pure functions that the engine calls."""

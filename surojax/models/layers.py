@@ -22,9 +22,9 @@ from flax import nnx
 from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
 from pallas_kernels.swiglu import swiglu as kernel_swiglu
-from surojax.attention import attend
-from surojax.blockscaled import mxfp8_linear, nvfp4_linear
-from surojax.precision import Precision
+from surojax.models.attention import attend
+from surojax.numerics.blockscaled import mxfp8_linear, nvfp4_linear
+from surojax.numerics.recipes import Precision
 
 
 @dataclasses.dataclass(frozen=True)

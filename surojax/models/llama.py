@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax import fp8
 from surojax.models import llama_fp8
 from surojax.models.layers import (
     Attention,
@@ -32,7 +31,8 @@ from surojax.models.layers import (
     rms_norm,
     times,
 )
-from surojax.precision import Precision
+from surojax.numerics import fp8
+from surojax.numerics.recipes import Precision
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import quantize, rms_norm, rope, swiglu
-from surojax.attention import attend
-from surojax.fp8 import E4M3, E5M2, SITES, Operand, product, scale_for
+from surojax.models.attention import attend
 from surojax.models.layers import rope_angles
-from surojax.precision import Precision
+from surojax.numerics.fp8 import E4M3, E5M2, SITES, Operand, product, scale_for
+from surojax.numerics.recipes import Precision
 
 
 class AttentionSaved(NamedTuple):

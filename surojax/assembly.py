@@ -8,13 +8,18 @@ import math
 
 import jax
 
-from surojax import collectives, config as configs, fp8, muon, optim, placement, step
-from surojax.engine import Engine
-from surojax.mesh import SHARD
+from surojax.config import fields as configs
+from surojax.memory.host import MEMORY_KIND
 from surojax.models.llama import LlamaConfig, abstract_params, functions
-from surojax.offload import MEMORY_KIND
-from surojax.precision import Precision
-from surojax.state import TrainState
+from surojax.numerics import fp8
+from surojax.numerics.recipes import Precision
+from surojax.optim import normuon as muon, optimizer as optim
+from surojax.parallel import collectives
+from surojax.placement import table as placement
+from surojax.placement.mesh import SHARD
+from surojax.step import train_step as step
+from surojax.step.engine import Engine
+from surojax.step.state import TrainState
 
 # What makes XLA overlap copies and communication with computation. The engine lets all of a layer's copies and gathers
 # start with the layer (engine.py); with XLA's defaults each was still started and waited for in one place, most of them

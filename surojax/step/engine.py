@@ -36,16 +36,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from surojax import collectives
-from surojax.ahead import Ahead, Saved
-from surojax.collectives import WHOLE, varying
-from surojax.fp8 import delayed_scales, extended, new_observed, quantise_weights
-from surojax.mesh import DATA, REPLICATE, SHARD
+from surojax.memory.host import allocate, parts, read, write
+from surojax.memory.prefetch import Ahead, Saved
 from surojax.models.llama import ModelFunctions
-from surojax.offload import allocate, parts, read, write
-from surojax.outer import add, embed, head, loss, push_embed
-from surojax.placement import Placement
-from surojax.quantize import dequantise_all, quantise_matrices
+from surojax.numerics.fp8 import delayed_scales, extended, new_observed, quantise_weights
+from surojax.numerics.quantize import dequantise_all, quantise_matrices
+from surojax.parallel import collectives
+from surojax.parallel.collectives import WHOLE, varying
+from surojax.placement.mesh import DATA, REPLICATE, SHARD
+from surojax.placement.table import Placement
+from surojax.step.outer import add, embed, head, loss, push_embed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,13 +27,13 @@ import math
 import jax
 import jax.numpy as jnp
 
-from surojax.blueprint import Blueprint
-from surojax.collectives import WHOLE
-from surojax.gpus import Gpu
-from surojax.mesh import REPLICATE, SHARD
-from surojax.metrics import flops_per_token
-from surojax.precision import BLOCK_SCALED, Precision
-from surojax.quantize import block_size
+from surojax.assembly import Blueprint
+from surojax.numerics.quantize import block_size
+from surojax.numerics.recipes import BLOCK_SCALED, Precision
+from surojax.parallel.collectives import WHOLE
+from surojax.placement.mesh import REPLICATE, SHARD
+from surojax.planner.gpus import Gpu
+from surojax.run.metrics import flops_per_token
 
 
 @dataclasses.dataclass(frozen=True)

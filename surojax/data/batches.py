@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import grain
 import numpy as np
 
-from surojax.corpus import HELD_OUT_FILES, HELD_OUT_STDLIB, STDLIB, Document, hold_out, read_documents
+from surojax.data.corpus import HELD_OUT_FILES, HELD_OUT_STDLIB, STDLIB, Document, hold_out, read_documents
+from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
-from surojax.tokenizer import Tokenizer
 
 type Batch = dict[str, np.ndarray]
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax import optim
+from surojax.memory.host import MEMORY_KIND, joined, parts, put, read, write
+from surojax.memory.nvme import InFile, store_of
 from surojax.models.llama import LlamaConfig, init_layer, init_outer
-from surojax.nvme import InFile, store_of
-from surojax.offload import MEMORY_KIND, joined, parts, put, read, write
-from surojax.quantize import work_copy
+from surojax.numerics.quantize import work_copy
+from surojax.optim import optimizer as optim
 
 
 class TrainState(NamedTuple):

@@ -31,14 +31,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax import quantize
-from surojax.collectives import WHOLE, Reduce
 from surojax.errors import ConfigError
-from surojax.mesh import DATA, SHARD
-from surojax.nvme import InFile, Store
-from surojax.offload import MEMORY_KIND, Home, joined
-from surojax.optim import Optimizer, init_moments
-from surojax.state import TrainState, layer_of
+from surojax.memory.host import MEMORY_KIND, Home, joined
+from surojax.memory.nvme import InFile, Store
+from surojax.numerics import quantize
+from surojax.optim.optimizer import Optimizer, init_moments
+from surojax.parallel.collectives import WHOLE, Reduce
+from surojax.placement.mesh import DATA, SHARD
+from surojax.step.state import TrainState, layer_of
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 

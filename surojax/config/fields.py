@@ -15,7 +15,7 @@ from ml_collections import config_dict
 
 from surojax.models.layers import Recompute, RopeScaling
 from surojax.models.llama import LlamaConfig
-from surojax.precision import Precision
+from surojax.numerics.recipes import Precision
 
 type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
 

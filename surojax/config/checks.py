@@ -11,9 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from surojax.attention import IMPLEMENTATIONS
-from surojax.blockscaled import WIDTHS
-from surojax.config import (
+from surojax.config.fields import (
     KINDS,
     RECOMPUTE_PARTS,
     ROPE_FIELDS,
@@ -27,7 +25,9 @@ from surojax.config import (
     warmup_steps,
 )
 from surojax.errors import ConfigError
-from surojax.precision import BLOCK_SCALED, RECIPES
+from surojax.models.attention import IMPLEMENTATIONS
+from surojax.numerics.blockscaled import WIDTHS
+from surojax.numerics.recipes import BLOCK_SCALED, RECIPES
 
 # What a field's value must be beyond its type: condition, its words, the fix.
 RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (

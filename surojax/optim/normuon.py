@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.collectives import WHOLE
-from surojax.mesh import SHARD
-from surojax.optim import Optimizer, Rule, Scalars, Schedule, Tensor, adamw, rounded
+from surojax.optim.optimizer import Optimizer, Rule, Scalars, Schedule, Tensor, adamw, rounded
+from surojax.parallel.collectives import WHOLE
+from surojax.placement.mesh import SHARD
 
 RMS = 0.2  # of an update
 # (a, b, c) of x -> a x + b x^3 + c x^5 for each step: Polar Express (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1),

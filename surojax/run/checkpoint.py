@@ -36,11 +36,11 @@ import psutil
 import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
-from surojax.checksum import checksums, name_of
 from surojax.errors import CheckpointError, ConfigError
-from surojax.nvme import THREADS, InFile, NvmeError, store_of
-from surojax.offload import MEMORY_KIND, put
-from surojax.state import TrainState, cast, fill_layers, shardings, work_function, work_weights
+from surojax.memory.host import MEMORY_KIND, put
+from surojax.memory.nvme import THREADS, InFile, NvmeError, store_of
+from surojax.run.checksum import checksums, name_of
+from surojax.step.state import TrainState, cast, fill_layers, shardings, work_function, work_weights
 
 FOLDER = "checkpoints"
 FILES = "files.json"

@@ -36,8 +36,8 @@ from jax._src import compiler
 from jax.experimental import topologies
 from jaxlib import xla_client
 
-from surojax.gpus import ARCHITECTURES, GPUS, Gpu
-from surojax.mesh import expect_no_cuda_without_driver, has_driver
+from surojax.placement.mesh import expect_no_cuda_without_driver, has_driver
+from surojax.planner.gpus import ARCHITECTURES, GPUS, Gpu
 
 EXTRA = "pip install 'surojax[plan]'"
 PTXAS = "*/bin/ptxas"

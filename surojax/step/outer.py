@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cross_entropy as kernel
-from surojax.collectives import varying
-from surojax.loss import sharded_cross_entropy
-from surojax.mesh import SHARD
 from surojax.models.layers import linear
 from surojax.models.llama import ModelFunctions
+from surojax.models.loss import sharded_cross_entropy
+from surojax.parallel.collectives import varying
+from surojax.placement.mesh import SHARD
 
 
 def add(tree, more):

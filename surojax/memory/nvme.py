@@ -35,7 +35,7 @@ import jax
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.lock import locked
+from surojax.memory.lock import locked
 
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
 ALIGN = 4096  # bytes: records start at pages of the disk, leaves within one at a 64th of it

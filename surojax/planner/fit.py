@@ -25,17 +25,19 @@ import jax.numpy as jnp
 import psutil
 
 from pallas_kernels import dispatch
-from surojax import advice, blueprint, placement
-from surojax.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
-from surojax.collectives import WHOLE, check_copy_engine
-from surojax.config import Config
+from surojax import assembly as blueprint
+from surojax.config.fields import Config
 from surojax.errors import ConfigError
-from surojax.fp8 import quantise_weights
-from surojax.mesh import DATA, SHARD
 from surojax.models.layers import Recompute
 from surojax.models.llama import LlamaConfig, functions
-from surojax.precision import check_recipe
-from surojax.quantize import is_quantized
+from surojax.numerics.fp8 import quantise_weights
+from surojax.numerics.quantize import is_quantized
+from surojax.numerics.recipes import check_recipe
+from surojax.parallel.collectives import WHOLE, check_copy_engine
+from surojax.placement import table as placement
+from surojax.placement.mesh import DATA, SHARD
+from surojax.planner import advice
+from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
 
 POOL = 0.95  # of a GPU's memory, that JAX takes at most: the driver has its part too
 DEFAULT_POOL = 0.75  # that it takes by itself

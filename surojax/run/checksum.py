@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax.nvme import InFile
-from surojax.offload import Device, move, read
+from surojax.memory.host import Device, move, read
+from surojax.memory.nvme import InFile
 
 
 def name_of(path, separator: str = ".") -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from surojax.config import RECOMPUTE_PARTS, Config, divisor, flat
+from surojax.config.fields import RECOMPUTE_PARTS, Config, divisor, flat
 from surojax.errors import ConfigError
 
 GiB, MiB = 2**30, 2**20

@@ -17,17 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from surojax import collectives, optim
-from surojax.collectives import varying
-from surojax.config import divisor
-from surojax.engine import Engine, evaluate, loss_and_gradients
-from surojax.mesh import SHARD
-from surojax.nvme import InFile, store_of
-from surojax.offload import MEMORY_KIND, Part, joined, on_device, parts, put, read, sweep, write
-from surojax.optim import At, Optimizer, Scalars, apply, apply_at_once
-from surojax.placement import Mesh, batch_sharding, specs
-from surojax.quantize import is_quantized, work_copy
-from surojax.state import TrainState, from_sections, section, shardings
+from surojax.config.fields import divisor
+from surojax.memory.host import MEMORY_KIND, Part, joined, on_device, parts, put, read, sweep, write
+from surojax.memory.nvme import InFile, store_of
+from surojax.numerics.quantize import is_quantized, work_copy
+from surojax.optim import optimizer as optim
+from surojax.optim.optimizer import At, Optimizer, Scalars, apply, apply_at_once
+from surojax.parallel import collectives
+from surojax.parallel.collectives import varying
+from surojax.placement.mesh import SHARD
+from surojax.placement.table import Mesh, batch_sharding, specs
+from surojax.step.engine import Engine, evaluate, loss_and_gradients
+from surojax.step.state import TrainState, from_sections, section, shardings
 
 
 def updated(engine: Engine, optimizer: Optimizer, like, resting, old, at: At):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from surojax.collectives import varying
-from surojax.offload import Home, Part, allocate, read, write
+from surojax.memory.host import Home, Part, allocate, read, write
+from surojax.parallel.collectives import varying
 
 
 class Ahead:

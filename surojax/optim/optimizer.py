@@ -25,8 +25,8 @@ import optax
 
 from pallas_kernels import adamw8bit as kernel
 from pallas_kernels.quantize import random_bits, round_with
-from surojax.collectives import WHOLE
-from surojax.mesh import SHARD
+from surojax.parallel.collectives import WHOLE
+from surojax.placement.mesh import SHARD
 
 Schedule = optax.Schedule
 Scalars = dict[str, jax.Array]  # what all updates of one step are given: see `adam_scalars`

@@ -17,8 +17,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from surojax.errors import ConfigError
-from surojax.mesh import DATA, SHARD
-from surojax.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
+from surojax.numerics.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
+from surojax.placement.mesh import DATA, SHARD
 
 WHOLE = -1
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # see `scatter`

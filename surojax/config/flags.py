@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import ml_collections
 
-from surojax.config import KINDS, WORDS_OF, Config, default_config, flat, no_field
+from surojax.config.fields import KINDS, WORDS_OF, Config, default_config, flat, no_field
 from surojax.errors import ConfigError
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}

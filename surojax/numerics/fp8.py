@@ -22,9 +22,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.collectives import largest_of_shards
-from surojax.mesh import DATA
-from surojax.quantize import largest_magnitude, quantise_whole, scale_for
+from surojax.numerics.quantize import largest_magnitude, quantise_whole, scale_for
+from surojax.parallel.collectives import largest_of_shards
+from surojax.placement.mesh import DATA
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 

@@ -1,0 +1,1 @@
+"""What moves between memories: pinned host memory, files on NVMe, prefetch."""

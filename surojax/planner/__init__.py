@@ -1,0 +1,1 @@
+"""Before there is a GPU: memory, traffic and time of a run."""

@@ -1,0 +1,330 @@
+"""The plan of a run: what the compiled step needs and moves, and the least time that it can take.
+
+The real step is compiled for the named GPU on this machine, which needs none (`aot`); memory, collectives and host
+copies are read from the compiled program (`hlo`), and stand beside what the textbook says (`traffic`); so is which of
+them run while matrix products do, from the order of the program. Where the compiler for GPUs is not installed, memory
+is the estimate of `fit` and traffic that of `traffic`; the result says so.
+"""
+
+import copy
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.dispatch import Unserved
+from surojax.assembly import Blueprint, draw
+from surojax.config import checks, fields as configs
+from surojax.config.fields import Config
+from surojax.errors import ConfigError
+from surojax.memory.host import Home
+from surojax.models.attention import attend, fits_cudnn
+from surojax.numerics.quantize import is_quantized
+from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
+from surojax.placement import table as placement
+from surojax.placement.mesh import DATA, make_mesh, mesh_shape
+from surojax.planner import advice, aot, fit, hlo, traffic
+from surojax.planner.advice import GiB, Memory
+from surojax.planner.gpus import GPUS
+from surojax.step import train_step as step
+
+HOMES: tuple[Home, ...] = ("device", "host", "nvme")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes and seconds per GPU and step. Written as JSON as it is."""
+
+    gpu: str
+    gpus: int
+    parameters: int
+    mesh: dict[str, int]  # sizes of its axes
+    estimate: bool  # True where nothing was compiled
+    fits: bool
+    device_bytes: int  # everything that the program needs in device memory
+    device_temp_bytes: int  # of that, what is no argument of it: accumulators, residuals, working space
+    host_bytes: int
+    host_temp_bytes: int
+    nvme_bytes: int
+    classes: dict[str, dict[str, int]]  # rows of the placement table: {"device", "host", "nvme"}
+    collectives: list[dict[str, Any]]  # {"op", "axis", "count", "bytes", "textbook_bytes"}
+    h2d_bytes: int
+    d2h_bytes: int
+    within_host_bytes: int  # copies from host memory to host memory
+    nvme_read_bytes: int
+    nvme_write_bytes: int
+    overlap: list[dict[str, Any]]  # `hlo.Transfer`s in loops: what they run beside
+    rematerialised: dict[str, Any]  # {"count", "bytes", "largest"}: what XLA computes again to save memory
+    step_time_bound_s: float
+    bound_by: str
+    times_s: dict[str, float]  # what each resource needs at least
+    device_limit_bytes: int  # that JAX can take of this GPU, see `fit.POOL`
+    host_limit_bytes: int | None  # of all GPUs together; None when not given
+    changes: list[str]  # that would make it fit
+
+
+def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
+    """Plan a run on `config.gpus` GPUs of this kind, on a host with so many GiB of memory if given.
+
+    A process can compile for one kind of GPU only: a second kind is planned in a process of its own, as is any kind
+    that this process cannot compile for (`aot.usable`). Raises ConfigError for settings that `train` would refuse, an
+    unknown GPU, and `gpus=0`.
+    """
+    c = checked(config, gpu)
+    if aot.available() and not aot.usable(gpu):
+        return plan_in_subprocess(c, gpu, host_memory=host_memory)
+    return _plan(c, gpu, host_memory)
+
+
+def _plan(c: Config, gpu: str, host_memory: float | None) -> Plan:
+    """`plan` of a checked config, in this process."""
+    n, facts = c.gpus, GPUS[gpu]
+    batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
+    found = _compiled(c, gpu, batch) if aot.available() else _estimated(c, batch)
+    times = traffic.bounds(
+        facts,
+        flops=found.pop("flops"),
+        device_bytes=found.pop("device_traffic"),
+        link_bytes=sum(row["bytes"] for row in found["collectives"]),
+        h2d=found["h2d_bytes"],
+        d2h=found["d2h_bytes"],
+    )
+    host_limit = None if host_memory is None else int(host_memory * GiB)
+    in_files = sum(row["nvme"] for row in found["classes"].values())
+    limit = Memory(int(fit.POOL * facts.memory_bytes), math.inf if host_limit is None else host_limit)
+    need = Memory(found["device_bytes"], n * found["host_bytes"])
+    fits = not any(advice.missing(need, limit))
+    bound_by = max(times, key=lambda resource: times[resource])
+    return Plan(
+        gpu=gpu,
+        gpus=n,
+        fits=fits,
+        nvme_bytes=in_files,
+        nvme_read_bytes=in_files,  # all of it, once a step, in both directions
+        nvme_write_bytes=in_files,
+        step_time_bound_s=times[bound_by],
+        bound_by=bound_by,
+        times_s=times,
+        device_limit_bytes=limit.device,
+        host_limit_bytes=host_limit,
+        changes=[] if fits else _changes(c, need, limit),
+        **found,
+    )
+
+
+def checked(config: Config, gpu: str) -> Config:
+    """A copy of the config, with what "auto" means on this GPU. Raises ConfigError: see `plan`."""
+    if gpu not in GPUS:
+        near = difflib.get_close_matches(gpu.lower(), GPUS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "add its facts to surojax/planner/gpus.py"
+        raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {gpu!r}; {hint}")
+    checks.check(config)
+    if config.gpus == 0:
+        raise ConfigError(
+            "gpus: expected the number of GPUs to plan for, got 0, which is all GPUs of this machine; "
+            "set --config.gpus=4, for example"
+        )
+    mesh_shape(config.gpus, dp_replicate_size=config.dp_replicate_size, dp_shard_size=config.dp_shard_size)
+    c = copy.deepcopy(config)  # copy_and_resolve_references would forget which types `config.either` lets in
+    if c.attention == "auto":
+        c.attention = "cudnn" if fits_cudnn(c.model_dtype, configs.head_dim(c)) else "xla"
+    if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
+        c.block_scaled_products = "native"
+    check_recipe(configs.model_config(c).precision, f"a {gpu}", GPUS[gpu])
+    return c
+
+
+def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
+    """Figures of the plan, read from the step that XLA compiles for this GPU."""
+    mesh = make_mesh(aot.devices(gpu, c.gpus), dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
+    run = draw(c, mesh.abstract_mesh, total_steps=1000)
+    _check_attention(c, gpu, batch)
+    options = run.compiler_options(
+        "gpu",
+        memory_bytes=GPUS[gpu].memory_bytes,
+        plans_with=aot.PLANS_WITH,
+        host_temporaries=fit.host_temporaries(run, batch.sequences, batch.sequence_len),
+    )
+    parts = programs(run, mesh, batch)
+    try:
+        done = [(aot.compile_for(f, args, mesh, options), times) for f, args, times in parts]
+    except Unserved as error:
+        raise fit.unserved(error) from error
+    textbook = traffic.collective_bytes(run, batch)
+    modules = [(hlo.parse(compiled.text), times) for compiled, times in done]
+    copies = [(hlo.host_copies(module), times) for module, times in modules]
+    again = [(hlo.rematerialised(module), times) for module, times in modules]
+    total = lambda pairs, name: sum(times * getattr(x, name) for x, times in pairs)
+    others = [beside(run, args) for _, args, _ in parts]
+    most = lambda name, home: max(getattr(x, name) + rest[home] for (x, _), rest in zip(done, others, strict=True))
+    return _sizes(run) | {
+        "estimate": False,
+        "device_bytes": most("device_bytes", "device"),
+        "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x, _ in done),
+        "host_bytes": most("host_bytes", "host"),
+        "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x, _ in done),
+        "classes": classes(run, batch),
+        "collectives": _beside(hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), textbook),
+        "h2d_bytes": total(copies, "h2d_bytes"),
+        "d2h_bytes": total(copies, "d2h_bytes"),
+        "within_host_bytes": total(copies, "within_host_bytes"),
+        "overlap": [dataclasses.asdict(x) for module, _ in modules for x in hlo.overlaps(module)],
+        "rematerialised": {
+            "count": total(again, "count"),
+            "bytes": total(again, "bytes"),
+            "largest": max((r for r, _ in again), key=lambda r: r.bytes).largest,
+        },
+        "flops": traffic.step_flops(run, batch),
+        "device_traffic": traffic.device_traffic(run, batch),
+    }
+
+
+def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
+    """Raises ConfigError for a model that cuDNN's attention does not take: tracing it alone tells."""
+    heads = lambda n: jax.ShapeDtypeStruct((batch.sequences, batch.sequence_len, n, configs.head_dim(c)), c.model_dtype)
+    queries, keys = heads(c.model.num_attention_heads), heads(c.model.num_key_value_heads)
+    attention = functools.partial(attend, implementation=c.attention)
+    try:
+        jax.eval_shape(lambda q, k, v: jax.vjp(attention, q, k, v)[0], queries, keys, keys)
+    except NotImplementedError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"attention: expected one that takes this model on a {gpu}, got {c.attention!r} ({reason}); use 'xla'"
+        ) from error
+
+
+def programs(run: Blueprint, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> list[tuple[Any, tuple, int]]:
+    """(jitted function, its arguments, how often it runs in a step) for each program that makes up a step."""
+    shape = (batch.microbatches, batch.sequences * mesh.size, batch.sequence_len)
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=placement.batch_sharding(mesh.abstract_mesh))
+    train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh)
+    if isinstance(train_step, step.LayerStep):
+        return train_step.programs(tokens, tokens)
+    return [(train_step, (run.plan, tokens, tokens), 1)]
+
+
+def beside(run: Blueprint, args) -> dict[Home, int]:
+    """Bytes per GPU that are in memory while a program of a step runs which does not take them.
+
+    That is state for the step's other programs, and layers from files: one is read ahead; in the update, where one is
+    the program's and one its result, another is written.
+    """
+    taken = {id(x) for x in jax.tree.leaves(args)}
+    rest = [x for x in jax.tree.leaves(run.plan) if id(x) not in taken]
+    layer = placement.bytes_per_device(run.plan, "nvme") // run.model.num_hidden_layers
+    layers = 1 if any(x is run.plan.step for x in jax.tree.leaves(args)) else fit.NVME_LAYERS - 2
+    in_memory = lambda home: placement.bytes_per_device(rest, home)
+    return {"device": in_memory("device"), "host": in_memory("host") + layers * layer}
+
+
+def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
+    """The same figures from shapes alone."""
+    shape = mesh_shape(c.gpus, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
+    run = draw(c, jax.sharding.AbstractMesh(shape, DATA), total_steps=1000)
+    rows, need = classes(run, batch), fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
+    of = lambda names, home: sum(need[name][home] for name in names)
+    inside = ("gradients", "activations", "working space")
+    h2d, d2h = traffic.host_bytes(run, batch, rows)
+    return _sizes(run) | {
+        "estimate": True,
+        "device_bytes": of(need, "device"),
+        "device_temp_bytes": of(inside, "device"),
+        "host_bytes": of(need, "host"),
+        "host_temp_bytes": of(inside, "host"),
+        "classes": rows,
+        "collectives": _beside([], traffic.collective_bytes(run, batch)),
+        "h2d_bytes": h2d,
+        "d2h_bytes": d2h,
+        "within_host_bytes": 0,
+        "overlap": [],
+        "rematerialised": {"count": 0, "bytes": 0, "largest": ""},
+        "flops": traffic.step_flops(run, batch),
+        "device_traffic": traffic.device_traffic(run, batch),
+    }
+
+
+def _sizes(run: Blueprint) -> dict[str, Any]:
+    parameters = sum(p.size for p in jax.tree.leaves(run.params))
+    return {"parameters": parameters, "mesh": dict(run.mesh.shape)}
+
+
+def _beside(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
+    """Rows of collectives, each with its textbook figure; where none was compiled that figure is the row's."""
+    rows = [dataclasses.asdict(x) | {"textbook_bytes": textbook.get((x.op, x.axis), 0)} for x in found]
+    listed = {(x.op, x.axis) for x in found}
+    missing = {key: size for key, size in textbook.items() if key not in listed}
+    blank = lambda size: {"count": 0, "bytes": 0 if found else size, "textbook_bytes": size}
+    return rows + [{"op": op, "axis": axis} | blank(size) for (op, axis), size in missing.items()]
+
+
+def classes(run: Blueprint, batch: traffic.Batch) -> dict[str, dict[str, int]]:
+    """Bytes per GPU of each row of the placement table, by the memory where they rest."""
+    need = fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
+    blocks = jax.tree.leaves(run.plan.weights["blocks"], is_leaf=is_quantized)
+    state = run.plan._asdict() | {
+        "weights": [x for x in blocks if not is_quantized(x)],
+        "quants": [x for x in blocks if is_quantized(x)],
+        "outer": run.plan.weights["outer"],
+    }
+    inside = {"grads": "gradients", "residuals": "activations"}
+
+    def row(name: str) -> dict[str, int]:
+        found: dict[str, int] = dict.fromkeys(HOMES, 0)
+        if name in inside:
+            return found | need[inside[name]]
+        for home in HOMES:
+            found[home] = placement.bytes_per_device(state.get(name), home)
+        return found
+
+    rows = vars(run.engine.placement).items()
+    return {name: row(name) for name, of in rows if isinstance(of, placement.Row) and (name != "quants" or of.dtype)}
+
+
+def _changes(c: Config, need: Memory, limit: Memory) -> list[str]:
+    """Settings that would make it fit, by estimate, to which is added what it misses of this `need`."""
+    estimated = fit.needs(c, c.gpus, "gpu")
+    device, host = max(0, need.device - estimated.device), max(0, need.host - estimated.host)
+
+    def needs(c: Config, n: int) -> Memory:
+        found = fit.needs(c, n, "gpu")
+        return Memory(found.device + device, found.host + host)
+
+    found = advice.changes_that_help(c, c.gpus, limit, "gpu", needs)
+    unsolved = any(advice.missing(found[-1][1] if found else need, limit))
+    more = "a smaller model or sequence_len, or a machine with more memory"
+    return advice.lines(found, limit) + [more] * unsolved
+
+
+def plan_in_subprocess(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
+    """`plan` in a process of its own. Raises ConfigError as it does, RuntimeError when that process fails."""
+    code = "from surojax.planner.plan import serve; serve()"
+    request = json.dumps({"config": config.to_dict(), "gpu": gpu, "host_memory": host_memory})
+    done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"planning for {gpu} in a process of its own failed: {done.stderr.strip()[-2000:]}")
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return Plan(**answer)
+
+
+def serve() -> None:
+    """Answer one request of `plan_in_subprocess`, from standard input to standard output."""
+    jax.config.update("jax_platforms", "cpu")
+    request = json.load(sys.stdin)
+    try:
+        gpu, host_memory = request["gpu"], request["host_memory"]
+        c = checked(checks.restored_config(request["config"]), gpu)
+        if aot.available() and not aot.usable(gpu):
+            raise ConfigError(f"--gpu: cannot compile for {gpu}: JAX does not load its CUDA plugin; {aot.EXTRA}")
+        answer = dataclasses.asdict(_plan(c, gpu, host_memory))
+    except ConfigError as error:
+        answer = {"error": str(error)}
+    json.dump(answer, sys.stdout)

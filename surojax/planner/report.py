@@ -1,0 +1,85 @@
+"""A plan as text: what `python -m surojax.plan` prints."""
+
+from surojax.planner import aot, fit
+from surojax.planner.advice import gib, memory_unit
+from surojax.planner.gpus import GPUS
+from surojax.planner.plan import HOMES, Plan
+
+RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
+
+
+def table(p: Plan) -> str:
+    """The plan as text."""
+    axes = " x ".join(f"{name}={size}" for name, size in p.mesh.items())
+    lines = [f"plan: {p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].name} ({axes})"]
+    if p.estimate:
+        lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the step: {aot.EXTRA}")
+    cells = lambda sizes, unit: "".join(f"{size / unit:>10.2f}" if size else f"{'-':>10}" for size in sizes)
+    totals = [p.device_bytes, p.host_bytes, p.nvme_bytes]
+    name, unit = memory_unit(max(totals))
+    row = lambda name, sizes: f"  {name:<16}{cells(sizes, unit)}"
+    lines += ["", f"  {f'{name} per GPU':<16}" + "".join(f"{home:>10}" for home in HOMES)]
+    lines += [row(name, [sizes[home] for home in HOMES]) for name, sizes in p.classes.items()]
+    rest = [t - sum(sizes[home] for sizes in p.classes.values()) for t, home in zip(totals, HOMES, strict=True)]
+    lines += [row("working space", [max(0, r) for r in rest]), row("total", totals)]
+    again = p.rematerialised
+    what = f"{again['count']:,} operations, {gib(again['bytes'])} of results, most in {again['largest']}"
+    lines += [
+        "",
+        f"of that temporary: {gib(p.device_temp_bytes)} on the device, {gib(p.host_temp_bytes)} on the host",
+        f"computed again by XLA to save memory: {what if again['count'] else 'nothing'}",
+        "",
+    ]
+    copies = {"host to device": p.h2d_bytes, "device to host": p.d2h_bytes}
+    others = {
+        "within host memory": p.within_host_bytes,
+        "read from NVMe": p.nvme_read_bytes,
+        "written to NVMe": p.nvme_write_bytes,
+    }
+    moved = copies | {name: size for name, size in others.items() if size}
+    name, unit = memory_unit(max([*moved.values(), *(x["bytes"] for x in p.collectives)]))
+    lines.append(f"  {'per step and GPU':<30}{'count':>8}{name:>10}{'textbook':>10}")
+    for x in p.collectives:
+        sizes = cells([x["bytes"], x["textbook_bytes"]], unit)
+        lines.append(f"  {x['op'] + ' over ' + x['axis']:<30}{x['count'] or '-':>8}{sizes}")
+    lines += [f"  {name:<30}{'':>8}{cells([size], unit)}" for name, size in moved.items()]
+    lines += overlap_lines(p)
+    name, unit = ("s", 1) if p.step_time_bound_s >= 1 else ("ms", 1e-3)
+    parts = ", ".join(f"{RESOURCES[resource]} {t / unit:.3f}" for resource, t in p.times_s.items())
+    bound = f"{p.step_time_bound_s / unit:.3f} {name}, bound by {RESOURCES[p.bound_by]}"
+    return "\n".join([*lines, "", f"a step takes at least {bound} ({parts})", *verdict(p)])
+
+
+def overlap_lines(p: Plan) -> list[str]:
+    """How many of the transfers in loops run beside something; loops by how often they run and what they compute."""
+    names = {"h2d": "host to device", "d2h": "device to host"}
+    found: dict[tuple, list[int]] = {}
+    for x in p.overlap:
+        loop = (-x["products"], f"{x['products']} products, {x['times']} x") if x["products"] else (0, "update")
+        row = found.setdefault((*loop, names.get(x["kind"], x["kind"])), [0, 0, 0, 0])
+        marks = True, x["asynchronous"], x["waited"] > x["started"], x["both_ways"]
+        row[:] = [total + x["count"] * mark for total, mark in zip(row, marks, strict=True)]
+    if not found:
+        return []
+    head = f"  {'transfers in loops':<38}{'count':>7}{'asynchronous':>14}{'beside products':>17}{'both ways':>11}"
+    rows = (
+        f"  {f'{loop}: {kind}':<38}{n:>7}{a:>14}{w:>17}{b:>11}"
+        for (_, loop, kind), (n, a, w, b) in sorted(found.items())
+    )
+    return ["", head, *rows]
+
+
+def verdict(p: Plan) -> list[str]:
+    """Lines that say whether it fits, and if not what would."""
+    name, device = GPUS[p.gpu].name, f"{gib(p.device_bytes)} of {gib(p.device_limit_bytes)}"
+    over = p.device_bytes > p.device_limit_bytes
+    lines = [f"{'does not fit' if over else 'fits'}: {device}, which is {fit.POOL:.0%} of each {name}"]
+    if not over:
+        lines[0] += "; cuDNN's workspaces come on top, some hundred MiB"
+        if p.device_bytes > fit.DEFAULT_POOL / fit.POOL * p.device_limit_bytes:
+            lines.append(f"  with {fit.POOL_SETTING} in the environment: JAX takes {fit.DEFAULT_POOL} by itself")
+    if p.host_limit_bytes is not None:
+        need, there = gib(p.gpus * p.host_bytes), gib(p.host_limit_bytes)
+        enough = p.gpus * p.host_bytes <= p.host_limit_bytes
+        lines.append(f"{'fits' if enough else 'does not fit'}: {need} of {there} host memory for all GPUs")
+    return lines + [f"  {'then' if i else 'would change it:'} {change}" for i, change in enumerate(p.changes)]

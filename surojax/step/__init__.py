@@ -1,0 +1,1 @@
+"""One optimizer step: forward and backward, reduction of gradients, update."""
