@@ -17,15 +17,15 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from surojax.assembly import schedule_options
+from surojax.assembly import model_config, schedule_options
 from surojax.config import flags
 from surojax.config.checks import check
-from surojax.config.fields import model_config
-from surojax.models.llama import LlamaConfig, abstract_params, functions
-from surojax.numerics.fp8 import SITES, quantise_weights
+from surojax.models.llama import LlamaConfig, declared_params, functions
+from surojax.numerics.fp8 import E4M3, SITES
 from surojax.placement.mesh import make_mesh
 from surojax.planner import aot
 from surojax.planner.hlo import Instruction, Module, arrays, executed, parse
+from surojax.step.weights import quantise_with_one_scale
 
 KINDS = ("float8 product", "block-scaled product", "other product", "attention", "fused kernel", "pass by XLA", "small")
 SMALL = 1 << 20  # bytes
@@ -38,9 +38,10 @@ def compile_block(config: LlamaConfig, gpu: str, tokens: int) -> dict[str, aot.C
     model = functions(config)
     where = jax.NamedSharding(mesh.abstract_mesh, jax.P())
     put = lambda tree: jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), tree)
-    params, _ = abstract_params(config)
-    w = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], jnp.bfloat16), params["blocks"])
-    w = jax.eval_shape(quantise_weights, w) if config.precision.fp8 else w
+    params = declared_params(config)["blocks"]
+    w = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
+    if config.precision.fp8:
+        w = jax.eval_shape(lambda w: quantise_with_one_scale(params, w, E4M3), w)
     x = jax.ShapeDtypeStruct((1, tokens, config.hidden_size), jnp.bfloat16)
     given = {
         "fp8_hybrid": jax.ShapeDtypeStruct((len(SITES),), jnp.float32),

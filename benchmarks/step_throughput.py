@@ -17,17 +17,15 @@ import numpy as np
 import optax
 from flax import nnx
 
+from surojax.assembly import assemble, model_config
 from surojax.config.checks import check
-from surojax.config.fields import model_config
 from surojax.config.flags import parse
-from surojax.models.llama import Llama, abstract_params, functions
+from surojax.models.llama import Llama
 from surojax.models.loss import cross_entropy
 from surojax.optim.optimizer import adamw, adamw_chain, learning_rate_schedule
-from surojax.placement import table as placement
+from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
-from surojax.step import train_step as step
-from surojax.step.engine import Engine
-from surojax.step.state import init_state
+from surojax.placement.table import place
 
 
 def plain_step(config, optimizer, chain, dtype: str, recompute_block: bool):
@@ -56,20 +54,23 @@ def main() -> None:
     check(c)
     config, mesh = model_config(c), make_mesh(jax.devices()[:1])
     schedule = learning_rate_schedule("cosine", peak=c.learning_rate, total_steps=1000)
-    optimizer, chain = adamw(schedule), adamw_chain()
-    shapes, _ = abstract_params(config)
-    table = placement.place(model_dtype=c.model_dtype, num_shards=1)
-    plan = placement.state_plan(shapes, table, optimizer, mesh)
-    dims = placement.shard_dims(shapes, mesh)
-    resting = placement.resting_dims(shapes, dims, table)
-    engine = Engine(functions(config), table, dims, resting, c.recompute_block, c.lmhead_chunks)
-    ours = step.make_train_step(engine, optimizer, plan, mesh)
+    optimizer = adamw(schedule)
+    chain = adamw_chain(mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params))
+    run = assemble(
+        config,
+        table=place(model_dtype=c.model_dtype, num_shards=1),
+        optimizer=optimizer,
+        mesh=mesh,
+        recompute_block=c.recompute_block,
+        lmhead_chunks=c.lmhead_chunks,
+    )
+    ours = run.train_step()
     plain = plain_step(config, optimizer, chain, c.model_dtype, c.recompute_block)
 
     shape = (1, c.per_device_batch_size, c.sequence_len + 1)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
-    inputs, labels = jax.device_put((tokens[..., :-1], tokens[..., 1:]), placement.batch_sharding(mesh))
-    state = init_state(config, plan, optimizer, 0)
+    inputs, labels = jax.device_put((tokens[..., :-1], tokens[..., 1:]), batch_sharding(mesh))
+    state = run.init_state(0)
     master = jax.tree.map(jnp.copy, state.master)
     moments, count = chain.init(master), jnp.int32(0)
     compiled = (

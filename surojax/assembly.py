@@ -1,6 +1,8 @@
-"""From a checked config and a mesh to everything that a run is made of, drawn but not built: no array exists yet.
+"""Assembly: from a model, a placement, an optimizer and a mesh to all that a run is made of; no array exists yet.
 
-The commands share it: `train` builds what it says, `fit` adds up its bytes. The mesh may be abstract.
+`assemble` takes frozen dataclasses and works without a config: tests, benchmarks and notebooks call it.
+`from_config` reads them from a checked ConfigDict: `train` builds what it says, the planner adds up its bytes. The mesh
+may be abstract.
 """
 
 import dataclasses
@@ -10,16 +12,19 @@ import jax
 
 from surojax.config import fields as configs
 from surojax.memory.host import MEMORY_KIND
-from surojax.models.llama import LlamaConfig, abstract_params, functions
+from surojax.models.layers import Recompute, RopeScaling
+from surojax.models.llama import LlamaConfig, declared_params, functions
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
-from surojax.optim import normuon as muon, optimizer as optim
+from surojax.optim import normuon, optimizer as optim
 from surojax.parallel import collectives
-from surojax.placement import table as placement
+from surojax.placement.layout import layouts
 from surojax.placement.mesh import SHARD
+from surojax.placement.table import SETTINGS, Mesh, Placement, place
 from surojax.step import train_step as step
-from surojax.step.engine import Engine
-from surojax.step.state import TrainState
+from surojax.step.spec import Engine
+from surojax.step.state import TrainState, init_state
+from surojax.step.state_plan import state_plan
 
 # What makes XLA overlap copies and communication with computation. The engine lets all of a layer's copies and gathers
 # start with the layer (engine.py); with XLA's defaults each was still started and waited for in one place, most of them
@@ -53,15 +58,19 @@ def schedule_options(precision: Precision) -> dict[str, str | bool | int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Blueprint:
+class Assembly:
     """A run: its model, optimizer, the plan of its state, and the engine that works on it."""
 
     model: LlamaConfig
     optimizer: optim.Optimizer
-    params: dict  # shapes of the float32 parameters
+    params: dict  # the model's `Param`s
     plan: TrainState
     engine: Engine
-    mesh: placement.Mesh
+    mesh: Mesh
+
+    def init_state(self, seed: int) -> TrainState:
+        """A new state, each array created in its own sharding and memory."""
+        return init_state(self.model, self.params, self.plan, self.optimizer, seed)
 
     def train_step(self):
         """See `step.make_train_step`."""
@@ -81,7 +90,7 @@ class Blueprint:
             left = plans_with * memory_bytes - state
             wanted = 0.95 * memory_bytes - state + 2 * host_temporaries
             limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
-        return schedule | limit | collectives.compiler_options(self.engine.placement.copy_engine)
+        return schedule | limit | collectives.compiler_options(self.engine.table.copy_engine)
 
     def state_bytes(self) -> int:
         """Bytes of the state in the device memory of one GPU."""
@@ -95,19 +104,58 @@ class Blueprint:
         return step.make_eval_step(self.engine, self.plan, self.mesh)
 
 
-def draw(c: configs.Config, mesh: placement.Mesh, total_steps: int) -> Blueprint:
-    """The blueprint of a checked config on a mesh, for a run of `total_steps`."""
-    model = configs.model_config(c)
-    optimizer = _optimizer(c, total_steps)
-    table = placement.place(**{name: c[name] for name in placement.SETTINGS}, num_shards=mesh.shape[SHARD])
-    params, _ = abstract_params(model)
-    dims = placement.shard_dims(params, mesh)
-    resting = placement.resting_dims(params, dims, table)
-    engine = Engine(functions(model), table, dims, resting, c.recompute_block, c.lmhead_chunks, c.z_loss)
+def assemble(
+    model: LlamaConfig,
+    *,
+    table: Placement,
+    optimizer: optim.Optimizer,
+    mesh: Mesh,
+    recompute_block: bool = True,
+    lmhead_chunks: int = 1,
+    z_loss: float = 0.0,
+) -> Assembly:
+    """A run of this model. Raises ConfigError for a table that does not fit the model or the mesh."""
+    params = declared_params(model)
+    of_classes = layouts(params, table, mesh)
+    engine = Engine(functions(model), params, table, of_classes, recompute_block, lmhead_chunks, z_loss)
     precision = model.precision
     history = fp8.history_shape(model.num_hidden_layers, precision.amax_history) if precision.delayed else None
-    plan = placement.state_plan(params, table, optimizer, mesh, history=history)
-    return Blueprint(model, optimizer, params, plan, engine, mesh)
+    plan = state_plan(params, model.num_hidden_layers, table, of_classes, optimizer, mesh, history=history)
+    return Assembly(model, optimizer, params, plan, engine, mesh)
+
+
+def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
+    """The run of a checked config on a mesh, with a schedule for `total_steps`."""
+    settings = {name: c[name] for name in SETTINGS}
+    return assemble(
+        model_config(c),
+        table=place(**settings, num_shards=mesh.shape[SHARD]),
+        optimizer=_optimizer(c, total_steps),
+        mesh=mesh,
+        recompute_block=c.recompute_block,
+        lmhead_chunks=c.lmhead_chunks,
+        z_loss=c.z_loss,
+    )
+
+
+def model_config(c: configs.Config) -> LlamaConfig:
+    """The frozen architecture of a checked config."""
+    sizes = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
+    rope = {name: sizes.pop(f"rope_{name}") for name in configs.ROPE_FIELDS}
+    scaling = RopeScaling(sizes.pop("rope_scaling"), **rope)
+    recompute = Recompute(**{name.removeprefix("recompute_"): c[name] for name in configs.RECOMPUTE_PARTS})
+    precision = Precision(
+        recipe=c.recipe,
+        matmul_dtype=c.matmul_dtype,
+        gradient_dtype=c.gradient_dtype,
+        amax_history=c.fp8_amax_history,
+        margin=c.fp8_margin,
+        skip_first=c.skip_quant_first_layers,
+        skip_last=c.skip_quant_last_layers,
+        kernels=c.kernels,
+        block_scaled_products=c.block_scaled_products,
+    )
+    return LlamaConfig(**sizes, rope_scaling=scaling, attention=c.attention, recompute=recompute, precision=precision)
 
 
 def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedule:
@@ -141,6 +189,6 @@ def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
             "steps": c.muon_ns_steps,
         }
     if c.optimizer == "adamw8bit":
-        settings["implementation"] = configs.model_config(c).precision.implementation
-    make = {"adamw": optim.adamw, "adamw8bit": optim.adamw8bit, "normuon": muon.normuon}[c.optimizer]
+        settings["implementation"] = model_config(c).precision.implementation
+    make = {"adamw": optim.adamw, "adamw8bit": optim.adamw8bit, "normuon": normuon.normuon}[c.optimizer]
     return make(rate(c.learning_rate), **settings)

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from surojax.assembly import model_config
 from surojax.config.checks import restored_config
-from surojax.config.fields import model_config
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.host import parts, read, write
@@ -147,7 +147,7 @@ def load(path: str | Path, tokenizer: str = "") -> tuple[LlamaConfig, dict, Toke
             f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, got {words.name}"
         )
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes, _ = abstract_params(model_config(c))
+    shapes = abstract_params(model_config(c))
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, c.model_dtype, sharding=here), shapes)
     return model_config(c), checkpoint.restore_weights(found, plan), words
 

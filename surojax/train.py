@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from surojax.assembly import Blueprint, draw
+from surojax.assembly import Assembly, from_config
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.config.flags import parse
@@ -30,7 +30,7 @@ from surojax.errors import CheckpointError, ConfigError
 from surojax.generate import complete
 from surojax.memory import nvme
 from surojax.memory.lock import locked
-from surojax.placement import table as placement
+from surojax.placement.layout import batch_sharding, replicated_matrices
 from surojax.placement.mesh import find_devices, make_mesh
 from surojax.planner import gpus, traffic
 from surojax.planner.advice import summed
@@ -71,7 +71,7 @@ def train(config: Config) -> Result:
     output_dir = checks.check_output_dir(c.output_dir)
     devices = find_devices(c.gpus)
     mesh = make_mesh(devices, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
-    run = draw(c, mesh, total_steps=1)
+    run = from_config(c, mesh, total_steps=1)
     need = check_fit(c, run, devices)
     nvme.check(nvme.store_of(run.plan))
     checkpoint.check_room(output_dir, run.plan)
@@ -86,7 +86,7 @@ def train(config: Config) -> Result:
     check_schedule(c, total_steps)
 
     # -- Plan: shapes, shardings, memory; and what there is to continue from ------------------------------------------
-    run = draw(c, mesh, total_steps)
+    run = from_config(c, mesh, total_steps)
     identity = {"tokenizer": tokenizer.name, "data": corpus.fingerprint}
     newest = checkpoint.find(output_dir / checkpoint.FOLDER)
     resume = find_resume(c, output_dir, identity, samples_per_step)
@@ -126,7 +126,7 @@ def train(config: Config) -> Result:
             host_temporaries=host_temporaries(run, c.per_device_batch_size, c.sequence_len),
         )
         tokens_shape = (c.gradient_accumulation_steps, batch_size, c.sequence_len)
-        tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=placement.batch_sharding(mesh))
+        tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=batch_sharding(mesh))
         train_step = run.train_step().lower(run.plan, tokens, tokens).compile(options)
         evaluate = Evaluation(c, run, mesh, held_out)
         say(f"compiled in {time.perf_counter() - compile_start:.1f} s")
@@ -139,7 +139,7 @@ def train(config: Config) -> Result:
             train_state = checkpoint.restore(resume, run.plan)
             say(f"continuing from {resume}")
         else:
-            train_state = state.init_state(run.model, run.plan, run.optimizer, c.seed)
+            train_state = run.init_state(c.seed)
 
         # -- Loop -----------------------------------------------------------------------------------------------------
         checkpoints = until_end.enter_context(Checkpoints(output_dir, save_total_limit=c.save_total_limit))
@@ -283,7 +283,7 @@ def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) ->
     say(f"note: a step has {now} samples from here on, it had {before}")
 
 
-def describe(c: Config, run: Blueprint, devices, need: dict[str, int]) -> None:
+def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     """Say what will run where, and what it needs."""
     parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(run.params))
     axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
@@ -294,19 +294,19 @@ def describe(c: Config, run: Blueprint, devices, need: dict[str, int]) -> None:
         if needs:
             say(f"{memory} per device: {summed(needs, digits=2)}")
     shards = run.mesh.shape["dp_shard"]
-    if shards > 1 and (whole := placement.kept_whole(run.params, run.engine.dims)):
+    if shards > 1 and (whole := replicated_matrices(run.params, run.engine.layouts.master)):
         say(f"note: kept whole on every device, since {shards} divides none of their dimensions: {whole}")
 
 
 class Evaluation:
     """Loss on held-out text: nats per token, and bits per byte, which compares across tokenizers."""
 
-    def __init__(self, c: Config, run: Blueprint, mesh: jax.sharding.Mesh, held_out: data.Corpus):
+    def __init__(self, c: Config, run: Assembly, mesh: jax.sharding.Mesh, held_out: data.Corpus):
         batch_size = c.per_device_batch_size * mesh.size
         options = {"sequence_len": c.sequence_len, "batch_size": batch_size, "max_batches": c.eval_batches}
         self.batches = list(data.evaluation_batches(held_out, **options))
         self.bytes_per_token = held_out.bytes_per_token
-        self.sharding = placement.batch_sharding(mesh, accumulated=False)
+        self.sharding = batch_sharding(mesh, accumulated=False)
         tokens = jax.ShapeDtypeStruct((batch_size, c.sequence_len), np.int32, sharding=self.sharding)
         options = run.compiler_options(mesh.devices.flat[0].platform)
         self.step = run.eval_step().lower(run.plan.weights, tokens, tokens).compile(options)
@@ -343,7 +343,7 @@ class StopSignal:
         self.received = signal.Signals(number).name
 
 
-def sample(c: Config, run: Blueprint, weights, tokenizer: Tokenizer, held_out: data.Corpus) -> str:
+def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: data.Corpus) -> str:
     """The prompt and what the model makes of it, with control characters escaped."""
     prompt = c.sample_prompt or tokenizer.decode(held_out.tokens[:64])
     options = {"max_tokens": c.sample_tokens, "temperature": c.sample_temperature, "seed": c.seed}
@@ -363,7 +363,7 @@ def evaluation_summary(output_dir: Path) -> str:
     return f"evaluation: loss {arrow('loss')}, {arrow('bits_per_byte')} bits per byte ({steps})"
 
 
-def peak_flops(devices, run: Blueprint, sequence_len: int) -> float | None:
+def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
     """FLOP/s of all devices together in a run's mixture of products, each at its dtype's peak; None where unknown."""
     gpu, flops = gpus.find_gpu(devices[0].device_kind), traffic.token_flops(run, sequence_len)
     return None if gpu is None else len(devices) * sum(flops.values()) / traffic.compute_time(gpu, flops)

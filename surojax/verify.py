@@ -33,15 +33,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from surojax.assembly import draw
+from surojax.assembly import from_config
 from surojax.config import Config, checks, default_config, fields as configs
 from surojax.config.flags import parse
 from surojax.errors import ConfigError
 from surojax.memory import nvme
 from surojax.placement import table as placement
+from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import find_devices, make_mesh
 from surojax.planner.fit import check_fit
-from surojax.step.state import init_state
 
 type Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
 
@@ -323,14 +323,14 @@ def trained(c: Config, s: Setting, batches: list, microbatches: int, devices: Se
             s = s._replace(changes=s.changes | {"nvme_path": folder})
         c = changed(c, s, len(batches), sequences, microbatches)
         mesh = make_mesh(devices, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
-        run = draw(c, mesh, total_steps=len(batches))
+        run = from_config(c, mesh, total_steps=len(batches))
         check_fit(c, run, devices)
         if store := nvme.store_of(run.plan):
             until_end.enter_context(nvme.claim(store))
-        where, shape = placement.batch_sharding(mesh), (microbatches, sequences // microbatches, c.sequence_len)
+        where, shape = batch_sharding(mesh), (microbatches, sequences // microbatches, c.sequence_len)
         tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
         step = run.train_step().lower(run.plan, tokens, tokens).compile(run.compiler_options(devices[0].platform))
-        state, found = init_state(run.model, run.plan, run.optimizer, c.seed), []
+        state, found = run.init_state(c.seed), []
         for batch in batches:
             # One at a time: several programs with collectives in flight can block each other on virtual CPU devices.
             inputs, labels = jax.block_until_ready(jax.device_put([x.reshape(shape) for x in batch], where))

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from surojax.models.llama import Llama, LlamaConfig, abstract_params, functions
+from surojax.assembly import assemble
+from surojax.models.llama import Llama, LlamaConfig
 from surojax.models.loss import cross_entropy
-from surojax.numerics.fp8 import history_shape
 from surojax.optim import optimizer as optim
-from surojax.placement import table as placement
+from surojax.optim.optimizer import learning_rate_schedule
+from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
-from surojax.step import train_step as step
-from surojax.step.engine import Engine
-from surojax.step.state import init_state
+from surojax.placement.table import place
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -66,19 +65,19 @@ class Small:
         **placed,
     ):
         self.mesh = make_mesh(jax.devices()[:devices], dp_replicate_size=replicate)
-        shards = self.mesh.shape["dp_shard"]
-        precision = config.precision
-        placed = {"model_dtype": "float32", "recipe": precision.recipe, **placed}
-        self.table = placement.place(**placed, num_shards=shards)
-        schedule = optim.learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
-        self.optimizer = optimizer(schedule, m_dtype=m_dtype)
-        shapes, _ = abstract_params(config)
-        dims = placement.shard_dims(shapes, self.mesh)
-        history = history_shape(config.num_hidden_layers, precision.amax_history) if precision.delayed else None
-        self.plan = placement.state_plan(shapes, self.table, self.optimizer, self.mesh, history=history)
-        resting = placement.resting_dims(shapes, dims, self.table)
-        self.engine = Engine(functions(config), self.table, dims, resting, recompute_block, lmhead_chunks, z_loss)
-        self.step = step.make_train_step(self.engine, self.optimizer, self.plan, self.mesh)
+        placed = {"model_dtype": "float32", "recipe": config.precision.recipe, **placed}
+        schedule = learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
+        self.run = assemble(
+            config,
+            table=place(**placed, num_shards=self.mesh.shape["dp_shard"]),
+            optimizer=optimizer(schedule, m_dtype=m_dtype),
+            mesh=self.mesh,
+            recompute_block=recompute_block,
+            lmhead_chunks=lmhead_chunks,
+            z_loss=z_loss,
+        )
+        self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer
+        self.step = self.run.train_step()
         self.config, self.seed = config, seed
 
     @functools.cached_property
@@ -95,11 +94,11 @@ class Small:
 
     def init(self):
         """A new state made where it rests."""
-        return init_state(self.config, self.plan, self.optimizer, self.seed)
+        return self.run.init_state(self.seed)
 
     def put(self, batch):
         """A batch `[A, B, S]` on the devices."""
-        return jax.device_put(batch, placement.batch_sharding(self.mesh))
+        return jax.device_put(batch, batch_sharding(self.mesh))
 
     def train(self, batches) -> list[tuple[float, float]]:
         """(loss, gradient norm) of each step."""

@@ -10,7 +10,7 @@ import pytest
 from small import CONFIG, Small, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, compiled_text, computations, engine_gradients, reference
 
-from surojax import assembly as blueprint, generate
+from surojax import assembly, generate
 from surojax.config import default_config
 from surojax.config.checks import check
 from surojax.errors import ConfigError
@@ -340,11 +340,11 @@ def test_the_table_has_the_quants():
     assert placement.place(use_all_to_all_reduce=True, zero_quantized_gradients=True, num_shards=4).reduce == "int8"
 
 
-def drawn(**settings) -> blueprint.Blueprint:
+def drawn(**settings) -> assembly.Assembly:
     c = default_config()
     c.update({"gpus": 4, "zero_level": 3, **settings})
     check(c)
-    return blueprint.draw(c, jax.sharding.AbstractMesh((1, 4), DATA), total_steps=10)
+    return assembly.from_config(c, jax.sharding.AbstractMesh((1, 4), DATA), total_steps=10)
 
 
 def test_persistent_quants_halve_the_work_copy():
@@ -363,7 +363,7 @@ def test_copy_engines_are_asked_for_when_a_step_is_compiled():
     asked = {"xla_gpu_all_gather_mode", "xla_gpu_use_memcpy_local_p2p"}
     assert run.compiler_options("gpu").keys() - drawn().compiler_options("gpu").keys() == asked
     assert drawn().compiler_options("cpu") == {}
-    collectives.check_copy_engine(run.engine.placement.copy_engine, "gpu")  # the installed jax knows these options
+    collectives.check_copy_engine(run.engine.table.copy_engine, "gpu")  # the installed jax knows these options
 
 
 def test_copy_engines_are_refused_where_there_are_none(monkeypatch):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from surojax.assembly import draw
+from surojax.assembly import from_config
 from surojax.config import checks, default_config, flags
 from surojax.errors import ConfigError
 from surojax.placement import table as placement
@@ -48,7 +48,7 @@ def mesh(c) -> jax.sharding.Mesh:
 
 
 def plan(c):
-    return draw(c, mesh(c), total_steps=100)
+    return from_config(c, mesh(c), total_steps=100)
 
 
 def estimate(c, platform: str = "cpu") -> dict[str, int]:
@@ -133,7 +133,7 @@ def refusal(c, n: int, gibs: float, platform: str) -> str:
     devices = [SimpleNamespace(platform=platform, device_kind="NVIDIA GeForce RTX 4090")] * n
     abstract = jax.sharding.AbstractMesh((c.dp_replicate_size, n // c.dp_replicate_size), DATA)
     with pytest.raises(ConfigError) as error:
-        fit.check_fit(c, draw(c, abstract, 100), devices, int(gibs * GiB))
+        fit.check_fit(c, from_config(c, abstract, 100), devices, int(gibs * GiB))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -238,7 +238,7 @@ def test_too_little_host_memory_is_refused_with_what_would_fit(host):
     assert "offload_optimizer=nvme nvme_path=FOLDER -> " in line and line.endswith("of host memory (fits)")
     assert "MEM_FRACTION" not in line and "master_dtype" not in line
     host(90)
-    fit.check_fit(c, draw(c, MESH, 100), [SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")], 4 * GiB)
+    fit.check_fit(c, from_config(c, MESH, 100), [SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")], 4 * GiB)
 
 
 def test_a_machine_without_gpus_is_told_what_gpus_would_need():

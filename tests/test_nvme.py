@@ -20,7 +20,7 @@ import pytest
 from small import CONFIG, Small, tokens
 
 from surojax import default_config, read_metrics
-from surojax.assembly import draw
+from surojax.assembly import from_config
 from surojax.config import checks, flags
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory import nvme
@@ -135,11 +135,11 @@ def test_the_memory_that_is_counted(tmp_path):
     assert blocks <= store_of(plan).bytes <= blocks + CONFIG.num_hidden_layers * nvme.ALIGN * 2
 
     c = small_config(tmp_path)
-    run = draw(c, make_mesh(jax.devices()[:1]), total_steps=9)
+    run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=9)
     on_disk = size(run.plan, "nvme")
     host = fit.estimate_host(run, 1, 32)
     assert host["layers from files"] == fit.NVME_LAYERS * on_disk // c.model.num_hidden_layers
-    assert "layers from files" not in fit.estimate_host(draw(default_config(), run.mesh, total_steps=9), 1, 32)
+    assert "layers from files" not in fit.estimate_host(from_config(default_config(), run.mesh, total_steps=9), 1, 32)
 
 
 # ----------------------------------------------------------------- checkpoints
@@ -284,7 +284,7 @@ def test_settings_that_do_not_go_together():
 
 
 def store(folder: Path) -> Store:
-    found = store_of(draw(small_config(folder), make_mesh(jax.devices()[:1]), total_steps=9).plan)
+    found = store_of(from_config(small_config(folder), make_mesh(jax.devices()[:1]), total_steps=9).plan)
     assert found is not None
     return found
 

@@ -20,7 +20,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from surojax import plan as plan_command
-from surojax.assembly import MEMORY_LIMIT, draw
+from surojax.assembly import MEMORY_LIMIT, from_config
 from surojax.config import default_config, flags
 from surojax.errors import ConfigError
 from surojax.placement.mesh import DATA, make_mesh
@@ -116,7 +116,7 @@ def test_device_memory(planned, name, gpu, changes, most):
     if changes.items() >= ALL.items():  # no second copy of anything on the host
         inside = p.classes["grads"]["host"] + p.classes["residuals"]["host"]
         assert p.host_temp_bytes == pytest.approx(inside, rel=0.03)
-        assert p.rematerialised["count"] == 0  # blueprint.MEMORY_LIMIT: the host's memory is not taken for the device's
+        assert p.rematerialised["count"] == 0  # assembly.MEMORY_LIMIT: the host's memory is not taken for the device's
 
 
 @needs_compiler
@@ -131,7 +131,7 @@ def test_device_memory_does_not_grow_with_depth(planned):
 def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
     """95 % of the card and twice the temporaries in host memory, as a part of what XLA starts from; nothing where the
     card's memory is not known."""
-    run = draw(config(gpus=1), jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
+    run = from_config(config(gpus=1), jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
     state = run.state_bytes()
     assert state > (2 + 4 + 2 + 2) * 6_607_077_376  # work and master weights, two moments
     limit = lambda **known: run.compiler_options("gpu", **known)[MEMORY_LIMIT]
@@ -190,7 +190,7 @@ def test_other_collectives_are_those_of_the_textbook(planned, changes):
     for x in p.collectives:
         assert x["bytes"] == pytest.approx(x["textbook_bytes"], rel=0.02, abs=1000), x
     assert found["all-gather"]["bytes"] > 10e6 < found["all-to-all"]["bytes"] and "reduce-scatter" not in found
-    run = lambda **changes: draw(config(gpus=4, **BLOCKS | changes), jax.sharding.AbstractMesh((1, 4), DATA), 10)
+    run = lambda **changes: from_config(config(gpus=4, **BLOCKS | changes), jax.sharding.AbstractMesh((1, 4), DATA), 10)
     plain = traffic.collective_bytes(run(zero_level=changes["zero_level"]), traffic.Batch(1, 64, 2))
     if "zero_quantized_weights" in changes:
         assert 0.5 < found["all-gather"]["bytes"] / plain["all-gather", "dp_shard"] < 0.54
@@ -216,7 +216,7 @@ QUANTS_IN_HOST = {"zero_level": 3, "recipe": "fp8_hybrid", "persistent_quants": 
 
 def test_quants_in_host_memory_travel_as_weights_do():
     """Twice a microbatch to the device and once a step back: a byte for each number of the blocks' matrices."""
-    run = draw(config(gpus=4, **BLOCKS | QUANTS_IN_HOST), jax.sharding.AbstractMesh((1, 4), DATA), 10)
+    run = from_config(config(gpus=4, **BLOCKS | QUANTS_IN_HOST), jax.sharding.AbstractMesh((1, 4), DATA), 10)
     batch = traffic.Batch(1, 64, microbatches=3)
     quants = 64 * (4 * 256**2 + 3 * 256 * 512) // 4
     assert traffic.host_bytes(run, batch, planner.classes(run, batch)) == (2 * 3 * quants, quants)
@@ -283,9 +283,9 @@ def test_layers_in_files(planned):
     rest, layer = sum(host.values()) - host["residuals"], in_files // 64
     assert p.host_bytes == pytest.approx(rest + max(host["residuals"] + layer, 4 * layer), rel=0.01)
     assert p.device_bytes < 10 * layer < p.host_bytes
-    assert fit.estimate_host(draw(c, MESH, 10), 1, 64)["layers from files"] == 4 * layer
+    assert fit.estimate_host(from_config(c, MESH, 10), 1, 64)["layers from files"] == 4 * layer
     # The file's part crosses the host link as well, weights and gradients as they do without it.
-    read, written = traffic.host_bytes(draw(c, MESH, 10), traffic.Batch(1, 64, 2), p.classes)
+    read, written = traffic.host_bytes(from_config(c, MESH, 10), traffic.Batch(1, 64, 2), p.classes)
     assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)
     assert in_files < p.h2d_bytes and "read from NVMe" in report.table(p)
 
@@ -402,7 +402,7 @@ def compiled_step(gpus: int, **changes) -> str:
     """The compiled step, for FIRST, of a model with five layers."""
     c = config(gpus=gpus, **BLOCKS | {"model.num_hidden_layers": 5} | changes)
     mesh = make_mesh(aot.devices(FIRST, gpus))
-    run = draw(planner.checked(c, FIRST), mesh.abstract_mesh, total_steps=10)
+    run = from_config(planner.checked(c, FIRST), mesh.abstract_mesh, total_steps=10)
     ((f, arguments, _),) = planner.programs(run, mesh, traffic.Batch(1, 64, 2))
     return aot.compile_for(f, arguments, mesh, run.compiler_options("gpu")).text
 
@@ -556,7 +556,7 @@ def test_flops_count_recomputation():
     c = config(gpus=1)
     flops = []
     for c.recompute_block in (False, True):
-        run = draw(c, jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
+        run = from_config(c, jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
         found = traffic.step_flops(run, traffic.Batch(1, 2048, 2))
         assert found.keys() == {"bfloat16"}
         flops.append(found["bfloat16"] / 4096)
@@ -586,7 +586,7 @@ MATRICES = 32 * (4 * 4096**2 + 3 * 4096 * 11008)  # of its blocks; forward, in t
 def test_products_count_in_the_numbers_that_they_have(changes, expected):
     c = config(**{"model_dtype": "float32", "gpus": 2} | changes)
     c = planner.checked(c, "b200")
-    run = draw(c, jax.sharding.AbstractMesh((1, 2), DATA), total_steps=10)
+    run = from_config(c, jax.sharding.AbstractMesh((1, 2), DATA), total_steps=10)
     assert traffic.token_flops(run, 2048) == pytest.approx(expected)
     again = traffic.token_flops(run, 2048, again=True)
     assert sum(again.values()) - sum(expected.values()) == 2 * MATRICES + 2 * 32 * 4096 * 2048

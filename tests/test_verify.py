@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from surojax import assembly as blueprint, verify as verifier
+from surojax import assembly, verify as verifier
 from surojax.config import default_config
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import RECIPES
@@ -63,10 +63,10 @@ def test_other_orders_of_sums_are_within_the_bound():
 def test_a_setting_that_changes_the_result_fails(tmp_path, monkeypatch, capsys):
     """Offloading that makes each update a ten thousandth larger: the table says so, and the exit code is 1."""
 
-    def draw(c, mesh, total_steps):
+    def from_config(c, mesh, total_steps):
         if c.offload_optimizer:
             c.learning_rate *= 1.0001
-        return blueprint.draw(c, mesh, total_steps)
+        return assembly.from_config(c, mesh, total_steps)
 
     monkeypatch.setattr(verifier, "draw", draw)
     (tmp_path / "small.py").write_text(CONFIG_FILE)
@@ -117,9 +117,9 @@ def test_every_row_compares_two_different_things():
         row = changed(c, s._replace(changes=changes), 1, len(batches[0][0]), microbatches * s.split)
         assert row.per_device_batch_size * row.gradient_accumulation_steps * s.devices == len(batches[0][0])
         shape = (row.dp_replicate_size, s.devices // row.dp_replicate_size)
-        engine = blueprint.draw(row, jax.sharding.AbstractMesh(shape, DATA), 1).engine
+        engine = assembly.from_config(row, jax.sharding.AbstractMesh(shape, DATA), 1).engine
         recompute = [row[name] for name in verifier.configs.RECOMPUTE_PARTS]
-        return engine.placement, shape, engine.recompute_block, recompute, engine.lmhead_chunks, s.split
+        return engine.table, shape, engine.recompute_block, recompute, engine.lmhead_chunks, s.split
 
     for s in SETTINGS[1:]:
         assert drawn(s) != drawn(table[s.like]), s.name

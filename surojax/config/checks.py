@@ -18,7 +18,6 @@ from surojax.config.fields import (
     WORDS_OF,
     Config,
     default_config,
-    divisor,
     flat,
     head_dim,
     no_field,
@@ -28,6 +27,7 @@ from surojax.errors import ConfigError
 from surojax.models.attention import IMPLEMENTATIONS
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, RECIPES
+from surojax.sizes import divisor
 
 # What a field's value must be beyond its type: condition, its words, the fix.
 RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (

@@ -5,17 +5,11 @@ values, `flags` reads config files and command lines. Only the commands see the 
 carry it below.
 """
 
-import dataclasses
 import difflib
-import math
 from typing import Any
 
 import ml_collections
 from ml_collections import config_dict
-
-from surojax.models.layers import Recompute, RopeScaling
-from surojax.models.llama import LlamaConfig
-from surojax.numerics.recipes import Precision
 
 type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
 
@@ -147,7 +141,7 @@ def default_config() -> Config:
 # What a value of each type is called, and the words that a field takes beside it, see `either`.
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 WORDS_OF: dict[str, tuple[str, ...]] = {"offload_optimizer": ("nvme",), "offload_master": ("nvme",)}
-RECOMPUTE_PARTS = tuple(f"recompute_{field.name}" for field in dataclasses.fields(Recompute))
+RECOMPUTE_PARTS = ("recompute_norm", "recompute_swiglu", "recompute_ffn", "recompute_att")
 ROPE_FIELDS = "factor low_freq_factor high_freq_factor original_max_position_embeddings".split()
 
 
@@ -168,12 +162,6 @@ def no_field(name: str) -> str:
     return f"config has no field {name!r}: " + (f"did you mean {full!r}?" if full else "--help lists every field")
 
 
-def divisor(n: int, at_least: int) -> int:
-    """The smallest divisor of n that is so large at least."""
-    pairs = ((i, n // i) for i in range(1, math.isqrt(n) + 1) if n % i == 0)
-    return min(d for pair in pairs for d in pair if d >= at_least)
-
-
 def head_dim(c: Config) -> int:
     """Channels of an attention head."""
     return c.model.head_dim or c.model.hidden_size // c.model.num_attention_heads
@@ -182,22 +170,3 @@ def head_dim(c: Config) -> int:
 def warmup_steps(c: Config, total_steps: int) -> int:
     """Steps of warmup in a run of `total_steps`."""
     return c.warmup_steps or round(c.warmup_ratio * total_steps)
-
-
-def model_config(c: Config) -> LlamaConfig:
-    """The frozen architecture of a checked config."""
-    sizes = c.model.to_dict() | {"head_dim": head_dim(c)}
-    scaling = RopeScaling(sizes.pop("rope_scaling"), **{name: sizes.pop(f"rope_{name}") for name in ROPE_FIELDS})
-    recompute = Recompute(**{name.removeprefix("recompute_"): c[name] for name in RECOMPUTE_PARTS})
-    precision = Precision(
-        recipe=c.recipe,
-        matmul_dtype=c.matmul_dtype,
-        gradient_dtype=c.gradient_dtype,
-        amax_history=c.fp8_amax_history,
-        margin=c.fp8_margin,
-        skip_first=c.skip_quant_first_layers,
-        skip_last=c.skip_quant_last_layers,
-        kernels=c.kernels,
-        block_scaled_products=c.block_scaled_products,
-    )
-    return LlamaConfig(**sizes, rope_scaling=scaling, attention=c.attention, recompute=recompute, precision=precision)

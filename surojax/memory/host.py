@@ -5,12 +5,13 @@ memory moves one layer. An array's type says where it is, so code that reads and
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-Home = Literal["device", "host", "nvme"]  # arrays are in one of the first two; see nvme.py for the third
+from surojax.placement.table import Home
+
 Device, Host = jax.memory.Space.Device, jax.memory.Space.Host
 SPACE: dict[str, Any] = {"device": Device, "host": Host}
 MEMORY_KIND: dict[str, str] = {"device": "device", "host": "pinned_host"}

@@ -25,6 +25,7 @@ from pallas_kernels.swiglu import swiglu as kernel_swiglu
 from surojax.models.attention import attend
 from surojax.numerics.blockscaled import mxfp8_linear, nvfp4_linear
 from surojax.numerics.recipes import Precision
+from surojax.placement.param import Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +57,17 @@ class Recompute:
     att: bool = False
 
 
-def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], initializer) -> nnx.Param:
-    """A float32 parameter that carries the logical names of its axes; shardings are made of them elsewhere."""
+def parameter(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], initializer, kind: Kind = Kind.MATRIX
+) -> nnx.Param:
+    """A float32 parameter, declared by the logical names of its axes and its kind: layouts follow from these."""
     named = nnx.with_partitioning(initializer, axes, eager_sharding=False)
-    return nnx.Param(named(rngs.params(), shape, jnp.float32))
+    return nnx.Param(named(rngs.params(), shape, jnp.float32), kind=kind)
+
+
+def vector(rngs: nnx.Rngs, size: int, axis: str, initializer) -> nnx.Param:
+    """A bias or a norm's scale."""
+    return parameter(rngs, (size,), (axis,), initializer, Kind.VECTOR)
 
 
 def times(x_BSi: jax.Array, w_oi: jax.Array) -> jax.Array:
@@ -224,12 +232,12 @@ class Attention(nnx.Module):
         self.wv = parameter(rngs, (kv * h, D), ("kv_heads", "embed"), normal)
         self.wo = parameter(rngs, (D, q * h), ("embed", "heads"), out)
         if c.attention_bias:
-            self.bq = parameter(rngs, (q * h,), ("heads",), nnx.initializers.zeros)
-            self.bk = parameter(rngs, (kv * h,), ("kv_heads",), nnx.initializers.zeros)
-            self.bv = parameter(rngs, (kv * h,), ("kv_heads",), nnx.initializers.zeros)
+            self.bq = vector(rngs, q * h, "heads", nnx.initializers.zeros)
+            self.bk = vector(rngs, kv * h, "kv_heads", nnx.initializers.zeros)
+            self.bv = vector(rngs, kv * h, "kv_heads", nnx.initializers.zeros)
         if c.qk_norm:
-            self.q_norm = parameter(rngs, (h,), ("head_dim",), nnx.initializers.ones)
-            self.k_norm = parameter(rngs, (h,), ("head_dim",), nnx.initializers.ones)
+            self.q_norm = vector(rngs, h, "head_dim", nnx.initializers.ones)
+            self.k_norm = vector(rngs, h, "head_dim", nnx.initializers.ones)
 
     def project(self, x_BSD: jax.Array, positions_S: jax.Array, product: Callable, norm: Callable | None = None):
         """Queries `[B, S, H, h]`, keys and values `[B, S, K, h]`; queries and keys normed and rotated."""

@@ -9,6 +9,7 @@ hold one layer at a time. Parameters are `{"blocks": stacked [L, ...], "outer": 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,9 +31,11 @@ from surojax.models.layers import (
     products,
     rms_norm,
     times,
+    vector,
 )
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
+from surojax.placement.param import Kind, Param
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +73,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.attention_norm = parameter(rngs, (config.hidden_size,), ("embed",), nnx.initializers.ones)
+        self.attention_norm = vector(rngs, config.hidden_size, "embed", nnx.initializers.ones)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = parameter(rngs, (config.hidden_size,), ("embed",), nnx.initializers.ones)
+        self.mlp_norm = vector(rngs, config.hidden_size, "embed", nnx.initializers.ones)
         self.mlp = SwiGLU(config, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array, product: Callable = lambda name: times) -> jax.Array:
@@ -105,10 +108,10 @@ class Outer(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         normal, shape = nnx.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
-        self.embed = parameter(rngs, shape, ("vocab", "embed"), normal)
-        self.norm = parameter(rngs, (config.hidden_size,), ("embed",), nnx.initializers.ones)
+        self.embed = parameter(rngs, shape, ("vocab", "embed"), normal, Kind.TABLE)
+        self.norm = vector(rngs, config.hidden_size, "embed", nnx.initializers.ones)
         if not config.tie_word_embeddings:
-            self.head = parameter(rngs, shape, ("vocab", "embed"), normal)
+            self.head = parameter(rngs, shape, ("vocab", "embed"), normal, Kind.TABLE)
 
 
 class Llama(nnx.Module):
@@ -165,10 +168,38 @@ def _arrays(module: nnx.Module) -> dict:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def abstract_params(config: LlamaConfig) -> tuple[dict, dict]:
-    """(shapes and dtypes, logical axis names as tuples), both like `init_params`, without building any array."""
-    state = nnx.state(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))), nnx.Param)
-    return nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.get_partition_spec(state))
+@functools.cache
+def declared_params(config: LlamaConfig) -> dict:
+    """The model's `Param`s `{"blocks", "outer"}`, collected from what its modules declare; no array is built."""
+
+    def of_module(module, number: int) -> dict:
+        state = nnx.state(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))), nnx.Param)
+        variables = nnx.to_pure_dict(state, extract_fn=lambda variable: variable)
+        is_variable = lambda x: isinstance(x, nnx.Variable)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(variables, is_leaf=is_variable)
+        params = [
+            Param(
+                name=jax.tree_util.keystr(path, simple=True, separator="."),
+                shape=variable.get_value().shape,
+                axes=tuple(variable.get_metadata("out_sharding")),
+                kind=variable.get_metadata("kind"),
+                stream=2 * i + number,
+            )
+            for i, (path, variable) in enumerate(leaves)
+        ]
+        return structure.unflatten(params)
+
+    return {"blocks": of_module(Block, 0), "outer": of_module(Outer, 1)}
+
+
+def abstract_params(config: LlamaConfig) -> dict:
+    """Shapes and dtypes of `init_params`, without building any array."""
+    params = declared_params(config)
+    float32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    return {
+        "blocks": jax.tree.map(lambda p: float32(config.num_hidden_layers, *p.shape), params["blocks"]),
+        "outer": jax.tree.map(lambda p: float32(*p.shape), params["outer"]),
+    }
 
 
 class ModelFunctions(NamedTuple):

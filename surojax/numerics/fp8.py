@@ -22,9 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.numerics.quantize import largest_magnitude, quantise_whole, scale_for
-from surojax.parallel.collectives import largest_of_shards
-from surojax.placement.mesh import DATA
+from surojax.numerics.quantize import scale_for
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -53,19 +51,6 @@ def product(a: Operand, b: Operand, dtype, *, plus: jax.Array | None = None) -> 
     options = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": dtype}
     y = jax.lax.dot_general(a.values, b.values, (((1,), (1,)), ((), ())), **options) * scale
     return y if plus is None else y + plus
-
-
-def quantise_weights(w):
-    """A layer's weights, or this device's shards of them, with every matrix as a `Quantized` with one scale, e4m3.
-
-    Shards get the scales of whole matrices, shared in one transfer of a number for each matrix.
-    """
-    leaves, structure = jax.tree.flatten(w)
-    which = [i for i, x in enumerate(leaves) if x.ndim > 1]
-    absmax = largest_of_shards(jnp.stack([largest_magnitude(leaves[i]) for i in which]))
-    for i, top in zip(which, absmax, strict=True):
-        leaves[i] = quantise_whole(leaves[i], E4M3, top)
-    return jax.tree.unflatten(structure, leaves)
 
 
 def history_shape(num_layers: int, length: int) -> tuple[int, int, int]:
@@ -97,10 +82,8 @@ def delayed_scales(history: jax.Array, margin: int, first_gradient: jax.Array) -
     return jnp.concatenate([scale_for(top[:, :n], E4M3, margin), scale_for(top[:, n:], E5M2, margin)], axis=1)
 
 
-def extended(history: jax.Array | None, observed: jax.Array | None) -> jax.Array | None:
-    """The history with what this step observed on all devices `[layers, sites]` in front, the oldest dropped."""
-    if history is None or observed is None:
+def extended(history: jax.Array | None, newest: jax.Array | None) -> jax.Array | None:
+    """The history with what this step observed `[layers, sites]` in front, the oldest dropped."""
+    if history is None or newest is None:
         return None
-    names = tuple(a for a in DATA if a in jax.typeof(observed).manual_axis_type.varying)
-    newest = jax.lax.pmax(observed, names) if names else observed
     return jnp.concatenate([newest[..., None], history[..., :-1]], axis=-1)

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.optim.optimizer import Optimizer, Rule, Scalars, Schedule, Tensor, adamw, rounded
-from surojax.parallel.collectives import WHOLE
+from surojax.optim.optimizer import Optimizer, Rule, Scalars, Schedule, TensorContext, adamw, rounded
+from surojax.placement.layout import Layout
 from surojax.placement.mesh import SHARD
 
 RMS = 0.2  # of an update
@@ -100,18 +100,20 @@ def normuon(
     """
     rate = schedule if matrices is None else matrices
 
-    def init(p, shards):
-        zeros = jnp.zeros(p.shape, m_dtype)
-        return Momentum(zeros, jnp.zeros(p.shape[:1], jnp.float32))
+    def init(shape, shards):
+        return Momentum(jnp.zeros(shape, m_dtype), jnp.zeros(shape[:1], jnp.float32))
 
-    def apply(p, g, state: Momentum, tensor: Tensor, dtype):
+    def state_layout(layout: Layout) -> Momentum:
+        return Momentum(layout, Layout(jax.P(), jax.P()))
+
+    def apply(p, g, state: Momentum, tensor: TensorContext, dtype):
         g = g.astype(jnp.float32) * tensor.scalars["clip"]
         m = momentum * state.m.astype(jnp.float32) + (1 - momentum) * g
-        o = orthogonalised(_gathered(m.astype(dtype), tensor.dim), steps)
+        o = orthogonalised(_gathered(m.astype(dtype), tensor.layout), steps)
         rows = beta2 * state.rows + (1 - beta2) * jnp.mean(o * o, axis=1)
         o = o / (jnp.sqrt(rows)[:, None] + 1e-8)
         o = o * (RMS * o.size**0.5 / jnp.maximum(jnp.linalg.norm(o), jnp.finfo(jnp.float32).tiny))
-        o, lr, old = _own(o, tensor.dim), tensor.scalars["matrices_lr"], p.astype(jnp.float32)
+        o, lr, old = _own(o, tensor.layout), tensor.scalars["matrices_lr"], p.astype(jnp.float32)
         new = old - lr * (o + weight_decay * jnp.where(o * old > 0, old, 0))
         new = rounded(new, p.dtype, tensor)
         return new.astype(dtype), new, Momentum(m.astype(m_dtype), rows)
@@ -121,24 +123,27 @@ def normuon(
 
     plain = adamw(schedule, weight_decay=weight_decay, m_dtype=m_dtype, **adam)
     return plain._replace(
-        blocks=Rule(init, apply, gathers=True, flops=functools.partial(flops, steps=steps)), scalars=scalars
+        matrices=Rule(init, state_layout, apply, gathers=True, flops=functools.partial(flops, steps=steps)),
+        scalars=scalars,
     )
 
 
-def flops(stacks, steps: int) -> int:
-    """Of `orthogonalised` for all matrices `[L, m, k]` of a tree; vectors `[L, n]` take none."""
-    shapes = [p.shape for p in jax.tree.leaves(stacks) if p.ndim > 2]
-    return steps * sum(L * (4 * min(m, k) ** 2 * max(m, k) + 2 * min(m, k) ** 3) for L, m, k in shapes)
+def flops(matrices, num_layers: int, steps: int) -> int:
+    """FLOPs of `orthogonalised` in a step, for matrices of these shapes `(m, k)` in each layer."""
+    of_matrix = (4 * min(m, k) ** 2 * max(m, k) + 2 * min(m, k) ** 3 for m, k in matrices)
+    return steps * num_layers * sum(of_matrix)
 
 
-def _gathered(x: jax.Array, dim: int) -> jax.Array:
+def _gathered(x: jax.Array, layout: Layout) -> jax.Array:
     """The whole matrix, the same on every device, of which x is a shard."""
-    return x if dim == WHOLE else jax.lax.all_gather(x, SHARD, axis=dim, tiled=True, to="invarying")
+    dim = layout.sharded_dim
+    return x if dim is None else jax.lax.all_gather(x, SHARD, axis=dim, tiled=True, to="invarying")
 
 
-def _own(x: jax.Array, dim: int) -> jax.Array:
-    """This device's part of a whole matrix."""
-    if dim == WHOLE:
+def _own(x: jax.Array, layout: Layout) -> jax.Array:
+    """This device's shard of a whole matrix."""
+    dim = layout.sharded_dim
+    if dim is None:
         return x
     size = x.shape[dim] // jax.lax.axis_size(SHARD)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(SHARD) * size, size, dim)

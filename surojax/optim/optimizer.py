@@ -25,8 +25,9 @@ import optax
 
 from pallas_kernels import adamw8bit as kernel
 from pallas_kernels.quantize import random_bits, round_with
-from surojax.parallel.collectives import WHOLE
+from surojax.placement.layout import Layout
 from surojax.placement.mesh import SHARD
+from surojax.placement.param import Kind, Param
 
 Schedule = optax.Schedule
 Scalars = dict[str, jax.Array]  # what all updates of one step are given: see `adam_scalars`
@@ -114,71 +115,73 @@ def scale_by_adam(
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
-class At(NamedTuple):
-    """What `apply` is told of the tensors beside their shards.
+class UpdateContext(NamedTuple):
+    """What an update is told beside the tensor: shared by all tensors of a step, or by all parts of one.
 
-    part: "blocks" or "outer". scalars: those of the step. dims: a tree like theirs of the dimensions that `dp_shard`
-    divides, or WHOLE. layer: their number, or those of all layers (`apply_at_once`). cut: (k, n) for the k-th of n
-    equal parts of each shard's rows. first: the number of the first tensor among those of a layer.
+    scalars: those of the step, see `adam_scalars`. layer: number of the layer, int32, or of all layers `[L]`
+    (`apply_to_stack`). part: (k, n) for the k-th of n equal parts of each shard's rows.
     """
 
-    part: str
     scalars: Scalars
-    dims: Any
     layer: Any = 0
-    cut: tuple[Any, int] = (0, 1)
-    first: int = 0
+    part: tuple[Any, int] = (0, 1)
 
 
-class Tensor(NamedTuple):
-    """What a rule is told of one tensor: `At` for it.
+class TensorContext(NamedTuple):
+    """What a rule is told of one tensor.
 
-    dim: that `dp_shard` divides, or WHOLE. seed: uint32 `[2]`: of this tensor in this layer and step, and the number
-    that the first element here has in it, if its leading dimension is divided.
+    layout: of its master weights. seed: uint32 `[2]`: of this tensor in this layer and step, and the number that the
+    first element here has in it, if its leading dimension is sharded.
     """
 
     scalars: Scalars
-    dim: int
+    layout: Layout
     seed: jax.Array
 
 
 class Rule(NamedTuple):
-    """How one tensor is updated. gathers: by its whole matrix in the work dtype, gathered over `dp_shard`.
+    """How one tensor is updated.
 
-    init: (shape or array p, shards) -> its state, zeros; shards: how many devices divide p's last dimension.
-    apply: (p, float32 or bfloat16 gradient, state, Tensor, work dtype) -> (p in the work dtype, new p, new state).
-    at_once: (stack, its state) -> `apply` for all layers in one pass, with seeds `[L, 2]`, and without the first result
-    for None as the work dtype; None where that would need memory for more than the results.
+    init: (shape, how many shards its last dimension is cut into) -> its state, zeros.
+    state_layout: layout of the moments -> a tree like the state, with the layout of each array.
+    apply: (p, float32 or bfloat16 gradient, state, TensorContext, work dtype) -> (p in the work dtype, new p, new
+    state).
+    apply_to_stack: (stack, its state) -> `apply` for all layers in one pass, with seeds `[L, 2]`, and without the first
+    result if the work dtype is None; None if that would need memory for more than the results.
+    gathers: whether it needs the whole matrix in the work dtype, all-gathered over `dp_shard`.
+    flops: (shapes of matrices of one layer, number of layers) -> FLOPs of a step, if they count.
     """
 
     init: Callable
+    state_layout: Callable[[Layout], Any]
     apply: Callable
-    at_once: Callable = lambda p, state: None
+    apply_to_stack: Callable = lambda p, state: None
     gathers: bool = False
-    flops: Callable = lambda stacks: 0  # of a step for these stacks of matrices, where they count
+    flops: Callable = lambda matrices, num_layers: 0
 
 
 class Optimizer(NamedTuple):
-    """The rules of a model's tensors: matrices of the blocks, matrices of the outer layers, vectors of both.
+    """The rules of a model's tensors.
 
     scalars: (steps done, norm of all gradients) -> what the rules need of them. "lr" goes into the log, and "step", 1
     in the first, into the seeds.
     """
 
-    blocks: Rule
-    outer: Rule
+    matrices: Rule
+    tables: Rule
     vectors: Rule
     scalars: Callable[[jax.Array, jax.Array], Scalars]
 
-    def rule(self, part: str, ndim: int) -> Rule:
-        """Of a tensor of that part, "blocks" or "outer", with so many dimensions, the layer axis not counted."""
-        return self.vectors if ndim < 2 else self.blocks if part == "blocks" else self.outer
+    def rule(self, param: Param) -> Rule:
+        """The rule for this kind of parameter."""
+        return {Kind.MATRIX: self.matrices, Kind.TABLE: self.tables, Kind.VECTOR: self.vectors}[param.kind]
 
 
 def scalars(optimizer: Optimizer, done: jax.Array, grad_norm: jax.Array) -> Scalars:
-    """What the updates of the step after `done` others are given: int32 `[]`, float32 `[]`.
+    """Values shared by all tensors of a step: learning rate, clip factor, bias corrections.
 
-    Behind a barrier: XLA would fuse powers and cosines into the loops over elements, and round them differently there.
+    done: steps before this one, int32. They are computed behind a barrier: XLA would fuse powers and cosines into the
+    loops over elements, and round them differently there.
     """
     return jax.lax.optimization_barrier(optimizer.scalars(done, grad_norm))
 
@@ -196,7 +199,7 @@ def adam_scalars(schedule: Schedule, b1: float, b2: float, max_grad_norm: float)
     return scalars
 
 
-def rounded(new: jax.Array, dtype, tensor: Tensor) -> jax.Array:
+def rounded(new: jax.Array, dtype, tensor: TensorContext) -> jax.Array:
     """New master weights, float32, in the dtype that they are stored in: bfloat16 stochastically."""
     if dtype != jnp.bfloat16:
         return new.astype(dtype)
@@ -205,26 +208,42 @@ def rounded(new: jax.Array, dtype, tensor: Tensor) -> jax.Array:
 
 
 def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
-    """The rule that adds the updates of an elementwise chain, which is given `scalars=`."""
+    """The rule that adds the updates of an elementwise chain with AdamW's `Moments`, which is given `scalars=`."""
 
-    def apply(p, g, state, tensor: Tensor, dtype):
+    def init(shape, shards):
+        return chain.init(jnp.zeros(shape, jnp.float32))
+
+    def state_layout(layout: Layout):
+        return jax.tree.map(lambda _: layout, jax.eval_shape(lambda: init((), 1)))
+
+    def apply(p, g, state, tensor: TensorContext, dtype):
         update, state = chain.update(g.astype(jnp.float32), state, p, scalars=tensor.scalars)
         new = rounded(p.astype(jnp.float32) + update, p.dtype, tensor)
         return None if dtype is None else new.astype(dtype), new, state
 
-    def at_once(p, g, state, tensor: Tensor, dtype):
+    def apply_to_stack(p, g, state, tensor: TensorContext, dtype):
         layer = lambda p, g, state, seed: apply(p, g, state, tensor._replace(seed=seed), dtype)
         return jax.vmap(layer)(p, g, state, tensor.seed)
 
-    return Rule(lambda p, shards: chain.init(p), apply, lambda p, state: at_once)
+    return Rule(init, state_layout, apply, lambda p, state: apply_to_stack)
 
 
 def adamw(
-    schedule: Schedule, *, b1: float = 0.9, b2: float = 0.95, max_grad_norm: float = 1.0, **settings
+    schedule: Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    weight_decay: float = 0.1,
+    max_grad_norm: float = 1.0,
+    **settings,
 ) -> Optimizer:
-    """The rule of `adamw_chain`, with its settings, for every tensor. max_grad_norm: 0 never clips."""
-    rule = by_optax(adamw_chain(b1=b1, b2=b2, **settings))
-    return Optimizer(rule, rule, rule, adam_scalars(schedule, b1, b2, max_grad_norm))
+    """The rule of `adamw_chain`, with its settings, for every tensor. max_grad_norm: 0 never clips.
+
+    Decoupled weight decay is for matrices and tables only (Loshchilov and Hutter 2019).
+    """
+    decayed = by_optax(adamw_chain(b1=b1, b2=b2, weight_decay=weight_decay, **settings))
+    vectors = by_optax(adamw_chain(b1=b1, b2=b2, weight_decay=0.0, **settings))
+    return Optimizer(decayed, decayed, vectors, adam_scalars(schedule, b1, b2, max_grad_norm))
 
 
 def adamw_chain(
@@ -235,14 +254,17 @@ def adamw_chain(
     weight_decay: float = 0.1,
     m_dtype: str = "float32",
     v_dtype: str = "float32",
+    mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with decoupled decay on matrices only (Loshchilov and Hutter 2019); `update` takes `scalars=`, those of
-    `adam_scalars`."""
-    matrices = lambda params: jax.tree.map(lambda p: p.ndim >= 2, params)
+    """AdamW; `update` takes `scalars=`, those of `adam_scalars`.
+
+    mask: for a tree of parameters, a function of it to a tree of what is decayed; None: all of it.
+    """
+    decay = [optax.add_decayed_weights(weight_decay, mask=mask)] if weight_decay else []
     chain = optax.chain(
         scale_by_given(lambda scalars: scalars["clip"]),
         scale_by_adam(b1, b2, eps, m_dtype, v_dtype),
-        optax.add_decayed_weights(weight_decay, mask=matrices),
+        *decay,
         scale_by_given(lambda scalars: -scalars["lr"]),
     )
     return optax.with_extra_args_support(chain)
@@ -274,15 +296,19 @@ def adamw8bit(
     """
     plain = adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, **vectors)
 
-    def init(p, shards):
-        return Moments8bit(*kernel.init(p.shape, kernel.block_size(p.shape[-1] // shards)))
+    def init(shape, shards):
+        return Moments8bit(*kernel.init(shape, kernel.block_size(shape[-1] // shards)))
 
-    def apply(p, g, state: Moments8bit, tensor: Tensor, dtype):
+    def state_layout(layout: Layout) -> Moments8bit:
+        return Moments8bit(layout, layout, layout, layout)
+
+    def apply(p, g, state: Moments8bit, tensor: TensorContext, dtype):
         how = {"work_dtype": dtype, "in_place": True, "implementation": implementation}
         new = kernel.adamw8bit(p, g, *state, tensor.scalars["hyper"], tensor.seed, **how)
         return new.work, new.p, Moments8bit(new.m, new.m_scale, new.v, new.v_scale)
 
-    def at_once(p, state: Moments8bit):  # what XLA makes of a stack needs memory for all of it
+    def apply_to_stack(p, state: Moments8bit):
+        # XLA's reference needs memory for the whole stack; the kernel writes over it.
         return apply if kernel.serves(p.size // state.m_scale.size, implementation) else None
 
     def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
@@ -290,70 +316,52 @@ def adamw8bit(
         lr, c1, c2, clip = (found[name] for name in ("lr", "c1", "c2", "clip"))
         return found | {"hyper": kernel.Hyper(lr, b1, b2, eps, weight_decay, c1, c2, clip).vector()}
 
-    return plain._replace(blocks=Rule(init, apply, at_once), outer=Rule(init, apply), scalars=scalars)
+    layer_by_layer = Rule(init, state_layout, apply)
+    in_one_pass = layer_by_layer._replace(apply_to_stack=apply_to_stack)
+    return plain._replace(matrices=in_one_pass, tables=layer_by_layer, scalars=scalars)
 
 
-def transpose(tree, tuples, n: int) -> tuple:
-    """n trees like `tree` from one that holds a tuple of n where `tree` has a leaf."""
-    take = lambda i: jax.tree.map(lambda _, found: found[i], tree, tuples)
-    return tuple(take(i) for i in range(n))
+def init(optimizer: Optimizer, params, masters, plan):
+    """Optimizer state of tensors of one layer, or of the outer layers: a state for each, zeros.
 
-
-def init(optimizer: Optimizer, part: str, params, plan=None):
-    """Optimizer state of the tensors of a layer, or of the outer layers: a tree with a state of its own for each.
-
-    plan: that of the master weights; without one nothing is divided.
+    params: their `Param`s; masters: their master weights; plan: that of the master weights, whose sharding says how
+    rows are cut.
     """
 
-    def one(p, planned):
-        shards = planned.shape[-1] // planned.sharding.shard_shape(planned.shape)[-1] if plan is not None else 1
-        return optimizer.rule(part, p.ndim).init(p, shards)
+    def one(param: Param, p, planned):
+        shards = planned.shape[-1] // planned.sharding.shard_shape(planned.shape)[-1]
+        return optimizer.rule(param).init(p.shape, shards)
 
-    return jax.tree.map(one, params, params if plan is None else plan)
+    return jax.tree.map(one, params, masters, plan)
 
 
-def init_moments(optimizer: Optimizer, params: dict, plan: dict | None = None):
-    """Optimizer state of `{"blocks": stacked, "outer": ...}`.
+def apply(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, at: UpdateContext, dtype):
+    """One update of one tensor of one layer, or of the outer layers: (master in `dtype`, new master, new state).
 
-    Every leaf of the blocks' part has the layer axis, so that layer l of it is read like layer l of the weights.
+    p, g, state: this device's shards of master weights, gradient and optimizer state; layout: of the master weights.
     """
-    blocks, outer = (None, None) if plan is None else (plan["blocks"], plan["outer"])
-    blocks = jax.vmap(lambda p: init(optimizer, "blocks", p, blocks))(params["blocks"])
-    return {"blocks": blocks, "outer": init(optimizer, "outer", params["outer"], outer)}
+    tensor = TensorContext(at.scalars, layout, _seed(param, layout, at, p.size))
+    return optimizer.rule(param).apply(p, g, state, tensor, dtype)
 
 
-def apply(optimizer: Optimizer, grads, moments, master, at: At, dtype="float32"):
-    """One optimizer step for a tree of tensors of one layer, or of the outer layers: (master in `dtype`, new moments,
-    new master).
-
-    Each rule sees one tensor at a time, so that the state of one tensor at a time needs to be on the device.
-    """
-    leaves, structure = jax.tree.flatten(master)
-    others = map(structure.flatten_up_to, (grads, moments, at.dims))
-    done = []
-    for i, (p, g, m, dim) in enumerate(zip(leaves, *others, strict=True), at.first):
-        tensor = Tensor(at.scalars, dim, _seed(at, i, dim, p.size))
-        work, p, m = optimizer.rule(at.part, p.ndim).apply(p, g, m, tensor, dtype)
-        done.append((work, m, p))
-    return tuple(structure.unflatten(column) for column in zip(*done, strict=True))
-
-
-def apply_at_once(optimizer: Optimizer, grads, moments, master, at: At, dtype):
-    """`apply` of a tensor of all layers `at.layer`, int32 `[L]`, in place; None where its rule wants one at a time."""
-    run = optimizer.rule(at.part, master.ndim - 1).at_once(master, moments)
+def apply_to_stack(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, at: UpdateContext, dtype):
+    """`apply` for a tensor of all layers `at.layer`, in place; None if its rule updates one layer at a time."""
+    run = optimizer.rule(param).apply_to_stack(p, state)
     if run is None:
         return None
-    seeds = jax.vmap(lambda l: _seed(at._replace(layer=l), at.first, at.dims, master.size // len(master)))(at.layer)
-    work, master, moments = run(master, grads, moments, Tensor(at.scalars, at.dims, seeds), dtype)
-    return work, moments, master
+    seeds = jax.vmap(lambda l: _seed(param, layout, at._replace(layer=l), p.size // len(p)))(at.layer)
+    return run(p, g, state, TensorContext(at.scalars, layout, seeds), dtype)
 
 
-def _seed(at: At, number: int, dim: int, size: int) -> jax.Array:
-    """`Tensor.seed` of a tensor of which `size` elements are here."""
-    unsigned = lambda x: jnp.asarray(x).astype(jnp.uint32)
-    k, n = at.cut
-    shard = 0 if dim == WHOLE else jax.lax.axis_index(SHARD)
-    of_tensor = jnp.uint32(number * 2 + (at.part == "outer")) * jnp.uint32(0x85EBCA77)
+def _seed(param: Param, layout: Layout, at: UpdateContext, size: int) -> jax.Array:
+    """`TensorContext.seed` of a tensor of which `size` elements are here."""
+
+    def unsigned(x) -> jax.Array:
+        return jnp.asarray(x).astype(jnp.uint32)
+
+    k, n = at.part
+    shard = 0 if layout.sharded_dim is None else jax.lax.axis_index(SHARD)
+    of_tensor = jnp.uint32(param.stream) * jnp.uint32(0x85EBCA77)
     of_layer = unsigned(at.layer) * jnp.uint32(0xC2B2AE3D)
     of_step = unsigned(at.scalars["step"]) * jnp.uint32(0x9E3779B1)
     first = (unsigned(shard) * jnp.uint32(n) + unsigned(k)) * jnp.uint32(size % 2**32)

@@ -1,14 +1,13 @@
 """Data-parallel communication of parameter trees, inside `shard_map`.
 
-`dims` is a tree like the parameters: for each leaf the dimension that is sharded over `dp_shard`, or WHOLE when the
-leaf is kept whole on every device (there is one device, or no dimension divides).
+Layouts (placement/layout.py) say which dimension of an array `dp_shard` divides. An array without one is replicated.
 
 An axis of one device takes part in nothing: values are not marked as varying over it and no collective names it, so a
 program for one device has none.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,9 @@ from jax.interpreters import mlir
 
 from surojax.errors import ConfigError
 from surojax.numerics.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
+from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD
-
-WHOLE = -1
-Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # see `scatter`
+from surojax.placement.table import Reduce
 
 # Settings that let a GPU's copy engines move data between the GPUs of one machine, so that no multiprocessor is taken
 # from the matrix products, and what XLA is told for each when it compiles a step.
@@ -110,19 +108,23 @@ _same.def_abstract_eval(_type_of_same)
 mlir.register_lowering(_same, lambda context, x, *, axes: [x])
 
 
-def gather(tree, dims):
-    """Whole arrays from shards, for use in one device's own computation; what is Quantized travels in 8 bits."""
+def all_gather(tree, layouts):
+    """Arrays as they are computed with, from shards as they are stored; what is Quantized travels in 8 bits."""
 
-    def one(d, x):
-        if d == WHOLE:
+    def gathered(x: jax.Array, dim: int) -> jax.Array:
+        return jax.lax.all_gather(x, SHARD, axis=dim, tiled=True)
+
+    def one(layout: Layout, x):
+        dim = layout.sharded_dim
+        if dim is None:
             return x
         if is_quantized(x):
-            values = jax.lax.all_gather(_bits(x.values), SHARD, axis=d, tiled=True)
-            scales = x.scales if has_one_scale(x) else one(d, x.scales)
+            values = gathered(_bits(x.values), dim)
+            scales = x.scales if has_one_scale(x) else gathered(x.scales, dim)
             return Quantized(_from_bits(values, x.values.dtype), scales)
-        return jax.lax.all_gather(x, SHARD, axis=d, tiled=True)
+        return gathered(x, dim)
 
-    return varying(jax.tree.map(one, dims, tree))
+    return varying(jax.tree.map(one, layouts, tree))
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -139,53 +141,71 @@ def largest_of_shards(x: jax.Array) -> jax.Array:
     return jax.lax.pmax(x, SHARD) if SHARD in jax.typeof(x).manual_axis_type.varying else x
 
 
-def gather_same(tree, dims, resting):
-    """Arrays cut as `resting` says from shards cut as `dims` says; whole ones are the same on every device."""
+def largest_of_devices(tree):
+    """The largest of what all devices have, elementwise; the same on all of them."""
 
-    def one(x, d, r):
-        return x if d == r else jax.lax.all_gather(x, SHARD, axis=d, tiled=True, to="invarying")
+    def one(x):
+        names = tuple(a for a in DATA if a in jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.pmax(x, names) if names else x
 
-    return jax.tree.map(one, tree, dims, resting)
+    return jax.tree.map(one, tree)
 
 
-def scatter(tree, dims, reduce: Reduce = "reduce_scatter"):
-    """Sums over `dp_shard`: each device keeps its shard, and all of a leaf that is kept whole.
+def reshard(x: jax.Array, stored: Layout, wanted: Layout) -> jax.Array:
+    """An array cut as `wanted` is stored, from shards cut as `stored` is; replicated arrays are typed as equal."""
+    dim = stored.sharded_dim
+    if stored.stored == wanted.stored or dim is None:
+        return x
+    return jax.lax.all_gather(x, SHARD, axis=dim, tiled=True, to="invarying")
 
-    reduce_scatter: added up on the way, in the leaf's dtype. all_to_all: every device is sent all devices' terms of its
-    shard and adds them up in float32. int8: that, with matrices sent in 8 bits (ZeRO++'s qgZ in one hop).
+
+def reduce_scatter(tree, layouts, reduce: Reduce = "reduce_scatter"):
+    """Sums over `dp_shard`: each device keeps its shard, and all of an array that is replicated.
+
+    reduce_scatter: added up on the way, in the array's dtype. all_to_all: every device is sent all devices' terms of
+    its shard and adds them up in float32. int8: that, with matrices sent in 8 bits (ZeRO++'s qgZ in one hop).
     """
-    if reduce == "reduce_scatter":
-        sum_shard = lambda x, d: jax.lax.psum_scatter(x, SHARD, scatter_dimension=d, tiled=True)
-        return jax.tree.map(lambda x, d: add_up(x, SHARD) if d == WHOLE else sum_shard(x, d), tree, dims)
 
-    def terms(x, d):
-        """What each device is sent, `[devices, ...]`; nothing of a whole leaf."""
-        if d == WHOLE:
+    def sum_shard(x: jax.Array, layout: Layout):
+        dim = layout.sharded_dim
+        return add_up(x, SHARD) if dim is None else jax.lax.psum_scatter(x, SHARD, scatter_dimension=dim, tiled=True)
+
+    if reduce == "reduce_scatter":
+        return jax.tree.map(sum_shard, tree, layouts)
+
+    def terms(x: jax.Array, layout: Layout):
+        """What each device is sent, `[devices, ...]`; nothing of a replicated array."""
+        dim = layout.sharded_dim
+        if dim is None:
             return None
-        parts = jnp.moveaxis(x.reshape(*x.shape[:d], jax.lax.axis_size(SHARD), -1, *x.shape[d + 1 :]), d, 0)
+        shape = (*x.shape[:dim], jax.lax.axis_size(SHARD), -1, *x.shape[dim + 1 :])
+        parts = jnp.moveaxis(x.reshape(shape), dim, 0)
         if reduce == "int8":
             return quantise(parts, jnp.int8) if x.ndim > 1 else parts.astype(jnp.float32)  # as the scales: one transfer
         return parts
 
-    def add_terms(x, d, sent):
-        if d == WHOLE:
+    def add_terms(x: jax.Array, layout: Layout, sent):
+        if layout.sharded_dim is None:
             return add_up(x, SHARD)
         sent = dequantise(sent, jnp.float32) if is_quantized(sent) else sent.astype(jnp.float32)
         return jnp.sum(sent, axis=0).astype(x.dtype)
 
-    return jax.tree.map(add_terms, tree, dims, _exchange(jax.tree.map(terms, tree, dims)))
+    return jax.tree.map(add_terms, tree, layouts, _exchange(jax.tree.map(terms, tree, layouts)))
 
 
-def scatter_in_turn(tree, dims, reduce: Reduce, also: tuple[jax.Array, Callable] | None = None):
-    """(`scatter` of a layer's gradients, function(x) of `also`, (x, function) or None), one matrix after another.
+def reduce_scatter_in_turn(tree, layouts, reduce: Reduce, also: tuple[jax.Array, Callable] | None = None):
+    """(`reduce_scatter` of a layer's gradients, function(x) of `also`), one matrix after another.
+
+    also: (x, function), or None.
 
     The largest first, `also` after three of them (in a Llama the MLP). Each is on its way while the gradients of the
-    next are computed. What nothing is left to hide is the last, so that is a small one. Without an order XLA joins some
-    of them, and the last is whatever it computes last.
+    next are computed. The last one has nothing to overlap with, so the smallest goes last. Without an order XLA joins
+    some of them, and the last is whatever it computes last.
     """
     leaves, structure = jax.tree.flatten(tree)
-    order, of = sorted(range(len(leaves)), key=lambda i: -leaves[i].size), jax.tree.leaves(dims)
-    turns: list = [(leaves[i], lambda x, i=i: scatter(x, of[i], reduce)) for i in order]
+    order = sorted(range(len(leaves)), key=lambda i: -leaves[i].size)
+    of = jax.tree.leaves(layouts)
+    turns: list = [(leaves[i], lambda x, i=i: reduce_scatter(x, of[i], reduce)) for i in order]
     turns[3:3] = [also] if also else []
     done = []
     for x, function in turns:
@@ -211,19 +231,28 @@ def _exchange(tree):
     return jax.tree.unflatten(structure, received)
 
 
-def sum_of_squares(tree, dims) -> tuple[jax.Array, ...]:
-    """(of shards, of whole leaves): sums of squares of this device's part of a tree, float32; see `norm`."""
+class Squares(NamedTuple):
+    """Sums of squares of this device's part of a tree, float32: of shards, and of replicated arrays. See `norm`."""
+
+    of_shards: jax.Array
+    of_replicated: jax.Array
+
+
+def sum_of_squares(tree, layouts) -> Squares:
+    """The squares of a tree whose arrays are cut as these layouts store them."""
     squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree)
-    pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(dims), strict=True))
-    of_shards, of_whole = ([s for s, d in pairs if (d == WHOLE) == whole] for whole in (False, True))
-    return tuple(a + sum(b) for a, b in zip(no_squares(), (of_shards, of_whole), strict=True))
+    pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(layouts), strict=True))
+    start = no_squares()
+    of_shards = sum(square for square, layout in pairs if layout.sharded_dim is not None)
+    of_replicated = sum(square for square, layout in pairs if layout.sharded_dim is None)
+    return Squares(start.of_shards + of_shards, start.of_replicated + of_replicated)
 
 
-def no_squares() -> tuple[jax.Array, jax.Array]:
-    """Where a sum of `sum_of_squares` starts."""
-    return varying(jnp.float32(0), (SHARD,)), jnp.float32(0)
+def no_squares() -> Squares:
+    """The `Squares` of nothing."""
+    return Squares(varying(jnp.float32(0), (SHARD,)), jnp.float32(0))
 
 
-def norm(of_shards: jax.Array, of_whole: jax.Array) -> jax.Array:
-    """The global norm from sums of squares, the same on every device of `dp_shard`."""
-    return jnp.sqrt(add_up(of_shards, SHARD) + of_whole)
+def norm(squares: Squares) -> jax.Array:
+    """The global norm, the same on every device of `dp_shard`."""
+    return jnp.sqrt(add_up(squares.of_shards, SHARD) + squares.of_replicated)

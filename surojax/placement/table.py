@@ -20,27 +20,21 @@ Quantised weights (`zero_quantized_weights`, and with the recipes fp8_*, on one 
 the update, and rest in the state in place of the 16-bit matrices; of `weights` only the vectors are left, so that is
 what `offload_weights` moves then.
 
-`state_plan` turns the table into a shape, dtype and sharding for every array of the training state, building none.
-Initialisation, the step, checkpoint restore and the memory report all read that plan.
+`layout.layouts` turns the table into a layout for each parameter and tensor class.
 """
 
 import dataclasses
 import inspect
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.memory.host import MEMORY_KIND, Home, joined
-from surojax.memory.nvme import InFile, Store
 from surojax.numerics import quantize
-from surojax.optim.optimizer import Optimizer, init_moments
-from surojax.parallel.collectives import WHOLE, Reduce
-from surojax.placement.mesh import DATA, SHARD
-from surojax.step.state import TrainState, layer_of
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+Home = Literal["device", "host", "nvme"]  # device memory, pinned host memory, a file on an NVMe disk
+Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.scatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,177 +192,3 @@ def _check_quants(weights: str, to_shard: str, persistent: bool, offloaded: bool
 
 
 SETTINGS = tuple(name for name in inspect.signature(place).parameters if name != "num_shards")  # fields of the config
-
-
-def shard_dims(params: dict, mesh: Mesh) -> dict:
-    """For each leaf the dimension that `dp_shard` divides: the first one that it can, without counting the layer axis.
-
-    WHOLE when none divides evenly or there is one shard only.
-
-    The first, because sharding the last dimension makes XLA keep a transposed copy of a whole stack.
-    """
-    n = mesh.shape[SHARD]
-
-    def dim(shape):
-        return next((i for i, size in enumerate(shape) if n > 1 and size % n == 0), WHOLE)
-
-    return {
-        "blocks": jax.tree.map(lambda p: dim(p.shape[1:]), params["blocks"]),
-        "outer": jax.tree.map(lambda p: dim(p.shape), params["outer"]),
-    }
-
-
-def resting_dims(params: dict, dims: dict, placement: Placement) -> dict:
-    """Like `dims`, for the work weights as they rest: WHOLE where they are not sharded. Outer vectors never are.
-
-    Raises ConfigError when `shard_outer` cannot cut a vocabulary evenly.
-    """
-
-    def outer(p, d):
-        if not placement.outer.sharded or p.ndim == 1:
-            return WHOLE
-        if d != 0:
-            raise ConfigError(
-                f"shard_outer: expected a vocabulary that dp_shard_size divides, got {p.shape[0]} words; pad it"
-            )
-        return d
-
-    blocks = dims["blocks"] if placement.weights.sharded else jax.tree.map(lambda _: WHOLE, dims["blocks"])
-    return {"blocks": blocks, "outer": jax.tree.map(outer, params["outer"], dims["outer"])}
-
-
-def kept_whole(params: dict, dims: dict) -> dict[str, tuple[int, ...]]:
-    """Matrices kept whole, by name with their shapes: their state costs its whole size on every device."""
-    leaves, marks = jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(dims)
-    pairs = zip(leaves, marks, strict=True)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): p.shape
-        for (path, p), d in pairs
-        if d == WHOLE and p.ndim > 1
-    }
-
-
-def specs(dims: dict) -> dict:
-    """PartitionSpecs of `{"blocks": [L, ...], "outer": ...}`, split over `dp_shard` along `dims`."""
-
-    def spec(d, lead):
-        return jax.P(*[None] * (d + lead), SHARD) if d != WHOLE else jax.P()
-
-    return {
-        "blocks": jax.tree.map(lambda d: spec(d, 1), dims["blocks"]),
-        "outer": jax.tree.map(lambda d: spec(d, 0), dims["outer"]),
-    }
-
-
-def state_plan(
-    params: dict,
-    placement: Placement,
-    optimizer: Optimizer,
-    mesh: Mesh,
-    *,
-    history: tuple[int, ...] | None = None,
-) -> TrainState:
-    """A TrainState of `jax.ShapeDtypeStruct`, each with its sharding; `params` are shapes, see `abstract_params`.
-
-    Stacks of layers with home nvme are `InFile`s of one store. history: see `fp8.history_shape`, if there is one.
-    The work weights of the blocks are an `offload.Split` where some of their layers stay on the device. Raises
-    ConfigError when `resident_layers` leaves no other.
-    """
-    dims = shard_dims(params, mesh)
-    sharded, work = specs(dims), specs(resting_dims(params, dims, placement))
-
-    store = Store(placement.master.folder, jax.tree.leaves(params["blocks"])[0].shape[0])
-
-    def leaf(shape, dtype, spec, home: Home = "device", part: str = "outer"):
-        if home == "nvme" and part == "blocks":
-            return InFile(store, shape, dtype, jax.NamedSharding(mesh, spec))
-        sharding = jax.NamedSharding(mesh, spec, memory_kind=MEMORY_KIND["host" if home == "nvme" else home])
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    def tree(row: Row, spec, part: str):
-        return jax.tree.map(lambda p, s: leaf(p.shape, row.dtype, s, row.home, part), params[part], spec[part])
-
-    def quants(p, s, whole):
-        if p.ndim < 3:  # a vector of each layer
-            return whole
-        if placement.one_scale:
-            values, scales = quantize.planned(p, placement.quants.dtype, 0)
-            values = leaf(values.shape, values.dtype, s, placement.quants.home)
-            return quantize.Quantized(values, leaf(scales.shape, scales.dtype, jax.P()))
-        block = quantize.block_size(jax.NamedSharding(mesh, s).shard_shape(p.shape)[-1])
-        q = quantize.planned(p, placement.quants.dtype, block)
-        return jax.tree.map(lambda x: leaf(x.shape, x.dtype, s, placement.quants.home), q)
-
-    def stacks(row: Row):
-        """Work weights of the blocks, split where some layers are resident."""
-        num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
-        if row.resident >= num_layers:
-            raise ConfigError(
-                f"resident_layers: expected fewer than the {num_layers} layers, got {row.resident}; "
-                "leave it out with offload_weights=False to keep all on the device"
-            )
-        part = lambda n, home: jax.tree.map(
-            lambda p, s: leaf((n, *p.shape[1:]), row.dtype, s, home), params["blocks"], work["blocks"]
-        )
-        sizes = [(row.resident, "device"), (num_layers - row.resident, row.home)]
-        return joined([part(n, home) for n, home in sizes if n])
-
-    blocks = stacks(placement.weights)
-    if placement.persistent_quants:
-        blocks = jax.tree.map(quants, params["blocks"], work["blocks"], blocks)
-
-    master = {part: tree(placement.master, sharded, part) for part in ("blocks", "outer")}
-    return TrainState(
-        step=leaf((), jnp.int32, jax.P()),
-        weights={"blocks": blocks, "outer": tree(placement.outer, work, "outer")},
-        master=master,
-        moments=_plan_moments(params, master, optimizer, dims, placement.moments.home, leaf),
-        history=leaf(history, jnp.float32, jax.P()) if history else None,
-    )
-
-
-def _plan_moments(params: dict, master: dict, optimizer: Optimizer, dims: dict, home: Home, leaf) -> dict:
-    """The plan of the moments; `leaf` makes one of its leaves, see `state_plan`.
-
-    What has as many dimensions as its parameter (moments, their scales) rests at `home`, and is divided along the
-    dimension that the parameter is divided along, unless it has size 1 there. What has fewer (NorMuon's means of rows)
-    is whole in every device's memory.
-    """
-    rows = {"blocks": layer_of(master["blocks"]), "outer": master["outer"]}
-    moments = jax.eval_shape(lambda p: init_moments(optimizer, p, rows), params)
-
-    def of_tensor(part: str):
-        def one(p, d, state):
-            d = WHOLE if d == WHOLE else d + (part == "blocks")
-            spec = lambda m: jax.P(*[None] * d, SHARD) if d != WHOLE and m.shape[d] > 1 else jax.P()
-            like_p = lambda m: leaf(m.shape, m.dtype, spec(m), home, part)
-            return jax.tree.map(lambda m: like_p(m) if m.ndim == p.ndim else leaf(m.shape, m.dtype, jax.P()), state)
-
-        return one
-
-    return {part: jax.tree.map(of_tensor(part), params[part], dims[part], moments[part]) for part in moments}
-
-
-def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding:
-    """Of tokens `[accumulation, batch, S]`, or `[batch, S]` in evaluation: the batch is split over all devices."""
-    axes = tuple(a for a in DATA if mesh.shape[a] > 1)
-    return jax.NamedSharding(mesh, jax.P(None, axes or None) if accumulated else jax.P(axes or None))
-
-
-def bytes_per_device(plan, home: Home = "device") -> int:
-    """Bytes that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory, per device.
-
-    nvme: an equal part of the files, which hold everything once.
-    """
-    leaves = jax.tree.leaves(plan)
-    if home == "nvme":
-        return sum(x.size * x.dtype.itemsize // x.sharding.mesh.size for x in leaves if isinstance(x, InFile))
-    return sum(
-        leaf_bytes(x) for x in leaves if not isinstance(x, InFile) and x.sharding.memory_kind == MEMORY_KIND[home]
-    )
-
-
-def leaf_bytes(x: jax.ShapeDtypeStruct) -> int:
-    """Bytes that one planned array takes on each device."""
-    assert x.sharding is not None
-    return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize

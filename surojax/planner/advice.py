@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from surojax.config.fields import RECOMPUTE_PARTS, Config, divisor, flat
+from surojax.config.fields import RECOMPUTE_PARTS, Config, flat
 from surojax.errors import ConfigError
+from surojax.sizes import divisor
 
 GiB, MiB = 2**30, 2**20
 SHARDED = {

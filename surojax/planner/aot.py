@@ -12,7 +12,7 @@ by trying:
    for one kind of GPU. `devices` refuses a second one.
 4. Without a GPU, XLA cannot time its own Triton matrix products, and their first guess of a tile may need large
    buffers that a tuned one does not. So programs are compiled with `xla_gpu_enable_triton_gemm=False` (cuBLAS), and
-   otherwise with the options that `train` uses on a GPU, `Blueprint.compiler_options`.
+   otherwise with the options that `train` uses on a GPU, `Assembly.compiler_options`.
 5. Kernels that are never run need not be good ones: with neither XLA nor ptxas optimising them, and without asking
    which of cuBLASLt's algorithms compile, a quarter to six tenths of the time are saved. Memory and schedule are
    decided before that: seven plans (A100 to B200, 1 to 8 GPUs, FP8, NVFP4, all offloads) were the same to the byte.

@@ -25,19 +25,23 @@ import jax.numpy as jnp
 import psutil
 
 from pallas_kernels import dispatch
-from surojax import assembly as blueprint
+from surojax import assembly
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
 from surojax.models.layers import Recompute
-from surojax.models.llama import LlamaConfig, functions
-from surojax.numerics.fp8 import quantise_weights
+from surojax.models.llama import LlamaConfig, declared_params, functions
+from surojax.numerics import quantize
 from surojax.numerics.quantize import is_quantized
 from surojax.numerics.recipes import check_recipe
-from surojax.parallel.collectives import WHOLE, check_copy_engine
-from surojax.placement import table as placement
+from surojax.parallel.collectives import check_copy_engine
+from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, SHARD
+from surojax.placement.param import Kind
+from surojax.placement.table import Mesh
 from surojax.planner import advice
 from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
+from surojax.step.state_plan import bytes_per_device
+from surojax.step.weights import quantise_with_one_scale
 
 POOL = 0.95  # of a GPU's memory, that JAX takes at most: the driver has its part too
 DEFAULT_POOL = 0.75  # that it takes by itself
@@ -45,7 +49,7 @@ POOL_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={POOL}"  # in the environment
 NVME_LAYERS = 4  # in host memory at most: one is read ahead, one is in use before and after its update, one is written
 
 
-def estimate(run: blueprint.Blueprint, batch: int, sequence_len: int, *, platform: str = "gpu") -> dict[str, int]:
+def estimate(run: assembly.Assembly, batch: int, sequence_len: int, *, platform: str = "gpu") -> dict[str, int]:
     """Bytes per device by class, for microbatches of `batch` sequences of `sequence_len` tokens.
 
     Only what is in device memory: see `estimate_host` for the rest. platform: "gpu", or "cpu", where XLA multiplies in
@@ -55,33 +59,32 @@ def estimate(run: blueprint.Blueprint, batch: int, sequence_len: int, *, platfor
     return {k: sum(v[h] for h in homes) for k, v in by_class(run, batch, sequence_len, platform).items()}
 
 
-def estimate_host(run: blueprint.Blueprint, batch: int, sequence_len: int) -> dict[str, int]:
+def estimate_host(run: assembly.Assembly, batch: int, sequence_len: int) -> dict[str, int]:
     """Bytes of pinned host memory per GPU by class; empty when nothing is offloaded."""
     found = {k: v["host"] for k, v in by_class(run, batch, sequence_len, "gpu").items()}
     return {k: size for k, size in found.items() if size}
 
 
-def host_temporaries(run: blueprint.Blueprint, batch: int, sequence_len: int) -> int:
+def host_temporaries(run: assembly.Assembly, batch: int, sequence_len: int) -> int:
     """Bytes of pinned host memory per GPU that a step allocates for itself: accumulators and saved activations."""
     need = by_class(run, batch, sequence_len, "gpu")
     return need["gradients"]["host"] + need["activations"]["host"]
 
 
-def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: str) -> dict[str, dict[str, int]]:
+def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: str) -> dict[str, dict[str, int]]:
     """Bytes per device of each class by the memory it rests in: {class: {"device": ..., "host": ...}}."""
     plan, engine, m = run.plan, run.engine, run.model
-    work, grads = engine.placement.weights, engine.placement.grads
-    layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], work.dtype), run.params["blocks"])
+    work, grads = engine.table.weights, engine.table.grads
+    layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, work.dtype), run.params["blocks"])
     x = jax.ShapeDtypeStruct((batch, sequence_len, m.hidden_size), work.dtype)
     layer_bytes, x_bytes = _bytes(layer), _bytes(x)
-    fetched = _bytes(jax.eval_shape(quantise_weights, layer)) if engine.placement.one_scale else layer_bytes
+    fetched = _bytes(_in_fp8(run.params["blocks"], layer)) if engine.table.one_scale else layer_bytes
     saved_bytes, scores_bytes = _block_bytes(m, layer, x, platform)
     # Its backward pass has all of it at once, however much of that is computed again.
     plain = dataclasses.replace(m, recompute=Recompute())
     whole_bytes = saved_bytes if plain == m else _block_bytes(plain, layer, x, platform)[0]
-    shards = lambda dim: run.mesh.shape[SHARD] if grads.sharded and dim != WHOLE else 1
-    parts = jax.tree.map(lambda p, dim: p.size // shards(dim), run.params["blocks"], engine.dims["blocks"])
-    block_grads = jnp.dtype(grads.dtype).itemsize * sum(jax.tree.leaves(parts))
+    sizes = _shard_sizes(run, engine.layouts.grads["blocks"])
+    block_grads = jnp.dtype(grads.dtype).itemsize * m.num_hidden_layers * sum(sizes)
     outer = jax.tree.leaves(plan.weights["outer"])  # their accumulators are cut like the work weights
     outer_size = sum(math.prod(w.sharding.shard_shape(w.shape)) for w in outer)
     outer_grads = jnp.dtype(grads.dtype).itemsize * outer_size
@@ -89,17 +92,17 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
     wide = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
     logits = wide * (batch * sequence_len // engine.lmhead_chunks) * m.vocab_size
     kept = x_bytes if engine.recompute_block else saved_bytes  # of a layer, from the forward pass
-    vocabulary = m.vocab_size // (run.mesh.shape[SHARD] if engine.placement.outer.sharded else 1)
+    vocabulary = m.vocab_size // (run.mesh.shape[SHARD] if engine.table.outer.sharded else 1)
     head = logits + max(logits, wide * vocabulary * m.hidden_size)  # and their gradient, then the head's
     activations = m.num_hidden_layers * kept
-    at = lambda plan: {home: placement.bytes_per_device(plan, home) for home in ("device", "host")}
-    in_file = placement.bytes_per_device(plan, "nvme")
+    at = lambda plan: {home: bytes_per_device(plan, home) for home in ("device", "host")}
+    in_file = bytes_per_device(plan, "nvme")
     state = sum(at((plan.master["blocks"], plan.moments["blocks"])).values()) + in_file + block_grads
-    saved_on_device = activations if engine.placement.residuals.home == "device" else 0
-    if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and engine.placement.outer.sharded):
+    saved_on_device = activations if engine.table.residuals.home == "device" else 0
+    if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and engine.table.outer.sharded):
         activations *= 2  # XLA's CPU compiler keeps those of the last microbatch apart (engine.left_local)
     quants = [x for x in jax.tree.leaves(plan.weights["blocks"], is_leaf=is_quantized) if is_quantized(x)]
-    table = engine.placement
+    table = engine.table
     weights_in_host = "host" in (work.home, table.quants.home)
     waiting = fetched if work.sharded or weights_in_host else 0  # while the head computes: the next weights
     ahead = 2 * waiting  # while a layer computes: its weights, and the next one's
@@ -133,27 +136,24 @@ def by_class(run: blueprint.Blueprint, batch: int, sequence_len: int, platform: 
         "gradients": none
         | {grads.home: block_grads}
         | {"device": outer_grads + (block_grads if grads.home == "device" else 0)},
-        "activations": none | {engine.placement.residuals.home: activations},
+        "activations": none | {engine.table.residuals.home: activations},
         "working space": none | {"device": max(block + ahead, head + waiting, update) + 2 * x_bytes},
     } | ({"layers from files": none | {"host": NVME_LAYERS * in_file // m.num_hidden_layers}} if in_file else {})
 
 
-def _update_bytes(run: blueprint.Blueprint, layer_state: int) -> int:
+def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
     """What updating a layer at a time takes: its largest tensor, before and after, a third one where some come from the
     host. Where all layers are updated at once, in place, it is more than is needed.
 
     layer_state: bytes of master weights, moments and gradients of a layer on this device.
     """
-    shards = lambda d: run.mesh.shape[SHARD] if d != WHOLE else 1
-    sizes = [
-        p.size // shards(d)
-        for p, d in zip(jax.tree.leaves(run.params["blocks"]), jax.tree.leaves(run.engine.dims["blocks"]), strict=True)
-    ]
-    table = run.engine.placement
+    sizes = _shard_sizes(run, run.engine.layouts.master["blocks"])
+    table = run.engine.table
     moved = "host" in (table.master.home, table.moments.home, table.grads.home)
     size = (3 if moved else 2) * layer_state * max(sizes) // sum(sizes)
-    if run.optimizer.blocks.gathers:  # and the whole matrix: as it came, three of float32, and products of its sides
-        largest = max((p.shape[1:] for p in jax.tree.leaves(run.params["blocks"]) if p.ndim > 2), key=math.prod)
+    if run.optimizer.matrices.gathers:  # and the whole matrix: as it came, three of float32, products of its sides
+        matrices = [p.shape for p in jax.tree.leaves(run.params["blocks"]) if p.kind is Kind.MATRIX]
+        largest = max(matrices, key=math.prod)
         size += math.prod(largest) * (12 + jnp.dtype(table.weights.dtype).itemsize) + 3 * 4 * min(largest) ** 2
     return size
 
@@ -164,7 +164,7 @@ def _block_bytes(m: LlamaConfig, layer, x: jax.ShapeDtypeStruct, platform: str) 
     # What is saved does not depend on whether a kernel serves this microbatch: that is `check_kernels`'s to say.
     how = m.precision if m.precision.kernels == "xla" else dataclasses.replace(m.precision, kernels="auto")
     forward = functions(dataclasses.replace(m, attention="xla", precision=how)).block_forward
-    layer = jax.eval_shape(quantise_weights, layer) if m.precision.fp8 else layer
+    layer = _in_fp8(declared_params(m)["blocks"], layer) if m.precision.fp8 else layer
     saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x)[1], layer, x))
     heads = B * S * m.num_attention_heads
     if m.attention == "cudnn" or (m.attention == "auto" and platform != "cpu" and itemsize == 2):
@@ -173,7 +173,7 @@ def _block_bytes(m: LlamaConfig, layer, x: jax.ShapeDtypeStruct, platform: str) 
     return saved, (4 if platform == "cpu" else 2) * heads * S * 4
 
 
-def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | None = None) -> dict[str, int]:
+def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None = None) -> dict[str, int]:
     """The estimate per device of a run that fits; `available` bytes per device are measured when not given.
 
     Raises ConfigError naming what is needed, what there is, and changes that would make it fit; also for an attention,
@@ -182,7 +182,7 @@ def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | Non
     platform, n, kind = devices[0].platform, len(devices), devices[0].device_kind
     if c.attention == "cudnn" and platform != "gpu":
         raise ConfigError(f"attention: expected 'auto' or 'xla' on {kind}, got 'cudnn'; cuDNN needs an NVIDIA GPU")
-    check_copy_engine(run.engine.placement.copy_engine, platform)
+    check_copy_engine(run.engine.table.copy_engine, platform)
     check_recipe(run.model.precision, kind, devices[0])
     if c.kernels == "mosaic":
         check_kernels(c, run.mesh, devices[0])
@@ -198,7 +198,7 @@ def check_fit(c: Config, run: blueprint.Blueprint, devices, available: int | Non
     )
 
 
-def check_kernels(c: Config, mesh: placement.Mesh, device) -> None:
+def check_kernels(c: Config, mesh: Mesh, device) -> None:
     """Raises ConfigError for kernels="mosaic" where one of them does not serve the device or the model.
 
     Which shapes they are given, only tracing the step tells; nothing is compiled.
@@ -211,9 +211,9 @@ def check_kernels(c: Config, mesh: placement.Mesh, device) -> None:
         )
     names = ("offload_optimizer", "offload_master")  # not in files: the same shapes in one program
     changes = {"attention": "xla", "nvme_path": ""} | {name: bool(c[name]) for name in names}
-    run = blueprint.draw(changed(c, changes), mesh, total_steps=1)
+    run = assembly.from_config(changed(c, changes), mesh, total_steps=1)
     shape = (c.gradient_accumulation_steps, c.per_device_batch_size * mesh.size, c.sequence_len)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.batch_sharding(mesh))
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
     try:
         jax.eval_shape(run.train_step(), run.plan, tokens, tokens)
     except dispatch.Unserved as error:
@@ -226,7 +226,7 @@ def unserved(error: dispatch.Unserved) -> ConfigError:
     return ConfigError(f"kernels: expected 'xla' or 'auto', got 'mosaic', but {reason}; use kernels='auto'")
 
 
-def check_host(run: blueprint.Blueprint, c: Config, devices, available: int) -> None:
+def check_host(run: assembly.Assembly, c: Config, devices, available: int) -> None:
     """Raises ConfigError when the machine has less memory free than what is offloaded to it, with what would fit."""
     n, platform = len(devices), devices[0].platform
     need = {} if platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
@@ -242,7 +242,7 @@ def check_host(run: blueprint.Blueprint, c: Config, devices, available: int) -> 
 def needs(c: Config, n: int, platform: str) -> Memory:
     """What a run on n devices needs; builds nothing. On a CPU all of it is the devices'."""
     mesh = jax.sharding.AbstractMesh((c.dp_replicate_size, n // c.dp_replicate_size), DATA)
-    rows = by_class(blueprint.draw(c, mesh, total_steps=1000), c.per_device_batch_size, c.sequence_len, platform)
+    rows = by_class(assembly.from_config(c, mesh, total_steps=1000), c.per_device_batch_size, c.sequence_len, platform)
     device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
     return Memory(device + host, 0) if platform == "cpu" else Memory(device, n * host)
 
@@ -311,6 +311,18 @@ def compare(need: dict[str, int], compiled, device) -> str | None:
     )
     low = total / estimated - 1
     return f"{line}; note: the estimate was {low:.0%} too low" if low > 0.1 else line
+
+
+def _in_fp8(params, layer):
+    """Shapes of a layer whose matrices are in float8 with one scale each."""
+    return jax.eval_shape(lambda w: quantise_with_one_scale(params, w, quantize.DTYPES["fp8"]), layer)
+
+
+def _shard_sizes(run: assembly.Assembly, of_class) -> list[int]:
+    """Elements of each of the blocks' parameters on one device, of one layer, from the layouts of a class."""
+    pairs = zip(jax.tree.leaves(run.params["blocks"]), jax.tree.leaves(of_class), strict=True)
+    n = run.mesh.shape[SHARD]
+    return [math.prod(p.shape) // (1 if layout.sharded_dim is None else n) for p, layout in pairs]
 
 
 def _bytes(tree) -> int:

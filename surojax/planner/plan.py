@@ -20,20 +20,23 @@ import jax
 import numpy as np
 
 from pallas_kernels.dispatch import Unserved
-from surojax.assembly import Blueprint, draw
+from surojax.assembly import Assembly, from_config, model_config
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
-from surojax.memory.host import Home
 from surojax.models.attention import attend, fits_cudnn
 from surojax.numerics.quantize import is_quantized
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement import table as placement
+from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, make_mesh, mesh_shape
+from surojax.placement.table import Home
 from surojax.planner import advice, aot, fit, hlo, traffic
 from surojax.planner.advice import GiB, Memory
 from surojax.planner.gpus import GPUS
 from surojax.step import train_step as step
+from surojax.step.file_step import FileStep
+from surojax.step.state_plan import bytes_per_device
 
 HOMES: tuple[Home, ...] = ("device", "host", "nvme")
 
@@ -137,14 +140,14 @@ def checked(config: Config, gpu: str) -> Config:
         c.attention = "cudnn" if fits_cudnn(c.model_dtype, configs.head_dim(c)) else "xla"
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
-    check_recipe(configs.model_config(c).precision, f"a {gpu}", GPUS[gpu])
+    check_recipe(model_config(c).precision, f"a {gpu}", GPUS[gpu])
     return c
 
 
 def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
     """Figures of the plan, read from the step that XLA compiles for this GPU."""
     mesh = make_mesh(aot.devices(gpu, c.gpus), dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
-    run = draw(c, mesh.abstract_mesh, total_steps=1000)
+    run = from_config(c, mesh.abstract_mesh, total_steps=1000)
     _check_attention(c, gpu, batch)
     options = run.compiler_options(
         "gpu",
@@ -200,17 +203,17 @@ def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
         ) from error
 
 
-def programs(run: Blueprint, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> list[tuple[Any, tuple, int]]:
+def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> list[tuple[Any, tuple, int]]:
     """(jitted function, its arguments, how often it runs in a step) for each program that makes up a step."""
     shape = (batch.microbatches, batch.sequences * mesh.size, batch.sequence_len)
-    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=placement.batch_sharding(mesh.abstract_mesh))
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh.abstract_mesh))
     train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh)
-    if isinstance(train_step, step.LayerStep):
+    if isinstance(train_step, FileStep):
         return train_step.programs(tokens, tokens)
     return [(train_step, (run.plan, tokens, tokens), 1)]
 
 
-def beside(run: Blueprint, args) -> dict[Home, int]:
+def beside(run: Assembly, args) -> dict[Home, int]:
     """Bytes per GPU that are in memory while a program of a step runs which does not take them.
 
     That is state for the step's other programs, and layers from files: one is read ahead; in the update, where one is
@@ -218,16 +221,16 @@ def beside(run: Blueprint, args) -> dict[Home, int]:
     """
     taken = {id(x) for x in jax.tree.leaves(args)}
     rest = [x for x in jax.tree.leaves(run.plan) if id(x) not in taken]
-    layer = placement.bytes_per_device(run.plan, "nvme") // run.model.num_hidden_layers
+    layer = bytes_per_device(run.plan, "nvme") // run.model.num_hidden_layers
     layers = 1 if any(x is run.plan.step for x in jax.tree.leaves(args)) else fit.NVME_LAYERS - 2
-    in_memory = lambda home: placement.bytes_per_device(rest, home)
+    in_memory = lambda home: bytes_per_device(rest, home)
     return {"device": in_memory("device"), "host": in_memory("host") + layers * layer}
 
 
 def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
     """The same figures from shapes alone."""
     shape = mesh_shape(c.gpus, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
-    run = draw(c, jax.sharding.AbstractMesh(shape, DATA), total_steps=1000)
+    run = from_config(c, jax.sharding.AbstractMesh(shape, DATA), total_steps=1000)
     rows, need = classes(run, batch), fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
     of = lambda names, home: sum(need[name][home] for name in names)
     inside = ("gradients", "activations", "working space")
@@ -250,7 +253,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
     }
 
 
-def _sizes(run: Blueprint) -> dict[str, Any]:
+def _sizes(run: Assembly) -> dict[str, Any]:
     parameters = sum(p.size for p in jax.tree.leaves(run.params))
     return {"parameters": parameters, "mesh": dict(run.mesh.shape)}
 
@@ -264,7 +267,7 @@ def _beside(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -
     return rows + [{"op": op, "axis": axis} | blank(size) for (op, axis), size in missing.items()]
 
 
-def classes(run: Blueprint, batch: traffic.Batch) -> dict[str, dict[str, int]]:
+def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
     """Bytes per GPU of each row of the placement table, by the memory where they rest."""
     need = fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
     blocks = jax.tree.leaves(run.plan.weights["blocks"], is_leaf=is_quantized)
@@ -280,10 +283,10 @@ def classes(run: Blueprint, batch: traffic.Batch) -> dict[str, dict[str, int]]:
         if name in inside:
             return found | need[inside[name]]
         for home in HOMES:
-            found[home] = placement.bytes_per_device(state.get(name), home)
+            found[home] = bytes_per_device(state.get(name), home)
         return found
 
-    rows = vars(run.engine.placement).items()
+    rows = vars(run.engine.table).items()
     return {name: row(name) for name, of in rows if isinstance(of, placement.Row) and (name != "quants" or of.dtype)}
 
 

@@ -27,11 +27,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from surojax.assembly import Blueprint
+from surojax.assembly import Assembly
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
-from surojax.parallel.collectives import WHOLE
+from surojax.placement.layout import Layout
 from surojax.placement.mesh import REPLICATE, SHARD
+from surojax.placement.param import Kind, Param
 from surojax.planner.gpus import Gpu
 from surojax.run.metrics import flops_per_token
 
@@ -50,15 +51,15 @@ class Batch:
         return self.sequences * self.sequence_len
 
 
-def collective_bytes(run: Blueprint, batch: Batch) -> dict[tuple[str, str], int]:
+def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     """Bytes that each GPU sends per step, by (collective, axis)."""
     engine, n, replicas = run.engine, run.mesh.shape[SHARD], run.mesh.shape[REPLICATE]
-    table, k = engine.placement, batch.microbatches
+    table, k = engine.table, batch.microbatches
     ops = "all-gather", "reduce-scatter", "all-to-all", "all-reduce"
     sent = dict.fromkeys([*((op, SHARD) for op in ops), ("all-reduce", REPLICATE)], 0.0)
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
     ring = (n - 1) / n
-    blocks, kept = _sizes(run, "blocks", engine.dims["blocks"])
+    blocks, kept = _sizes(run, "blocks")
     gathered = _in_8_bits(run, vectors=work) if table.quants.dtype else work * blocks
     sent["all-gather", SHARD] += ring * (2 * k * gathered if table.weights.sharded else work * blocks)
     rounds, itemsize = (k, work) if table.grads.sharded else (1, accum)
@@ -67,11 +68,14 @@ def collective_bytes(run: Blueprint, batch: Batch) -> dict[tuple[str, str], int]
     sent[reduce, SHARD] += ring * reduced * rounds
     sent["all-reduce", SHARD] += 2 * ring * itemsize * kept * rounds
 
-    moved = jax.tree.map(lambda d, rests: d if rests == WHOLE else WHOLE, engine.dims["outer"], engine.resting["outer"])
-    outer, _ = _sizes(run, "outer", moved)  # what rests in shards moves no weights
+    outer = sum(  # weights that are stored in shards are not moved
+        math.prod(p.shape)
+        for p, master, weights in _with_layouts(run, "outer")
+        if master.sharded_dim is not None and weights.stored != master.stored
+    )
     sent["all-gather", SHARD] += ring * work * outer
     sent[reduce, SHARD] += ring * accum * outer
-    sharded_outer, kept_outer = _sizes(run, "outer", engine.dims["outer"])
+    sharded_outer, kept_outer = _sizes(run, "outer")
     sent["all-reduce", SHARD] += 2 * ring * accum * kept_outer
     if table.outer.sharded:
         x, ids = batch.tokens * run.model.hidden_size * work, batch.tokens * 4
@@ -79,42 +83,48 @@ def collective_bytes(run: Blueprint, batch: Batch) -> dict[tuple[str, str], int]
         sent["all-gather", SHARD] += k * (n - 1) * (2 * x + 2 * ids)
         sent["reduce-scatter", SHARD] += k * (n - 1) * 2 * x
         sent["all-reduce", SHARD] += k * 2 * (n - 1) * 2 * ids  # largest logit and sum of exponentials, float32
-    if run.optimizer.blocks.gathers:  # muon.py
-        sent["all-gather", SHARD] += (
-            ring
-            * work
-            * sum(
-                math.prod(p.shape)
-                for p, d in zip(
-                    jax.tree.leaves(run.params["blocks"]), jax.tree.leaves(engine.dims["blocks"]), strict=True
-                )
-                if d != WHOLE and p.ndim > 2
-            )
+    if run.optimizer.matrices.gathers:  # normuon.py
+        matrices = sum(
+            math.prod(p.shape)
+            for p, master, _ in _with_layouts(run, "blocks")
+            if master.sharded_dim is not None and p.kind is Kind.MATRIX
         )
+        sent["all-gather", SHARD] += ring * work * run.model.num_hidden_layers * matrices
     parameters = blocks / n + kept + sharded_outer / n + kept_outer
     sent["all-reduce", REPLICATE] += 2 * (replicas - 1) / replicas * accum * parameters
     return {key: round(size) for key, size in sent.items() if size}
 
 
-def _sizes(run: Blueprint, part: str, dims) -> tuple[int, int]:
-    """Parameters of a part of the model that `dims` cut, and those that are kept whole."""
-    pairs = list(zip(jax.tree.leaves(run.params[part]), jax.tree.leaves(dims), strict=True))
-    cut, whole = ([math.prod(p.shape) for p, d in pairs if (d == WHOLE) == kept] for kept in (False, True))
-    return sum(cut), sum(whole)
+def _with_layouts(run: Assembly, part: str) -> list[tuple[Param, Layout, Layout]]:
+    """(param, layout of its master weights, of its work weights) of the parameters of a part of the model."""
+    layouts = run.engine.layouts
+    trees = run.params[part], layouts.master[part], layouts.weights[part]
+    return list(zip(*map(jax.tree.leaves, trees), strict=True))
 
 
-def _in_8_bits(run: Blueprint, vectors: int) -> float:
-    """Bytes of the blocks that are cut: matrices in 8 bits with their scales, vectors with so many bytes a number."""
+def _sizes(run: Assembly, part: str) -> tuple[int, int]:
+    """Parameters of a part of the model whose state is sharded, and those whose state is replicated."""
+    layers = run.model.num_hidden_layers if part == "blocks" else 1
+    rows = _with_layouts(run, part)
+    sharded = sum(math.prod(p.shape) for p, master, _ in rows if master.sharded_dim is not None)
+    replicated = sum(math.prod(p.shape) for p, master, _ in rows if master.sharded_dim is None)
+    return layers * sharded, layers * replicated
+
+
+def _in_8_bits(run: Assembly, vectors: int) -> float:
+    """Bytes of the blocks' sharded parameters: matrices in 8 bits with their scales, vectors with so many bytes a
+    number."""
     n, total = run.mesh.shape[SHARD], 0.0
-    for p, d in zip(jax.tree.leaves(run.params["blocks"]), jax.tree.leaves(run.engine.dims["blocks"]), strict=True):
-        if d != WHOLE:
-            row = p.shape[-1] // (n if d == p.ndim - 2 else 1)  # d does not count the axis of layers
-            scale = 0 if run.engine.placement.one_scale else 4 / block_size(row)  # one is shared, not gathered
-            total += math.prod(p.shape) * (1 + scale if p.ndim > 2 else vectors)
-    return total
+    for p, master, _ in _with_layouts(run, "blocks"):
+        if master.sharded_dim is None:
+            continue
+        row = p.shape[-1] // (n if master.sharded_dim == len(p.shape) - 1 else 1)
+        scale = 0 if run.engine.table.one_scale else 4 / block_size(row)  # one is shared, not gathered
+        total += math.prod(p.shape) * (1 + scale if p.kind is Kind.MATRIX else vectors)
+    return run.model.num_hidden_layers * total
 
 
-def token_flops(run: Blueprint, sequence_len: int, *, again: bool = False) -> dict[str, float]:
+def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dict[str, float]:
     """FLOPs of training on one token by the numbers that are multiplied: "bfloat16", "float32", "float8" or "float4".
 
     The recipe's are those of the blocks' matrices, in the layers where it holds; attention and head are in model_dtype.
@@ -126,10 +136,10 @@ def token_flops(run: Blueprint, sequence_len: int, *, again: bool = False) -> di
     total = flops_per_token(m.num_matmul_params, *sizes) + (flops_per_token(in_blocks, *sizes) / 3 if again else 0)
     for start, stop, on in m.precision.ranges(m.num_hidden_layers):
         matrices = in_blocks * (stop - start) / m.num_hidden_layers
-        forward, backward = _operands(m.precision, on, run.engine.placement.weights.dtype)
+        forward, backward = _operands(m.precision, on, run.engine.table.weights.dtype)
         found[forward] += (4 if again else 2) * matrices
         found[backward] += 4 * matrices
-    found[run.engine.placement.weights.dtype] += total - sum(found.values())
+    found[run.engine.table.weights.dtype] += total - sum(found.values())
     return dict(found)
 
 
@@ -143,11 +153,12 @@ def _operands(precision: Precision, on: bool, dtype: str) -> tuple[str, str]:
     return low, low
 
 
-def step_flops(run: Blueprint, batch: Batch) -> dict[str, float]:
+def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
     """FLOPs of a step on each GPU, recomputation of the blocks included, as `token_flops` has them."""
     per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
     found = {dtype: size * batch.tokens * batch.microbatches for dtype, size in per_token.items()}
-    found[run.engine.placement.weights.dtype] += run.optimizer.blocks.flops(run.params["blocks"])
+    matrices = [p.shape for p in jax.tree.leaves(run.params["blocks"]) if p.kind is Kind.MATRIX]
+    found[run.engine.table.weights.dtype] += run.optimizer.matrices.flops(matrices, run.model.num_hidden_layers)
     return found
 
 
@@ -158,12 +169,12 @@ def compute_time(gpu: Gpu, flops: dict[str, float]) -> float:
     return sum(size / peak[dtype] for dtype, size in flops.items())
 
 
-def device_traffic(run: Blueprint, batch: Batch) -> int:
+def device_traffic(run: Assembly, batch: Batch) -> int:
     """Bytes that a step reads from and writes to device memory at least, on each GPU: weights, state and residuals."""
     engine, n, k = run.engine, run.mesh.shape[SHARD], batch.microbatches
-    table = engine.placement
+    table = engine.table
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
-    size = lambda part: sum(math.prod(p.shape) for p in jax.tree.leaves(run.params[part]))
+    size = lambda part: sum(_sizes(run, part))
     passes = 3 if engine.recompute_block else 2
     rests = 1 if table.persistent_quants else work
     weights = k * (passes * rests * size("blocks") + 3 * work * size("outer") / (n if table.outer.sharded else 1))
@@ -176,7 +187,7 @@ def device_traffic(run: Blueprint, batch: Batch) -> int:
     return round(weights + gradients + 2 * state + residuals)
 
 
-def host_bytes(run: Blueprint, batch: Batch, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
+def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
     """(host to device, device to host) bytes per step and GPU, from what rests in host memory per class.
 
     Weights, or their persistent 8-bit copies, are fetched twice a microbatch and written once a step; gradients are

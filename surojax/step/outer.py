@@ -23,11 +23,7 @@ from surojax.models.llama import ModelFunctions
 from surojax.models.loss import sharded_cross_entropy
 from surojax.parallel.collectives import varying
 from surojax.placement.mesh import SHARD
-
-
-def add(tree, more):
-    """Accumulators plus gradients, in the accumulators' dtype."""
-    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, more)
+from surojax.step.gradients import add
 
 
 def local_rows(table_vD: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:

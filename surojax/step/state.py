@@ -29,12 +29,20 @@ class TrainState(NamedTuple):
     history: Any = None  # largest magnitudes in the last steps, fp8.history_shape; None for recipes without
 
 
-def section(state: TrainState, name: str) -> tuple:
-    """(work weights, master weights, moments) of "blocks" or of "outer"; also of a plan."""
-    return state.weights[name], state.master[name], state.moments[name]
+class TensorState(NamedTuple):
+    """State of one tensor, or trees of the state of several."""
+
+    weights: Any  # work weights
+    master: Any
+    moments: Any
 
 
-def from_sections(step, blocks: tuple, outer: tuple, history) -> TrainState:
+def section(state: TrainState, name: str) -> TensorState:
+    """The state of the "blocks" or of the "outer" layers; also of a plan."""
+    return TensorState(state.weights[name], state.master[name], state.moments[name])
+
+
+def from_sections(step, blocks: TensorState, outer: TensorState, history) -> TrainState:
     """A state of what `section` gives."""
     weights, master, moments = ({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))
     return TrainState(step, weights, master, moments, history)
@@ -43,6 +51,11 @@ def from_sections(step, blocks: tuple, outer: tuple, history) -> TrainState:
 def new_history(plan: TrainState):
     """An empty history as planned, or None."""
     return jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), plan.history)
+
+
+def specs_of(plan):
+    """The PartitionSpecs of a plan's leaves."""
+    return jax.tree.map(lambda x: x.sharding.spec, plan)
 
 
 def shardings(plan):
@@ -103,43 +116,45 @@ def work_weights(master, plan: TrainState):
     return {"blocks": blocks, "outer": cast(put(master["outer"], "device"), plan.weights["outer"])}
 
 
-def init_state(config: LlamaConfig, plan: TrainState, optimizer: optim.Optimizer, seed: int) -> TrainState:
+def init_state(
+    config: LlamaConfig, params: dict, plan: TrainState, optimizer: optim.Optimizer, seed: int
+) -> TrainState:
     """A new state, each array created in its own sharding and memory; see `init_program`."""
     if store_of(plan) is None:
-        return init_program(config, plan, optimizer)(seed)
-    layer, outer = init_functions(config, plan, optimizer)
+        return init_program(config, params, plan, optimizer)(seed)
+    layer, outer = init_functions(config, params, plan, optimizer)
     layer, (weights, *others) = jax.jit(layer), section(plan, "blocks")
     blocks, (master, moments) = fill_layers(weights, tuple(others), lambda l: layer(seed, l))
     rest = jax.jit(outer, out_shardings=shardings(section(plan, "outer")))(seed)
     step = jax.device_put(jnp.int32(0), plan.step.sharding)
     history = jax.device_put(new_history(plan), shardings(plan.history))
-    return from_sections(step, (blocks, master, moments), rest, history)
+    return from_sections(step, TensorState(blocks, master, moments), rest, history)
 
 
-def init_program(config: LlamaConfig, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
+def init_program(config: LlamaConfig, params: dict, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
     """A jitted seed -> TrainState that draws the blocks layer by layer.
 
     What is planned in shards is never whole on a device, and of what is planned for host memory one layer at a time is
     there.
     """
-    layer, outer = init_functions(config, plan, optimizer)
+    layer, outer = init_functions(config, params, plan, optimizer)
 
     def build(seed):
         weights, *others = section(plan, "blocks")
         weights, (master, moments) = build_stacks(weights, tuple(others), functools.partial(layer, seed))
-        return from_sections(jnp.int32(0), (weights, master, moments), outer(seed), new_history(plan))
+        return from_sections(jnp.int32(0), TensorState(weights, master, moments), outer(seed), new_history(plan))
 
     return jax.jit(build, out_shardings=shardings(plan))
 
 
-def init_functions(config: LlamaConfig, plan: TrainState, optimizer: optim.Optimizer):
+def init_functions(config: LlamaConfig, params: dict, plan: TrainState, optimizer: optim.Optimizer):
     """Functions (seed, l) -> (what work weights are cast from, (master weights, moments)) of a new layer, and seed ->
     (work weights, master weights, moments) of the outer layers."""
 
-    def arrays(params, part, master_plan):
+    def arrays(drawn, part, master_plan):
         """(master weights, moments) of new parameters, in the master's sharding."""
-        master = cast(params, master_plan)
-        return master, optim.init(optimizer, part, master, master_plan)
+        master = cast(drawn, master_plan)
+        return master, optim.init(optimizer, params[part], master, master_plan)
 
     def layer(seed, l):
         master, moments = arrays(init_layer(config, seed, l), "blocks", layer_of(plan.master["blocks"]))
@@ -147,7 +162,7 @@ def init_functions(config: LlamaConfig, plan: TrainState, optimizer: optim.Optim
 
     def outer(seed):
         master, moments = arrays(init_outer(config, seed), "outer", plan.master["outer"])
-        return cast(master, plan.weights["outer"]), master, moments
+        return TensorState(cast(master, plan.weights["outer"]), master, moments)
 
     return layer, outer
 

@@ -1,0 +1,187 @@
+"""A training step whose update goes through a file on NVMe: one program for the gradients, one for the update of a
+layer, called for each while threads read the next layer and write the last one."""
+
+import copy
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from surojax.memory.host import MEMORY_KIND, Part, joined, parts, put, read, write
+from surojax.memory.nvme import InFile, store_of
+from surojax.optim import optimizer as optim
+from surojax.optim.optimizer import Optimizer, UpdateContext
+from surojax.placement.layout import batch_sharding, specs
+from surojax.placement.table import Mesh
+from surojax.step.engine import loss_and_gradients
+from surojax.step.spec import Engine
+from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
+from surojax.step.update import Tensor, each_tensor, update_outer, update_tensor
+
+
+class FileStep:
+    """A training step whose update goes through a file; as `make_train_step` says, with several programs.
+
+    gradients: (outer state, step, history, block weights, inputs, labels) -> (outer state, step, history, metrics,
+    needed): the gradients of all layers, and the whole update of what is not in blocks. needed: what updates of layers
+    need: {"grads", "scalars", "l" = 0}. updates, one for each of `host.parts` of the work weights: (work weights,
+    stacks, layer, needed) -> (work weights, stacks, layer, l + 1): `update.update_tensor` for layer l, of whose master
+    weights and moments some are in stacks in memory, updated in place, and the others are read from the file and
+    written back.
+
+    Of what is in the file, host memory holds four layers: one is read ahead, one is in use, before and after its
+    update, and one is being written. The first is read while gradients are computed. A layer's copies to and from the
+    device do not overlap those of the next one; disks are slower than both.
+    """
+
+    def __init__(self, engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh):
+        self.engine, self.optimizer, self.plan, self.mesh = engine, optimizer, plan, mesh
+        leaves, self.structure = jax.tree.flatten(section(plan, "blocks")[1:])
+        self.in_file = [isinstance(x, InFile) for x in leaves]
+        self.files = self._pick(leaves, True)
+        self.store: Any = store_of(plan)
+        self.needed = self._plan_needed()
+        self.gradients: Any = self._gradients()
+        self.updates: list[Any] = [self._update(part) for part in parts(plan.weights["blocks"])]
+
+    def __call__(self, state: TrainState, inputs_ABS, labels_ABS):
+        """Raises NvmeError when the file cannot be read or written; nothing is to be done with the state then."""
+        step = int(jax.device_get(state.step)) + 1
+        work, *others = section(state, "blocks")
+        stacks, updated, L = self._pick(jax.tree.leaves(others), False), [], self.engine.model.num_layers
+        virtual = jax.default_backend() == "cpu" and self.mesh.size > 1
+        with ThreadPoolExecutor(1, "nvme-ahead") as ahead, ThreadPoolExecutor(1, "nvme-behind") as behind:
+            coming, going = ahead.submit(self._read, 0), deque()
+            outer, count, history, metrics, needed = self.gradients(
+                section(state, "outer"), state.step, state.history, work, inputs_ABS, labels_ABS
+            )
+            self.store.begin_update(step)
+            for update_layer, (weights, start, stop) in zip(self.updates, parts(work), strict=True):
+                for l in range(start, stop):
+                    layer = coming.result()
+                    if l + 1 < L:
+                        coming = ahead.submit(self._read, l + 1)
+                    weights, stacks, layer, needed["l"] = update_layer(weights, stacks, layer, needed)
+                    if virtual:  # several programs with collectives in flight can block each other
+                        jax.block_until_ready(weights)
+                    going.append(behind.submit(self._write, l, layer))
+                    del layer
+                    if len(going) > 1:
+                        going.popleft().result()
+                updated.append(weights)
+            going.popleft().result()
+            self.store.end_update(step)
+        master, moments = self._merge(stacks, self.files)
+        return from_sections(count, TensorState(joined(updated), master, moments), outer, history), metrics
+
+    def programs(self, inputs_ABS, labels_ABS) -> list[tuple[Any, tuple, int]]:
+        """(jitted function, its arguments, how often it runs in a step), of planned arrays."""
+        plan, found = self.plan, parts(self.plan.weights["blocks"])
+        rest = section(plan, "outer"), plan.step, plan.history
+        gradients = *rest, plan.weights["blocks"], inputs_ABS, labels_ABS
+        updates = zip(self.updates, found, strict=True)
+        return [
+            (self.gradients, gradients, 1),
+            *((update, self._arguments(part), part.stop - part.start) for update, part in updates),
+        ]
+
+    def lower(self, plan: TrainState, inputs_ABS, labels_ABS) -> "FileStep":
+        """The step with all programs lowered, for the plan that it was made of."""
+        assert plan is self.plan, "a step is lowered for its own plan"
+        return self._with([f.lower(*arguments) for f, arguments, _ in self.programs(inputs_ABS, labels_ABS)])
+
+    def compile(self, compiler_options=None) -> "FileStep":
+        """The lowered step, compiled."""
+        return self._with([lowered.compile(compiler_options) for lowered in (self.gradients, *self.updates)])
+
+    def memory_analysis(self) -> None:
+        """None: a step of several programs has no one answer; ask `gradients` and `updates`."""
+
+    def _with(self, programs: list) -> "FileStep":
+        step = copy.copy(self)
+        step.gradients, *step.updates = programs
+        return step
+
+    def _read(self, l: int) -> list[jax.Array]:
+        layers = self.store.read(l, self.files)
+        put_host = lambda f, x: jax.device_put(x, f.layer_sharding(MEMORY_KIND["host"]))
+        return [put_host(f, x) for f, x in zip(self.files, layers, strict=True)]
+
+    def _write(self, l: int, layer: list[jax.Array]) -> None:
+        self.store.write(l, self.files, map(jax.device_get, layer))
+
+    def _pick(self, leaves, in_file: bool) -> list:
+        """Those leaves of (master, moments) that are in the file, or those that are not."""
+        return [x for x, f in zip(leaves, self.in_file, strict=True) if f == in_file]
+
+    def _merge(self, stacks, layer):
+        """Both kinds of leaves as the tree (master, moments)."""
+        stacks, layer = iter(stacks), iter(layer)
+        return jax.tree.unflatten(self.structure, [next(layer if f else stacks) for f in self.in_file])
+
+    def _gradients(self):
+        engine, everywhere = self.engine, self.plan.step.sharding
+
+        def per_device(outer, step, history, blocks, inputs_ABS, labels_ABS):
+            weights = {"blocks": blocks, "outer": outer.weights}
+            found = loss_and_gradients(engine, weights, inputs_ABS, labels_ABS, history=history, step=step)
+            scalars = optim.scalars(self.optimizer, step, found.norm)
+            metrics = {"loss": found.loss, "grad_norm": found.norm, "lr": scalars["lr"]}
+            outer = update_outer(engine, self.optimizer, outer, found.grads, scalars)
+            needed = {"grads": found.grads["blocks"], "scalars": scalars, "l": jnp.int32(0)}
+            return outer, step + 1, found.history, metrics, needed
+
+        outer, tokens = section(self.plan, "outer"), batch_sharding(self.mesh).spec
+        kept = (outer, self.plan.step, self.plan.history)
+        in_specs = (*specs_of((*kept, self.plan.weights["blocks"])), tokens, tokens)
+        out_specs = (*specs_of(kept), jax.P(), specs_of(self.needed))
+        f = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        out = (*shardings(kept), everywhere, shardings(self.needed))
+        return jax.jit(f, donate_argnums=(0, 1, 2), out_shardings=out)
+
+    def _update(self, part: Part):
+        def per_device(weights, stacks, layer, needed):
+            l = needed["l"]
+            old = self._merge(read(stacks, l), put(layer, "device"))
+            master, moments = jax.lax.optimization_barrier(old)  # as in host.sweep
+            grads = read(needed["grads"], l)
+            at = UpdateContext(needed["scalars"], l)
+
+            def update_one(tensor: Tensor) -> TensorState:
+                like = tensor.state.weights
+                return update_tensor(self.engine, self.optimizer, tensor, like, tensor.state, tensor.grad, at)
+
+            state = TensorState(weights, master, moments)
+            work, *new = each_tensor(update_one, state, grads, self.engine, "blocks", ordered=False)
+            new = jax.tree.leaves(new)
+            stacks = write(stacks, self._pick(new, False), l)
+            return write(weights, work, l - part.start), stacks, put(self._pick(new, True), "host"), l + 1
+
+        arguments = self._arguments(part)
+        specs_in = specs_of(arguments)
+        f = jax.shard_map(per_device, mesh=self.mesh, in_specs=specs_in, out_specs=(*specs_in[:3], jax.P()))
+        out = (*shardings(arguments[:3]), self.plan.step.sharding)
+        return jax.jit(f, donate_argnums=(0, 1), out_shardings=out)
+
+    def _arguments(self, part: Part) -> tuple:
+        """What an update takes, as `jax.ShapeDtypeStruct`s."""
+        host = lambda f: f.layer_sharding(MEMORY_KIND["host"])
+        layer = [jax.ShapeDtypeStruct(f.shape[1:], f.dtype, sharding=host(f)) for f in self.files]
+        stacks = self._pick(jax.tree.leaves(section(self.plan, "blocks")[1:]), False)
+        return part.stack, stacks, layer, self.needed
+
+    def _plan_needed(self) -> dict:
+        plan, table = self.plan, self.engine.table.grads
+        mesh, memory_kind = plan.step.sharding.mesh, MEMORY_KIND[table.home]
+
+        def gradient(p, spec):
+            sharding = jax.NamedSharding(mesh, spec, memory_kind=memory_kind)
+            return jax.ShapeDtypeStruct(p.shape, table.dtype, sharding=sharding)
+
+        grads = jax.tree.map(gradient, plan.master["blocks"], specs(self.engine.layouts.master)["blocks"])
+        planned = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.step.sharding)
+        norm = jax.ShapeDtypeStruct((), jnp.float32)
+        scalars = jax.tree.map(planned, jax.eval_shape(self.optimizer.scalars, plan.step, norm))
+        return {"grads": grads, "scalars": scalars, "l": planned(plan.step)}
