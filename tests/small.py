@@ -1,6 +1,7 @@
 """A model small enough to compile in a second, and a few functions to run it, shared by the tests."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -28,6 +29,15 @@ CONFIG = LlamaConfig(
 # How a test marked gpu runs a kernel: in Pallas' GPU interpreter, or with `pytest -m gpu -n 0` on a real GPU.
 KERNEL = {"implementation": "mosaic", "interpret": jax.default_backend() == "cpu"}
 REFERENCE = {"implementation": "xla"}
+
+
+def quick_at(cases: Sequence, *positions: int) -> list:
+    """The cases of a parametrised test: those at these positions for `pytest`, the others for `pytest --all` only.
+
+    A case is a tuple with a value for each argument of the test.
+    """
+    marks = lambda i: () if i in positions else pytest.mark.full
+    return [pytest.param(*case, marks=marks(i)) for i, case in enumerate(cases)]
 
 
 def needs(devices: int):

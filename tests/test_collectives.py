@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, tokens, worst_relative
+from small import CONFIG, Small, quick_at, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, compiled_text, computations, engine_gradients, reference
 
 from surojax import blueprint, collectives, fit, generate, placement
@@ -129,11 +129,14 @@ def test_quantised_reduction_is_off_by_the_steps_of_its_terms():
 
 @pytest.mark.parametrize(
     "devices, placed",
-    [
-        (8, {"zero_level": 2}),
-        (8, {"zero_level": 3, "replicate": 2}),
-        (4, {"zero_level": 1, "replicate": 4, "shard_gradients": False}),
-    ],
+    quick_at(
+        [
+            (8, {"zero_level": 2}),
+            (8, {"zero_level": 3, "replicate": 2}),
+            (4, {"zero_level": 1, "replicate": 4, "shard_gradients": False}),
+        ],
+        1,
+    ),
     ids=["8-zero2", "2x4-zero3", "4x1"],
 )
 def test_gradients_by_all_to_all_equal_those_of_the_plain_model(devices, placed):
@@ -143,7 +146,7 @@ def test_gradients_by_all_to_all_equal_those_of_the_plain_model(devices, placed)
     assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
 
 
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", quick_at([(1,), (3,)], 1))
 def test_quantised_gradients_are_near_those_of_the_plain_model(level):
     """Each of 4 devices' terms is off by at most 1/254 of its block's largest entry.
 
@@ -174,7 +177,7 @@ def by_hand(small: Small, kind: str) -> dict:
     return small.state.weights | {"blocks": make(blocks)}
 
 
-@pytest.mark.parametrize("kind, devices, recompute_block", [("fp8", 4, True), ("int8", 5, False)])
+@pytest.mark.parametrize("kind, devices, recompute_block", quick_at([("fp8", 4, True), ("int8", 5, False)], 0))
 def test_layers_compute_with_the_quantised_weights(kind, devices, recompute_block):
     """To the bit what a run computes whose weights were quantised by hand. 5 devices cut w_down along its rows."""
     batch = tokens(2, 2 * devices, 24)
@@ -203,11 +206,14 @@ EVERYTHING = dict.fromkeys(
 
 @pytest.mark.parametrize(
     "kind, recompute, dtype, also",
-    [
-        ("fp8", True, "bfloat16", {}),
-        ("fp8", True, "bfloat16", {"offload_quants": True, **EVERYTHING}),
-        ("int8", False, "float32", {"offload_quants": True, **EVERYTHING}),
-    ],
+    quick_at(
+        [
+            ("fp8", True, "bfloat16", {}),
+            ("fp8", True, "bfloat16", {"offload_quants": True, **EVERYTHING}),
+            ("int8", False, "float32", {"offload_quants": True, **EVERYTHING}),
+        ],
+        1,
+    ),
     ids=["fp8-device", "fp8-host", "int8-host"],
 )
 def test_persistent_quants_change_no_bit(kind, recompute, dtype, also):
@@ -224,6 +230,7 @@ def test_persistent_quants_change_no_bit(kind, recompute, dtype, also):
     assert kinds(vectors) == {"pinned_host" if also.get("offload_weights") else "device"}
 
 
+@pytest.mark.full
 def test_loss_stays_close_to_that_of_unquantised_weights():
     """Ten steps of AdamW. A weight is off by up to 1/16 of itself (fp8) or 1/254 of its block's largest (int8), each
     independently, so activations by about 3 % and 0.5 %, and the loss, which is near that of guessing, by much less
@@ -234,6 +241,7 @@ def test_loss_stays_close_to_that_of_unquantised_weights():
         assert 0 < np.max(np.abs(found - expected)) < most
 
 
+@pytest.mark.full
 def test_weights_are_the_same_numbers_on_any_number_of_devices():
     """Blocks lie along the rows, which are not cut here: only the order of sums differs."""
     batch = tokens(2, 8, 24)
@@ -242,7 +250,7 @@ def test_weights_are_the_same_numbers_on_any_number_of_devices():
     assert worst_relative(four[1], one[1]) < ORDER_OF_SUMS
 
 
-@pytest.mark.parametrize("devices, offloaded", [(4, True), (5, False)])
+@pytest.mark.parametrize("devices, offloaded", quick_at([(4, True), (5, False)], 0))
 def test_restored_weights_are_those_of_the_step(devices, offloaded):
     """A checkpoint holds master weights: what is made of them on restore is what the update made, to the bit."""
     options = {"persistent_quants": True, "offload_quants": offloaded, "offload_master": offloaded}
@@ -288,7 +296,7 @@ def test_matrices_travel_as_bytes():
     assert not set(re.findall(r"= f8e4m3fn\[([\d,]+)\]\S* copy\(", text)) & stacks
 
 
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", quick_at([(1,), (3,)], 1))
 def test_gradients_travel_as_bytes(level):
     """Quantised reductions send s8 all-to-all, and no matrix of the blocks by reduce-scatter."""
     text = compiled_text(Small(4, zero_level=level, zero_quantized_gradients=True))

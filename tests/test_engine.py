@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, plain_loss, tokens, worst_relative
+from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
 
 from surojax import hlo, placement
 from surojax.engine import evaluate, loss_and_gradients
@@ -62,7 +62,12 @@ PLACED = {  # (model, devices, placement, whether blocks are computed again)
 }
 
 
-@pytest.mark.parametrize("config, devices, placed, recompute_block", PLACED.values(), ids=PLACED.keys())
+QUICK = [i for i, name in enumerate(PLACED) if name in ("1", "4-zero2-saved", "2x4-zero3-saved", "qwen-8-zero3")]
+
+
+@pytest.mark.parametrize(
+    "config, devices, placed, recompute_block", quick_at(list(PLACED.values()), *QUICK), ids=PLACED.keys()
+)
 def test_equals_grad_of_the_plain_model(config, devices, placed, recompute_block):
     batch, loss, grads = reference(config)
     small = Small(devices, config=config, recompute_block=recompute_block, lmhead_chunks=4, **placed)
@@ -93,7 +98,7 @@ def of_one_microbatch():
     return (inputs, labels), engine_gradients(Small(), (inputs, labels))
 
 
-@pytest.mark.parametrize("devices, accumulation", [(1, 2), (1, 4), (4, 1), (4, 4)])
+@pytest.mark.parametrize("devices, accumulation", quick_at([(1, 2), (1, 4), (4, 1), (4, 4)], 3))
 def test_accumulation_does_not_change_the_result(devices, accumulation):
     """The same 16 sequences as one microbatch or four."""
     whole, expected = of_one_microbatch()
@@ -103,7 +108,7 @@ def test_accumulation_does_not_change_the_result(devices, accumulation):
     assert worst_relative(ours[1], expected[1]) < ORDER_OF_SUMS
 
 
-@pytest.mark.parametrize("chunks", [2, 8, 192])
+@pytest.mark.parametrize("chunks", quick_at([(2,), (8,), (192,)], 1))
 def test_head_chunks_do_not_change_the_result(chunks):
     batch, loss, grads = reference(CONFIG)
     ours, our_grads = engine_gradients(Small(lmhead_chunks=chunks), batch)
@@ -122,7 +127,7 @@ ALL_PARTS = ("norm", "swiglu", "ffn", "att")
 
 @pytest.mark.parametrize(
     "config, parts",
-    [*((CONFIG, (part,)) for part in ALL_PARTS), (QWEN, ALL_PARTS)],
+    quick_at([*((CONFIG, (part,)) for part in ALL_PARTS), (QWEN, ALL_PARTS)], 4),
     ids=[*ALL_PARTS, "qwen-all"],
 )
 def test_recomputing_parts_of_blocks_changes_nothing(config, parts):
@@ -138,6 +143,7 @@ def every_block_again(config):
     return Small(config=config).train([tokens(2, 8, 24, seed=i) for i in range(5)])
 
 
+@pytest.mark.full
 def test_zero_levels_and_device_counts_train_alike():
     """Ten steps on 1 device, and on 8 at each level; only the order of float32 sums differs between them."""
     batches = [tokens(1, 16, 24, seed=i) for i in range(10)]
@@ -147,6 +153,7 @@ def test_zero_levels_and_device_counts_train_alike():
         np.testing.assert_allclose(Small(8, zero_level=level).train(batches), expected, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_bfloat16_work_weights_follow_the_master():
     small = Small(model_dtype="bfloat16", m_dtype="bfloat16")
     small.train([tokens(1, 4, 24)])
@@ -189,7 +196,7 @@ def computations(text: str) -> dict[str, str]:
     return dict(re.findall(r"^%?([\w.\-]+) \(.*?\) -> .*? \{\n(.*?)^\}", text, flags=re.M | re.S))
 
 
-@pytest.mark.parametrize("recompute_block", [True, False])
+@pytest.mark.parametrize("recompute_block", quick_at([(True,), (False,)], 0))
 def test_loops_copy_no_stack(recompute_block):
     """No loop body copies a whole stacked parameter, moment or accumulator: layers are read and written in place."""
     bodies = set(re.findall(r"body=%?([\w.\-]+)", text := compiled_text(Small(recompute_block=recompute_block))))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from small import quick_at
 
 from surojax import advice, checks, fit, flags, placement
 from surojax.advice import GiB, Memory
@@ -56,15 +57,19 @@ def estimate(c, platform: str = "cpu") -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"vocab_size": 8000},  # large logits
-        {"sequence_len": 512, "per_device_batch_size": 2},  # large attention scores
-        {"recompute_block": False, "recompute_norm": True, "recompute_ffn": True},
-        {"gpus": 4, "zero_level": 3, "dp_replicate_size": 2, "lmhead_chunks": 8, "model_dtype": "bfloat16"},
-        {"gpus": 4, "zero_level": 3, "zero_quantized_weights": "int8", "persistent_quants": True},
-        {"gpus": 4, "zero_level": 3, "optimizer": "adamw8bit"},
-        {"gpus": 4, "zero_level": 2, "optimizer": "normuon"},
-    ],
+    quick_at(
+        [
+            ({"vocab_size": 8000},),  # large logits
+            ({"sequence_len": 512, "per_device_batch_size": 2},),  # large attention scores
+            ({"recompute_block": False, "recompute_norm": True, "recompute_ffn": True},),
+            ({"gpus": 4, "zero_level": 3, "dp_replicate_size": 2, "lmhead_chunks": 8, "model_dtype": "bfloat16"},),
+            ({"gpus": 4, "zero_level": 3, "zero_quantized_weights": "int8", "persistent_quants": True},),
+            ({"gpus": 4, "zero_level": 3, "optimizer": "adamw8bit"},),
+            ({"gpus": 4, "zero_level": 2, "optimizer": "normuon"},),
+        ],
+        0,
+        3,
+    ),
     ids=str,
 )
 def test_estimate_is_near_what_xla_plans(changes):

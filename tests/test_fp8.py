@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, tokens
+from small import CONFIG, Small, quick_at, tokens
 
 from surojax import fp8
 from surojax.engine import given
@@ -105,7 +105,7 @@ def run(*args, **placed) -> list[tuple[float, float]]:
     return trained(*args, **placed)[1]
 
 
-@pytest.mark.parametrize("recipe", (*RECIPES, "mxfp8", "nvfp4"))
+@pytest.mark.parametrize("recipe", quick_at([(name,) for name in (*RECIPES, "mxfp8", "nvfp4")], 0, 3))
 def test_it_trains(recipe):
     losses, expected = ([x[0] for x in run(name)] for name in (recipe, "bf16"))
     # At loss 4.2, quantisation noise of some percent in blocks whose outputs are a small part of the residual stream.
@@ -115,13 +115,19 @@ def test_it_trains(recipe):
 
 @pytest.mark.parametrize(
     "recipe, placed",
-    (
-        ("fp8_hybrid", {"recompute_block": False}),
-        # What is saved is bfloat16, what is computed again XLA may keep wider: in float32 both are the same.
-        ("mxfp8", {"recompute_block": False, "model_dtype": "float32"}),
-        ("nvfp4", dict.fromkeys(("offload_residual", "offload_weights"), True)),
-        ("fp8_current", {"recompute_block": False, "offload_residual": True}),
-        ("fp8_hybrid", dict.fromkeys(("offload_residual", "offload_weights", "offload_grads", "offload_master"), True)),
+    quick_at(
+        [
+            ("fp8_hybrid", {"recompute_block": False}),
+            # What is saved is bfloat16, what is computed again XLA may keep wider: in float32 both are the same.
+            ("mxfp8", {"recompute_block": False, "model_dtype": "float32"}),
+            ("nvfp4", dict.fromkeys(("offload_residual", "offload_weights"), True)),
+            ("fp8_current", {"recompute_block": False, "offload_residual": True}),
+            (
+                "fp8_hybrid",
+                dict.fromkeys([f"offload_{name}" for name in ("residual", "weights", "grads", "master")], True),
+            ),
+        ],
+        3,
     ),
     ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )
@@ -143,12 +149,13 @@ def test_every_block_of_every_device_draws_numbers_of_its_own():
     assert len(set(found.tolist())) == found.size == 2 * 2 * 3 * 4
 
 
+@pytest.mark.full
 def test_persistent_quants_change_no_bit():
     quants = {"persistent_quants": True, "offload_quants": True}
     assert run("fp8_hybrid", 4, zero_level=3, **quants) == run("fp8_hybrid", 4, zero_level=3)
 
 
-@pytest.mark.parametrize("level", (2, 3))
+@pytest.mark.parametrize("level", quick_at([(2,), (3,)], 1))
 def test_shards_have_the_scales_of_whole_weights(level):
     """The first step has the same scales everywhere: nothing but the order of float32 sums differs. In later ones,
     numbers that differ in their last bit may be rounded to neighbouring float8 numbers."""
@@ -157,7 +164,7 @@ def test_shards_have_the_scales_of_whole_weights(level):
     np.testing.assert_allclose(several, one, rtol=1e-2)
 
 
-@pytest.mark.parametrize("skipped", ((0, 2), (1, 1)))
+@pytest.mark.parametrize("skipped", quick_at([((0, 2),), ((1, 1),)], 1))
 def test_skipped_blocks_compute_as_recipe_bf16(skipped):
     """The engine's loss is that of the blocks one by one, in float8 or not."""
     recipe = config("fp8_current", skip_first=skipped[0], skip_last=skipped[1])
@@ -184,6 +191,7 @@ def test_skipped_blocks_compute_as_recipe_bf16(skipped):
     assert abs(found - float(expected)) < 2e-5 and (flags == flags[::-1] or abs(found - float(other)) > 2e-5)
 
 
+@pytest.mark.full
 def test_skipped_blocks_on_shards_in_host_memory():
     options = {"zero_level": 3, "model_dtype": "bfloat16"}
     recipe = config("fp8_current", skip_first=1)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small import CONFIG, Small, tokens
+from small import CONFIG, Small, quick_at, tokens
 
 from surojax import checkpoint, checks, default_config, fit, flags, nvme, placement, read_metrics
 from surojax.blueprint import draw
@@ -59,14 +59,18 @@ def folder_of(small: Small) -> Path:
 
 @pytest.mark.parametrize(
     "devices, options, offloaded",
-    [
-        (1, {}, {"offload_optimizer": "nvme"}),
-        (1, {"m_dtype": "bfloat16", "model_dtype": "bfloat16"}, BOTH),
-        (4, {"zero_level": 1}, BOTH),
-        (4, {"zero_level": 3}, {"offload_optimizer": "nvme", "offload_master": True}),
-        (4, {"zero_level": 3}, {"offload_master": "nvme"}),
-        (4, {"zero_level": 3}, BOTH | REST | {"resident_layers": 1}),
-    ],
+    quick_at(
+        [
+            (1, {}, {"offload_optimizer": "nvme"}),
+            (1, {"m_dtype": "bfloat16", "model_dtype": "bfloat16"}, BOTH),
+            (4, {"zero_level": 1}, BOTH),
+            (4, {"zero_level": 3}, {"offload_optimizer": "nvme", "offload_master": True}),
+            (4, {"zero_level": 3}, {"offload_master": "nvme"}),
+            (4, {"zero_level": 3}, BOTH | REST | {"resident_layers": 1}),
+        ],
+        0,
+        5,
+    ),
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x),
 )
 def test_layers_in_files_change_no_bit(tmp_path, devices, options, offloaded):
@@ -78,6 +82,7 @@ def test_layers_in_files_change_no_bit(tmp_path, devices, options, offloaded):
     )
 
 
+@pytest.mark.full
 def test_gradients_that_are_summed_over_groups_late(tmp_path):
     """HSDP with gradients in host memory: each row of the mesh has its own until the update."""
     placed: dict[str, Any] = {"replicate": 2, "zero_level": 3, **REST}
@@ -170,6 +175,7 @@ PLACES: dict[str, tuple[int, dict]] = {
 }
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_every_placement_restores_under_every_other(tmp_path):
     """From each to the next, all around: values to the bit, and the checksums of the arrays are the same numbers."""
     smalls = {}
@@ -466,6 +472,7 @@ def records(folder: Path) -> list[dict]:
     return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
 
 
+@pytest.mark.full
 def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_path, monkeypatch):
     """SIGKILL in the middle of an update, before the first checkpoint and after it, then a full disk."""
     (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) + " \n"[i % 41 == 0] for i in range(40_000)))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, tokens
+from small import CONFIG, Small, quick_at, tokens
 
 from surojax import engine, generate, offload, placement, step
 from surojax.checkpoint import FOLDER, Checkpoints, restore, steps_in
@@ -30,7 +30,7 @@ def plain(devices: int, recompute_block: bool) -> list[tuple[float, float]]:
     return Small(devices, zero_level=level, recompute_block=recompute_block).train(BATCHES)
 
 
-@pytest.mark.parametrize("devices, resident, recompute_block", [(1, 1, True), (4, 2, False)])
+@pytest.mark.parametrize("devices, resident, recompute_block", quick_at([(1, 1, True), (4, 2, False)], 0))
 def test_resident_layers_change_no_bit(devices, resident, recompute_block):
     """The first layers' weights stay on the device, the others rest in host memory."""
     level = 3 if devices > 1 else 1
@@ -43,6 +43,7 @@ def test_resident_layers_change_no_bit(devices, resident, recompute_block):
     assert small.train(BATCHES) == plain(devices, recompute_block)
 
 
+@pytest.mark.full
 def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_path):
     """The same loss, text and arrays as with the weights in one stack."""
     found = []
@@ -62,7 +63,9 @@ def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "devices, recompute", [(1, Recompute(norm=True, att=True)), (4, Recompute())], ids=["1-parts", "4-none"]
+    "devices, recompute",
+    quick_at([(1, Recompute(norm=True, att=True)), (4, Recompute())], 1),
+    ids=["1-parts", "4-none"],
 )
 def test_saved_activations_follow_the_residuals(devices, recompute):
     """Without recomputation of whole blocks all that a block saves is offloaded, with the same result."""
@@ -83,7 +86,7 @@ def test_accumulators_in_host_memory_need_not_start_as_zeros(monkeypatch):
     assert Small(4, zero_level=3, offload_grads=True).train(BATCHES[:2]) == expected
 
 
-@pytest.mark.parametrize("replicate, level", [(1, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize("replicate, level", quick_at([(1, 2), (2, 3), (4, 1)], 1))
 def test_offloaded_gradients_under_other_meshes(replicate, level):
     """ZeRO-2 and HSDP with everything in host memory; float32 sums in another order than on one device."""
     devices = 4 if level == 1 else 8
@@ -111,7 +114,7 @@ def whole(config) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "tied, options",
-    [(False, {}), (True, {}), (True, {"replicate": 2, **ALL})],
+    quick_at([(False, {}), (True, {}), (True, {"replicate": 2, **ALL})], 2),
     ids=["device", "tied-device", "tied-host"],
 )
 def test_sharded_outer_layers(tied, options):

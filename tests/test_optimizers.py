@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small import CONFIG, Small, tokens
+from small import CONFIG, Small, quick_at, tokens
 
 from surojax import checkpoint, muon, optim
 from surojax.checkpoint import Checkpoints
@@ -32,7 +32,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(
     "name, master, devices",
-    [("adamw", "bfloat16", 4), ("adamw8bit", "float32", 4), ("normuon", "bfloat16", 4)],
+    quick_at([("adamw", "bfloat16", 4), ("adamw8bit", "float32", 4), ("normuon", "bfloat16", 4)], 2),
 )
 def test_offloading_changes_no_bit(name, master, devices):
     """Also of what is rounded at random: host memory is updated in parts of other sizes, with the same bits."""
@@ -43,7 +43,7 @@ def test_offloading_changes_no_bit(name, master, devices):
     same(plain[1].moments, offloaded[1].moments)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", quick_at([("adamw8bit",), ("normuon",)], 0))
 def test_files_change_no_bit(name, tmp_path):
     small = Small(1, optimizer=OPTIMIZERS[name], offload_optimizer="nvme", nvme_path=str(tmp_path))
     store = store_of(small.plan)
@@ -52,10 +52,10 @@ def test_files_change_no_bit(name, tmp_path):
         assert small.train(BATCHES) == trained(name)[0]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", quick_at([("adamw8bit",), ("normuon",)], 0))
 @pytest.mark.parametrize(
     "devices, placed",
-    [(8, {"zero_level": 3}), (8, {"zero_level": 2, "replicate": 2})],
+    quick_at([(8, {"zero_level": 3}), (8, {"zero_level": 2, "replicate": 2})], 1),
     ids=["8 zero 3", "2x4 zero 2"],
 )
 def test_devices_and_levels_change_rounding_only(name, devices, placed):
@@ -65,6 +65,7 @@ def test_devices_and_levels_change_rounding_only(name, devices, placed):
     np.testing.assert_allclose(curve[0], one[0], rtol=1e-4)
 
 
+@pytest.mark.full
 def test_a_checkpoint_moves_from_one_device_to_four(tmp_path):
     """Every array of the state is restored as it was, into shards, and training continues from it."""
     one = Small(1, optimizer=optim.adamw8bit)
@@ -87,6 +88,7 @@ SIXES = [tokens(2, 6, 16, seed=i) for i in range(3)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.full
 def test_a_last_dimension_is_sharded(name):
     """As above; 8-bit blocks end where the shards do, so that they are other blocks: 3 % of other noise in an update
     (pallas_kernels/adamw8bit.py), measured 2e-7 of losses and gradient norms in three steps; bound: that of verify."""

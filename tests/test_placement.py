@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from small import CONFIG, Small
+from small import CONFIG, Small, quick_at
 
 from surojax import muon, optim, placement
 from surojax.collectives import WHOLE
@@ -44,7 +44,10 @@ def test_state_is_built_as_planned():
 OFFLOADED: dict[str, Any] = dict.fromkeys(("offload_optimizer", "offload_master", "offload_weights"), True)
 
 
-@pytest.mark.parametrize("devices, placed", [(3, {}), (8, {}), (1, OFFLOADED), (4, {"shard_outer": True, **OFFLOADED})])
+NEW = [(3, {}), (8, {}), (1, OFFLOADED), (4, {"shard_outer": True, **OFFLOADED})]
+
+
+@pytest.mark.parametrize("devices, placed", quick_at(NEW, 3))
 def test_new_weights_do_not_depend_on_the_placement(devices, placed):
     """They are the plain model's, drawn layer by layer; nor does any other array of a new state depend on it."""
     found, expected = Small(devices, zero_level=3, **placed).init(), Small().init()
@@ -54,7 +57,7 @@ def test_new_weights_do_not_depend_on_the_placement(devices, placed):
         jax.tree.map(functools.partial(np.testing.assert_array_max_ulp, maxulp=1), params, plain)
 
 
-@pytest.mark.parametrize("optimizer", [optim.adamw8bit, muon.normuon])
+@pytest.mark.parametrize("optimizer", quick_at([(optim.adamw8bit,), (muon.normuon,)], 0))
 def test_nor_do_those_of_other_optimizers_and_recipes(optimizer):
     """bfloat16 masters, 8-bit codes, momentum, and a history, in host memory and on other devices."""
     recipe = dataclasses.replace(CONFIG, precision=Precision(recipe="fp8_hybrid"))
@@ -67,6 +70,7 @@ def test_nor_do_those_of_other_optimizers_and_recipes(optimizer):
 
 
 @pytest.mark.parametrize("devices, placed", [(1, OFFLOADED), (4, {"zero_level": 1})], ids=["1-offloaded", "4-zero1"])
+@pytest.mark.full
 def test_making_a_state_needs_less_than_a_step(devices, placed):
     """Beside what it returns, initialisation needs no more for 6 layers than for 2, and less than a step needs: what
     fit.py counts for the step is enough."""

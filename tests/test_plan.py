@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from small import quick_at
 
 from pallas_kernels import dispatch
 from surojax import advice, aot, fit, flags, plan as planner, traffic
@@ -85,14 +86,17 @@ def planned(tmp_path_factory):
 @needs_compiler
 @pytest.mark.parametrize(
     "name, gpu, changes, most",
-    [
-        ("llama7b", "rtx4090", {"gpus": 1} | ALL, 3.6),
-        ("llama7b", "rtx4090", {"gpus": 4, "zero_level": 3}, 21.5),
-        ("llama7b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 1.6),
-        ("qwen32b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 5.2),
-        ("llama70b", "h100", {"gpus": 8} | SHARDED | dict.fromkeys(OFFLOADS[:3], True), 44),
-        ("llama70b", "h100", {"gpus": 8} | SHARDED | ALL, 10),
-    ],
+    quick_at(
+        [
+            ("llama7b", "rtx4090", {"gpus": 1} | ALL, 3.6),
+            ("llama7b", "rtx4090", {"gpus": 4, "zero_level": 3}, 21.5),
+            ("llama7b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 1.6),
+            ("qwen32b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 5.2),
+            ("llama70b", "h100", {"gpus": 8} | SHARDED | dict.fromkeys(OFFLOADS[:3], True), 44),
+            ("llama70b", "h100", {"gpus": 8} | SHARDED | ALL, 10),
+        ],
+        0,
+    ),
     ids=["7b-1-all", "7b-4-none", "7b-4-all", "32b-4-all", "70b-8-state", "70b-8-all"],
 )
 def test_device_memory(planned, name, gpu, changes, most):
@@ -119,6 +123,7 @@ def test_device_memory(planned, name, gpu, changes, most):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_device_memory_does_not_grow_with_depth(planned):
     """With all offloads 64 layers need what 32 need, within the 3 % of the issue; host memory doubles."""
     one, two = (planned(config(gpus=1, **ALL) if n == 32 else config(**deep(n))) for n in (32, 64))
@@ -148,7 +153,7 @@ def deep(layers: int) -> dict:
 
 
 @needs_compiler
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", quick_at([(1,), (2,), (3,)], 2))
 def test_collectives_are_those_of_the_textbook(planned, level):
     """Bytes within 2 % of the formulas, as the issue asks, on 4 GPUs with 1 and 4 microbatches and on 8 with 4.
 
@@ -182,6 +187,7 @@ def test_collectives_are_those_of_the_textbook(planned, level):
     ],
     ids=["all-to-all", "fp8", "int8", "int8-level-1"],
 )
+@pytest.mark.full
 def test_other_collectives_are_those_of_the_textbook(planned, changes):
     """Bytes within the same 2 %; in 8 bits about half of what they are in 16."""
     p = planned(config(gpus=4, gradient_accumulation_steps=2, **changes | BLOCKS))
@@ -199,6 +205,7 @@ def test_other_collectives_are_those_of_the_textbook(planned, changes):
 
 @needs_compiler
 @pytest.mark.parametrize("changes", [{}, {"persistent_quants": True}], ids=["at-every-fetch", "persistent"])
+@pytest.mark.full
 def test_weights_of_fp8_recipes_travel_in_8_bits(planned, changes):
     """A byte a number and no scales: those are shared beforehand, one number for each of a layer's seven matrices."""
     p = planned(config(gpus=4, zero_level=3, gradient_accumulation_steps=2, recipe="fp8_hybrid", **changes | BLOCKS))
@@ -222,6 +229,7 @@ def test_quants_in_host_memory_travel_as_weights_do():
 
 
 @needs_compiler
+@pytest.mark.full
 def test_quants_in_host_memory_are_compiled_so(planned):
     """The program copies what the formula says; a layer more, fetched ahead of the end of each loop."""
     c = config(gpus=4, gradient_accumulation_steps=2, **BLOCKS | QUANTS_IN_HOST)
@@ -231,6 +239,7 @@ def test_quants_in_host_memory_are_compiled_so(planned):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_normuons_gathers_are_counted(planned):
     """Within the same 2 %: what AdamW gathers at ZeRO-1 for the new weights, and as much again for the momentum."""
     adamw, normuon = (planned(config(gpus=4, optimizer=name, **BLOCKS)) for name in ("adamw", "normuon"))
@@ -241,6 +250,7 @@ def test_normuons_gathers_are_counted(planned):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_groups_of_gpus_sum_their_shards_once(planned):
     """HSDP: shards are exchanged inside a group, and their gradients are summed over the groups once per step."""
     p = planned(config(gpus=4, dp_replicate_size=2, zero_level=3, gradient_accumulation_steps=2, **BLOCKS))
@@ -265,6 +275,7 @@ def test_host_copies_are_counted(planned):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_layers_in_files(planned):
     """State in files is read and written once a step; beside the program that runs, host memory has what both need."""
     files = {"offload_master": "nvme", "offload_optimizer": "nvme", "nvme_path": "/nowhere"}  # it need not exist
@@ -313,7 +324,7 @@ def kinds(rows: list[Transfer], *names: str) -> list[Transfer]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("changes", [{"gpus": 1}, {"gpus": 4} | SHARDED], ids=["1", "4"])
+@pytest.mark.parametrize("changes", quick_at([({"gpus": 1},), ({"gpus": 4} | SHARDED,)], 0), ids=["1", "4"])
 def test_transfers_overlap_computation(planned, changes):
     """What comes and goes in the layer loops does so while matrix products run, in the order of the compiled program.
 
@@ -351,6 +362,7 @@ def test_transfers_overlap_computation(planned, changes):
 
 @needs_compiler
 @pytest.mark.parametrize("gpu, level", [("rtx4090", 3), ("h200", 1)], ids=["zero3", "zero1"])
+@pytest.mark.full
 def test_sums_over_devices_overlap_the_last_backward_pass(planned, gpu, level):
     """The head's gradient is summed beside the last microbatch's blocks, a part with each; so are all blocks' gradients
     at ZeRO-1, where the other microbatches send nothing. Llama-7B does not fit four RTX 4090 at that level."""
@@ -407,7 +419,7 @@ def compiled_step(gpus: int, **changes) -> str:
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpus, level", [(1, 1), (4, 1), (4, 3)])
+@pytest.mark.parametrize("gpus, level", quick_at([(1, 1), (4, 1), (4, 3)], 0))
 def test_state_in_device_memory_is_updated_in_one_pass(gpus, level):
     """One fusion writes a stack of master weights, with its moments; nothing copies a layer of it, before or after."""
     text = compiled_step(gpus, zero_level=level)
@@ -419,7 +431,7 @@ def test_state_in_device_memory_is_updated_in_one_pass(gpus, level):
 
 
 @needs_compiler
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", quick_at([(1,), (3,)], 1))
 def test_moments_in_8_bits_are_updated_in_place(level):
     """One kernel for each matrix, with all that it writes over its operands, but the work weights where they are kept:
     at ZeRO-1 they are gathered, a layer at a time, from the master weights."""
@@ -436,7 +448,7 @@ def test_moments_in_8_bits_are_updated_in_place(level):
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpu", ["a100", "l40s", "rtx5060ti_16gb", "b200"])
+@pytest.mark.parametrize("gpu", quick_at([("a100",), ("l40s",), ("rtx5060ti_16gb",), ("b200",)], 3))
 def test_every_gpu_is_compiled_for(planned, gpu):
     """Each in a process of its own, with the attention of its cuDNN. RTX 4090, H100 and H200 have other tests here, and
     RTX 5090 has the architecture of RTX 5060 Ti."""
@@ -446,6 +458,7 @@ def test_every_gpu_is_compiled_for(planned, gpu):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_unoptimised_kernels_change_nothing_else(planned, monkeypatch):
     """What aot leaves out to be faster shows in no figure of a plan."""
     c = config(gpus=1, offload_optimizer=True, **BLOCKS)
@@ -642,6 +655,7 @@ def test_attention_that_the_gpu_does_not_have_is_refused():
 
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:.*using XLA's instead")
+@pytest.mark.full
 def test_automatic_kernels_are_those_that_serve_the_model(monkeypatch):
     """Chosen for the GPU planned for, not for this machine; shapes that no kernel serves are left to XLA."""
     gpu = aot.kind() or FIRST

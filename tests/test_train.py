@@ -263,6 +263,7 @@ def test_it_runs_in_a_thread(whole, config, tmp_path):
 # ----------------------------------------------------------------- continued
 
 
+@pytest.mark.full
 def test_on_other_numbers_of_devices(whole, config, tmp_path, request):
     """One device, then eight, then one; the effective batch stays. Losses differ by the order of float32 sums: at most
     1e-5 after nine steps, which amplify the rounding of the first."""
@@ -310,6 +311,7 @@ def test_as_many_samples_a_step_unless_a_setting_says_otherwise(whole, config, t
     assert capsys.readouterr().out == "note: a step has 64 samples from here on, it had 8\n"
 
 
+@pytest.mark.full
 def test_more_steps_than_before(whole, config, tmp_path, capsys):
     killed_after(whole, 12, tmp_path / "run")
     config.max_steps = 14
@@ -440,6 +442,7 @@ def test_metrics_that_cannot_be_written_end_the_run_in_one_line(config, tmp_path
     assert error.startswith("surojax.train: error: [Errno 28] No space left on device; when that is repaired")
 
 
+@pytest.mark.full
 def test_histories_of_magnitudes_are_part_of_checkpoints(config, tmp_path):
     """A run with delayed scaling continues with the scales that it would have had."""
     config.recipe, config.max_steps, config.eval_steps = "fp8_hybrid", 6, 0

@@ -9,6 +9,7 @@ hold one layer at a time. Parameters are `{"blocks": stacked [L, ...], "outer": 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -165,6 +166,7 @@ def _arrays(module: nnx.Module) -> dict:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
+@functools.cache
 def abstract_params(config: LlamaConfig) -> tuple[dict, dict]:
     """(shapes and dtypes, logical axis names as tuples), both like `init_params`, without building any array."""
     state = nnx.state(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))), nnx.Param)
@@ -199,6 +201,7 @@ class ModelFunctions(NamedTuple):
     logits: Callable
 
 
+@functools.cache
 def functions(config: LlamaConfig) -> ModelFunctions:
     """The pure functions of a Llama with these sizes."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
