@@ -212,7 +212,6 @@ EVERYTHING = dict.fromkeys(
             ("fp8", True, "bfloat16", {"offload_quants": True, **EVERYTHING}),
             ("int8", False, "float32", {"offload_quants": True, **EVERYTHING}),
         ],
-        1,
     ),
     ids=["fp8-device", "fp8-host", "int8-host"],
 )
@@ -283,6 +282,7 @@ def gathered(text: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.full
 def test_matrices_travel_as_bytes():
     """In the compiled step, loops gather every weight as one byte, and scales; nothing else, persistent or not."""
     plain = gathered(compiled_text(Small(4, zero_level=3)))

@@ -107,7 +107,8 @@ def wrong(case: dict) -> str:
 
 
 @pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
-@pytest.mark.parametrize("kind", [k if k == "h200" else pytest.param(k, marks=pytest.mark.full) for k in KINDS])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_kernels_compile(kind):
     cases = outcome(kind, list(OPS))
     assert {case["op"] for case in cases} == set(OPS)

@@ -69,7 +69,6 @@ def folder_of(small: Small) -> Path:
             (4, {"zero_level": 3}, BOTH | REST | {"resident_layers": 1}),
         ],
         0,
-        5,
     ),
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x),
 )

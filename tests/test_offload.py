@@ -64,7 +64,7 @@ def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_pat
 
 @pytest.mark.parametrize(
     "devices, recompute",
-    quick_at([(1, Recompute(norm=True, att=True)), (4, Recompute())], 1),
+    quick_at([(1, Recompute(norm=True, att=True)), (4, Recompute())]),
     ids=["1-parts", "4-none"],
 )
 def test_saved_activations_follow_the_residuals(devices, recompute):

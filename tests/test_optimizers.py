@@ -32,7 +32,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(
     "name, master, devices",
-    quick_at([("adamw", "bfloat16", 4), ("adamw8bit", "float32", 4), ("normuon", "bfloat16", 4)], 2),
+    quick_at([("adamw", "bfloat16", 4), ("adamw8bit", "float32", 4), ("normuon", "bfloat16", 4)]),
 )
 def test_offloading_changes_no_bit(name, master, devices):
     """Also of what is rounded at random: host memory is updated in parts of other sizes, with the same bits."""
@@ -52,7 +52,7 @@ def test_files_change_no_bit(name, tmp_path):
         assert small.train(BATCHES) == trained(name)[0]
 
 
-@pytest.mark.parametrize("name", quick_at([("adamw8bit",), ("normuon",)], 0))
+@pytest.mark.parametrize("name", quick_at([("adamw8bit",), ("normuon",)], 1))
 @pytest.mark.parametrize(
     "devices, placed",
     quick_at([(8, {"zero_level": 3}), (8, {"zero_level": 2, "replicate": 2})], 1),

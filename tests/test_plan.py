@@ -153,7 +153,8 @@ def deep(layers: int) -> dict:
 
 
 @needs_compiler
-@pytest.mark.parametrize("level", quick_at([(1,), (2,), (3,)], 2))
+@pytest.mark.full
+@pytest.mark.parametrize("level", [1, 2, 3])
 def test_collectives_are_those_of_the_textbook(planned, level):
     """Bytes within 2 % of the formulas, as the issue asks, on 4 GPUs with 1 and 4 microbatches and on 8 with 4.
 
@@ -250,7 +251,6 @@ def test_normuons_gathers_are_counted(planned):
 
 
 @needs_compiler
-@pytest.mark.full
 def test_groups_of_gpus_sum_their_shards_once(planned):
     """HSDP: shards are exchanged inside a group, and their gradients are summed over the groups once per step."""
     p = planned(config(gpus=4, dp_replicate_size=2, zero_level=3, gradient_accumulation_steps=2, **BLOCKS))
@@ -431,7 +431,8 @@ def test_state_in_device_memory_is_updated_in_one_pass(gpus, level):
 
 
 @needs_compiler
-@pytest.mark.parametrize("level", quick_at([(1,), (3,)], 1))
+@pytest.mark.full
+@pytest.mark.parametrize("level", [1, 3])
 def test_moments_in_8_bits_are_updated_in_place(level):
     """One kernel for each matrix, with all that it writes over its operands, but the work weights where they are kept:
     at ZeRO-1 they are gathered, a layer at a time, from the master weights."""
@@ -448,7 +449,8 @@ def test_moments_in_8_bits_are_updated_in_place(level):
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpu", quick_at([("a100",), ("l40s",), ("rtx5060ti_16gb",), ("b200",)], 3))
+@pytest.mark.full
+@pytest.mark.parametrize("gpu", ["a100", "l40s", "rtx5060ti_16gb", "b200"])
 def test_every_gpu_is_compiled_for(planned, gpu):
     """Each in a process of its own, with the attention of its cuDNN. RTX 4090, H100 and H200 have other tests here, and
     RTX 5090 has the architecture of RTX 5060 Ti."""

@@ -174,6 +174,7 @@ MOMENTS = {  # in this order, each with what the run leaves behind
 }
 
 
+@pytest.mark.full
 def test_killed_at_any_moment_and_started_again_it_ends_as_if_nothing_had_been(
     whole, config, tmp_path, capsys, monkeypatch
 ):
