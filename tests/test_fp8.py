@@ -2,20 +2,23 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, tokens
+from small import CONFIG, Small, drawn_params, tokens, worst_relative
 
+from pallas_kernels.quantize import Cast
 from surojax import fp8
 from surojax.engine import given
 from surojax.loss import cross_entropy
 from surojax.mesh import DATA
-from surojax.models.llama import functions, init_params
+from surojax.models import llama_fp8
+from surojax.models.llama import functions
 from surojax.precision import Precision
-from surojax.quantize import has_one_scale, quantise_whole, scale_for
+from surojax.quantize import Quantized, has_one_scale, quantise_whole, scale_for
 
 RECIPES = ("fp8_current", "fp8_hybrid")
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
@@ -53,7 +56,7 @@ def relative(found, expected) -> float:
 @pytest.mark.parametrize("extras", (False, True), ids=("llama", "bias_and_qk_norm"))
 def test_the_written_out_block_against_reverse_mode(recipe, extras):
     base = dataclasses.replace(WIDE, num_hidden_layers=1, attention_bias=extras, qk_norm=extras)
-    w = jax.tree.map(lambda x: x[0], init_params(base, 0)["blocks"])
+    w = jax.tree.map(lambda x: x[0], drawn_params(base, 0)["blocks"])
     x, dy = (jax.random.normal(jax.random.key(i), (2, 16, 64)) for i in (1, 2))
     dy *= 1e-3
     plain, model = functions(base), functions(config(recipe, base))
@@ -73,6 +76,32 @@ def test_the_written_out_block_against_reverse_mode(recipe, extras):
     assert (observed is not None) == (recipe == "fp8_hybrid")
     if observed is not None:
         assert (observed > 0).all() and observed[fp8.SITES.index("d_mlp")] == jnp.max(jnp.abs(dy))
+
+
+def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch):
+    """Every cast left out, all is float32: each output and gradient agrees to the order of sums (1e-5 of the largest),
+    where float8's own error would hide a wrong norm or bias."""
+    base = dataclasses.replace(WIDE, num_hidden_layers=1, attention_bias=True, qk_norm=True)
+    w = jax.tree.map(lambda x: x[0], drawn_params(base, 0)["blocks"])
+    x, dy = (jax.random.normal(jax.random.key(i), (2, 16, 64)) for i in (1, 2))
+    exact = SimpleNamespace(
+        absmax=lambda x, **_: jnp.max(jnp.abs(x)),
+        cast=lambda x, scale, dtype, **_: x,
+        cast_transpose=lambda x, scale, dtype, **_: Cast(x, x.T, jnp.max(jnp.abs(x))),
+        transpose=lambda x, **_: x.T,
+    )
+    monkeypatch.setattr(llama_fp8, "quantize", exact)
+    monkeypatch.setattr(llama_fp8, "scale_for", lambda absmax, dtype: jnp.float32(1))
+
+    def both(model, w):
+        y, saved = model.block_forward(w, x)
+        dw, dx, _ = model.block_backward(w, saved, dy)
+        return y, model.block(w, x), dw, dx
+
+    whole = jax.tree.map(lambda x: Quantized(x, jnp.float32(1)) if x.ndim > 1 else x, w)
+    written_out = functions(config("fp8_current", base))
+    found, expected = jax.jit(lambda: (both(written_out, whole), both(functions(base), w)))()
+    assert worst_relative(found, expected) < 1e-5
 
 
 def test_a_history_gives_the_scales_of_its_largest_entries_and_forgets_the_oldest():
