@@ -58,8 +58,8 @@ UPDATE = {
 # Settings of the schedule, and the learning rate of each of the four steps as a fraction of the peak.
 SCHEDULES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "adamw": ({"lr_scheduler_type": "wsd", "warmup_steps": 2, "cooldown_steps": 1}, [0.5, 1, 1, 0.25]),
-    "adamw8bit": ({"lr_scheduler_type": "cosine", "warmup_ratio": 0.25}, [1, 1, 0.625, 0.25]),
-    "normuon": ({"lr_scheduler_type": "linear"}, [1, 0.75, 0.5, 0.25]),
+    "adamw8bit": ({"lr_scheduler_type": "cosine"}, [1, 0.8125, 0.4375, 0.25]),
+    "normuon": ({"lr_scheduler_type": "linear", "warmup_ratio": 0.25}, [1, 1, 0.625, 0.25]),
 }
 
 
@@ -215,6 +215,7 @@ def test_evaluation_is_a_mean_over_tokens_and_its_bits_are_over_bytes():
     run = blueprint.draw(c, mesh, total_steps=STEPS)
     ids = np.random.default_rng(0).integers(0, 64, 101)
     evaluate = train.Evaluation(c, run, mesh, Corpus(ids.astype(np.uint16), 60, "", "held out"))
+    assert [b["inputs"].shape for b in evaluate.batches] == [(4, 16)] * 2
     params = jax.tree.map(lambda w: 5 * w, drawn_params(run.model, 0))  # losses of tokens that are not all alike
     found = evaluate(jax.device_put(params, jax.tree.map(lambda p: p.sharding, run.plan.weights)))
 

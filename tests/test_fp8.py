@@ -160,8 +160,8 @@ def test_memory_settings_change_no_bit(recipe, placed):
 
 
 def test_every_block_of_every_device_draws_numbers_of_its_own():
-    """nvfp4: two steps of two microbatches, three layers, four devices."""
-    small = Small(4, config=config("nvfp4"))
+    """nvfp4: two steps of two microbatches, three layers, four devices in two groups."""
+    small = Small(4, config=config("nvfp4"), replicate=2)
 
     def seeds(step):
         give = given(small.engine, None, step, 2, jnp.float32(1))
@@ -170,6 +170,20 @@ def test_every_block_of_every_device_draws_numbers_of_its_own():
     run = jax.jit(jax.shard_map(seeds, mesh=small.mesh, in_specs=jax.P(), out_specs=jax.P(DATA)))
     found = np.concatenate([run(jnp.int32(step)) for step in range(2)])
     assert len(set(found.tolist())) == found.size == 2 * 2 * 3 * 4
+
+
+def test_every_step_draws_numbers_of_its_own():
+    """nvfp4: the same weights and batch at another step: the same loss, gradients rounded otherwise."""
+    small, _ = trained("nvfp4")
+    kept = jax.device_get(small.state)
+    sharding = jax.tree.map(lambda x: x.sharding, small.state)
+    found = []
+    for step in (3, 3, 4):
+        state = jax.device_put(kept._replace(step=np.int32(step)), sharding)
+        found.append({k: float(v) for k, v in small.step(state, *small.put(BATCHES[0]))[1].items()})
+    small.state = jax.device_put(kept, sharding)
+    assert found[0] == found[1] and found[0]["loss"] == found[2]["loss"]
+    assert found[0]["grad_norm"] != found[2]["grad_norm"]
 
 
 def test_persistent_quants_change_no_bit():
