@@ -19,6 +19,7 @@ from surojax.models import llama_fp8
 from surojax.models.llama import functions
 from surojax.precision import Precision
 from surojax.quantize import Quantized, has_one_scale, quantise_whole, scale_for
+from surojax.step import make_eval_step
 
 RECIPES = ("fp8_current", "fp8_hybrid")
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
@@ -200,12 +201,13 @@ def test_shards_have_the_scales_of_whole_weights(level):
     np.testing.assert_allclose(several, one, rtol=1e-2)
 
 
-@pytest.mark.parametrize("skipped", ((0, 2), (1, 1)))
-def test_skipped_blocks_compute_as_recipe_bf16(skipped):
-    """The engine's loss is that of the blocks one by one, in float8 or not."""
-    recipe = config("fp8_current", skip_first=skipped[0], skip_last=skipped[1])
+@pytest.mark.parametrize("name, skipped", (("fp8_current", (0, 2)), ("fp8_current", (1, 1)), ("mxfp8", (0, 2))))
+def test_skipped_blocks_compute_as_recipe_bf16(name, skipped):
+    """The engine's loss, in training and in evaluation, is that of the blocks one by one, in the recipe or not."""
+    recipe = config(name, skip_first=skipped[0], skip_last=skipped[1])
     small, model = Small(1, config=recipe, model_dtype="bfloat16"), functions(recipe)
     inputs, labels = BATCHES[0]
+    prepared = fp8.quantise_weights if recipe.precision.fp8 else lambda w: w
     blocks, outer = small.state.weights["blocks"], small.state.weights["outer"]
 
     @jax.jit
@@ -213,8 +215,7 @@ def test_skipped_blocks_compute_as_recipe_bf16(skipped):
         x = outer["embed"][inputs]
         for l, on in enumerate(flags):
             w = jax.tree.map(lambda x, l=l: x[l], blocks)
-            in_fp8, in_16_bits = model.block(fp8.quantise_weights(w), x, None, True), model.block(w, x, None, False)
-            x = jnp.where(on, in_fp8, in_16_bits)
+            x = jnp.where(on, model.block(prepared(w), x, None, True), model.block(w, x, None, False))
         logits = model.logits(outer, x.reshape(-1, x.shape[-1]).astype(outer["embed"].dtype))
         return cross_entropy(logits, labels.reshape(-1)) / (labels >= 0).sum()
 
@@ -222,9 +223,13 @@ def test_skipped_blocks_compute_as_recipe_bf16(skipped):
     tokens_of = lambda x: x.reshape(-1, x.shape[-1])
     expected = loss(tokens_of(inputs), tokens_of(labels), jnp.array(flags))
     other = loss(tokens_of(inputs), tokens_of(labels), jnp.array(flags[::-1]))
-    (found, _), *_ = small.train(BATCHES[:1])
-    # Both round activations to bfloat16 at the same places but where XLA keeps more bits between fused operations.
-    assert abs(found - float(expected)) < 2e-5 and (flags == flags[::-1] or abs(found - float(other)) > 2e-5)
+    evaluate = make_eval_step(small.engine, small.plan, small.mesh)
+    sums = [evaluate(small.state.weights, *microbatch) for microbatch in zip(inputs, labels, strict=True)]
+    evaluated = sum(float(nats) for nats, _ in sums) / sum(int(count) for _, count in sums)
+    (trained, _), *_ = small.train(BATCHES[:1])
+    # All round activations to bfloat16 at the same places but where XLA keeps more bits between fused operations.
+    for found in (trained, evaluated):
+        assert abs(found - float(expected)) < 2e-5 and (flags == flags[::-1] or abs(found - float(other)) > 2e-5)
 
 
 def test_skipped_blocks_on_shards_in_host_memory():
