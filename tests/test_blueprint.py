@@ -199,7 +199,7 @@ def test_each_dtype_is_that_of_its_arrays(name):
     adam = [x for x in jax.tree.leaves(run.plan.moments, is_leaf=lambda x: isinstance(x, Moments)) if x]
     arrays = (run.plan.weights, run.plan.master, sums, [x.m for x in adam], [x.v for x in adam])
     found = {what: {str(x.dtype) for x in jax.tree.leaves(tree)} for what, tree in zip(DTYPES, arrays, strict=True)}
-    assert found == dict.fromkeys(DTYPES, {"float32"}) | {name: {"bfloat16"}}
+    assert found == {other: {"float32"} for other in DTYPES} | {name: {"bfloat16"}}
 
 
 def test_the_engine_has_the_settings_that_change_no_number():
