@@ -1,15 +1,18 @@
 """Recipes apart from their numbers: which layers, which GPUs, and the dtypes of recipe bf16."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import CONFIG
 
 from surojax.errors import ConfigError
 from surojax.models.layers import products, times
-from surojax.precision import Precision, check_recipe
+from surojax.models.llama import functions, init_params
+from surojax.precision import BLOCK_SCALED, Precision, check_recipe
 
 
 def test_ranges_cover_the_layers_once():
@@ -59,3 +62,15 @@ def test_products_are_computed_in_the_dtypes_of_the_settings():
     np.testing.assert_allclose(vjp(dy)[1], exact(dy)[1], rtol=1e-5, atol=1e-5)
     rounded = products(Precision(gradient_dtype="bfloat16"), None)("wq")
     assert not np.array_equal(jax.vjp(rounded, x, w)[1](dy)[1], vjp(dy)[1])
+
+
+@pytest.mark.parametrize("recipe", BLOCK_SCALED)
+def test_blocks_without_the_recipe_are_those_of_bf16(recipe):
+    """To the bit: skipped blocks compute nothing else."""
+    base = dataclasses.replace(CONFIG, num_hidden_layers=1, num_key_value_heads=4, intermediate_size=96)
+    skipped = dataclasses.replace(base, precision=Precision(recipe=recipe, block_scaled_products="emulated"))
+    w = jax.tree.map(lambda x: x[0], init_params(base, 0)["blocks"])
+    x = jax.random.normal(jax.random.key(1), (2, 16, base.hidden_size))
+    block = lambda config, on: jax.jit(lambda w, x: functions(config).block(w, x, None, on))(w, x)
+    np.testing.assert_array_equal(block(skipped, False), block(base, True))
+    assert not np.array_equal(block(skipped, True), block(base, True))
