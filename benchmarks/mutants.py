@@ -81,7 +81,7 @@ def text_problems(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
 
 def nodes(mutant: Mutant) -> list[str]:
     """The files, or `file::function`, that a mutant's tests are in."""
-    return [part for part in split_tests(mutant)[0]]
+    return split_tests(mutant)[0]
 
 
 def split_tests(mutant: Mutant) -> tuple[list[str], list[str]]:
@@ -169,7 +169,7 @@ def verdict(code: int | None, output: str, limit_s: float) -> str:
         return f"hang: more than {limit_s:.0f} s"
     if code < 0:
         return f"crash: {signal.Signals(-code).name}"
-    if failed := re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE):
+    if failed := re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE):
         return failed[1].removeprefix("tests/")
     return f"pytest ended with {code}: {' '.join(output.split())[-80:]}"
 

@@ -58,9 +58,9 @@ def test_tests_are_chosen_by_name_and_by_words():
 
 
 def test_what_killed_a_mutant_is_said():
-    failed = "F\nFAILED tests/test_loss.py::test_head[1] - assert 1 == 2\n1 failed in 0.1s"
+    failed = "F\nFAILED tests/test_loss.py::test_head[(1, 2)] - assert 1 == 2\n1 failed in 0.1s"
     assert mutants.verdict(0, "1 passed", 9) == ""
-    assert mutants.verdict(1, failed, 9) == "test_loss.py::test_head[1]"
+    assert mutants.verdict(1, failed, 9) == "test_loss.py::test_head[(1, 2)]"
     assert mutants.verdict(None, "", 9) == "hang: more than 9 s"
     assert mutants.verdict(-11, "", 9) == "crash: SIGSEGV"
     assert mutants.verdict(4, "ImportError while loading conftest", 9).startswith("pytest ended with 4")
