@@ -65,8 +65,10 @@ def written_out(grads, w, *, lr, b1, b2, decay) -> np.ndarray:
     return w
 
 
-def test_the_rule_is_that_of_the_paper():
-    """Four steps, with 10 steps of the orthogonalisation, so that it is exact to float32 for these matrices."""
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
+def test_the_rule_is_that_of_the_paper(shape):
+    """Four steps, with 10 steps of the orthogonalisation, so that it is exact to float32 for these matrices. Only of a
+    tall one do rows differ in size once it is orthogonal."""
     options = dict(b1=0.9, b2=0.8, decay=0.3)
     optimizer = muon.normuon(
         optax.constant_schedule(1.0),
@@ -77,10 +79,10 @@ def test_the_rule_is_that_of_the_paper():
         weight_decay=0.3,
         max_grad_norm=0,
     )
-    w, grads = matrix(6, 10), [matrix(6, 10, seed=i) for i in range(1, 5)]
+    w, grads = matrix(*shape), [matrix(*shape, seed=i) for i in range(1, 5)]
     found, state = by_the_rule(optimizer, w, grads, norms=[1.0] * 4)
     np.testing.assert_allclose(found, written_out(grads, w, lr=0.05, **options), atol=2e-5)
-    assert state.rows.shape == (6,)
+    assert state.rows.shape == shape[:1]
 
 
 def by_the_rule(optimizer, w, grads, norms) -> tuple:
