@@ -152,6 +152,19 @@ def test_a_dtype_may_change_on_the_way(tmp_path):
     assert_same(found, toy(1)._replace(master=expected, weights=expected))
 
 
+@pytest.mark.parametrize("length", [2, 4, 6])
+def test_a_history_of_another_length(tmp_path, length):
+    """The newest entries come first and are kept; what is not there is 0, nothing observed."""
+    history = 1 + jnp.arange(24, dtype=jnp.float32).reshape(2, 3, 4)
+    with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
+        checkpoints.save(toy(1)._replace(history=history), {"step": 1})
+    wanted = jax.ShapeDtypeStruct((2, 3, length), jnp.float32, sharding=ONE)
+    found = restore(newest(tmp_path), plan_of(toy(1))._replace(history=wanted)).history
+    kept = min(length, 4)
+    np.testing.assert_array_equal(found[..., :kept], history[..., :kept])
+    assert found.shape == wanted.shape and not found[..., kept:].any()
+
+
 def test_only_the_newest_are_kept(tmp_path):
     assert [p.name for p in write(tmp_path, 2, 4, 6, 8, 10, limit=2)] == ["8", "10"]
     assert find(tmp_path) == find(tmp_path / "checkpoints") == find(tmp_path / "checkpoints/10")

@@ -145,6 +145,14 @@ def test_terms_in_bfloat16_are_added_up_in_float32(reduce):
         assert (np.abs(np.asarray(narrow) - exact) > half_step).any()  # a sum in bfloat16 is further away
 
 
+def test_the_norm_is_added_up_in_float32():
+    """bfloat16 has no number between 4096 and 4112."""
+    tree, dims = {"w": jnp.ones((17, 241), jnp.bfloat16)}, {"w": WHOLE}
+    norm = lambda tree: collectives.norm(*collectives.sum_of_squares(tree, dims))
+    f = jax.shard_map(norm, mesh=make_mesh(jax.devices()[:1]), in_specs=jax.P(), out_specs=jax.P())
+    assert float(jax.jit(f)(tree)) == np.sqrt(np.float32(17 * 241))
+
+
 @pytest.mark.parametrize(
     "devices, placed",
     quick_at(

@@ -57,6 +57,8 @@ PLACED = {  # (model, devices, placement, whether blocks are computed again)
     "2x4-zero3-saved": (CONFIG, 8, {"zero_level": 3, "replicate": 2}, False),
     "4x1-saved": (CONFIG, 4, {"zero_level": 1, "replicate": 4}, False),
     "4-weights-only": (CONFIG, 4, {"shard_weights": True}, True),
+    "4-outer-only": (CONFIG, 4, {"shard_outer": True}, True),
+    "4-streamed": (CONFIG, 4, {"zero_level": 3, "offload_weights": True}, True),
     "qwen-1-saved": (QWEN, 1, {}, False),
     "qwen-8-zero3": (QWEN, 8, {"zero_level": 3}, True),
 }

@@ -122,6 +122,12 @@ def test_resident_layers_are_counted_where_they_rest():
     assert device(3) - device(0) == host(0) - host(3) == 3 * layer
 
 
+def test_host_memory_is_that_of_all_gpus():
+    c = small(gpus=4, zero_level=3, offload_optimizer=True, offload_grads=True)
+    each = fit.estimate_host(plan(c), c.per_device_batch_size, c.sequence_len)
+    assert each and fit.needs(c, 4, "gpu").host == 4 * sum(each.values())
+
+
 def test_flash_attention_has_no_scores():
     c = small(model_dtype="bfloat16", sequence_len=1024, per_device_batch_size=1)
     flash, xla = (estimate(fit.changed(c, {"attention": a}), "gpu")["working space"] for a in ("auto", "xla"))

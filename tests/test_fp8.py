@@ -253,3 +253,19 @@ def test_the_history_is_the_same_on_all_devices_and_moves_on():
     history = trained("fp8_hybrid", 4, zero_level=3)[0].state.history
     assert history.sharding.is_fully_replicated and history.shape == (3, len(fp8.SITES), 16)
     assert (history[..., :3] > 0).all() and (history[..., 3:] == 0).all()
+
+
+def test_the_history_has_the_largest_of_all_microbatches():
+    """Of what goes into products: the first step's scales are constants, so magnitudes are those of each alone."""
+    base = config("fp8_hybrid", dataclasses.replace(WIDE, num_hidden_layers=1))
+    small, (inputs, labels) = Small(config=base, model_dtype="bfloat16"), BATCHES[0]
+
+    def magnitudes(*microbatches: int) -> np.ndarray:
+        vars(small).pop("state", None)  # begin anew
+        small.train([(inputs[list(microbatches)], labels[list(microbatches)])])
+        return np.asarray(small.state.history[0, : len(fp8.INPUTS), 0])
+
+    first, second = magnitudes(0), magnitudes(1)
+    assert not np.array_equal(first, second)
+    for order in ((0, 1), (1, 0)):
+        np.testing.assert_array_equal(magnitudes(*order), np.maximum(first, second))

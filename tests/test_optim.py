@@ -180,3 +180,17 @@ def test_without_warmup_the_first_step_is_at_the_peak():
     assert rates("linear")[0] == pytest.approx(1.0)
     with pytest.raises(ValueError, match="cosine, linear or wsd"):
         rates("exponential")
+
+
+def test_eps_is_added_to_the_root():
+    """Gradients as small as eps move a weight by half a learning rate."""
+    optimizer = optim.adamw(optax.constant_schedule(1e-2), eps=1e-8, weight_decay=0.0, max_grad_norm=0)
+    params, grads = tree(0), jax.tree.map(lambda p: jnp.full_like(p, 1e-8), tree(0))
+    _, new = by_layers(optimizer, grads, optim.init_moments(optimizer, params), params, 1.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b - 0.5e-2, atol=1e-6), new, params)
+
+
+def test_gradients_are_only_scaled_down():
+    factors = [float(optim.clip_factor(1.0, jnp.float32(norm))) for norm in (0.0, 0.5, 1.0, 4.0)]
+    assert factors == [1, 1, 1, 0.25]
+    assert optim.clip_factor(0.0, jnp.float32(4.0)) == 1

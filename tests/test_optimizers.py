@@ -51,6 +51,14 @@ def test_offloading_changes_no_bit(name, master, devices):
     same(plain[1].moments, offloaded[1].moments)
 
 
+def test_a_large_embedding_is_updated_in_parts_to_the_same_bits():
+    """In host memory it is: 256 words are four parts, none larger than a matrix of a block, `[80, 32]`."""
+    large = dataclasses.replace(CONFIG, vocab_size=256, num_hidden_layers=1)
+    plain, offloaded = (Small(config=large, master_dtype="bfloat16", **placed) for placed in ({}, OFFLOADED))
+    assert plain.train(BATCHES[:2]) == offloaded.train(BATCHES[:2])
+    same(jax.device_get(plain.state.master), jax.device_get(offloaded.state.master))
+
+
 @pytest.mark.parametrize("name", quick_at([("adamw8bit",), ("normuon",)], 0))
 def test_files_change_no_bit(name, tmp_path):
     small = Small(1, optimizer=OPTIMIZERS[name], offload_optimizer="nvme", nvme_path=str(tmp_path))
@@ -58,6 +66,18 @@ def test_files_change_no_bit(name, tmp_path):
     assert store is not None
     with claim(store):
         assert small.train(BATCHES) == trained(name)[0]
+
+
+def test_files_change_no_bit_of_what_is_rounded_at_random(tmp_path):
+    """A layer's tensors are counted alike where they are updated together and one after the other."""
+    options = {"config": dataclasses.replace(CONFIG, num_hidden_layers=2), "master_dtype": "bfloat16"}
+    plain = Small(**options)
+    in_files = Small(offload_optimizer="nvme", nvme_path=str(tmp_path), **options)
+    store = store_of(in_files.plan)
+    assert store is not None
+    with claim(store):
+        assert in_files.train(BATCHES[:2]) == plain.train(BATCHES[:2])
+    same(jax.device_get(in_files.state.master), jax.device_get(plain.state.master))
 
 
 @pytest.mark.parametrize("name", quick_at([("adamw8bit",), ("normuon",)], 1))

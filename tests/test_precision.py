@@ -1,5 +1,6 @@
 """Recipes apart from their numbers: which layers, which GPUs, and the dtypes of recipe bf16."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -12,8 +13,8 @@ from small import CONFIG, drawn_params
 from surojax.errors import ConfigError
 from surojax.models import layers
 from surojax.models.layers import products, times
-from surojax.models.llama import Block
-from surojax.precision import Precision, check_recipe
+from surojax.models.llama import Block, functions, init_params
+from surojax.precision import BLOCK_SCALED, Precision, check_recipe
 
 
 def test_ranges_cover_the_layers_once():
@@ -90,3 +91,15 @@ def test_every_matrix_of_a_block_is_multiplied_under_its_own_name():
     nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Block(CONFIG, rngs=nnx.Rngs(0)))), w)(jnp.ones((1, 2, 32)), product)
     expected = {name: w[part][name] for part, names in MATRICES.items() for name in names}
     jax.tree.map(np.testing.assert_array_equal, used, expected)
+
+
+@pytest.mark.parametrize("recipe", BLOCK_SCALED)
+def test_blocks_without_the_recipe_are_those_of_bf16(recipe):
+    """To the bit: skipped blocks compute nothing else."""
+    base = dataclasses.replace(CONFIG, num_hidden_layers=1, num_key_value_heads=4, intermediate_size=96)
+    skipped = dataclasses.replace(base, precision=Precision(recipe=recipe, block_scaled_products="emulated"))
+    w = jax.tree.map(lambda x: x[0], init_params(base, 0)["blocks"])
+    x = jax.random.normal(jax.random.key(1), (2, 16, base.hidden_size))
+    block = lambda config, on: jax.jit(lambda w, x: functions(config).block(w, x, None, on))(w, x)
+    np.testing.assert_array_equal(block(skipped, False), block(base, True))
+    assert not np.array_equal(block(skipped, True), block(base, True))
