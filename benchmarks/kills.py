@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from surojax import read_metrics
-from surojax.config import Config, default_config
+from surojax.config.fields import Config, default_config
 from surojax.memory import nvme
 from surojax.run import checkpoint
 from surojax.run.metrics import METRICS_FILE

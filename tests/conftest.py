@@ -1,15 +1,24 @@
 """Tests run on 8 virtual CPU devices, which execute collectives and memory kinds for real.
 
-Only `pytest -m gpu -n 0` leaves JAX the GPUs of the machine, for the tests marked so: the kernels', compiled then, and
+`pytest` runs the quick suite: every part of the product, in a few minutes. `pytest --all` adds the tests marked `full`,
+which repeat a claim for more placements, recipes, optimizers, GPUs and command-line processes. A test that is named
+(`pytest tests/test_x.py::test_y`) runs either way.
+
+`pytest -m gpu -n 0` leaves JAX the GPUs of the machine, for the tests marked so: the kernels', compiled then, and
 tests/test_on_gpu.py.
 """
 
 import contextlib
 import gc
 import os
+import tempfile
 import threading
 
 import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also run the tests marked `full`")
 
 
 def pytest_configure(config):
@@ -23,6 +32,7 @@ def pytest_configure(config):
             " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
             " --xla_cpu_parallel_codegen_split_count=1"
         )
+        share_compiled_programs()
         gc.set_threshold(100_000)  # tracing makes many objects, of which hardly any is garbage
         worker = os.environ.get("PYTEST_XDIST_WORKER")
         if worker and hasattr(os, "sched_setaffinity"):
@@ -33,6 +43,64 @@ def pytest_configure(config):
     import jax
 
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def share_compiled_programs():
+    """Let the test processes, and the commands they start, share what XLA compiles, in a folder of this run.
+
+    Many tests train the same small model under the same placement. JAX finds a program by its HLO, compile options and
+    version, so a test that changes the source or patches a function compiles anew.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # xdist's workers inherit the environment
+        folder = tempfile.TemporaryDirectory(prefix="surojax-tests-")
+        _RUN.enter_context(folder)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+
+
+_RUN = contextlib.ExitStack()
+
+
+def pytest_unconfigure(config):
+    _RUN.close()
+
+
+# -- The quick suite and the full one --------------------------------------------------------------------------------
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests marked `full`, unless --all, a marker expression or a test's own name asks for them."""
+    if config.option.all or config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    config.stash[LEFT_OUT] = len(left_out)
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Tell the process that prints how many tests this worker left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[LEFT_OUT] = output.get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        what = "more placements, recipes, optimizers, GPUs, and bit-for-bit claims at users' compile settings"
+        terminalreporter.write_line(f"{left_out} more tests with `pytest --all`: {what}; {FULL_MINUTES} on two cores")
+
+
+FULL_MINUTES = "about 25 minutes"
 
 
 @pytest.fixture

@@ -1,19 +1,23 @@
 """A model small enough to compile in a second, and a few functions to run it, shared by the tests."""
 
+import contextlib
 import functools
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from surojax.assembly import assemble
-from surojax.models.llama import Llama, LlamaConfig
+from surojax.models.llama import Llama, LlamaConfig, init_params
 from surojax.models.loss import cross_entropy
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import learning_rate_schedule
-from surojax.placement.layout import batch_sharding
+from surojax.placement.layout import Layout, batch_sharding
 from surojax.placement.mesh import make_mesh
+from surojax.placement.param import Kind, Param
 from surojax.placement.table import place
 
 CONFIG = LlamaConfig(
@@ -31,6 +35,15 @@ KERNEL = {"implementation": "mosaic", "interpret": jax.default_backend() == "cpu
 REFERENCE = {"implementation": "xla"}
 
 
+def quick_at(cases: Sequence, *positions: int) -> list:
+    """The cases of a parametrised test: those at these positions for `pytest`, the others for `pytest --all` only.
+
+    A case is a tuple with a value for each argument of the test.
+    """
+    marks = lambda i: () if i in positions else pytest.mark.full
+    return [pytest.param(*case, marks=marks(i)) for i, case in enumerate(cases)]
+
+
 def needs(devices: int):
     """Marks a test that makes a mesh of so many devices: virtual CPU devices are always enough."""
     return pytest.mark.skipif(jax.device_count() < devices, reason=f"needs {devices} devices")
@@ -42,6 +55,29 @@ def tokens(*shape: int, seed: int = 0, vocab_size: int = 64) -> tuple[np.ndarray
     inputs = rng.integers(0, vocab_size, shape).astype(np.int32)
     labels = np.roll(inputs, -1, axis=-1)
     return inputs, np.where(rng.random(shape) < 0.05, np.int32(-1), labels)
+
+
+@contextlib.contextmanager
+def vectors_drawn():
+    """Within it, the scales of norms scatter around 1 and biases around 0, by 0.2, instead of being 1 and 0.
+
+    A norm that is left out or taken for another, and a bias that is dropped, then change the result. Matrices are as
+    they are without it.
+    """
+
+    def around(mean: float):
+        return lambda key, shape, dtype=jnp.float32: mean + 0.2 * jax.random.normal(key, shape, dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nnx.initializers, "ones", around(1.0))
+        patch.setattr(nnx.initializers, "zeros", around(0.0))
+        yield
+
+
+def drawn_params(config: LlamaConfig, seed: int) -> dict:
+    """Float32 parameters `{"blocks", "outer"}` of which none is 0 or 1."""
+    with vectors_drawn():
+        return init_params(config, seed)
 
 
 NEW_STATES: dict = {}
@@ -82,19 +118,24 @@ class Small:
 
     @functools.cached_property
     def state(self):
-        """Built when it is first asked for, once for all placements of the same arrays in a process: compiling that
-        takes as long as a third of a step's. tests/test_placement.py has that they are the same numbers."""
+        """`drawn`, built when it is first asked for, once for all placements of the same arrays in a process: compiling
+        that takes as long as a third of a step's. tests/test_placement.py has that they are the same numbers."""
         arrays, structure = jax.tree.flatten(self.plan)
         if not all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):  # some are in files
-            return self.init()
+            return self.drawn()
         key = (self.config, self.seed, structure, *((x.shape, x.dtype) for x in arrays))
         if key not in NEW_STATES:
-            NEW_STATES[key] = jax.device_get(self.init())
+            NEW_STATES[key] = jax.device_get(self.drawn())
         return jax.device_put(NEW_STATES[key], jax.tree.map(lambda x: x.sharding, self.plan))
 
     def init(self):
         """A new state made where it rests."""
         return self.run.init_state(self.seed)
+
+    def drawn(self):
+        """The same with every parameter drawn, see `vectors_drawn`."""
+        with vectors_drawn():
+            return self.init()
 
     def put(self, batch):
         """A batch `[A, B, S]` on the devices."""
@@ -107,6 +148,35 @@ class Small:
             self.state, metrics = self.step(self.state, *self.put(batch))
             found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         return found
+
+
+REPLICATED = Layout(jax.P(), jax.P())  # the layout of what is not sharded
+
+
+def declared(arrays: dict) -> dict:
+    """`Param`s of a made-up model's arrays `{"blocks": [L, ...], "outer"}`; two dimensions make a matrix or a table."""
+
+    def of_part(number: int, tree, layer_axes: int):
+        leaves, structure = jax.tree.flatten(tree)
+
+        def one(i: int, x):
+            shape = x.shape[layer_axes:]
+            kind = Kind.VECTOR if len(shape) < 2 else (Kind.MATRIX, Kind.TABLE)[number]
+            return Param(f"{number}.{i}", shape, ("embed",) * len(shape), kind, stream=2 * i + number)
+
+        return structure.unflatten([one(i, x) for i, x in enumerate(leaves)])
+
+    return {"blocks": of_part(0, arrays["blocks"], 1), "outer": of_part(1, arrays["outer"], 0)}
+
+
+def new_moments(optimizer: optim.Optimizer, arrays: dict) -> dict:
+    """Optimizer state of a made-up model's arrays, zeros; every array of the blocks' has the layer axis."""
+    params = declared(arrays)
+    state = lambda param: optimizer.rule(param).init(param.shape, 1)
+    outer = jax.tree.map(state, params["outer"])
+    blocks = jax.tree.map(state, params["blocks"])
+    layers = len(jax.tree.leaves(arrays["blocks"])[0])
+    return {"blocks": jax.tree.map(lambda x: jnp.stack([x] * layers), blocks), "outer": outer}
 
 
 def plain_loss(config: LlamaConfig):

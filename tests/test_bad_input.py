@@ -97,6 +97,7 @@ def field_cases() -> list[tuple[str, str]]:
     final_lr_fraction=10        | final_lr_fraction: expected a fraction from 0 to 1
     cooldown_steps=10           | cooldown_steps: expected 0 with lr_scheduler_type='cosine', which does not use it
     lr_scheduler_type=wsd       | cooldown_steps: expected 1 or more with lr_scheduler_type='wsd'
+    lr_scheduler_type=wsd cooldown_steps=590 | cooldown_steps: expected at most max_steps=600, got 620; shorten
     lr_scheduler_type=cosin     | lr_scheduler_type: expected one of cosine, linear, wsd, got 'cosin'; did you
     optimizer=sgd               | optimizer: expected one of adamw, adamw8bit, normuon, got 'sgd'
     model_dtype=float16         | model_dtype: expected one of bfloat16, float32, got 'float16'
@@ -211,7 +212,7 @@ def test_no_config_file(arguments, said, capsys):
     assert capsys.readouterr().err == ""
 
 
-START = "from surojax.config import default_config\ndef get_config():\n    c = default_config()\n    "
+START = "from surojax.config.fields import default_config\ndef get_config():\n    c = default_config()\n    "
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small import quick_at
 
 from surojax.planner import aot
 
@@ -25,7 +26,7 @@ def passes(gpu: str, recipe: str, kernels: str = "mosaic") -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("gpu, recipe", (("h200", "fp8_current"), ("rtx4090", "fp8_hybrid")))
+@pytest.mark.parametrize("gpu, recipe", quick_at([("h200", "fp8_current"), ("rtx4090", "fp8_hybrid")], 0))
 def test_all_products_are_in_float8_and_only_fused_kernels_lie_between(gpu, recipe):
     found = passes(gpu, recipe)
     forward, backward = found["launches"]["forward"], found["launches"]["backward"]
@@ -42,6 +43,7 @@ def test_all_products_are_in_float8_and_only_fused_kernels_lie_between(gpu, reci
         assert launches["fused kernel"]["launches"] > 0
 
 
+@pytest.mark.full
 def test_without_the_kernels_xla_makes_more_passes():
     """The figures are able to differ: the same block with XLA's own fusions moves more between its products."""
     fused, plain = (passes("h200", "fp8_current", kernels) for kernels in ("mosaic", "xla"))
@@ -54,6 +56,7 @@ def test_without_the_kernels_xla_makes_more_passes():
     assert between(plain) > between(fused)
 
 
+@pytest.mark.full
 def test_operands_of_mxfp8_are_made_by_fused_kernels():
     """Each in one pass, where XLA makes three; what it still adds is said in docs/kernels.md."""
     fused, plain = (passes("b200", "mxfp8", kernels)["launches"] for kernels in ("mosaic", "xla"))
@@ -70,6 +73,7 @@ def test_operands_of_mxfp8_are_made_by_fused_kernels():
             assert fused[way][kind] == plain[way][kind]
 
 
+@pytest.mark.full
 def test_operands_of_nvfp4_are_made_by_fused_kernels():
     """Each in two passes, the first for the tensor's largest magnitude; what XLA adds is said in docs/kernels.md."""
     fused, plain = (passes("b200", "nvfp4", kernels)["launches"] for kernels in ("mosaic", "xla"))
@@ -88,6 +92,7 @@ def test_operands_of_nvfp4_are_made_by_fused_kernels():
 
 
 @pytest.mark.parametrize("recipe", ("mxfp8", "nvfp4"))
+@pytest.mark.full
 def test_block_scaled_products(recipe):
     launches = passes("b200", recipe)["launches"]
     assert launches["forward"]["block-scaled product"]["launches"] == 7

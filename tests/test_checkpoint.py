@@ -17,9 +17,9 @@ import psutil
 import pytest
 from small import CONFIG
 
+from surojax.assembly import assemble
 from surojax.errors import CheckpointError
 from surojax.memory.host import Device, move
-from surojax.models.llama import abstract_params
 from surojax.optim import optimizer as optim
 from surojax.placement import table as placement
 from surojax.placement.mesh import make_mesh
@@ -75,10 +75,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def small_plan(devices: int, **placed) -> state.TrainState:
     """The plan of the tests' small model, in two float dtypes."""
-    shapes, _ = abstract_params(CONFIG)
     mesh = make_mesh(jax.devices()[:devices])
     table = placement.place(model_dtype="bfloat16", num_shards=devices, **placed)
-    return placement.state_plan(shapes, table, optim.adamw(lambda _: jnp.float32(1e-3), m_dtype="bfloat16"), mesh)
+    optimizer = optim.adamw(lambda _: jnp.float32(1e-3), m_dtype="bfloat16")
+    return assemble(CONFIG, table=table, optimizer=optimizer, mesh=mesh).plan
 
 
 OFFLOADED: dict[str, Any] = {"offload_master": True, "offload_optimizer": True, "offload_weights": True}
@@ -153,6 +153,19 @@ def test_a_dtype_may_change_on_the_way(tmp_path):
     found = restore(path, plan._replace(master=master, weights=master))
     expected = jax.tree.map(lambda x, dtype: x.astype(dtype), toy(1).master, other)
     assert_same(found, toy(1)._replace(master=expected, weights=expected))
+
+
+@pytest.mark.parametrize("length", [2, 4, 6])
+def test_a_history_of_another_length(tmp_path, length):
+    """The newest entries come first and are kept; what is not there is 0, nothing observed."""
+    history = 1 + jnp.arange(24, dtype=jnp.float32).reshape(2, 3, 4)
+    with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
+        checkpoints.save(toy(1)._replace(history=history), {"step": 1})
+    wanted = jax.ShapeDtypeStruct((2, 3, length), jnp.float32, sharding=ONE)
+    found = restore(newest(tmp_path), plan_of(toy(1))._replace(history=wanted)).history
+    kept = min(length, 4)
+    np.testing.assert_array_equal(found[..., :kept], history[..., :kept])
+    assert found.shape == wanted.shape and not found[..., kept:].any()
 
 
 def test_only_the_newest_are_kept(tmp_path):

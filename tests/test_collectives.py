@@ -7,20 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, tokens, worst_relative
+from small import CONFIG, REPLICATED, Small, quick_at, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, compiled_text, computations, engine_gradients, reference
 
 from surojax import assembly, generate
-from surojax.config import default_config
 from surojax.config.checks import check
+from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.numerics.quantize import DTYPES, block_size, dequantise, dequantise_all, is_quantized, quantise
 from surojax.parallel import collectives
-from surojax.parallel.collectives import WHOLE
 from surojax.placement import table as placement
+from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD, make_mesh
 from surojax.planner import fit
 from surojax.step.state import shardings, work_weights
+from surojax.step.state_plan import bytes_per_device
 
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(10)]
 SHAPES = [(5, 256), (3, 80), (4, 131), (2, 3, 160), (7, 2 * 139), (2, 5), (3, 1)]
@@ -98,16 +99,22 @@ def terms():
     return {name: rng.standard_normal((8, *shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
-DIMS = {"rows": 0, "columns": 1, "vector": 0, "whole": WHOLE}
+LAYOUTS = {
+    "rows": Layout(jax.P(SHARD), jax.P()),
+    "columns": Layout(jax.P(None, SHARD), jax.P()),
+    "vector": Layout(jax.P(SHARD), jax.P()),
+    "whole": REPLICATED,
+}
 
 
-def scattered(reduce) -> dict[str, np.ndarray]:
-    """What 8 devices have after `collectives.scatter`, put together."""
-    mesh = make_mesh(jax.devices())
-    specs = {name: jax.P(*[None] * d, SHARD) if d != WHOLE else jax.P() for name, d in DIMS.items()}
-    local = lambda tree: collectives.scatter(jax.tree.map(lambda x: x[0], tree), DIMS, reduce)
+def scattered(reduce, tree=None) -> dict[str, np.ndarray]:
+    """What 8 devices have after `collectives.reduce_scatter` of `terms`, or of some of them, put together."""
+    mesh, tree = make_mesh(jax.devices()), terms() if tree is None else tree
+    layouts = {name: LAYOUTS[name] for name in tree}
+    specs = {name: layout.stored for name, layout in layouts.items()}
+    local = lambda tree: collectives.reduce_scatter(jax.tree.map(lambda x: x[0], tree), layouts, reduce)
     f = jax.shard_map(local, mesh=mesh, in_specs=jax.P(SHARD), out_specs=specs)
-    return jax.tree.map(np.asarray, jax.jit(f)(terms()))
+    return jax.tree.map(np.asarray, jax.jit(f)(tree))
 
 
 def test_all_to_all_adds_up_like_reduce_scatter():
@@ -130,13 +137,41 @@ def test_quantised_reduction_is_off_by_the_steps_of_its_terms():
         np.testing.assert_array_equal(found[name], exact[name])
 
 
+@pytest.mark.parametrize("reduce", ["all_to_all", "int8"])
+def test_terms_in_bfloat16_are_added_up_in_float32(reduce):
+    """The sum of the terms as they arrive, rounded once: at most half a step of bfloat16 away."""
+    x = {name: jnp.asarray(terms()[name], jnp.bfloat16) for name in ("rows", "vector")}
+    found = scattered(reduce, x)
+    for name, term in x.items():
+        sent = np.asarray(term, np.float64)
+        if reduce == "int8" and name == "rows":
+            sent = np.asarray(dequantise(quantise(term, jnp.int8), jnp.float32), np.float64)
+        exact = sent.sum(0)
+        half_step = 2.0 ** (np.frexp(exact)[1] - 9) + 8 * F32 * 5 * 8  # 8 bits of mantissa
+        assert found[name].dtype == jnp.bfloat16
+        assert (np.abs(found[name].astype(np.float64) - exact) <= half_step).all()
+        narrow = functools.reduce(lambda a, b: a + b, jnp.asarray(sent, jnp.bfloat16)).astype(jnp.float32)
+        assert (np.abs(np.asarray(narrow) - exact) > half_step).any()  # a sum in bfloat16 is further away
+
+
+def test_the_norm_is_added_up_in_float32():
+    """bfloat16 has no number between 4096 and 4112."""
+    tree, layouts = {"w": jnp.ones((17, 241), jnp.bfloat16)}, {"w": REPLICATED}
+    norm = lambda tree: collectives.norm(collectives.sum_of_squares(tree, layouts))
+    f = jax.shard_map(norm, mesh=make_mesh(jax.devices()[:1]), in_specs=jax.P(), out_specs=jax.P())
+    assert float(jax.jit(f)(tree)) == np.sqrt(np.float32(17 * 241))
+
+
 @pytest.mark.parametrize(
     "devices, placed",
-    [
-        (8, {"zero_level": 2}),
-        (8, {"zero_level": 3, "replicate": 2}),
-        (4, {"zero_level": 1, "replicate": 4, "shard_gradients": False}),
-    ],
+    quick_at(
+        [
+            (8, {"zero_level": 2}),
+            (8, {"zero_level": 3, "replicate": 2}),
+            (4, {"zero_level": 1, "replicate": 4, "shard_gradients": False}),
+        ],
+        1,
+    ),
     ids=["8-zero2", "2x4-zero3", "4x1"],
 )
 def test_gradients_by_all_to_all_equal_those_of_the_plain_model(devices, placed):
@@ -146,7 +181,7 @@ def test_gradients_by_all_to_all_equal_those_of_the_plain_model(devices, placed)
     assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
 
 
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", quick_at([(1,), (3,)], 1))
 def test_quantised_gradients_are_near_those_of_the_plain_model(level):
     """Each of 4 devices' terms is off by at most 1/254 of its block's largest entry.
 
@@ -177,7 +212,7 @@ def by_hand(small: Small, kind: str) -> dict:
     return small.state.weights | {"blocks": make(blocks)}
 
 
-@pytest.mark.parametrize("kind, devices, recompute_block", [("fp8", 4, True), ("int8", 5, False)])
+@pytest.mark.parametrize("kind, devices, recompute_block", quick_at([("fp8", 4, True), ("int8", 5, False)], 0))
 def test_layers_compute_with_the_quantised_weights(kind, devices, recompute_block):
     """To the bit what a run computes whose weights were quantised by hand. 5 devices cut w_down along its rows."""
     batch = tokens(2, 2 * devices, 24)
@@ -206,11 +241,13 @@ EVERYTHING = dict.fromkeys(
 
 @pytest.mark.parametrize(
     "kind, recompute, dtype, also",
-    [
-        ("fp8", True, "bfloat16", {}),
-        ("fp8", True, "bfloat16", {"offload_quants": True, **EVERYTHING}),
-        ("int8", False, "float32", {"offload_quants": True, **EVERYTHING}),
-    ],
+    quick_at(
+        [
+            ("fp8", True, "bfloat16", {}),
+            ("fp8", True, "bfloat16", {"offload_quants": True, **EVERYTHING}),
+            ("int8", False, "float32", {"offload_quants": True, **EVERYTHING}),
+        ],
+    ),
     ids=["fp8-device", "fp8-host", "int8-host"],
 )
 def test_persistent_quants_change_no_bit(kind, recompute, dtype, also):
@@ -227,6 +264,7 @@ def test_persistent_quants_change_no_bit(kind, recompute, dtype, also):
     assert kinds(vectors) == {"pinned_host" if also.get("offload_weights") else "device"}
 
 
+@pytest.mark.full
 def test_loss_stays_close_to_that_of_unquantised_weights():
     """Ten steps of AdamW. A weight is off by up to 1/16 of itself (fp8) or 1/254 of its block's largest (int8), each
     independently, so activations by about 3 % and 0.5 %, and the loss, which is near that of guessing, by much less
@@ -237,6 +275,7 @@ def test_loss_stays_close_to_that_of_unquantised_weights():
         assert 0 < np.max(np.abs(found - expected)) < most
 
 
+@pytest.mark.full
 def test_weights_are_the_same_numbers_on_any_number_of_devices():
     """Blocks lie along the rows, which are not cut here: only the order of sums differs."""
     batch = tokens(2, 8, 24)
@@ -245,7 +284,7 @@ def test_weights_are_the_same_numbers_on_any_number_of_devices():
     assert worst_relative(four[1], one[1]) < ORDER_OF_SUMS
 
 
-@pytest.mark.parametrize("devices, offloaded", [(4, True), (5, False)])
+@pytest.mark.parametrize("devices, offloaded", quick_at([(4, True), (5, False)], 0))
 def test_restored_weights_are_those_of_the_step(devices, offloaded):
     """A checkpoint holds master weights: what is made of them on restore is what the update made, to the bit."""
     options = {"persistent_quants": True, "offload_quants": offloaded, "offload_master": offloaded}
@@ -278,6 +317,7 @@ def gathered(text: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.full
 def test_matrices_travel_as_bytes():
     """In the compiled step, loops gather every weight as one byte, and scales; nothing else, persistent or not."""
     plain = gathered(compiled_text(Small(4, zero_level=3)))
@@ -291,7 +331,7 @@ def test_matrices_travel_as_bytes():
     assert not set(re.findall(r"= f8e4m3fn\[([\d,]+)\]\S* copy\(", text)) & stacks
 
 
-@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("level", quick_at([(1,), (3,)], 1))
 def test_gradients_travel_as_bytes(level):
     """Quantised reductions send s8 all-to-all, and no matrix of the blocks by reduce-scatter."""
     text = compiled_text(Small(4, zero_level=level, zero_quantized_gradients=True))
@@ -352,7 +392,7 @@ def test_persistent_quants_halve_the_work_copy():
     plain = fit.estimate(drawn(), 1, 64)
     ours = fit.estimate(drawn(zero_quantized_weights="fp8", persistent_quants=True), 1, 64)
     run = drawn()
-    matrices = placement.bytes_per_device([x for x in jax.tree.leaves(run.plan.weights["blocks"]) if x.ndim > 2])
+    matrices = bytes_per_device([x for x in jax.tree.leaves(run.plan.weights["blocks"]) if x.ndim > 2])
     assert ours["quants"] == matrices / 2 * (1 + 4 / 128) and plain["weights"] - ours["weights"] == matrices
     host = drawn(zero_quantized_weights="fp8", persistent_quants=True, offload_quants=True)
     assert fit.estimate_host(host, 1, 64) == {"quants": ours["quants"]}

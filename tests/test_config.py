@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from surojax.config import checks, default_config, fields as configs, flags, flat
+from surojax.assembly import model_config
+from surojax.config import checks, fields as configs, flags
+from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError
+from surojax.sizes import divisor
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 TINY = str(CONFIGS[-1])
@@ -146,4 +149,4 @@ def test_output_dir_is_checked_without_making_it(tmp_path):
     "n, least, found", [(512, 7, 8), (512, 8, 8), (6, 1, 1), (7, 2, 7), (1, 1, 1), (2**31 - 1, 2, 2**31 - 1)]
 )
 def test_divisor(n, least, found):
-    assert configs.divisor(n, least) == found
+    assert divisor(n, least) == found

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from small import quick_at
 
 from surojax.assembly import from_config
-from surojax.config import checks, default_config, flags
+from surojax.config import checks, flags
+from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.placement import table as placement
+from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, make_mesh
 from surojax.planner import advice, fit
 from surojax.planner.advice import GiB, Memory
@@ -57,15 +59,19 @@ def estimate(c, platform: str = "cpu") -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"vocab_size": 8000},  # large logits
-        {"sequence_len": 512, "per_device_batch_size": 2},  # large attention scores
-        {"recompute_block": False, "recompute_norm": True, "recompute_ffn": True},
-        {"gpus": 4, "zero_level": 3, "dp_replicate_size": 2, "lmhead_chunks": 8, "model_dtype": "bfloat16"},
-        {"gpus": 4, "zero_level": 3, "zero_quantized_weights": "int8", "persistent_quants": True},
-        {"gpus": 4, "zero_level": 3, "optimizer": "adamw8bit"},
-        {"gpus": 4, "zero_level": 2, "optimizer": "normuon"},
-    ],
+    quick_at(
+        [
+            ({"vocab_size": 8000},),  # large logits
+            ({"sequence_len": 512, "per_device_batch_size": 2},),  # large attention scores
+            ({"recompute_block": False, "recompute_norm": True, "recompute_ffn": True},),
+            ({"gpus": 4, "zero_level": 3, "dp_replicate_size": 2, "lmhead_chunks": 8, "model_dtype": "bfloat16"},),
+            ({"gpus": 4, "zero_level": 3, "zero_quantized_weights": "int8", "persistent_quants": True},),
+            ({"gpus": 4, "zero_level": 3, "optimizer": "adamw8bit"},),
+            ({"gpus": 4, "zero_level": 2, "optimizer": "normuon"},),
+        ],
+        0,
+        3,
+    ),
     ids=str,
 )
 def test_estimate_is_near_what_xla_plans(changes):
@@ -73,7 +79,7 @@ def test_estimate_is_near_what_xla_plans(changes):
     c = small(**changes)
     run, need = plan(c), estimate(c)
     shape = (c.gradient_accumulation_steps, c.per_device_batch_size * c.gpus, c.sequence_len)
-    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=placement.batch_sharding(mesh(c)))
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh(c)))
     quick = {"xla_backend_optimization_level": 0}  # compiles in half the time and plans the same memory
     real = run.train_step().lower(run.plan, tokens, tokens).compile(quick).memory_analysis()
     state = sum(size for name, size in need.items() if name in ("weights", "quants", "master", "moments"))
@@ -116,6 +122,12 @@ def test_resident_layers_are_counted_where_they_rest():
     host = lambda n: fit.estimate_host(plan(table(n)), 8, 128)["weights"]
     layer = 2 * (256 * (2 * 256 + 2 * 128) + 3 * 256 * 704 + 2 * 256)
     assert device(3) - device(0) == host(0) - host(3) == 3 * layer
+
+
+def test_host_memory_is_that_of_all_gpus():
+    c = small(gpus=4, zero_level=3, offload_optimizer=True, offload_grads=True)
+    each = fit.estimate_host(plan(c), c.per_device_batch_size, c.sequence_len)
+    assert each and fit.needs(c, 4, "gpu").host == 4 * sum(each.values())
 
 
 def test_flash_attention_has_no_scores():

@@ -107,6 +107,7 @@ def wrong(case: dict) -> str:
 
 
 @pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_compile(kind):
     cases = outcome(kind, list(OPS))

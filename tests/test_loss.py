@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, worst_relative
+from small import CONFIG, vectors_drawn, worst_relative
 
-from surojax.config import default_config
 from surojax.config.checks import check
+from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.models.layers import linear
 from surojax.models.llama import functions, init_outer
@@ -24,7 +24,8 @@ SCALE = 0.25
 
 def example():
     """(outer parameters, x `[4, 6, D]`, labels, a few of them ignored)."""
-    weights = jax.tree.map(lambda w: 10 * w, init_outer(CONFIG, 0))  # logits that are not all alike
+    with vectors_drawn():
+        weights = jax.tree.map(lambda w: 10 * w, init_outer(CONFIG, 0))  # logits that are not all alike
     x = jax.random.normal(jax.random.key(1), (4, 6, CONFIG.hidden_size))
     labels = jax.random.randint(jax.random.key(2), (4, 6), -3, CONFIG.vocab_size, jnp.int32)
     return weights, x, jnp.maximum(labels, -1)
@@ -92,3 +93,20 @@ def test_z_loss_is_checked():
     c.z_loss = -1e-4
     with pytest.raises(ConfigError, match=r"z_loss: expected 0 or more, got -0\.0001"):
         check(c)
+
+
+def test_embedding():
+    """A table split over two devices: the rows of a lookup are those of the whole one, and so are their gradients."""
+    table, dx = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((64, 8), (4, 6, 8))))
+    tokens = jax.random.randint(jax.random.key(2), (4, 6), 0, 64, jnp.int32)
+
+    def per_device(table, tokens, dx):
+        grads = {"embed": jnp.zeros_like(table)}
+        return outer.embed({"embed": table}, tokens, True), outer.push_embed(grads, tokens, dx, True)["embed"]
+
+    rows = jax.P(SHARD)
+    f = jax.shard_map(per_device, mesh=make_mesh(jax.devices()[:2]), in_specs=(rows,) * 3, out_specs=(rows, rows))
+    x, grad = jax.jit(f)(table, tokens, dx)
+    np.testing.assert_array_equal(x, table[tokens])
+    whole = jnp.zeros_like(table).at[tokens].add(dx)
+    np.testing.assert_allclose(grad, whole, rtol=1e-6, atol=1e-6)  # words that occur often: sums in another order

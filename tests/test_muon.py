@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small import REPLICATED, new_moments
 from test_optim import by_layers, tree
 
 from surojax.optim import normuon as muon, optimizer as optim
-from surojax.parallel.collectives import WHOLE
 
 
 def matrix(m: int, k: int, values=None, seed: int = 0) -> np.ndarray:
@@ -65,8 +65,10 @@ def written_out(grads, w, *, lr, b1, b2, decay) -> np.ndarray:
     return w
 
 
-def test_the_rule_is_that_of_the_paper():
-    """Four steps, with 10 steps of the orthogonalisation, so that it is exact to float32 for these matrices."""
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
+def test_the_rule_is_that_of_the_paper(shape):
+    """Four steps, with 10 steps of the orthogonalisation, so that it is exact to float32 for these matrices. Only of a
+    tall one do rows differ in size once it is orthogonal."""
     options = dict(b1=0.9, b2=0.8, decay=0.3)
     optimizer = muon.normuon(
         optax.constant_schedule(1.0),
@@ -77,21 +79,38 @@ def test_the_rule_is_that_of_the_paper():
         weight_decay=0.3,
         max_grad_norm=0,
     )
-    w, grads = matrix(6, 10), [matrix(6, 10, seed=i) for i in range(1, 5)]
-    rule, found = optimizer.rule("blocks", 2), jnp.asarray(w)
-    state = rule.init(found, 1)
-    for i, g in enumerate(grads):
-        scalars = optim.scalars(optimizer, jnp.int32(i), jnp.float32(1))
-        tensor = optim.Tensor(scalars, WHOLE, jnp.zeros(2, jnp.uint32))
-        _, found, state = rule.apply(found, jnp.asarray(g), state, tensor, "float32")
+    w, grads = matrix(*shape), [matrix(*shape, seed=i) for i in range(1, 5)]
+    found, state = by_the_rule(optimizer, w, grads, norms=[1.0] * 4)
     np.testing.assert_allclose(found, written_out(grads, w, lr=0.05, **options), atol=2e-5)
-    assert state.rows.shape == (6,)
+    assert state.rows.shape == shape[:1]
+
+
+def by_the_rule(optimizer, w, grads, norms) -> tuple:
+    """(the matrix, its state) after a step for each gradient; norms: what the global norm is said to be."""
+    rule, found = optimizer.matrices, jnp.asarray(w)
+    state = rule.init(found.shape, 1)
+    for i, (g, norm) in enumerate(zip(grads, norms, strict=True)):
+        scalars = optim.scalars(optimizer, jnp.int32(i), jnp.float32(norm))
+        tensor = optim.TensorContext(scalars, REPLICATED, jnp.zeros(2, jnp.uint32))
+        _, found, state = rule.apply(found, jnp.asarray(g), state, tensor, "float32")
+    return found, state
+
+
+def test_gradients_are_clipped():
+    """By the global norm: of two gradients in the momentum, the second one counts a quarter."""
+    optimizer = muon.normuon(
+        optax.constant_schedule(0.05), momentum=0.9, beta2=0.8, steps=10, weight_decay=0.3, max_grad_norm=1.0
+    )
+    w, (a, b) = matrix(6, 10), (matrix(6, 10, seed=i) for i in (1, 2))
+    found, _ = by_the_rule(optimizer, w, [a, b], norms=[1.0, 4.0])
+    expected = written_out([a, b / 4], w, lr=0.05, b1=0.9, b2=0.8, decay=0.3)
+    np.testing.assert_allclose(found, expected, atol=2e-5)  # as above
 
 
 def test_the_size_of_an_update_is_that_of_adamw():
     optimizer = muon.normuon(optax.constant_schedule(0.1), weight_decay=0.0)
     params = tree(0)
-    moments = optim.init_moments(optimizer, params)
+    moments = new_moments(optimizer, params)
     _, new = by_layers(optimizer, tree(1), moments, params, jnp.float32(1))
     moved = np.asarray(new["blocks"]["w"] - params["blocks"]["w"])
     np.testing.assert_allclose(np.sqrt(np.mean(moved**2, axis=(1, 2))), 0.1 * muon.RMS, rtol=1e-4)
@@ -102,13 +121,19 @@ def test_all_but_the_blocks_matrices_are_adamw():
     new = []
     for optimizer in (ours, plain):
         params = tree(0)
-        new.append(by_layers(optimizer, tree(1), optim.init_moments(optimizer, params), params, jnp.float32(3))[1])
+        new.append(by_layers(optimizer, tree(1), new_moments(optimizer, params), params, jnp.float32(3))[1])
     for part, name in (("outer", "embed"), ("outer", "norm"), ("blocks", "norm")):
         np.testing.assert_array_equal(new[0][part][name], new[1][part][name])
     assert not np.allclose(new[0]["blocks"]["w"], new[1]["blocks"]["w"])
 
 
 def test_moments_take_their_dtype():
-    moments = optim.init_moments(muon.normuon(optax.constant_schedule(0.1), m_dtype="bfloat16"), tree(0))
+    moments = new_moments(muon.normuon(optax.constant_schedule(0.1), m_dtype="bfloat16"), tree(0))
     assert moments["blocks"]["w"].m.dtype == jnp.bfloat16
     assert jax.tree.map(jnp.shape, moments["blocks"]["w"]) == muon.Momentum((3, 8, 4), (3, 8))
+
+
+def test_flops_are_those_of_the_products():
+    """A step of a matrix [4, 8]: its gram [4, 4], the gram's square, and [4, 4] by [4, 8]; in each of three layers."""
+    step = 2 * (4 * 4 * 8 + 4 * 4 * 4 + 4 * 4 * 8)
+    assert muon.flops([(4, 8)], num_layers=3, steps=5) == 3 * 5 * step

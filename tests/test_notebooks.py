@@ -12,6 +12,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 @pytest.mark.filterwarnings("default")  # the Jupyter client's own, not ours
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.full
 def test_notebook_runs(path, monkeypatch):
     for name in ("XLA_FLAGS", "JAX_PLATFORMS"):  # the reader's environment, not that of the tests
         monkeypatch.delenv(name, raising=False)

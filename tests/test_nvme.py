@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from small import CONFIG, Small, tokens
+from small import CONFIG, Small, quick_at, tokens
 
 from surojax import default_config, read_metrics
 from surojax.assembly import from_config
@@ -26,10 +26,12 @@ from surojax.errors import CheckpointError, ConfigError
 from surojax.memory import nvme
 from surojax.memory.nvme import InFile, NvmeError, Store, store_of
 from surojax.placement import table as placement
+from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.planner import fit
 from surojax.run import checkpoint
 from surojax.run.checkpoint import Checkpoints
+from surojax.step.state_plan import bytes_per_device
 from surojax.train import main
 
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(10)]
@@ -54,7 +56,7 @@ def compiled(tmp_path_factory) -> Small:
 @pytest.fixture
 def small(compiled) -> Small:
     """The same with a new state."""
-    compiled.state = compiled.init()
+    compiled.state = compiled.drawn()
     return compiled
 
 
@@ -64,14 +66,17 @@ def folder_of(small: Small) -> Path:
 
 @pytest.mark.parametrize(
     "devices, options, offloaded",
-    [
-        (1, {}, {"offload_optimizer": "nvme"}),
-        (1, {"m_dtype": "bfloat16", "model_dtype": "bfloat16"}, BOTH),
-        (4, {"zero_level": 1}, BOTH),
-        (4, {"zero_level": 3}, {"offload_optimizer": "nvme", "offload_master": True}),
-        (4, {"zero_level": 3}, {"offload_master": "nvme"}),
-        (4, {"zero_level": 3}, BOTH | REST | {"resident_layers": 1}),
-    ],
+    quick_at(
+        [
+            (1, {}, {"offload_optimizer": "nvme"}),
+            (1, {"m_dtype": "bfloat16", "model_dtype": "bfloat16"}, BOTH),
+            (4, {"zero_level": 1}, BOTH),
+            (4, {"zero_level": 3}, {"offload_optimizer": "nvme", "offload_master": True}),
+            (4, {"zero_level": 3}, {"offload_master": "nvme"}),
+            (4, {"zero_level": 3}, BOTH | REST | {"resident_layers": 1}),
+        ],
+        0,
+    ),
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else str(x),
 )
 def test_layers_in_files_change_no_bit(tmp_path, devices, options, offloaded):
@@ -83,6 +88,7 @@ def test_layers_in_files_change_no_bit(tmp_path, devices, options, offloaded):
     )
 
 
+@pytest.mark.full
 def test_gradients_that_are_summed_over_groups_late(tmp_path):
     """HSDP with gradients in host memory: each row of the mesh has its own until the update."""
     placed: dict[str, Any] = {"replicate": 2, "zero_level": 3, **REST}
@@ -116,7 +122,7 @@ def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, mon
 
 def test_the_update_copies_no_stack(small):
     """Stacks in memory are written in place, as in the loops of the step that is one program."""
-    batch = jax.ShapeDtypeStruct((2, 8, 24), np.int32, sharding=placement.batch_sharding(small.mesh))
+    batch = jax.ShapeDtypeStruct((2, 8, 24), np.int32, sharding=batch_sharding(small.mesh))
     (_, _, once), (update, arguments, times) = small.step.programs(batch, batch)
     assert (once, times) == (1, CONFIG.num_hidden_layers)
     text = update.lower(*arguments).compile().as_text()
@@ -126,7 +132,7 @@ def test_the_update_copies_no_stack(small):
 
 def test_the_memory_that_is_counted(tmp_path):
     small = Small(4, zero_level=3, nvme_path=str(tmp_path), **BOTH)
-    size, plan = placement.bytes_per_device, small.plan
+    size, plan = bytes_per_device, small.plan
     whole = Small(1).plan
     blocks = sum(size(tree["blocks"]) for tree in (whole.master, whole.moments))
     assert size(plan, "nvme") * 4 == blocks
@@ -175,6 +181,7 @@ PLACES: dict[str, tuple[int, dict]] = {
 }
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_every_placement_restores_under_every_other(tmp_path):
     """From each to the next, all around: values to the bit, and the checksums of the arrays are the same numbers."""
     smalls = {}
@@ -472,6 +479,7 @@ def records(folder: Path) -> list[dict]:
     return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
 
 
+@pytest.mark.full
 def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_path, monkeypatch):
     """SIGKILL in the middle of an update, before the first checkpoint and after it, then a full disk."""
     (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 23) + " \n"[i % 41 == 0] for i in range(40_000)))

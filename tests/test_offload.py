@@ -11,15 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, tokens
+from small import CONFIG, Small, quick_at, tokens
 
 from surojax import generate
 from surojax.errors import ConfigError
 from surojax.memory import host as offload
 from surojax.models.layers import Recompute
 from surojax.placement import table as placement
+from surojax.placement.layout import batch_sharding
 from surojax.run.checkpoint import FOLDER, Checkpoints, restore, steps_in
 from surojax.step import engine, train_step as step
+from surojax.step.state_plan import bytes_per_device
 
 SETTINGS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
 ALL = dict.fromkeys(SETTINGS, True)
@@ -33,7 +35,7 @@ def plain(devices: int, recompute_block: bool) -> list[tuple[float, float]]:
     return Small(devices, zero_level=level, recompute_block=recompute_block).train(BATCHES)
 
 
-@pytest.mark.parametrize("devices, resident, recompute_block", [(1, 1, True), (4, 2, False)])
+@pytest.mark.parametrize("devices, resident, recompute_block", quick_at([(1, 1, True), (4, 2, False)], 0))
 def test_resident_layers_change_no_bit(devices, resident, recompute_block):
     """The first layers' weights stay on the device, the others rest in host memory."""
     level = 3 if devices > 1 else 1
@@ -46,6 +48,7 @@ def test_resident_layers_change_no_bit(devices, resident, recompute_block):
     assert small.train(BATCHES) == plain(devices, recompute_block)
 
 
+@pytest.mark.full
 def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_path):
     """The same loss, text and arrays as with the weights in one stack."""
     found = []
@@ -53,7 +56,7 @@ def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_pat
         small = Small(4, zero_level=3, **placed)
         evaluate = step.make_eval_step(small.engine, small.plan, small.mesh)
         loss, _ = evaluate(
-            small.state.weights, *jax.device_put(tokens(8, 24), placement.batch_sharding(small.mesh, accumulated=False))
+            small.state.weights, *jax.device_put(tokens(8, 24), batch_sharding(small.mesh, accumulated=False))
         )
         text = list(generate.generate(CONFIG, small.state.weights, np.array([3, 1, 4]), max_tokens=4, temperature=0))
         found.append((float(loss), text))
@@ -65,7 +68,9 @@ def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "devices, recompute", [(1, Recompute(norm=True, att=True)), (4, Recompute())], ids=["1-parts", "4-none"]
+    "devices, recompute",
+    quick_at([(1, Recompute(norm=True, att=True)), (4, Recompute())]),
+    ids=["1-parts", "4-none"],
 )
 def test_saved_activations_follow_the_residuals(devices, recompute):
     """Without recomputation of whole blocks all that a block saves is offloaded, with the same result."""
@@ -79,14 +84,14 @@ def test_accumulators_in_host_memory_need_not_start_as_zeros(monkeypatch):
 
     def unfilled(*args):
         found = zeros(*args)
-        return found | {"blocks": jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), found["blocks"])}
+        return found._replace(blocks=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), found.blocks))
 
     zeros, expected = engine.accumulators, plain(4, True)[:2]
     monkeypatch.setattr(engine, "accumulators", unfilled)
     assert Small(4, zero_level=3, offload_grads=True).train(BATCHES[:2]) == expected
 
 
-@pytest.mark.parametrize("replicate, level", [(1, 2), (2, 3), (4, 1)])
+@pytest.mark.parametrize("replicate, level", quick_at([(1, 2), (2, 3), (4, 1)], 1))
 def test_offloaded_gradients_under_other_meshes(replicate, level):
     """ZeRO-2 and HSDP with everything in host memory; float32 sums in another order than on one device."""
     devices = 4 if level == 1 else 8
@@ -99,7 +104,7 @@ def test_offloaded_gradients_under_other_meshes(replicate, level):
 def test_offloaded_gradients_are_summed_over_replicas_once():
     """HSDP: one loop over layers, that of the norm, has the sum over dp_replicate; the update reads what it wrote."""
     small = Small(8, replicate=2, zero_level=3, **ALL)
-    batch = [jax.ShapeDtypeStruct((2, 8, 24), np.int32, sharding=placement.batch_sharding(small.mesh))] * 2
+    batch = [jax.ShapeDtypeStruct((2, 8, 24), np.int32, sharding=batch_sharding(small.mesh))] * 2
     text = small.step.lower(small.plan, *batch).compile().as_text()
     found = dict(re.findall(r"^%?([\w.\-]+) \(.*?\) -> .*? \{\n(.*?)^\}", text, flags=re.M | re.S))
     bodies = re.findall(r"body=%?([\w.\-]+)", text)
@@ -114,7 +119,7 @@ def whole(config) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "tied, options",
-    [(False, {}), (True, {}), (True, {"replicate": 2, **ALL})],
+    quick_at([(False, {}), (True, {}), (True, {"replicate": 2, **ALL})], 2),
     ids=["device", "tied-device", "tied-host"],
 )
 def test_sharded_outer_layers(tied, options):
@@ -135,7 +140,7 @@ def test_arrays_rest_where_the_table_says():
     assert kinds(state.weights["outer"]) == {"device"}
     adam = state.moments["blocks"]["mlp"]["w_gate"][1]
     assert kinds(adam) == {"pinned_host"}
-    size = placement.bytes_per_device
+    size = bytes_per_device
     assert size(small.plan.master) == 0 and size(small.plan.master, "host") == size(Small(4).plan.master)
 
 

@@ -9,7 +9,7 @@ from small import CONFIG, Small, tokens
 
 from pallas_kernels import bench, shapes
 from surojax import train
-from surojax.config import default_config
+from surojax.config.fields import default_config
 from surojax.numerics.recipes import Precision
 from surojax.verify import OFFLOADS, verify
 

@@ -8,15 +8,17 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from small import CONFIG, Small
+from small import CONFIG, Small, quick_at
 
-from surojax.models.llama import Llama, abstract_params, init_params
+from surojax.models.llama import Llama, abstract_params, declared_params, init_params
 from surojax.numerics.recipes import Precision
 from surojax.optim import normuon as muon, optimizer as optim
-from surojax.parallel.collectives import WHOLE
 from surojax.placement import table as placement
-from surojax.placement.mesh import find_devices, make_mesh
+from surojax.placement.layout import MESH_AXES, batch_sharding
+from surojax.placement.mesh import SHARD, find_devices, make_mesh
+from surojax.placement.param import Kind
 from surojax.step.state import init_program
+from surojax.step.state_plan import bytes_per_device
 
 
 @pytest.mark.parametrize("level, grads, weights", [(1, False, False), (2, True, False), (3, True, True)])
@@ -45,7 +47,10 @@ def test_state_is_built_as_planned():
 OFFLOADED: dict[str, Any] = dict.fromkeys(("offload_optimizer", "offload_master", "offload_weights"), True)
 
 
-@pytest.mark.parametrize("devices, placed", [(3, {}), (8, {}), (1, OFFLOADED), (4, {"shard_outer": True, **OFFLOADED})])
+NEW = [(3, {}), (8, {}), (1, OFFLOADED), (4, {"shard_outer": True, **OFFLOADED})]
+
+
+@pytest.mark.parametrize("devices, placed", quick_at(NEW, 3))
 def test_new_weights_do_not_depend_on_the_placement(devices, placed):
     """They are the plain model's, drawn layer by layer; nor does any other array of a new state depend on it."""
     found, expected = Small(devices, zero_level=3, **placed).init(), Small().init()
@@ -55,7 +60,7 @@ def test_new_weights_do_not_depend_on_the_placement(devices, placed):
         jax.tree.map(functools.partial(np.testing.assert_array_max_ulp, maxulp=1), params, plain)
 
 
-@pytest.mark.parametrize("optimizer", [optim.adamw8bit, muon.normuon])
+@pytest.mark.parametrize("optimizer", quick_at([(optim.adamw8bit,), (muon.normuon,)], 0))
 def test_nor_do_those_of_other_optimizers_and_recipes(optimizer):
     """bfloat16 masters, 8-bit codes, momentum, and a history, in host memory and on other devices."""
     recipe = dataclasses.replace(CONFIG, precision=Precision(recipe="fp8_hybrid"))
@@ -68,6 +73,7 @@ def test_nor_do_those_of_other_optimizers_and_recipes(optimizer):
 
 
 @pytest.mark.parametrize("devices, placed", [(1, OFFLOADED), (4, {"zero_level": 1})], ids=["1-offloaded", "4-zero1"])
+@pytest.mark.full
 def test_making_a_state_needs_less_than_a_step(devices, placed):
     """Beside what it returns, initialisation needs no more for 6 layers than for 2, and less than a step needs: what
     fit.py counts for the step is enough."""
@@ -76,15 +82,15 @@ def test_making_a_state_needs_less_than_a_step(devices, placed):
     for layers in (2, 6):
         config = dataclasses.replace(CONFIG, num_hidden_layers=layers)
         small = Small(devices, config=config, **placed)
-        init[layers] = temporaries(init_program(config, small.plan, small.optimizer), 0)
-    batch = jax.ShapeDtypeStruct((1, 8, 24), np.int32, sharding=placement.batch_sharding(small.mesh))
+        init[layers] = temporaries(init_program(config, small.run.params, small.plan, small.optimizer), 0)
+    batch = jax.ShapeDtypeStruct((1, 8, 24), np.int32, sharding=batch_sharding(small.mesh))
     assert init[6] <= init[2] < temporaries(small.step, small.plan, batch, batch)
 
 
 def test_bytes_fall_with_the_level():
     """On 4 devices: ZeRO-1 divides master weights and moments by 4, ZeRO-3 the block weights as well."""
     one, level1, level3 = Small().plan, Small(4).plan, Small(4, zero_level=3).plan
-    size = placement.bytes_per_device
+    size = bytes_per_device
     assert size(level1.master) * 4 == size(one.master)
     assert size(level1.weights) == size(one.weights)
     assert size(level3.weights["blocks"]) * 4 == size(one.weights["blocks"])
@@ -92,19 +98,25 @@ def test_bytes_fall_with_the_level():
 
 
 def test_leading_dimension_is_sharded_and_odd_ones_stay_whole():
-    shapes, _ = abstract_params(CONFIG)
-    dims = placement.shard_dims(shapes, make_mesh(jax.devices()[:5]))
-    assert dims["blocks"]["mlp"]["w_gate"] == 0  # 80 x 32, 5 divides 80
-    assert dims["blocks"]["mlp"]["w_down"] == 1  # 32 x 80
-    assert dims["blocks"]["attention"]["wq"] == WHOLE
-    assert placement.shard_dims(shapes, make_mesh(jax.devices()[:1]))["blocks"]["mlp"]["w_gate"] == WHOLE
+    layouts = Small(5).engine.layouts.master
+    stored = lambda part, name: layouts["blocks"][part][name].stored
+    assert stored("mlp", "w_gate") == jax.P(SHARD)  # 80 x 32, 5 divides 80
+    assert stored("mlp", "w_down") == jax.P(None, SHARD)  # 32 x 80
+    assert stored("attention", "wq") == jax.P()
+    assert Small(1).engine.layouts.master["blocks"]["mlp"]["w_gate"].stored == jax.P()
 
 
-def test_parameters_carry_logical_axis_names():
-    shapes, names = abstract_params(CONFIG)
-    assert tuple(names["blocks"]["attention"]["wq"]) == ("layers", "heads", "embed")
-    assert tuple(names["outer"]["embed"]) == ("vocab", "embed")
-    assert all(len(n) == s.ndim for n, s in zip(jax.tree.leaves(names), jax.tree.leaves(shapes), strict=True))
+def test_parameters_are_declared():
+    params = declared_params(CONFIG)
+    wq, embed = params["blocks"]["attention"]["wq"], params["outer"]["embed"]
+    assert (wq.name, wq.shape, wq.axes, wq.kind) == ("attention.wq", (32, 32), ("heads", "embed"), Kind.MATRIX)
+    assert (embed.axes, embed.kind) == (("vocab", "embed"), Kind.TABLE)
+    everything = jax.tree.leaves(params)
+    assert all(len(p.axes) == len(p.shape) and set(p.axes) <= MESH_AXES.keys() for p in everything)
+    assert {p.name for p in everything if p.kind is Kind.VECTOR} == {"attention_norm", "mlp_norm", "norm"}
+    assert len({p.stream for p in everything}) == len(everything)
+    shapes = jax.eval_shape(lambda: init_params(CONFIG, 0))
+    assert jax.tree.map(lambda x: x.shape, abstract_params(CONFIG)) == jax.tree.map(lambda x: x.shape, shapes)
 
 
 def test_meshes():

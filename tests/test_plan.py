@@ -17,11 +17,13 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from small import quick_at
 
 from pallas_kernels import dispatch
 from surojax import plan as plan_command
 from surojax.assembly import MEMORY_LIMIT, from_config
-from surojax.config import default_config, flags
+from surojax.config import flags
+from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.placement.mesh import DATA, make_mesh
 from surojax.planner import advice, aot, fit, plan as planner, report, traffic
@@ -86,14 +88,17 @@ def planned(tmp_path_factory):
 @needs_compiler
 @pytest.mark.parametrize(
     "name, gpu, changes, most",
-    [
-        ("llama7b", "rtx4090", {"gpus": 1} | ALL, 3.6),
-        ("llama7b", "rtx4090", {"gpus": 4, "zero_level": 3}, 21.5),
-        ("llama7b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 1.6),
-        ("qwen32b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 5.2),
-        ("llama70b", "h100", {"gpus": 8} | SHARDED | dict.fromkeys(OFFLOADS[:3], True), 44),
-        ("llama70b", "h100", {"gpus": 8} | SHARDED | ALL, 10),
-    ],
+    quick_at(
+        [
+            ("llama7b", "rtx4090", {"gpus": 1} | ALL, 3.6),
+            ("llama7b", "rtx4090", {"gpus": 4, "zero_level": 3}, 21.5),
+            ("llama7b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 1.6),
+            ("qwen32b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 5.2),
+            ("llama70b", "h100", {"gpus": 8} | SHARDED | dict.fromkeys(OFFLOADS[:3], True), 44),
+            ("llama70b", "h100", {"gpus": 8} | SHARDED | ALL, 10),
+        ],
+        0,
+    ),
     ids=["7b-1-all", "7b-4-none", "7b-4-all", "32b-4-all", "70b-8-state", "70b-8-all"],
 )
 def test_device_memory(planned, name, gpu, changes, most):
@@ -120,6 +125,7 @@ def test_device_memory(planned, name, gpu, changes, most):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_device_memory_does_not_grow_with_depth(planned):
     """With all offloads 64 layers need what 32 need, within the 3 % of the issue; host memory doubles."""
     one, two = (planned(config(gpus=1, **ALL) if n == 32 else config(**deep(n))) for n in (32, 64))
@@ -149,6 +155,7 @@ def deep(layers: int) -> dict:
 
 
 @needs_compiler
+@pytest.mark.full
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_collectives_are_those_of_the_textbook(planned, level):
     """Bytes within 2 % of the formulas, as the issue asks, on 4 GPUs with 1 and 4 microbatches and on 8 with 4.
@@ -183,6 +190,7 @@ def test_collectives_are_those_of_the_textbook(planned, level):
     ],
     ids=["all-to-all", "fp8", "int8", "int8-level-1"],
 )
+@pytest.mark.full
 def test_other_collectives_are_those_of_the_textbook(planned, changes):
     """Bytes within the same 2 %; in 8 bits about half of what they are in 16."""
     p = planned(config(gpus=4, gradient_accumulation_steps=2, **changes | BLOCKS))
@@ -200,6 +208,7 @@ def test_other_collectives_are_those_of_the_textbook(planned, changes):
 
 @needs_compiler
 @pytest.mark.parametrize("changes", [{}, {"persistent_quants": True}], ids=["at-every-fetch", "persistent"])
+@pytest.mark.full
 def test_weights_of_fp8_recipes_travel_in_8_bits(planned, changes):
     """A byte a number and no scales: those are shared beforehand, one number for each of a layer's seven matrices."""
     p = planned(config(gpus=4, zero_level=3, gradient_accumulation_steps=2, recipe="fp8_hybrid", **changes | BLOCKS))
@@ -223,6 +232,7 @@ def test_quants_in_host_memory_travel_as_weights_do():
 
 
 @needs_compiler
+@pytest.mark.full
 def test_quants_in_host_memory_are_compiled_so(planned):
     """The program copies what the formula says; a layer more, fetched ahead of the end of each loop."""
     c = config(gpus=4, gradient_accumulation_steps=2, **BLOCKS | QUANTS_IN_HOST)
@@ -232,6 +242,7 @@ def test_quants_in_host_memory_are_compiled_so(planned):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_normuons_gathers_are_counted(planned):
     """Within the same 2 %: what AdamW gathers at ZeRO-1 for the new weights, and as much again for the momentum."""
     adamw, normuon = (planned(config(gpus=4, optimizer=name, **BLOCKS)) for name in ("adamw", "normuon"))
@@ -266,6 +277,7 @@ def test_host_copies_are_counted(planned):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_layers_in_files(planned):
     """State in files is read and written once a step; beside the program that runs, host memory has what both need."""
     files = {"offload_master": "nvme", "offload_optimizer": "nvme", "nvme_path": "/nowhere"}  # it need not exist
@@ -314,7 +326,7 @@ def kinds(rows: list[Transfer], *names: str) -> list[Transfer]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("changes", [{"gpus": 1}, {"gpus": 4} | SHARDED], ids=["1", "4"])
+@pytest.mark.parametrize("changes", quick_at([({"gpus": 1},), ({"gpus": 4} | SHARDED,)], 0), ids=["1", "4"])
 def test_transfers_overlap_computation(planned, changes):
     """What comes and goes in the layer loops does so while matrix products run, in the order of the compiled program.
 
@@ -352,6 +364,7 @@ def test_transfers_overlap_computation(planned, changes):
 
 @needs_compiler
 @pytest.mark.parametrize("gpu, level", [("rtx4090", 3), ("h200", 1)], ids=["zero3", "zero1"])
+@pytest.mark.full
 def test_sums_over_devices_overlap_the_last_backward_pass(planned, gpu, level):
     """The head's gradient is summed beside the last microbatch's blocks, a part with each; so are all blocks' gradients
     at ZeRO-1, where the other microbatches send nothing. Llama-7B does not fit four RTX 4090 at that level."""
@@ -408,7 +421,7 @@ def compiled_step(gpus: int, **changes) -> str:
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpus, level", [(1, 1), (4, 1), (4, 3)])
+@pytest.mark.parametrize("gpus, level", quick_at([(1, 1), (4, 1), (4, 3)], 0))
 def test_state_in_device_memory_is_updated_in_one_pass(gpus, level):
     """One fusion writes a stack of master weights, with its moments; nothing copies a layer of it, before or after."""
     text = compiled_step(gpus, zero_level=level)
@@ -420,6 +433,7 @@ def test_state_in_device_memory_is_updated_in_one_pass(gpus, level):
 
 
 @needs_compiler
+@pytest.mark.full
 @pytest.mark.parametrize("level", [1, 3])
 def test_moments_in_8_bits_are_updated_in_place(level):
     """One kernel for each matrix, with all that it writes over its operands, but the work weights where they are kept:
@@ -437,6 +451,7 @@ def test_moments_in_8_bits_are_updated_in_place(level):
 
 
 @needs_compiler
+@pytest.mark.full
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "rtx5060ti_16gb", "b200"])
 def test_every_gpu_is_compiled_for(planned, gpu):
     """Each in a process of its own, with the attention of its cuDNN. RTX 4090, H100 and H200 have other tests here, and
@@ -447,6 +462,7 @@ def test_every_gpu_is_compiled_for(planned, gpu):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_unoptimised_kernels_change_nothing_else(planned, monkeypatch):
     """What aot leaves out to be faster shows in no figure of a plan."""
     c = config(gpus=1, offload_optimizer=True, **BLOCKS)
@@ -474,7 +490,7 @@ def test_where_jax_has_not_loaded_its_plugin_another_process_plans(monkeypatch, 
 
 def write_config(tmp_path: Path, **changes) -> str:
     lines = [f"    c.{field} = {value!r}" for field, value in changes.items()]
-    head = "from surojax.config import default_config\n\n\ndef get_config():\n    c = default_config()\n"
+    head = "from surojax.config.fields import default_config\n\n\ndef get_config():\n    c = default_config()\n"
     file = tmp_path / "config.py"
     file.write_text(head + "\n".join([*lines, "    return c"]) + "\n")
     return str(file)
@@ -598,6 +614,13 @@ def test_products_count_in_the_numbers_that_they_have(changes, expected):
     assert peak_flops([SimpleNamespace(device_kind="cpu")], run, 2048) is None
 
 
+def test_recomputed_products_count_in_the_numbers_of_the_recipe():
+    """The forward pass again: its matrices in float8, its attention in model_dtype."""
+    run = from_config(config(gpus=1, recipe="fp8_current"), MESH, total_steps=10)
+    attention = 2 * 32 * 4096 * 2048
+    assert traffic.token_flops(run, 2048, again=True) == {"bfloat16": HEAD + attention, "float8": 8 * MATRICES}
+
+
 def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     monkeypatch.setattr(aot, "available", lambda: False)
     p = planner.plan(config(gpus=1), "rtx4090", host_memory=64)
@@ -643,6 +666,7 @@ def test_attention_that_the_gpu_does_not_have_is_refused():
 
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:.*using XLA's instead")
+@pytest.mark.full
 def test_automatic_kernels_are_those_that_serve_the_model(monkeypatch):
     """Chosen for the GPU planned for, not for this machine; shapes that no kernel serves are left to XLA."""
     gpu = aot.kind() or FIRST

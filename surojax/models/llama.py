@@ -230,6 +230,7 @@ class ModelFunctions(NamedTuple):
     logits: Callable
 
 
+@functools.cache
 def functions(config: LlamaConfig) -> ModelFunctions:
     """The pure functions of a Llama with these sizes."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))

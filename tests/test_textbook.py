@@ -1,0 +1,71 @@
+"""What a step must move, against the formulas of ZeRO with numbers put in by hand; nothing is compiled.
+
+tests/test_plan.py holds compiled steps against the same formulas.
+"""
+
+import jax
+import pytest
+
+from surojax.assembly import from_config
+from surojax.config.fields import default_config
+from surojax.placement.mesh import DATA
+from surojax.planner import traffic
+
+L, D, F, V = 3, 32, 96, 64
+MATRICES, VECTORS = L * (4 * D * D + 3 * D * F), L * 2 * D  # as many key/value heads as query heads
+BLOCKS, OUTER = MATRICES + VECTORS, 2 * V * D + D
+K, N = 4, 4  # microbatches, GPUs of dp_shard; all dimensions divide by them
+
+
+def moved(replicate: int = 1, **changes) -> dict[tuple[str, str], int]:
+    """Bytes of a step of N GPUs in each of so many groups, by (collective, axis)."""
+    c = default_config()
+    c.model.vocab_size, c.model.hidden_size, c.model.intermediate_size = V, D, F
+    c.model.num_hidden_layers, c.model.num_attention_heads, c.model.num_key_value_heads = L, 4, 4
+    c.update({"model_dtype": "bfloat16", "accum_dtype": "float32", "gpus": N * replicate, **changes})
+    run = from_config(c, jax.sharding.AbstractMesh((replicate, N), DATA), total_steps=10)
+    return traffic.collective_bytes(run, traffic.Batch(sequences=1, sequence_len=16, microbatches=K))
+
+
+@pytest.mark.parametrize(
+    "level, gathered, reduced",
+    [
+        (1, 2 * BLOCKS, 4 * BLOCKS),  # new weights in bfloat16, accumulators in float32
+        (2, 2 * BLOCKS, K * 2 * BLOCKS),  # every microbatch's gradients in bfloat16
+        (3, 2 * K * 2 * BLOCKS, K * 2 * BLOCKS),  # weights forward and backward
+    ],
+)
+def test_zero_levels(level, gathered, reduced):
+    """The outer layers' new weights and gradients move once a step; a GPU sends three of four parts."""
+    found = moved(zero_level=level)
+    assert found == {
+        ("all-gather", "dp_shard"): (gathered + 2 * OUTER) * 3 // 4,
+        ("reduce-scatter", "dp_shard"): (reduced + 4 * OUTER) * 3 // 4,
+    }
+
+
+def test_groups_add_up_their_shards():
+    """An all-reduce over two groups sends its operand once: a quarter of the parameters, in float32."""
+    found = moved(replicate=2, zero_level=3)
+    alone = moved(zero_level=3)
+    assert found == alone | {("all-reduce", "dp_replicate"): 4 * (BLOCKS + OUTER) // N}
+
+
+def test_numbers_in_8_bits():
+    """Weights: a byte a number and 4 for a block of 32 (of D) or 96 (of F); gradients as well, vectors in float32."""
+    scales = L * (4 * D * D + 2 * D * F) // 32 * 4 + L * D * F // 96 * 4
+    found = moved(zero_level=3, zero_quantized_weights="fp8", zero_quantized_gradients=True)
+    assert found == {
+        ("all-gather", "dp_shard"): (2 * K * (MATRICES + scales + 2 * VECTORS) + 2 * OUTER) * 3 // 4,
+        ("all-to-all", "dp_shard"): (K * (MATRICES + scales + 4 * VECTORS) + 4 * OUTER) * 3 // 4,
+    }
+
+
+def test_copies_to_and_from_the_host():
+    """Weights twice a microbatch and back once; gradients both ways every microbatch, and once more for the update."""
+    names = ("weights", "outer", "grads", "master", "moments", "residuals")
+    rows = {name: {"device": 10**9, "host": 10**i, "nvme": 0} for i, name in enumerate(names)}
+    rows["moments"]["nvme"] = 7
+    read, written = traffic.host_bytes(None, traffic.Batch(1, 16, K), rows)  # type: ignore[arg-type]
+    assert read == 2 * K * 1 + (K + 1) * 100 + 1000 + 10007 + K * 10**5
+    assert written == 1 + K * 100 + 1000 + 10007 + K * 10**5
