@@ -1367,14 +1367,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/train.py",
         "bits = loss / math.log(2) / self.bytes_per_token",
         "bits = loss / self.bytes_per_token",
-        "tests/test_train.py -k eval",
+        "tests/test_blueprint.py -k evaluation",
     ),
     Mutant(
         "evaluation is a mean of batches' means",
         "surojax/train.py",
         "loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))",
         "loss = float(np.mean([np.float64(s) / int(n) for s, n in sums]))",
-        "tests/test_train.py -k eval",
+        "tests/test_blueprint.py -k evaluation",
     ),
     Mutant(
         "a checkpoint of another seed is continued",
@@ -1587,7 +1587,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/traffic.py",
         "passes = 3 if engine.recompute_block else 2",
         "passes = 2",
-        "tests/test_plan.py -k traffic",
+        "tests/test_traffic.py",
     ),
     Mutant(
         "hlo: an all-reduce is sent once",
