@@ -1,8 +1,10 @@
 """A model small enough to compile in a second, and a few functions to run it, shared by the tests."""
 
+import contextlib
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -12,7 +14,7 @@ from surojax.engine import Engine
 from surojax.fp8 import history_shape
 from surojax.loss import cross_entropy
 from surojax.mesh import make_mesh
-from surojax.models.llama import Llama, LlamaConfig, abstract_params, functions
+from surojax.models.llama import Llama, LlamaConfig, abstract_params, functions, init_params
 from surojax.state import init_state
 
 CONFIG = LlamaConfig(
@@ -41,6 +43,29 @@ def tokens(*shape: int, seed: int = 0, vocab_size: int = 64) -> tuple[np.ndarray
     inputs = rng.integers(0, vocab_size, shape).astype(np.int32)
     labels = np.roll(inputs, -1, axis=-1)
     return inputs, np.where(rng.random(shape) < 0.05, np.int32(-1), labels)
+
+
+@contextlib.contextmanager
+def vectors_drawn():
+    """Within it, the scales of norms scatter around 1 and biases around 0, by 0.2, instead of being 1 and 0.
+
+    A norm that is left out or taken for another, and a bias that is dropped, then change the result. Matrices are as
+    they are without it.
+    """
+
+    def around(mean: float):
+        return lambda key, shape, dtype=jnp.float32: mean + 0.2 * jax.random.normal(key, shape, dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nnx.initializers, "ones", around(1.0))
+        patch.setattr(nnx.initializers, "zeros", around(0.0))
+        yield
+
+
+def drawn_params(config: LlamaConfig, seed: int) -> dict:
+    """Float32 parameters `{"blocks", "outer"}` of which none is 0 or 1."""
+    with vectors_drawn():
+        return init_params(config, seed)
 
 
 NEW_STATES: dict = {}
@@ -81,19 +106,24 @@ class Small:
 
     @functools.cached_property
     def state(self):
-        """Built when it is first asked for, once for all placements of the same arrays in a process: compiling that
-        takes as long as a third of a step's. tests/test_placement.py has that they are the same numbers."""
+        """`drawn`, built when it is first asked for, once for all placements of the same arrays in a process: compiling
+        that takes as long as a third of a step's. tests/test_placement.py has that they are the same numbers."""
         arrays, structure = jax.tree.flatten(self.plan)
         if not all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):  # some are in files
-            return self.init()
+            return self.drawn()
         key = (self.config, self.seed, structure, *((x.shape, x.dtype) for x in arrays))
         if key not in NEW_STATES:
-            NEW_STATES[key] = jax.device_get(self.init())
+            NEW_STATES[key] = jax.device_get(self.drawn())
         return jax.device_put(NEW_STATES[key], jax.tree.map(lambda x: x.sharding, self.plan))
 
     def init(self):
-        """A new state made where it rests."""
+        """A new state made where it rests, as a run begins with."""
         return init_state(self.config, self.plan, self.optimizer, self.seed)
+
+    def drawn(self):
+        """The same with every parameter drawn, see `vectors_drawn`."""
+        with vectors_drawn():
+            return self.init()
 
     def put(self, batch):
         """A batch `[A, B, S]` on the devices."""

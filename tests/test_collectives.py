@@ -98,13 +98,14 @@ def terms():
 DIMS = {"rows": 0, "columns": 1, "vector": 0, "whole": WHOLE}
 
 
-def scattered(reduce) -> dict[str, np.ndarray]:
-    """What 8 devices have after `collectives.scatter`, put together."""
-    mesh = make_mesh(jax.devices())
-    specs = {name: jax.P(*[None] * d, SHARD) if d != WHOLE else jax.P() for name, d in DIMS.items()}
-    local = lambda tree: collectives.scatter(jax.tree.map(lambda x: x[0], tree), DIMS, reduce)
+def scattered(reduce, tree=None) -> dict[str, np.ndarray]:
+    """What 8 devices have after `collectives.scatter` of `terms`, or of some of them, put together."""
+    mesh, tree = make_mesh(jax.devices()), terms() if tree is None else tree
+    dims = {name: DIMS[name] for name in tree}
+    specs = {name: jax.P(*[None] * d, SHARD) if d != WHOLE else jax.P() for name, d in dims.items()}
+    local = lambda tree: collectives.scatter(jax.tree.map(lambda x: x[0], tree), dims, reduce)
     f = jax.shard_map(local, mesh=mesh, in_specs=jax.P(SHARD), out_specs=specs)
-    return jax.tree.map(np.asarray, jax.jit(f)(terms()))
+    return jax.tree.map(np.asarray, jax.jit(f)(tree))
 
 
 def test_all_to_all_adds_up_like_reduce_scatter():
@@ -133,6 +134,23 @@ def test_the_norm_is_added_up_in_float32():
     norm = lambda tree: collectives.norm(*collectives.sum_of_squares(tree, dims))
     f = jax.shard_map(norm, mesh=make_mesh(jax.devices()[:1]), in_specs=jax.P(), out_specs=jax.P())
     assert float(jax.jit(f)(tree)) == np.sqrt(np.float32(17 * 241))
+
+
+@pytest.mark.parametrize("reduce", ["all_to_all", "int8"])
+def test_terms_in_bfloat16_are_added_up_in_float32(reduce):
+    """The sum of the terms as they arrive, rounded once: at most half a step of bfloat16 away."""
+    x = {name: jnp.asarray(terms()[name], jnp.bfloat16) for name in ("rows", "vector")}
+    found = scattered(reduce, x)
+    for name, term in x.items():
+        sent = np.asarray(term, np.float64)
+        if reduce == "int8" and name == "rows":
+            sent = np.asarray(dequantise(quantise(term, jnp.int8), jnp.float32), np.float64)
+        exact = sent.sum(0)
+        half_step = 2.0 ** (np.frexp(exact)[1] - 9) + 8 * F32 * 5 * 8  # 8 bits of mantissa
+        assert found[name].dtype == jnp.bfloat16
+        assert (np.abs(found[name].astype(np.float64) - exact) <= half_step).all()
+        narrow = functools.reduce(lambda a, b: a + b, jnp.asarray(sent, jnp.bfloat16)).astype(jnp.float32)
+        assert (np.abs(np.asarray(narrow) - exact) > half_step).any()  # a sum in bfloat16 is further away
 
 
 @pytest.mark.parametrize(

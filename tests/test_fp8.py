@@ -2,20 +2,24 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, tokens
+from small import CONFIG, Small, drawn_params, tokens, worst_relative
 
+from pallas_kernels.quantize import Cast
 from surojax import fp8
 from surojax.engine import given
 from surojax.loss import cross_entropy
 from surojax.mesh import DATA
-from surojax.models.llama import functions, init_params
+from surojax.models import llama_fp8
+from surojax.models.llama import functions
 from surojax.precision import Precision
-from surojax.quantize import has_one_scale, quantise_whole, scale_for
+from surojax.quantize import Quantized, has_one_scale, quantise_whole, scale_for
+from surojax.step import make_eval_step
 
 RECIPES = ("fp8_current", "fp8_hybrid")
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
@@ -53,7 +57,7 @@ def relative(found, expected) -> float:
 @pytest.mark.parametrize("extras", (False, True), ids=("llama", "bias_and_qk_norm"))
 def test_the_written_out_block_against_reverse_mode(recipe, extras):
     base = dataclasses.replace(WIDE, num_hidden_layers=1, attention_bias=extras, qk_norm=extras)
-    w = jax.tree.map(lambda x: x[0], init_params(base, 0)["blocks"])
+    w = jax.tree.map(lambda x: x[0], drawn_params(base, 0)["blocks"])
     x, dy = (jax.random.normal(jax.random.key(i), (2, 16, 64)) for i in (1, 2))
     dy *= 1e-3
     plain, model = functions(base), functions(config(recipe, base))
@@ -73,6 +77,32 @@ def test_the_written_out_block_against_reverse_mode(recipe, extras):
     assert (observed is not None) == (recipe == "fp8_hybrid")
     if observed is not None:
         assert (observed > 0).all() and observed[fp8.SITES.index("d_mlp")] == jnp.max(jnp.abs(dy))
+
+
+def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch):
+    """Every cast left out, all is float32: each output and gradient agrees to the order of sums (1e-5 of the largest),
+    where float8's own error would hide a wrong norm or bias."""
+    base = dataclasses.replace(WIDE, num_hidden_layers=1, attention_bias=True, qk_norm=True)
+    w = jax.tree.map(lambda x: x[0], drawn_params(base, 0)["blocks"])
+    x, dy = (jax.random.normal(jax.random.key(i), (2, 16, 64)) for i in (1, 2))
+    exact = SimpleNamespace(
+        absmax=lambda x, **_: jnp.max(jnp.abs(x)),
+        cast=lambda x, scale, dtype, **_: x,
+        cast_transpose=lambda x, scale, dtype, **_: Cast(x, x.T, jnp.max(jnp.abs(x))),
+        transpose=lambda x, **_: x.T,
+    )
+    monkeypatch.setattr(llama_fp8, "quantize", exact)
+    monkeypatch.setattr(llama_fp8, "scale_for", lambda absmax, dtype: jnp.float32(1))
+
+    def both(model, w):
+        y, saved = model.block_forward(w, x)
+        dw, dx, _ = model.block_backward(w, saved, dy)
+        return y, model.block(w, x), dw, dx
+
+    whole = jax.tree.map(lambda x: Quantized(x, jnp.float32(1)) if x.ndim > 1 else x, w)
+    written_out = functions(config("fp8_current", base))
+    found, expected = jax.jit(lambda: (both(written_out, whole), both(functions(base), w)))()
+    assert worst_relative(found, expected) < 1e-5
 
 
 def test_a_history_gives_the_scales_of_its_largest_entries_and_forgets_the_oldest():
@@ -131,8 +161,8 @@ def test_memory_settings_change_no_bit(recipe, placed):
 
 
 def test_every_block_of_every_device_draws_numbers_of_its_own():
-    """nvfp4: two steps of two microbatches, three layers, four devices."""
-    small = Small(4, config=config("nvfp4"))
+    """nvfp4: two steps of two microbatches, three layers, four devices in two groups."""
+    small = Small(4, config=config("nvfp4"), replicate=2)
 
     def seeds(step):
         give = given(small.engine, None, step, 2, jnp.float32(1))
@@ -141,6 +171,20 @@ def test_every_block_of_every_device_draws_numbers_of_its_own():
     run = jax.jit(jax.shard_map(seeds, mesh=small.mesh, in_specs=jax.P(), out_specs=jax.P(DATA)))
     found = np.concatenate([run(jnp.int32(step)) for step in range(2)])
     assert len(set(found.tolist())) == found.size == 2 * 2 * 3 * 4
+
+
+def test_every_step_draws_numbers_of_its_own():
+    """nvfp4: the same weights and batch at another step: the same loss, gradients rounded otherwise."""
+    small, _ = trained("nvfp4")
+    kept = jax.device_get(small.state)
+    sharding = jax.tree.map(lambda x: x.sharding, small.state)
+    found = []
+    for step in (3, 3, 4):
+        state = jax.device_put(kept._replace(step=np.int32(step)), sharding)
+        found.append({k: float(v) for k, v in small.step(state, *small.put(BATCHES[0]))[1].items()})
+    small.state = jax.device_put(kept, sharding)
+    assert found[0] == found[1] and found[0]["loss"] == found[2]["loss"]
+    assert found[0]["grad_norm"] != found[2]["grad_norm"]
 
 
 def test_persistent_quants_change_no_bit():
@@ -157,12 +201,13 @@ def test_shards_have_the_scales_of_whole_weights(level):
     np.testing.assert_allclose(several, one, rtol=1e-2)
 
 
-@pytest.mark.parametrize("skipped", ((0, 2), (1, 1)))
-def test_skipped_blocks_compute_as_recipe_bf16(skipped):
-    """The engine's loss is that of the blocks one by one, in float8 or not."""
-    recipe = config("fp8_current", skip_first=skipped[0], skip_last=skipped[1])
+@pytest.mark.parametrize("name, skipped", (("fp8_current", (0, 2)), ("fp8_current", (1, 1)), ("mxfp8", (0, 2))))
+def test_skipped_blocks_compute_as_recipe_bf16(name, skipped):
+    """The engine's loss, in training and in evaluation, is that of the blocks one by one, in the recipe or not."""
+    recipe = config(name, skip_first=skipped[0], skip_last=skipped[1])
     small, model = Small(1, config=recipe, model_dtype="bfloat16"), functions(recipe)
     inputs, labels = BATCHES[0]
+    prepared = fp8.quantise_weights if recipe.precision.fp8 else lambda w: w
     blocks, outer = small.state.weights["blocks"], small.state.weights["outer"]
 
     @jax.jit
@@ -170,8 +215,7 @@ def test_skipped_blocks_compute_as_recipe_bf16(skipped):
         x = outer["embed"][inputs]
         for l, on in enumerate(flags):
             w = jax.tree.map(lambda x, l=l: x[l], blocks)
-            in_fp8, in_16_bits = model.block(fp8.quantise_weights(w), x, None, True), model.block(w, x, None, False)
-            x = jnp.where(on, in_fp8, in_16_bits)
+            x = jnp.where(on, model.block(prepared(w), x, None, True), model.block(w, x, None, False))
         logits = model.logits(outer, x.reshape(-1, x.shape[-1]).astype(outer["embed"].dtype))
         return cross_entropy(logits, labels.reshape(-1)) / (labels >= 0).sum()
 
@@ -179,9 +223,13 @@ def test_skipped_blocks_compute_as_recipe_bf16(skipped):
     tokens_of = lambda x: x.reshape(-1, x.shape[-1])
     expected = loss(tokens_of(inputs), tokens_of(labels), jnp.array(flags))
     other = loss(tokens_of(inputs), tokens_of(labels), jnp.array(flags[::-1]))
-    (found, _), *_ = small.train(BATCHES[:1])
-    # Both round activations to bfloat16 at the same places but where XLA keeps more bits between fused operations.
-    assert abs(found - float(expected)) < 2e-5 and (flags == flags[::-1] or abs(found - float(other)) > 2e-5)
+    evaluate = make_eval_step(small.engine, small.plan, small.mesh)
+    sums = [evaluate(small.state.weights, *microbatch) for microbatch in zip(inputs, labels, strict=True)]
+    evaluated = sum(float(nats) for nats, _ in sums) / sum(int(count) for _, count in sums)
+    (trained, _), *_ = small.train(BATCHES[:1])
+    # All round activations to bfloat16 at the same places but where XLA keeps more bits between fused operations.
+    for found in (trained, evaluated):
+        assert abs(found - float(expected)) < 2e-5 and (flags == flags[::-1] or abs(found - float(other)) > 2e-5)
 
 
 def test_skipped_blocks_on_shards_in_host_memory():

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small import CONFIG, tokens
+from small import CONFIG, drawn_params, tokens
 
 from surojax import generate
-from surojax.models.llama import Llama, functions, init_params
+from surojax.models.llama import Llama, functions
 from surojax.tokenizer import ByteTokenizer
 
 QWEN = dataclasses.replace(CONFIG, qk_norm=True, tie_word_embeddings=True, attention_bias=True)
@@ -24,7 +24,7 @@ def plain_logits(config, params, ids):
 @pytest.mark.parametrize("config", [CONFIG, QWEN], ids=["llama", "qwen"])
 def test_cache_equals_the_plain_model(config):
     """A prompt of five at once, then token by token: logits as from the whole (1e-5: order of float32 sums)."""
-    params, (ids, _) = init_params(config, 1), tokens(12)
+    params, (ids, _) = drawn_params(config, 1), tokens(12)
     expected = plain_logits(config, params, ids)
     cache = generate.empty_cache(config, 1, 12, jnp.float32)
     step = jax.jit(lambda t, c, s: generate.cached_logits(functions(config), params, t, c, s))
@@ -36,7 +36,7 @@ def test_cache_equals_the_plain_model(config):
 
 
 def test_greedy_is_the_argmax_of_the_plain_model():
-    params, ids = init_params(CONFIG, 1), [3, 1, 4]
+    params, ids = drawn_params(CONFIG, 1), [3, 1, 4]
     new = list(generate.generate(CONFIG, params, np.array(ids), max_tokens=6, temperature=0))
     for token in new:
         assert token == int(jnp.argmax(plain_logits(CONFIG, params, ids)[-1]))
@@ -45,7 +45,7 @@ def test_greedy_is_the_argmax_of_the_plain_model():
 
 
 def test_sampling_follows_seed_and_stops_at_eos():
-    params, prompt = init_params(CONFIG, 1), np.array([3, 1, 4])
+    params, prompt = drawn_params(CONFIG, 1), np.array([3, 1, 4])
     run = lambda seed, **o: list(generate.generate(CONFIG, params, prompt, max_tokens=8, seed=seed, **o))
     assert run(0) == run(0) != run(1)
     assert run(0, eos_id=run(0)[2]) == run(0)[:2]
@@ -67,7 +67,7 @@ def test_temperature_divides_the_logits():
 
 
 def test_padding_of_the_vocabulary_is_never_drawn():
-    params, prompt = init_params(CONFIG, 1), np.array([1])
+    params, prompt = drawn_params(CONFIG, 1), np.array([1])
     new = list(generate.generate(CONFIG, params, prompt, max_tokens=200, temperature=5.0, vocab_size=10))
     assert len(new) == 200 and set(new) == set(range(10))  # at that temperature every word comes sometimes
 
@@ -84,7 +84,7 @@ def test_bad_options_are_refused(options, message):
 
 def test_complete_starts_a_document_for_an_empty_prompt():
     config = dataclasses.replace(CONFIG, vocab_size=320)
-    text = generate.complete(config, init_params(config, 0), ByteTokenizer(), "", max_tokens=5)
+    text = generate.complete(config, drawn_params(config, 0), ByteTokenizer(), "", max_tokens=5)
     assert isinstance(text, str)
 
 

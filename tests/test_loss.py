@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, worst_relative
+from small import CONFIG, vectors_drawn, worst_relative
 
 from surojax import outer
 from surojax.checks import check
@@ -24,7 +24,8 @@ SCALE = 0.25
 
 def example():
     """(outer parameters, x `[4, 6, D]`, labels, a few of them ignored)."""
-    weights = jax.tree.map(lambda w: 10 * w, init_outer(CONFIG, 0))  # logits that are not all alike
+    with vectors_drawn():
+        weights = jax.tree.map(lambda w: 10 * w, init_outer(CONFIG, 0))  # logits that are not all alike
     x = jax.random.normal(jax.random.key(1), (4, 6, CONFIG.hidden_size))
     labels = jax.random.randint(jax.random.key(2), (4, 6), -3, CONFIG.vocab_size, jnp.int32)
     return weights, x, jnp.maximum(labels, -1)

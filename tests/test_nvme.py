@@ -49,7 +49,7 @@ def compiled(tmp_path_factory) -> Small:
 @pytest.fixture
 def small(compiled) -> Small:
     """The same with a new state."""
-    compiled.state = compiled.init()
+    compiled.state = compiled.drawn()
     return compiled
 
 

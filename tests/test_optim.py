@@ -8,6 +8,7 @@ import pytest
 
 from surojax import muon, optim
 from surojax.collectives import WHOLE
+from surojax.mesh import DATA, SHARD, make_mesh
 
 
 def tree(seed: int, layers: int = 3) -> dict:
@@ -98,6 +99,60 @@ def test_small_updates_of_bfloat16_are_not_lost(make):
     assert float(of_matrices.mean()) > lr * steps / 20  # NorMuon's steps are 0.2 lr in root mean square
 
 
+def seeds_of(part: str, layer: int, step: int, tensors: int = 3, first: int = 0) -> list[tuple[int, int]]:
+    """What `apply` hands to the rules of so many tensors as seeds."""
+    handed = []
+
+    def apply(p, g, state, tensor, dtype):
+        handed.append(tuple(tensor.seed.tolist()))
+        return p, p, state
+
+    rule = optim.Rule(lambda p, shards: (), apply)
+    params = [jnp.zeros((4, 4))] * tensors
+    at = optim.At(part, {"step": jnp.int32(step)}, [WHOLE] * tensors, layer, first=first)
+    optim.apply(optim.Optimizer(rule, rule, rule, lambda *_: {}), params, params, params, at)
+    return handed
+
+
+def test_every_tensor_layer_and_step_has_a_stream_of_its_own():
+    """All tensors are of one shape, so nothing but the seed tells them apart; each stream begins at number 0."""
+    seeds = [seed for step in (1, 2, 3) for layer in (0, 1, 2) for seed in seeds_of("blocks", layer, step)]
+    seeds += [seed for step in (1, 2, 3) for seed in seeds_of("outer", 0, step)]
+    assert len(set(seeds)) == len(seeds) and {first for _, first in seeds} == {0}
+    assert seeds_of("blocks", 1, 2, tensors=1, first=2) == seeds_of("blocks", 1, 2)[2:]
+
+
+@pytest.mark.parametrize("replicas", (1, 2))
+def test_shards_and_parts_of_them_draw_the_numbers_of_the_whole(replicas):
+    """A matrix cut over 4 devices, each shard in one piece or in two: the bits of rounding are those of one device,
+    and the same on every replica."""
+    mesh = make_mesh(jax.devices()[: 4 * replicas], dp_replicate_size=replicas)
+    x = 1 + jax.random.uniform(jax.random.key(0), (16, 8)) * 2**-7
+    scalars = {"step": jnp.int32(5)}
+
+    def rounded(x, dim, cut=(0, 1)):
+        rule = optim.Rule(
+            lambda p, shards: (),
+            lambda p, g, state, tensor, dtype: (optim.rounded(g, jnp.bfloat16, tensor), p, state),
+        )
+        at = optim.At("outer", scalars, [dim], first=1, cut=cut)
+        return optim.apply(optim.Optimizer(rule, rule, rule, lambda *_: {}), [x], [x], [x], at)[0][0]
+
+    def on_device(x):
+        halves = [rounded(half, 0, (k, 2)) for k, half in enumerate(jnp.split(x, 2))]
+        return rounded(x, 0)[None], jnp.concatenate(halves)[None]
+
+    out = jax.P(DATA[0] if replicas > 1 else None, SHARD)
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=jax.P(SHARD), out_specs=out, check_vma=False)
+    expected = np.asarray(rounded(x, WHOLE))
+    up = expected.astype(np.float32) > np.asarray(x)
+    assert 0.2 < up.mean() < 0.8 and not np.array_equal(up[:4], up[4:8])  # shards differ from one another
+    for found in jax.jit(run)(x):
+        assert found.shape == (replicas, 16, 8)
+        for replica in found:
+            np.testing.assert_array_equal(replica, expected)
+
+
 def rates(kind, **options) -> np.ndarray:
     schedule = optim.learning_rate_schedule(kind, peak=1.0, total_steps=100, **options)
     return np.array([float(schedule(jnp.int32(i))) for i in range(100)])
@@ -109,12 +164,16 @@ def test_decaying_schedules(kind):
     np.testing.assert_allclose(lr[:10], np.arange(1, 11) / 10, rtol=1e-5)  # no step is wasted on a rate of zero
     assert lr[10] == pytest.approx(1.0) and lr[99] == pytest.approx(0.1, rel=1e-4)
     assert np.all(np.diff(lr[10:]) <= 0)
+    done = 22 / 89  # of the way from the first step at the peak, 10, to the last, 99
+    fraction = (1 + np.cos(np.pi * done)) / 2 if kind == "cosine" else 1 - done
+    assert lr[32] == pytest.approx(0.1 + 0.9 * fraction, rel=1e-5)
 
 
 def test_wsd_is_flat_then_falls():
     lr = rates("wsd", warmup_steps=10, cooldown_steps=20, final_fraction=0.1)
     np.testing.assert_allclose(lr[9:80], 1.0)
     assert lr[99] == pytest.approx(0.1) and np.all(np.diff(lr[79:]) < 0)
+    assert lr[80] == pytest.approx(1 - 0.9 / 20) and lr[89] == pytest.approx(1 - 0.9 / 2)
 
 
 def test_without_warmup_the_first_step_is_at_the_peak():

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG
+from flax import nnx
+from small import CONFIG, drawn_params
 
 from surojax.errors import ConfigError
+from surojax.models import layers
 from surojax.models.layers import products, times
-from surojax.models.llama import functions, init_params
+from surojax.models.llama import Block, functions, init_params
 from surojax.precision import BLOCK_SCALED, Precision, check_recipe
 
 
@@ -74,3 +76,30 @@ def test_blocks_without_the_recipe_are_those_of_bf16(recipe):
     block = lambda config, on: jax.jit(lambda w, x: functions(config).block(w, x, None, on))(w, x)
     np.testing.assert_array_equal(block(skipped, False), block(base, True))
     assert not np.array_equal(block(skipped, True), block(base, True))
+
+
+MATRICES = {"attention": ("wq", "wk", "wv", "wo"), "mlp": ("w_gate", "w_up", "w_down")}
+
+
+def test_every_matrix_of_a_block_draws_numbers_of_its_own(monkeypatch):
+    """nvfp4: one seed for the block, a salt for each matrix."""
+    monkeypatch.setattr(layers, "nvfp4_linear", lambda x, w, seed, salt, **_: (int(seed), salt))
+    product = products(Precision(recipe="nvfp4"), jnp.uint32(7))
+    found = [product(name)(None, None) for names in MATRICES.values() for name in names]
+    assert {seed for seed, _ in found} == {7} and len({salt for _, salt in found}) == 7
+
+
+def test_every_matrix_of_a_block_is_multiplied_under_its_own_name():
+    w = jax.tree.map(lambda x: x[0], drawn_params(CONFIG, 0)["blocks"])
+    used = {}
+
+    def product(name):
+        def multiply(x, matrix):
+            used[name] = matrix
+            return times(x, matrix)
+
+        return multiply
+
+    nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Block(CONFIG, rngs=nnx.Rngs(0)))), w)(jnp.ones((1, 2, 32)), product)
+    expected = {name: w[part][name] for part, names in MATRICES.items() for name in names}
+    jax.tree.map(np.testing.assert_array_equal, used, expected)

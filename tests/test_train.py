@@ -13,14 +13,18 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from surojax import CheckpointError, ConfigError, checkpoint, flags, read_metrics, train
+from surojax import CheckpointError, ConfigError, checkpoint, flags, generate, read_metrics, train
 from surojax.lock import locked
 from surojax.metrics import MetricsLog
+from surojax.models.llama import Llama, abstract_params
+from surojax.tokenizer import ByteTokenizer
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
 
@@ -333,6 +337,57 @@ def test_from_a_checkpoint_of_another_folder(whole, config, tmp_path, capsys):
     train(config)
     assert f"continuing from {tmp_path}/run/checkpoints/9" in capsys.readouterr().out
     assert records(tmp_path / "run") == expected
+
+
+# ----------------------------------------------------------------- sampled from
+
+
+def planned_weights(config):
+    """Float32 weights on the first device."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=here), abstract_params(config)[0])
+
+
+def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
+    """Greedily: each token is the likeliest that the plain model finds with the checkpoint's weights."""
+    config, weights, tokenizer = generate.load(whole)
+    assert not np.allclose(weights["outer"]["norm"], 1, atol=1e-3)  # training has moved what was 1 at the beginning
+    generate.main(["--checkpoint", str(whole), "--prompt", "abc", "--max-tokens", "8", "--temperature", "0"])
+    text = capsys.readouterr().out
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    logits = jax.jit(lambda ids: nnx.merge(graph, weights)(ids[None])[0])
+    ids = np.zeros(11, np.int32)
+    ids[:3] = tokenizer.encode("abc")
+    for i in range(3, 11):
+        ids[i] = np.argmax(logits(ids)[i - 1, : tokenizer.vocab_size])
+    assert text == tokenizer.decode(ids) + "\n"
+    newest = checkpoint.restore_weights(whole / "checkpoints/12", planned_weights(config))
+    jax.tree.map(np.testing.assert_array_equal, weights, newest)
+
+
+def test_what_is_sampled_is_what_the_command_line_and_the_config_say(whole, config, capsys, monkeypatch):
+    """Every option has a value that is not its default."""
+    asked = []
+
+    def spy(config, weights, prompt, **options):
+        asked.append((prompt.tolist(), options))
+        return iter([104, 105])
+
+    monkeypatch.setattr(generate, "generate", spy)
+    options = {"max_tokens": 7, "temperature": 1.25, "top_p": 0.75, "seed": 3}
+    flags_of = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    generate.main(["--checkpoint", str(whole), "--prompt", "abc", *flags_of])
+    assert capsys.readouterr().out == "abchi\n"
+    generate.main(["--checkpoint", str(whole)])
+    words = ByteTokenizer()
+    ends = {"eos_id": words.eos_id, "vocab_size": words.vocab_size}
+    defaults = {"max_tokens": 200, "temperature": 0.8, "top_p": 1.0, "seed": 0}
+    assert asked == [(list(b"abc"), options | ends), ([words.eos_id], defaults | ends)]
+
+    config.sample_prompt, config.sample_tokens, config.sample_temperature, config.seed = "abcd", 9, 0.5, 4
+    run = SimpleNamespace(model=None)
+    assert module.sample(config, run, {}, words, None) == "--- prompt\nabcd\n--- continuation\nhi\n---"
+    assert asked[2] == (list(b"abcd"), {"max_tokens": 9, "temperature": 0.5, "seed": 4} | ends)
 
 
 # ----------------------------------------------------------------- refused
