@@ -1580,7 +1580,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/traffic.py",
         "(4 if again else 2) * matrices",
         "2 * matrices",
-        "tests/test_plan.py::test_products_count_in_the_numbers_that_they_have",
+        "tests/test_plan.py::test_recomputed_products_count_in_the_numbers_of_the_recipe",
     ),
     Mutant(
         "recomputation reads weights once less",

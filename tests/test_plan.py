@@ -597,6 +597,13 @@ def test_products_count_in_the_numbers_that_they_have(changes, expected):
     assert peak_flops([SimpleNamespace(device_kind="cpu")], run, 2048) is None
 
 
+def test_recomputed_products_count_in_the_numbers_of_the_recipe():
+    """The forward pass again: its matrices in float8, its attention in model_dtype."""
+    run = draw(config(gpus=1, recipe="fp8_current"), MESH, total_steps=10)
+    attention = 2 * 32 * 4096 * 2048
+    assert traffic.token_flops(run, 2048, again=True) == {"bfloat16": HEAD + attention, "float8": 8 * MATRICES}
+
+
 def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     monkeypatch.setattr(aot, "available", lambda: False)
     p = planner.plan(config(gpus=1), "rtx4090", host_memory=64)
