@@ -103,14 +103,14 @@ def chosen_tests(mutant: Mutant, ids: Iterable[str]) -> list[str]:
 
 
 def collected(folder: Path, mutants: Sequence[Mutant]) -> list[str]:
-    """The ids of all tests in the mutants' files. Raises RuntimeError if pytest cannot collect them."""
-    files = sorted({node.partition("::")[0] for m in mutants for node in nodes(m)})
+    """The ids of the mutants' tests, and of more. Raises RuntimeError if pytest cannot collect them."""
+    named = sorted({node for m in mutants for node in nodes(m)})  # by name, so that no marker leaves one out
     done = subprocess.run(
-        [*PYTEST, "--collect-only", *files], cwd=folder, env=environment(folder), capture_output=True, text=True
+        [*PYTEST, "--collect-only", *named], cwd=folder, env=environment(folder), capture_output=True, text=True
     )
     if done.returncode != PASSED:
         raise RuntimeError(f"pytest could not collect the tests: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return [line for line in done.stdout.splitlines() if "::" in line]
+    return list(dict.fromkeys(line for line in done.stdout.splitlines() if "::" in line))
 
 
 # -- Runs -------------------------------------------------------------------------------------------------------------

@@ -68,6 +68,18 @@ def test_files_change_no_bit(name, tmp_path):
         assert small.train(BATCHES) == trained(name)[0]
 
 
+def test_files_change_no_bit_of_what_is_rounded_at_random(tmp_path):
+    """A layer's tensors are counted alike where they are updated together and one after the other."""
+    options = {"config": dataclasses.replace(CONFIG, num_hidden_layers=2), "master_dtype": "bfloat16"}
+    plain = Small(**options)
+    in_files = Small(offload_optimizer="nvme", nvme_path=str(tmp_path), **options)
+    store = store_of(in_files.plan)
+    assert store is not None
+    with claim(store):
+        assert in_files.train(BATCHES[:2]) == plain.train(BATCHES[:2])
+    same(jax.device_get(in_files.state.master), jax.device_get(plain.state.master))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     "devices, placed",
