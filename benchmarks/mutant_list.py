@@ -161,7 +161,7 @@ MUTANTS: tuple[Mutant, ...] = (
         LAYERS,
         "salt=salt(name)",
         "salt=0",
-        "tests/test_precision.py",
+        "tests/test_precision.py::test_every_matrix_of_a_block_draws_numbers_of_its_own",
     ),
     Mutant(
         "attention sees what comes later",
@@ -246,7 +246,7 @@ MUTANTS: tuple[Mutant, ...] = (
         LLAMA_FP8,
         'quantiser.transposed(_operand(a[f"w{name}"])), dtype, plus=d_input)',
         'quantiser.transposed(_operand(a[f"w{name}"])), dtype)',
-        f"{BLOCK_FP8} -k llama and fp8_current",
+        "tests/test_fp8.py::test_without_rounding_the_written_out_block_is_reverse_mode",
     ),
     Mutant(
         "fp8: dx of the up projection only",
@@ -288,14 +288,14 @@ MUTANTS: tuple[Mutant, ...] = (
         LLAMA_FP8,
         'rms_norm.backward(dk, saved.k, a["k_norm"], eps=eps, **options)',
         'rms_norm.backward(dk, saved.k, a["q_norm"], eps=eps, **options)',
-        f"{BLOCK_FP8} -k bias and fp8_current",
+        "tests/test_fp8.py::test_without_rounding_the_written_out_block_is_reverse_mode",
     ),
     Mutant(
         "fp8: no biases in the forward pass",
         LLAMA_FP8,
         'x_ND.dtype, plus=bias(f"b{x}"))',
         "x_ND.dtype)",
-        f"{BLOCK_FP8} -k bias and fp8_current",
+        "tests/test_fp8.py::test_without_rounding_the_written_out_block_is_reverse_mode",
     ),
     # -- Scales, histories, recipes -----------------------------------------------------------------------------------
     Mutant(
@@ -572,14 +572,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/step/engine.py",
         "(model.block(w, x_BSD, None, on), held)",
         "(model.block(w, x_BSD, None), held)",
-        "tests/test_fp8.py",
+        "tests/test_fp8.py::test_skipped_blocks_compute_as_recipe_bf16 -k mxfp8",
     ),
     Mutant(
         "z_loss does not reach the head",
         "surojax/step/engine.py",
         "            z_loss=engine.z_loss,",
         "            z_loss=0.0,",
-        "tests/test_loss.py",
+        "tests/test_blueprint.py::test_a_step_is_the_update_that_the_config_says -k adamw]",
     ),
     Mutant(
         "nvfp4: all microbatches draw the same numbers",
@@ -629,7 +629,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/memory/host.py",
         "before, after = (i - 1) % n, jnp.minimum(i + 1, n - 1)",
         "before, after = i, jnp.minimum(i + 1, n - 1)",
-        "tests/test_optimizers.py::test_offloading_changes_no_bit -k adamw-bfloat16",
+        "tests/test_optimizers.py::test_a_large_embedding_is_updated_in_parts_to_the_same_bits",
     ),
     Mutant(
         "streamed layers are counted from 0",
@@ -665,7 +665,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/parallel/collectives.py",
         "sent = dequantise(sent, jnp.float32) if is_quantized(sent)",
         "sent = dequantise(sent, x.dtype) if is_quantized(sent)",
-        "tests/test_collectives.py",
+        "tests/test_collectives.py::test_terms_in_bfloat16_are_added_up_in_float32 -k int8",
     ),
     Mutant(
         "the norm counts replicated tensors on every device",
@@ -693,7 +693,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/parallel/collectives.py",
         "number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)",
         "number + jax.lax.axis_index(axis)",
-        "tests/test_fp8.py",
+        "tests/test_fp8.py::test_every_block_of_every_device_draws_numbers_of_its_own",
     ),
     # -- Numbers in 8 bits --------------------------------------------------------------------------------------------
     Mutant(
@@ -956,14 +956,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/optim/optimizer.py",
         'jnp.uint32(number * 2 + (at.part == "outer"))',
         "jnp.uint32(0)",
-        "tests/test_optim.py",
+        "tests/test_optim.py::test_every_tensor_layer_and_step_has_a_stream_of_its_own",
     ),
     Mutant(
         "shards round with the same numbers",
         "surojax/optim/optimizer.py",
         "first = (unsigned(shard) * jnp.uint32(n) + unsigned(k))",
         "first = unsigned(k)",
-        "tests/test_optim.py",
+        "tests/test_optim.py::test_shards_and_parts_of_them_draw_the_numbers_of_the_whole",
     ),
     Mutant(
         "normuon: momentum and gradient exchanged",
@@ -1367,14 +1367,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/train.py",
         "bits = loss / math.log(2) / self.bytes_per_token",
         "bits = loss / self.bytes_per_token",
-        "tests/test_train.py -k eval",
+        "tests/test_blueprint.py -k evaluation",
     ),
     Mutant(
         "evaluation is a mean of batches' means",
         "surojax/train.py",
         "loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))",
         "loss = float(np.mean([np.float64(s) / int(n) for s, n in sums]))",
-        "tests/test_train.py -k eval",
+        "tests/test_blueprint.py -k evaluation",
     ),
     Mutant(
         "a checkpoint of another seed is continued",
@@ -1424,7 +1424,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/generate.py",
         "temperature=args.temperature, top_p=args.top_p,",
         "temperature=args.temperature,",
-        "tests/test_generate.py",
+        "tests/test_train.py::test_what_is_sampled_is_what_the_command_line_and_the_config_say",
     ),
     # -- Settings -----------------------------------------------------------------------------------------------------
     Mutant(
@@ -1467,21 +1467,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/assembly.py",
         '"b2": c.adamw_beta2,',
         '"b2": c.adamw_beta1,',
-        "tests/test_config.py",
+        "tests/test_blueprint.py::test_a_step_is_the_update_that_the_config_says -k adamw]",
     ),
     Mutant(
         "final_lr_fraction is not handed on",
         "surojax/assembly.py",
         "        final_fraction=c.final_lr_fraction,\n",
         "",
-        "tests/test_config.py",
+        "tests/test_blueprint.py::test_a_step_is_the_update_that_the_config_says -k adamw]",
     ),
     Mutant(
         "z_loss is not handed to the engine",
         "surojax/assembly.py",
         "c.recompute_block, c.lmhead_chunks, c.z_loss)",
         "c.recompute_block, c.lmhead_chunks)",
-        "tests/test_loss.py",
+        "tests/test_blueprint.py::test_the_engine_has_the_settings_that_change_no_number",
     ),
     # -- Estimates and plans ------------------------------------------------------------------------------------------
     Mutant(
@@ -1587,7 +1587,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/planner/traffic.py",
         "passes = 3 if engine.recompute_block else 2",
         "passes = 2",
-        "tests/test_plan.py -k traffic",
+        "tests/test_traffic.py",
     ),
     Mutant(
         "hlo: an all-reduce is sent once",
