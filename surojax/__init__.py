@@ -1,29 +1,46 @@
 """surojax: train language models that are larger than the GPUs they run on, in JAX.
 
 The README names the files to read, in the order in which a run calls them.
+
+Names are imported when they are first used, so that `import surojax` loads neither checkpoints nor data loaders.
 """
 
-import warnings
+import importlib
+import sys
+import types
 
-# `python -m surojax.train` loads that module a second time, as __main__; it holds no state, so that is harmless.
-warnings.filterwarnings("ignore", ".*found in sys.modules after import of package 'surojax'.*", RuntimeWarning)
+_HOMES = {
+    "CheckpointError": "surojax.errors",
+    "ConfigError": "surojax.errors",
+    "Engine": "surojax.step.spec",
+    "Llama": "surojax.models.llama",
+    "LlamaConfig": "surojax.models.llama",
+    "NonFiniteLoss": "surojax.run.metrics",
+    "Result": "surojax.train",
+    "assemble": "surojax.assembly",
+    "default_config": "surojax.config",
+    "read_metrics": "surojax.run.metrics",
+    "train": "surojax.train",
+}
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
-from surojax.config import default_config
-from surojax.errors import CheckpointError, ConfigError
-from surojax.models.llama import Llama, LlamaConfig
-from surojax.run.metrics import NonFiniteLoss, read_metrics
-from surojax.step.engine import Engine
-from surojax.train import Result, train
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "Engine",
-    "Llama",
-    "LlamaConfig",
-    "NonFiniteLoss",
-    "Result",
-    "default_config",
-    "read_metrics",
-    "train",
-]
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'surojax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+class _Package(types.ModuleType):
+    """`surojax.train` is the function, also after Python has set the module of that name on the package."""
+
+    @property
+    def train(self):
+        return __getattr__("train")
+
+    @train.setter
+    def train(self, module):
+        pass
+
+
+sys.modules[__name__].__class__ = _Package

@@ -140,7 +140,7 @@ def load(path: str | Path, tokenizer: str = "") -> tuple[LlamaConfig, dict, Toke
             f"--checkpoint: expected a checkpoint or a run's output_dir, got {str(path)!r}, which holds none"
         )
     meta = checkpoint.read_meta(found)
-    c = restored_config(meta["config"])
+    c = restored_config(meta["config"], checkpoint.written_by(meta))
     words = load_tokenizer(tokenizer or c.tokenizer)
     if words.name != meta["tokenizer"]:
         raise ConfigError(

@@ -255,7 +255,8 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
     if found is None:
         return None
     meta = checkpoint.read_meta(found)
-    changed = checkpoint.differences(checks.restored_config(meta["config"]).to_dict(), c.to_dict())
+    saved = checks.restored_config(meta["config"], checkpoint.written_by(meta))
+    changed = checkpoint.differences(saved.to_dict(), c.to_dict())
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] in ("model", "seed", "sequence_len")}
     fixed |= {k: (meta[k], v) for k, v in identity.items() if meta[k] != v}
     if fixed:

@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import importlib.metadata
 import json
+import re
 import resource
 import shutil
 import threading
@@ -18,7 +20,8 @@ import pytest
 from small import CONFIG
 
 from surojax.assembly import assemble
-from surojax.errors import CheckpointError
+from surojax.config.checks import restored_config
+from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.host import Device, move
 from surojax.optim import optimizer as optim
 from surojax.placement import table as placement
@@ -357,3 +360,17 @@ def test_a_state_that_is_not_finite_is_not_written(tmp_path, bad):
     with Checkpoints(tmp_path, save_total_limit=2) as checkpoints, pytest.raises(CheckpointError, match=expected):
         checkpoints.save(broken, {"step": 2})
     assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_says_which_version_wrote_it(tmp_path):
+    """And so does the error about one that does not fit, or whose config has other fields."""
+    (path,) = write(tmp_path, 1)
+    version = importlib.metadata.version("surojax")
+    meta = checkpoint.read_meta(path)
+    assert meta["version"] == version
+    plan = plan_of(toy())._replace(moments=plan_of({"m": toy().moments["m"], "other": jnp.int32(0)}))
+    with pytest.raises(CheckpointError, match=f"use version {re.escape(version)} of surojax, which wrote it if it is"):
+        restore(path, plan)
+    assert "before 0.2" in checkpoint.written_by({})
+    with pytest.raises(ConfigError, match=f"; use version {re.escape(version)} of surojax, which wrote it$"):
+        restored_config({"no_such_field": 1}, checkpoint.written_by(meta))

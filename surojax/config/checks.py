@@ -270,10 +270,11 @@ def check_output_dir(path: str) -> Path:
     return folder
 
 
-def restored_config(values: dict) -> Config:
+def restored_config(values: dict, written_by: str = "the version of surojax that wrote it") -> Config:
     """The config that a checkpoint stores, as `to_dict` gave it; fields that are newer than it get their defaults.
 
-    Raises ConfigError for a field that this version does not know, or of another type.
+    written_by: the version to use instead, for the error. Raises ConfigError for a field that this version does not
+    know, or of another type.
     """
     c = default_config()
     try:
@@ -283,6 +284,6 @@ def restored_config(values: dict) -> Config:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
             f"checkpoint: expected the fields of this version, got a config that has others ({reason}); "
-            "use the version of surojax that wrote it"
+            f"use {written_by}"
         ) from error
     return c

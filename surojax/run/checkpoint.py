@@ -18,6 +18,7 @@ pass over the devices' memory, where reading the files once more would cost minu
 """
 
 import contextlib
+import importlib.metadata
 import json
 import logging
 import math
@@ -69,6 +70,12 @@ def read_meta(path: Path) -> dict[str, Any]:
     with _readable(path):
         _check_files(path)
         return json.loads((path / "meta" / "metadata").read_text())
+
+
+def written_by(meta: dict[str, Any]) -> str:
+    """The version of surojax that wrote a checkpoint, for errors."""
+    version = f"version {meta['version']} of surojax" if "version" in meta else "a version of surojax before 0.2"
+    return f"{version}, which wrote it"
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
@@ -141,7 +148,7 @@ class Checkpoints:
             **history,
             master=ocp.args.PyTreeSave(apart(state.master), save_args=_by_layer(state.master)),
             moments=ocp.args.PyTreeSave(apart(state.moments), save_args=_by_layer(state.moments)),
-            meta=ocp.args.JsonSave({**meta, "checksums": sums}),
+            meta=ocp.args.JsonSave({**meta, "version": importlib.metadata.version("surojax"), "checksums": sums}),
         )
         assert step not in self.manager.all_steps(), f"the checkpoint of step {step} would be written twice"
         self.last = self.folder / str(step)
@@ -175,7 +182,7 @@ def restore(path: Path, plan: TrainState) -> TrainState:
     """
     meta = read_meta(path)
     with _readable(path):
-        _check_moments(path, plan.moments)
+        _check_moments(path, plan.moments, meta)
         loaded = _load(path, {"master": plan.master, "moments": plan.moments})
         weights = _work_weights(loaded["master"], plan)
         step = jax.device_put(jnp.int32(meta["step"]), plan.step.sharding)
@@ -221,7 +228,7 @@ def restore_weights(path: Path, plan: dict) -> dict:
     return weights
 
 
-def _check_moments(path: Path, moments) -> None:
+def _check_moments(path: Path, moments, meta: dict[str, Any]) -> None:
     """Raises CheckpointError unless the optimizer's state was written by the same optimizer, in blocks of one size."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         metadata: Any = reader.metadata(path / "moments")
@@ -233,8 +240,8 @@ def _check_moments(path: Path, moments) -> None:
         whose = "this run" if name in planned else "the checkpoint"
         raise CheckpointError(
             f"checkpoint {path}: expected the state of the same optimizer, got that of another one (only {whose} has "
-            f"{name}); set optimizer to the one it was written with, use the version of surojax that wrote it if it is "
-            "that one, or start anew (resume_from_checkpoint='no')"
+            f"{name}); set optimizer to the one it was written with, use {written_by(meta)} if it is that one, or "
+            "start anew (resume_from_checkpoint='no')"
         )
     for name, shape in planned.items():
         if name.endswith("_scale") and found[name] != shape:  # blocks end where shards of a row do

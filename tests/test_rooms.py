@@ -1,0 +1,74 @@
+"""The rooms of surojax: who may import whom, and what `import surojax` costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import surojax
+
+PACKAGE = Path(surojax.__file__).parent
+# A room imports rooms to its left only.
+ORDER = "numerics placement parallel memory models optim step run config assembly planner commands".split()
+COMMANDS = ("train", "plan", "verify", "generate")
+ANYWHERE = ("errors", "sizes")
+ALONE = {"data", "config.fields"}  # these import `errors` only
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    return "commands" if parts[0] in COMMANDS else parts[0]
+
+
+def imports(file: Path) -> set[tuple[str, ...]]:
+    """Modules of surojax that a file imports, as their parts: ("step", "engine")."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "surojax":
+            parts = tuple((node.module or "").split(".")[1:])
+            whole = not parts or (PACKAGE / Path(*parts)).is_dir()
+            found |= {(*parts, alias.name) for alias in node.names} if whole else {parts}
+        elif isinstance(node, ast.Import):
+            found |= {tuple(a.name.split(".")[1:]) for a in node.names if a.name.startswith("surojax.")}
+    return found
+
+
+FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != PACKAGE / "__init__.py"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(file):
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    room = room_of(parts)
+    for other in imports(file):
+        if other[0] in ANYWHERE or room_of(other) == room:
+            continue
+        name = ".".join(parts)
+        assert not {room, name} & ALONE, f"{name} imports {other}: it may import errors only"
+        assert room not in ANYWHERE, f"{name} imports {other}"
+        reads_fields = other[0] == "config" and room not in ("numerics", "placement", "parallel", "memory")
+        below = other[0] == "data" and room == "commands"
+        assert below or reads_fields or ORDER.index(room_of(other)) < ORDER.index(room), f"{name} imports {other}"
+
+
+def test_the_rooms_are_those_of_the_order():
+    """A new folder needs a place in ORDER."""
+    folders = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
+    assert folders == {*ORDER, "data"} - {"assembly", "commands"}
+
+
+def test_importing_surojax_loads_no_heavy_library():
+    """Checkpoints, data and TensorBoard come with the first use of `train`."""
+    heavy = "('orbax', 'grain', 'tensorboardX', 'tensorstore')"
+    code = f"import surojax, sys; print([m for m in {heavy} if m in sys.modules]); surojax.train; surojax.Llama"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there():
+    for name in surojax.__all__:
+        assert getattr(surojax, name) is not None
+    assert callable(surojax.train)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        getattr(surojax, "trian")  # noqa: B009
