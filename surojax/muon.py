@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from surojax.collectives import WHOLE
 from surojax.mesh import SHARD
 from surojax.optim import Optimizer, Rule, Scalars, Schedule, Tensor, adamw, rounded
+from surojax.rounding import materialised
 
 RMS = 0.2  # of an update
 # (a, b, c) of x -> a x + b x^3 + c x^5 for each step: Polar Express (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1),
@@ -108,9 +109,12 @@ def normuon(
         g = g.astype(jnp.float32) * tensor.scalars["clip"]
         m = momentum * state.m.astype(jnp.float32) + (1 - momentum) * g
         o = orthogonalised(_gathered(m.astype(dtype), tensor.dim), steps)
-        rows = beta2 * state.rows + (1 - beta2) * jnp.mean(o * o, axis=1)
+        o, old_rows = materialised((o, state.rows))
+        squares = materialised(jnp.mean(o * o, axis=1))
+        rows = materialised(beta2 * old_rows + (1 - beta2) * squares)
         o = o / (jnp.sqrt(rows)[:, None] + 1e-8)
-        o = o * (RMS * o.size**0.5 / jnp.maximum(jnp.linalg.norm(o), jnp.finfo(jnp.float32).tiny))
+        size = materialised(jnp.linalg.norm(o))
+        o = o * (RMS * o.size**0.5 / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
         o, lr, old = _own(o, tensor.dim), tensor.scalars["matrices_lr"], p.astype(jnp.float32)
         new = old - lr * (o + weight_decay * jnp.where(o * old > 0, old, 0))
         new = rounded(new, p.dtype, tensor)
