@@ -19,6 +19,7 @@ from jax.interpreters import mlir
 from surojax.errors import ConfigError
 from surojax.mesh import DATA, SHARD
 from surojax.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
+from surojax.rounding import materialised
 
 WHOLE = -1
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # see `scatter`
@@ -213,7 +214,7 @@ def _exchange(tree):
 
 def sum_of_squares(tree, dims) -> tuple[jax.Array, ...]:
     """(of shards, of whole leaves): sums of squares of this device's part of a tree, float32; see `norm`."""
-    squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree)
+    squares = materialised(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), materialised(tree)))
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(dims), strict=True))
     of_shards, of_whole = ([s for s, d in pairs if (d == WHOLE) == whole] for whole in (False, True))
     return tuple(a + sum(b) for a, b in zip(no_squares(), (of_shards, of_whole), strict=True))

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from surojax.collectives import WHOLE
 from surojax.mesh import SHARD
 from surojax.optim import Optimizer, Rule, Scalars, Schedule, Tensor, adamw, rounded
-from surojax.rounding import materialised
+from surojax.rounding import materialised, mix
 
 RMS = 0.2  # of an update
 # (a, b, c) of x -> a x + b x^3 + c x^5 for each step: Polar Express (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1),
@@ -107,16 +107,16 @@ def normuon(
 
     def apply(p, g, state: Momentum, tensor: Tensor, dtype):
         g = g.astype(jnp.float32) * tensor.scalars["clip"]
-        m = momentum * state.m.astype(jnp.float32) + (1 - momentum) * g
+        m = mix(momentum, state.m.astype(jnp.float32), g)
         o = orthogonalised(_gathered(m.astype(dtype), tensor.dim), steps)
         o, old_rows = materialised((o, state.rows))
         squares = materialised(jnp.mean(o * o, axis=1))
-        rows = materialised(beta2 * old_rows + (1 - beta2) * squares)
+        rows = materialised(mix(beta2, old_rows, squares))
         o = o / (jnp.sqrt(rows)[:, None] + 1e-8)
         size = materialised(jnp.linalg.norm(o))
         o = o * (RMS * o.size**0.5 / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
         o, lr, old = _own(o, tensor.dim), tensor.scalars["matrices_lr"], p.astype(jnp.float32)
-        new = old - lr * (o + weight_decay * jnp.where(o * old > 0, old, 0))
+        new = old - lr * (o + jnp.where(o * old > 0, weight_decay * old, 0))
         new = rounded(new, p.dtype, tensor)
         return new.astype(dtype), new, Momentum(m.astype(m_dtype), rows)
 

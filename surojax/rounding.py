@@ -1,17 +1,18 @@
-"""Values that are rounded alike in two programs, so that a setting which changes no arithmetic changes no bit.
+"""Arithmetic that is rounded alike in two programs, so that a setting which changes no arithmetic changes no bit.
 
-The same expression may be rounded differently in two programs, because the compiler decides per kernel (fusion) how to
-compute it. Read from programs compiled by XLA:CPU (jax 0.12); LLVM makes GPU kernels by the same rules:
+The same expression may be rounded differently in two programs, because the compiler decides in each kernel (fusion)
+what becomes a fused multiply-add, which rounds once where a product and a sum round twice. Read from programs and from
+object code of XLA:CPU (jax 0.12); LLVM makes the kernels of GPUs by the same rules:
 
-* a x + b becomes one fused multiply-add, rounded once, if the product and the sum are in one basic block of one kernel,
-  else it is rounded twice. In a x + b y one of the two products is contracted; which one depends on the rest of the
-  kernel: a reduction fused into it puts one product in front of the loop, out of the sum's reach.
-* a reduction adds in another order in a kernel of its own than fused with what produces or uses it.
+* a x + b is contracted if both operations are in one basic block of one kernel. A kernel that only reads the product,
+  or a reduction whose loop stands between the two, prevents it.
+* of a x + b y one product is contracted. Which one depends on what else is in the kernel: a reduction fused into it,
+  or a second result (new moments in the kernel of the new weights contracted the other product than in their own).
 
-What rests in host memory, or comes from a gather, is read and written by other operations than what rests on the
-device, so XLA fuses other neighbours. A barrier ends a kernel in every program. It costs a write and a read of the
-value, so it stands around scalars, vectors, and what is in memory anyway; not around elementwise expressions of whole
-matrices, which are one fusion with the same expression in every program.
+XLA fuses other neighbours where a value comes from host memory or a gather than where it rests on the device, and
+dissolves a loop over one layer into what is around it. So sums of two products are written with one (`mix`), and values
+that feed other arithmetic are ended by a barrier (`materialised`) where that costs nothing: scalars, vectors, what is
+in memory anyway.
 """
 
 import jax
@@ -20,3 +21,11 @@ import jax
 def materialised(tree):
     """The values, written to memory: no kernel both produces and uses them, in any program."""
     return jax.lax.optimization_barrier(tree)
+
+
+def mix(decay: float, old: jax.Array, new: jax.Array) -> jax.Array:
+    """decay x old + (1 - decay) x new, the moving average, with a single product in the sum.
+
+    `old` and `new` must not be sums; `old` must not be a product.
+    """
+    return decay * (old + (1 - decay) / decay * new) if decay else new
