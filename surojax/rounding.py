@@ -26,6 +26,6 @@ def materialised(tree):
 def mix(decay: float, old: jax.Array, new: jax.Array) -> jax.Array:
     """decay x old + (1 - decay) x new, the moving average, with a single product in the sum.
 
-    `old` and `new` must not be sums; `old` must not be a product.
+    `old` must not be a product (those of adamw8bit are, and its kernel says what it does about that), `new` no sum.
     """
     return decay * (old + (1 - decay) / decay * new) if decay else new
