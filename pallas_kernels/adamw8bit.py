@@ -122,13 +122,22 @@ def encode(x: jax.Array, scale: jax.Array, top: float, random: jax.Array) -> jax
 def moments(g, m, v, h) -> tuple[jax.Array, jax.Array]:
     """(m, v) after a step, float32; h: the eight scalars."""
     g = g.astype(f32) * h[7]
-    return h[1] * m + (1 - h[1]) * g, h[2] * v + (1 - h[2]) * (g * g)
+    return _decayed(m, h[1]) + (1 - h[1]) * g, _decayed(v, h[2]) + (1 - h[2]) * (g * g)
 
 
-def stepped(p, m, root, h) -> jax.Array:
-    """p after a step, float32; root: of v."""
+def _decayed(x, decay) -> jax.Array:
+    """decay x, behind a condition that changes no value.
+
+    A compiler contracts one of the products in a x + b y into a fused multiply-add, not the same one in every kernel.
+    Here the other product is the only one that it can take.
+    """
+    return jnp.where(x == 0, x, decay * x)
+
+
+def stepped(p, m, root, h, kept) -> jax.Array:
+    """p after a step, float32; root: of v; kept: what the decay leaves of p, 1 - h[0] h[4]."""
     update = m * (h[0] / h[5]) / (root * jax.lax.rsqrt(h[6]) + h[3])
-    return p * (1 - h[0] * h[4]) - update
+    return p * kept - update
 
 
 def fractions(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -151,7 +160,8 @@ def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> Res
     root = jnp.sqrt(v)
     m_scale, v_scale = fp8.absmax(m, axis=-1), fp8.absmax(root, axis=-1)
     m_code, v_code = _rounded(m, root, (m_scale[..., None], v_scale[..., None]), cut(bits))
-    new = stepped(cut(p).astype(f32), m, root, h).reshape(p.shape)
+    kept = jax.lax.optimization_barrier(1 - h[0] * h[4])  # rounded apart from what uses it, in every program
+    new = stepped(cut(p).astype(f32), m, root, h, kept).reshape(p.shape)
     new = round_with(new, bits) if p.dtype == jnp.bfloat16 else new
     whole = lambda x, dtype: x.astype(dtype).reshape(p.shape)
     work = None if work_dtype is None else new.astype(work_dtype)
@@ -192,7 +202,7 @@ def _body(n: int, per_layer: int, in_place: bool, work: bool):
         ms_out[i], vs_out[i] = scales
         m_code, v_code = _rounded(m, root, scales, bits)
         m_out[i], v_out[i] = m_code.astype(jnp.int8), v_code.astype(jnp.uint8)
-        new = stepped(p_ref[i].astype(f32), m, root, h)
+        new = stepped(p_ref[i].astype(f32), m, root, h, 1 - h[0] * h[4])
         new = round_with(new, bits) if p_out.dtype == jnp.bfloat16 else new
         p_out[i] = new
         if work:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from surojax.numerics.rounding import materialised
 from surojax.placement.table import Home
 
 Device, Host = jax.memory.Space.Device, jax.memory.Space.Host
@@ -107,17 +108,19 @@ def sweep(function, out, inout, given, start: int, stop: int):
         def at_once(l, stacks):
             # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
             # function and then has to copy the whole stack, once a layer.
-            new = function(jax.lax.optimization_barrier(read(stacks[1], l)), read(given, l))
+            new = function(materialised(read(stacks[1], l)), read(given, l))
             return write(stacks[0], new[0], l - start), write(stacks[1], new[1], l)
 
         return jax.lax.fori_loop(start, stop, at_once, stacks)
 
     def layer(i, carry):
         (out, inout), old, new = carry
+        # What is in the carry is in memory, but a loop over one layer ends up as no loop.
+        old = materialised(old)
         before, after = (i - 1) % n, jnp.minimum(i + 1, n - 1)
         out = write(out, new[0], before)
         inout, coming = _exchange(inout, new[1], start + before, start + after)
-        return (out, inout), (coming, read(given, start + after)), function(*old)
+        return (out, inout), (coming, read(given, start + after)), materialised(function(*old))
 
     last = read(out, n - 1), read(inout, stop - 1)  # the first to be written is what is there
     (out, inout), _, new = jax.lax.fori_loop(0, n, layer, (stacks, read((inout, given), start), last))

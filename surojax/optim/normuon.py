@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from surojax.numerics.rounding import materialised, mix
 from surojax.optim.optimizer import Optimizer, Rule, Scalars, Schedule, TensorContext, adamw, rounded
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import SHARD
@@ -108,13 +109,16 @@ def normuon(
 
     def apply(p, g, state: Momentum, tensor: TensorContext, dtype):
         g = g.astype(jnp.float32) * tensor.scalars["clip"]
-        m = momentum * state.m.astype(jnp.float32) + (1 - momentum) * g
+        m = mix(momentum, state.m.astype(jnp.float32), g)
         o = orthogonalised(_gathered(m.astype(dtype), tensor.layout), steps)
-        rows = beta2 * state.rows + (1 - beta2) * jnp.mean(o * o, axis=1)
+        o, old_rows = materialised((o, state.rows))
+        squares = materialised(jnp.mean(o * o, axis=1))
+        rows = materialised(mix(beta2, old_rows, squares))
         o = o / (jnp.sqrt(rows)[:, None] + 1e-8)
-        o = o * (RMS * o.size**0.5 / jnp.maximum(jnp.linalg.norm(o), jnp.finfo(jnp.float32).tiny))
+        size = materialised(jnp.linalg.norm(o))
+        o = o * (RMS * o.size**0.5 / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
         o, lr, old = _own(o, tensor.layout), tensor.scalars["matrices_lr"], p.astype(jnp.float32)
-        new = old - lr * (o + weight_decay * jnp.where(o * old > 0, old, 0))
+        new = old - lr * (o + jnp.where(o * old > 0, weight_decay * old, 0))
         new = rounded(new, p.dtype, tensor)
         return new.astype(dtype), new, Momentum(m.astype(m_dtype), rows)
 

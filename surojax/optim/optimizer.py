@@ -25,6 +25,7 @@ import optax
 
 from pallas_kernels import adamw8bit as kernel
 from pallas_kernels.quantize import random_bits, round_with
+from surojax.numerics.rounding import materialised, mix
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import SHARD
 from surojax.placement.param import Kind, Param
@@ -104,9 +105,8 @@ def scale_by_adam(
         return Moments(zeros(m_dtype), zeros(v_dtype))
 
     def update(grads, state, params=None, *, scalars: Scalars, **_):
-        mix = lambda decay, old, new: decay * old.astype(jnp.float32) + (1 - decay) * new
-        m = jax.tree.map(lambda m, g: mix(b1, m, g), state.m, grads)
-        v = jax.tree.map(lambda v, g: mix(b2, v, g * g), state.v, grads)
+        m = jax.tree.map(lambda m, g: mix(b1, m.astype(jnp.float32), g), state.m, grads)
+        v = jax.tree.map(lambda v, g: mix(b2, v.astype(jnp.float32), g * g), state.v, grads)
         c1, c2 = scalars["c1"], scalars["c2"]
         updates = jax.tree.map(lambda m, v: (m / c1) / (jnp.sqrt(v / c2) + eps), m, v)
         cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
@@ -183,7 +183,7 @@ def scalars(optimizer: Optimizer, done: jax.Array, grad_norm: jax.Array) -> Scal
     done: steps before this one, int32. They are computed behind a barrier: XLA would fuse powers and cosines into the
     loops over elements, and round them differently there.
     """
-    return jax.lax.optimization_barrier(optimizer.scalars(done, grad_norm))
+    return materialised(optimizer.scalars(*materialised((done, grad_norm))))
 
 
 def adam_scalars(schedule: Schedule, b1: float, b2: float, max_grad_norm: float):

@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 
 from surojax.errors import ConfigError
 from surojax.numerics.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
+from surojax.numerics.rounding import materialised
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD
 from surojax.placement.table import Reduce
@@ -240,7 +241,7 @@ class Squares(NamedTuple):
 
 def sum_of_squares(tree, layouts) -> Squares:
     """The squares of a tree whose arrays are cut as these layouts store them."""
-    squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree)
+    squares = materialised(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), materialised(tree)))
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(layouts), strict=True))
     start = no_squares()
     of_shards = sum(square for square, layout in pairs if layout.sharded_dim is not None)

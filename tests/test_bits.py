@@ -1,0 +1,51 @@
+"""Settings that change no bit, in the program that users run: the command in a process of its own, compiled as theirs.
+
+The other tests compile without most of LLVM's optimisations (conftest.py), so they do not see what these decide: which
+products are contracted into multiply-adds, and how sums are vectorised (surojax/numerics/rounding.py). A few processes
+with many rows each, since compiling takes nearly all the time.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+SMALLER = ("--config.model.num_hidden_layers=3", "--config.sequence_len=64")
+STEPS = "12"  # a multiply-add that is contracted in one program only shows in the norm after a few
+# Settings of the config, and rows of the table that must not differ by a bit from those that they are compared with.
+CASES = {
+    # One device and four, everything in host memory, some layers resident (a loop over one layer is no loop), files,
+    # 8-bit copies of the weights; in float32 recomputed activations are those that are saved.
+    "adamw": (
+        ("model_dtype=float32",),
+        "recompute_parts,offload_all,resident_layers,offload_saved,resident_layers@4,nvme@4,"
+        "shard_outer_offload_all@4,offload_quants_all@4",
+    ),
+    "adamw8bit": (
+        ("optimizer=adamw8bit", "model_dtype=bfloat16", "master_dtype=bfloat16"),
+        "offload_all,resident_layers@4",
+    ),
+    "normuon": (
+        ("optimizer=normuon", "model_dtype=bfloat16"),
+        "offload_all,resident_layers@4",
+    ),
+    "fp8_hybrid": (("recipe=fp8_hybrid", "model_dtype=bfloat16"), "offload_all,resident_layers@4"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_offloading_changes_no_bit_as_users_compile_it(case):
+    changes, rows = CASES[case]
+    command = [sys.executable, "-m", "surojax.verify", "--config", "configs/tiny.py", *SMALLER, "--steps", STEPS]
+    command += ["--only", rows, *(f"--config.{change}" for change in changes)]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1200)
+    table = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.endswith(("pass", "FAIL"))}
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert list(table) and set(table) == set(rows.split(",")), done.stdout
+    differences = {name: row[2:4] for name, row in table.items()}
+    assert all(found == ["0", "0"] for found in differences.values()), done.stdout
