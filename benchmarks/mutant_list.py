@@ -968,8 +968,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "normuon: momentum and gradient exchanged",
         "surojax/optim/normuon.py",
-        "m = momentum * state.m.astype(jnp.float32) + (1 - momentum) * g",
-        "m = (1 - momentum) * state.m.astype(jnp.float32) + momentum * g",
+        "m = mix(momentum, state.m.astype(jnp.float32), g)",
+        "m = mix(1 - momentum, state.m.astype(jnp.float32), g)",
         PAPER,
     ),
     Mutant(
@@ -989,8 +989,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "normuon: decay where the update makes weights larger",
         "surojax/optim/normuon.py",
-        "jnp.where(o * old > 0, old, 0)",
-        "jnp.where(o * old < 0, old, 0)",
+        "jnp.where(o * old > 0, weight_decay * old, 0)",
+        "jnp.where(o * old < 0, weight_decay * old, 0)",
         PAPER,
     ),
     Mutant(
@@ -1032,8 +1032,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "adamw8bit: second moment with the first's decay",
         "pallas_kernels/adamw8bit.py",
-        "h[2] * v + (1 - h[2]) * (g * g)",
-        "h[2] * v + (1 - h[1]) * (g * g)",
+        "_decayed(v, h[2]) + (1 - h[2]) * (g * g)",
+        "_decayed(v, h[2]) + (1 - h[1]) * (g * g)",
         FIRST_STEP,
     ),
     Mutant(
@@ -1046,8 +1046,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "adamw8bit: decay without the learning rate",
         "pallas_kernels/adamw8bit.py",
-        "p * (1 - h[0] * h[4]) - update",
-        "p * (1 - h[4]) - update",
+        "jax.lax.optimization_barrier(1 - h[0] * h[4])",
+        "jax.lax.optimization_barrier(1 - h[4])",
         FIRST_STEP,
     ),
     Mutant(
@@ -1680,5 +1680,12 @@ MUTANTS: tuple[Mutant, ...] = (
         '"grad_norm": found.norm',
         '"grad_norm": found.loss',
         "tests/test_engine.py::test_golden_steps",
+    ),
+    Mutant(
+        "a moving average with the other weight",
+        "surojax/numerics/rounding.py",
+        "return decay * (old + (1 - decay) / decay * new) if decay else new",
+        "return decay * (old + decay / (1 - decay) * new) if decay else new",
+        "tests/test_optim.py::test_layer_by_layer_equals_optax_on_the_whole",
     ),
 )
