@@ -68,6 +68,12 @@ class Assembly:
     engine: Engine
     mesh: Mesh
 
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, of all layers."""
+        size = lambda part: sum(math.prod(p.shape) for p in jax.tree.leaves(self.params[part]))
+        return self.model.num_hidden_layers * size("blocks") + size("outer")
+
     def init_state(self, seed: int) -> TrainState:
         """A new state, each array created in its own sharding and memory."""
         return init_state(self.model, self.params, self.plan, self.optimizer, seed)

@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from surojax.data import batches, batches as data
-from surojax.data.batches import Corpus, check_length, evaluation_batches, samples_per_epoch
+from surojax.data import batches as data
+from surojax.data.batches import Corpus, batches, check_length, evaluation_batches, samples_per_epoch
 from surojax.errors import ConfigError
 
 S = 4

@@ -117,6 +117,7 @@ def test_parameters_are_declared():
     assert len({p.stream for p in everything}) == len(everything)
     shapes = jax.eval_shape(lambda: init_params(CONFIG, 0))
     assert jax.tree.map(lambda x: x.shape, abstract_params(CONFIG)) == jax.tree.map(lambda x: x.shape, shapes)
+    assert Small().run.num_parameters == sum(x.size for x in jax.tree.leaves(shapes))
 
 
 def test_meshes():

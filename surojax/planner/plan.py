@@ -254,7 +254,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
 
 
 def _sizes(run: Assembly) -> dict[str, Any]:
-    parameters = sum(p.size for p in jax.tree.leaves(run.params))
+    parameters = run.num_parameters
     return {"parameters": parameters, "mesh": dict(run.mesh.shape)}
 
 
