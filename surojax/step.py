@@ -27,6 +27,7 @@ from surojax.offload import MEMORY_KIND, Part, joined, on_device, parts, put, re
 from surojax.optim import At, Optimizer, Scalars, apply, apply_at_once
 from surojax.placement import Mesh, batch_sharding, specs
 from surojax.quantize import is_quantized, work_copy
+from surojax.rounding import materialised
 from surojax.state import TrainState, from_sections, section, shardings
 
 
@@ -283,9 +284,10 @@ class LayerStep:
         def per_device(weights, stacks, layer, needed):
             l = needed["l"]
             old = self._merge(read(stacks, l), put(layer, "device"))
-            old = *jax.lax.optimization_barrier(old), read(needed["grads"], l)  # as in offload.sweep
+            old = materialised((*old, read(needed["grads"], l)))  # as in offload.sweep
             at = At("blocks", needed["scalars"], self.engine.dims["blocks"], l)
-            work, *new = updated(self.engine, self.optimizer, weights, self.engine.resting["blocks"], old, at)
+            new = updated(self.engine, self.optimizer, weights, self.engine.resting["blocks"], old, at)
+            work, *new = materialised(new)
             new = jax.tree.leaves(new)
             stacks = write(stacks, self._pick(new, False), l)
             return write(weights, work, l - part.start), stacks, put(self._pick(new, True), "host"), l + 1
