@@ -11,9 +11,12 @@ object code of XLA:CPU (jax 0.12); LLVM makes the kernels of GPUs by the same ru
 * x / a / y by a scalar a is rewritten by XLA to x / (a y) or to x (1 / a) / y, in the order in which it finds them.
 
 XLA fuses other neighbours where a value comes from host memory or a gather than where it rests on the device, and
-dissolves a loop over one layer into what is around it. So sums of two products are written with one (`mix`), scalars
-are multiplied with, as reciprocals, and values that feed other arithmetic are ended by a barrier (`materialised`) where that costs nothing: scalars, vectors, what is
-in memory anyway.
+dissolves a loop over one layer into what is around it. So:
+
+* sums of two products are written with one (`mix`);
+* matrices are multiplied with the reciprocals of scalars;
+* values that feed other arithmetic are ended by a barrier (`materialised`) where that costs nothing: scalars, vectors,
+  what is in memory anyway.
 """
 
 import jax
