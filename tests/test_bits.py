@@ -29,8 +29,8 @@ CASES = {
         "offload_all,resident_layers@4",
     ),
     "normuon": (
-        ("optimizer=normuon", "model_dtype=bfloat16"),
-        "offload_all,resident_layers@4",
+        ("optimizer=normuon", "model_dtype=float32"),
+        "offload_all,resident_layers@4,nvme@4",
     ),
     "fp8_hybrid": (("recipe=fp8_hybrid", "model_dtype=bfloat16"), "offload_all,resident_layers@4"),
 }

@@ -8,11 +8,15 @@ object code of XLA:CPU (jax 0.12); LLVM makes the kernels of GPUs by the same ru
   or a reduction whose loop stands between the two, prevents it.
 * of a x + b y one product is contracted. Which one depends on what else is in the kernel: a reduction fused into it,
   or a second result (new moments in the kernel of the new weights contracted the other product than in their own).
+* x / a / y by a scalar a is rewritten by XLA to x / (a y) or to x (1 / a) / y, in the order in which it finds them.
 
 XLA fuses other neighbours where a value comes from host memory or a gather than where it rests on the device, and
-dissolves a loop over one layer into what is around it. So sums of two products are written with one (`mix`), and values
-that feed other arithmetic are ended by a barrier (`materialised`) where that costs nothing: scalars, vectors, what is
-in memory anyway.
+dissolves a loop over one layer into what is around it. So:
+
+* sums of two products are written with one (`mix`);
+* matrices are multiplied with the reciprocals of scalars;
+* values that feed other arithmetic are ended by a barrier (`materialised`) where that costs nothing: scalars, vectors,
+  what is in memory anyway.
 """
 
 import jax

@@ -56,6 +56,11 @@ def coefficients(steps: int) -> list[tuple[float, float, float]]:
     return [*safe, *[POLAR_EXPRESS[-1]] * steps][:steps]
 
 
+def reciprocal(size: jax.Array) -> jax.Array:
+    """1 / size, of 0 a large number; a scalar that XLA computes before it multiplies a matrix with it."""
+    return materialised(1 / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
+
+
 def orthogonalised(x: jax.Array, steps: int = 5) -> jax.Array:
     """U V^T of the matrix x = U S V^T `[m, k]`, nearly: singular values from 1e-3 of the norm on end up near 1.
 
@@ -68,8 +73,8 @@ def orthogonalised(x: jax.Array, steps: int = 5) -> jax.Array:
     )
     tall = x.shape[0] > x.shape[1]
     y = (x.T if tall else x).astype(jnp.float32)
-    y = y / jnp.maximum(jnp.max(jnp.abs(y)), jnp.finfo(jnp.float32).tiny)  # its squares must not underflow
-    y = y / jnp.maximum(SAFETY * jnp.linalg.norm(y), 1)
+    y = y * reciprocal(jnp.max(jnp.abs(y)))  # its squares must not underflow
+    y = y * materialised(1 / jnp.maximum(SAFETY * jnp.linalg.norm(y), 1))
     for a, b, c in coefficients(steps):
         gram = dot(y, y.T)
         y = a * y + dot(b * gram + c * dot(gram, gram), y)
@@ -114,9 +119,8 @@ def normuon(
         o, old_rows = materialised((o, state.rows))
         squares = materialised(jnp.mean(o * o, axis=1))
         rows = materialised(mix(beta2, old_rows, squares))
-        o = o / (jnp.sqrt(rows)[:, None] + 1e-8)
-        size = materialised(jnp.linalg.norm(o))
-        o = o * (RMS * o.size**0.5 / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
+        o = o * materialised(1 / (jnp.sqrt(rows) + 1e-8))[:, None]
+        o = o * (RMS * o.size**0.5 * reciprocal(jnp.linalg.norm(o)))
         o, lr, old = _own(o, tensor.layout), tensor.scalars["matrices_lr"], p.astype(jnp.float32)
         new = old - lr * (o + jnp.where(o * old > 0, weight_decay * old, 0))
         new = rounded(new, p.dtype, tensor)

@@ -107,8 +107,8 @@ def scale_by_adam(
     def update(grads, state, params=None, *, scalars: Scalars, **_):
         m = jax.tree.map(lambda m, g: mix(b1, m.astype(jnp.float32), g), state.m, grads)
         v = jax.tree.map(lambda v, g: mix(b2, v.astype(jnp.float32), g * g), state.v, grads)
-        c1, c2 = scalars["c1"], scalars["c2"]
-        updates = jax.tree.map(lambda m, v: (m / c1) / (jnp.sqrt(v / c2) + eps), m, v)
+        of_m, of_v = scalars["unbias_m"], scalars["unbias_v"]
+        updates = jax.tree.map(lambda m, v: m * of_m / (jnp.sqrt(v * of_v) + eps), m, v)
         cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
         return updates, Moments(cast(m, m_dtype), cast(v, v_dtype))
 
@@ -188,13 +188,17 @@ def scalars(optimizer: Optimizer, done: jax.Array, grad_norm: jax.Array) -> Scal
 
 def adam_scalars(schedule: Schedule, b1: float, b2: float, max_grad_norm: float):
     """`Optimizer.scalars` of AdamW: `step` is 1 in the first, `clip` what gradients are multiplied with, `lr` the
-    learning rate, `c1` and `c2` the bias corrections 1 - b^step."""
+    learning rate, `c1` and `c2` the bias corrections 1 - b^step, `unbias_m` and `unbias_v` their reciprocals.
+
+    Moments are multiplied with these: XLA makes that, or one quotient, of two divisions in a row, as it finds them.
+    """
 
     def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
         step = done + 1
         c1, c2 = (1 - jnp.float32(b) ** step for b in (b1, b2))
         clip = clip_factor(max_grad_norm, grad_norm)
-        return {"step": step, "clip": clip, "lr": jnp.float32(schedule(done)), "c1": c1, "c2": c2}
+        found = {"step": step, "clip": clip, "lr": jnp.float32(schedule(done)), "c1": c1, "c2": c2}
+        return found | {"unbias_m": 1 / c1, "unbias_v": 1 / c2}
 
     return scalars
 

@@ -122,7 +122,8 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     # that are sharded leave one after the other. The factors are fitted to the measurements above.
     again = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
     values = int(again * whole_bytes) + scores_bytes
-    gradients = max(layer_bytes // (2 if grads.sharded else 1), exchanged)  # the layer's weights are free by then
+    # The layer's weights are free by then, and a gradient is as soon as it is reduced, or added to sums on the device.
+    gradients = max(layer_bytes // (2 if grads.sharded or grads.home == "host" else 1), exchanged)
     block = values + 2 * layer_bytes if platform == "cpu" else max(values, gradients)
     update = _update_bytes(run, state // m.num_hidden_layers) - saved_on_device
     if in_file:  # a layer comes whole; the outer layers have been updated by then

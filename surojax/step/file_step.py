@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from surojax.memory.host import MEMORY_KIND, Part, joined, parts, put, read, write
 from surojax.memory.nvme import InFile, store_of
+from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer, UpdateContext
 from surojax.placement.layout import batch_sharding, specs
@@ -145,8 +146,7 @@ class FileStep:
         def per_device(weights, stacks, layer, needed):
             l = needed["l"]
             old = self._merge(read(stacks, l), put(layer, "device"))
-            master, moments = jax.lax.optimization_barrier(old)  # as in host.sweep
-            grads = read(needed["grads"], l)
+            (master, moments), grads = materialised((old, read(needed["grads"], l)))  # as in host.sweep
             at = UpdateContext(needed["scalars"], l)
 
             def update_one(tensor: Tensor) -> TensorState:
@@ -154,7 +154,8 @@ class FileStep:
                 return update_tensor(self.engine, self.optimizer, tensor, like, tensor.state, tensor.grad, at)
 
             state = TensorState(weights, master, moments)
-            work, *new = each_tensor(update_one, state, grads, self.engine, "blocks", ordered=False)
+            new = each_tensor(update_one, state, grads, self.engine, "blocks", ordered=False)
+            work, *new = materialised(tuple(new))
             new = jax.tree.leaves(new)
             stacks = write(stacks, self._pick(new, False), l)
             return write(weights, work, l - part.start), stacks, put(self._pick(new, True), "host"), l + 1
