@@ -884,15 +884,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no bias correction of the first moment",
         "surojax/optim/optimizer.py",
-        "(m / c1) / (jnp.sqrt(v / c2) + eps)",
-        "m / (jnp.sqrt(v / c2) + eps)",
+        "m * of_m / (jnp.sqrt(v * of_v) + eps)",
+        "m / (jnp.sqrt(v * of_v) + eps)",
         OPTAX,
     ),
     Mutant(
         "eps is added inside the root",
         "surojax/optim/optimizer.py",
-        "(jnp.sqrt(v / c2) + eps), m, v)",
-        "jnp.sqrt(v / c2 + eps), m, v)",
+        "(jnp.sqrt(v * of_v) + eps), m, v)",
+        "jnp.sqrt(v * of_v + eps), m, v)",
         "tests/test_optim.py::test_eps_is_added_to_the_root",
     ),
     Mutant(
@@ -975,8 +975,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "normuon: rows are divided by mean squares",
         "surojax/optim/normuon.py",
-        "o = o / (jnp.sqrt(rows)[:, None] + 1e-8)",
-        "o = o / (rows[:, None] + 1e-8)",
+        "materialised(1 / (jnp.sqrt(rows) + 1e-8))[:, None]",
+        "materialised(1 / (rows + 1e-8))[:, None]",
         PAPER,
     ),
     Mutant(
