@@ -60,7 +60,8 @@ def test_a_large_embedding_is_updated_in_parts_to_the_same_bits():
     same(jax.device_get(plain.state.master), jax.device_get(offloaded.state.master))
 
 
-@pytest.mark.parametrize("name", quick_at([("adamw8bit",), ("normuon",)], 0))
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_files_change_no_bit(name, tmp_path):
     small = Small(1, optimizer=OPTIMIZERS[name], offload_optimizer="nvme", nvme_path=str(tmp_path))
     store = store_of(small.plan)
@@ -69,6 +70,7 @@ def test_files_change_no_bit(name, tmp_path):
         assert small.train(BATCHES) == trained(name)[0]
 
 
+@pytest.mark.full
 def test_files_change_no_bit_of_what_is_rounded_at_random(tmp_path):
     """A layer's tensors are counted alike where they are updated together and one after the other."""
     options = {"config": dataclasses.replace(CONFIG, num_hidden_layers=2), "master_dtype": "bfloat16"}
