@@ -579,7 +579,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/step/engine.py",
         "            z_loss=engine.z_loss,",
         "            z_loss=0.0,",
-        "tests/test_blueprint.py::test_a_step_is_the_update_that_the_config_says -k adamw]",
+        "tests/test_assembly.py::test_a_step_is_the_update_that_the_config_says -k adamw]",
     ),
     Mutant(
         "nvfp4: all microbatches draw the same numbers",
@@ -1367,14 +1367,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/train.py",
         "bits = loss / math.log(2) / self.bytes_per_token",
         "bits = loss / self.bytes_per_token",
-        "tests/test_blueprint.py -k evaluation",
+        "tests/test_assembly.py -k evaluation",
     ),
     Mutant(
         "evaluation is a mean of batches' means",
         "surojax/train.py",
         "loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))",
         "loss = float(np.mean([np.float64(s) / int(n) for s, n in sums]))",
-        "tests/test_blueprint.py -k evaluation",
+        "tests/test_assembly.py -k evaluation",
     ),
     Mutant(
         "a checkpoint of another seed is continued",
@@ -1467,21 +1467,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/assembly.py",
         '"b2": c.adamw_beta2,',
         '"b2": c.adamw_beta1,',
-        "tests/test_blueprint.py::test_a_step_is_the_update_that_the_config_says -k adamw]",
+        "tests/test_assembly.py::test_a_step_is_the_update_that_the_config_says -k adamw]",
     ),
     Mutant(
         "final_lr_fraction is not handed on",
         "surojax/assembly.py",
         "        final_fraction=c.final_lr_fraction,\n",
         "",
-        "tests/test_blueprint.py::test_a_step_is_the_update_that_the_config_says -k adamw]",
+        "tests/test_assembly.py::test_a_step_is_the_update_that_the_config_says -k adamw]",
     ),
     Mutant(
         "z_loss is not handed to the engine",
         "surojax/assembly.py",
         "        z_loss=c.z_loss,\n",
         "",
-        "tests/test_blueprint.py::test_the_engine_has_the_settings_that_change_no_number",
+        "tests/test_assembly.py::test_the_engine_has_the_settings_that_change_no_number",
     ),
     # -- Estimates and plans ------------------------------------------------------------------------------------------
     Mutant(
@@ -1672,7 +1672,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/config/fields.py",
         "return c.warmup_steps or round(c.warmup_ratio * total_steps)",
         "return c.warmup_steps",
-        "tests/test_blueprint.py::test_a_step_is_the_update_that_the_config_says",
+        "tests/test_assembly.py::test_a_step_is_the_update_that_the_config_says",
     ),
     Mutant(
         "the loss is logged as the gradient norm",

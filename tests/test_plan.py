@@ -266,7 +266,7 @@ def test_groups_of_gpus_sum_their_shards_once(planned):
 def test_host_copies_are_counted(planned):
     """Moments go to the device and back once a step; nothing else does.
 
-    `offload.sweep` asks for a layer ahead: it reads the last layer twice more, first as what stands in for layer -1,
+    `host.sweep` asks for a layer ahead: it reads the last layer twice more, first as what stands in for layer -1,
     and at the end in place of one that would follow it, and writes it once more.
     """
     p = planned(config(gpus=1, offload_optimizer=True, **BLOCKS))

@@ -3,7 +3,7 @@
 A tensor's update sees that tensor's gradient. What is the same for all tensors of a step, such as the learning rate and
 what clips by the global norm, is computed once (`scalars`) and handed to the rules. AdamW in its two forms is
 elementwise, or within blocks of a row, and needs no communication: a shard of a matrix is updated as the whole would
-be. NorMuon (muon.py) gathers the matrix.
+be. NorMuon (normuon.py) gathers the matrix.
 
 | optimizer | matrices of the blocks | embedding, head | vectors | state of a matrix, bytes per parameter          |
 |-----------|------------------------|-----------------|---------|-------------------------------------------------|

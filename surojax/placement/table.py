@@ -34,7 +34,7 @@ from surojax.numerics import quantize
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 Home = Literal["device", "host", "nvme"]  # device memory, pinned host memory, a file on an NVMe disk
-Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.scatter
+Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.reduce_scatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Placement:
 
     quants: dtype "" when weights are not quantised; home is where they rest if they are persistent.
     one_scale: they have one scale for a matrix, and products take them as they are (recipes fp8_*).
-    reduce: how gradients are summed over `dp_shard`, see `collectives.scatter`.
+    reduce: how gradients are summed over `dp_shard`, see `collectives.reduce_scatter`.
     copy_engine: settings of `collectives.COPY_ENGINE` that are on.
     """
 

@@ -100,7 +100,9 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     state = sum(at((plan.master["blocks"], plan.moments["blocks"])).values()) + in_file + block_grads
     saved_on_device = activations if engine.table.residuals.home == "device" else 0
     if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and engine.table.outer.sharded):
-        activations *= 2  # XLA's CPU compiler keeps those of the last microbatch apart (engine.left_local)
+        activations *= (
+            2  # XLA's CPU compiler keeps those of the last microbatch apart (gradients.sums_in_last_microbatch)
+        )
     quants = [x for x in jax.tree.leaves(plan.weights["blocks"], is_leaf=is_quantized) if is_quantized(x)]
     table = engine.table
     weights_in_host = "host" in (work.home, table.quants.home)

@@ -23,7 +23,7 @@ from surojax.step.update import Tensor, each_tensor, update_outer, update_tensor
 
 
 class FileStep:
-    """A training step whose update goes through a file; as `make_train_step` says, with several programs.
+    """A training step whose update goes through a file; as `train_step.make_train_step` says, with several programs.
 
     gradients: (outer state, step, history, block weights, inputs, labels) -> (outer state, step, history, metrics,
     needed): the gradients of all layers, and the whole update of what is not in blocks. needed: what updates of layers

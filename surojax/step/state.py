@@ -88,7 +88,7 @@ def build_stacks(weights, others, layer: Callable):
     """Stacked (work weights, other arrays) as planned, inside `jit`, from a function l -> those of layer l: only one
     layer at a time is anywhere but where the stack rests."""
     leaves, structure = jax.tree.flatten((weights, others))
-    # A constant for each, not zeros: see `offload.allocate`. Every layer of them is written.
+    # A constant for each, not zeros: see `host.allocate`. Every layer of them is written.
     fill = [jax.device_put(jnp.full(p.shape, i % 100, p.dtype), p.sharding) for i, p in enumerate(leaves)]
     new, built = jax.tree.unflatten(structure, fill)
     of_layer, stacks = (layer_of(parts(weights)[0].stack), layer_of(others)), []
