@@ -10,8 +10,8 @@ magnitude on the way. Reverse mode could not hand those magnitudes, or float8 gr
 Every product exists three times: y = x w^T, dx = dy w, dw = dy^T x, each contracted over the last dimension of both
 operands (fp8.py), so x and dy are also made transposed, where they are quantised, and w is transposed for dx.
 
-Weights come as `Quantized` with one scale each (`weights.quantise_with_one_scale`). The residual stream, attention, the norms'
-scales, biases and all gradients that leave the block are in the model's dtype, gradients of norms' scales in float32.
+Weights come as `Quantized` with one scale each (step/weights.py). The residual stream, attention, the norms' scales,
+biases and all gradients that leave the block are in the model's dtype, gradients of norms' scales in float32.
 
 Shape suffixes: N tokens (B x S), D hidden size, F intermediate size; T at the end of a name: transposed.
 """
