@@ -23,6 +23,7 @@ from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.host import parts, read, write
 from surojax.models.llama import LlamaConfig, ModelFunctions, abstract_params, functions
 from surojax.numerics.quantize import dequantise_all
+from surojax.placement.mesh import find_devices
 from surojax.run import checkpoint
 
 
@@ -146,7 +147,7 @@ def load(path: str | Path, tokenizer: str = "") -> tuple[LlamaConfig, dict, Toke
         raise ConfigError(
             f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, got {words.name}"
         )
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
     shapes = abstract_params(model_config(c))
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, c.model_dtype, sharding=here), shapes)
     return model_config(c), checkpoint.restore_weights(found, plan), words
