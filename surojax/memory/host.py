@@ -92,43 +92,62 @@ def write(tree, new, l: jax.Array | int):
 
 
 def on_device(tree) -> bool:
-    """Whether all of it rests in device memory."""
+    """True if every array of a tree is in device memory."""
     return all(jax.typeof(x).memory_space == Device for x in jax.tree.leaves(tree))
 
 
-def sweep(function, out, inout, given, start: int, stop: int):
-    """(out, inout) with each layer l from `start` to `stop` - 1 replaced by function(layer l of inout, that of given).
+class SweepCarry(NamedTuple):
+    """The carry of `sweep` over layers in host memory, at the begin of layer l.
 
-    Layer l is number l - start of `out`, number l of the others. Where something rests in host memory, layer l - 1
-    leaves and layer l + 1 comes while layer l computes; three layers are on the device.
+    outputs, state: the stacks, up to date but for layer l - 1. arguments: of the function for layer l, in device
+    memory. results: of the function for layer l - 1, on their way to host memory.
     """
-    stacks, n = (out, inout), stop - start
-    if on_device((stacks, given)):
 
-        def at_once(l, stacks):
-            # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
-            # function and then has to copy the whole stack, once a layer.
-            new = function(materialised(read(stacks[1], l)), read(given, l))
-            return write(stacks[0], new[0], l - start), write(stacks[1], new[1], l)
+    outputs: Any
+    state: Any
+    arguments: tuple
+    results: tuple
 
-        return jax.lax.fori_loop(start, stop, at_once, stacks)
 
-    def layer(i, carry):
-        (out, inout), old, new = carry
+def sweep(function, outputs, state, inputs, start: int, stop: int):
+    """(outputs, state) after (output, state) = function(state, input) of each layer from `start` to `stop` - 1.
+
+    Layer l is number l - start of the stacks `outputs`, number l of the stacks `state` and `inputs`. If some of them
+    are in host memory, layer l - 1 is copied out and layer l + 1 is copied in while layer l computes; three layers are
+    on the device.
+    """
+    n = stop - start
+    if on_device((outputs, state, inputs)):
+
+        def update(l, stacks):
+            outputs, state = stacks
+            # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into
+            # the function and then has to copy the whole stack, once a layer.
+            output, new = function(materialised(read(state, l)), read(inputs, l))
+            return write(outputs, output, l - start), write(state, new, l)
+
+        return jax.lax.fori_loop(start, stop, update, (outputs, state))
+
+    def layer(i, carry: SweepCarry) -> SweepCarry:
         # What is in the carry is in memory, but a loop over one layer ends up as no loop.
-        old = materialised(old)
-        before, after = (i - 1) % n, jnp.minimum(i + 1, n - 1)
-        out = write(out, new[0], before)
-        inout, coming = _exchange(inout, new[1], start + before, start + after)
-        return (out, inout), (coming, read(given, start + after)), materialised(function(*old))
+        arguments = materialised(carry.arguments)
+        before = (i - 1) % n
+        after = jnp.minimum(i + 1, n - 1)
+        output, new = carry.results
+        outputs = write(carry.outputs, output, before)
+        state, copied_in = _exchange(carry.state, new, start + before, start + after)
+        following = (copied_in, read(inputs, start + after))
+        return SweepCarry(outputs, state, following, materialised(function(*arguments)))
 
-    last = read(out, n - 1), read(inout, stop - 1)  # the first to be written is what is there
-    (out, inout), _, new = jax.lax.fori_loop(0, n, layer, (stacks, read((inout, given), start), last))
-    return write(out, new[0], n - 1), write(inout, new[1], stop - 1)
+    last = read(outputs, n - 1), read(state, stop - 1)  # the first results to be written are what is there
+    carry = SweepCarry(outputs, state, read((state, inputs), start), last)
+    carry = jax.lax.fori_loop(0, n, layer, carry)
+    output, new = carry.results
+    return write(carry.outputs, output, n - 1), write(carry.state, new, stop - 1)
 
 
 def _exchange(stacks, new, before, after):
-    """(stacks with layer `before` replaced, their layer `after`): two different layers, or the same values.
+    """(stacks with layer `before` replaced by `new`, their layer `after`); two layers, or one with these values.
 
     A stack is either read or written at a time. Every other one is read first, so that both directions of the link to
     the host are busy.
