@@ -2,7 +2,7 @@
 
 The same expression may be rounded differently in two programs, because the compiler decides in each kernel (fusion)
 what becomes a fused multiply-add, which rounds once where a product and a sum round twice. Read from programs and from
-object code of XLA:CPU (jax 0.12); LLVM makes the kernels of GPUs by the same rules:
+object code of XLA:CPU (jax 0.12); kernels of GPUs are contracted by LLVM as well, and were not looked at:
 
 * a x + b is contracted if both operations are in one basic block of one kernel. A kernel that only reads the product,
   or a reduction whose loop stands between the two, prevents it.
