@@ -878,7 +878,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/models/llama.py",
         "stream=2 * i + number,",
         "stream=number,",
-        "tests/test_optimizers.py::test_files_change_no_bit_of_what_is_rounded_at_random",
+        "tests/test_placement.py::test_parameters_are_declared",
     ),
     # -- Optimizers ---------------------------------------------------------------------------------------------------
     Mutant(
