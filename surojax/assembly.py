@@ -53,7 +53,7 @@ APART: dict[str, str | bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def schedule_options(precision: Precision) -> dict[str, str | bool | int]:
-    """What XLA is told of a step's schedule on a GPU."""
+    """XLA options that schedule a step on a GPU."""
     return SCHEDULE | (APART if precision.fp8 else {})
 
 
@@ -85,7 +85,7 @@ class Assembly:
     def compiler_options(
         self, platform: str, *, memory_bytes: int | None = None, plans_with: float = 1.0, host_temporaries: int = 0
     ) -> dict[str, str | bool | int]:
-        """What to compile the steps with for devices of this platform, "gpu" or "cpu".
+        """XLA options to compile the steps with, for devices of this platform, "gpu" or "cpu".
 
         memory_bytes: that JAX has on a GPU; plans_with: the part of it that XLA plans with; host_temporaries: bytes in
         host memory that a step allocates there; see `MEMORY_LIMIT`. Left out, nothing is corrected.
@@ -176,7 +176,7 @@ def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedul
 
 
 def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
-    """What `optimizer` and the settings of the update rules say."""
+    """The optimizer that a config asks for, with its settings."""
     rate = lambda peak: _schedule(c, peak, total_steps)
     settings = {
         "b1": c.adamw_beta1,

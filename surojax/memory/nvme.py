@@ -87,7 +87,7 @@ class InFile:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def layer_sharding(self, memory_kind: str) -> jax.NamedSharding:
-        """Of one layer `[...]` in this memory of the devices."""
+        """Sharding of one layer `[...]` in this memory of the devices."""
         return jax.NamedSharding(self.sharding.mesh, self.spec, memory_kind=memory_kind)
 
     def read(self, l: int) -> np.ndarray:

@@ -27,4 +27,3 @@ class Param:
     axes: tuple[str, ...]
     kind: Kind
     stream: int
-    trainable: bool = True

@@ -254,8 +254,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
 
 
 def _sizes(run: Assembly) -> dict[str, Any]:
-    parameters = run.num_parameters
-    return {"parameters": parameters, "mesh": dict(run.mesh.shape)}
+    return {"parameters": run.num_parameters, "mesh": dict(run.mesh.shape)}
 
 
 def _beside(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
