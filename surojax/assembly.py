@@ -7,17 +7,19 @@ may be abstract.
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
 from surojax.config import fields as configs
-from surojax.memory.host import MEMORY_KIND
-from surojax.models.layers import Recompute, RopeScaling
-from surojax.models.llama import LlamaConfig, declared_params, functions
+from surojax.models import llama
+from surojax.models.model import Compute, Model, Recompute
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
 from surojax.optim import normuon, optimizer as optim
 from surojax.parallel import collectives
+from surojax.placement.home import DEVICE
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import SHARD
 from surojax.placement.table import SETTINGS, Mesh, Placement, place
@@ -57,26 +59,35 @@ def schedule_options(precision: Precision) -> dict[str, str | bool | int]:
     return SCHEDULE | (APART if precision.fp8 else {})
 
 
+class Family(NamedTuple):
+    """A family of models: from the `model` fields of a config to its architecture, and from that to a `Model`."""
+
+    architecture: Callable[[dict[str, Any]], Any]
+    build: Callable[[Any, Compute], Model]
+
+
+# By `model.model_type`, as a Hugging Face config.json calls it.
+MODELS: dict[str, Family] = {"llama": Family(llama.from_settings, llama.build)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Assembly:
     """A run: its model, optimizer, the plan of its state, and the engine that works on it."""
 
-    model: LlamaConfig
+    model: Model
     optimizer: optim.Optimizer
-    params: dict  # the model's `Param`s
     plan: TrainState
     engine: Engine
     mesh: Mesh
 
     @property
-    def num_parameters(self) -> int:
-        """Parameters of the model, of all layers."""
-        size = lambda part: sum(math.prod(p.shape) for p in jax.tree.leaves(self.params[part]))
-        return self.model.num_hidden_layers * size("blocks") + size("outer")
+    def params(self) -> dict:
+        """The model's `Param`s by section."""
+        return self.model.params
 
     def init_state(self, seed: int) -> TrainState:
         """A new state, each array created in its own sharding and memory."""
-        return init_state(self.model, self.params, self.plan, self.optimizer, seed)
+        return init_state(self.model, self.plan, self.optimizer, seed)
 
     def train_step(self):
         """See `step.make_train_step`."""
@@ -100,9 +111,8 @@ class Assembly:
 
     def state_bytes(self) -> int:
         """Bytes of the state in the device memory of one GPU."""
-        device = MEMORY_KIND["device"]
         arrays = [x for x in jax.tree.leaves(self.plan) if isinstance(x, jax.ShapeDtypeStruct)]  # not in files
-        found = [x for x in arrays if x.sharding.memory_kind in (None, device)]
+        found = [x for x in arrays if x.sharding.memory_kind in (None, DEVICE.memory_kind)]
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in found)
 
     def eval_step(self):
@@ -111,7 +121,7 @@ class Assembly:
 
 
 def assemble(
-    model: LlamaConfig,
+    model: Model,
     *,
     table: Placement,
     optimizer: optim.Optimizer,
@@ -121,20 +131,21 @@ def assemble(
     z_loss: float = 0.0,
 ) -> Assembly:
     """A run of this model. Raises ConfigError for a table that does not fit the model or the mesh."""
-    params = declared_params(model)
-    of_classes = layouts(params, table, mesh)
-    engine = Engine(functions(model), params, table, of_classes, recompute_block, lmhead_chunks, z_loss)
+    of_classes = layouts(model.params, table, mesh)
+    engine = Engine(model, table, of_classes, recompute_block, lmhead_chunks, z_loss)
     precision = model.precision
-    history = fp8.history_shape(model.num_hidden_layers, precision.amax_history) if precision.delayed else None
-    plan = state_plan(params, model.num_hidden_layers, table, of_classes, optimizer, mesh, history=history)
-    return Assembly(model, optimizer, params, plan, engine, mesh)
+    history = None
+    if precision.delayed:
+        history = fp8.history_shape(model.num_layers, model.sites, precision.amax_history)
+    plan = state_plan(model, table, of_classes, optimizer, mesh, history=history)
+    return Assembly(model, optimizer, plan, engine, mesh)
 
 
 def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
     """The run of a checked config on a mesh, with a schedule for `total_steps`."""
     settings = {name: c[name] for name in SETTINGS}
     return assemble(
-        model_config(c),
+        model(c),
         table=place(**settings, num_shards=mesh.shape[SHARD]),
         optimizer=_optimizer(c, total_steps),
         mesh=mesh,
@@ -144,24 +155,34 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
     )
 
 
-def model_config(c: configs.Config) -> LlamaConfig:
-    """The frozen architecture of a checked config."""
-    sizes = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
-    rope = {name: sizes.pop(f"rope_{name}") for name in configs.ROPE_FIELDS}
-    scaling = RopeScaling(sizes.pop("rope_scaling"), **rope)
-    recompute = Recompute(**{name.removeprefix("recompute_"): c[name] for name in configs.RECOMPUTE_PARTS})
-    precision = Precision(
-        recipe=c.recipe,
-        matmul_dtype=c.matmul_dtype,
-        gradient_dtype=c.gradient_dtype,
-        amax_history=c.fp8_amax_history,
-        margin=c.fp8_margin,
-        skip_first=c.skip_quant_first_layers,
-        skip_last=c.skip_quant_last_layers,
-        kernels=c.kernels,
-        block_scaled_products=c.block_scaled_products,
+def architecture(c: configs.Config) -> Any:
+    """The frozen architecture of a checked config: of a Llama, a `LlamaConfig`."""
+    settings = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
+    return MODELS[settings.pop("model_type")].architecture(settings)
+
+
+def compute(c: configs.Config) -> Compute:
+    """How a checked config computes its model."""
+    return Compute(
+        attention=c.attention,
+        recompute=Recompute(**{name.removeprefix("recompute_"): c[name] for name in configs.RECOMPUTE_PARTS}),
+        precision=Precision(
+            recipe=c.recipe,
+            matmul_dtype=c.matmul_dtype,
+            gradient_dtype=c.gradient_dtype,
+            amax_history=c.fp8_amax_history,
+            margin=c.fp8_margin,
+            skip_first=c.skip_quant_first_layers,
+            skip_last=c.skip_quant_last_layers,
+            kernels=c.kernels,
+            block_scaled_products=c.block_scaled_products,
+        ),
     )
-    return LlamaConfig(**sizes, rope_scaling=scaling, attention=c.attention, recompute=recompute, precision=precision)
+
+
+def model(c: configs.Config) -> Model:
+    """The model of a checked config."""
+    return MODELS[c.model.model_type].build(architecture(c), compute(c))
 
 
 def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedule:
@@ -195,6 +216,6 @@ def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
             "steps": c.muon_ns_steps,
         }
     if c.optimizer == "adamw8bit":
-        settings["implementation"] = model_config(c).precision.implementation
+        settings["implementation"] = compute(c).precision.implementation
     make = {"adamw": optim.adamw, "adamw8bit": optim.adamw8bit, "normuon": normuon.normuon}[c.optimizer]
     return make(rate(c.learning_rate), **settings)

@@ -16,36 +16,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax.assembly import model_config
+from surojax import assembly
 from surojax.config.checks import restored_config
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
-from surojax.memory.host import parts, read, write
-from surojax.models.llama import LlamaConfig, ModelFunctions, abstract_params, functions
+from surojax.memory.host import Part, parts, read, write
+from surojax.models.model import Cache, Model, Segment, Variant, loop_over, runs
 from surojax.numerics.quantize import dequantise_all
 from surojax.placement.mesh import find_devices
+from surojax.placement.param import OUTER
 from surojax.run import checkpoint
 
 
-def empty_cache(config: LlamaConfig, batch: int, length: int, dtype) -> tuple[jax.Array, jax.Array]:
-    """Room for the keys and values of `length` positions: two arrays `[L, B, T, K, h]`."""
-    shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
-    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+def empty_cache(model: Model, batch: int, length: int, dtype) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Room for the keys and values of `length` positions: by segment, two arrays `[L, B, T, K, h]`."""
+
+    def zeros(segment: Segment) -> jax.Array:
+        heads = segment.heads
+        return jnp.zeros((segment.num_layers, batch, length, heads.key_value, heads.channels), dtype)
+
+    return {segment.name: (zeros(segment), zeros(segment)) for segment in model.segments}
 
 
-def cached_logits(model: ModelFunctions, weights, tokens_BS: jax.Array, cache, start: jax.Array):
+def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax.Array):
     """(float32 logits of the last of S new positions `[B, V]`, the cache with them in it)."""
 
-    def layer(l, carry, part):
-        x_BSD, cache = carry
+    def layer(segment: Segment, part: Part, start_of_run: int, k, variant: Variant, carry):
+        """The k-th layer of a run."""
+        x_BSD, stacks = carry
+        l = start_of_run + k
         w = dequantise_all(read(part.stack, l - part.start), x_BSD.dtype)
-        x_BSD, of_layer = model.cached_block(w, x_BSD, read(cache, l), start)
-        return x_BSD, write(cache, of_layer, l)
+        keys, values = read(stacks, l)
+        x_BSD, extended = segment.cached_block(w, x_BSD, Cache(keys, values, start), variant)
+        return x_BSD, write(stacks, (extended.keys, extended.values), l)
 
-    x_BSD = weights["outer"]["embed"][tokens_BS]
-    for part in parts(weights["blocks"]):
-        x_BSD, cache = jax.lax.fori_loop(part.start, part.stop, functools.partial(layer, part=part), (x_BSD, cache))
-    return model.logits(weights["outer"], x_BSD[:, -1]), cache
+    x_BSD = weights[OUTER]["embed"][tokens_BS]
+    extended = {}
+    for segment in model.segments:
+        carry = x_BSD, cache[segment.name]
+        for part in parts(weights[segment.name]):
+            variants = segment.variants[part.start : part.stop]
+            for run in runs(variants):
+                one = functools.partial(layer, segment, part, part.start + run.start)
+                carry = loop_over(variants[run.start : run.stop], run.period, one, carry)
+        x_BSD, extended[segment.name] = carry
+    return model.logits(weights[OUTER], x_BSD[:, -1]), extended
 
 
 def pick(logits_BV: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:
@@ -64,9 +79,7 @@ def pick(logits_BV: jax.Array, key: jax.Array, temperature: float, top_p: float)
 
 
 @functools.cache
-def _compiled(config: LlamaConfig, vocab_size: int, temperature: float, top_p: float):
-    model = functions(config)
-
+def _compiled(model: Model, vocab_size: int, temperature: float, top_p: float):
     @functools.partial(jax.jit, donate_argnums=2)
     def advance(weights, tokens_BS, cache, start, key):
         logits_BV, cache = cached_logits(model, weights, tokens_BS, cache, start)
@@ -80,7 +93,7 @@ def _compiled(config: LlamaConfig, vocab_size: int, temperature: float, top_p: f
 
 
 def generate(
-    config: LlamaConfig,
+    model: Model,
     weights: dict,
     prompt: np.ndarray,
     *,
@@ -93,7 +106,7 @@ def generate(
 ) -> Iterator[int]:
     """Continue the token ids of `prompt` (1-D, not empty), one id at a time, until `eos_id` or `max_tokens`.
 
-    `weights` are work weights `{"blocks", "outer"}`, in any sharding, quantised or not; ids from `vocab_size` on
+    weights: work weights by section, in any sharding, quantised or not; ids from `vocab_size` on
     (default: all rows) are never drawn. Raises ValueError for an empty prompt, a negative temperature, or top_p outside
     (0, 1].
     """
@@ -103,8 +116,8 @@ def generate(
             f"prompt: expected token ids in one dimension, got shape {prompt.shape}; pass eos to start anew"
         )
     check_options(max_tokens, temperature, top_p)
-    advance = _compiled(config, vocab_size or config.vocab_size, float(temperature), float(top_p))
-    cache = empty_cache(config, 1, prompt.size + max_tokens, weights["outer"]["embed"].dtype)
+    advance = _compiled(model, vocab_size or model.vocab_size, float(temperature), float(top_p))
+    cache = empty_cache(model, 1, prompt.size + max_tokens, weights[OUTER]["embed"].dtype)
     key, tokens, start = jax.random.key(seed), jnp.asarray(prompt)[None], 0
     for i in range(max_tokens):
         token, cache = advance(weights, tokens, cache, start, jax.random.fold_in(key, i))
@@ -114,10 +127,10 @@ def generate(
         yield value
 
 
-def complete(config: LlamaConfig, weights: dict, tokenizer: Tokenizer, prompt: str, **options) -> str:
+def complete(model: Model, weights: dict, tokenizer: Tokenizer, prompt: str, **options) -> str:
     """The text that follows `prompt`; options as for `generate`. An empty prompt starts a new document."""
     ids = tokenizer.encode(prompt) if prompt else np.array([tokenizer.eos_id])
-    new = generate(config, weights, ids, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size, **options)
+    new = generate(model, weights, ids, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size, **options)
     return tokenizer.decode(list(new))
 
 
@@ -130,8 +143,8 @@ def check_options(max_tokens: int, temperature: float, top_p: float) -> None:
         )
 
 
-def load(path: str | Path, tokenizer: str = "") -> tuple[LlamaConfig, dict, Tokenizer]:
-    """(architecture, work weights on the first device, tokenizer) of a checkpoint or of a run's newest one.
+def load(path: str | Path, tokenizer: str = "") -> tuple[Model, dict, Tokenizer]:
+    """(model, work weights on the first device, tokenizer) of a checkpoint or of a run's newest one.
 
     Raises CheckpointError for a checkpoint that is missing or unreadable, ConfigError for a tokenizer other than it was
     trained with.
@@ -148,9 +161,10 @@ def load(path: str | Path, tokenizer: str = "") -> tuple[LlamaConfig, dict, Toke
             f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, got {words.name}"
         )
     here = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
-    shapes = abstract_params(model_config(c))
-    plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, c.model_dtype, sharding=here), shapes)
-    return model_config(c), checkpoint.restore_weights(found, plan), words
+    model = assembly.model(c)
+    shapes = model.abstract_params(c.model_dtype)
+    plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=here), shapes)
+    return model, checkpoint.restore_weights(found, plan), words
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -175,10 +189,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         check_options(args.max_tokens, args.temperature, args.top_p)
-        config, weights, tokenizer = load(args.checkpoint, args.tokenizer)
+        model, weights, tokenizer = load(args.checkpoint, args.tokenizer)
         ids = tokenizer.encode(args.prompt) if args.prompt else np.array([tokenizer.eos_id])
         new = generate(
-            config, weights, ids, max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p,
+            model, weights, ids, max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p,
             seed=args.seed, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size,
         )  # fmt: skip
         print(args.prompt + tokenizer.decode(list(new)))

@@ -287,7 +287,8 @@ def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) ->
 def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     """Say what will run where, and what it needs."""
     axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
-    say(f"surojax: {run.num_parameters / 1e6:,.1f}M parameters on {len(devices)} x {devices[0].device_kind} ({axes})")
+    millions = run.model.num_parameters / 1e6
+    say(f"surojax: {millions:,.1f}M parameters on {len(devices)} x {devices[0].device_kind} ({axes})")
     # On a CPU the devices' memory is the host's, and all of it has been counted.
     host = {} if devices[0].platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
     for memory, needs in (("memory", need), ("host memory", host)):

@@ -11,8 +11,10 @@ import pytest
 from flax import nnx
 
 from surojax.assembly import assemble
-from surojax.models.llama import Llama, LlamaConfig, init_params
+from surojax.models import llama
+from surojax.models.llama import Llama, LlamaConfig
 from surojax.models.loss import cross_entropy
+from surojax.models.model import DEFAULT, Compute, Model
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import learning_rate_schedule
 from surojax.placement.layout import Layout, batch_sharding
@@ -77,7 +79,7 @@ def vectors_drawn():
 def drawn_params(config: LlamaConfig, seed: int) -> dict:
     """Float32 parameters `{"blocks", "outer"}` of which none is 0 or 1."""
     with vectors_drawn():
-        return init_params(config, seed)
+        return llama.build(config).init(seed)
 
 
 NEW_STATES: dict = {}
@@ -91,6 +93,8 @@ class Small:
         devices: int = 1,
         *,
         config: LlamaConfig = CONFIG,
+        compute: Compute = DEFAULT,
+        model: Model | None = None,
         replicate: int = 1,
         recompute_block: bool = True,
         lmhead_chunks: int = 1,
@@ -101,10 +105,10 @@ class Small:
         **placed,
     ):
         self.mesh = make_mesh(jax.devices()[:devices], dp_replicate_size=replicate)
-        placed = {"model_dtype": "float32", "recipe": config.precision.recipe, **placed}
+        placed = {"model_dtype": "float32", "recipe": compute.precision.recipe, **placed}
         schedule = learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
         self.run = assemble(
-            config,
+            model or llama.build(config, compute),
             table=place(**placed, num_shards=self.mesh.shape["dp_shard"]),
             optimizer=optimizer(schedule, m_dtype=m_dtype),
             mesh=self.mesh,
@@ -114,7 +118,7 @@ class Small:
         )
         self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer
         self.step = self.run.train_step()
-        self.config, self.seed = config, seed
+        self.seed = seed
 
     @functools.cached_property
     def state(self):
@@ -123,7 +127,7 @@ class Small:
         arrays, structure = jax.tree.flatten(self.plan)
         if not all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):  # some are in files
             return self.drawn()
-        key = (self.config, self.seed, structure, *((x.shape, x.dtype) for x in arrays))
+        key = (self.run.model.init_outer, self.seed, structure, *((x.shape, x.dtype) for x in arrays))
         if key not in NEW_STATES:
             NEW_STATES[key] = jax.device_get(self.drawn())
         return jax.device_put(NEW_STATES[key], jax.tree.map(lambda x: x.sharding, self.plan))

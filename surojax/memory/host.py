@@ -11,11 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.numerics.rounding import materialised
-from surojax.placement.table import Home
-
-Device, Host = jax.memory.Space.Device, jax.memory.Space.Host
-SPACE: dict[str, Any] = {"device": Device, "host": Host}
-MEMORY_KIND: dict[str, str] = {"device": "device", "host": "pinned_host"}
+from surojax.placement.home import DEVICE, Home
 
 
 class Split(NamedTuple):
@@ -54,7 +50,7 @@ def joined(trees: Sequence):
 
 def put(tree, home: Home):
     """The values in that memory."""
-    return jax.tree.map(lambda x: move(x, SPACE[home]), tree)
+    return jax.tree.map(lambda x: move(x, home.space), tree)
 
 
 def allocate(tree, home: Home):
@@ -64,7 +60,7 @@ def allocate(tree, home: Home):
     which fills nothing. Equal constants would share one and be copied from it, 5.8 GiB a step for Llama-7B's
     accumulators, so every array gets a constant of its own.
     """
-    if home == "device":
+    if not home.streamed:
         return tree
     leaves, structure = jax.tree.flatten(tree)
     return put(jax.tree.unflatten(structure, [x + i % 100 for i, x in enumerate(leaves)]), home)
@@ -78,7 +74,7 @@ def move(x: jax.Array, space) -> jax.Array:
 def read(tree, l: jax.Array | int):
     """Layer l of stacked arrays `[L, ...]`, in device memory."""
     one = lambda x: jax.lax.dynamic_index_in_dim(x, l, 0, keepdims=False, allow_negative_indices=False)
-    return jax.tree.map(lambda x: move(one(x), Device), tree)
+    return jax.tree.map(lambda x: move(one(x), DEVICE.space), tree)
 
 
 def write(tree, new, l: jax.Array | int):
@@ -93,7 +89,7 @@ def write(tree, new, l: jax.Array | int):
 
 def on_device(tree) -> bool:
     """True if every array of a tree is in device memory."""
-    return all(jax.typeof(x).memory_space == Device for x in jax.tree.leaves(tree))
+    return all(jax.typeof(x).memory_space == DEVICE.space for x in jax.tree.leaves(tree))
 
 
 class SweepCarry(NamedTuple):

@@ -36,6 +36,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.memory.lock import locked
+from surojax.placement.home import Home
 
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
 ALIGN = 4096  # bytes: records start at pages of the disk, leaves within one at a 64th of it
@@ -86,9 +87,9 @@ class InFile:
         """Bytes of one layer."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def layer_sharding(self, memory_kind: str) -> jax.NamedSharding:
-        """Sharding of one layer `[...]` in this memory of the devices."""
-        return jax.NamedSharding(self.sharding.mesh, self.spec, memory_kind=memory_kind)
+    def layer_sharding(self, home: Home) -> jax.NamedSharding:
+        """Sharding of one layer `[...]` in this memory."""
+        return jax.NamedSharding(self.sharding.mesh, self.spec, memory_kind=home.memory_kind)
 
     def read(self, l: int) -> np.ndarray:
         """Layer l. Raises NvmeError."""

@@ -1,46 +1,49 @@
-"""The Llama family (Llama 1-3, Mistral, Qwen2, Qwen3) as one Flax NNX module, and its pure functions for the engine.
+"""The Llama family (Llama 1-3, Mistral, Qwen2, Qwen3) as one Flax NNX module, and as a `Model` for the engine.
 
-Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, L layers, N tokens, T cached positions, K key/value
-heads, h head dimension.
+Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, L layers.
 
 Two ways to run the same parameters. `Llama.__call__` is the plain model: autodiff goes through all of it, which is the
-reference the engine must equal. `functions` gives the pieces of it as pure functions of arrays, so that the engine can
-hold one layer at a time. Parameters are `{"blocks": stacked [L, ...], "outer": {embed, norm, head}}`.
+reference the engine must equal. `build` gives the pieces of it as pure functions of arrays, so that the engine can hold
+one layer at a time. Both compute `Block`. Parameters are `{"blocks": stacked [L, ...], "outer": {embed, norm, head}}`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from surojax.models import llama_fp8
-from surojax.models.layers import (
-    Attention,
-    Recompute,
-    RopeScaling,
-    SwiGLU,
-    added_and_normed,
-    computed_again,
-    linear,
-    normed,
-    parameter,
-    products,
-    rms_norm,
-    times,
-    vector,
+from surojax.models.layers import Attention, SwiGLU, parameter, vector
+from surojax.models.model import (
+    DEFAULT,
+    PLAIN,
+    Cache,
+    Compute,
+    Heads,
+    Model,
+    Segment,
+    Variant,
+    collect_params,
 )
+from surojax.models.operations import Operations, RopeScaling, linear, recomputed
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
-from surojax.placement.param import Kind, Param
+from surojax.placement.param import OUTER, Kind
+
+BLOCKS = "blocks"  # the one segment
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a model, named as in a Hugging Face `config.json`; `qk_norm` is what makes a Qwen3."""
+    """The architecture, named as in a Hugging Face `config.json`; `qk_norm` is what makes a Qwen3.
+
+    sliding_window: latest positions that a token attends to, its own included; 0: all of them. sliding_window_pattern:
+    every so manieth layer attends to all positions despite the window (Gemma 3: 6, gpt-oss: 2); 0: none (Mistral).
+    """
 
     vocab_size: int
     hidden_size: int
@@ -55,59 +58,74 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     qk_norm: bool = False
+    sliding_window: int = 0
+    sliding_window_pattern: int = 0
     initializer_range: float = 0.02
-    attention: str = "auto"
-    recompute: Recompute = dataclasses.field(default_factory=Recompute)
-    precision: Precision = dataclasses.field(default_factory=Precision)
 
-    @property
-    def num_matmul_params(self) -> int:
-        """Parameters that take part in matrix products once per token: the blocks' matrices and the head."""
-        heads = self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads)
-        block = self.hidden_size * (heads + 3 * self.intermediate_size)
-        return self.num_hidden_layers * block + self.vocab_size * self.hidden_size
+    def variants(self, precision: Precision) -> tuple[Variant, ...]:
+        """What is static about each layer."""
+
+        def window(l: int) -> int:
+            pattern = self.sliding_window_pattern
+            attends_to_all = pattern and (l + 1) % pattern == 0
+            return 0 if attends_to_all else self.sliding_window
+
+        L = self.num_hidden_layers
+        return tuple(Variant(precision.enabled(l, L), window(l)) for l in range(L))
+
+
+def from_settings(settings: dict[str, Any]) -> LlamaConfig:
+    """The architecture of a config's `model` fields; those named rope_* but rope_theta are of the scaling."""
+    sizes = dict(settings)
+    kind = sizes.pop("rope_scaling")
+    names = [field.name for field in dataclasses.fields(RopeScaling) if field.name != "kind"]
+    scaling = RopeScaling(kind, **{name: sizes.pop(f"rope_{name}") for name in names})
+    return LlamaConfig(**sizes, rope_scaling=scaling)
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): the one definition, for training, sampling and the reference."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.config = config
+        self.eps = config.rms_norm_eps
         self.attention_norm = vector(rngs, config.hidden_size, "embed", nnx.initializers.ones)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = vector(rngs, config.hidden_size, "embed", nnx.initializers.ones)
         self.mlp = SwiGLU(config, rngs=rngs)
 
-    def __call__(self, x_BSD: jax.Array, product: Callable = lambda name: times) -> jax.Array:
-        """product: how the recipe computes products, see `layers.products`."""
-        again = self.config.recompute
-        attended_BSD = self.normed(self.attention, x_BSD, self.attention_norm, product, again.att)
+    def __call__(
+        self, x_BSD: jax.Array, ops: Operations, variant: Variant = PLAIN, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        """(the block of x `[B, S, D]`, the cache extended by S positions)."""
+        again = ops.compute.recompute
+
+        def attention(y_BSD, norm=None):
+            return self.attention(y_BSD, ops, variant, norm, cache)
+
+        def mlp(y_BSD, norm=None):
+            return self.mlp(y_BSD, ops, norm)
+
+        def attention_norm(x_BSD):
+            return ops.norm(x_BSD, self.attention_norm[...], self.eps)
+
+        def mlp_norm(x_BSD):
+            return ops.norm(x_BSD, self.mlp_norm[...], self.eps)
+
         if again.norm:
+            attended_BSD, cache = recomputed(lambda x_BSD: attention(x_BSD, attention_norm), again.att)(x_BSD)
             x_BSD = x_BSD + attended_BSD
-            return x_BSD + self.normed(self.mlp, x_BSD, self.mlp_norm, product, again.ffn)
-        y_BSD, x_BSD = added_and_normed(x_BSD, attended_BSD, self.mlp_norm[...], self.config)
-        return x_BSD + computed_again(again.ffn, lambda y_BSD: self.mlp(y_BSD, product))(y_BSD)
-
-    def normed(self, layer: Callable, x_BSD: jax.Array, scale: nnx.Param, product: Callable, again: bool) -> jax.Array:
-        """layer(norm(x)); what the layer saves is computed again where `again` is set."""
-        norm = lambda x_BSD: normed(x_BSD, scale[...], self.config)
-        if self.config.recompute.norm:
-            return computed_again(again, lambda x_BSD: layer(x_BSD, product, norm))(x_BSD)
-        return computed_again(again, lambda y_BSD: layer(y_BSD, product))(norm(x_BSD))
-
-    def cached(self, x_BSD: jax.Array, cache, start: jax.Array):
-        """The same with keys and values kept in `cache`; see `Attention.cached`."""
-        eps = self.config.rms_norm_eps
-        y_BSD, cache = self.attention.cached(rms_norm(x_BSD, self.attention_norm[...], eps), cache, start)
-        x_BSD = x_BSD + y_BSD
-        return x_BSD + self.mlp(rms_norm(x_BSD, self.mlp_norm[...], eps), lambda name: times), cache
+            return x_BSD + recomputed(lambda x_BSD: mlp(x_BSD, mlp_norm), again.ffn)(x_BSD), cache
+        attended_BSD, cache = recomputed(attention, again.att)(attention_norm(x_BSD))
+        y_BSD, x_BSD = ops.add_and_norm(x_BSD, attended_BSD, self.mlp_norm[...], self.eps)
+        return x_BSD + recomputed(mlp, again.ffn)(y_BSD), cache
 
 
 class Outer(nnx.Module):
-    """What stands around the blocks: embedding, final norm, and a head of its own unless tied to the embedding."""
+    """The parameters outside of the blocks: embedding, final norm, and a head of its own unless it is tied."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        normal, shape = nnx.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
+        normal = nnx.initializers.normal(config.initializer_range)
+        shape = (config.vocab_size, config.hidden_size)
         self.embed = parameter(rngs, shape, ("vocab", "embed"), normal, Kind.TABLE)
         self.norm = vector(rngs, config.hidden_size, "embed", nnx.initializers.ones)
         if not config.tie_word_embeddings:
@@ -131,14 +149,24 @@ class Llama(nnx.Module):
         self.blocks = stack(rngs)
 
     def __call__(self, tokens_BS: jax.Array, *, recompute_block: bool = False) -> jax.Array:
+        ops = Operations()
+        variants = self.config.variants(ops.compute.precision)
         graph, weights = nnx.split(self.blocks)
 
-        def block(x_BSD, w):
-            return nnx.merge(graph, w)(x_BSD), None
+        def block(x_BSD, w, variant: Variant):
+            return nnx.merge(graph, w)(x_BSD, ops, variant)
+
+        def layer(variant: Variant) -> Callable:
+            one = functools.partial(block, variant=variant)
+            return jax.checkpoint(one) if recompute_block else one
 
         x_BSD = self.outer.embed[...][tokens_BS]
-        x_BSD, _ = jax.lax.scan(jax.checkpoint(block) if recompute_block else block, x_BSD, weights)
-        x_BSD = rms_norm(x_BSD, self.outer.norm[...], self.config.rms_norm_eps)
+        if len(set(variants)) == 1:
+            x_BSD, _ = jax.lax.scan(layer(variants[0]), x_BSD, weights)
+        else:
+            for l, variant in enumerate(variants):
+                x_BSD, _ = layer(variant)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
+        x_BSD = ops.norm(x_BSD, self.outer.norm[...], self.config.rms_norm_eps)
         return linear(x_BSD, (self.outer.embed if self.config.tie_word_embeddings else self.outer.head)[...])
 
 
@@ -158,132 +186,97 @@ def init_outer(config: LlamaConfig, seed: int | jax.Array) -> dict:
     return _arrays(Outer(config, rngs=nnx.Rngs(jax.random.key(seed))))
 
 
-def init_params(config: LlamaConfig, seed: int | jax.Array) -> dict:
-    """Random float32 parameters `{"blocks", "outer"}`, all at once; `state.init_state` builds them layer by layer."""
-    blocks = jax.vmap(lambda l: init_layer(config, seed, l))(jnp.arange(config.num_hidden_layers))
-    return {"blocks": blocks, "outer": init_outer(config, seed)}
-
-
 def _arrays(module: nnx.Module) -> dict:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-@functools.cache
-def declared_params(config: LlamaConfig) -> dict:
-    """The model's `Param`s `{"blocks", "outer"}`, collected from what its modules declare; no array is built."""
-
-    def of_module(module, number: int) -> dict:
-        state = nnx.state(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))), nnx.Param)
-        variables = nnx.to_pure_dict(state, extract_fn=lambda variable: variable)
-        is_variable = lambda x: isinstance(x, nnx.Variable)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(variables, is_leaf=is_variable)
-        params = [
-            Param(
-                name=jax.tree_util.keystr(path, simple=True, separator="."),
-                shape=variable.get_value().shape,
-                axes=tuple(variable.get_metadata("out_sharding")),
-                kind=variable.get_metadata("kind"),
-                stream=2 * i + number,
-            )
-            for i, (path, variable) in enumerate(leaves)
-        ]
-        return structure.unflatten(params)
-
-    return {"blocks": of_module(Block, 0), "outer": of_module(Outer, 1)}
-
-
-def abstract_params(config: LlamaConfig) -> dict:
-    """Shapes and dtypes of `init_params`, without building any array."""
-    params = declared_params(config)
-    float32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    return {
-        "blocks": jax.tree.map(lambda p: float32(config.num_hidden_layers, *p.shape), params["blocks"]),
-        "outer": jax.tree.map(lambda p: float32(*p.shape), params["outer"]),
-    }
-
-
-class ModelFunctions(NamedTuple):
-    """What the engine needs of a model, as pure functions of arrays.
-
-    block: (weights of one layer, x `[B, S, D]`, given, on) -> x. given: what the recipe wants to know of this layer in
-    this microbatch: scales `[sites]` (fp8_hybrid), a seed (nvfp4), else None, which is enough where there is no
-    backward pass. on: whether the recipe holds in this layer (static); if not, it computes as recipe bf16 does.
-    block_forward: the same -> (x, saved), with what the backward pass needs beside the weights.
-    block_backward: (weights, saved, dx, given, on) -> (gradients of the weights, dx, observed: largest magnitudes
-    `[sites]` of fp8_hybrid, else None).
-    final: (outer, x) -> x normed for the head.
-    head: the name of the head's matrix `[V, D]`; the embedding's is "embed".
-    head_uses: names of the outer parameters that `final` and the head read.
-    cached_block: (weights, x, (keys, values), start) -> (x, (keys, values)), for sampling, as recipe bf16.
-    logits: (outer, x `[..., D]`) -> `[..., V]` float32.
-    """
-
-    num_layers: int
-    precision: Precision
-    block: Callable
-    block_forward: Callable
-    block_backward: Callable
-    final: Callable
-    head: str
-    head_uses: tuple[str, ...]
-    cached_block: Callable
-    logits: Callable
+def build(config: LlamaConfig, compute: Compute = DEFAULT) -> Model:
+    """The model with these sizes, computed so; the same object for equal arguments. No array is built."""
+    return _build(config, compute)
 
 
 @functools.cache
-def functions(config: LlamaConfig) -> ModelFunctions:
-    """The pure functions of a Llama with these sizes."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
-    table = "embed" if config.tie_word_embeddings else "head"
+def _build(config: LlamaConfig, compute: Compute) -> Model:
+
+    def abstract(module) -> Any:
+        return nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
+
+    params = collect_params({BLOCKS: abstract(Block), OUTER: abstract(Outer)})
+    head = "embed" if config.tie_word_embeddings else "head"
+    graph = nnx.graphdef(abstract(Block))
     # For sampling: a token at a time leaves the kernels' threads nothing to share.
-    plain = dataclasses.replace(config, precision=dataclasses.replace(config.precision, kernels="xla"))
-    plain_graph = nnx.graphdef(nnx.eval_shape(lambda: Block(plain, rngs=nnx.Rngs(0))))
+    by_xla = Operations(Compute(attention="xla"))
 
-    def cached_block(w, x_BSD, cache, start):
-        return nnx.merge(plain_graph, w).cached(x_BSD, cache, start)
-
-    def final(outer, x):
-        return normed(x, outer["norm"], config)
+    def normed(ops: Operations, outer, x):
+        return ops.norm(x, outer["norm"], config.rms_norm_eps)
 
     def logits(outer, x):
-        return linear(normed(x, outer["norm"], plain), outer[table]).astype(jnp.float32)
+        return linear(normed(by_xla, outer, x), outer[head]).astype(jnp.float32)
 
-    block, block_forward, block_backward = _block_functions(config, graph)
-    return ModelFunctions(
-        num_layers=config.num_hidden_layers,
-        precision=config.precision,
+    def cached_block(w, x_BSD, cache: Cache, variant: Variant):
+        return nnx.merge(graph, w)(x_BSD, by_xla, variant, cache)
+
+    block, block_forward, block_backward = _block_functions(config, compute, graph)
+    segment = Segment(
+        name=BLOCKS,
+        start=0,
+        params=params[BLOCKS],
+        variants=config.variants(compute.precision),
+        heads=Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim),
+        init=functools.partial(init_layer, config),
         block=block,
         block_forward=block_forward,
         block_backward=block_backward,
-        final=final,
-        head=table,
-        head_uses=("norm", table),
         cached_block=cached_block,
+    )
+    return Model(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        compute=compute,
+        segments=(segment,),
+        outer_params=params[OUTER],
+        head=head,
+        head_uses=("norm", head),
+        sites=llama_fp8.SITES,
+        init_outer=functools.partial(init_outer, config),
+        final=functools.partial(normed, Operations(compute)),
         logits=logits,
+        rebuild=functools.partial(_build, config),
     )
 
 
-def _block_functions(config: LlamaConfig, graph) -> tuple[Callable, Callable, Callable]:
-    """`block`, `block_forward` and `block_backward` of ModelFunctions: in float8 written out, else by reverse mode."""
-    precision = config.precision
-    in_fp8 = lambda on: on and precision.fp8
+def _block_functions(config: LlamaConfig, compute: Compute, graph) -> tuple[Callable, Callable, Callable]:
+    """`block`, `block_forward` and `block_backward` of a `Segment`: in float8 written out, else by reverse mode."""
+    precision = compute.precision
 
-    def block(w, x_BSD, given=None, on: bool = True):
-        if in_fp8(on):
-            return llama_fp8.block(config, w, x_BSD, given)
-        recipe = precision if on else dataclasses.replace(precision, recipe="bf16")
-        return nnx.merge(graph, w)(x_BSD, products(recipe, given if precision.recipe == "nvfp4" else None))
+    def in_fp8(variant: Variant) -> bool:
+        return variant.recipe_enabled and precision.fp8
 
-    def block_forward(w, x_BSD, given=None, on: bool = True):
-        if in_fp8(on):
-            return llama_fp8.forward(config, w, x_BSD, given)
-        return jax.vjp(lambda w, x_BSD: block(w, x_BSD, given, on), w, x_BSD, saveable_args=(False, True))
+    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN):
+        if in_fp8(variant):
+            return llama_fp8.block(config, compute, variant, w, x_BSD, recipe_inputs), None
+        seed = recipe_inputs if precision.recipe == "nvfp4" else None
+        x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant.recipe_enabled, seed), variant)
+        return x_BSD, None
 
-    def block_backward(w, saved, dy_BSD, given=None, on: bool = True):
-        if in_fp8(on):
-            dw, dx_BSD, observed = llama_fp8.backward(config, w, saved, dy_BSD, given)
+    def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN):
+        if in_fp8(variant):
+            x_BSD, saved = llama_fp8.forward(config, compute, variant, w, x_BSD, recipe_inputs)
+            return (x_BSD, None), saved
+
+        def run(w, x_BSD):
+            return block(w, x_BSD, recipe_inputs, variant)
+
+        return jax.vjp(run, w, x_BSD, saveable_args=(False, True))
+
+    def block_backward(w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN):
+        if in_fp8(variant):
+            dy_BSD, _ = d_result
+            dw, dx_BSD, observed = llama_fp8.backward(config, compute, w, saved, dy_BSD, recipe_inputs)
             return dw, dx_BSD, observed if precision.delayed else None
+        # As `saveable_args` asks for: weights are not among what is saved, they are fetched again.
         saved.args_res = [w, saved.args_res[1]]
-        return *saved(dy_BSD), fp8.unobserved() if precision.delayed else None
+        dw, dx_BSD = saved(d_result)
+        return dw, dx_BSD, fp8.unobserved(llama_fp8.SITES) if precision.delayed else None
 
     return block, block_forward, block_backward

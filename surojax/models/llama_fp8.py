@@ -16,6 +16,8 @@ biases and all gradients that leave the block are in the model's dtype, gradient
 Shape suffixes: N tokens (B x S), D hidden size, F intermediate size; T at the end of a name: transposed.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +25,17 @@ import jax.numpy as jnp
 
 from pallas_kernels import quantize, rms_norm, rope, swiglu
 from surojax.models.attention import attend
-from surojax.models.layers import rope_angles
-from surojax.numerics.fp8 import E4M3, E5M2, SITES, Operand, product, scale_for
+from surojax.models.model import Compute, Variant
+from surojax.models.operations import rope_angles
+from surojax.numerics.fp8 import E4M3, E5M2, Operand, Sites, product, scale_for
 from surojax.numerics.recipes import Precision
+
+# The tensors of a block that are quantised, each in one place: operands of products, and gradients of their results.
+SITES = Sites(
+    inputs=("attention_input", "attention_output", "mlp_input", "mlp_hidden"),
+    gradients=("d_q", "d_k", "d_v", "d_attention", "d_gate", "d_up", "d_mlp"),
+)
+SITE_NAMES = (*SITES.inputs, *SITES.gradients)
 
 
 class AttentionSaved(NamedTuple):
@@ -61,7 +71,7 @@ class Quantiser:
 
     def known(self, site: str) -> jax.Array | None:
         """The scale of a site, where it is known before the tensor is."""
-        return None if self.scales is None else self.scales[SITES.index(site)]
+        return None if self.scales is None else self.scales[SITE_NAMES.index(site)]
 
     def scale(self, site: str, dtype, absmax: jax.Array) -> jax.Array:
         """The scale of a site whose tensor's largest magnitude is `absmax`."""
@@ -102,30 +112,32 @@ class Quantiser:
 
     def vector(self) -> jax.Array:
         """What was observed `[sites]`, 0 for a site that was not seen."""
-        return jnp.stack([self.observed.get(site, jnp.float32(0)) for site in SITES])
+        return jnp.stack([self.observed.get(site, jnp.float32(0)) for site in SITE_NAMES])
 
 
-def block(config, w: dict, x_BSD: jax.Array, scales: jax.Array | None) -> jax.Array:
+def block(config, compute: Compute, variant: Variant, w: dict, x_BSD: jax.Array, scales: jax.Array | None) -> jax.Array:
     """The block of activations `[B, S, D]`; nothing is kept for a backward pass."""
-    quantiser = Quantiser(config.precision, scales)
+    quantiser = Quantiser(compute.precision, scales)
     x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-    o_ND, _ = _attention(config, quantiser, w, x_ND, x_BSD.shape[1], saving=False)
+    attend_here = _attention_function(compute, variant)
+    o_ND, _ = _attention(config, quantiser, attend_here, w, x_ND, x_BSD.shape[1], saving=False)
     return _mlp(config, quantiser, w, x_ND, o_ND, saving=False)[0].reshape(x_BSD.shape)
 
 
-def forward(config, w: dict, x_BSD: jax.Array, scales: jax.Array | None):
+def forward(config, compute: Compute, variant: Variant, w: dict, x_BSD: jax.Array, scales: jax.Array | None):
     """(the block of x, what `backward` needs of it): arrays in the model's dtype and in float8, scales, magnitudes."""
-    quantiser = Quantiser(config.precision, scales)
+    quantiser = Quantiser(compute.precision, scales)
     x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-    o_ND, first = _attention(config, quantiser, w, x_ND, x_BSD.shape[1], saving=True)
+    attend_here = _attention_function(compute, variant)
+    o_ND, first = _attention(config, quantiser, attend_here, w, x_ND, x_BSD.shape[1], saving=True)
     y_ND, second = _mlp(config, quantiser, w, x_ND, o_ND, saving=True)
     return y_ND.reshape(x_BSD.shape), (first, second, quantiser.observed)
 
 
-def backward(config, w: dict, saved, dy_BSD: jax.Array, scales: jax.Array | None):
+def backward(config, compute: Compute, w: dict, saved, dy_BSD: jax.Array, scales: jax.Array | None):
     """(gradients of the weights as w has them, matrices as arrays; that of x; magnitudes observed `[sites]`)."""
     first, second, observed = saved
-    quantiser = Quantiser(config.precision, scales)
+    quantiser = Quantiser(compute.precision, scales)
     quantiser.observed |= observed
     dy_ND = dy_BSD.reshape(-1, dy_BSD.shape[-1])
     d_mlp, d_mlp_norm, d_total = _mlp_backward(config, quantiser, w, second, dy_ND)
@@ -137,8 +149,13 @@ def backward(config, w: dict, saved, dy_BSD: jax.Array, scales: jax.Array | None
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def _attention(config, quantiser: Quantiser, w: dict, x_ND: jax.Array, S: int, *, saving: bool):
-    """(the output product, not yet added to x; AttentionSaved)."""
+def _attention_function(compute: Compute, variant: Variant) -> Callable:
+    """Attention of queries, keys and values."""
+    return functools.partial(attend, window=variant.window, implementation=compute.attention)
+
+
+def _attention(config, quantiser: Quantiser, run: Callable, w: dict, x_ND: jax.Array, S: int, *, saving: bool):
+    """(the output product, not yet added to x; AttentionSaved). run: from `_attention_function`."""
     a, options, eps = w["attention"], quantiser.options, config.rms_norm_eps
     norm = lambda **out: rms_norm.forward(x_ND, w["attention_norm"], eps=eps, **out)[:2]
     y, _ = quantiser.made("attention_input", norm)
@@ -147,7 +164,6 @@ def _attention(config, quantiser: Quantiser, w: dict, x_ND: jax.Array, S: int, *
     q, k, v = (heads(product(y, _operand(a[f"w{x}"]), x_ND.dtype, plus=bias(f"b{x}"))) for x in "qkv")
     normed = lambda x, name: rms_norm.forward(x, a[name], eps=eps, **options).y if config.qk_norm else x
     turned = rope.forward(normed(q, "q_norm"), normed(k, "k_norm"), *_angles(config, S), **options)
-    run = lambda q, k, v: attend(q, k, v, implementation=config.attention)
     if not saving:
         out = quantiser.one("attention_output", run(turned.q, turned.k, v).reshape(x_ND.shape[0], -1))
         return product(out, _operand(a["wo"]), x_ND.dtype), None

@@ -26,12 +26,21 @@ from surojax.numerics.quantize import scale_for
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
-# The tensors of a block that are quantised at one place each: what goes into its products, and the gradients of what
-# comes out of them. An amax history holds a row for each.
-INPUTS = ("attention_input", "attention_output", "mlp_input", "mlp_hidden")
-GRADIENTS = ("d_q", "d_k", "d_v", "d_attention", "d_gate", "d_up", "d_mlp")
-SITES = (*INPUTS, *GRADIENTS)
 FIRST_INPUT = 16.0  # absmax of inputs that the first step reckons with, when nothing was observed yet
+
+
+class Sites(NamedTuple):
+    """Names of the tensors of a block that are quantised, each in one place. An amax history has a row for each.
+
+    inputs: operands of products, e4m3. gradients: of the products' results, e5m2.
+    """
+
+    inputs: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+    @property
+    def number(self) -> int:
+        return len(self.inputs) + len(self.gradients)
 
 
 class Operand(NamedTuple):
@@ -53,15 +62,15 @@ def product(a: Operand, b: Operand, dtype, *, plus: jax.Array | None = None) -> 
     return y if plus is None else y + plus
 
 
-def history_shape(num_layers: int, length: int) -> tuple[int, int, int]:
-    """Of a history: the largest magnitudes of every layer's sites in the last steps, newest first, float32; 0 = none
-    observed."""
-    return num_layers, len(SITES), length
+def history_shape(num_layers: int, sites: Sites, length: int) -> tuple[int, int, int]:
+    """The shape of a history: the largest magnitudes of every layer's sites in the last steps, newest first, float32;
+    0: none was observed."""
+    return num_layers, sites.number, length
 
 
-def unobserved() -> jax.Array:
-    """What a block observes that does not compute in float8."""
-    return jnp.zeros(len(SITES), jnp.float32)
+def unobserved(sites: Sites) -> jax.Array:
+    """The magnitudes `[sites]` that a block observes if it does not compute in float8."""
+    return jnp.zeros(sites.number, jnp.float32)
 
 
 def new_observed(history: jax.Array | None) -> jax.Array | None:
@@ -69,16 +78,16 @@ def new_observed(history: jax.Array | None) -> jax.Array | None:
     return None if history is None else jnp.zeros(history.shape[:2], jnp.float32)
 
 
-def delayed_scales(history: jax.Array, margin: int, first_gradient: jax.Array) -> jax.Array:
+def delayed_scales(history: jax.Array, sites: Sites, margin: int, first_gradient: jax.Array) -> jax.Array:
     """Scales `[layers, sites]` of the next step from a history.
 
     Where nothing was observed, inputs are reckoned to stay below `FIRST_INPUT` and gradients below `first_gradient`;
     both formats have binades enough for a guess that is far off, and what is too large is clipped, in one step.
     """
-    first = jnp.where(jnp.arange(len(SITES)) < len(INPUTS), FIRST_INPUT, first_gradient)
+    first = jnp.where(jnp.arange(sites.number) < len(sites.inputs), FIRST_INPUT, first_gradient)
     top = jnp.max(history, axis=-1)
     top = jnp.where(top == 0, first[None, :], top)
-    n = len(INPUTS)
+    n = len(sites.inputs)
     return jnp.concatenate([scale_for(top[:, :n], E4M3, margin), scale_for(top[:, n:], E5M2, margin)], axis=1)
 
 

@@ -66,11 +66,9 @@ class Precision:
         """What kernels are told."""
         return None if self.kernels == "auto" else self.kernels
 
-    def ranges(self, num_layers: int) -> list[tuple[int, int, bool]]:
-        """(first layer, end, whether the recipe holds there) of the parts of a model that compute alike."""
-        cuts = [0, self.skip_first, num_layers - self.skip_last, num_layers]
-        parts = zip(cuts, cuts[1:], (False, True, False), strict=False)
-        return [(start, stop, on) for start, stop, on in parts if start < stop]
+    def enabled(self, l: int, num_layers: int) -> bool:
+        """Whether layer l of a model computes in the recipe's numbers."""
+        return self.skip_first <= l < num_layers - self.skip_last
 
 
 def check_recipe(precision: Precision, name: str, device: Any) -> None:

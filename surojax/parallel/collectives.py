@@ -6,7 +6,6 @@ An axis of one device takes part in nothing: values are not marked as varying ov
 program for one device has none.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -194,28 +193,23 @@ def reduce_scatter(tree, layouts, reduce: Reduce = "reduce_scatter"):
     return jax.tree.map(add_terms, tree, layouts, _exchange(jax.tree.map(terms, tree, layouts)))
 
 
-def reduce_scatter_in_turn(tree, layouts, reduce: Reduce, also: tuple[jax.Array, Callable] | None = None):
-    """(`reduce_scatter` of a layer's gradients, function(x) of `also`), one matrix after another.
+def reduce_scatter_in_turn(tree, layouts, reduce: Reduce):
+    """`reduce_scatter` of a layer's gradients, one matrix after another, the largest first.
 
-    also: (x, function), or None.
-
-    The largest first, `also` after three of them (in a Llama the MLP). Each is on its way while the gradients of the
-    next are computed. The last one has nothing to overlap with, so the smallest goes last. Without an order XLA joins
-    some of them, and the last is whatever it computes last.
+    Each is in flight while the gradients of the next are computed. The last one has nothing to overlap with, so the
+    smallest goes last. Without an order XLA joins some of them, and the last is the one that it computes last.
     """
     leaves, structure = jax.tree.flatten(tree)
-    order = sorted(range(len(leaves)), key=lambda i: -leaves[i].size)
-    of = jax.tree.leaves(layouts)
-    turns: list = [(leaves[i], lambda x, i=i: reduce_scatter(x, of[i], reduce)) for i in order]
-    turns[3:3] = [also] if also else []
-    done = []
-    for x, function in turns:
-        if done and x.ndim > 1:
-            x, done[-1] = jax.lax.optimization_barrier((x, done[-1]))
-        done.append(function(x))
-    of_also = done.pop(3) if also else None
-    by_leaf = dict(zip(order, done, strict=True))
-    return jax.tree.unflatten(structure, [by_leaf[i] for i in range(len(leaves))]), of_also
+    of_leaf = jax.tree.leaves(layouts)
+    done: dict[int, jax.Array] = {}
+    previous = None
+    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
+        x = leaves[i]
+        if previous is not None and x.ndim > 1:
+            x, done[previous] = jax.lax.optimization_barrier((x, done[previous]))
+        done[i] = reduce_scatter(x, of_leaf[i], reduce)
+        previous = i
+    return structure.unflatten([done[i] for i in range(len(leaves))])
 
 
 def _exchange(tree):

@@ -8,14 +8,16 @@ PartitionSpecs here have an entry for each dimension of one layer; `stacked` put
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 
 from surojax.errors import ConfigError
+from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.mesh import DATA, SHARD
-from surojax.placement.param import Kind, Param
-from surojax.placement.table import Home, Mesh, Placement, Row
+from surojax.placement.param import OUTER, Kind, Param
+from surojax.placement.table import Mesh, Placement, Row
 
 # Logical axis of a parameter -> the mesh axes that divide it in every product.
 MESH_AXES: dict[str, tuple[str, ...]] = {
@@ -34,7 +36,7 @@ class Layout:
 
     stored: jax.P
     computed: jax.P
-    home: Home = "device"
+    home: Home = DEVICE
 
     @property
     def sharded_dim(self) -> int | None:
@@ -47,7 +49,7 @@ class Layout:
 
 
 class Layouts(NamedTuple):
-    """The layouts of a model by tensor class: trees `{"blocks", "outer"}` like its parameters.
+    """The layouts of a model by tensor class: dicts by section, of trees like its parameters.
 
     weights: work weights. quants: their 8-bit copies, if they are persistent. grads: gradient accumulators. master,
     moments: what the optimizer updates, which ZeRO-1 always shards.
@@ -63,20 +65,21 @@ class Layouts(NamedTuple):
 def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
     """The layouts of these parameters. Raises ConfigError when `shard_outer` cannot cut a vocabulary evenly."""
 
-    def blocks(row: Row):
-        return jax.tree.map(lambda param: _zero(param, row, mesh), params["blocks"])
+    def layers(row: Row) -> dict[str, Any]:
+        """Of all segments."""
+        segments = {name: of_segment for name, of_segment in params.items() if name != OUTER}
+        return jax.tree.map(lambda param: _zero(param, row, mesh), segments)
 
-    def state(row: Row):
+    def state(row: Row) -> dict[str, Any]:
         # Files hold layers. The outer layers are a few layers' worth, and are kept in pinned host memory instead.
-        outer_row = dataclasses.replace(row, home="host") if row.home == "nvme" else row
-        outer = jax.tree.map(lambda param: _zero(param, outer_row, mesh), params["outer"])
-        return {"blocks": blocks(row), "outer": outer}
+        outer_row = dataclasses.replace(row, home=HOST) if row.home.in_file else row
+        return layers(row) | {OUTER: jax.tree.map(lambda param: _zero(param, outer_row, mesh), params[OUTER])}
 
-    outer = jax.tree.map(lambda param: _outer(param, table.outer, mesh), params["outer"])
+    outer = {OUTER: jax.tree.map(lambda param: _outer(param, table.outer, mesh), params[OUTER])}
     return Layouts(
-        weights={"blocks": blocks(table.weights), "outer": outer},
-        quants={"blocks": blocks(table.quants), "outer": outer},
-        grads={"blocks": blocks(table.grads), "outer": outer},
+        weights=layers(table.weights) | outer,
+        quants=layers(table.quants) | outer,
+        grads=layers(table.grads) | outer,
         master=state(table.master),
         moments=state(table.moments),
     )
@@ -117,11 +120,12 @@ def stacked(spec: jax.P) -> jax.P:
 
 
 def specs(of_class: dict) -> dict:
-    """PartitionSpecs as stored, of stacks `[L, ...]` for the blocks, from the layouts of a class."""
-    return {
-        "blocks": jax.tree.map(lambda layout: stacked(layout.stored), of_class["blocks"]),
-        "outer": jax.tree.map(lambda layout: layout.stored, of_class["outer"]),
-    }
+    """PartitionSpecs as stored, of stacks `[L, ...]` for the segments, from the layouts of a class."""
+
+    def spec(name: str, layout: Layout) -> jax.P:
+        return layout.stored if name == OUTER else stacked(layout.stored)
+
+    return {name: jax.tree.map(functools.partial(spec, name), layouts) for name, layouts in of_class.items()}
 
 
 def replicated_matrices(params: dict, of_class: dict) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 
+OUTER = "outer"  # the section of embedding, final norm and head in a tree of parameters; the others are of layers
+
 
 class Kind(enum.Enum):
     """What a parameter is used as; the optimizer's rule and the recipe follow from it."""
@@ -19,6 +21,8 @@ class Param:
     name: path in the tree of parameters, "attention.wq".
     shape: of one layer; of the whole for the outer layers (embedding, final norm, head).
     axes: logical names of its dimensions, see `layout.MESH_AXES`.
+    product: the number of the matrix product that it feeds among those of its block, from which the product's random
+    numbers follow (nvfp4); None: no product of a recipe.
     stream: number of its random stream; no other parameter of the model has it.
     """
 
@@ -26,4 +30,5 @@ class Param:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     kind: Kind
-    stream: int
+    product: int | None = None
+    stream: int = 0

@@ -31,9 +31,9 @@ import jax
 
 from surojax.errors import ConfigError
 from surojax.numerics import quantize
+from surojax.placement.home import DEVICE, HOST, NVME, Home
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
-Home = Literal["device", "host", "nvme"]  # device memory, pinned host memory, a file on an NVMe disk
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.reduce_scatter
 
 
@@ -43,7 +43,7 @@ class Row:
 
     dtype: str
     sharded: bool
-    home: Home = "device"
+    home: Home = DEVICE
     folder: str = ""  # that a home of nvme is in
     resident: int = 0  # layers that stay on the device although the others rest in host memory
 
@@ -147,7 +147,12 @@ def place(
             f"nvme_path: expected '' with nothing to keep there, got {nvme_path!r}; set offload_optimizer='nvme' or "
             "offload_master='nvme', or leave it out"
         )
-    home = lambda offloaded: "nvme" if offloaded == "nvme" else "host" if offloaded else "device"
+
+    def home(offloaded: bool | str) -> Home:
+        if offloaded == NVME.name:
+            return NVME
+        return HOST if offloaded else DEVICE
+
     return Placement(
         weights=Row(model_dtype, shard_weights and several, home(offload_weights), resident=resident_layers),
         quants=Row(quants, shard_weights and several, home(offload_quants)),

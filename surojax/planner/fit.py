@@ -19,6 +19,7 @@ it is written (master weights and moments).
 import dataclasses
 import math
 import os
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +29,15 @@ from pallas_kernels import dispatch
 from surojax import assembly
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
-from surojax.models.layers import Recompute
-from surojax.models.llama import LlamaConfig, declared_params, functions
+from surojax.models.model import Model, Recompute, Segment, runs
 from surojax.numerics import quantize
 from surojax.numerics.quantize import is_quantized
 from surojax.numerics.recipes import check_recipe
 from surojax.parallel.collectives import check_copy_engine
+from surojax.placement.home import DEVICE, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, SHARD
-from surojax.placement.param import Kind
+from surojax.placement.param import OUTER, Kind
 from surojax.placement.table import Mesh
 from surojax.planner import advice
 from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
@@ -55,93 +56,136 @@ def estimate(run: assembly.Assembly, batch: int, sequence_len: int, *, platform:
     Only what is in device memory: see `estimate_host` for the rest. platform: "gpu", or "cpu", where XLA multiplies in
     float32 and fuses less, and where host memory is the device's, so that everything counts.
     """
-    homes = ("device", "host") if platform == "cpu" else ("device",)
-    return {k: sum(v[h] for h in homes) for k, v in by_class(run, batch, sequence_len, platform).items()}
+    homes = (DEVICE, HOST) if platform == "cpu" else (DEVICE,)
+    return {k: sum(v[home.name] for home in homes) for k, v in by_class(run, batch, sequence_len, platform).items()}
 
 
 def estimate_host(run: assembly.Assembly, batch: int, sequence_len: int) -> dict[str, int]:
     """Bytes of pinned host memory per GPU by class; empty when nothing is offloaded."""
-    found = {k: v["host"] for k, v in by_class(run, batch, sequence_len, "gpu").items()}
+    found = {k: v[HOST.name] for k, v in by_class(run, batch, sequence_len, "gpu").items()}
     return {k: size for k, size in found.items() if size}
 
 
 def host_temporaries(run: assembly.Assembly, batch: int, sequence_len: int) -> int:
     """Bytes of pinned host memory per GPU that a step allocates for itself: accumulators and saved activations."""
     need = by_class(run, batch, sequence_len, "gpu")
-    return need["gradients"]["host"] + need["activations"]["host"]
+    return need["gradients"][HOST.name] + need["activations"][HOST.name]
 
 
 def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: str) -> dict[str, dict[str, int]]:
-    """Bytes per device of each class by the memory it rests in: {class: {"device": ..., "host": ...}}."""
-    plan, engine, m = run.plan, run.engine, run.model
-    work, grads = engine.table.weights, engine.table.grads
-    layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, work.dtype), run.params["blocks"])
-    x = jax.ShapeDtypeStruct((batch, sequence_len, m.hidden_size), work.dtype)
-    layer_bytes, x_bytes = _bytes(layer), _bytes(x)
-    fetched = _bytes(_in_fp8(run.params["blocks"], layer)) if engine.table.one_scale else layer_bytes
-    saved_bytes, scores_bytes = _block_bytes(m, layer, x, platform)
-    # Its backward pass has all of it at once, however much of that is computed again.
-    plain = dataclasses.replace(m, recompute=Recompute())
-    whole_bytes = saved_bytes if plain == m else _block_bytes(plain, layer, x, platform)[0]
-    sizes = _shard_sizes(run, engine.layouts.grads["blocks"])
-    block_grads = jnp.dtype(grads.dtype).itemsize * m.num_hidden_layers * sum(sizes)
-    outer = jax.tree.leaves(plan.weights["outer"])  # their accumulators are cut like the work weights
+    """Bytes per device of each class by the name of the memory that it is stored in: {class: {"device": ...}}."""
+    plan, engine, model = run.plan, run.engine, run.model
+    table = engine.table
+    work, grads = table.weights, table.grads
+    x = jax.ShapeDtypeStruct((batch, sequence_len, model.hidden_size), work.dtype)
+    x_bytes = _bytes(x)
+    segments = [_segment_bytes(run, segment, x, platform) for segment in model.segments]
+    layer_bytes = max(segment.weights for segment in segments)
+    fetched = max(segment.fetched for segment in segments)
+    kept = max(segment.kept for segment in segments)  # of a layer, from the forward pass
+    block_grads = sum(segment.grads for segment in segments)
+    outer = jax.tree.leaves(plan.weights[OUTER])  # their accumulators are sharded like the work weights
     outer_size = sum(math.prod(w.sharding.shard_shape(w.shape)) for w in outer)
     outer_grads = jnp.dtype(grads.dtype).itemsize * outer_size
 
     wide = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
-    logits = wide * (batch * sequence_len // engine.lmhead_chunks) * m.vocab_size
-    kept = x_bytes if engine.recompute_block else saved_bytes  # of a layer, from the forward pass
-    vocabulary = m.vocab_size // (run.mesh.shape[SHARD] if engine.table.outer.sharded else 1)
-    head = logits + max(logits, wide * vocabulary * m.hidden_size)  # and their gradient, then the head's
-    activations = m.num_hidden_layers * kept
-    at = lambda plan: {home: bytes_per_device(plan, home) for home in ("device", "host")}
-    in_file = bytes_per_device(plan, "nvme")
-    state = sum(at((plan.master["blocks"], plan.moments["blocks"])).values()) + in_file + block_grads
-    saved_on_device = activations if engine.table.residuals.home == "device" else 0
-    if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and engine.table.outer.sharded):
-        activations *= (
-            2  # XLA's CPU compiler keeps those of the last microbatch apart (gradients.sums_in_last_microbatch)
-        )
-    quants = [x for x in jax.tree.leaves(plan.weights["blocks"], is_leaf=is_quantized) if is_quantized(x)]
-    table = engine.table
-    weights_in_host = "host" in (work.home, table.quants.home)
-    waiting = fetched if work.sharded or weights_in_host else 0  # while the head computes: the next weights
+    logits = wide * (batch * sequence_len // engine.lmhead_chunks) * model.vocab_size
+    vocabulary = model.vocab_size // (run.mesh.shape[SHARD] if table.outer.sharded else 1)
+    head = logits + max(logits, wide * vocabulary * model.hidden_size)  # and their gradient, then the head's
+    activations = sum(segment.activations for segment in segments)
+
+    def at(tree) -> dict[str, int]:
+        return {home.name: bytes_per_device(tree, home) for home in (DEVICE, HOST)}
+
+    def stored(home: Home, size: int) -> dict[str, int]:
+        """A class that is in one memory."""
+        return {DEVICE.name: 0, HOST.name: 0} | {home.name: size}
+
+    in_file = bytes_per_device(plan, NVME)
+    layers = [(plan.master[segment.name], plan.moments[segment.name]) for segment in model.segments]
+    layer_state = (sum(at(layers).values()) + in_file + block_grads) // model.num_layers
+    saved_on_device = 0 if table.residuals.home.streamed else activations
+    if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and table.outer.sharded):
+        # XLA's CPU compiler keeps those of the last microbatch apart (gradients.sums_in_last_microbatch).
+        activations *= 2
+    quants = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if is_quantized(x)]
+    streamed = work.home.streamed or table.quants.home.streamed
+    waiting = fetched if work.sharded or streamed else 0  # while the head computes: the next weights
     ahead = 2 * waiting  # while a layer computes: its weights, and the next one's
-    others = len(m.precision.ranges(m.num_hidden_layers)) - 1 + bool(work.resident)
-    ahead += others * fetched if waiting else 0  # and the next one of each other part of the layers
-    ahead += fetched // run.mesh.shape[SHARD] if work.sharded and weights_in_host else 0  # shards of the one after
+    loops = sum(len(runs(segment.variants)) for segment in model.segments) + bool(work.resident)
+    ahead += (loops - 1) * fetched if waiting else 0  # and the next one of each other loop over layers
+    ahead += fetched // run.mesh.shape[SHARD] if work.sharded and streamed else 0  # shards of the one after
     if table.quants.dtype and platform == "cpu":  # and the matrices in 8 bits that they are made of
-        ahead += _bytes(jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, table.quants.dtype), layer))
+        ahead += max(segment.size for segment in model.segments)
     exchanged = {"reduce_scatter": 0, "all_to_all": 2 * layer_bytes, "int8": layer_bytes}[table.reduce]
     exchanged = exchanged if run.mesh.shape[SHARD] > 1 else 0  # gradients of a layer, sent and received
-    if grads.home == "host":  # of the layer before it, which leave, and its own sums, which come
-        ahead += 2 * block_grads // m.num_hidden_layers
-        waiting += block_grads // m.num_hidden_layers  # the last one's of the microbatch before
-    if table.residuals.home == "host":  # the next layer's, and this one's unless they are what is differentiated
+    if grads.home.streamed:  # sums of the layer before it, in flight to the host, and its own, in flight to the device
+        ahead += 2 * block_grads // model.num_layers
+        waiting += block_grads // model.num_layers  # the last one's of the microbatch before
+    if table.residuals.home.streamed:  # the next layer's, and this one's unless they are what is differentiated
         ahead += (2 if engine.recompute_block else 1) * kept
     # The block's backward pass: first all that its forward pass computes, then all of its gradients, of which those
     # that are sharded leave one after the other. The factors are fitted to the measurements above.
     again = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
-    values = int(again * whole_bytes) + scores_bytes
+    values = max(int(again * segment.saved) + segment.scores for segment in segments)
     # The layer's weights are free by then, and a gradient is as soon as it is reduced, or added to sums on the device.
-    gradients = max(layer_bytes // (2 if grads.sharded or grads.home == "host" else 1), exchanged)
+    gradients = max(layer_bytes // (2 if grads.sharded or grads.home.streamed else 1), exchanged)
     block = values + 2 * layer_bytes if platform == "cpu" else max(values, gradients)
-    update = _update_bytes(run, state // m.num_hidden_layers) - saved_on_device
-    if in_file:  # a layer comes whole; the outer layers have been updated by then
-        update = state // m.num_hidden_layers + layer_bytes - outer_grads - saved_on_device
-    none = {"device": 0, "host": 0}
-    return {
-        "weights": at([x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]),
-        **({"quants": at(quants)} if quants else {}),
+    update = _update_bytes(run, layer_state) - saved_on_device
+    if in_file:  # all tensors of a layer come at once; the outer layers have been updated by then
+        update = layer_state + layer_bytes - outer_grads - saved_on_device
+    working_space = max(block + ahead, head + waiting, update) + 2 * x_bytes
+    unquantised = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]
+    of_grads = stored(grads.home, block_grads)
+    of_grads[DEVICE.name] += outer_grads
+    found = {"weights": at(unquantised)}
+    if quants:
+        found["quants"] = at(quants)
+    found |= {
         "master": at(plan.master),
         "moments": at((plan.moments, plan.history)),
-        "gradients": none
-        | {grads.home: block_grads}
-        | {"device": outer_grads + (block_grads if grads.home == "device" else 0)},
-        "activations": none | {engine.table.residuals.home: activations},
-        "working space": none | {"device": max(block + ahead, head + waiting, update) + 2 * x_bytes},
-    } | ({"layers from files": none | {"host": NVME_LAYERS * in_file // m.num_hidden_layers}} if in_file else {})
+        "gradients": of_grads,
+        "activations": stored(table.residuals.home, activations),
+        "working space": stored(DEVICE, working_space),
+    }
+    if in_file:
+        found["layers from files"] = stored(HOST, NVME_LAYERS * in_file // model.num_layers)
+    return found
+
+
+class SegmentBytes(NamedTuple):
+    """Bytes of a segment on each device. Of one layer: its weights as they are computed with, and as they are gathered;
+    what its forward pass keeps; what a forward pass saves that recomputes nothing; the attention scores of its backward
+    pass. Of all layers: accumulators, and what the forward pass keeps."""
+
+    weights: int
+    fetched: int
+    kept: int
+    saved: int
+    scores: int
+    grads: int
+    activations: int
+
+
+def _segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
+    engine, compute = run.engine, run.model.compute
+    layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, engine.table.weights.dtype), segment.params)
+    fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
+    saved, scores = _block_bytes(run.model, segment, layer, x, platform)
+    # The backward pass has all of a layer's residuals at once, even if they are recomputed.
+    plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute()))
+    all_saved = saved if plain is run.model else _block_bytes(plain, segment, layer, x, platform)[0]
+    kept = _bytes(x) if engine.recompute_block else saved
+    sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
+    return SegmentBytes(
+        weights=_bytes(layer),
+        fetched=_bytes(fetched),
+        kept=kept,
+        saved=all_saved,
+        scores=scores,
+        grads=jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes),
+        activations=segment.num_layers * kept,
+    )
 
 
 def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
@@ -150,29 +194,33 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
 
     layer_state: bytes of master weights, moments and gradients of a layer on this device.
     """
-    sizes = _shard_sizes(run, run.engine.layouts.master["blocks"])
+    segments = run.model.segments
+    sizes = [_shard_sizes(run, run.engine.layouts.master[segment.name], segment) for segment in segments]
     table = run.engine.table
-    moved = "host" in (table.master.home, table.moments.home, table.grads.home)
-    size = (3 if moved else 2) * layer_state * max(sizes) // sum(sizes)
-    if run.optimizer.matrices.gathers:  # and the whole matrix: as it came, three of float32, products of its sides
-        matrices = [p.shape for p in jax.tree.leaves(run.params["blocks"]) if p.kind is Kind.MATRIX]
-        largest = max(matrices, key=math.prod)
+    moved = any(row.home.streamed and not row.home.in_file for row in (table.master, table.moments, table.grads))
+    size = max((3 if moved else 2) * layer_state * max(of_layer) // sum(of_layer) for of_layer in sizes)
+    if run.optimizer.matrices.gathers:  # and the gathered matrix: as it came, three of float32, products of its sides
+        params = jax.tree.leaves([segment.params for segment in segments])
+        largest = max((p.shape for p in params if p.kind is Kind.MATRIX), key=math.prod)
         size += math.prod(largest) * (12 + jnp.dtype(table.weights.dtype).itemsize) + 3 * 4 * min(largest) ** 2
     return size
 
 
-def _block_bytes(m: LlamaConfig, layer, x: jax.ShapeDtypeStruct, platform: str) -> tuple[int, int]:
+def _block_bytes(model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct, platform: str) -> tuple[int, int]:
     """(what the block's forward pass saves beside its weights, the attention scores of its backward pass)."""
     (B, S, _), itemsize = x.shape, x.dtype.itemsize
+    compute = model.compute
     # What is saved does not depend on whether a kernel serves this microbatch: that is `check_kernels`'s to say.
-    how = m.precision if m.precision.kernels == "xla" else dataclasses.replace(m.precision, kernels="auto")
-    forward = functions(dataclasses.replace(m, attention="xla", precision=how)).block_forward
-    layer = _in_fp8(declared_params(m)["blocks"], layer) if m.precision.fp8 else layer
+    kernels = "xla" if compute.precision.kernels == "xla" else "auto"
+    precision = dataclasses.replace(compute.precision, kernels=kernels)
+    traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
+    forward = next(s for s in traced.segments if s.name == segment.name).block_forward
+    layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
     saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x)[1], layer, x))
-    heads = B * S * m.num_attention_heads
-    if m.attention == "cudnn" or (m.attention == "auto" and platform != "cpu" and itemsize == 2):
+    heads = B * S * segment.heads.query
+    if compute.attention == "cudnn" or (compute.attention == "auto" and platform != "cpu" and itemsize == 2):
         # Flash attention saves its output and one sum per row.
-        return saved + (0 if m.recompute.att else heads * (m.head_dim * itemsize + 4)), 0
+        return saved + (0 if compute.recompute.att else heads * (segment.heads.channels * itemsize + 4)), 0
     return saved, (4 if platform == "cpu" else 2) * heads * S * 4
 
 
@@ -321,9 +369,9 @@ def _in_fp8(params, layer):
     return jax.eval_shape(lambda w: quantise_with_one_scale(params, w, quantize.DTYPES["fp8"]), layer)
 
 
-def _shard_sizes(run: assembly.Assembly, of_class) -> list[int]:
-    """Elements of each of the blocks' parameters on one device, of one layer, from the layouts of a class."""
-    pairs = zip(jax.tree.leaves(run.params["blocks"]), jax.tree.leaves(of_class), strict=True)
+def _shard_sizes(run: assembly.Assembly, of_class, segment: Segment) -> list[int]:
+    """Elements of each parameter of one layer of a segment on one device, from the layouts of a class."""
+    pairs = zip(jax.tree.leaves(segment.params), jax.tree.leaves(of_class), strict=True)
     n = run.mesh.shape[SHARD]
     return [math.prod(p.shape) // (1 if layout.sharded_dim is None else n) for p, layout in pairs]
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.dispatch import Unserved
-from surojax.assembly import Assembly, from_config, model_config
+from surojax.assembly import Assembly, compute, from_config
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
@@ -28,17 +28,16 @@ from surojax.models.attention import attend, fits_cudnn
 from surojax.numerics.quantize import is_quantized
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement import table as placement
+from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, make_mesh, mesh_shape
-from surojax.placement.table import Home
+from surojax.placement.param import OUTER
 from surojax.planner import advice, aot, fit, hlo, traffic
 from surojax.planner.advice import GiB, Memory
 from surojax.planner.gpus import GPUS
 from surojax.step import train_step as step
-from surojax.step.file_step import FileStep
+from surojax.step.file_step import FileStep, Program
 from surojax.step.state_plan import bytes_per_device
-
-HOMES: tuple[Home, ...] = ("device", "host", "nvme")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +139,7 @@ def checked(config: Config, gpu: str) -> Config:
         c.attention = "cudnn" if fits_cudnn(c.model_dtype, configs.head_dim(c)) else "xla"
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
-    check_recipe(model_config(c).precision, f"a {gpu}", GPUS[gpu])
+    check_recipe(compute(c).precision, f"a {gpu}", GPUS[gpu])
     return c
 
 
@@ -157,7 +156,7 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
     )
     parts = programs(run, mesh, batch)
     try:
-        done = [(aot.compile_for(f, args, mesh, options), times) for f, args, times in parts]
+        done = [(aot.compile_for(part.function, part.arguments, mesh, options), part.times) for part in parts]
     except Unserved as error:
         raise fit.unserved(error) from error
     textbook = traffic.collective_bytes(run, batch)
@@ -165,13 +164,16 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
     copies = [(hlo.host_copies(module), times) for module, times in modules]
     again = [(hlo.rematerialised(module), times) for module, times in modules]
     total = lambda pairs, name: sum(times * getattr(x, name) for x, times in pairs)
-    others = [beside(run, args) for _, args, _ in parts]
-    most = lambda name, home: max(getattr(x, name) + rest[home] for (x, _), rest in zip(done, others, strict=True))
+
+    def most(name: str, home: Home) -> int:
+        """The largest of the programs' bytes in a memory, with the state that they do not take."""
+        return max(getattr(x, name) + others(run, part, home) for (x, _), part in zip(done, parts, strict=True))
+
     return _sizes(run) | {
         "estimate": False,
-        "device_bytes": most("device_bytes", "device"),
+        "device_bytes": most("device_bytes", DEVICE),
         "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x, _ in done),
-        "host_bytes": most("host_bytes", "host"),
+        "host_bytes": most("host_bytes", HOST),
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x, _ in done),
         "classes": classes(run, batch),
         "collectives": _beside(hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), textbook),
@@ -203,28 +205,20 @@ def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
         ) from error
 
 
-def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> list[tuple[Any, tuple, int]]:
-    """(jitted function, its arguments, how often it runs in a step) for each program that makes up a step."""
+def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> list[Program]:
+    """The programs that make up a step."""
     shape = (batch.microbatches, batch.sequences * mesh.size, batch.sequence_len)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh.abstract_mesh))
     train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh)
     if isinstance(train_step, FileStep):
         return train_step.programs(tokens, tokens)
-    return [(train_step, (run.plan, tokens, tokens), 1)]
+    return [Program(train_step, (run.plan, tokens, tokens), 1)]
 
 
-def beside(run: Assembly, args) -> dict[Home, int]:
-    """Bytes per GPU that are in memory while a program of a step runs which does not take them.
-
-    That is state for the step's other programs, and layers from files: one is read ahead; in the update, where one is
-    the program's and one its result, another is written.
-    """
-    taken = {id(x) for x in jax.tree.leaves(args)}
-    rest = [x for x in jax.tree.leaves(run.plan) if id(x) not in taken]
-    layer = bytes_per_device(run.plan, "nvme") // run.model.num_hidden_layers
-    layers = 1 if any(x is run.plan.step for x in jax.tree.leaves(args)) else fit.NVME_LAYERS - 2
-    in_memory = lambda home: bytes_per_device(rest, home)
-    return {"device": in_memory("device"), "host": in_memory("host") + layers * layer}
+def others(run: Assembly, program: Program, home: Home) -> int:
+    """Bytes per GPU that are in a memory while a program of a step runs that does not take them."""
+    layer = bytes_per_device(run.plan, NVME) // run.model.num_layers
+    return bytes_per_device(program.others, home) + (program.layers_read * layer if home == HOST else 0)
 
 
 def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
@@ -254,7 +248,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
 
 
 def _sizes(run: Assembly) -> dict[str, Any]:
-    return {"parameters": run.num_parameters, "mesh": dict(run.mesh.shape)}
+    return {"parameters": run.model.num_parameters, "mesh": dict(run.mesh.shape)}
 
 
 def _beside(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
@@ -269,20 +263,22 @@ def _beside(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -
 def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
     """Bytes per GPU of each row of the placement table, by the memory where they rest."""
     need = fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
-    blocks = jax.tree.leaves(run.plan.weights["blocks"], is_leaf=is_quantized)
+    weights = dict(run.plan.weights)
+    outer = weights.pop(OUTER)
+    blocks = jax.tree.leaves(weights, is_leaf=is_quantized)
     state = run.plan._asdict() | {
         "weights": [x for x in blocks if not is_quantized(x)],
         "quants": [x for x in blocks if is_quantized(x)],
-        "outer": run.plan.weights["outer"],
+        "outer": outer,
     }
     inside = {"grads": "gradients", "residuals": "activations"}
 
     def row(name: str) -> dict[str, int]:
-        found: dict[str, int] = dict.fromkeys(HOMES, 0)
+        found = {home.name: 0 for home in HOMES}
         if name in inside:
             return found | need[inside[name]]
         for home in HOMES:
-            found[home] = bytes_per_device(state.get(name), home)
+            found[home.name] = bytes_per_device(state.get(name), home)
         return found
 
     rows = vars(run.engine.table).items()

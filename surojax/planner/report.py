@@ -1,9 +1,10 @@
 """A plan as text: what `python -m surojax.plan` prints."""
 
+from surojax.placement.home import HOMES
 from surojax.planner import aot, fit
 from surojax.planner.advice import gib, memory_unit
 from surojax.planner.gpus import GPUS
-from surojax.planner.plan import HOMES, Plan
+from surojax.planner.plan import Plan
 
 RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
 
@@ -18,9 +19,9 @@ def table(p: Plan) -> str:
     totals = [p.device_bytes, p.host_bytes, p.nvme_bytes]
     name, unit = memory_unit(max(totals))
     row = lambda name, sizes: f"  {name:<16}{cells(sizes, unit)}"
-    lines += ["", f"  {f'{name} per GPU':<16}" + "".join(f"{home:>10}" for home in HOMES)]
-    lines += [row(name, [sizes[home] for home in HOMES]) for name, sizes in p.classes.items()]
-    rest = [t - sum(sizes[home] for sizes in p.classes.values()) for t, home in zip(totals, HOMES, strict=True)]
+    lines += ["", f"  {f'{name} per GPU':<16}" + "".join(f"{home.name:>10}" for home in HOMES)]
+    lines += [row(name, [sizes[home.name] for home in HOMES]) for name, sizes in p.classes.items()]
+    rest = [t - sum(sizes[home.name] for sizes in p.classes.values()) for t, home in zip(totals, HOMES, strict=True)]
     lines += [row("working space", [max(0, r) for r in rest]), row("total", totals)]
     again = p.rematerialised
     what = f"{again['count']:,} operations, {gib(again['bytes'])} of results, most in {again['largest']}"

@@ -32,9 +32,8 @@ from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import REPLICATE, SHARD
-from surojax.placement.param import Kind, Param
+from surojax.placement.param import OUTER, Kind, Param
 from surojax.planner.gpus import Gpu
-from surojax.run.metrics import flops_per_token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     sent = dict.fromkeys([*((op, SHARD) for op in ops), ("all-reduce", REPLICATE)], 0.0)
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
     ring = (n - 1) / n
-    blocks, kept = _sizes(run, "blocks")
+    blocks, kept = _sizes(run, *_segments(run))
     gathered = _in_8_bits(run, vectors=work) if table.quants.dtype else work * blocks
     sent["all-gather", SHARD] += ring * (2 * k * gathered if table.weights.sharded else work * blocks)
     rounds, itemsize = (k, work) if table.grads.sharded else (1, accum)
@@ -70,12 +69,12 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
 
     outer = sum(  # weights that are stored in shards are not moved
         math.prod(p.shape)
-        for p, master, weights in _with_layouts(run, "outer")
+        for p, master, weights in _with_layouts(run, OUTER)
         if master.sharded_dim is not None and weights.stored != master.stored
     )
     sent["all-gather", SHARD] += ring * work * outer
     sent[reduce, SHARD] += ring * accum * outer
-    sharded_outer, kept_outer = _sizes(run, "outer")
+    sharded_outer, kept_outer = _sizes(run, OUTER)
     sent["all-reduce", SHARD] += 2 * ring * accum * kept_outer
     if table.outer.sharded:
         x, ids = batch.tokens * run.model.hidden_size * work, batch.tokens * 4
@@ -85,43 +84,57 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
         sent["all-reduce", SHARD] += k * 2 * (n - 1) * 2 * ids  # largest logit and sum of exponentials, float32
     if run.optimizer.matrices.gathers:  # normuon.py
         matrices = sum(
-            math.prod(p.shape)
-            for p, master, _ in _with_layouts(run, "blocks")
+            segment.num_layers * math.prod(p.shape)
+            for segment in run.model.segments
+            for p, master, _ in _with_layouts(run, segment.name)
             if master.sharded_dim is not None and p.kind is Kind.MATRIX
         )
-        sent["all-gather", SHARD] += ring * work * run.model.num_hidden_layers * matrices
+        sent["all-gather", SHARD] += ring * work * matrices
     parameters = blocks / n + kept + sharded_outer / n + kept_outer
     sent["all-reduce", REPLICATE] += 2 * (replicas - 1) / replicas * accum * parameters
     return {key: round(size) for key, size in sent.items() if size}
 
 
-def _with_layouts(run: Assembly, part: str) -> list[tuple[Param, Layout, Layout]]:
-    """(param, layout of its master weights, of its work weights) of the parameters of a part of the model."""
+def _segments(run: Assembly) -> list[str]:
+    return [segment.name for segment in run.model.segments]
+
+
+def _with_layouts(run: Assembly, section: str) -> list[tuple[Param, Layout, Layout]]:
+    """(param, layout of its master weights, of its work weights) of the parameters of a section of the model."""
     layouts = run.engine.layouts
-    trees = run.params[part], layouts.master[part], layouts.weights[part]
+    trees = run.params[section], layouts.master[section], layouts.weights[section]
     return list(zip(*map(jax.tree.leaves, trees), strict=True))
 
 
-def _sizes(run: Assembly, part: str) -> tuple[int, int]:
-    """Parameters of a part of the model whose state is sharded, and those whose state is replicated."""
-    layers = run.model.num_hidden_layers if part == "blocks" else 1
-    rows = _with_layouts(run, part)
-    sharded = sum(math.prod(p.shape) for p, master, _ in rows if master.sharded_dim is not None)
-    replicated = sum(math.prod(p.shape) for p, master, _ in rows if master.sharded_dim is None)
-    return layers * sharded, layers * replicated
+def _sizes(run: Assembly, *sections: str) -> tuple[int, int]:
+    """Parameters of sections of the model whose state is sharded, and those whose state is replicated."""
+    layers = {segment.name: segment.num_layers for segment in run.model.segments} | {OUTER: 1}
+    sharded = 0
+    replicated = 0
+    for section in sections:
+        for p, master, _ in _with_layouts(run, section):
+            size = layers[section] * math.prod(p.shape)
+            if master.sharded_dim is None:
+                replicated += size
+            else:
+                sharded += size
+    return sharded, replicated
 
 
 def _in_8_bits(run: Assembly, vectors: int) -> float:
-    """Bytes of the blocks' sharded parameters: matrices in 8 bits with their scales, vectors with so many bytes a
+    """Bytes of the layers' sharded parameters: matrices in 8 bits with their scales, vectors with so many bytes a
     number."""
-    n, total = run.mesh.shape[SHARD], 0.0
-    for p, master, _ in _with_layouts(run, "blocks"):
-        if master.sharded_dim is None:
-            continue
-        row = p.shape[-1] // (n if master.sharded_dim == len(p.shape) - 1 else 1)
-        scale = 0 if run.engine.table.one_scale else 4 / block_size(row)  # one is shared, not gathered
-        total += math.prod(p.shape) * (1 + scale if p.kind is Kind.MATRIX else vectors)
-    return run.model.num_hidden_layers * total
+    n = run.mesh.shape[SHARD]
+    total = 0.0
+    for segment in run.model.segments:
+        for p, master, _ in _with_layouts(run, segment.name):
+            if master.sharded_dim is None:
+                continue
+            row = p.shape[-1] // (n if master.sharded_dim == len(p.shape) - 1 else 1)
+            scale = 0 if run.engine.table.one_scale else 4 / block_size(row)  # one is shared, not gathered
+            number = 1 + scale if p.kind is Kind.MATRIX else vectors
+            total += segment.num_layers * math.prod(p.shape) * number
+    return total
 
 
 def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dict[str, float]:
@@ -130,16 +143,18 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     The recipe's are those of the blocks' matrices, in the layers where it holds; attention and head are in model_dtype.
     again: with what is computed a second time where blocks are recomputed.
     """
-    m, found = run.model, collections.defaultdict[str, float](float)
-    sizes = m.num_hidden_layers, m.num_attention_heads, m.head_dim, sequence_len
-    in_blocks = m.num_matmul_params - m.vocab_size * m.hidden_size
-    total = flops_per_token(m.num_matmul_params, *sizes) + (flops_per_token(in_blocks, *sizes) / 3 if again else 0)
-    for start, stop, on in m.precision.ranges(m.num_hidden_layers):
-        matrices = in_blocks * (stop - start) / m.num_hidden_layers
-        forward, backward = _operands(m.precision, on, run.engine.table.weights.dtype)
-        found[forward] += (4 if again else 2) * matrices
-        found[backward] += 4 * matrices
-    found[run.engine.table.weights.dtype] += total - sum(found.values())
+    model = run.model
+    work_dtype = run.engine.table.weights.dtype
+    found = collections.defaultdict[str, float](float)
+    attention = sum(segment.attention_flops(sequence_len) for segment in model.segments)
+    total = 3 * (2.0 * model.num_matmul_params + attention)  # one pass forward, two backward
+    total += 2.0 * model.block_matmul_params + attention if again else 0
+    for segment in model.segments:
+        for variant in segment.variants:
+            forward, backward = _operands(model.precision, variant.recipe_enabled, work_dtype)
+            found[forward] += (4 if again else 2) * segment.matmul_size
+            found[backward] += 4 * segment.matmul_size
+    found[work_dtype] += total - sum(found.values())
     return dict(found)
 
 
@@ -157,8 +172,9 @@ def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
     """FLOPs of a step on each GPU, recomputation of the blocks included, as `token_flops` has them."""
     per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
     found = {dtype: size * batch.tokens * batch.microbatches for dtype, size in per_token.items()}
-    matrices = [p.shape for p in jax.tree.leaves(run.params["blocks"]) if p.kind is Kind.MATRIX]
-    found[run.engine.table.weights.dtype] += run.optimizer.matrices.flops(matrices, run.model.num_hidden_layers)
+    for segment in run.model.segments:
+        matrices = [p.shape for p in jax.tree.leaves(segment.params) if p.kind is Kind.MATRIX]
+        found[run.engine.table.weights.dtype] += run.optimizer.matrices.flops(matrices, segment.num_layers)
     return found
 
 
@@ -174,16 +190,17 @@ def device_traffic(run: Assembly, batch: Batch) -> int:
     engine, n, k = run.engine, run.mesh.shape[SHARD], batch.microbatches
     table = engine.table
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
-    size = lambda part: sum(_sizes(run, part))
+    in_layers = sum(_sizes(run, *_segments(run)))
+    in_outer = sum(_sizes(run, OUTER))
     passes = 3 if engine.recompute_block else 2
     rests = 1 if table.persistent_quants else work
-    weights = k * (passes * rests * size("blocks") + 3 * work * size("outer") / (n if table.outer.sharded else 1))
-    gradients = 2 * k * accum * size("blocks") / (n if table.grads.sharded else 1)
+    weights = k * (passes * rests * in_layers + 3 * work * in_outer / (n if table.outer.sharded else 1))
+    gradients = 2 * k * accum * in_layers / (n if table.grads.sharded else 1)
     state = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves((run.plan.master, run.plan.moments))
     )
-    residuals = 2 * k * run.model.num_hidden_layers * batch.tokens * run.model.hidden_size * work
+    residuals = 2 * k * run.model.num_layers * batch.tokens * run.model.hidden_size * work
     return round(weights + gradients + 2 * state + residuals)
 
 

@@ -38,10 +38,21 @@ import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
 from surojax.errors import CheckpointError, ConfigError
-from surojax.memory.host import MEMORY_KIND, put
+from surojax.memory.host import put
 from surojax.memory.nvme import THREADS, InFile, NvmeError, store_of
+from surojax.placement.home import DEVICE, HOST
+from surojax.placement.param import OUTER
 from surojax.run.checksum import checksums, name_of
-from surojax.step.state import TrainState, cast, fill_layers, shardings, work_function, work_weights
+from surojax.step.state import (
+    TrainState,
+    cast,
+    fill_layers,
+    segment_names,
+    shardings,
+    work_dtype,
+    work_function,
+    work_weights,
+)
 
 FOLDER = "checkpoints"
 FILES = "files.json"
@@ -207,16 +218,22 @@ def _history(path: Path, plan: TrainState):
 
 def _work_weights(master, plan: TrainState):
     """The work weights of restored master weights."""
-    files, structure = jax.tree.flatten(master["blocks"])
-    if not isinstance(files[0], InFile):
+    if not any(isinstance(x, InFile) for x in jax.tree.leaves(master)):
         return jax.jit(lambda master: work_weights(master, plan), out_shardings=shardings(plan.weights))(master)
-    planned = plan.weights["outer"]
-    outer = jax.jit(lambda x: cast(put(x, "device"), planned), out_shardings=shardings(planned))(master["outer"])
-    on_device = lambda f, l: jax.device_put(f.read(l), f.layer_sharding(MEMORY_KIND["device"]))
-    work = jax.jit(work_function(plan))
-    layer = lambda l: (work(structure.unflatten([on_device(f, l) for f in files])), ())
-    blocks, _ = fill_layers(plan.weights["blocks"], (), layer)
-    return {"blocks": blocks, "outer": outer}
+    planned = plan.weights[OUTER]
+    outer = jax.jit(lambda x: cast(put(x, DEVICE), planned), out_shardings=shardings(planned))(master[OUTER])
+    (name,) = segment_names(master)  # `state_plan` refuses several
+    files, structure = jax.tree.flatten(master[name])
+    work = jax.jit(work_function(plan.weights[name], work_dtype(plan)))
+
+    def on_device(file: InFile, l: int) -> jax.Array:
+        return jax.device_put(file.read(l), file.layer_sharding(DEVICE))
+
+    def layer(l: int):
+        return work(structure.unflatten([on_device(file, l) for file in files])), ()
+
+    stacks, _ = fill_layers(plan.weights[name], (), layer)
+    return {name: stacks, OUTER: outer}
 
 
 def restore_weights(path: Path, plan: dict) -> dict:
@@ -258,7 +275,7 @@ def _apart(tree):
 
 
 def _in_host(x) -> bool:
-    return isinstance(x, jax.Array) and x.sharding.memory_kind == MEMORY_KIND["host"]
+    return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST.memory_kind
 
 
 def _load(path: Path, items: dict) -> dict:
@@ -320,7 +337,7 @@ def _by_layer(tree):
     """Options for saving: stacks of layers in chunks of one layer (of one shard)."""
 
     def options(path, x):
-        if name_of(path[:1]) != "blocks":
+        if name_of(path[:1]) == OUTER:
             return ocp.SaveArgs()
         shard = x.shape if isinstance(x, InFile) else x.sharding.shard_shape(x.shape)
         return ocp.SaveArgs(chunk_byte_size=math.prod(shard[1:]) * x.dtype.itemsize, shard_axes=(0,))

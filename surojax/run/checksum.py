@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax.memory.host import Device, move, read
+from surojax.memory.host import move, read
 from surojax.memory.nvme import InFile
+from surojax.placement.home import DEVICE
 
 
 def name_of(path, separator: str = ".") -> str:
@@ -42,9 +43,9 @@ def _checksum(x: jax.Array, *, stacked: bool):
         total, finite = _checksum_part(read(x, l), _first_word(x.shape, l))
         return found[0] + total, found[1] & finite
 
-    if stacked and jax.typeof(x).memory_space != Device:
+    if stacked and jax.typeof(x).memory_space != DEVICE.space:
         return jax.lax.fori_loop(0, x.shape[0], layer, (jnp.uint32(0), jnp.bool(True)))
-    return _checksum_part(move(x, Device), 0)
+    return _checksum_part(move(x, DEVICE.space), 0)
 
 
 def _checksum_of_file(file: InFile) -> tuple[int, bool]:

@@ -37,13 +37,14 @@ import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import read
+from surojax.models.model import Segment, Variant
 from surojax.numerics.fp8 import delayed_scales, extended, new_observed
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
 from surojax.placement.mesh import DATA
+from surojax.placement.param import OUTER
 from surojax.step.gradients import (
     Accumulators,
-    HeadParts,
     accumulators,
     add,
     finish,
@@ -62,8 +63,8 @@ __all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
 class Gradients(NamedTuple):
     """What forward and backward leave for the update.
 
-    loss: mean in nats per label over all microbatches and devices. grads: as `gradients.finish` leaves them. norm: the
-    global norm of these. history: of recipe fp8_hybrid, else None.
+    loss: mean in nats per label over all microbatches and devices, plus the mean of the blocks' auxiliary losses.
+    grads: as `gradients.finish` leaves them. norm: the global norm of these. history: of recipe fp8_hybrid, else None.
     """
 
     loss: jax.Array
@@ -75,24 +76,46 @@ class Gradients(NamedTuple):
 class MicrobatchCarry(NamedTuple):
     """The carry of the loop over microbatches.
 
-    loss: summed so far, on this device. squares: of the accumulators, complete after the last microbatch. prefetched:
-    weights of the next forward pass. observed: largest magnitudes so far, for delayed scales.
+    loss: summed so far, on this device; auxiliary: likewise, None if no block has one. squares: of the accumulators,
+    complete after the last microbatch. prefetched: by segment, weights of the next forward pass. observed: largest
+    magnitudes so far, for delayed scales.
     """
 
     grads: Accumulators
     loss: jax.Array
+    auxiliary: jax.Array | None
     squares: Squares
-    prefetched: list
+    prefetched: dict[str, list]
     observed: Any
+
+
+class Forward(NamedTuple):
+    """What a segment's forward pass leaves: its output, auxiliary losses summed, residuals, and prefetched weights."""
+
+    x_BSD: jax.Array
+    auxiliary: jax.Array | None
+    residuals: Residuals
+    kept: Kept
+    prefetched: list
+
+
+class ForwardCarry(NamedTuple):
+    """The carry of the loop over layers forward."""
+
+    x_BSD: jax.Array
+    auxiliary: jax.Array | None
+    kept: Kept
 
 
 class BackwardCarry(NamedTuple):
     """The carry of the loop over layers backward.
 
-    deferred: residuals of the layer below, on their way to the device.
+    d_auxiliary: gradient of every auxiliary loss, None if there is none. deferred: residuals of the layer below, in
+    flight to the device.
     """
 
     dx_BSD: jax.Array
+    d_auxiliary: jax.Array | None
     grads: Accumulators
     squares: Squares
     deferred: Any
@@ -109,17 +132,24 @@ def loss_and_gradients(
     recipes that have none. step: number of the step, int32, which random numbers of a recipe follow from.
     """
     model = engine.model
+    microbatches = inputs_ABS.shape[0]
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
-    outer = varying(weights["outer"])
-    layers = Layers(engine, weights["blocks"])
+    has_auxiliary = any(segment.has_auxiliary_loss for segment in model.segments)
+    auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*DATA)[1])
+    d_auxiliary = varying(jnp.float32(auxiliary_scale)) if has_auxiliary else None
+    outer = varying(weights[OUTER])
     sharded = engine.table.outer.sharded
-    recipe_inputs = recipe_inputs_of(engine, history, step, inputs_ABS.shape[0], scale)
+    segments = {segment.name: Layers(engine, segment, weights[segment.name]) for segment in model.segments}
+    recipe_inputs = recipe_inputs_of(engine, history, step, microbatches, scale)
 
     def microbatch(a, carry: MicrobatchCarry, *, last: bool) -> MicrobatchCarry:
         inputs_BS, labels_BS = read((inputs_ABS, labels_ABS), a)
         of_layer = functools.partial(recipe_inputs, a)
         x_BSD = embed(outer, inputs_BS, sharded)
-        x_BSD, residuals, kept, prefetched = forward(engine, layers, x_BSD, carry.prefetched, of_layer)
+        passes: dict[str, Forward] = {}
+        for name, layers in segments.items():
+            passes[name] = forward(engine, layers, x_BSD, carry.prefetched[name], of_layer)
+            x_BSD = passes[name].x_BSD
         loss, dx_BSD, d_outer = head(
             model,
             outer,
@@ -132,33 +162,25 @@ def loss_and_gradients(
             z_loss=engine.z_loss,
         )
         grads = carry.grads._replace(outer=d_outer)
-        grads = HeadParts.begin(engine, grads) if last else grads
-
-        def backward(layer: Layer, prefetched, carry: BackwardCarry):
-            l = layer.number
-            saved, deferred = residuals.take(kept.stack, carry.deferred, l)
-            grads, sums = read_accumulator(engine, carry.grads, l)
-            dx_BSD = carry.dx_BSD
-            if engine.recompute_block and engine.table.weights.sharded:
-                # The next weights are gathered while the block is recomputed, gradients are reduced while it is
-                # differentiated: one after the other, or the scheduler puts the gather behind the last gradient.
-                dx_BSD, gathered = jax.lax.optimization_barrier((dx_BSD, prefetched[0]))
-                prefetched = gathered, *prefetched[1:]
-            dw, dx_BSD, seen = block_backward(engine, layer, saved, dx_BSD, of_layer(l))
-            grads, squares = push(engine, grads, sums, dw, l, first=a == 0, last=last)
-            observed = jax.tree.map(lambda old, new: old.at[l].max(new), carry.observed, seen)
-            return BackwardCarry(dx_BSD, grads, add(carry.squares, squares), deferred, observed), prefetched
-
-        start = BackwardCarry(dx_BSD, grads, collectives.no_squares(), kept.deferred, carry.observed)
-        done, prefetched = layers.loop(backward, start, prefetched, reverse=True)
+        done = BackwardCarry(dx_BSD, d_auxiliary, grads, collectives.no_squares(), None, carry.observed)
+        prefetched = {}
+        for name, layers in reversed(segments.items()):
+            push_layer = functools.partial(push, engine, layers.segment, first=a == 0, last=last)
+            done, prefetched[name] = backward(engine, layers, done, passes[name], of_layer, push_layer)
         d_outer = push_embed(done.grads.outer, inputs_BS, done.dx_BSD, sharded)
         grads = done.grads._replace(outer=d_outer)
-        return MicrobatchCarry(grads, carry.loss + loss, done.squares, prefetched, done.observed)
+        auxiliary = [carry.auxiliary, *(passed.auxiliary for passed in passes.values() if passed.auxiliary is not None)]
+        total = functools.reduce(add, auxiliary)
+        return MicrobatchCarry(grads, carry.loss + loss, total, done.squares, prefetched, done.observed)
 
-    observed = varying(new_observed(history))
-    zero = varying(jnp.float32(0))
-    carry = MicrobatchCarry(accumulators(engine, weights), zero, collectives.no_squares(), layers.first(), observed)
-    microbatches = inputs_ABS.shape[0]
+    carry = MicrobatchCarry(
+        grads=accumulators(engine, weights),
+        loss=varying(jnp.float32(0)),
+        auxiliary=varying(jnp.float32(0)) if has_auxiliary else None,
+        squares=collectives.no_squares(),
+        prefetched={name: layers.first() for name, layers in segments.items()},
+        observed=varying(new_observed(history)),
+    )
     peeled = sums_in_last_microbatch(engine)
     if peeled < microbatches:
         looped = functools.partial(microbatch, last=not peeled)
@@ -166,19 +188,21 @@ def loss_and_gradients(
     if peeled:
         carry = microbatch(microbatches - 1, carry, last=True)
     loss = collectives.add_up(carry.loss, *DATA) * scale
+    if carry.auxiliary is not None:
+        loss = loss + collectives.add_up(carry.auxiliary, *DATA) * auxiliary_scale
     grads, norm = finish(engine, carry.grads, carry.squares)
     return Gradients(loss, grads, norm, extended(history, collectives.largest_of_devices(carry.observed)))
 
 
 def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: jax.Array) -> Callable:
-    """A function (microbatch a, layer l) -> `recipe_inputs` of `ModelFunctions`.
+    """A function (microbatch a, number of a layer) -> `recipe_inputs` of a `Segment`'s block.
 
     scale: of the loss in the gradient, which tells the first step how large gradients may be.
     """
-    precision = engine.model.precision
-    num_layers = engine.model.num_layers
+    model = engine.model
+    precision = model.precision
     if precision.delayed:
-        scales = delayed_scales(history, precision.margin, scale)
+        scales = delayed_scales(history, model.sites, precision.margin, scale)
         return lambda a, l: scales[l]
     if precision.recipe == "nvfp4":
         device, devices = collectives.device_number(*DATA)
@@ -187,61 +211,93 @@ def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: ja
             return jnp.asarray(i, jnp.uint32)
 
         def seed(a, l) -> jax.Array:
-            return ((word(step) * microbatches + word(a)) * num_layers + word(l)) * devices + word(device)
+            return ((word(step) * microbatches + word(a)) * model.num_layers + word(l)) * devices + word(device)
 
         return seed
     return lambda a, l: None
 
 
-def block_forward(engine: Engine, layer: Layer, x_BSD: jax.Array, recipe_inputs):
-    """(the block of x, residuals: x itself if the block is recomputed)."""
-    model = engine.model
+def block_forward(engine: Engine, segment: Segment, layer: Layer, x_BSD: jax.Array, recipe_inputs):
+    """((the block of x, its auxiliary loss), residuals: x itself if the block is recomputed)."""
     if engine.recompute_block:
-        return model.block(layer.weights, x_BSD, recipe_inputs, layer.recipe_enabled), x_BSD
-    return model.block_forward(layer.weights, x_BSD, recipe_inputs, layer.recipe_enabled)
+        return segment.block(layer.weights, x_BSD, recipe_inputs, layer.variant), x_BSD
+    return segment.block_forward(layer.weights, x_BSD, recipe_inputs, layer.variant)
 
 
-def block_backward(engine: Engine, layer: Layer, saved, dy_BSD: jax.Array, recipe_inputs):
-    """(dw, dx, observed) from the residuals, see `ModelFunctions.block_backward`."""
-    model = engine.model
+def block_backward(engine: Engine, segment: Segment, layer: Layer, saved, d_result, recipe_inputs):
+    """(dw, dx, observed) from the residuals, see `Segment`."""
     if engine.recompute_block:
-        saved = model.block_forward(layer.weights, saved, recipe_inputs, layer.recipe_enabled)[1]
-    return model.block_backward(layer.weights, saved, dy_BSD, recipe_inputs, layer.recipe_enabled)
+        saved = segment.block_forward(layer.weights, saved, recipe_inputs, layer.variant)[1]
+    return segment.block_backward(layer.weights, saved, d_result, recipe_inputs, layer.variant)
 
 
-def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, prefetched, recipe_inputs: Callable):
-    """All blocks: (output, Residuals, what they keep, prefetched). recipe_inputs: of a layer's number."""
+def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, prefetched, recipe_inputs: Callable) -> Forward:
+    """All blocks of a segment. recipe_inputs: of the number of a layer."""
+    segment = layers.segment
 
-    def residuals_of_layer(x_BSD):
-        stack, enabled = layers.prefetches[0].part.stack, layers.recipe_enabled[0]
-        layer = Layer(0, enabled, fetch(engine, stack, 0, enabled))  # all layers have the same shapes
-        return block_forward(engine, layer, x_BSD, recipe_inputs(0))[1]
+    def residuals_of(variant: Variant, x_BSD):
+        stack = layers.prefetches[0].part.stack  # all layers of a segment have the same shapes
+        layer = Layer(0, segment.start, variant, fetch(engine, segment, stack, 0, variant))
+        return block_forward(engine, segment, layer, x_BSD, recipe_inputs(layer.number))[1]
 
-    residuals = Residuals(
-        engine.model.num_layers, engine.table.residuals.home, jax.eval_shape(residuals_of_layer, x_BSD)
-    )
+    variants = dict.fromkeys(segment.variants)
+    saved = {variant: jax.eval_shape(functools.partial(residuals_of, variant), x_BSD) for variant in variants}
+    residuals = Residuals(segment.num_layers, engine.table.residuals.home, saved)
 
-    def one(layer: Layer, prefetched, carry: tuple[jax.Array, Kept]):
-        x_BSD, kept = carry
-        x_BSD, values = block_forward(engine, layer, x_BSD, recipe_inputs(layer.number))
-        return (x_BSD, residuals.keep(kept, values, layer.number)), prefetched
+    def one(layer: Layer, prefetched, carry: ForwardCarry):
+        (x_BSD, auxiliary), values = block_forward(engine, segment, layer, carry.x_BSD, recipe_inputs(layer.number))
+        kept = residuals.keep(carry.kept, values, layer.index)
+        return ForwardCarry(x_BSD, add(carry.auxiliary, auxiliary), kept), prefetched
 
-    (x_BSD, kept), prefetched = layers.loop(one, (x_BSD, residuals.first()), prefetched)
-    return x_BSD, residuals, kept, prefetched
+    auxiliary = varying(jnp.float32(0)) if segment.has_auxiliary_loss else None
+    done, prefetched = layers.loop(one, ForwardCarry(x_BSD, auxiliary, residuals.first()), prefetched)
+    return Forward(done.x_BSD, done.auxiliary, residuals, done.kept, prefetched)
+
+
+def backward(
+    engine: Engine, layers: Layers, carry: BackwardCarry, passed: Forward, recipe_inputs: Callable, push_layer: Callable
+):
+    """(BackwardCarry, prefetched) after all blocks of a segment in reverse.
+
+    passed: the segment's forward pass. push_layer: `push` of the segment in this microbatch.
+    """
+    segment = layers.segment
+
+    def one(layer: Layer, prefetched, carry: BackwardCarry):
+        l = layer.index
+        saved, kept = passed.residuals.take(passed.kept._replace(deferred=carry.deferred), l, layer.variant)
+        grads, sums = read_accumulator(engine, segment, carry.grads, l)
+        dx_BSD = carry.dx_BSD
+        if engine.recompute_block and engine.table.weights.sharded:
+            # The next weights are gathered while the block is recomputed, gradients are reduced while it is
+            # differentiated: one after the other, or the scheduler puts the gather behind the last gradient.
+            dx_BSD, gathered = jax.lax.optimization_barrier((dx_BSD, prefetched[0]))
+            prefetched = gathered, *prefetched[1:]
+        d_result = dx_BSD, carry.d_auxiliary if segment.has_auxiliary_loss else None
+        dw, dx_BSD, seen = block_backward(engine, segment, layer, saved, d_result, recipe_inputs(layer.number))
+        grads, squares = push_layer(grads, sums, dw, layer)
+        observed = jax.tree.map(lambda old, new: old.at[layer.number].max(new), carry.observed, seen)
+        carry = carry._replace(dx_BSD=dx_BSD, grads=grads, squares=add(carry.squares, squares), observed=observed)
+        return carry._replace(deferred=kept.deferred), prefetched
+
+    carry = carry._replace(deferred=passed.kept.deferred)
+    done, prefetched = layers.loop(one, carry, passed.prefetched, reverse=True)
+    return done._replace(deferred=None), prefetched
 
 
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array):
-    """(summed loss in nats, labels counted) over all devices; forward only."""
-    model = engine.model
-    outer = varying(weights["outer"])
-    layers = Layers(engine, weights["blocks"])
+    """(summed loss in nats, labels counted) over all devices; forward only, without auxiliary losses."""
+    outer = varying(weights[OUTER])
     sharded = engine.table.outer.sharded
+    x_BSD = embed(outer, inputs_BS, sharded)
+    for segment in engine.model.segments:
+        layers = Layers(engine, segment, weights[segment.name])
 
-    def block(layer: Layer, prefetched, x_BSD):
-        return model.block(layer.weights, x_BSD, None, layer.recipe_enabled), prefetched
+        def block(layer: Layer, prefetched, x_BSD, segment=segment):
+            return segment.block(layer.weights, x_BSD, None, layer.variant)[0], prefetched
 
-    x_BSD, _ = layers.loop(block, embed(outer, inputs_BS, sharded), layers.first())
-    total = loss(model, outer, x_BSD, labels_BS, chunks=engine.lmhead_chunks, sharded=sharded)
+        x_BSD, _ = layers.loop(block, x_BSD, layers.first())
+    total = loss(engine.model, outer, x_BSD, labels_BS, chunks=engine.lmhead_chunks, sharded=sharded)
     return collectives.add_up(total, *DATA), count(labels_BS)
 
 

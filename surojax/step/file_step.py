@@ -4,22 +4,39 @@ layer, called for each while threads read the next layer and write the last one.
 import copy
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import MEMORY_KIND, Part, joined, parts, put, read, write
+from surojax.memory.host import Part, joined, parts, put, read, write
 from surojax.memory.nvme import InFile, store_of
 from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer, UpdateContext
+from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding, specs
+from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
 from surojax.step.engine import loss_and_gradients
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
 from surojax.step.update import Tensor, each_tensor, update_outer, update_tensor
+
+
+class Program(NamedTuple):
+    """One of the programs that make up a step.
+
+    function: jitted; arguments: planned arrays; times: that it runs in a step. others: the state that is in memory
+    meanwhile although the program does not take it. layers_read: layers from files that are in host memory meanwhile,
+    not counting arguments and results: one is read ahead, and during the update another is written.
+    """
+
+    function: Any
+    arguments: tuple
+    times: int
+    others: Any = ()
+    layers_read: int = 0
 
 
 class FileStep:
@@ -39,24 +56,29 @@ class FileStep:
 
     def __init__(self, engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh):
         self.engine, self.optimizer, self.plan, self.mesh = engine, optimizer, plan, mesh
-        leaves, self.structure = jax.tree.flatten(section(plan, "blocks")[1:])
+        (self.segment,) = engine.model.segments  # `state_plan` refuses several
+        leaves, self.structure = jax.tree.flatten(self._section(plan)[1:])
         self.in_file = [isinstance(x, InFile) for x in leaves]
         self.files = self._pick(leaves, True)
         self.store: Any = store_of(plan)
         self.needed = self._plan_needed()
         self.gradients: Any = self._gradients()
-        self.updates: list[Any] = [self._update(part) for part in parts(plan.weights["blocks"])]
+        self.updates: list[Any] = [self._update(part) for part in parts(self._section(plan).weights)]
+
+    def _section(self, state: TrainState) -> TensorState:
+        """The state of the layers; also of a plan."""
+        return section(state, self.segment.name)
 
     def __call__(self, state: TrainState, inputs_ABS, labels_ABS):
         """Raises NvmeError when the file cannot be read or written; nothing is to be done with the state then."""
         step = int(jax.device_get(state.step)) + 1
-        work, *others = section(state, "blocks")
+        work, *others = self._section(state)
         stacks, updated, L = self._pick(jax.tree.leaves(others), False), [], self.engine.model.num_layers
         virtual = jax.default_backend() == "cpu" and self.mesh.size > 1
         with ThreadPoolExecutor(1, "nvme-ahead") as ahead, ThreadPoolExecutor(1, "nvme-behind") as behind:
             coming, going = ahead.submit(self._read, 0), deque()
             outer, count, history, metrics, needed = self.gradients(
-                section(state, "outer"), state.step, state.history, work, inputs_ABS, labels_ABS
+                section(state, OUTER), state.step, state.history, work, inputs_ABS, labels_ABS
             )
             self.store.begin_update(step)
             for update_layer, (weights, start, stop) in zip(self.updates, parts(work), strict=True):
@@ -75,23 +97,27 @@ class FileStep:
             going.popleft().result()
             self.store.end_update(step)
         master, moments = self._merge(stacks, self.files)
-        return from_sections(count, TensorState(joined(updated), master, moments), outer, history), metrics
+        sections = {self.segment.name: TensorState(joined(updated), master, moments), OUTER: outer}
+        return from_sections(count, sections, history), metrics
 
-    def programs(self, inputs_ABS, labels_ABS) -> list[tuple[Any, tuple, int]]:
-        """(jitted function, its arguments, how often it runs in a step), of planned arrays."""
-        plan, found = self.plan, parts(self.plan.weights["blocks"])
-        rest = section(plan, "outer"), plan.step, plan.history
-        gradients = *rest, plan.weights["blocks"], inputs_ABS, labels_ABS
-        updates = zip(self.updates, found, strict=True)
-        return [
-            (self.gradients, gradients, 1),
-            *((update, self._arguments(part), part.stop - part.start) for update, part in updates),
-        ]
+    def programs(self, inputs_ABS, labels_ABS) -> list[Program]:
+        """All programs of a step, of planned arrays."""
+        plan = self.plan
+        layers = self._section(plan)
+        rest = section(plan, OUTER), plan.step, plan.history
+        in_memory = self._pick(jax.tree.leaves((layers.master, layers.moments)), False)
+        found = [Program(self.gradients, (*rest, layers.weights, inputs_ABS, labels_ABS), 1, in_memory, layers_read=1)]
+        stacks = parts(layers.weights)
+        for update, part in zip(self.updates, stacks, strict=True):
+            others = rest, [other.stack for other in stacks if other.start != part.start]
+            times = part.stop - part.start
+            found.append(Program(update, self._arguments(part), times, others, layers_read=2))
+        return found
 
     def lower(self, plan: TrainState, inputs_ABS, labels_ABS) -> "FileStep":
         """The step with all programs lowered, for the plan that it was made of."""
-        assert plan is self.plan, "a step is lowered for its own plan"
-        return self._with([f.lower(*arguments) for f, arguments, _ in self.programs(inputs_ABS, labels_ABS)])
+        assert jax.tree.structure(plan) == jax.tree.structure(self.plan), "a step is lowered for its own plan"
+        return self._with([x.function.lower(*x.arguments) for x in self.programs(inputs_ABS, labels_ABS)])
 
     def compile(self, compiler_options=None) -> "FileStep":
         """The lowered step, compiled."""
@@ -107,7 +133,7 @@ class FileStep:
 
     def _read(self, l: int) -> list[jax.Array]:
         layers = self.store.read(l, self.files)
-        put_host = lambda f, x: jax.device_put(x, f.layer_sharding(MEMORY_KIND["host"]))
+        put_host = lambda f, x: jax.device_put(x, f.layer_sharding(HOST))
         return [put_host(f, x) for f, x in zip(self.files, layers, strict=True)]
 
     def _write(self, l: int, layer: list[jax.Array]) -> None:
@@ -126,17 +152,17 @@ class FileStep:
         engine, everywhere = self.engine, self.plan.step.sharding
 
         def per_device(outer, step, history, blocks, inputs_ABS, labels_ABS):
-            weights = {"blocks": blocks, "outer": outer.weights}
+            weights = {self.segment.name: blocks, OUTER: outer.weights}
             found = loss_and_gradients(engine, weights, inputs_ABS, labels_ABS, history=history, step=step)
             scalars = optim.scalars(self.optimizer, step, found.norm)
             metrics = {"loss": found.loss, "grad_norm": found.norm, "lr": scalars["lr"]}
             outer = update_outer(engine, self.optimizer, outer, found.grads, scalars)
-            needed = {"grads": found.grads["blocks"], "scalars": scalars, "l": jnp.int32(0)}
+            needed = {"grads": found.grads[self.segment.name], "scalars": scalars, "l": jnp.int32(0)}
             return outer, step + 1, found.history, metrics, needed
 
-        outer, tokens = section(self.plan, "outer"), batch_sharding(self.mesh).spec
+        outer, tokens = section(self.plan, OUTER), batch_sharding(self.mesh).spec
         kept = (outer, self.plan.step, self.plan.history)
-        in_specs = (*specs_of((*kept, self.plan.weights["blocks"])), tokens, tokens)
+        in_specs = (*specs_of((*kept, self._section(self.plan).weights)), tokens, tokens)
         out_specs = (*specs_of(kept), jax.P(), specs_of(self.needed))
         f = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
         out = (*shardings(kept), everywhere, shardings(self.needed))
@@ -145,7 +171,7 @@ class FileStep:
     def _update(self, part: Part):
         def per_device(weights, stacks, layer, needed):
             l = needed["l"]
-            old = self._merge(read(stacks, l), put(layer, "device"))
+            old = self._merge(read(stacks, l), put(layer, DEVICE))
             (master, moments), grads = materialised((old, read(needed["grads"], l)))  # as in host.sweep
             at = UpdateContext(needed["scalars"], l)
 
@@ -154,11 +180,11 @@ class FileStep:
                 return update_tensor(self.engine, self.optimizer, tensor, like, tensor.state, tensor.grad, at)
 
             state = TensorState(weights, master, moments)
-            new = each_tensor(update_one, state, grads, self.engine, "blocks", ordered=False)
+            new = each_tensor(update_one, state, grads, self.engine, self.segment.name, ordered=False)
             work, *new = materialised(tuple(new))
             new = jax.tree.leaves(new)
             stacks = write(stacks, self._pick(new, False), l)
-            return write(weights, work, l - part.start), stacks, put(self._pick(new, True), "host"), l + 1
+            return write(weights, work, l - part.start), stacks, put(self._pick(new, True), HOST), l + 1
 
         arguments = self._arguments(part)
         specs_in = specs_of(arguments)
@@ -168,20 +194,20 @@ class FileStep:
 
     def _arguments(self, part: Part) -> tuple:
         """What an update takes, as `jax.ShapeDtypeStruct`s."""
-        host = lambda f: f.layer_sharding(MEMORY_KIND["host"])
+        host = lambda f: f.layer_sharding(HOST)
         layer = [jax.ShapeDtypeStruct(f.shape[1:], f.dtype, sharding=host(f)) for f in self.files]
-        stacks = self._pick(jax.tree.leaves(section(self.plan, "blocks")[1:]), False)
+        stacks = self._pick(jax.tree.leaves(self._section(self.plan)[1:]), False)
         return part.stack, stacks, layer, self.needed
 
     def _plan_needed(self) -> dict:
         plan, table = self.plan, self.engine.table.grads
-        mesh, memory_kind = plan.step.sharding.mesh, MEMORY_KIND[table.home]
+        mesh, memory_kind = plan.step.sharding.mesh, table.home.memory_kind
 
         def gradient(p, spec):
             sharding = jax.NamedSharding(mesh, spec, memory_kind=memory_kind)
             return jax.ShapeDtypeStruct(p.shape, table.dtype, sharding=sharding)
 
-        grads = jax.tree.map(gradient, plan.master["blocks"], specs(self.engine.layouts.master)["blocks"])
+        grads = jax.tree.map(gradient, self._section(plan).master, specs(self.engine.layouts.master)[self.segment.name])
         planned = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.step.sharding)
         norm = jax.ShapeDtypeStruct((), jnp.float32)
         scalars = jax.tree.map(planned, jax.eval_shape(self.optimizer.scalars, plan.step, norm))

@@ -8,38 +8,50 @@
 Accumulators in host memory lag by one layer: the sums of the layer that was differentiated last are `deferred`, and are
 copied out while the next one computes.
 
-**The head's gradient beside the blocks.** It is complete before the last microbatch's backward pass begins, and large.
-Where it is to be summed over devices, that is done in as many parts as there are layers, one beside each layer
-(`HeadParts`), so that it overlaps their computation.
+The embedding's and the head's gradients are summed over devices once, by finish. Summing the head's in parts during the
+last backward pass would hide a transfer of 0.6 % of a step at most, and costs more than it hides: behind it, XLA waits
+for the MLP's reduce-scatter earlier (docs/LOG.md, 2026-11-22).
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import allocate, parts, read, write
+from surojax.models.model import Segment
 from surojax.numerics.quantize import dequantise_all
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
 from surojax.placement.mesh import DATA, REPLICATE, SHARD
+from surojax.placement.param import OUTER
 from surojax.step.spec import Engine
-from surojax.step.weights import fetch
+from surojax.step.weights import Layer, fetch
+
+
+class LayerSums(NamedTuple):
+    """Sums of the gradients of a segment's layers.
+
+    stack: trees `[L, ...]` in their home. deferred: sums of one layer in flight to host memory; None if the stack is in
+    device memory.
+    """
+
+    stack: Any
+    deferred: Any
 
 
 class Accumulators(NamedTuple):
     """Sums of gradients in a step.
 
-    blocks: stacks `[L, ...]` in their home. outer: of the outer layers, cut as their weights are. deferred: sums of one
-    layer on their way to host memory; None in device memory. head: the head's gradient summed over devices, as far as
-    the last microbatch has come; None without `HeadParts`.
+    layers: by segment. outer: of the outer layers, sharded as their weights are.
     """
 
-    blocks: Any
+    layers: dict[str, LayerSums]
     outer: dict
-    deferred: Any
-    head: Any = None
+
+    def with_layers(self, name: str, **changed) -> "Accumulators":
+        """The accumulators with fields of a segment's `LayerSums` replaced."""
+        return self._replace(layers=self.layers | {name: self.layers[name]._replace(**changed)})
 
 
 def add(tree, more):
@@ -48,17 +60,24 @@ def add(tree, more):
 
 
 def accumulators(engine: Engine, weights) -> Accumulators:
-    """Zeros: the blocks' as the placement says, the outer ones as their weights (summed once per step).
+    """Zeros: the layers' as the placement says, the outer ones as their weights (summed over devices once per step).
 
-    In host memory the blocks' may hold anything; see `push`.
+    In host memory the layers' may hold anything; see `push`.
     """
     row = engine.table.grads
-    layouts = engine.layouts.grads["blocks"]
-    num_layers = engine.model.num_layers
-    stack = parts(weights["blocks"])[0].stack
+    layers = {segment.name: new_sums(engine, segment, weights[segment.name]) for segment in engine.model.segments}
+    outer = jax.tree.map(lambda w: varying(jnp.zeros(w.shape, row.dtype)), weights[OUTER])
+    return Accumulators(layers, outer)
+
+
+def new_sums(engine: Engine, segment: Segment, weights) -> LayerSums:
+    """Zeros for a segment. weights: its stacks."""
+    row = engine.table.grads
+    layouts = engine.layouts.grads[segment.name]
+    stack = parts(weights)[0].stack
 
     def gradient_of_layer():
-        w = dequantise_all(fetch(engine, stack, 0), engine.table.weights.dtype)
+        w = dequantise_all(fetch(engine, segment, stack, 0, segment.variants[0]), engine.table.weights.dtype)
         return collectives.reduce_scatter(w, layouts) if row.sharded else w
 
     def axes(layout):
@@ -70,62 +89,70 @@ def accumulators(engine: Engine, weights) -> Accumulators:
         return jax.tree.map(one, of_layer, layouts)
 
     of_layer = jax.eval_shape(gradient_of_layer)
-    outer = jax.tree.map(lambda w: varying(jnp.zeros(w.shape, row.dtype)), weights["outer"])
-    blocks = allocate(zeros(num_layers), row.home)
-    return Accumulators(blocks, outer, zeros() if row.home == "host" else None)
+    return LayerSums(allocate(zeros(segment.num_layers), row.home), zeros() if row.home.streamed else None)
 
 
-def read_accumulator(engine: Engine, grads: Accumulators, l: jax.Array):
-    """(accumulators, what they hold of layer l): asked for before layer l computes if they are in host memory.
+def read_accumulator(engine: Engine, segment: Segment, grads: Accumulators, l: jax.Array):
+    """(accumulators, the sums of a segment's layer l): read before layer l computes if they are in host memory.
 
     The deferred sums, of the layer before this one in the backward pass, are copied out now.
     """
-    if engine.table.grads.home == "device":
+    sums = grads.layers[segment.name]
+    if sums.deferred is None:
         return grads, None
-    grads = flush_deferred(grads, (l + 1) % engine.model.num_layers)
-    return grads, read(grads.blocks, l)
+    stack = flush_deferred(sums, (l + 1) % segment.num_layers)
+    return grads.with_layers(segment.name, stack=stack), read(stack, l)
 
 
-def push(engine: Engine, grads: Accumulators, sums, dw, l: jax.Array, *, first: jax.Array | bool, last: bool):
-    """(accumulators with the gradient of layer l added to its `sums` from `read_accumulator`, Squares of the result).
+def push(
+    engine: Engine,
+    segment: Segment,
+    grads: Accumulators,
+    sums,
+    dw,
+    layer: Layer,
+    *,
+    first: jax.Array | bool,
+    last: bool,
+):
+    """(accumulators with a layer's gradient added to its `sums` from `read_accumulator`, Squares of the result).
 
     first: first microbatch, start from zero, since accumulators in host memory may hold anything. last: last
     microbatch, also sum over devices what is still local.
     """
     table = engine.table
-    layouts = engine.layouts.master["blocks"]
-    head_part = HeadParts(engine, grads).part(l) if grads.head is not None else None
-    reduced_head = None
+    layouts = engine.layouts.master[segment.name]
     if table.grads.sharded:
-        dw, reduced_head = collectives.reduce_scatter_in_turn(dw, layouts, table.reduce, head_part)
-    in_host = table.grads.home == "host"
+        dw = collectives.reduce_scatter_in_turn(dw, layouts, table.reduce)
+    stack = grads.layers[segment.name].stack
+    streamed = table.grads.home.streamed
     from_zero = lambda x: jnp.where(first, jnp.zeros_like(x), x)
-    old = jax.tree.map(from_zero, sums) if in_host else read(grads.blocks, l)
+    old = jax.tree.map(from_zero, sums) if streamed else read(stack, layer.index)
     sums = add(old, dw)
     if last:
         if sums_in_last_microbatch(engine) and not table.grads.sharded:
-            sums, reduced_head = collectives.reduce_scatter_in_turn(sums, layouts, table.reduce, head_part)
+            sums = collectives.reduce_scatter_in_turn(sums, layouts, table.reduce)
         sums = collectives.add_up(sums, REPLICATE)
-    if reduced_head is not None:
-        grads = HeadParts(engine, grads).write(reduced_head, l)
     # As in the update, a barrier between reads and writes keeps XLA from copying the whole stack.
     sums = jax.lax.optimization_barrier(sums)
     squares = collectives.sum_of_squares(sums, layouts) if last else collectives.no_squares()
     sums = varying(sums, DATA if replicated_stacks(engine) else (REPLICATE,))  # typed like layers that still differ
-    if in_host:
-        return grads._replace(deferred=sums), squares
-    return grads._replace(blocks=write(grads.blocks, sums, l)), squares
+    if streamed:
+        return grads.with_layers(segment.name, deferred=sums), squares
+    return grads.with_layers(segment.name, stack=write(stack, sums, layer.index)), squares
 
 
-def flush_deferred(grads: Accumulators, l: jax.Array | int) -> Accumulators:
-    """Accumulators with the deferred sums written to layer l."""
-    if grads.deferred is None:
-        return grads
-    return grads._replace(blocks=write(grads.blocks, grads.deferred, l))
+def flush_deferred(sums: LayerSums, l: jax.Array | int):
+    """The stack of a segment's sums with the deferred ones written to layer l."""
+    return sums.stack if sums.deferred is None else write(sums.stack, sums.deferred, l)
 
 
 def sums_in_last_microbatch(engine: Engine) -> bool:
-    """Whether a step's last microbatch sums over devices what the others leave local."""
+    """Whether the last microbatch is peeled off the loop, to sum over devices what the others leave local.
+
+    At ZeRO-2 and 3 without replicas they leave nothing local. There it saves memory: of two microbatches, no loop is
+    left, and so no zeros for the first (7B on four GPUs: 0.5 GiB; docs/LOG.md, 2026-11-22).
+    """
     table = engine.table
     in_shards = table.grads.sharded and table.outer.sharded
     return bool(collectives.active(REPLICATE) or (collectives.active(SHARD) and not in_shards))
@@ -137,71 +164,29 @@ def replicated_stacks(engine: Engine) -> bool:
 
 
 def sum_outer(engine: Engine, name: str, grad: jax.Array):
-    """The sum over all devices of an outer layer's gradient, or of some of its rows: the shard of this device."""
-    if engine.layouts.weights["outer"][name].computed == jax.P():  # else its rows are this device's alone: outer.py
+    """The sum over all devices of an outer layer's gradient: the shard of this device."""
+    if engine.layouts.weights[OUTER][name].computed == jax.P():  # else no other device has its rows: outer.py
         reduce = engine.table.reduce
         reduce = "all_to_all" if reduce == "int8" else reduce  # sent once a step: not in 8 bits
-        grad = collectives.reduce_scatter(grad, engine.layouts.master["outer"][name], reduce)
+        grad = collectives.reduce_scatter(grad, engine.layouts.master[OUTER][name], reduce)
     return collectives.add_up(grad, REPLICATE)
 
 
-class HeadParts:
-    """The head's gradient in as many parts as there are layers, each summed over devices beside one of them.
-
-    Parts have equal numbers of rows; if layers do not divide the rows, the last parts repeat some.
-    """
-
-    def __init__(self, engine: Engine, grads: Accumulators):
-        self.engine = engine
-        self.grads = grads
-        self.name = engine.model.head
-        self.rows = grads.head.shape[0]
-        self.size = -(-self.rows // engine.model.num_layers)
-
-    @staticmethod
-    def begin(engine: Engine, grads: Accumulators) -> Accumulators:
-        """Accumulators with room for the sums, if the last microbatch is to make them.
-
-        If the embedding is the head, its gradient is complete only after the backward pass: `finish` sums it.
-        """
-        head = engine.model.head
-        if not sums_in_last_microbatch(engine) or head == "embed":
-            return grads
-        like = jax.eval_shape(functools.partial(sum_outer, engine, head), grads.outer[head])
-        room = varying(jnp.zeros(like.shape, like.dtype), tuple(like.manual_axis_type.varying))
-        return grads._replace(head=room)
-
-    def start(self, l: jax.Array):
-        """The first row of part l."""
-        return jnp.minimum(l * self.size, self.rows - self.size)
-
-    def part(self, l: jax.Array):
-        """(part l of the local gradient, the function that sums it over devices)."""
-        grad = self.grads.outer[self.name]
-        by_shard = grad.reshape(-1, self.rows, grad.shape[1])
-        part = jax.lax.dynamic_slice_in_dim(by_shard, self.start(l), self.size, 1)
-        return part.reshape(-1, grad.shape[1]), functools.partial(sum_outer, self.engine, self.name)
-
-    def write(self, summed: jax.Array, l: jax.Array) -> Accumulators:
-        """Accumulators with part l of the sums."""
-        return self.grads._replace(head=jax.lax.dynamic_update_slice_in_dim(self.grads.head, summed, self.start(l), 0))
-
-
 def finish(engine: Engine, grads: Accumulators, squares: Squares):
-    """(gradients summed over all devices `{"blocks", "outer"}`, as the shards that the optimizer updates; global norm).
+    """(gradients summed over all devices, by section, as the shards that the optimizer updates; global norm).
 
-    squares: of the blocks' accumulators, which `push` has completed.
+    squares: of the layers' accumulators, which `push` has completed.
     """
-    grads = flush_deferred(grads, 0)  # the backward pass ends with layer 0
-    summed = {} if grads.head is None else {engine.model.head: grads.head}
-    outer = {
-        name: summed[name] if name in summed else sum_outer(engine, name, grad) for name, grad in grads.outer.items()
-    }
-    blocks = collectives.same(grads.blocks, REPLICATE)
-    if replicated_stacks(engine):
-        blocks = jax.tree.map(_shard_in_stack, blocks, engine.layouts.master["blocks"])
-    squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master["outer"]))
-    return {"blocks": blocks, "outer": outer}, collectives.norm(squares)
+    outer = {name: sum_outer(engine, name, grad) for name, grad in grads.outer.items()}
+    done: dict[str, Any] = {OUTER: outer}
+    for name, sums in grads.layers.items():
+        stack = flush_deferred(sums, 0)  # the backward pass ends with layer 0
+        stack = collectives.same(stack, REPLICATE)
+        if replicated_stacks(engine):
+            stack = jax.tree.map(_shard_in_stack, stack, engine.layouts.master[name])
+        done[name] = stack
+    squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master[OUTER]))
+    return done, collectives.norm(squares)
 
 
 def _shard_in_stack(stack: jax.Array, layout):

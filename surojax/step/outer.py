@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cross_entropy as kernel
-from surojax.models.layers import linear
-from surojax.models.llama import ModelFunctions
 from surojax.models.loss import sharded_cross_entropy
+from surojax.models.model import Model
+from surojax.models.operations import linear
 from surojax.parallel.collectives import varying
 from surojax.placement.mesh import SHARD
 from surojax.step.gradients import add
@@ -53,7 +53,7 @@ def push_embed(grads: dict, tokens_BS: jax.Array, dx_BSD: jax.Array, sharded: bo
 
 
 def head(
-    model: ModelFunctions,
+    model: Model,
     outer: dict,
     grads: dict,
     x_BSD,
@@ -85,7 +85,7 @@ def head(
     return total, x_ND.reshape(x_BSD.shape), grads
 
 
-def loss(model: ModelFunctions, outer: dict, x_BSD, labels_BS, *, chunks: int, sharded: bool) -> jax.Array:
+def loss(model: Model, outer: dict, x_BSD, labels_BS, *, chunks: int, sharded: bool) -> jax.Array:
     """Summed loss of this device's tokens (or, sharded, this device's part of the sum over all), forward only."""
     x_CND, labels_CN = x_BSD.reshape(chunks, -1, x_BSD.shape[-1]), labels_BS.reshape(chunks, -1)
 
@@ -99,7 +99,7 @@ def loss(model: ModelFunctions, outer: dict, x_BSD, labels_BS, *, chunks: int, s
     return jax.lax.fori_loop(0, chunks, chunk, varying(jnp.float32(0)))
 
 
-def _whole_slice(model: ModelFunctions, used: dict, x_ND, labels_N, scale, z_loss: float):
+def _whole_slice(model: Model, used: dict, x_ND, labels_N, scale, z_loss: float):
     y_ND, final_vjp, table_VD = _final(model, used, x_ND)
     logits_NV = linear(y_ND, table_VD)
     how = {"z_loss": z_loss, "in_place": True, "implementation": model.precision.implementation}
@@ -109,7 +109,7 @@ def _whole_slice(model: ModelFunctions, used: dict, x_ND, labels_N, scale, z_los
     return -jnp.sum(out.logprob), d_others | {model.head: d_table_VD}, dx_ND
 
 
-def _final(model: ModelFunctions, used: dict, x_ND):
+def _final(model: Model, used: dict, x_ND):
     """(x normed for the head, the norm's transpose, the head's matrix)."""
     others = {name: w for name, w in used.items() if name != model.head}
     return *jax.vjp(model.final, others, x_ND), used[model.head]
@@ -127,7 +127,7 @@ def _gather_slice(y_ND, labels_N):
     return y_MD, labels_M, owner_M == jax.lax.axis_index(SHARD)
 
 
-def _sharded_slice(model: ModelFunctions, used: dict, x_ND, labels_N, scale, z_loss: float):
+def _sharded_slice(model: Model, used: dict, x_ND, labels_N, scale, z_loss: float):
     y_ND, final_vjp, table_vD = _final(model, used, x_ND)
     y_MD, labels_M, mine_M = _gather_slice(y_ND, labels_N)
     value, d_logits_Mv = sharded_cross_entropy(linear(y_MD, table_vD), labels_M, mine_M, SHARD, z_loss)

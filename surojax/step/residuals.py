@@ -6,49 +6,54 @@ import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import allocate, read, write
+from surojax.models.model import Variant
 from surojax.parallel.collectives import varying
-from surojax.placement.table import Home
+from surojax.placement.home import Home
 
 
 class Kept(NamedTuple):
-    """Residuals in a loop's carry: a stack `[L, ...]`, and one layer's that are deferred, None without."""
+    """Residuals in a loop's carry: stacks `[L, ...]`, and those of one layer that are deferred, if there are any."""
 
-    stack: Any
-    deferred: Any
+    stack: list[jax.Array]
+    deferred: list[jax.Array] | None
 
 
 class Residuals:
-    """Writes and reads the residuals of layers.
+    """Writes and reads the residuals of a segment's layers.
 
-    A stack in host memory lags by one layer: the residuals of layer l - 1 are copied out while layer l computes, and
+    Stacks in host memory lag by one layer: the residuals of layer l - 1 are copied out while layer l computes, and
     copied in while layer l + 1 is differentiated. The last layer's never leave the device: the backward pass begins
     with them. In device memory nothing is deferred.
     """
 
-    def __init__(self, num_layers: int, home: Home, like):
-        """like: shapes of the residuals of a layer."""
+    def __init__(self, num_layers: int, home: Home, saved: dict[Variant, Any]):
+        """saved: the abstract residuals of a layer of each variant; their arrays have the same shapes."""
         self.num_layers = num_layers
-        self.structure = like
-        self.in_host = home == "host"
-        self.home: Home = home
+        self.home = home
+        self.structures = {variant: jax.tree.structure(of_variant) for variant, of_variant in saved.items()}
+        shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(of_variant)] for of_variant in saved.values()]
+        assert all(one == shapes[0] for one in shapes), "variants of a segment save arrays of different shapes"
+        self.shapes = shapes[0]
 
     def first(self) -> Kept:
-        """Before layer 0."""
+        """The residuals in the carry before layer 0."""
 
-        def zeros(*lead: int):
-            return jax.tree.map(lambda s: varying(jnp.zeros((*lead, *s.shape), s.dtype)), self.structure)
+        def zeros(*lead: int) -> list[jax.Array]:
+            return [varying(jnp.zeros((*lead, *shape), dtype)) for shape, dtype in self.shapes]
 
-        return Kept(allocate(zeros(self.num_layers), self.home), zeros() if self.in_host else None)
+        return Kept(allocate(zeros(self.num_layers), self.home), zeros() if self.home.streamed else None)
 
     def keep(self, kept: Kept, values, l) -> Kept:
-        """After the forward pass of layer l, which leaves these values."""
-        values = jax.tree.unflatten(jax.tree.structure(self.structure), jax.tree.leaves(values))
-        if self.in_host:
-            return Kept(write(kept.stack, kept.deferred, (l - 1) % self.num_layers), varying(values))
-        return Kept(write(kept.stack, values, l), None)
+        """The carry with the residuals of layer l in it."""
+        arrays = jax.tree.leaves(values)
+        if kept.deferred is not None:
+            return Kept(write(kept.stack, kept.deferred, (l - 1) % self.num_layers), varying(arrays))
+        return Kept(write(kept.stack, arrays, l), None)
 
-    def take(self, stack, deferred, l):
-        """(values of layer l; deferred: those of the layer below it, on their way to the device)."""
-        if self.in_host:
-            return deferred, read(stack, jnp.maximum(l - 1, 0))
-        return read(stack, l), None
+    def take(self, kept: Kept, l, variant: Variant):
+        """(residuals of layer l, the carry with those of the layer below in flight to the device)."""
+        structure = self.structures[variant]
+        if kept.deferred is not None:
+            below = read(kept.stack, jnp.maximum(l - 1, 0))
+            return structure.unflatten(kept.deferred), kept._replace(deferred=below)
+        return structure.unflatten(read(kept.stack, l)), kept

@@ -1,25 +1,29 @@
-"""What a step is made of: a model's functions, where its tensors live, and how its memory is spent."""
+"""What a step is made of: a model, where its tensors are stored, and how a step spends its memory."""
 
 import dataclasses
 
-from surojax.models.llama import ModelFunctions
+from surojax.models.model import Model
 from surojax.placement.layout import Layouts
 from surojax.placement.table import Placement
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """Everything that forward, backward and update read beside arrays.
+    """Everything that forward, backward and update read in addition to arrays.
 
-    params: the model's `Param`s, a tree `{"blocks", "outer"}`; layouts: theirs. recompute_block: the backward pass
-    computes each block again from its input. lmhead_chunks: slices of tokens in head and loss. z_loss: weight of
-    logsumexp(logits)^2 in the gradients, not in the loss.
+    layouts: of the model's parameters. recompute_block: the backward pass computes each block again from its input.
+    lmhead_chunks: slices of tokens in head and loss. z_loss: weight of logsumexp(logits)^2 in the gradients, not in the
+    loss.
     """
 
-    model: ModelFunctions
-    params: dict
+    model: Model
     table: Placement
     layouts: Layouts
     recompute_block: bool = True
     lmhead_chunks: int = 1
     z_loss: float = 0.0
+
+    @property
+    def params(self) -> dict:
+        """The model's `Param`s by section."""
+        return self.model.params

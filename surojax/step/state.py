@@ -7,15 +7,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import MEMORY_KIND, joined, parts, put, read, write
+from surojax.memory.host import joined, parts, put, read, write
 from surojax.memory.nvme import InFile, store_of
-from surojax.models.llama import LlamaConfig, init_layer, init_outer
+from surojax.models.model import Model, Segment
 from surojax.numerics.quantize import work_copy
 from surojax.optim import optimizer as optim
+from surojax.placement.home import DEVICE
+from surojax.placement.param import OUTER
 
 
 class TrainState(NamedTuple):
-    """Everything that changes from step to step; `weights` and `master` are `{"blocks": [L, ...], "outer": ...}`.
+    """Everything that changes from step to step. weights, master and moments are dicts by section of the model: stacks
+    `[L, ...]` of each segment's layers, and the outer parameters.
 
     `weights` is always `master` cast to the work dtype, quantised from there with `persistent_quants`, so checkpoints
     hold `master` only. Randomness has no state: every draw is derived from the run's seed (weights, order of the data)
@@ -38,14 +41,21 @@ class TensorState(NamedTuple):
 
 
 def section(state: TrainState, name: str) -> TensorState:
-    """The state of the "blocks" or of the "outer" layers; also of a plan."""
+    """The state of a section; also of a plan."""
     return TensorState(state.weights[name], state.master[name], state.moments[name])
 
 
-def from_sections(step, blocks: TensorState, outer: TensorState, history) -> TrainState:
-    """A state of what `section` gives."""
-    weights, master, moments = ({"blocks": b, "outer": o} for b, o in zip(blocks, outer, strict=True))
+def from_sections(step, sections: dict[str, TensorState], history) -> TrainState:
+    """A state of the states of its sections."""
+    weights, master, moments = (
+        {name: of_section[i] for name, of_section in sections.items()} for i in range(len(TensorState._fields))
+    )
     return TrainState(step, weights, master, moments, history)
+
+
+def segment_names(tree: dict) -> list[str]:
+    """The sections of layers of a tree by section, in order."""
+    return [name for name in tree if name != OUTER]
 
 
 def new_history(plan: TrainState):
@@ -67,7 +77,7 @@ def cast(tree, plan):
     """Arrays in the dtypes and shardings of a plan, in device memory, inside `jit`."""
 
     def one(x, p):
-        return jax.lax.with_sharding_constraint(x.astype(p.dtype), p.sharding.with_memory_kind(MEMORY_KIND["device"]))
+        return jax.lax.with_sharding_constraint(x.astype(p.dtype), p.sharding.with_memory_kind(DEVICE.memory_kind))
 
     return jax.tree.map(one, tree, plan)
 
@@ -76,7 +86,7 @@ def layer_of(plan):
     """The plan of one layer, in device memory, from that of stacked arrays `[L, ...]`."""
 
     def one(x):
-        sharding = x.sharding.with_memory_kind(MEMORY_KIND["device"])
+        sharding = x.sharding.with_memory_kind(DEVICE.memory_kind)
         if isinstance(sharding, jax.NamedSharding):  # one of a single device has no spec
             sharding = sharding.update(spec=jax.P(*sharding.spec[1:]))
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
@@ -103,68 +113,96 @@ def build_stacks(weights, others, layer: Callable):
     return joined(stacks), built
 
 
-def work_function(plan: TrainState) -> Callable:
-    """A function of the master weights of a layer to what its work weights are cast from: quantised if those are."""
-    like, dtype = parts(plan.weights["blocks"])[0].stack, jax.tree.leaves(plan.weights["outer"])[0].dtype
+def work_function(weights, dtype) -> Callable:
+    """A function of the master weights of a layer to what its work weights are cast from: quantised if those are.
+
+    weights: the plan of the segment's stacks. dtype: of weights that are not quantised.
+    """
+    like = parts(weights)[0].stack
     return lambda master: work_copy(master, like, dtype)
+
+
+def work_dtype(plan: TrainState):
+    """The dtype of work weights that are not quantised."""
+    return jax.tree.leaves(plan.weights[OUTER])[0].dtype
 
 
 def work_weights(master, plan: TrainState):
     """The work copy of master weights, inside `jit`, a layer at a time."""
-    work = work_function(plan)
-    blocks, _ = build_stacks(plan.weights["blocks"], (), lambda l: (work(read(master["blocks"], l)), ()))
-    return {"blocks": blocks, "outer": cast(put(master["outer"], "device"), plan.weights["outer"])}
+    weights = {}
+    for name in segment_names(plan.weights):
+        work = work_function(plan.weights[name], work_dtype(plan))
+
+        def layer(l, work=work, stacks=master[name]):
+            return work(read(stacks, l)), ()
+
+        weights[name], _ = build_stacks(plan.weights[name], (), layer)
+    return weights | {OUTER: cast(put(master[OUTER], DEVICE), plan.weights[OUTER])}
 
 
-def init_state(
-    config: LlamaConfig, params: dict, plan: TrainState, optimizer: optim.Optimizer, seed: int
-) -> TrainState:
+def init_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, seed: int) -> TrainState:
     """A new state, each array created in its own sharding and memory; see `init_program`."""
     if store_of(plan) is None:
-        return init_program(config, params, plan, optimizer)(seed)
-    layer, outer = init_functions(config, params, plan, optimizer)
-    layer, (weights, *others) = jax.jit(layer), section(plan, "blocks")
-    blocks, (master, moments) = fill_layers(weights, tuple(others), lambda l: layer(seed, l))
-    rest = jax.jit(outer, out_shardings=shardings(section(plan, "outer")))(seed)
+        return init_program(model, plan, optimizer)(seed)
+    sections: dict[str, TensorState] = {}
+    for segment in model.segments:
+        layer = jax.jit(init_layer_function(segment, plan, optimizer))
+        weights, *others = section(plan, segment.name)
+        stacks, (master, moments) = fill_layers(weights, tuple(others), functools.partial(layer, seed))
+        sections[segment.name] = TensorState(stacks, master, moments)
+    outer = jax.jit(init_outer_function(model, plan, optimizer), out_shardings=shardings(section(plan, OUTER)))
+    sections[OUTER] = outer(seed)
     step = jax.device_put(jnp.int32(0), plan.step.sharding)
     history = jax.device_put(new_history(plan), shardings(plan.history))
-    return from_sections(step, TensorState(blocks, master, moments), rest, history)
+    return from_sections(step, sections, history)
 
 
-def init_program(config: LlamaConfig, params: dict, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
+def init_program(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
     """A jitted seed -> TrainState that draws the blocks layer by layer.
 
-    What is planned in shards is never whole on a device, and of what is planned for host memory one layer at a time is
-    there.
+    A tensor that is planned in shards is never unsharded on a device, and of one that is planned for host memory, one
+    layer at a time is on the device.
     """
-    layer, outer = init_functions(config, params, plan, optimizer)
 
     def build(seed):
-        weights, *others = section(plan, "blocks")
-        weights, (master, moments) = build_stacks(weights, tuple(others), functools.partial(layer, seed))
-        return from_sections(jnp.int32(0), TensorState(weights, master, moments), outer(seed), new_history(plan))
+        sections = {}
+        for segment in model.segments:
+            layer = init_layer_function(segment, plan, optimizer)
+            weights, *others = section(plan, segment.name)
+            weights, (master, moments) = build_stacks(weights, tuple(others), functools.partial(layer, seed))
+            sections[segment.name] = TensorState(weights, master, moments)
+        sections[OUTER] = init_outer_function(model, plan, optimizer)(seed)
+        return from_sections(jnp.int32(0), sections, new_history(plan))
 
     return jax.jit(build, out_shardings=shardings(plan))
 
 
-def init_functions(config: LlamaConfig, params: dict, plan: TrainState, optimizer: optim.Optimizer):
-    """Functions (seed, l) -> (what work weights are cast from, (master weights, moments)) of a new layer, and seed ->
-    (work weights, master weights, moments) of the outer layers."""
+def new_master(optimizer: optim.Optimizer, params, drawn, master_plan):
+    """(master weights, moments) of new parameters, in the master's sharding."""
+    master = cast(drawn, master_plan)
+    return master, optim.init(optimizer, params, master, master_plan)
 
-    def arrays(drawn, part, master_plan):
-        """(master weights, moments) of new parameters, in the master's sharding."""
-        master = cast(drawn, master_plan)
-        return master, optim.init(optimizer, params[part], master, master_plan)
+
+def init_layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
+    """A function (seed, l) -> (what work weights are cast from, (master weights, moments)) of a new layer."""
+    master_plan = layer_of(plan.master[segment.name])
+    work = work_function(plan.weights[segment.name], work_dtype(plan))
 
     def layer(seed, l):
-        master, moments = arrays(init_layer(config, seed, l), "blocks", layer_of(plan.master["blocks"]))
-        return work_function(plan)(master), (master, moments)
+        master, moments = new_master(optimizer, segment.params, segment.init(seed, l), master_plan)
+        return work(master), (master, moments)
+
+    return layer
+
+
+def init_outer_function(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
+    """A function seed -> TensorState of new outer layers."""
 
     def outer(seed):
-        master, moments = arrays(init_outer(config, seed), "outer", plan.master["outer"])
-        return TensorState(cast(master, plan.weights["outer"]), master, moments)
+        master, moments = new_master(optimizer, model.outer_params, model.init_outer(seed), plan.master[OUTER])
+        return TensorState(cast(master, plan.weights[OUTER]), master, moments)
 
-    return layer, outer
+    return outer
 
 
 def fill_layers(weights, others, layer: Callable):

@@ -4,6 +4,7 @@ Initialisation, the step, checkpoint restore and the memory report all read it.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,19 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.memory.host import MEMORY_KIND, joined
+from surojax.memory.host import joined
 from surojax.memory.nvme import InFile, Store
+from surojax.models.model import Model, Segment
 from surojax.numerics import quantize
 from surojax.optim.optimizer import Optimizer
+from surojax.placement.home import DEVICE, Home
 from surojax.placement.layout import Layout, Layouts, stacked
-from surojax.placement.param import Kind, Param
-from surojax.placement.table import Home, Mesh, Placement
+from surojax.placement.param import OUTER, Kind, Param
+from surojax.placement.table import Mesh, Placement
 from surojax.step.state import TrainState
 
 
 def state_plan(
-    params: dict,
-    num_layers: int,
+    model: Model,
     table: Placement,
     layouts: Layouts,
     optimizer: Optimizer,
@@ -34,60 +36,72 @@ def state_plan(
     """A TrainState of `jax.ShapeDtypeStruct`s, each with its sharding, for the `Param`s of a model.
 
     Stacks of layers whose home is nvme are `InFile`s of one store. history: see `fp8.history_shape`, if there is one.
-    The work weights of the blocks are a `host.Split` if some of their layers stay on the device. Raises ConfigError
-    when `resident_layers` leaves no other.
+    The work weights of a segment are a `host.Split` if some of its layers stay on the device. Raises ConfigError if
+    `resident_layers` leaves no layer to stream, and for a model of several segments with a home of nvme.
     """
-    if table.weights.resident >= num_layers:
+    if table.weights.resident >= model.num_layers:
         raise ConfigError(
-            f"resident_layers: expected fewer than the {num_layers} layers, got {table.weights.resident}; "
+            f"resident_layers: expected fewer than the {model.num_layers} layers, got {table.weights.resident}; "
             "leave it out with offload_weights=False to keep all on the device"
         )
-    store = Store(table.master.folder, num_layers)
+    in_file = table.master.home.in_file or table.moments.home.in_file
+    if in_file and len(model.segments) > 1:
+        names = ", ".join(segment.name for segment in model.segments)
+        raise ConfigError(
+            f"offload_optimizer, offload_master: expected true or false for a model of several kinds of layers "
+            f"({names}), got 'nvme', whose file has records of equal size; set them to true"
+        )
+    store = Store(table.master.folder, model.num_layers)
 
     def array(shape, dtype, spec: jax.P, home: Home) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec, memory_kind=MEMORY_KIND[home]))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec, memory_kind=home.memory_kind))
 
-    def stack(shape, dtype, layout: Layout, layers: int = num_layers):
-        """Of `layers` layers, each of this shape and layout."""
-        shape, spec = (layers, *shape), stacked(layout.stored)
-        if layout.home == "nvme":
-            return InFile(store, shape, dtype, jax.NamedSharding(mesh, spec))
-        return array(shape, dtype, spec, layout.home)
+    def stack(layers: int, shape, dtype, layout: Layout):
+        """An array of `layers` layers, each of this shape and layout."""
+        spec = stacked(layout.stored)
+        if layout.home.in_file:
+            return InFile(store, (layers, *shape), dtype, jax.NamedSharding(mesh, spec))
+        return array((layers, *shape), dtype, spec, layout.home)
 
-    def whole(shape, dtype, layout: Layout):
+    def outer_array(shape, dtype, layout: Layout):
         """An array of the outer layers."""
         return array(shape, dtype, layout.stored, layout.home)
 
     def quants(param: Param, layout: Layout, work: Any):
-        """The 8-bit copy of a matrix; vectors stay as they are."""
+        """The 8-bit copies of a matrix; vectors stay as they are."""
         if param.kind is not Kind.MATRIX:
             return work
-        shape = (num_layers, *param.shape)
         spec = stacked(layout.stored)
-        block = 0 if table.one_scale else quantize.block_size(jax.NamedSharding(mesh, spec).shard_shape(shape)[-1])
-        planned = quantize.planned(jax.ShapeDtypeStruct(shape, table.weights.dtype), table.quants.dtype, block)
+        block = 0 if table.one_scale else quantize.block_size(jax.NamedSharding(mesh, spec).shard_shape(work.shape)[-1])
+        like = jax.ShapeDtypeStruct(work.shape, table.weights.dtype)
+        planned = quantize.planned(like, table.quants.dtype, block)
         values = array(planned.values.shape, planned.values.dtype, spec, layout.home)
         if table.one_scale:
-            return quantize.Quantized(values, array(planned.scales.shape, planned.scales.dtype, jax.P(), "device"))
+            return quantize.Quantized(values, array(planned.scales.shape, planned.scales.dtype, jax.P(), DEVICE))
         return quantize.Quantized(values, array(planned.scales.shape, planned.scales.dtype, spec, layout.home))
 
-    def work_stack(layers: int, home: Home | None):
-        """Work weights of so many layers, all of them in this memory, or where their layouts say."""
+    def work_stacks(segment: Segment):
+        """Work weights of a segment: of its resident layers, and of the others."""
+        resident = min(max(table.weights.resident - segment.start, 0), segment.num_layers)
 
-        def one(param: Param, layout: Layout):
-            layout = layout if home is None else dataclasses.replace(layout, home=home)
-            return stack(param.shape, table.weights.dtype, layout, layers)
+        def of_layers(layers: int, home: Home | None):
+            """All of them in this memory, or as their layouts say."""
 
-        return jax.tree.map(one, params["blocks"], layouts.weights["blocks"])
+            def one(param: Param, layout: Layout):
+                layout = layout if home is None else dataclasses.replace(layout, home=home)
+                return stack(layers, param.shape, table.weights.dtype, layout)
 
-    resident = table.weights.resident
-    split = [work_stack(resident, "device")] if resident else []
-    work = joined([*split, work_stack(num_layers - resident, None)])
-    if table.persistent_quants:
-        work = jax.tree.map(quants, params["blocks"], layouts.quants["blocks"], work)
+            return jax.tree.map(one, segment.params, layouts.weights[segment.name])
 
-    def of_state(make, part: str):
-        """(master weights, moments) of the blocks or of the outer layers; make: `stack` or `whole`."""
+        split = [of_layers(resident, DEVICE)] if resident else []
+        streamed = segment.num_layers - resident
+        work = joined(split + [of_layers(streamed, None)] * bool(streamed))
+        if table.persistent_quants:
+            work = jax.tree.map(quants, segment.params, layouts.quants[segment.name], work)
+        return work
+
+    def of_state(make, name: str):
+        """(master weights, moments) of a section; make: (shape, dtype, layout) -> a planned array."""
 
         def moments(param: Param, master_layout: Layout, layout: Layout):
             rule = optimizer.rule(param)
@@ -95,34 +109,39 @@ def state_plan(
             shapes = jax.eval_shape(lambda: rule.init(param.shape, last))
             return jax.tree.map(lambda x, at: make(x.shape, x.dtype, at), shapes, rule.state_layout(layout))
 
-        at = layouts.master[part]
-        master = jax.tree.map(lambda param, l: make(param.shape, table.master.dtype, l), params[part], at)
-        return master, jax.tree.map(moments, params[part], at, layouts.moments[part])
+        params, at = model.params[name], layouts.master[name]
+        master = jax.tree.map(lambda param, l: make(param.shape, table.master.dtype, l), params, at)
+        return master, jax.tree.map(moments, params, at, layouts.moments[name])
 
     # The order in which stacks are made is the order of their places in a file's record.
-    (master, moments), (outer_master, outer_moments) = of_state(stack, "blocks"), of_state(whole, "outer")
-    work_outer = jax.tree.map(
-        lambda param, l: whole(param.shape, table.outer.dtype, l), params["outer"], layouts.weights["outer"]
+    weights, master, moments = {}, {}, {}
+    for segment in model.segments:
+        name = segment.name
+        master[name], moments[name] = of_state(functools.partial(stack, segment.num_layers), name)
+        weights[name] = work_stacks(segment)
+    master[OUTER], moments[OUTER] = of_state(outer_array, OUTER)
+    weights[OUTER] = jax.tree.map(
+        lambda param, l: outer_array(param.shape, table.outer.dtype, l), model.outer_params, layouts.weights[OUTER]
     )
     return TrainState(
-        step=array((), jnp.int32, jax.P(), "device"),
-        weights={"blocks": work, "outer": work_outer},
-        master={"blocks": master, "outer": outer_master},
-        moments={"blocks": moments, "outer": outer_moments},
-        history=array(history, jnp.float32, jax.P(), "device") if history else None,
+        step=array((), jnp.int32, jax.P(), DEVICE),
+        weights=weights,
+        master=master,
+        moments=moments,
+        history=array(history, jnp.float32, jax.P(), DEVICE) if history else None,
     )
 
 
-def bytes_per_device(plan, home: Home = "device") -> int:
+def bytes_per_device(plan, home: Home = DEVICE) -> int:
     """Bytes that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory, per device.
 
     nvme: an equal part of the files, which hold everything once.
     """
     leaves = jax.tree.leaves(plan)
-    if home == "nvme":
+    if home.in_file:
         return sum(x.size * x.dtype.itemsize // x.sharding.mesh.size for x in leaves if isinstance(x, InFile))
     return sum(
-        leaf_bytes(x) for x in leaves if not isinstance(x, InFile) and x.sharding.memory_kind == MEMORY_KIND[home]
+        leaf_bytes(x) for x in leaves if not isinstance(x, InFile) and x.sharding.memory_kind == home.memory_kind
     )
 
 

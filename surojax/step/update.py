@@ -17,7 +17,7 @@ from surojax.parallel import collectives
 from surojax.parallel.collectives import varying
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import SHARD
-from surojax.placement.param import Kind, Param
+from surojax.placement.param import OUTER, Kind, Param
 from surojax.sizes import divisor
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section
@@ -39,15 +39,18 @@ def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scala
     def update_stack(tensor: Tensor) -> TensorState:
         return update_layers(engine, optimizer, tensor, scalars)
 
-    blocks = each_tensor(update_stack, section(state, "blocks"), grads["blocks"], engine, "blocks")
-    outer = update_outer(engine, optimizer, section(state, "outer"), grads, scalars)
-    return from_sections(state.step + 1, blocks, outer, history)
+    sections = {
+        segment.name: each_tensor(update_stack, section(state, segment.name), grads[segment.name], engine, segment.name)
+        for segment in engine.model.segments
+    }
+    sections[OUTER] = update_outer(engine, optimizer, section(state, OUTER), grads, scalars)
+    return from_sections(state.step + 1, sections, history)
 
 
 def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars) -> TensorState:
-    """A tensor of all layers after the update."""
+    """A tensor of all layers of a segment after the update."""
     weights, master, moments = tensor.state
-    layers = jnp.arange(engine.model.num_layers)
+    layers = jnp.arange(len(master))
     at = UpdateContext(scalars, layers)
     like = parts(weights)[0].stack
 
@@ -110,7 +113,8 @@ def update_outer(engine: Engine, optimizer: Optimizer, old: TensorState, grads, 
 
     A tensor whose state is in host memory is updated a part at a time, no larger than the largest of a block.
     """
-    largest = max(g.size // engine.model.num_layers for g in jax.tree.leaves(grads["blocks"]))
+    stacks = jax.tree.leaves([grads[segment.name] for segment in engine.model.segments])
+    largest = max(stack.size // len(stack) for stack in stacks)
 
     def update_one(tensor: Tensor) -> TensorState:
         if on_device((tensor.state.master, tensor.state.moments)):
@@ -118,7 +122,7 @@ def update_outer(engine: Engine, optimizer: Optimizer, old: TensorState, grads, 
             return update_tensor(engine, optimizer, tensor, tensor.state.weights, tensor.state, tensor.grad, at)
         return update_in_parts(optimizer, tensor, scalars, largest)
 
-    return each_tensor(update_one, old, grads["outer"], engine, "outer")
+    return each_tensor(update_one, old, grads[OUTER], engine, OUTER)
 
 
 def update_in_parts(optimizer: Optimizer, tensor: Tensor, scalars: Scalars, largest: int) -> TensorState:
@@ -151,14 +155,14 @@ def update_in_parts(optimizer: Optimizer, tensor: Tensor, scalars: Scalars, larg
     return TensorState(work, *jax.tree.map(join, new, (master, moments)))
 
 
-def each_tensor(function, old: TensorState, grads, engine: Engine, part: str, *, ordered: bool = True) -> TensorState:
-    """The trees of function(Tensor) for every tensor of the blocks or of the outer layers.
+def each_tensor(function, old: TensorState, grads, engine: Engine, name: str, *, ordered: bool = True) -> TensorState:
+    """The trees of function(Tensor) for every tensor of the section with this name.
 
     ordered: one after the other, or the last layers of all of them would be on the device at once.
     """
     leaves, structure = jax.tree.flatten(old.master)
     layouts = engine.layouts
-    trees = (engine.params[part], layouts.master[part], layouts.weights[part], old.weights, old.moments, grads)
+    trees = (engine.params[name], layouts.master[name], layouts.weights[name], old.weights, old.moments, grads)
     columns = map(structure.flatten_up_to, trees)
     done: list[TensorState] = []
     for master, param, master_layout, weights_layout, weights, moments, grad in zip(leaves, *columns, strict=True):

@@ -1,7 +1,7 @@
 """Fetch: a layer's weights, from where they are stored to what products read, ahead of the layer that needs them.
 
-Three stages: copy the layer's shards to device memory, all-gather them, dequantise them. What is on its way travels in
-the carry of the loops over layers, so that copies and all-gathers overlap the computation of earlier layers.
+Three stages: copy the layer's shards to device memory, all-gather them, dequantise them. Weights in flight are in the
+carry of the loops over layers, so that copies and all-gathers overlap the computation of earlier layers.
 """
 
 import functools
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import Part, parts, read
+from surojax.models.model import Segment, Variant, loop_over, runs
 from surojax.numerics.quantize import dequantise_all, largest_magnitude, quantise, quantise_whole
 from surojax.parallel import collectives
 from surojax.placement.param import Kind
@@ -19,21 +20,21 @@ from surojax.placement.table import Placement
 from surojax.step.spec import Engine
 
 
-def fetch(engine: Engine, stack, l: jax.Array | int, recipe_enabled: bool = True):
+def fetch(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
     """The weights of layer l of a stack, as its products read them."""
-    return all_gather_weights(engine, copy_in(engine, stack, l, recipe_enabled))
+    return all_gather_weights(engine, segment, copy_in(engine, segment, stack, l, variant))
 
 
-def copy_in(engine: Engine, stack, l: jax.Array | int, recipe_enabled: bool = True):
-    """This device's shards of layer l, copied to device memory, and quantised if the all-gather is in 8 bits.
+def copy_in(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
+    """This device's shards of layer l of a stack, in device memory, quantised if the all-gather is in 8 bits.
 
-    recipe_enabled: whether the recipe holds in this layer; if not, weights of fp8 recipes stay in 16 bits.
+    Layers in which the recipe is disabled keep their weights in 16 bits if the recipe is in float8.
     """
     w = read(stack, l)
     table = engine.table
-    if table.persistent_quants or not table.quants.dtype or (table.one_scale and not recipe_enabled):
+    if table.persistent_quants or not table.quants.dtype or (table.one_scale and not variant.recipe_enabled):
         return w
-    return quantised(engine.params["blocks"], w, table)
+    return quantised(segment.params, w, table)
 
 
 def quantised(params, w, table: Placement):
@@ -58,35 +59,50 @@ def quantise_with_one_scale(params, w, dtype):
     return jax.tree.unflatten(structure, leaves)
 
 
-def all_gather_weights(engine: Engine, shards):
-    """The weights of a layer to compute with, from what `copy_in` returns."""
-    w = collectives.all_gather(shards, engine.layouts.weights["blocks"])
+def all_gather_weights(engine: Engine, segment: Segment, shards):
+    """The weights of a layer to compute with, from the shards that `copy_in` returns."""
+    w = collectives.all_gather(shards, engine.layouts.weights[segment.name])
     return w if engine.table.one_scale else dequantise_all(w, engine.table.weights.dtype)
 
 
-class Prefetch:
-    """Fetches the weights of one part of the layers early.
+class Layer(NamedTuple):
+    """One layer in a loop.
 
-    A microbatch passes the positions 0 to 2n - 1: n layers forward, then backward; what follows is the next one's
-    forward pass. Weights that are stored in shards, or in host memory, are fetched one position early; those that are
-    stored in shards in host memory are copied in two positions early and gathered one position early, so that neither
-    waits.
+    index: in its segment's stacks. number: in the model. variant: static. weights: to compute with.
     """
 
-    def __init__(self, copy_in: Callable, gather: Callable, part: Part, layers: range, *, stages: int):
-        """copy_in: (stack, number in it) -> shards of a layer; gather: from these to weights to compute with."""
-        self._copy_in = copy_in
-        self.gather = gather
+    index: Any
+    number: Any
+    variant: Variant
+    weights: Any
+
+
+class Prefetch:
+    """Fetches the weights of a run of layers early.
+
+    A microbatch passes the positions 0 to 2n - 1: n layers forward, then backward; the positions after that are the
+    next one's forward pass. Weights that are stored in shards, or in host memory, are fetched one position early; those
+    that are stored in shards in host memory are copied in two positions early and gathered one position early, so that
+    neither waits.
+    """
+
+    def __init__(self, engine: Engine, segment: Segment, part: Part, layers: range, period: int, *, stages: int):
+        """part: the stack that holds these layers; period: of their variants, see `model.runs`."""
         self.part = part
         self.layers = layers
         self.n = len(layers)
+        self.period = period
         self.stages = stages
+        self.variants = segment.variants[layers.start : layers.stop]
+        self.gather = functools.partial(all_gather_weights, engine, segment)
+        self._copy_in = functools.partial(copy_in, engine, segment, part.stack, variant=self.variants[0])
+        assert len({variant.recipe_enabled for variant in self.variants}) == 1
 
     def copy_in(self, p):
         """The first stage of the fetch for position p."""
         p %= 2 * self.n
         l = self.layers.start - self.part.start + jnp.minimum(p, 2 * self.n - 1 - p)
-        return self._copy_in(self.part.stack, l)
+        return self._copy_in(l)
 
     def first(self):
         """What is prefetched before position 0: the result of each stage."""
@@ -103,37 +119,25 @@ class Prefetch:
         return self.gather(self.copy_in(p)), ()
 
 
-class Layer(NamedTuple):
-    """One layer in a loop: its number, whether the recipe holds in it (static), its weights."""
-
-    number: Any
-    recipe_enabled: bool
-    weights: Any
-
-
 class Layers:
-    """Loops over the layers; each layer's weights are fetched before they are needed, if fetching takes time.
+    """Loops over a segment's layers; each layer's weights are fetched before they are needed, if fetching takes time.
 
-    What is prefetched of later layers travels in the loops' carry, for each part of the layers: those that are stored
-    in one memory (`host.parts`) and that the recipe treats alike.
+    Later layers' weights in flight are in the loops' carry, for each loop: layers that are stored in one memory
+    (`host.parts`) and whose variants repeat.
     """
 
-    def __init__(self, engine: Engine, blocks):
-        """blocks: the work weights of the blocks."""
+    def __init__(self, engine: Engine, segment: Segment, stacks):
+        """stacks: the segment's work weights."""
+        self.segment = segment
         table = engine.table
-        found = parts(blocks)
-        in_host = "host" in (table.weights.home, table.quants.home)  # of two parts the last
-        gather = functools.partial(all_gather_weights, engine)
+        found = parts(stacks)
+        streamed = table.weights.home.streamed or table.quants.home.streamed  # of two parts the last
         self.prefetches: list[Prefetch] = []
-        self.recipe_enabled: list[bool] = []
         for part in found:
-            stages = table.weights.sharded + (in_host and part is found[-1])
-            for start, stop, enabled in engine.model.precision.ranges(engine.model.num_layers):
-                layers = range(max(start, part.start), min(stop, part.stop))
-                if layers:
-                    copy = functools.partial(copy_in, engine, recipe_enabled=enabled)
-                    self.prefetches.append(Prefetch(copy, gather, part, layers, stages=stages))
-                    self.recipe_enabled.append(enabled)
+            stages = table.weights.sharded + (streamed and part is found[-1])
+            for run in runs(segment.variants[part.start : part.stop]):
+                layers = range(part.start + run.start, part.start + run.stop)
+                self.prefetches.append(Prefetch(engine, segment, part, layers, run.period, stages=stages))
 
     def first(self) -> list:
         """What is prefetched before a forward pass."""
@@ -144,12 +148,15 @@ class Layers:
         prefetched = list(prefetched)
         for i, prefetch in sorted(enumerate(self.prefetches), key=lambda pair: pair[0], reverse=reverse):
 
-            def one(k, carry, prefetch=prefetch, enabled=self.recipe_enabled[i]):
+            def one(k, variant: Variant, carry, prefetch=prefetch):
+                """The k-th layer of this loop, whose variant is known."""
                 carry, prefetched = carry
-                layers, n = prefetch.layers, prefetch.n
-                w, prefetched = prefetch.take(prefetched, n + k if reverse else k)
-                number = layers.stop - 1 - k if reverse else layers.start + k
-                return function(Layer(number, enabled, w), prefetched, carry)
+                layers = prefetch.layers
+                w, prefetched = prefetch.take(prefetched, prefetch.n + k if reverse else k)
+                index = layers.stop - 1 - k if reverse else layers.start + k
+                number = index + self.segment.start if self.segment.start else index
+                return function(Layer(index, number, variant, w), prefetched, carry)
 
-            carry, prefetched[i] = jax.lax.fori_loop(0, prefetch.n, one, (carry, prefetched[i]))
+            in_order = prefetch.variants[::-1] if reverse else prefetch.variants
+            carry, prefetched[i] = loop_over(in_order, prefetch.period, one, (carry, prefetched[i]))
         return carry, prefetched

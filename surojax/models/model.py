@@ -1,0 +1,290 @@
+"""What step, state, planner and sampler know of a model: segments of equal layers between embedding and head.
+
+A model is a value: `Param`s, and pure functions of arrays. Nothing in it depends on where a tensor is stored. A family
+of models is one function that builds it from sizes and a `Compute` (llama.py); only assembly.py names the families.
+
+    embedding -> segments[0]: layer 0, 1, ... -> segments[1]: ... -> final norm -> head
+
+Layers of a segment have the same parameters, so these are stacked `[layers, ...]` and a loop goes over them. What is
+static about a single layer, such as its attention window, is its `Variant`: layers of one segment may alternate.
+
+Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, T cached positions, K key/value heads, h head
+dimension.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from surojax.numerics.fp8 import Sites
+from surojax.numerics.recipes import Precision
+from surojax.placement.param import OUTER, Kind, Param
+
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """What a block's backward pass computes again instead of reading what the forward pass saved.
+
+    norm: the outputs of both RMSNorms. swiglu: silu(gate) * up. ffn: that, and the gate and up projections. att:
+    queries, keys, values and the output of attention. Only `ffn` and `att` repeat products with weights.
+    """
+
+    norm: bool = False
+    swiglu: bool = False
+    ffn: bool = False
+    att: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How a model is computed; its architecture does not depend on it.
+
+    attention: an implementation, see `attention.attend`. precision: the recipe of the blocks' matrix products, and the
+    kernels between them.
+    """
+
+    attention: str = "auto"
+    recompute: Recompute = dataclasses.field(default_factory=Recompute)
+    precision: Precision = dataclasses.field(default_factory=Precision)
+
+
+class Variant(NamedTuple):
+    """What is static about one layer.
+
+    recipe_enabled: the recipe's numbers are used; if not, the layer computes as recipe bf16 does. window: latest
+    positions that a token attends to, its own included; 0: all of them.
+    """
+
+    recipe_enabled: bool = True
+    window: int = 0
+
+
+PLAIN = Variant()
+DEFAULT = Compute()
+
+
+class Heads(NamedTuple):
+    """Sizes of a layer's attention."""
+
+    query: int
+    key_value: int
+    channels: int
+
+
+class Cache(NamedTuple):
+    """Keys and values `[B, T, K, h]` of a layer's earlier positions; the next position is `start`."""
+
+    keys: jax.Array
+    values: jax.Array
+    start: jax.Array | int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of layers with equal parameters.
+
+    name: of its section in a tree of parameters. start: the number of its first layer in the model. params: the
+    `Param`s of one layer. variants: of each layer.
+
+    init: (seed, number of a layer in the segment; may be traced) -> its new float32 arrays.
+    block: (weights of a layer, x `[B, S, D]`, recipe_inputs, Variant) -> (x, auxiliary loss). recipe_inputs: scales
+    `[sites]` (fp8_hybrid), a seed uint32 (nvfp4), else None, which is enough for a pass without gradients. The
+    auxiliary loss is float32 [], a mean over these tokens that training adds to its loss, if the segment
+    `has_auxiliary_loss`, else None.
+    block_forward: the same arguments -> ((x, auxiliary loss), saved), where saved is what the backward pass reads in
+    addition to the weights.
+    block_backward: (weights, saved, (dx, d auxiliary loss), recipe_inputs, Variant) -> (gradients of the weights, dx,
+    observed: largest magnitudes `[sites]` of fp8_hybrid, else None).
+    cached_block: (weights, x, Cache, Variant) -> (x, Cache), for sampling; as recipe bf16, by XLA.
+    """
+
+    name: str
+    start: int
+    params: Any
+    variants: tuple[Variant, ...]
+    heads: Heads
+    init: Callable
+    block: Callable
+    block_forward: Callable
+    block_backward: Callable
+    cached_block: Callable
+    has_auxiliary_loss: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.variants)
+
+    @property
+    def size(self) -> int:
+        """Parameters of one layer."""
+        return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params))
+
+    @property
+    def matmul_size(self) -> int:
+        """Parameters of one layer that multiply every token."""
+        return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params) if p.kind is Kind.MATRIX)
+
+    def attention_flops(self, sequence_len: int) -> float:
+        """FLOPs of the layers' two attention products per token, forward: half of the square, or a band of it."""
+        width = self.heads.query * self.heads.channels
+
+        def seen(window: int) -> float:
+            """Positions that a token attends to, on average over a sequence."""
+            if not 0 < window < sequence_len:
+                return sequence_len / 2
+            return window * (1 - window / (2 * sequence_len))
+
+        return sum(4.0 * width * seen(variant.window) for variant in self.variants)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A model as everything but its family sees it.
+
+    outer_params: `Param`s of embedding ("embed"), final norm and head. head: name of the head's matrix `[V, D]`,
+    "embed" if it is the embedding's. head_uses: names of the outer parameters that `final` and the head read. sites: of
+    recipe fp8_hybrid.
+
+    init_outer: seed -> new float32 arrays. final: (outer, x) -> x normed for the head. logits: (outer, x `[..., D]`) ->
+    `[..., V]` float32, by XLA. rebuild: Compute -> this model computed so.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    compute: Compute
+    segments: tuple[Segment, ...]
+    outer_params: dict
+    head: str
+    head_uses: tuple[str, ...]
+    sites: Sites
+    init_outer: Callable
+    final: Callable
+    logits: Callable
+    rebuild: Callable
+
+    @property
+    def precision(self) -> Precision:
+        return self.compute.precision
+
+    @property
+    def num_layers(self) -> int:
+        return sum(segment.num_layers for segment in self.segments)
+
+    @property
+    def params(self) -> dict:
+        """All `Param`s by section: of one layer for each segment, and the outer ones."""
+        return {segment.name: segment.params for segment in self.segments} | {OUTER: self.outer_params}
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of all layers."""
+        outer = sum(math.prod(p.shape) for p in jax.tree.leaves(self.outer_params))
+        return outer + sum(segment.num_layers * segment.size for segment in self.segments)
+
+    @property
+    def block_matmul_params(self) -> int:
+        """Parameters of the blocks that take part in matrix products once per token."""
+        return sum(segment.num_layers * segment.matmul_size for segment in self.segments)
+
+    @property
+    def num_matmul_params(self) -> int:
+        """The same with the head."""
+        return self.block_matmul_params + self.vocab_size * self.hidden_size
+
+    def init(self, seed: int | jax.Array) -> dict:
+        """Random float32 parameters by section, all at once; `state.init_state` builds them layer by layer."""
+
+        def stack(segment: Segment):
+            return jax.vmap(lambda l: segment.init(seed, l))(jnp.arange(segment.num_layers))
+
+        return {segment.name: stack(segment) for segment in self.segments} | {OUTER: self.init_outer(seed)}
+
+    def abstract_params(self, dtype="float32") -> dict:
+        """Shapes and dtypes of `init`, without building any array."""
+
+        def stack(layers: tuple[int, ...], params):
+            return jax.tree.map(lambda p: jax.ShapeDtypeStruct((*layers, *p.shape), dtype), params)
+
+        stacks = {segment.name: stack((segment.num_layers,), segment.params) for segment in self.segments}
+        return stacks | {OUTER: stack((), self.outer_params)}
+
+
+class Run(NamedTuple):
+    """Layers `start` to `stop` - 1 whose variants repeat after `period` layers."""
+
+    start: int
+    stop: int
+    period: int
+
+
+def runs(variants: Sequence[Variant]) -> list[Run]:
+    """The layers split into runs, each of them a loop whose body computes `period` layers.
+
+    Greedy: from the front, the longest run whose period is repeated at least once, or is 1.
+    """
+    found: list[Run] = []
+    start = 0
+    while start < len(variants):
+        rest = variants[start:]
+
+        def length(period: int, rest=rest) -> int:
+            """Layers from the start on that repeat with this period."""
+            same = (rest[i] == rest[i - period] for i in range(period, len(rest)))
+            return period + next((i for i, equal in enumerate(same) if not equal), len(rest) - period)
+
+        periods = [p for p in range(1, len(rest)) if p == 1 or length(p) >= 2 * p] or [1]
+        period = max(periods, key=length)  # of several as long, the shortest
+        found.append(Run(start, start + length(period), period))
+        start = found[-1].stop
+    return found
+
+
+def loop_over(variants: Sequence[Variant], period: int, one: Callable, carry):
+    """The carry after carry = one(k, variants[k], carry) for every k, in a loop whose body has `period` of them.
+
+    variants: repeat after `period`; what is left over at the end is unrolled.
+    """
+    n = len(variants)
+
+    def body(i, carry):
+        for j, variant in enumerate(variants[:period]):
+            carry = one(i if period == 1 else i * period + j, variant, carry)
+        return carry
+
+    carry = jax.lax.fori_loop(0, n // period, body, carry)
+    for k in range(n - n % period, n):
+        carry = one(k, variants[k], carry)
+    return carry
+
+
+def collect_params(modules: dict[str, Any]) -> dict[str, Any]:
+    """The `Param`s by section that modules declare where they make their weights (`layers.parameter`).
+
+    modules: by section, abstract, from `nnx.eval_shape`. No array is built.
+    """
+
+    def variables(module) -> dict:
+        return nnx.to_pure_dict(nnx.state(module, nnx.Param), extract_fn=lambda variable: variable)
+
+    def is_variable(x) -> bool:
+        return isinstance(x, nnx.Variable)
+
+    found: dict[str, Any] = {}
+    streams = {False: 0, True: 1}  # even numbers are for layers, odd ones for the outer parameters
+    for section, module in modules.items():
+        leaves, structure = jax.tree_util.tree_flatten_with_path(variables(module), is_leaf=is_variable)
+        params = []
+        for path, variable in leaves:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            metadata = {key: variable.get_metadata(key) for key in ("kind", "product")}
+            axes = tuple(variable.get_metadata("out_sharding"))
+            stream = streams[section == OUTER]
+            params.append(Param(name, variable.get_value().shape, axes, stream=stream, **metadata))
+            streams[section == OUTER] += 2
+        found[section] = structure.unflatten(params)
+    return found
