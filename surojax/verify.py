@@ -116,39 +116,45 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("offload_all", ALL),
     Setting("resident_layers", {"offload_weights": True, "resident_layers": 1}),
     Setting("offload_saved", SAVED | ALL, like="recompute_block=false"),
-    *(Setting(f"{name}@4", ZERO3 | {name: True}, 4, "zero_level=3@4") for name in OFFLOADS),
-    Setting("offload_all@4", ZERO3 | ALL, 4, "zero_level=3@4"),
-    Setting("resident_layers@4", ZERO3 | ALL | {"resident_layers": 1}, 4, "zero_level=3@4"),
-    Setting("offload_saved@4", ZERO3 | SAVED | ALL, 4, "zero_level=3@4", "saved"),
+    *(Setting(f"{name}@4", ZERO3 | {name: True}, 4, like="zero_level=3@4") for name in OFFLOADS),
+    Setting("offload_all@4", ZERO3 | ALL, 4, like="zero_level=3@4"),
+    Setting("resident_layers@4", ZERO3 | ALL | {"resident_layers": 1}, 4, like="zero_level=3@4"),
+    Setting("offload_saved@4", ZERO3 | SAVED | ALL, 4, like="zero_level=3@4", expect="saved"),
     # Disk
     Setting("offload_optimizer=nvme", {"offload_optimizer": "nvme"}),
     Setting("offload_master=nvme", {"offload_master": "nvme"}),
-    Setting("nvme@4", ZERO3 | ALL | NVME, 4, "zero_level=3@4"),
+    Setting("nvme@4", ZERO3 | ALL | NVME, 4, like="zero_level=3@4"),
     # Mesh
     *(Setting(f"zero_level={n}@4", {"zero_level": n}, 4, expect="order") for n in (1, 2, 3)),
     Setting("shard_gradients@4", {"shard_gradients": True}, 4, expect="order"),
     Setting("shard_weights@4", {"shard_weights": True}, 4, expect="order"),
     Setting("shard_outer@4", ZERO3 | {"shard_outer": True}, 4, expect="order"),
-    Setting("shard_outer_offload_all@4", ZERO3 | ALL | {"shard_outer": True}, 4, "shard_outer@4"),
+    Setting("shard_outer_offload_all@4", ZERO3 | ALL | {"shard_outer": True}, 4, like="shard_outer@4"),
     Setting("zero_level=3@8", ZERO3, 8, expect="order"),
     Setting("hsdp_2x2", ZERO3 | {"dp_replicate_size": 2}, 4, expect="order"),
     Setting("hsdp_2x4", ZERO3 | {"dp_replicate_size": 2}, 8, expect="order"),
     Setting("hsdp_2x4_offload_all", ZERO3 | ALL | {"dp_replicate_size": 2, "shard_outer": True}, 8, expect="order"),
     # Communication
     Setting("use_all_to_all_reduce@4", ZERO3 | {"use_all_to_all_reduce": True}, 4, expect="order"),
-    Setting("zero_quantized_gradients@4", ZERO3 | {"zero_quantized_gradients": True}, 4, "zero_level=3@4", "sent_int8"),
-    Setting("zero_quantized_weights=fp8@4", FP8, 4, "zero_level=3@4", "fp8"),
-    Setting("zero_quantized_weights=int8@4", INT8, 4, "zero_level=3@4", "int8"),
-    Setting("persistent_quants=fp8@4", FP8 | {"persistent_quants": True}, 4, "zero_quantized_weights=fp8@4"),
-    Setting("persistent_quants=int8@4", INT8 | {"persistent_quants": True}, 4, "zero_quantized_weights=int8@4"),
-    Setting("offload_quants@4", FP8 | QUANTS, 4, "zero_quantized_weights=fp8@4"),
-    Setting("offload_quants_all@4", FP8 | QUANTS | ALL, 4, "zero_quantized_weights=fp8@4"),
-    Setting("memcpy_all_gather@4", ZERO3 | {"memcpy_all_gather": True}, 4, "zero_level=3@4"),
+    Setting(
+        "zero_quantized_gradients@4",
+        ZERO3 | {"zero_quantized_gradients": True},
+        4,
+        like="zero_level=3@4",
+        expect="sent_int8",
+    ),
+    Setting("zero_quantized_weights=fp8@4", FP8, 4, like="zero_level=3@4", expect="fp8"),
+    Setting("zero_quantized_weights=int8@4", INT8, 4, like="zero_level=3@4", expect="int8"),
+    Setting("persistent_quants=fp8@4", FP8 | {"persistent_quants": True}, 4, like="zero_quantized_weights=fp8@4"),
+    Setting("persistent_quants=int8@4", INT8 | {"persistent_quants": True}, 4, like="zero_quantized_weights=int8@4"),
+    Setting("offload_quants@4", FP8 | QUANTS, 4, like="zero_quantized_weights=fp8@4"),
+    Setting("offload_quants_all@4", FP8 | QUANTS | ALL, 4, like="zero_quantized_weights=fp8@4"),
+    Setting("memcpy_all_gather@4", ZERO3 | {"memcpy_all_gather": True}, 4, like="zero_level=3@4"),
     Setting(
         "memcpy_send_recv@4",
         ZERO3 | {"use_all_to_all_reduce": True, "memcpy_send_recv": True},
         4,
-        "use_all_to_all_reduce@4",
+        like="use_all_to_all_reduce@4",
     ),
 )
 
@@ -162,17 +168,17 @@ RESET = (  # fields that have their defaults in every row that does not change t
 
 def bounds(c: Config) -> dict[str, Bound]:
     """Returns {name in `Setting.expect`: bound}, for the dtypes and the recipe of a config."""
-    same = Bound(0.0, 0.0, "no arithmetic changes, so no bit may")
-    mean = "; the errors are independent and average out (gradient norm: of the first step)"
-    amplified = "AdamW divides by the root of a second moment that is tiny in the first steps, which amplifies it"
+    same = Bound(0.0, 0.0, "no arithmetic changes, so the results must be bit-exact")
+    mean = "; the errors are independent and average out (gradient norm: first step only)"
+    amplified = "AdamW divides by the root of the second moment, which is tiny in the first steps and amplifies this"
     exact = c.model_dtype == c.accum_dtype == "float32"
     if c.recipe != "bf16":
         order = _quantised_again(c.recipe, amplified)
     elif exact:
-        sums = "the same sums in another order: float32 rounds them by 6e-8, gradients differ by 2e-6 at most"
+        sums = "sums are in another order: float32 rounds them by 6e-8, so gradients differ by 2e-6 at most"
         order = Bound(1e-4, 1e-4, f"{sums}; {amplified}")
     else:
-        sums = "the same sums in another order: bfloat16 rounds each number of a gradient by 2e-3"
+        sums = "sums are in another order: bfloat16 rounds each number of a gradient by 2e-3"
         order = Bound(1e-3, 5e-2, f"{sums}; {amplified} (measured: 6e-5 and 8e-3)")
     rounded = "saved residuals are rounded to bfloat16, recomputed ones XLA may keep in float32"
     rounded += "" if c.recipe == "bf16" else f"; {order.reason}"
@@ -198,13 +204,13 @@ def _quantised_again(recipe: str, amplified: str) -> Bound:
     Another order of a sum changes its last bit, and rounding to 8 or 4 bits may then give the neighbouring number. This
     happens to few numbers in the first step. From then on the weights differ, and it happens to more in every step.
     """
-    borders = "the same sums in another order: few of the operands that they move are rounded to the next number of"
+    borders = "sums are in another order: a few of the changed operands are rounded to the neighbouring number of"
     if recipe == "nvfp4":
-        random = "random numbers are others for another number of microbatches or devices, which gradients show"
+        random = "random numbers depend on the number of microbatches and devices, and change the gradients"
         reason = f"{borders} 4 bits, a quarter away; {random}; {amplified} (measured: 6e-3 and 1e-2)"
-        return Bound(2e-2, 5e-2, f"{reason}; gradient norm: of the first step", first_norm=True)
+        return Bound(2e-2, 5e-2, f"{reason}; gradient norm: first step only", first_norm=True)
     reason = f"{borders} 8 bits, an eighth or a quarter away; {amplified} (measured: 8e-4 and 6e-4)"
-    return Bound(5e-3, 5e-3, f"{reason}; gradient norm: of the first step", first_norm=True)
+    return Bound(5e-3, 5e-3, f"{reason}; gradient norm: first step only", first_norm=True)
 
 
 def verify(
