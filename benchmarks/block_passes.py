@@ -1,11 +1,12 @@
-"""What one transformer block runs on a GPU, forward and backward: products, attention, and passes over memory between.
+"""Counts what one transformer block launches on a GPU: products, attention, and the passes over memory between them.
 
     python benchmarks/block_passes.py --gpu h200 --recipe fp8_hybrid --kernels mosaic
 
-compiles the block of `--model` (sizes of a config file) for that GPU on any machine, and prints a table of what is
-launched and the bytes that it reads and writes, by kind; `--json` prints the same for the tests. What moves less than a
-megabyte (scales, sums of partial sums, tables of angles) is counted apart. Backward includes computing the block's
-forward pass again, as `recompute_block` does.
+This compiles the block of `--model` (a config file with the sizes) for that GPU, on a machine with or without one. It
+prints a table with the number of launches and the bytes that they read and write, by kind, for the forward and the
+backward pass; `--json` prints the counts as JSON for the tests. Launches that move less than a megabyte (scales, sums
+of partial sums, tables of angles) are the kind "small". The backward pass includes recomputing the block's forward
+pass, as `recompute_block` does.
 """
 
 import argparse
@@ -29,46 +30,49 @@ from surojax.step.weights import quantise_with_one_scale
 
 KINDS = ("float8 product", "block-scaled product", "other product", "attention", "fused kernel", "pass by XLA", "small")
 SMALL = 1 << 20  # bytes
+# Instructions that launch nothing.
 NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "iota")
 
 
 def compile_block(config: LlamaConfig, gpu: str, tokens: int) -> dict[str, aot.Compiled]:
-    """The block's two passes over one sequence, compiled for a GPU."""
+    """Compiles the forward and the backward pass of a block over one sequence, for a GPU."""
     mesh = make_mesh(aot.devices(gpu, 1))
     model = functions(config)
-    where = jax.NamedSharding(mesh.abstract_mesh, jax.P())
-    put = lambda tree: jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), tree)
+    replicated = jax.NamedSharding(mesh.abstract_mesh, jax.P())
     params = declared_params(config)["blocks"]
     w = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
     if config.precision.fp8:
         w = jax.eval_shape(lambda w: quantise_with_one_scale(params, w, E4M3), w)
     x = jax.ShapeDtypeStruct((1, tokens, config.hidden_size), jnp.bfloat16)
-    given = {
-        "fp8_hybrid": jax.ShapeDtypeStruct((len(SITES),), jnp.float32),
-        "nvfp4": jax.ShapeDtypeStruct((), "uint32"),
-    }
-    given = given.get(config.precision.recipe)
+    recipe_inputs = {
+        "fp8_hybrid": jax.ShapeDtypeStruct((len(SITES),), jnp.float32),  # scales
+        "nvfp4": jax.ShapeDtypeStruct((), "uint32"),  # seed
+    }.get(config.precision.recipe)
 
-    def backward(w, x, dy, given):
-        return model.block_backward(w, model.block_forward(w, x, given)[1], dy, given)
+    def backward(w, x, dy, recipe_inputs):
+        return model.block_backward(w, model.block_forward(w, x, recipe_inputs)[1], dy, recipe_inputs)
 
     def compiled(f, *arguments):
         run = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
-        return aot.compile_for(jax.jit(run), put(arguments), mesh, schedule_options(config.precision))
+        inputs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated), arguments)
+        return aot.compile_for(jax.jit(run), inputs, mesh, schedule_options(config.precision))
 
-    return {"forward": compiled(model.block, w, x, given), "backward": compiled(backward, w, x, x, given)}
+    return {
+        "forward": compiled(model.block, w, x, recipe_inputs),
+        "backward": compiled(backward, w, x, x, recipe_inputs),
+    }
 
 
 def launches(module: Module) -> Iterator[tuple[str, int, Instruction]]:
-    """(kind, bytes read and written, instruction) of everything that a program runs."""
+    """Yields (kind, bytes read and written, instruction) of each launch of a program."""
     for i, times, computation in executed(module):
         if i.opcode in NOTHING or i.opcode.endswith("-done"):
             continue
         results = [a.bytes for a in arrays(i.shape)]
-        target = re.search(r'custom_call_target="([^"]*)"', i.attributes)
-        target = target[1] if target else ""
+        custom_call = re.search(r'custom_call_target="([^"]*)"', i.attributes)
+        target = custom_call[1] if custom_call else ""
         if target.startswith("__cu"):
-            results = results[:-1]  # the last one is a workspace
+            results = results[:-1]  # the last result is a workspace
         moved = sum(results) + sum(a.bytes for name in i.operands for a in arrays(computation[name].shape))
         kind = _kind(module, i, target, moved)
         for _ in range(times):
@@ -76,6 +80,7 @@ def launches(module: Module) -> Iterator[tuple[str, int, Instruction]]:
 
 
 def _kind(module: Module, i: Instruction, target: str, moved: int) -> str:
+    """Returns the kind (of KINDS) of an instruction. target: of a custom call, else "". moved: bytes."""
     called = re.search(r"calls=%?([\w.\-]+)", i.attributes)
     inside = " ".join(x.opcode + x.attributes for x in module.get(called[1], {}).values()) if called else ""
     if "matmul$f8" in target or "matmul$f8" in inside:
@@ -92,7 +97,7 @@ def _kind(module: Module, i: Instruction, target: str, moved: int) -> str:
 
 
 def product_flops(module: Module) -> int:
-    """FLOPs of the float8 products: 2 x results x the dimension they are summed over, the last of both operands."""
+    """FLOPs of the float8 products: 2 x number of results x contracted dimension, the last one of both operands."""
     total = 0
     for kind, _, i in launches(module):
         if kind == "float8 product":
@@ -103,18 +108,18 @@ def product_flops(module: Module) -> int:
 
 
 def added_up_in_float32(module: Module) -> bool:
-    """Whether all float8 products are: cuBLASLt's fast accumulation is off at the highest precision only."""
+    """Whether all float8 products accumulate in float32; cuBLASLt does only if their precision is HIGHEST."""
     return all("HIGHEST" in i.attributes for kind, _, i in launches(module) if kind == "float8 product")
 
 
 def _dimensions(shape: str) -> list[int]:
-    """Of the first array of a shape."""
+    """Returns the dimensions of the first array in a shape."""
     found = re.search(r"\[([\d,]*)\]", shape)
     return [int(d) for d in found[1].split(",")] if found else []
 
 
 def count(module: Module) -> dict[str, dict[str, int]]:
-    """{kind: {"launches", "bytes"}}"""
+    """Returns {kind: {"launches", "bytes"}} of a program."""
     found = {kind: {"launches": 0, "bytes": 0} for kind in KINDS}
     for kind, moved, _ in launches(module):
         found[kind]["launches"] += 1
@@ -123,18 +128,20 @@ def count(module: Module) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    """Print the table, or JSON."""
+    """Compile the block, and print the table, JSON, or the list of launches."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu", default="rtx4090", help="a GPU of surojax/planner/gpus.py (default: %(default)s)")
     parser.add_argument("--model", default="configs/llama7b.py", help="config file with the sizes (%(default)s)")
     parser.add_argument("--recipe", default="fp8_current", help="see surojax/numerics/recipes.py (%(default)s)")
     parser.add_argument("--kernels", default="mosaic", choices=("mosaic", "xla"), help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=2048, help="of the sequence (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=2048, help="length of the sequence (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--list", action="store_true", help="print every launch")
     args = parser.parse_args()
     c = flags.load(args.model)
-    c.recipe, c.kernels, c.attention = args.recipe, args.kernels, "cudnn"
+    c.recipe = args.recipe
+    c.kernels = args.kernels
+    c.attention = "cudnn"
     if args.recipe in ("mxfp8", "nvfp4"):
         c.block_scaled_products = "native"
     check(c)

@@ -1,20 +1,22 @@
-"""Do the tests notice mistakes? Makes one mistake at a time in a copy of the source and runs the tests that must fail.
+"""Checks that the tests notice mistakes: makes one at a time in a copy of the source and runs the tests that must fail.
 
     python benchmarks/mutants.py [--only PATTERN] [--jobs N] [--limit SECONDS] [--list] [--check]
 
-The mistakes (mutants) are one-line changes of the kind that a refactoring makes: a term left out, two arguments
-exchanged, a wrong axis, one off, a setting not handed on. `mutant_list.py` has them with the tests that must notice.
-A mutant that no test notices shows what is not tested; it needs a test, or an explanation in the list.
+The mistakes (mutants) are one-line changes of the kind that happens in a refactoring: a missing term, two exchanged
+arguments, a wrong axis, off by one, a setting that is not passed on. `mutant_list.py` lists them with the tests that
+must notice them. A mutant that no test notices shows that something is not tested. It needs a test, or an explanation
+in the list.
 
-Nothing is changed in the working tree: its files (tracked, or not ignored) are copied to a temporary folder for every
-process. Before any mutant the named tests run as they are, and must pass. They run twice, because the second run reads
-compiled programs from the cache that all later runs share: what fails there would be taken for a mutant's work.
+The working tree is not changed: its files (tracked, or not ignored by git) are copied to a temporary folder for each
+process. First, the named tests run without a mutant, and must pass. They run twice, because all later runs read
+compiled programs from a cache that the first run fills: a failure caused by the cache would look like a killed mutant.
 
-A mutant is killed if a test fails, if the tests cannot be collected, if the process crashes, and if it runs longer than
-the limit; the table says which. Exit code 1: a mutant without an explanation survived, or a test failed without one.
+A mutant is killed if a test fails, if the tests cannot be collected, if the process crashes, or if it runs longer than
+the limit; the table says which. Exit code 1: a mutant without an explanation survived, or a test failed without a
+mutant.
 
-`--check` compares the list with the source and the tests, in seconds: every text to change occurs exactly once in its
-file, and all tests exist. tests/test_mutants.py does the first part, so that a change of the source keeps the list.
+`--check` compares the list with the source and the tests, in seconds: every text to change must occur exactly once in
+its file, and all tests must exist. tests/test_mutants.py checks the texts, so that the list follows the source.
 """
 
 import argparse
@@ -46,7 +48,7 @@ LIMIT_S = 300
 
 
 class Outcome(NamedTuple):
-    """What became of a mutant. killed_by: the test that failed, or what else happened; "" if it survived."""
+    """The result of a mutant. killed_by: the failed test, or the hang or crash; "" if the mutant survived."""
 
     mutant: Mutant
     killed_by: str
@@ -57,7 +59,7 @@ class Outcome(NamedTuple):
 
 
 def text_problems(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
-    """What is wrong with the list, seen from the source alone; empty if nothing is."""
+    """Returns the problems of the list that the source and test files show without running a test."""
     found = []
     names = [m.name for m in mutants]
     found += [f"{name}: two mutants have this name" for name in sorted({n for n in names if names.count(n) > 1})]
@@ -80,19 +82,19 @@ def text_problems(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
 
 
 def nodes(mutant: Mutant) -> list[str]:
-    """The files, or `file::function`, that a mutant's tests are in."""
+    """Returns the files or `file::function` that contain a mutant's tests."""
     return split_tests(mutant)[0]
 
 
 def split_tests(mutant: Mutant) -> tuple[list[str], list[str]]:
-    """(files or `file::function`, words that the ids of the tests must contain) of `Mutant.tests`."""
+    """Splits `Mutant.tests` into (files or `file::function`, words that the ids of the tests must contain)."""
     before, _, after = mutant.tests.partition(" -k ")
     words = shlex.split(after.replace(" and ", " "))
     return shlex.split(before), words
 
 
 def chosen_tests(mutant: Mutant, ids: Iterable[str]) -> list[str]:
-    """The ids of a mutant's tests among those that pytest has collected."""
+    """Returns the ids of a mutant's tests among the `ids` that pytest has collected."""
     wanted, words = split_tests(mutant)
 
     def belongs(test: str) -> bool:
@@ -103,8 +105,8 @@ def chosen_tests(mutant: Mutant, ids: Iterable[str]) -> list[str]:
 
 
 def collected(folder: Path, mutants: Sequence[Mutant]) -> list[str]:
-    """The ids of the mutants' tests, and of more. Raises RuntimeError if pytest cannot collect them."""
-    named = sorted({node for m in mutants for node in nodes(m)})  # by name, so that no marker leaves one out
+    """Returns the ids of all tests in the files that the mutants name. Raises RuntimeError if collecting them fails."""
+    named = sorted({node for m in mutants for node in nodes(m)})  # named, so that no marker deselects one
     done = subprocess.run(
         [*PYTEST, "--collect-only", *named], cwd=folder, env=environment(folder), capture_output=True, text=True
     )
@@ -117,21 +119,21 @@ def collected(folder: Path, mutants: Sequence[Mutant]) -> list[str]:
 
 
 def copy_tree(target: Path) -> None:
-    """Copy the files of the working tree: tracked ones, and others that git does not ignore."""
+    """Copies the files of the working tree: the tracked files, and others that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
-    # By their content: a mutant is as old as the original, and may be as long.
+    # Invalidated by content, since time and size may be equal for a mutant and the original.
     checked = py_compile.PycInvalidationMode.CHECKED_HASH
     for package in ("surojax", "pallas_kernels"):
         compileall.compile_dir(target / package, quiet=1, invalidation_mode=checked)
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """That of a test run: the copy's source, and a cache of compiled programs beside the copies."""
+    """Returns the environment of a test run: imports come from the copy; all copies share a cache of programs."""
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -140,7 +142,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run_tests(folder: Path, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-    """(exit code, None if it ran longer than the limit; output) of the tests, until the first one that fails."""
+    """Runs tests until the first one fails. Returns (exit code, or None if the limit was exceeded; output)."""
     process = subprocess.Popen(
         [*PYTEST, "-x", *tests],
         cwd=folder,
@@ -155,14 +157,14 @@ def run_tests(folder: Path, tests: Sequence[str], limit_s: float) -> tuple[int |
         return process.returncode, output
     except subprocess.TimeoutExpired:
         return None, ""
-    finally:  # its children too
+    finally:  # ends the process and its children
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def verdict(code: int | None, output: str, limit_s: float) -> str:
-    """What killed a mutant; "" if nothing did."""
+    """Returns what killed a mutant; "" if it survived."""
     if code == PASSED:
         return ""
     if code is None:
@@ -175,8 +177,9 @@ def verdict(code: int | None, output: str, limit_s: float) -> str:
 
 
 def try_mutant(mutant: Mutant, folder: Path, tests: Sequence[str], limit_s: float) -> Outcome:
-    """Run the tests with the mistake made in this copy, which is then as it was."""
-    started, file = time.perf_counter(), folder / mutant.file
+    """Makes the mistake in a copy of the source, runs the tests, and restores the copy."""
+    started = time.perf_counter()
+    file = folder / mutant.file
     original = file.read_text()
     file.write_text(original.replace(mutant.old, mutant.new))
     try:
@@ -187,7 +190,7 @@ def try_mutant(mutant: Mutant, folder: Path, tests: Sequence[str], limit_s: floa
 
 
 def failures_without_mutants(folder: Path, tests: Sequence[str], limit_s: float) -> list[str]:
-    """Tests that do not pass as they are: before programs are in the cache, and after."""
+    """Returns what fails without a mutant, in a first run that fills the cache or a second one that reads it."""
     for _ in range(2):
         code, output = run_tests(folder, tests, limit_s)
         if code != PASSED:
@@ -196,7 +199,7 @@ def failures_without_mutants(folder: Path, tests: Sequence[str], limit_s: float)
 
 
 def outcomes(mutants: Sequence[Mutant], tests: dict[str, list[str]], copies: list[Path], limit_s: float) -> Iterator:
-    """The `Outcome` of each mutant as it is known, one process for each copy."""
+    """Yields the `Outcome` of each mutant as soon as it is known; one process runs in each copy."""
     free: queue.Queue[Path] = queue.Queue()
     for copy in copies:
         free.put(copy)
@@ -217,7 +220,7 @@ def outcomes(mutants: Sequence[Mutant], tests: dict[str, list[str]], copies: lis
 
 
 def line(outcome: Outcome) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     m = outcome.mutant
     explained = f" ({m.explained})" if m.explained else ""
     fate = f"killed by {outcome.killed_by}" if outcome.killed_by else f"SURVIVED{explained}"
@@ -225,12 +228,12 @@ def line(outcome: Outcome) -> str:
 
 
 def room(mutant: Mutant) -> str:
-    """The file of a mutant, without what all have in common."""
+    """Returns the file of a mutant, without the common prefix and the extension."""
     return mutant.file.removeprefix("surojax/").removesuffix(".py").replace("pallas_kernels/", "kernels/")
 
 
 def summary(found: Sequence[Outcome]) -> str:
-    """Counts of the table."""
+    """Returns a line with the counts of the table."""
     survived = [o for o in found if not o.killed_by]
     explained = [o for o in survived if o.mutant.explained]
     other = sum(o.killed_by.startswith(("hang", "crash", "pytest ended")) for o in found)
@@ -241,22 +244,25 @@ def summary(found: Sequence[Outcome]) -> str:
 
 
 def select(pattern: str | None) -> list[Mutant]:
-    """The mutants whose name or file has this in it, or matches it."""
+    """Returns the mutants whose name or file contains or matches `pattern`."""
     if pattern is None:
         return list(MUTANTS)
-    matches = lambda text: pattern in text or fnmatch.fnmatch(text, pattern)
+
+    def matches(text: str) -> bool:
+        return pattern in text or fnmatch.fnmatch(text, pattern)
+
     return [m for m in MUTANTS if matches(m.name) or matches(m.file)]
 
 
 def main() -> None:
     """Parse the command line and run the mutants."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", metavar="PATTERN", help="mutants whose name or file has this in it, or matches it")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default: %(default)s)")
+    parser.add_argument("--only", metavar="PATTERN", help="mutants whose name or file contains or matches it")
+    parser.add_argument("--jobs", type=int, default=2, help="parallel processes (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a mutant (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the mutants and their tests, and exit")
     parser.add_argument("--check", action="store_true", help="compare the list with source and tests, and exit")
-    parser.add_argument("--skip-baseline", action="store_true", help="do not run the tests without mutants before")
+    parser.add_argument("--skip-baseline", action="store_true", help="do not run the tests without a mutant first")
     a = parser.parse_args()
     mutants = select(a.only)
     if not mutants:

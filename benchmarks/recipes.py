@@ -1,16 +1,19 @@
-"""Training in 8 and 4 bits against 16: the same model, data and seeds under each recipe and optimizer, 300 steps.
+"""Compares training in 8 and 4 bits with training in 16: one model, trained for 300 steps with each recipe.
 
     python benchmarks/recipes.py [--only NAME ...] [--seeds SEED ...] [--config.FIELD=VALUE ...]
 
-A Llama of 10M parameters learns the built-in corpus, byte by byte; `get_config` is what all runs share, and flags
-change it. Each setting and seed (initial weights and order of the data) is a `surojax.train` in a folder of its own
-under output_dir. A finished run leaves `NAME-SEED.json` there, which later calls take instead of training again, so
-that runs can be made one at a time; an interrupted one goes on from its last checkpoint. Printed, as Markdown, for the
-runs that there are: final evaluation loss (nats per token on held-out files), its difference from the baseline's of the
-same seed, as the mean over seeds with the standard error, beside the limit; and the curves. With matplotlib,
-`curves.svg` as well. Exit code 1: a limit is exceeded by the magnitude of a mean.
+A Llama of 10M parameters learns the built-in corpus, byte by byte. `get_config` has the fields that all runs share;
+flags change them. Each setting (recipe, optimizer or dtype) and seed (initial weights and order of the data) is one
+`surojax.train` in its own folder under output_dir. A finished run writes `NAME-SEED.json` there, and later calls read
+that file instead of training again, so the runs can be made one at a time. An interrupted run continues from its last
+checkpoint.
 
-On a CPU the 8- and 4-bit products are emulated: their numbers are those of a GPU, their speed is not.
+Printed as Markdown, for all finished runs: the final evaluation loss (nats per token on held-out files); its difference
+from the baseline with the same seed, as the mean over the seeds with the standard error; the limit of that difference;
+and the training curves. If matplotlib is installed, `curves.svg` is written too. Exit code 1: the magnitude of a mean
+difference exceeds its limit.
+
+On a CPU the 8-bit and 4-bit products are emulated: results are those of a GPU, speed is not.
 """
 
 import argparse
@@ -31,20 +34,20 @@ from surojax.run.metrics import METRICS_FILE, NonFiniteLoss, read_metrics
 from surojax.train import train
 
 BASELINE = "bf16"
-type Result = dict[str, Any]  # what `summary` makes of a run, and its config
-EVERY = 25  # steps between the points of a curve; a point is the mean training loss since the one before
+type Result = dict[str, Any]  # the `summary` of a run, and its config
+EVERY = 25  # steps per point of a curve; a point is the mean training loss of these steps
 
 
 class Setting(NamedTuple):
-    """Fields that differ from the baseline's, and how far from it the final loss may be, in percent."""
+    """A setting to compare with the baseline."""
 
-    fields: dict[str, Any]
-    limit: float | None = None
+    fields: dict[str, Any]  # fields that differ from the baseline's
+    limit: float | None = None  # largest difference of the final loss, in percent; None: no limit
 
 
 SETTINGS: dict[str, Setting] = {
     BASELINE: Setting({}),  # bfloat16 products, AdamW with float32 moments
-    "float32": Setting({"model_dtype": "float32"}),  # without limit: how far rounding alone moves a run's end
+    "float32": Setting({"model_dtype": "float32"}),  # no limit: shows the effect of rounding alone
     "fp8_hybrid": Setting({"recipe": "fp8_hybrid"}, 1.0),
     "fp8_current": Setting({"recipe": "fp8_current"}, 1.0),
     "mxfp8": Setting({"recipe": "mxfp8"}, 1.0),
@@ -54,9 +57,10 @@ SETTINGS: dict[str, Setting] = {
 
 
 def get_config() -> Config:
+    """Returns the config that all runs share."""
     c = default_config()
     c.output_dir = "runs/recipes"
-    c.model.vocab_size = 320  # 256 bytes, the end of a document, and room to a multiple of 64
+    c.model.vocab_size = 320  # 256 bytes and the end of a document, padded to a multiple of 64
     c.model.hidden_size = 320
     c.model.intermediate_size = 864
     c.model.num_hidden_layers = 8
@@ -64,20 +68,20 @@ def get_config() -> Config:
     c.model.num_key_value_heads = 5
     c.sequence_len = 128
     c.per_device_batch_size = 4
-    c.recompute_block = False  # memory is no matter here
+    c.recompute_block = False  # the model is small, so memory is not scarce
     c.max_steps = 300
-    c.eval_steps = 0  # at the end only
+    c.eval_steps = 0  # only at the end
     c.eval_batches = 80  # 40,960 tokens
     c.save_steps = 100
     c.save_total_limit = 1
     c.sample_tokens = 0
-    c.learning_rate = 5e-4  # at 1e-3 and 2e-3 chance moves the ends of runs several times further
+    c.learning_rate = 5e-4  # at 1e-3 and 2e-3, the final loss varies several times more by chance
     c.warmup_steps = 60
     return c
 
 
 def config_of(name: str, seed: int, shared: Config) -> Config:
-    """The shared config with the setting's fields. Raises ConfigError where this version has no such field."""
+    """Returns the shared config with the fields of a setting. Raises ConfigError if a field does not exist."""
     c = shared.copy_and_resolve_references()
     for field, value in SETTINGS[name].fields.items():
         if field not in c:
@@ -89,13 +93,14 @@ def config_of(name: str, seed: int, shared: Config) -> Config:
 
 
 def file_of(name: str, seed: int, shared: Config) -> Path:
+    """Returns the path of a run's result."""
     return Path(shared.output_dir) / f"{name}-{seed}.json"
 
 
 def result_of(name: str, seed: int, shared: Config) -> Result:
-    """The result of a setting, from its file or from a run that is made now.
+    """Returns the result of a run. If its file does not exist, trains first.
 
-    Raises ConfigError when the file is of a run with other settings; exits when the run is stopped.
+    Raises ConfigError if the file was written by a run with other settings. Exits if the run is stopped.
     """
     c = config_of(name, seed, shared)
     fields = {k: v for k, v in flat(c).items() if k != "output_dir"}
@@ -117,7 +122,7 @@ def result_of(name: str, seed: int, shared: Config) -> Result:
 
 
 def summary(records: list[dict[str, Any]]) -> Result:
-    """Final evaluation loss, seconds of a step (median), and the curves, from the records of a whole run."""
+    """Returns the final evaluation loss, the median seconds per step, and the curves of a finished run."""
     steps = [r for r in records if r["log"] == "step"]
     evals = [r for r in records if r["log"] == "eval"]
     windows = [steps[i : i + EVERY] for i in range(0, len(steps), EVERY)]
@@ -130,42 +135,51 @@ def summary(records: list[dict[str, Any]]) -> Result:
 
 
 def difference(results: dict[int, Result], base: dict[int, Result]) -> tuple[float, float | None]:
-    """(mean over the seeds both have, its standard error if there are several) of the final loss against base, in %."""
+    """Returns (mean, standard error) of the difference of the final loss from `base`, in percent.
+
+    Both are over the seeds that `results` and `base` have in common; the standard error is None if there is only one.
+    """
     each = [100 * (r["eval_loss"] / base[seed]["eval_loss"] - 1) for seed, r in results.items() if seed in base]
     error = statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else None
     return statistics.fmean(each) if each else math.nan, error
 
 
 def table(results: dict[str, dict[int, Result]]) -> tuple[str, bool]:
-    """The comparison in Markdown, and whether every limit holds."""
+    """Returns the comparison in Markdown, and whether every limit holds."""
     lines = ["| run | seeds | evaluation loss | against bf16 | limit | | s per step |", "|---|---|---|---|---|---|---|"]
-    base, good = results.get(BASELINE, {}), True
-    for name, of_seeds in results.items():
-        mean = lambda key, of_seeds=of_seeds: statistics.fmean(r[key] for r in of_seeds.values())
-        limit, row = SETTINGS[name].limit, [name, str(len(of_seeds)), f"{mean('eval_loss'):.4f}", "", "", ""]
-        if name != BASELINE and base.keys() & of_seeds.keys():
-            apart, error = difference(of_seeds, base)
-            row[3] = f"{apart:+.2f} %" + ("" if error is None else f" ± {error:.2f}")
+    base = results.get(BASELINE, {})
+    all_hold = True
+    for name, by_seed in results.items():
+        eval_loss = statistics.fmean(r["eval_loss"] for r in by_seed.values())
+        step_s = statistics.fmean(r["step_s"] for r in by_seed.values())
+        against = limit_cell = verdict = ""
+        limit = SETTINGS[name].limit
+        if name != BASELINE and base.keys() & by_seed.keys():
+            mean, error = difference(by_seed, base)
+            against = f"{mean:+.2f} %" + ("" if error is None else f" ± {error:.2f}")
             if limit is not None:
-                row[4:] = f"{limit:g} %", "pass" if abs(apart) <= limit else "FAIL"
-                good = good and abs(apart) <= limit
-        lines.append(f"| {' | '.join([*row, f'{mean("step_s"):.2f}'])} |")
-    return "\n".join(lines), good
+                holds = abs(mean) <= limit
+                limit_cell = f"{limit:g} %"
+                verdict = "pass" if holds else "FAIL"
+                all_hold = all_hold and holds
+        cells = [name, str(len(by_seed)), f"{eval_loss:.4f}", against, limit_cell, verdict, f"{step_s:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines), all_hold
 
 
 def mean_curves(results: dict[str, dict[int, Result]]) -> dict[str, dict[int, float]]:
-    """Training loss by step, the mean of `EVERY` steps up to each and of all seeds."""
+    """Returns {name: {step: training loss}}, each the mean of the last `EVERY` steps and over all seeds."""
     return {
         name: {
-            int(step): statistics.fmean(r["curve"][step] for r in of_seeds.values())
-            for step in next(iter(of_seeds.values()))["curve"]
+            int(step): statistics.fmean(r["curve"][step] for r in by_seed.values())
+            for step in next(iter(by_seed.values()))["curve"]
         }
-        for name, of_seeds in results.items()
+        for name, by_seed in results.items()
     }
 
 
 def curves(results: dict[str, dict[int, Result]]) -> str:
-    """`mean_curves` in Markdown."""
+    """Returns `mean_curves` as a Markdown table."""
     found = mean_curves(results)
     lines = [f"| step | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
     for step in sorted({step for curve in found.values() for step in curve}):
@@ -175,6 +189,7 @@ def curves(results: dict[str, dict[int, Result]]) -> str:
 
 
 def plot(results: dict[str, dict[int, Result]], file: Path) -> None:
+    """Draws `mean_curves` with matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -189,6 +204,7 @@ def plot(results: dict[str, dict[int, Result]], file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Parse the command line, train the runs that are missing, and print the comparison."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=SETTINGS, help="the settings to run")
@@ -202,16 +218,18 @@ def main(argv: list[str] | None = None) -> None:
         seeds = args.seeds or [shared.seed]
         for seed, name in itertools.product(seeds, args.only):
             result_of(name, seed, shared)
-        there = lambda name: [seed for seed in seeds if file_of(name, seed, shared).exists()]
-        results = {name: {seed: result_of(name, seed, shared) for seed in there(name)} for name in SETTINGS}
-        results = {name: of_seeds for name, of_seeds in results.items() if of_seeds}
+        results: dict[str, dict[int, Result]] = {}
+        for name in SETTINGS:
+            finished = [seed for seed in seeds if file_of(name, seed, shared).exists()]
+            if finished:
+                results[name] = {seed: result_of(name, seed, shared) for seed in finished}
     except (ConfigError, CheckpointError, NonFiniteLoss) as error:
         sys.exit(f"recipes: error: {error}")
-    text, good = table(results)
+    text, all_hold = table(results)
     print(f"\n{text}\n\nTraining loss, mean of {EVERY} steps:\n\n{curves(results)}")
     if find_spec("matplotlib"):
         plot(results, folder / "curves.svg")
-    sys.exit(not good)
+    sys.exit(not all_hold)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Tokens per second of the engine's step against a plain one: `jit` of `jax.value_and_grad` over the whole model.
+"""Compares the tokens per second of the engine's step with a plain step: `jit` of `jax.value_and_grad` over the model.
 
-Both update the same AdamW state from the same batch with the same recomputation, and take turns: A, B, A, B, ... so
-that a machine whose speed drifts treats them alike. Prints the median of each and the median of the pairwise ratios
-(above 1 = the engine is faster). Memory is what XLA says the compiled programs need beside their arguments.
+Both steps start from equal AdamW states and use one batch and one recomputation setting. They alternate (A, B, A, B,
+...), so that a drift of the machine's speed affects both equally. Prints the median time of each, and the median of the
+pairwise ratios (above 1: the engine is faster). Memory is the size of the temporaries that XLA reports for the compiled
+programs, without their arguments.
 
     python benchmarks/step_throughput.py --config configs/tiny.py [--config.recompute_block=false] [--pairs 15]
 """
@@ -29,7 +30,10 @@ from surojax.placement.table import place
 
 
 def plain_step(config, optimizer, chain, dtype: str, recompute_block: bool):
-    """(master, moments, count, inputs, labels) -> (master, moments, count, loss): what one writes first in JAX."""
+    """Returns the step that one would write first in JAX.
+
+    It maps (master, moments, count, inputs, labels) to (master, moments, count, loss).
+    """
     graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
 
     def loss(params, inputs, labels):
@@ -48,11 +52,13 @@ def plain_step(config, optimizer, chain, dtype: str, recompute_block: bool):
 
 
 def main() -> None:
+    """Time both steps in turn and print the comparison."""
     parser = argparse.ArgumentParser(description="Engine against plain value_and_grad.")
-    parser.add_argument("--pairs", type=int, default=15, help="timed runs of each, taken in turn")
+    parser.add_argument("--pairs", type=int, default=15, help="timed steps of each, in turn")
     c, args = parse(None, parser)
     check(c)
-    config, mesh = model_config(c), make_mesh(jax.devices()[:1])
+    config = model_config(c)
+    mesh = make_mesh(jax.devices()[:1])
     schedule = learning_rate_schedule("cosine", peak=c.learning_rate, total_steps=1000)
     optimizer = adamw(schedule)
     chain = adamw_chain(mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params))
@@ -72,7 +78,8 @@ def main() -> None:
     inputs, labels = jax.device_put((tokens[..., :-1], tokens[..., 1:]), batch_sharding(mesh))
     state = run.init_state(0)
     master = jax.tree.map(jnp.copy, state.master)
-    moments, count = chain.init(master), jnp.int32(0)
+    moments = chain.init(master)
+    count = jnp.int32(0)
     compiled = (
         ours.lower(state, inputs, labels).compile(),
         plain.lower(master, moments, count, inputs[0], labels[0]).compile(),

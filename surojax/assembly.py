@@ -7,13 +7,12 @@ may be abstract.
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from surojax.config import fields as configs
-from surojax.models import llama
+from surojax.models.families import FAMILIES
 from surojax.models.model import Compute, Model, Recompute
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
@@ -57,17 +56,6 @@ APART: dict[str, str | bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
 def schedule_options(precision: Precision) -> dict[str, str | bool | int]:
     """XLA options that schedule a step on a GPU."""
     return SCHEDULE | (APART if precision.fp8 else {})
-
-
-class Family(NamedTuple):
-    """A family of models: from the `model` fields of a config to its architecture, and from that to a `Model`."""
-
-    architecture: Callable[[dict[str, Any]], Any]
-    build: Callable[[Any, Compute], Model]
-
-
-# By `model.model_type`, as a Hugging Face config.json calls it.
-MODELS: dict[str, Family] = {"llama": Family(llama.from_settings, llama.build)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +146,7 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
 def architecture(c: configs.Config) -> Any:
     """The frozen architecture of a checked config: of a Llama, a `LlamaConfig`."""
     settings = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
-    return MODELS[settings.pop("model_type")].architecture(settings)
+    return FAMILIES[settings.pop("model_type")].architecture(settings)
 
 
 def compute(c: configs.Config) -> Compute:
@@ -182,7 +170,7 @@ def compute(c: configs.Config) -> Compute:
 
 def model(c: configs.Config) -> Model:
     """The model of a checked config."""
-    return MODELS[c.model.model_type].build(architecture(c), compute(c))
+    return FAMILIES[c.model.model_type].build(architecture(c), compute(c))
 
 
 def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedule:

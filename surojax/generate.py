@@ -1,4 +1,4 @@
-"""Sampling with a key/value cache, as a function and as a command.
+"""Samples text with a key/value cache, as a function and as a command.
 
     python -m surojax.generate --checkpoint runs/tiny --prompt "def main("
 
@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from surojax.run import checkpoint
 
 
 def empty_cache(model: Model, batch: int, length: int, dtype) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Room for the keys and values of `length` positions: by segment, two arrays `[L, B, T, K, h]`."""
+    """Returns zeros for the keys and values of `length` positions: by segment, two arrays `[L, B, T, K, h]`."""
 
     def zeros(segment: Segment) -> jax.Array:
         heads = segment.heads
@@ -39,7 +40,10 @@ def empty_cache(model: Model, batch: int, length: int, dtype) -> dict[str, tuple
 
 
 def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax.Array):
-    """(float32 logits of the last of S new positions `[B, V]`, the cache with them in it)."""
+    """Returns (float32 logits `[B, V]` of the last of the S new positions, the cache with all S new positions).
+
+    start: number of positions that are already in the cache.
+    """
 
     def layer(segment: Segment, part: Part, start_of_run: int, k, variant: Variant, carry):
         """The k-th layer of a run."""
@@ -64,15 +68,18 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
 
 def pick(logits_BV: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:
-    """One token per row `[B]`: the likeliest for temperature 0, else drawn from the smallest set of tokens whose
-    probabilities at that temperature sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020)."""
+    """Picks one token per row, int32 `[B]`.
+
+    If the temperature is 0, it is the most likely token. Otherwise it is sampled at that temperature from the smallest
+    set of most likely tokens whose probabilities sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020).
+    """
     if temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     logits_BV = logits_BV / temperature
     if top_p < 1:
         order_BV = jnp.argsort(-logits_BV, axis=-1)
         probs_BV = jnp.take_along_axis(jax.nn.softmax(logits_BV, axis=-1), order_BV, axis=-1)
-        before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # probability of the likelier ones; 0 for the likeliest
+        before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # total probability of the more likely tokens
         kept_BV = jnp.take_along_axis(before_BV < top_p, jnp.argsort(order_BV, axis=-1), axis=-1)
         logits_BV = jnp.where(kept_BV, logits_BV, -jnp.inf)
     return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
@@ -80,13 +87,14 @@ def pick(logits_BV: jax.Array, key: jax.Array, temperature: float, top_p: float)
 
 @functools.cache
 def _compiled(model: Model, vocab_size: int, temperature: float, top_p: float):
+    """Returns the jitted function that adds tokens to the cache and picks the next one."""
+
     @functools.partial(jax.jit, donate_argnums=2)
     def advance(weights, tokens_BS, cache, start, key):
         logits_BV, cache = cached_logits(model, weights, tokens_BS, cache, start)
+        # Ids of rows that only pad the vocabulary are never sampled.
         ids = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
-        logits_BV = jnp.where(
-            ids < vocab_size, logits_BV, -jnp.inf
-        )  # rows that only pad the vocabulary are never drawn
+        logits_BV = jnp.where(ids < vocab_size, logits_BV, -jnp.inf)
         return pick(logits_BV, key, temperature, top_p), cache
 
     return advance
@@ -104,11 +112,13 @@ def generate(
     eos_id: int | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[int]:
-    """Continue the token ids of `prompt` (1-D, not empty), one id at a time, until `eos_id` or `max_tokens`.
+    """Yields the token ids that continue `prompt`, until `eos_id` or `max_tokens`.
 
-    weights: work weights by section, in any sharding, quantised or not; ids from `vocab_size` on
-    (default: all rows) are never drawn. Raises ValueError for an empty prompt, a negative temperature, or top_p outside
-    (0, 1].
+    weights: work weights by section, in any sharding, quantised or not.
+    prompt: token ids, 1-D and not empty.
+    vocab_size: ids of `vocab_size` and above are never sampled; None: all rows of the embedding can be sampled.
+
+    Raises ValueError for an empty prompt, a negative temperature, or top_p outside (0, 1].
     """
     prompt = np.asarray(prompt, np.int32)
     if prompt.ndim != 1 or not prompt.size:
@@ -118,24 +128,27 @@ def generate(
     check_options(max_tokens, temperature, top_p)
     advance = _compiled(model, vocab_size or model.vocab_size, float(temperature), float(top_p))
     cache = empty_cache(model, 1, prompt.size + max_tokens, weights[OUTER]["embed"].dtype)
-    key, tokens, start = jax.random.key(seed), jnp.asarray(prompt)[None], 0
+    key = jax.random.key(seed)
+    tokens = jnp.asarray(prompt)[None]
+    start = 0
     for i in range(max_tokens):
         token, cache = advance(weights, tokens, cache, start, jax.random.fold_in(key, i))
-        start, tokens = start + tokens.shape[1], token[:, None]
+        start += tokens.shape[1]
+        tokens = token[:, None]
         if (value := int(token[0])) == eos_id:
             return
         yield value
 
 
 def complete(model: Model, weights: dict, tokenizer: Tokenizer, prompt: str, **options) -> str:
-    """The text that follows `prompt`; options as for `generate`. An empty prompt starts a new document."""
+    """Returns a text that continues `prompt`. `options` are those of `generate`. An empty prompt starts a document."""
     ids = tokenizer.encode(prompt) if prompt else np.array([tokenizer.eos_id])
     new = generate(model, weights, ids, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size, **options)
     return tokenizer.decode(list(new))
 
 
 def check_options(max_tokens: int, temperature: float, top_p: float) -> None:
-    """Raises ValueError for what cannot be sampled with."""
+    """Raises ValueError if an option is out of range."""
     if not (max_tokens >= 0 and 0 <= temperature < float("inf") and 0 < top_p <= 1):
         raise ValueError(
             "expected max_tokens >= 0, temperature >= 0 and 0 < top_p <= 1, "
@@ -144,10 +157,13 @@ def check_options(max_tokens: int, temperature: float, top_p: float) -> None:
 
 
 def load(path: str | Path, tokenizer: str = "") -> tuple[Model, dict, Tokenizer]:
-    """(model, work weights on the first device, tokenizer) of a checkpoint or of a run's newest one.
+    """Returns (model, work weights on the first device, tokenizer) of a checkpoint.
 
-    Raises CheckpointError for a checkpoint that is missing or unreadable, ConfigError for a tokenizer other than it was
-    trained with.
+    path: a checkpoint, or the output_dir of a run, which means its newest checkpoint.
+    tokenizer: as in the config; "": the one in the checkpoint's config.
+
+    Raises CheckpointError if the checkpoint is missing or unreadable, ConfigError if the tokenizer is not the one that
+    the model was trained with.
     """
     if (found := checkpoint.find(path)) is None:
         raise CheckpointError(
@@ -155,20 +171,25 @@ def load(path: str | Path, tokenizer: str = "") -> tuple[Model, dict, Tokenizer]
         )
     meta = checkpoint.read_meta(found)
     c = restored_config(meta["config"], checkpoint.written_by(meta))
-    words = load_tokenizer(tokenizer or c.tokenizer)
-    if words.name != meta["tokenizer"]:
+    loaded_tokenizer = load_tokenizer(tokenizer or c.tokenizer)
+    if loaded_tokenizer.name != meta["tokenizer"]:
         raise ConfigError(
-            f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, got {words.name}"
+            f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, "
+            f"got {loaded_tokenizer.name}"
         )
-    here = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
+    sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
     model = assembly.model(c)
     shapes = model.abstract_params(c.model_dtype)
-    plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=here), shapes)
-    return model, checkpoint.restore_weights(found, plan), words
+    plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)
+    return model, checkpoint.restore_weights(found, plan), loaded_tokenizer
+
+
+def _exit_with(message: str) -> NoReturn:
+    sys.exit(f"surojax.generate: error: {message}; see -h")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and print a continuation."""
+    """Parse the command line and print the prompt and its continuation."""
     parser = argparse.ArgumentParser(
         prog="python -m surojax.generate", description="Continue a text with a trained model."
     )
@@ -176,16 +197,16 @@ def main(argv: list[str] | None = None) -> None:
         "--checkpoint", required=True, help="a checkpoint folder, or the output_dir of a run for its newest one"
     )
     parser.add_argument("--prompt", default="", help="text to continue; empty = start a new document")
-    parser.add_argument("--max-tokens", type=int, default=200, help="tokens to generate at most (default 200)")
+    parser.add_argument("--max-tokens", type=int, default=200, help="largest number of new tokens (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 = greedy (default 0.8)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw only from the likeliest tokens of this total probability"
+        "--top-p", type=float, default=1.0, help="sample only from the most likely tokens of this total probability"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     parser.add_argument(
         "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
     )
-    parser.error = lambda message: sys.exit(f"surojax.generate: error: {message}; see -h")
+    parser.error = _exit_with
     args = parser.parse_args(argv)
     try:
         check_options(args.max_tokens, args.temperature, args.top_p)

@@ -1,8 +1,8 @@
-"""What a run would need, before anyone has the GPUs: memory, traffic, and the least time that a step can take.
+"""Plans a run without the GPUs: the memory and traffic that it needs, and a lower bound of the time of a step.
 
     python -m surojax.plan --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--json FILE] [--host-memory GIB]
 
-`surojax.planner.plan.plan(config, gpu)` is the same as a function.
+`surojax.planner.plan.plan(config, gpu)` is the function behind this command.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from surojax.planner.report import table
 
 
 def check_json_path(path: str) -> Path:
-    """The file to write, found to be writable before any work is done. Raises ConfigError."""
+    """Returns the file to write. Raises ConfigError if it cannot be written, before any work is done."""
     file = Path(path).expanduser()
     problem = "a folder" if file.is_dir() else ""
     if not problem:
@@ -38,8 +38,8 @@ def check_json_path(path: str) -> Path:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, plan, print; one line and a non-zero exit code for an error."""
-    jax.config.update("jax_platforms", "cpu")  # needs no GPU, and touches none
+    """Parse the command line, plan, and print the plan. An error prints one line and exits with code 1."""
+    jax.config.update("jax_platforms", "cpu")  # the plan needs no GPU, and should not occupy one
     parser = argparse.ArgumentParser(prog="python -m surojax.plan", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu", metavar="NAME", help=f"the GPU to plan for: {', '.join(GPUS)}")
     parser.add_argument("--json", metavar="FILE", help="write the plan there, as JSON")

@@ -1,9 +1,10 @@
-"""A training run, top to bottom.
+"""A training run, from top to bottom.
 
     python -m surojax.train --config configs/tiny.py [--config.FIELD=VALUE ...]
 
-`train(config)` is the run: check, data, plan, compile, state, loop, finish. Nothing is written before everything that
-can be checked has been. Start the same command again after any kind of end: it continues from the last checkpoint.
+`train(config)` is the run: check, data, plan, compile, state, loop, finish. It checks everything that can be checked
+before it writes anything. To continue a run that ended for any reason, start the same command again: it resumes from
+the last checkpoint.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from surojax.run import checkpoint
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.metrics import (
     METRICS_FILE,
-    LateMetrics,
+    DeferredMetrics,
     MetricsLog,
     NonFiniteLoss,
     check_finite,
@@ -49,24 +50,25 @@ from surojax.step import state
 
 
 class Result(NamedTuple):
-    """What `train` returns."""
+    """The result of `train`."""
 
     state: state.TrainState
     history: list[dict[str, Any]]  # the records of metrics.jsonl that this call wrote
-    checkpoint: Path | None  # the newest one
-    finished: bool  # False after SIGTERM or Ctrl-C
+    checkpoint: Path | None  # the newest checkpoint
+    finished: bool  # False if SIGTERM or Ctrl-C stopped the run
 
 
 def train(config: Config) -> Result:
-    """Train as the config says; see `config.default_config` for the fields.
+    """Train a model as the config says; see `config.default_config` for the fields.
 
-    Raises ConfigError (bad settings or data, too little memory; nothing was written), CheckpointError (a checkpoint
-    cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), OSError (no room for metrics, or
-    the disk of nvme_path fails).
+    Raises ConfigError (bad settings or data, or too little memory; nothing was written), CheckpointError (a checkpoint
+    cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), OSError (the disk has no room
+    for metrics, or the disk of nvme_path fails).
     """
-    c, started = config, time.perf_counter()
+    c = config
+    started = time.perf_counter()
 
-    # -- Check: everything that can be judged without data ------------------------------------------------------------
+    # -- Check: everything that can be checked without data -----------------------------------------------------------
     checks.check(c)
     output_dir = checks.check_output_dir(c.output_dir)
     devices = find_devices(c.gpus)
@@ -85,13 +87,14 @@ def train(config: Config) -> Result:
     total_steps = c.max_steps or c.num_epochs * data.samples_per_epoch(corpus, c.sequence_len) // samples_per_step
     check_schedule(c, total_steps)
 
-    # -- Plan: shapes, shardings, memory; and what there is to continue from ------------------------------------------
+    # -- Plan: shapes, shardings, memory; and the checkpoint to continue from -----------------------------------------
     run = from_config(c, mesh, total_steps)
     identity = {"tokenizer": tokenizer.name, "data": corpus.fingerprint}
     newest = checkpoint.find(output_dir / checkpoint.FOLDER)
     resume = find_resume(c, output_dir, identity, samples_per_step)
     meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
-    first_step, samples = meta["step"], meta["samples"]
+    first_step = meta["step"]
+    samples = meta["samples"]
     describe(c, run, devices, need)
     say(f"data: {corpus.name}, {len(corpus.tokens):,} tokens for training, {len(held_out.tokens):,} held out")
     say(f"run: {total_steps} steps of {samples_per_step * c.sequence_len:,} tokens into {output_dir}")
@@ -109,7 +112,7 @@ def train(config: Config) -> Result:
                 f"another run wrote checkpoints into {output_dir} while this one started; start again"
             )
 
-        # -- Compile, while the first batches are prepared ------------------------------------------------------------
+        # -- Compile; a thread prepares the first batches meanwhile ---------------------------------------------------
         batches = data.batches(
             corpus,
             sequence_len=c.sequence_len,
@@ -133,8 +136,8 @@ def train(config: Config) -> Result:
 
         # -- State: new, or from a checkpoint -------------------------------------------------------------------------
         if store and (step := store.interrupted()):
-            so = f"continuing from {resume.name}" if resume else "there is no checkpoint, so this starts anew"
-            say(f"nvme: the last run ended within the update of step {step}, what it left is not used: {so}")
+            start = f"continuing from {resume.name}" if resume else "there is no checkpoint, so this starts anew"
+            say(f"nvme: the last run ended within the update of step {step}, what it left is not used: {start}")
         if resume:
             train_state = checkpoint.restore(resume, run.plan)
             say(f"continuing from {resume}")
@@ -153,8 +156,9 @@ def train(config: Config) -> Result:
         )
         until_end.enter_context(log)
         stop = until_end.enter_context(StopSignal())
-        history, late = [], LateMetrics()
-        virtual = devices[0].platform == "cpu" and len(devices) > 1
+        history = []
+        deferred = DeferredMetrics()
+        virtual_devices = devices[0].platform == "cpu" and len(devices) > 1
 
         def report(done) -> None:
             if done is not None:
@@ -168,24 +172,25 @@ def train(config: Config) -> Result:
             with jax.transfer_guard("disallow"):
                 train_state, metrics = train_step(train_state, inputs, labels)
             samples += samples_per_step
-            report(late.push(step, metrics))
-            # Several programs with collectives in flight can block each other on virtual CPU devices; and a step whose
-            # layers are in files has ended when it returns.
-            if virtual or store:
-                report(late.flush())
+            report(deferred.push(step, metrics))
+            # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in
+            # files, a step has already ended when `train_step` returns.
+            if virtual_devices or store:
+                report(deferred.flush())
             checkpoints.check()
 
-            stopping, final = stop.received, step == total_steps
+            stopping = stop.received
+            final = step == total_steps
             evaluate_now = final or (c.eval_steps and step % c.eval_steps == 0)
             save_now = final or stopping or (c.save_steps and step % c.save_steps == 0)
             if evaluate_now or save_now:
-                report(late.flush())  # a checkpoint of step n is written when n is known to be sound and is in the log
+                report(deferred.flush())  # logs step n and checks that it is finite, before its checkpoint is written
                 if evaluate_now:
                     history.append(log.eval(step, **evaluate(train_state.weights)))
                 if save_now:
-                    at = {"step": step, "samples": samples, "samples_per_step": samples_per_step}
-                    checkpoints.save(train_state, at | {"config": c.to_dict(), **identity})
-                late.restart_clock()
+                    position = {"step": step, "samples": samples, "samples_per_step": samples_per_step}
+                    checkpoints.save(train_state, position | {"config": c.to_dict(), **identity})
+                deferred.restart_clock()
             if stopping and not final:
                 say(f"stopped by {stopping} after step {step} of {total_steps}; start again to continue")
                 break
@@ -196,22 +201,25 @@ def train(config: Config) -> Result:
         if finished and c.sample_tokens:
             say(sample(c, run, train_state.weights, tokenizer, held_out))
         say(f"{step - first_step} steps in {time.perf_counter() - started:.0f} s")
-        if plan_and_reality := compare(need, train_step, devices[0]):
-            say(plan_and_reality)
+        if comparison := compare(need, train_step, devices[0]):
+            say(comparison)
         say(evaluation_summary(output_dir))
         say(f"checkpoint: {checkpoints.last}")
         return Result(train_state, history, checkpoints.last, finished)
 
 
 def say(text: str) -> None:
-    """Print a line, above the progress bar where there is one; what the terminal cannot show is escaped."""
+    """Print a line, above the progress bar if there is one. Characters that the terminal cannot show are escaped."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
 
 
 def load_corpora(c: Config, tokenizer: Tokenizer) -> tuple[data.Corpus, data.Corpus]:
-    """The text to train on and the text to evaluate on, in tokens the model has rows for."""
+    """Returns the training corpus and the evaluation corpus.
+
+    Raises ConfigError if the tokenizer has more ids than the model has embedding rows.
+    """
     if tokenizer.vocab_size > c.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: expected at least {tokenizer.vocab_size} (of {tokenizer.name}), got "
@@ -221,7 +229,7 @@ def load_corpora(c: Config, tokenizer: Tokenizer) -> tuple[data.Corpus, data.Cor
 
 
 def check_schedule(c: Config, total_steps: int) -> None:
-    """Raises ConfigError when warmup and cooldown are longer than the run, whose length may follow from the data."""
+    """Raises ConfigError if warmup and cooldown are longer than the run, whose length may depend on the data."""
     planned = configs.warmup_steps(c, total_steps) + c.cooldown_steps
     if planned > total_steps:
         raise ConfigError(
@@ -231,8 +239,13 @@ def check_schedule(c: Config, total_steps: int) -> None:
 
 
 def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_per_step: int) -> Path | None:
-    """The checkpoint to continue from, None for a new run; refused unless it is of the same model, data and seed."""
-    own, wanted = checkpoint.find(output_dir / checkpoint.FOLDER), c.resume_from_checkpoint
+    """Returns the checkpoint to continue from, or None for a new run.
+
+    Raises ConfigError if `resume_from_checkpoint` names no checkpoint or contradicts those in output_dir, and
+    CheckpointError if the checkpoint was written with another model, seed, sequence length, tokenizer or data.
+    """
+    own = checkpoint.find(output_dir / checkpoint.FOLDER)
+    wanted = c.resume_from_checkpoint
     if wanted == "no":
         if own:
             raise ConfigError(
@@ -240,7 +253,7 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
             )
         return None
     found = own
-    # A run that began with another run's checkpoint and was killed goes on from its own when the command is repeated.
+    # A run that started from another run's checkpoint has its own by now: the same command resumes from the newest one.
     if wanted != "auto" and not (own and checkpoint.read_meta(own)["config"]["resume_from_checkpoint"] == wanted):
         found = checkpoint.find(wanted)
         if found is None:
@@ -262,15 +275,19 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
     if fixed:
         what = ", ".join(f"{k} is {a!r} there and {b!r} here" for k, (a, b) in fixed.items())
         raise CheckpointError(f"checkpoint {found} is of another run: {what}; use the same, or another output_dir")
-    rest = {k: v for k, v in changed.items() if k not in ("output_dir", "resume_from_checkpoint")}
-    if rest:
-        say("continuing with changed settings: " + ", ".join(f"{k} {a!r} -> {b!r}" for k, (a, b) in rest.items()))
-    check_batch(c, found, meta.get("samples_per_step", samples_per_step), samples_per_step, rest)
+    settings = {k: v for k, v in changed.items() if k not in ("output_dir", "resume_from_checkpoint")}
+    if settings:
+        say("continuing with changed settings: " + ", ".join(f"{k} {a!r} -> {b!r}" for k, (a, b) in settings.items()))
+    check_batch(c, found, meta.get("samples_per_step", samples_per_step), samples_per_step, settings)
     return found
 
 
 def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) -> None:
-    """Say that a step has more or fewer samples than in the checkpoint's run; refuse it where no setting says so."""
+    """Say that the number of samples per step has changed since the checkpoint.
+
+    before, now: samples per step. changed: the settings that differ. Raises CheckpointError if none of them determines
+    the batch size: then only the number of available devices changed, which may be a mistake.
+    """
     if before == now:
         return
     if not changed.keys() & {"gpus", "per_device_batch_size", "gradient_accumulation_steps"}:
@@ -285,22 +302,22 @@ def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) ->
 
 
 def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
-    """Say what will run where, and what it needs."""
+    """Print the size of the model, the devices, the mesh, and the memory that the run needs."""
     axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
     millions = run.model.num_parameters / 1e6
     say(f"surojax: {millions:,.1f}M parameters on {len(devices)} x {devices[0].device_kind} ({axes})")
-    # On a CPU the devices' memory is the host's, and all of it has been counted.
+    # On a CPU, `need` already includes the host memory, since it is also the devices' memory.
     host = {} if devices[0].platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
     for memory, needs in (("memory", need), ("host memory", host)):
         if needs:
             say(f"{memory} per device: {summed(needs, digits=2)}")
     shards = run.mesh.shape["dp_shard"]
-    if shards > 1 and (whole := replicated_matrices(run.params, run.engine.layouts.master)):
-        say(f"note: kept whole on every device, since {shards} divides none of their dimensions: {whole}")
+    if shards > 1 and (replicated := replicated_matrices(run.params, run.engine.layouts.master)):
+        say(f"note: replicated on every device, since {shards} divides none of their dimensions: {replicated}")
 
 
 class Evaluation:
-    """Loss on held-out text: nats per token, and bits per byte, which compares across tokenizers."""
+    """Computes the loss on held-out text: nats per token, and bits per byte, which are comparable across tokenizers."""
 
     def __init__(self, c: Config, run: Assembly, mesh: jax.sharding.Mesh, held_out: data.Corpus):
         batch_size = c.per_device_batch_size * mesh.size
@@ -314,29 +331,34 @@ class Evaluation:
 
     def __call__(self, weights) -> dict[str, float]:
         start = time.perf_counter()
-        put = lambda b: jax.device_put((b["inputs"], b["labels"]), self.sharding)
-        # One at a time: several programs with collectives in flight can block each other on virtual CPU devices.
-        sums = [jax.device_get(self.step(weights, *put(b))) for b in self.batches]
+        sums = []  # (sum of the losses, number of labels) of each batch
+        for batch in self.batches:
+            inputs, labels = jax.device_put((batch["inputs"], batch["labels"]), self.sharding)
+            # One batch at a time: programs with collectives in flight can block each other on virtual CPU devices.
+            sums.append(jax.device_get(self.step(weights, inputs, labels)))
         loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))
         bits = loss / math.log(2) / self.bytes_per_token
         return {"loss": loss, "bits_per_byte": bits, "duration_s": time.perf_counter() - start}
 
 
 class StopSignal:
-    """Within it, SIGTERM and the first Ctrl-C are remembered instead of ending the process; a second Ctrl-C ends it."""
+    """Context manager that records SIGTERM and the first Ctrl-C instead of ending the process.
+
+    A second Ctrl-C raises KeyboardInterrupt. received: name of the last recorded signal; "" if there was none.
+    """
 
     received: str = ""
 
     def __enter__(self):
         self.old = {}
-        with contextlib.suppress(ValueError):  # not in the main thread: signals stay as they are
+        with contextlib.suppress(ValueError):  # raised outside the main thread, which cannot set signal handlers
             for number in (signal.SIGTERM, signal.SIGINT):
                 self.old[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_):
         for number, handler in self.old.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that Python did not set
+            signal.signal(number, handler or signal.SIG_DFL)  # None: the old handler was not set from Python
 
     def _receive(self, number, _frame):
         if self.received and number == signal.SIGINT:
@@ -345,7 +367,7 @@ class StopSignal:
 
 
 def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: data.Corpus) -> str:
-    """The prompt and what the model makes of it, with control characters escaped."""
+    """Returns the prompt and the text that the model continues it with; control characters are escaped."""
     prompt = c.sample_prompt or tokenizer.decode(held_out.tokens[:64])
     options = {"max_tokens": c.sample_tokens, "temperature": c.sample_temperature, "seed": c.seed}
     text = complete(run.model, weights, tokenizer, prompt, **options)
@@ -354,24 +376,29 @@ def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: da
 
 
 def evaluation_summary(output_dir: Path) -> str:
-    """The first and the last evaluation of the whole run, whatever number of times it was started."""
+    """Returns a line with the first and the last evaluation in `metrics.jsonl`, over all starts of the run."""
     evals = [record for record in read_metrics(output_dir / METRICS_FILE) if record["log"] == "eval"]
     if not evals:
         return "evaluation: none yet"
-    first, last = evals[0], evals[-1]
-    arrow = lambda key: f"{first[key]:.4f} -> {last[key]:.4f}"
-    steps = f"steps {first['step']} -> {last['step']}"
-    return f"evaluation: loss {arrow('loss')}, {arrow('bits_per_byte')} bits per byte ({steps})"
+    first = evals[0]
+    last = evals[-1]
+    loss = f"{first['loss']:.4f} -> {last['loss']:.4f}"
+    bits = f"{first['bits_per_byte']:.4f} -> {last['bits_per_byte']:.4f}"
+    return f"evaluation: loss {loss}, {bits} bits per byte (steps {first['step']} -> {last['step']})"
 
 
 def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
-    """FLOP/s of all devices together in a run's mixture of products, each at its dtype's peak; None where unknown."""
-    gpu, flops = gpus.find_gpu(devices[0].device_kind), traffic.token_flops(run, sequence_len)
+    """Peak FLOP/s of all devices together for the products of a run, each at the peak of its dtype.
+
+    None if the GPU is unknown.
+    """
+    gpu = gpus.find_gpu(devices[0].device_kind)
+    flops = traffic.token_flops(run, sequence_len)
     return None if gpu is None else len(devices) * sum(flops.values()) / traffic.compute_time(gpu, flops)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, run, and say how to go on; one line and a non-zero exit code for an error."""
+    """Parse the command line, train, and print how to continue. An error exits with one line and a code above 0."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m surojax.train", description=(__doc__ or "").partition("\n")[0])
     again = shlex.join(["python", "-m", "surojax.train", *argv])

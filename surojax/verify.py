@@ -1,24 +1,31 @@
-"""Whether settings of memory and parallelism leave the result alone: a few steps plain, then under each of them.
+"""Checks that memory and parallelism settings do not change the result of training.
 
     python -m surojax.verify --config configs/tiny.py [--steps N] [--only NAME,...] [--list]
 
-Every row of SETTINGS trains the config's model, with its numbers and its optimizer, from the same weights on the same
-batches, and its losses and gradient norms are compared with those of another row: equal to the bit where no arithmetic
-changes, else within a bound that has a reason. On a machine without GPUs there are 8 virtual CPU devices.
+Each row of SETTINGS is one setting. It trains the config's model for a few steps with the config's dtypes, recipe and
+optimizer; all rows start from equal weights and use equal batches. The losses and gradient norms of a row are compared
+with those of a reference row. They must be bit-exact if the setting changes no arithmetic, and otherwise within a bound
+whose reason is stated. A machine without GPUs uses 8 virtual CPU devices.
 
-A recipe in 8 or 4 bits is verified in itself: rows that it refuses are skipped, with the reason, and those that change
-the order of sums have bounds of their own, since numbers that hardly differ may be rounded to two neighbours.
+An 8-bit or 4-bit recipe is compared with itself, not with bf16. Rows that the recipe does not allow are skipped, with
+the reason. Rows that change the order of sums have wider bounds, since two almost equal numbers may be rounded to
+different neighbours.
 
-What is not the config's: memory and mesh settings (a row "as_configured" has the config's own), the data (random
-tokens, frequent and rare ones, 5 % of the labels ignored), the number of microbatches (2 at least, so that accumulators
-are read), and the learning rate, which starts at its peak so that every update counts. A row compiles a program of its
-own and then trains; that takes seconds for configs/tiny.py. For a large model set fewer layers, not another width:
-settings work layer by layer.
+A row does not take everything from the config. It uses:
 
-`verify(config)` is the same as a function; the tests call it.
+* its own memory and mesh settings; the row "as_configured" has those of the config,
+* random tokens, frequent and rare ones, with 5 % of the labels ignored,
+* at least 2 microbatches, so that accumulators are read,
+* a learning rate that starts at its peak, so that every update is large enough to show.
+
+Each row compiles its own program and then trains, which takes seconds for configs/tiny.py. For a large model, set fewer
+layers and keep the width, since the settings work layer by layer.
+
+`verify(config)` is the function behind this command; the tests call it.
 """
 
 import argparse
+import collections
 import contextlib
 import difflib
 import fnmatch
@@ -47,11 +54,12 @@ type Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
 
 
 class Bound(NamedTuple):
-    """How far a row may be from its reference: largest relative difference over all steps, and the reason for it.
+    """The largest allowed difference between a row and its reference: relative, over all steps; and the reason for it.
 
-    approximate: the setting computes with other numbers. No difference at all would say that it did nothing.
-    first_norm: gradient norms are compared in the first step only. From then on weights differ by what AdamW makes of
-    small gradients, whose signs 8 bits may change, and near a minimum norms follow that, not the error of 8 bits.
+    approximate: the setting computes with rounded numbers, so no difference at all means that it had no effect.
+    first_norm: gradient norms are compared in the first step only. Rounding to 8 bits may change the sign of small
+      gradients. AdamW turns them into updates of full size, so from the second step on the weights differ, and near a
+      minimum the gradient norm depends on that difference more than on the error of the rounding.
     """
 
     loss: float
@@ -62,25 +70,25 @@ class Bound(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A row: what it changes, on how many devices, which row it must equal, and how closely (a name of `bounds`)."""
+    """A row of the table: a setting, and the row that it is compared with."""
 
     name: str
-    changes: dict[str, Any]
+    changes: dict[str, Any]  # {field of the config: value}
     devices: int = 1
-    like: str = "plain"
-    expect: str = "same"
-    split: int = 1  # microbatches, times so many
+    like: str = "plain"  # name of the reference row
+    expect: str = "same"  # name of the bound, see `bounds`
+    split: int = 1  # factor on the number of microbatches
 
 
 class Row(NamedTuple):
-    """What came out. Differences are relative, the largest over the steps compared; None when it was skipped."""
+    """The result of a row."""
 
     setting: Setting
     status: str  # "pass", "FAIL" or "skipped"
-    loss: float | None
-    grad_norm: float | None
+    loss: float | None  # largest relative difference over the steps; None if skipped
+    grad_norm: float | None  # as `loss`, over the steps that the bound compares
     bound: Bound
-    why: str  # it failed or was skipped
+    why: str  # reason if it failed or was skipped, else ""
     seconds: float
 
 
@@ -94,7 +102,7 @@ FP8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "fp8"}
 INT8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "int8"}
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
-# A new setting is a new line. @n: on n devices.
+# To add a setting, add a line. @n in a name: on n devices.
 SETTINGS: tuple[Setting, ...] = (
     Setting("plain", {}),
     # Activations
@@ -108,74 +116,81 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("offload_all", ALL),
     Setting("resident_layers", {"offload_weights": True, "resident_layers": 1}),
     Setting("offload_saved", SAVED | ALL, like="recompute_block=false"),
-    *(Setting(f"{name}@4", ZERO3 | {name: True}, 4, "zero_level=3@4") for name in OFFLOADS),
-    Setting("offload_all@4", ZERO3 | ALL, 4, "zero_level=3@4"),
-    Setting("resident_layers@4", ZERO3 | ALL | {"resident_layers": 1}, 4, "zero_level=3@4"),
-    Setting("offload_saved@4", ZERO3 | SAVED | ALL, 4, "zero_level=3@4", "saved"),
+    *(Setting(f"{name}@4", ZERO3 | {name: True}, 4, like="zero_level=3@4") for name in OFFLOADS),
+    Setting("offload_all@4", ZERO3 | ALL, 4, like="zero_level=3@4"),
+    Setting("resident_layers@4", ZERO3 | ALL | {"resident_layers": 1}, 4, like="zero_level=3@4"),
+    Setting("offload_saved@4", ZERO3 | SAVED | ALL, 4, like="zero_level=3@4", expect="saved"),
     # Disk
     Setting("offload_optimizer=nvme", {"offload_optimizer": "nvme"}),
     Setting("offload_master=nvme", {"offload_master": "nvme"}),
-    Setting("nvme@4", ZERO3 | ALL | NVME, 4, "zero_level=3@4"),
+    Setting("nvme@4", ZERO3 | ALL | NVME, 4, like="zero_level=3@4"),
     # Mesh
     *(Setting(f"zero_level={n}@4", {"zero_level": n}, 4, expect="order") for n in (1, 2, 3)),
     Setting("shard_gradients@4", {"shard_gradients": True}, 4, expect="order"),
     Setting("shard_weights@4", {"shard_weights": True}, 4, expect="order"),
     Setting("shard_outer@4", ZERO3 | {"shard_outer": True}, 4, expect="order"),
-    Setting("shard_outer_offload_all@4", ZERO3 | ALL | {"shard_outer": True}, 4, "shard_outer@4"),
+    Setting("shard_outer_offload_all@4", ZERO3 | ALL | {"shard_outer": True}, 4, like="shard_outer@4"),
     Setting("zero_level=3@8", ZERO3, 8, expect="order"),
     Setting("hsdp_2x2", ZERO3 | {"dp_replicate_size": 2}, 4, expect="order"),
     Setting("hsdp_2x4", ZERO3 | {"dp_replicate_size": 2}, 8, expect="order"),
     Setting("hsdp_2x4_offload_all", ZERO3 | ALL | {"dp_replicate_size": 2, "shard_outer": True}, 8, expect="order"),
     # Communication
     Setting("use_all_to_all_reduce@4", ZERO3 | {"use_all_to_all_reduce": True}, 4, expect="order"),
-    Setting("zero_quantized_gradients@4", ZERO3 | {"zero_quantized_gradients": True}, 4, "zero_level=3@4", "sent_int8"),
-    Setting("zero_quantized_weights=fp8@4", FP8, 4, "zero_level=3@4", "fp8"),
-    Setting("zero_quantized_weights=int8@4", INT8, 4, "zero_level=3@4", "int8"),
-    Setting("persistent_quants=fp8@4", FP8 | {"persistent_quants": True}, 4, "zero_quantized_weights=fp8@4"),
-    Setting("persistent_quants=int8@4", INT8 | {"persistent_quants": True}, 4, "zero_quantized_weights=int8@4"),
-    Setting("offload_quants@4", FP8 | QUANTS, 4, "zero_quantized_weights=fp8@4"),
-    Setting("offload_quants_all@4", FP8 | QUANTS | ALL, 4, "zero_quantized_weights=fp8@4"),
-    Setting("memcpy_all_gather@4", ZERO3 | {"memcpy_all_gather": True}, 4, "zero_level=3@4"),
+    Setting(
+        "zero_quantized_gradients@4",
+        ZERO3 | {"zero_quantized_gradients": True},
+        4,
+        like="zero_level=3@4",
+        expect="sent_int8",
+    ),
+    Setting("zero_quantized_weights=fp8@4", FP8, 4, like="zero_level=3@4", expect="fp8"),
+    Setting("zero_quantized_weights=int8@4", INT8, 4, like="zero_level=3@4", expect="int8"),
+    Setting("persistent_quants=fp8@4", FP8 | {"persistent_quants": True}, 4, like="zero_quantized_weights=fp8@4"),
+    Setting("persistent_quants=int8@4", INT8 | {"persistent_quants": True}, 4, like="zero_quantized_weights=int8@4"),
+    Setting("offload_quants@4", FP8 | QUANTS, 4, like="zero_quantized_weights=fp8@4"),
+    Setting("offload_quants_all@4", FP8 | QUANTS | ALL, 4, like="zero_quantized_weights=fp8@4"),
+    Setting("memcpy_all_gather@4", ZERO3 | {"memcpy_all_gather": True}, 4, like="zero_level=3@4"),
     Setting(
         "memcpy_send_recv@4",
         ZERO3 | {"use_all_to_all_reduce": True, "memcpy_send_recv": True},
         4,
-        "use_all_to_all_reduce@4",
+        like="use_all_to_all_reduce@4",
     ),
 )
 
 OWN = "as_configured"
-NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # of `place`, but the config's in every row
-RESET = (  # fields that a row sets, and that are otherwise at their defaults
+NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings of `place` that rows take from the config
+RESET = (  # fields that have their defaults in every row that does not change them
     *(name for name in placement.SETTINGS if name not in NUMBERS),
     *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
 )
 
 
 def bounds(c: Config) -> dict[str, Bound]:
-    """What rows are held to, by the names in `expect`, for the numbers that this config computes in."""
-    same = Bound(0.0, 0.0, "no arithmetic changes, so no bit may")
-    mean = "; the errors are independent and average out (gradient norm: of the first step)"
-    amplified = "AdamW divides by the root of a second moment that is tiny in the first steps, which amplifies it"
+    """Returns {name in `Setting.expect`: bound}, for the dtypes and the recipe of a config."""
+    same = Bound(0.0, 0.0, "no arithmetic changes, so the results must be bit-exact")
+    mean = "; the errors are independent and average out (gradient norm: first step only)"
+    amplified = "AdamW divides by the root of the second moment, which is tiny in the first steps and amplifies this"
     exact = c.model_dtype == c.accum_dtype == "float32"
     if c.recipe != "bf16":
         order = _quantised_again(c.recipe, amplified)
     elif exact:
-        sums = "the same sums in another order: float32 rounds them by 6e-8, gradients differ by 2e-6 at most"
+        sums = "sums are in another order: float32 rounds them by 6e-8, so gradients differ by 2e-6 at most"
         order = Bound(1e-4, 1e-4, f"{sums}; {amplified}")
     else:
-        sums = "the same sums in another order: bfloat16 rounds each number of a gradient by 2e-3"
+        sums = "sums are in another order: bfloat16 rounds each number of a gradient by 2e-3"
         order = Bound(1e-3, 5e-2, f"{sums}; {amplified} (measured: 6e-5 and 8e-3)")
-    wider = "what is saved is rounded to bfloat16, what is computed again XLA may keep wider"
-    wider += "" if c.recipe == "bf16" else f"; {order.reason}"
-    more = order if order.first_norm else same  # two runs drift apart as those of another order do, whatever began it
+    rounded = "saved residuals are rounded to bfloat16, recomputed ones XLA may keep in float32"
+    rounded += "" if c.recipe == "bf16" else f"; {order.reason}"
+    # With an 8-bit or 4-bit recipe, any difference grows as much as one from another order of sums.
+    drift = order if order.first_norm else same
 
-    def approximate(loss: float, grad_norm: float, what: str) -> Bound:
-        return Bound(loss + more.loss, grad_norm + more.grad_norm, what + mean, approximate=True, first_norm=True)
+    def approximate(loss: float, grad_norm: float, error: str) -> Bound:
+        return Bound(loss + drift.loss, grad_norm + drift.grad_norm, error + mean, approximate=True, first_norm=True)
 
     return {
         "same": same,
-        "saved": same if exact else order._replace(reason=wider),
+        "saved": same if exact else order._replace(reason=rounded),
         "order": order,
         "sent_int8": approximate(1e-2, 1e-2, "gradients sent in int8, each off by up to 1/254 of its block's largest"),
         "int8": approximate(1e-2, 1e-2, "weights in int8, each off by up to 1/254 of its block's largest"),
@@ -184,18 +199,18 @@ def bounds(c: Config) -> dict[str, Bound]:
 
 
 def _quantised_again(recipe: str, amplified: str) -> Bound:
-    """For rows that compute the same numbers but for rounding, in a recipe that rounds those again, to fewer bits.
+    """Returns the bound of rows that change the order of sums, with a recipe that rounds to 8 or 4 bits.
 
-    What a sum in another order moves by a last bit may cross the border between two numbers of the format. Few do, in
-    the first step; from then on weights differ, and every step moves more of them.
+    Another order of a sum changes its last bit, and rounding to 8 or 4 bits may then give the neighbouring number. This
+    happens to few numbers in the first step. From then on the weights differ, and it happens to more in every step.
     """
-    borders = "the same sums in another order: few of the operands that they move are rounded to the next number of"
+    borders = "sums are in another order: a few of the changed operands are rounded to the neighbouring number of"
     if recipe == "nvfp4":
-        random = "random numbers are others for another number of microbatches or devices, which gradients show"
+        random = "random numbers depend on the number of microbatches and devices, and change the gradients"
         reason = f"{borders} 4 bits, a quarter away; {random}; {amplified} (measured: 6e-3 and 1e-2)"
-        return Bound(2e-2, 5e-2, f"{reason}; gradient norm: of the first step", first_norm=True)
+        return Bound(2e-2, 5e-2, f"{reason}; gradient norm: first step only", first_norm=True)
     reason = f"{borders} 8 bits, an eighth or a quarter away; {amplified} (measured: 8e-4 and 6e-4)"
-    return Bound(5e-3, 5e-3, f"{reason}; gradient norm: of the first step", first_norm=True)
+    return Bound(5e-3, 5e-3, f"{reason}; gradient norm: first step only", first_norm=True)
 
 
 def verify(
@@ -206,12 +221,16 @@ def verify(
     devices: Sequence | None = None,
     report: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Train under each setting that `only` names or matches (`offload_*`; None: under all), one after the other.
+    """Trains under each setting in turn and returns the rows.
 
-    devices: those to use, by default all of JAX's; a row that needs more is skipped, and so is one that the config
-    cannot have. `report` is called with each row as it is done. Raises ConfigError for settings that `train` would
-    refuse, an unknown name, a missing nvme_path, and a plain run that does not fit on one device; OSError when a disk
-    fails.
+    steps: optimizer steps of each row.
+    only: names of rows, or patterns such as `offload_*`; None: all rows.
+    devices: the devices to use; None: all devices of JAX. A row that needs more devices is skipped, and so is a row
+      that the config does not allow.
+    report: called with each row as soon as it is done.
+
+    Raises ConfigError for settings that `train` would refuse, an unknown name, a missing nvme_path, or a plain run that
+    does not fit on one device. Raises OSError if a disk fails.
     """
     if steps < 1:
         raise ConfigError(f"--steps: expected 1 or more, got {steps}; raise it")
@@ -224,7 +243,7 @@ def verify(
     curves: dict[str, Curve | ConfigError] = {}
 
     def curve(s: Setting) -> Curve:
-        """Of the row, which may be the reference of several. Raises ConfigError, each time, when it cannot run."""
+        """Returns the curve of a row, computed once. Raises ConfigError, in every call, if the row cannot run."""
         if s.name not in curves:
             try:
                 curves[s.name] = trained(config, s, batches, microbatches * s.split, devices)
@@ -241,7 +260,8 @@ def verify(
         raise ConfigError(f"{error}; or verify a smaller model: --config.model.num_hidden_layers=2") from error
     rows = []
     for s in chosen(table, only):
-        started, bound = time.perf_counter(), bounds(config)[s.expect]
+        started = time.perf_counter()
+        bound = bounds(config)[s.expect]
         try:
             judged = judge(curve(s), curve(table[s.like]), bound)
         except ConfigError as error:
@@ -255,7 +275,7 @@ def verify(
 
 
 def settings(c: Config, devices: int) -> list[Setting]:
-    """The rows for a config: SETTINGS, and the config's own settings where they are others than plain."""
+    """Returns the rows for a config: SETTINGS, and a row with the config's own settings unless they equal "plain"."""
     defaults = default_config()
     own = {name: c[name] for name in RESET if c[name] != defaults[name]}
     n = c.gpus or devices
@@ -269,7 +289,7 @@ def settings(c: Config, devices: int) -> list[Setting]:
 
 
 def chosen(table: dict[str, Setting], only: Sequence[str] | None) -> list[Setting]:
-    """Those rows whose names are given, or match a pattern that is. Raises ConfigError for one that none matches."""
+    """Returns the rows that `only` names or matches; None: all. Raises ConfigError for a name that matches no row."""
     wanted = set(table if only is None else ())
     for name in only or ():
         found = fnmatch.filter(table, name)
@@ -282,17 +302,20 @@ def chosen(table: dict[str, Setting], only: Sequence[str] | None) -> list[Settin
 
 
 def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
-    """([(inputs `[B, S]`, labels) of each step], microbatches), the same for every row.
+    """Returns ([(inputs, labels) of each step, int32 `[B, S]`], number of microbatches), used by every row.
 
-    B is the config's sequences per step, rounded up to what 8 devices and twice as many microbatches can share.
+    B is the config's sequences per step, rounded up so that each microbatch divides evenly over 8 devices, over the
+    config's own number of devices, and on one device into two.
     """
-    own, microbatches = c.gpus or devices, max(2, c.gradient_accumulation_steps)
-    share = math.lcm(8, own) * microbatches
-    sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own // share) * share
-    rng, shape = np.random.default_rng(c.seed), (sequences, c.sequence_len)
+    own_devices = c.gpus or devices
+    microbatches = max(2, c.gradient_accumulation_steps)
+    multiple = math.lcm(8, own_devices) * microbatches
+    sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_devices // multiple) * multiple
+    rng = np.random.default_rng(c.seed)
+    shape = (sequences, c.sequence_len)
 
     def batch():
-        # Some tokens are frequent, so that there is something to learn at once, and the loss shows each update.
+        # Some tokens are frequent. The model learns their frequencies in the first steps, so every update shows.
         inputs = (c.model.vocab_size * rng.random(shape) ** 3).astype(np.int32)
         return inputs, np.where(rng.random(shape) < 0.05, np.int32(-1), np.roll(inputs, -1, axis=-1))
 
@@ -300,8 +323,9 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.nda
 
 
 def changed(c: Config, s: Setting, steps: int, sequences: int, microbatches: int) -> Config:
-    """The config of a row. Raises ConfigError when there is no such combination."""
-    new, defaults = checks.restored_config(c.to_dict()), default_config()
+    """Returns the config of a row. Raises ConfigError if its fields contradict each other."""
+    new = checks.restored_config(c.to_dict())
+    defaults = default_config()
     new.update({name: defaults[name] for name in RESET})
     new.update({"lr_scheduler_type": "cosine", "warmup_steps": 0, "warmup_ratio": 0.0, "cooldown_steps": 0})
     new.update({"max_steps": steps, "num_epochs": 1, "gpus": s.devices})
@@ -313,12 +337,13 @@ def changed(c: Config, s: Setting, steps: int, sequences: int, microbatches: int
 
 
 def trained(c: Config, s: Setting, batches: list, microbatches: int, devices: Sequence) -> Curve:
-    """Losses and gradient norms of a row. Raises ConfigError when it cannot run here; see `verify`."""
+    """Trains a row and returns its losses and gradient norms. Raises ConfigError if it cannot run here."""
     if s.devices > len(devices):
         raise ConfigError(f"needs {s.devices} devices, there {'is' if len(devices) == 1 else 'are'} {len(devices)}")
-    sequences, devices = batches[0][0].shape[0], devices[: s.devices]
+    sequences = batches[0][0].shape[0]
+    devices = devices[: s.devices]
     with contextlib.ExitStack() as until_end:
-        if "nvme" in s.changes.values():  # nothing of a run that uses the config's folder is touched
+        if "nvme" in s.changes.values():  # in a folder of its own: another run may be using nvme_path
             folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix="verify", dir=c.nvme_path or None))
             s = s._replace(changes=s.changes | {"nvme_path": folder})
         c = changed(c, s, len(batches), sequences, microbatches)
@@ -327,27 +352,31 @@ def trained(c: Config, s: Setting, batches: list, microbatches: int, devices: Se
         check_fit(c, run, devices)
         if store := nvme.store_of(run.plan):
             until_end.enter_context(nvme.claim(store))
-        where, shape = batch_sharding(mesh), (microbatches, sequences // microbatches, c.sequence_len)
-        tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=where)
+        sharding = batch_sharding(mesh)
+        shape = (microbatches, sequences // microbatches, c.sequence_len)
+        tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
         step = run.train_step().lower(run.plan, tokens, tokens).compile(run.compiler_options(devices[0].platform))
-        state, found = run.init_state(c.seed), []
+        state = run.init_state(c.seed)
+        curve = []
         for batch in batches:
-            # One at a time: several programs with collectives in flight can block each other on virtual CPU devices.
-            inputs, labels = jax.block_until_ready(jax.device_put([x.reshape(shape) for x in batch], where))
+            # One step at a time: programs with collectives in flight can block each other on virtual CPU devices.
+            inputs, labels = jax.block_until_ready(jax.device_put([x.reshape(shape) for x in batch], sharding))
             state, metrics = jax.block_until_ready(step(state, inputs, labels))
-            found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-        return found
+            curve.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        return curve
 
 
 def judge(found: Curve, expected: Curve, bound: Bound) -> tuple[str, float, float, str]:
-    """(status, largest relative differences of loss and gradient norm, why it failed)."""
-    a, b = np.array(found), np.array(expected)
+    """Returns (status, largest relative difference of the loss, of the gradient norm, reason of a failure or "")."""
+    a = np.array(found)
+    b = np.array(expected)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return "FAIL", math.nan, math.nan, "a loss or gradient norm is not finite"
     differences = np.abs(a - b) / np.maximum(np.abs(b), 1e-30)
     if bound.approximate and not differences.any():
         return "FAIL", 0.0, 0.0, "no difference at all: the setting did nothing"
-    loss, grad_norm = float(differences[:, 0].max()), float(differences[: 1 if bound.first_norm else None, 1].max())
+    loss = float(differences[:, 0].max())
+    grad_norm = float(differences[: 1 if bound.first_norm else None, 1].max())
     compared = (("loss", loss, bound.loss), ("gradient norm", grad_norm, bound.grad_norm))
     too_far = [name for name, x, most in compared if x > most]
     first = next((i for i, same in enumerate((a == b).all(axis=1)) if not same), 0)
@@ -359,49 +388,57 @@ WIDTH = max(len(s.name) for s in SETTINGS) + 2
 
 
 def heading() -> str:
-    """The first line of the table."""
+    """Returns the first line of the table."""
     return f"{'setting':<{WIDTH}}{'compared with':<{WIDTH}}{'loss':>9}{'grad norm':>11}  {'expected':<20}{'s':>6}"
 
 
 def line(row: Row) -> str:
-    """One line of the table, and a second one with the reason if it did not pass."""
-    s, b = row.setting, row.bound
-    cell = lambda x: "-" if x is None else f"{x:.1e}" if x else "0"
-    most = f"{b.loss:.0e} {b.grad_norm:.0e} ({s.expect})" if b.loss else "0"
-    text = f"{s.name:<{WIDTH}}{s.like:<{WIDTH}}{cell(row.loss):>9}{cell(row.grad_norm):>11}  {most:<20}"
+    """Returns one line of the table, and a second line with the reason if the row did not pass."""
+    s = row.setting
+    b = row.bound
+
+    def cell(difference: float | None) -> str:
+        return "-" if difference is None else f"{difference:.1e}" if difference else "0"
+
+    limits = f"{b.loss:.0e} {b.grad_norm:.0e} ({s.expect})" if b.loss else "0"
+    text = f"{s.name:<{WIDTH}}{s.like:<{WIDTH}}{cell(row.loss):>9}{cell(row.grad_norm):>11}  {limits:<20}"
     return f"{text}{row.seconds:>6.1f}  {row.status}" + (f"\n  {row.why}" if row.why else "")
 
 
 def summary(rows: list[Row]) -> str:
-    """What the bounds mean, and how many rows passed."""
-    reasons = {f"{row.setting.expect}: {row.bound.reason}": None for row in rows if row.bound.loss}
-    count = lambda status: sum(row.status == status for row in rows)
-    skipped = f", {count('skipped')} skipped, which shows nothing about them" if count("skipped") else ""
-    return "\n".join([*reasons, f"{count('pass')} passed, {count('FAIL')} failed{skipped}"])
+    """Returns the reason of each bound, once, and the numbers of rows that passed, failed and were skipped."""
+    reasons = dict.fromkeys(f"{row.setting.expect}: {row.bound.reason}" for row in rows if row.bound.loss)
+    count = collections.Counter(row.status for row in rows)
+    skipped = f", {count['skipped']} skipped, which shows nothing about them" if count["skipped"] else ""
+    return "\n".join([*reasons, f"{count['pass']} passed, {count['FAIL']} failed{skipped}"])
 
 
 def listing() -> str:
-    """Names of all rows, and what they change."""
-    what = lambda s: ", ".join(f"{k}={v}" for k, v in s.changes.items()) or ("more microbatches" if s.split > 1 else "")
-    return "\n".join(f"{s.name:<{WIDTH}}{what(s)}" for s in SETTINGS)
+    """Returns the names of all rows with the fields that they change."""
+
+    def changes(s: Setting) -> str:
+        return ", ".join(f"{k}={v}" for k, v in s.changes.items()) or ("more microbatches" if s.split > 1 else "")
+
+    return "\n".join(f"{s.name:<{WIDTH}}{changes(s)}" for s in SETTINGS)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, verify, print; exit code 1 when a row fails, and with one line for an error."""
-    about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m surojax.verify", description=about)
+    """Parse the command line, verify, and print the table. Exits with 1 if a row fails, with one line for an error."""
+    description = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m surojax.verify", description=description)
     parser.add_argument("--steps", metavar="N", type=int, default=5, help="optimizer steps of each row (5)")
-    parser.add_argument("--only", metavar="NAME,...", help="these rows only; offload_* for all that begin so")
+    parser.add_argument("--only", metavar="NAME,...", help="only these rows; names or patterns such as offload_*")
     parser.add_argument("--list", action="version", version=listing(), help="print the names of the rows, and exit")
     try:
         c, args = parse(argv, parser)
         only = None if args.only is None else [name.strip() for name in args.only.split(",")]
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-            with contextlib.suppress(RuntimeError):  # JAX is in use already: there are as many as there are
+            with contextlib.suppress(RuntimeError):  # JAX has started: its number of devices is fixed
                 jax.config.update("jax_num_cpu_devices", 8)
         checks.check(c)
         devices = find_devices(0)
-        (batches, microbatches), kind = make_batches(c, len(devices), 1), devices[0].device_kind
+        batches, microbatches = make_batches(c, len(devices), 1)
+        kind = devices[0].device_kind
         size = f"{len(batches[0][0])} sequences of {c.sequence_len} random tokens in {microbatches} microbatches"
         numbers = f"{c.model_dtype}, recipe {c.recipe}"
         print(f"verify: {args.steps} steps of {size}, {numbers}, on up to {len(devices)} x {kind}")

@@ -13,7 +13,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from surojax.errors import ConfigError
-from surojax.run.metrics import LateMetrics, MetricsLog, NonFiniteLoss, check_finite, flops_per_token, read_metrics
+from surojax.run.metrics import DeferredMetrics, MetricsLog, NonFiniteLoss, check_finite, flops_per_token, read_metrics
 
 
 class Terminal(io.StringIO):
@@ -221,7 +221,7 @@ def device_metrics(step):
 
 
 def test_metrics_come_one_step_late():
-    late, (first, second, third) = LateMetrics(), (device_metrics(step) for step in (1, 2, 3))
+    late, (first, second, third) = DeferredMetrics(), (device_metrics(step) for step in (1, 2, 3))
     with jax.transfer_guard("disallow"):  # as the run does: reading is an explicit transfer
         assert late.push(1, first) is None
         done = [late.push(2, second), late.push(3, third), late.flush()]
@@ -244,7 +244,7 @@ def test_push_does_not_wait_for_the_step_it_is_given():
         def __array__(self, *_args, **_kwargs):
             pytest.fail("waited for a running step")
 
-    late, running = LateMetrics(), Unfinished()
+    late, running = DeferredMetrics(), Unfinished()
     late.push(1, device_metrics(1))
     assert late.push(2, {"loss": running}) is not None  # type: ignore[dict-item]
     assert running.copying
@@ -253,7 +253,7 @@ def test_push_does_not_wait_for_the_step_it_is_given():
 def test_a_duration_runs_from_the_end_of_the_step_before(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    late, durations = LateMetrics(), []
+    late, durations = DeferredMetrics(), []
     for step, arrival in enumerate([5.0, 5.0, 6.0, 8.0], start=1):  # the 1st arrival is while step 2 is pushed
         now[0] = arrival
         durations.append(late.push(step, device_metrics(step)))

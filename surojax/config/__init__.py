@@ -1,4 +1,4 @@
-"""What may be set: the fields of a run, their checks, config files and flags."""
+"""The config of a run: its fields, their checks, config files and flags."""
 
 from surojax.config.fields import Config, default_config
 

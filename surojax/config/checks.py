@@ -1,7 +1,7 @@
-"""The checks that refuse a bad config before anything is built.
+"""Checks that refuse a bad config before anything is built.
 
-`check` raises ConfigError, one line that says what was expected, what was given and what to change. What depends on the
-devices is checked where they are known: `placement.place`, `fit.check_fit`.
+`check` raises ConfigError with one line that says what was expected, what was found and what to change. Checks that
+depend on the devices are elsewhere: `placement.place`, `fit.check_fit`.
 """
 
 import difflib
@@ -9,7 +9,7 @@ import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from surojax.config.fields import (
     KINDS,
@@ -25,13 +25,23 @@ from surojax.config.fields import (
 )
 from surojax.errors import ConfigError
 from surojax.models.attention import IMPLEMENTATIONS
+from surojax.models.families import FAMILIES
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, RECIPES
 from surojax.sizes import divisor
 
-# What a field's value must be beyond its type: condition, its words, the fix.
-RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    (
+
+class Rule(NamedTuple):
+    """A condition on the values of some fields, in addition to their types."""
+
+    fields: str  # names, separated by spaces
+    holds: Callable[[Any], bool]
+    expected: str  # the condition in words, for the error
+    change: str  # what to change, for the error
+
+
+RULES = (
+    Rule(
         "num_epochs eval_batches save_total_limit sequence_len per_device_batch_size gradient_accumulation_steps "
         "lmhead_chunks dp_replicate_size model.vocab_size model.hidden_size model.intermediate_size "
         "model.num_hidden_layers model.num_attention_heads model.num_key_value_heads "
@@ -40,32 +50,53 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "1 or more",
         "raise it",
     ),
-    (
+    Rule(
         "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
         "resident_layers weight_decay z_loss max_grad_norm muon_learning_rate model.head_dim "
+        "model.sliding_window model.sliding_window_pattern "
         "skip_quant_first_layers skip_quant_last_layers",
         lambda v: v >= 0,
         "0 or more",
         "--help says what 0 means",
     ),
-    (
+    Rule(
         "learning_rate adamw_epsilon model.rms_norm_eps model.rope_theta model.initializer_range",
         lambda v: v > 0,
         "more than 0",
         "--help shows the default",
     ),
-    ("warmup_ratio final_lr_fraction", lambda v: 0 <= v <= 1, "a fraction from 0 to 1", "divide a percentage by 100"),
-    (
+    Rule(
+        "warmup_ratio final_lr_fraction",
+        lambda v: 0 <= v <= 1,
+        "a fraction from 0 to 1",
+        "divide a percentage by 100",
+    ),
+    Rule(
         "adamw_beta1 adamw_beta2 muon_momentum muon_beta2",
         lambda v: 0 <= v < 1,
         "0 or more and below 1",
         "--help shows the default",
     ),
-    # e4m3 has 17 binades: a large margin leaves most numbers among those that are rounded to zero.
-    ("fp8_margin", lambda v: 0 <= v <= 8, "0 to 8 binades", "each one more makes small numbers coarser; 0 is usual"),
-    ("muon_ns_steps", lambda v: 1 <= v <= 10, "1 to 10", "5 is usual; the result is exact to bfloat16 from 6 on"),
-    ("dp_shard_size", lambda v: v == -1 or v >= 1, "1 or more, or -1", "-1 is all that dp_replicate_size leaves"),
-    (
+    # e4m3 has 17 binades, so with a large margin most numbers would be rounded to zero.
+    Rule(
+        "fp8_margin",
+        lambda v: 0 <= v <= 8,
+        "0 to 8 binades",
+        "each one more makes small numbers coarser; 0 is usual",
+    ),
+    Rule(
+        "muon_ns_steps",
+        lambda v: 1 <= v <= 10,
+        "1 to 10",
+        "5 is usual; the result is exact to bfloat16 from 6 on",
+    ),
+    Rule(
+        "dp_shard_size",
+        lambda v: v == -1 or v >= 1,
+        "1 or more, or -1",
+        "-1 is all that dp_replicate_size leaves",
+    ),
+    Rule(
         "output_dir data text_field tokenizer resume_from_checkpoint",
         lambda v: v.strip() != "",
         "text that is not empty",
@@ -73,10 +104,12 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
 )
 FLOATS = ("bfloat16", "float32")
+# The allowed values of fields that have a list of them.
 CHOICES: dict[str, tuple] = {
     **dict.fromkeys(("model_dtype", "master_dtype", "accum_dtype", "opt_m_dtype", "opt_v_dtype"), FLOATS),
     "lr_scheduler_type": ("cosine", "linear", "wsd"),
     "optimizer": ("adamw", "adamw8bit", "normuon"),
+    "model.model_type": tuple(FAMILIES),
     **dict.fromkeys(("matmul_dtype", "gradient_dtype"), ("", *FLOATS)),
     "attention": IMPLEMENTATIONS,
     "kernels": ("auto", "xla", "mosaic"),
@@ -86,16 +119,17 @@ CHOICES: dict[str, tuple] = {
     "zero_quantized_weights": ("none", "fp8", "int8"),
     "model.rope_scaling": ("none", "linear", "llama3"),
 }
+# The fields of the rotary embedding that each rope_scaling uses.
 ROPE_USES = {"none": [], "linear": ROPE_FIELDS[:1], "llama3": ROPE_FIELDS}
 
 
 def check(c: Config) -> None:
-    """Everything that can be judged from the config alone. Raises ConfigError for the first field that is wrong."""
+    """Checks everything that follows from the config alone. Raises ConfigError for the first field that is wrong."""
     _check_types(c)
     values = flat(c)
-    for names, ok, expected, change in RULES:
-        for name in names.split():
-            _need(ok(values[name]), name, expected, values[name], change)
+    for rule in RULES:
+        for name in rule.fields.split():
+            _need(rule.holds(values[name]), name, rule.expected, values[name], rule.change)
     for name, choices in CHOICES.items():
         near = difflib.get_close_matches(str(values[name]), map(str, choices), n=1, cutoff=0.4)
         change = f"did you mean {near[0]!r}?" if near else "choose one of them"
@@ -108,24 +142,28 @@ def check(c: Config) -> None:
 
 
 def _need(ok: bool, field: str, expected: str, got, change: str) -> None:
+    """Raises ConfigError if `ok` is false."""
     if not ok:
         raise ConfigError(f"{field}: expected {expected}, got {got!r}; {change}")
 
 
 def _check_types(c: Config) -> None:
-    """Every field is there, no other, each of its type: a ConfigDict by itself lets True pass as a number."""
-    values, defaults = flat(c), flat(default_config())
+    """Checks that the config has every field, no other, and the right types. A ConfigDict accepts True as a number."""
+    values = flat(c)
+    defaults = flat(default_config())
     if unknown := sorted(values.keys() - defaults.keys()):
         raise ConfigError(no_field(unknown[0]))
     if missing := sorted(defaults.keys() - values.keys()):
         raise ConfigError(f"config lacks the field {missing[0]!r}: start from default_config(), which has all of them")
     for name, default in defaults.items():
-        value, kind = values[name], bool if default is None else type(default)
+        value = values[name]
+        kind = bool if default is None else type(default)
         if (default is None and value is None) or (type(value) is str and value in WORDS_OF.get(name, ())):
             continue
-        whole = kind is float and type(value) is int
+        is_integer_for_float = kind is float and type(value) is int
         words = "".join(f" or {word!r}" for word in WORDS_OF.get(name, ()))
-        _need(type(value) is kind or whole, name, KINDS[kind] + words, value, f"its type is {kind.__name__}{words}")
+        has_type = type(value) is kind or is_integer_for_float
+        _need(has_type, name, KINDS[kind] + words, value, f"its type is {kind.__name__}{words}")
         if isinstance(value, str):
             bad = any((ord(char) < 32 and name != "sample_prompt") or 0xD800 <= ord(char) < 0xE000 for char in value)
             _need(not bad, name, "text without control characters, in UTF-8", value, "remove those that show as codes")
@@ -136,7 +174,9 @@ def _check_types(c: Config) -> None:
 
 
 def _check_model(c: Config) -> None:
-    m, heads, kv = c.model, c.model.num_attention_heads, c.model.num_key_value_heads
+    m = c.model
+    heads = m.num_attention_heads
+    kv = m.num_key_value_heads
     near = math.gcd(heads, kv)
     _need(heads % kv == 0, "model.num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv, f"use {near}")
     if not m.head_dim:
@@ -148,33 +188,48 @@ def _check_model(c: Config) -> None:
         change = "set attention='xla', or change it"
         _need(c.model_dtype == "bfloat16", "model_dtype", "bfloat16 with attention='cudnn'", c.model_dtype, change)
         _need(h % 8 == 0 and h <= 256, "model.head_dim", "a multiple of 8 up to 256 with cudnn", h, change)
-    kind, default = m.rope_scaling, default_config().model
+    _check_window(m.sliding_window, m.sliding_window_pattern, m.num_hidden_layers)
+    kind = m.rope_scaling
+    defaults = default_config().model
     for name in (f"rope_{field}" for field in ROPE_FIELDS if field not in ROPE_USES[kind]):
-        expected = f"{default[name]} with rope_scaling={kind!r}, which does not use it"
-        _need(m[name] == default[name], f"model.{name}", expected, m[name], "leave it out, or set model.rope_scaling")
+        expected = f"{defaults[name]} with rope_scaling={kind!r}, which does not use it"
+        _need(m[name] == defaults[name], f"model.{name}", expected, m[name], "leave it out, or set model.rope_scaling")
     if kind != "none":
         change = "it is the new context length divided by the old one"
         _need(m.rope_factor > 1, "model.rope_factor", f"more than 1 with rope_scaling={kind!r}", m.rope_factor, change)
-    low, high = m.rope_low_freq_factor, m.rope_high_freq_factor
+    low = m.rope_low_freq_factor
+    high = m.rope_high_freq_factor
     _need(low > 0, "model.rope_low_freq_factor", "more than 0", low, "Llama 3 uses 1")
     _need(high > low, "model.rope_high_freq_factor", f"more than rope_low_freq_factor={low}", high, "Llama 3 uses 4")
 
 
+def _check_window(window: int, pattern: int, num_layers: int) -> None:
+    name = "model.sliding_window_pattern"
+    if not window:
+        _need(pattern == 0, name, "0 without a window", pattern, "set model.sliding_window, or leave it out")
+    elif pattern:
+        expected = f"2 to num_hidden_layers={num_layers}, or 0"
+        change = "0 gives all layers the window; to give it to none, leave model.sliding_window out"
+        _need(2 <= pattern <= num_layers, name, expected, pattern, change)
+
+
 def _check_recipe(c: Config) -> None:
-    recipe, defaults = c.recipe, default_config()
-    unused = {
+    recipe = c.recipe
+    defaults = default_config()
+    is_used = {
         "fp8_amax_history fp8_margin": recipe == "fp8_hybrid",
         "block_scaled_products": recipe in BLOCK_SCALED,
         "skip_quant_first_layers skip_quant_last_layers": recipe != "bf16",
         "matmul_dtype gradient_dtype": recipe == "bf16" or c.skip_quant_first_layers + c.skip_quant_last_layers > 0,
     }
-    for names, used in unused.items():
+    for names, used in is_used.items():
         for name in names.split() if not used else ():
             expected = f"{defaults[name]!r} with recipe={recipe!r}, which does not use it"
             _need(c[name] == defaults[name], name, expected, c[name], "leave it out, or choose another recipe")
     if recipe == "bf16":
         return
-    skipped, layers = c.skip_quant_first_layers + c.skip_quant_last_layers, c.model.num_hidden_layers
+    skipped = c.skip_quant_first_layers + c.skip_quant_last_layers
+    layers = c.model.num_hidden_layers
     expected = f"fewer than the {layers} layers, both together"
     _need(skipped < layers, "skip_quant_first_layers + skip_quant_last_layers", expected, skipped, "lower them")
     for name in RECOMPUTE_PARTS if recipe.startswith("fp8_") else ():
@@ -198,33 +253,39 @@ def _check_fp8(c: Config, skipped: int) -> None:
     tokens = c.per_device_batch_size * c.sequence_len
     expected = f"a multiple of 16 tokens with recipe={c.recipe!r}, which float8 products need"
     _need(tokens % 16 == 0, "per_device_batch_size x sequence_len", expected, tokens, "change one of them")
-    expected, got = f"'none' with recipe={c.recipe!r}, whose weights travel in fp8 anyway", c.zero_quantized_weights
-    _need(got == "none", "zero_quantized_weights", expected, got, "leave it out")
+    expected = f"'none' with recipe={c.recipe!r}, whose weights travel in fp8 anyway"
+    weights = c.zero_quantized_weights
+    _need(weights == "none", "zero_quantized_weights", expected, weights, "leave it out")
     expected = "False with skip_quant_*: those layers need their 16-bit weights"
     _need(not (skipped and c.persistent_quants), "persistent_quants", expected, True, "leave one of them out")
 
 
 def _widths(c: Config) -> dict[str, int]:
-    """Widths of the blocks' matrices by the field that they follow from."""
-    m, h = c.model, head_dim(c)
-    heads = {"model.num_attention_heads x head_dim": m.num_attention_heads * h}
-    kv = {"model.num_key_value_heads x head_dim": m.num_key_value_heads * h}
-    return {"model.hidden_size": m.hidden_size, "model.intermediate_size": m.intermediate_size, **heads, **kv}
+    """Returns the widths of the blocks' matrices, as {field or product of fields: width}."""
+    m = c.model
+    h = head_dim(c)
+    return {
+        "model.hidden_size": m.hidden_size,
+        "model.intermediate_size": m.intermediate_size,
+        "model.num_attention_heads x head_dim": m.num_attention_heads * h,
+        "model.num_key_value_heads x head_dim": m.num_key_value_heads * h,
+    }
 
 
 def _check_schedule(c: Config) -> None:
-    alone = not (c.warmup_steps and c.warmup_ratio)
-    _need(alone, "warmup_ratio", f"0 beside warmup_steps={c.warmup_steps}", c.warmup_ratio, "set only one of them")
+    not_both = not (c.warmup_steps and c.warmup_ratio)
+    _need(not_both, "warmup_ratio", f"0 beside warmup_steps={c.warmup_steps}", c.warmup_ratio, "set only one of them")
     if c.lr_scheduler_type == "wsd":
-        expected, change = "1 or more with lr_scheduler_type='wsd'", "a fifth of all steps is usual"
-        _need(c.cooldown_steps > 0, "cooldown_steps", expected, c.cooldown_steps, change)
+        expected = "1 or more with lr_scheduler_type='wsd'"
+        _need(c.cooldown_steps > 0, "cooldown_steps", expected, c.cooldown_steps, "a fifth of all steps is usual")
     else:
         expected = f"0 with lr_scheduler_type={c.lr_scheduler_type!r}, which does not use it"
         _need(c.cooldown_steps == 0, "cooldown_steps", expected, c.cooldown_steps, "leave it out, or use 'wsd'")
     if c.max_steps:
         expected = f"1 beside max_steps={c.max_steps}, which decides"
         _need(c.num_epochs == 1, "num_epochs", expected, c.num_epochs, "set one of them: max_steps=0 counts epochs")
-        planned, expected = warmup_steps(c, c.max_steps) + c.cooldown_steps, f"at most max_steps={c.max_steps}"
+        planned = warmup_steps(c, c.max_steps) + c.cooldown_steps
+        expected = f"at most max_steps={c.max_steps}"
         _need(planned <= c.max_steps, "warmup_steps + cooldown_steps", expected, planned, "shorten them")
 
 
@@ -238,7 +299,8 @@ def _check_optimizer(c: Config) -> None:
 
 
 def _check_sizes(c: Config) -> None:
-    tokens, chunks = c.per_device_batch_size * c.sequence_len, c.lmhead_chunks
+    tokens = c.per_device_batch_size * c.sequence_len
+    chunks = c.lmhead_chunks
     _need(tokens < 2**31, "per_device_batch_size x sequence_len", "less than 2^31 tokens", tokens, "lower one of them")
     expected = f"a divisor of per_device_batch_size x sequence_len = {tokens}"
     change = f"use {divisor(tokens, min(chunks, tokens))}"
@@ -253,7 +315,10 @@ def _check_sizes(c: Config) -> None:
 
 
 def check_output_dir(path: str) -> Path:
-    """The output folder as an absolute path; ConfigError if it cannot be made or written. Leaves nothing behind."""
+    """Returns the output folder as an absolute path, without creating it.
+
+    Raises ConfigError if the folder cannot be created or written.
+    """
     change = "choose another path"
     _need("://" not in path, "output_dir", "a folder of this machine", path, "mount the storage and give its path")
     try:
@@ -261,7 +326,7 @@ def check_output_dir(path: str) -> Path:
         for place in (folder, folder / "checkpoints"):
             nearest = next(p for p in (place, *place.parents) if p.exists(follow_symlinks=False))
             _need(nearest.is_dir(), "output_dir", "a folder", str(place), f"{nearest} is a file; {change}")
-            tempfile.TemporaryFile(dir=nearest).close()  # has no name, or loses it at once; asks the file system itself
+            tempfile.TemporaryFile(dir=nearest).close()  # an unnamed file: tests write access, leaves nothing
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder for "~"
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
@@ -271,10 +336,10 @@ def check_output_dir(path: str) -> Path:
 
 
 def restored_config(values: dict, written_by: str = "the version of surojax that wrote it") -> Config:
-    """The config that a checkpoint stores, as `to_dict` gave it; fields that are newer than it get their defaults.
+    """Returns the config that a checkpoint stores. Fields that are newer than the checkpoint get their defaults.
 
-    written_by: the version to use instead, for the error. Raises ConfigError for a field that this version does not
-    know, or of another type.
+    values: what the config's `to_dict` returned. written_by: the version that wrote it, for the error message.
+    Raises ConfigError for a field that this version does not know or that has another type.
     """
     c = default_config()
     try:

@@ -1,8 +1,8 @@
-"""Every option of a run, in one commented list, and what follows from it.
+"""Every option of a run, in one commented list.
 
-`default_config()` is locked: a typo in a config file, a notebook or a flag is an error. `checks.check` refuses bad
-values, `flags` reads config files and command lines. Only the commands see the ConfigDict: `model_config` and keywords
-carry it below.
+`default_config()` is locked, so a typo in a config file, a notebook or a flag is an error. `checks.check` refuses bad
+values, and `flags` reads config files and command lines. Only the commands use the ConfigDict: the code below them
+takes a `LlamaConfig` (from `model_config`) and keywords.
 """
 
 import difflib
@@ -15,24 +15,24 @@ type Config = Any  # an ml_collections.ConfigDict with the fields of `default_co
 
 
 def either(default: bool) -> config_dict.FieldReference:
-    """A field that is true, false or one of the words in WORDS_OF, which a ConfigDict alone would refuse."""
+    """Returns a field that takes True, False or one of its words in WORDS_OF, so not values of one type only."""
     return config_dict.FieldReference(default, field_type=object)
 
 
 def default_config() -> Config:
-    """All fields with their defaults; locked. Every line's comment is its help text."""
+    """Returns all fields with their defaults; locked. The comment of each line is the help text of its field."""
     c = ml_collections.ConfigDict()
 
     # Run
     c.output_dir = "runs/default"  # checkpoints, metrics.jsonl and TensorBoard events are written here
-    c.seed = 0  # initial weights and the order of the data follow from it
-    c.gpus = 1  # accelerators (or virtual CPU devices) to use; 0 = all there are
+    c.seed = 0  # determines the initial weights and the order of the data
+    c.gpus = 1  # accelerators (or virtual CPU devices) to use; 0 = all available
     c.max_steps = 0  # optimizer steps; 0 = num_epochs passes over the data
     c.num_epochs = 1  # passes over the training data when max_steps is 0
-    c.eval_steps = 100  # evaluate every so many steps and at the end; 0 = only at the end
-    c.eval_batches = 20  # batches of an evaluation at most, spread over the held-out text
-    c.save_steps = 500  # write a checkpoint every so many steps and at the end; 0 = only at the end
-    c.save_total_limit = 2  # newest checkpoints kept
+    c.eval_steps = 100  # steps between evaluations; 0 = evaluate only at the end
+    c.eval_batches = 20  # largest number of batches in an evaluation, spread over the held-out text
+    c.save_steps = 500  # steps between checkpoints; 0 = write one only at the end
+    c.save_total_limit = 2  # number of checkpoints kept, the newest ones
     c.resume_from_checkpoint = "auto"  # "auto" = newest in output_dir if any, "no" = start anew, or a checkpoint folder
     c.sample_prompt = ""  # text continued at the end of training; "" = the beginning of the held-out text
     c.sample_tokens = 200  # tokens sampled at the end; 0 = none
@@ -40,8 +40,8 @@ def default_config() -> Config:
 
     # Data
     c.data = "stdlib"  # "stdlib" = this Python's own source, or .txt/.jsonl files: a path, folder, glob, comma list
-    c.eval_data = ""  # files for evaluation, like data; "" = hold documents of data out
-    c.text_field = "text"  # field of a .jsonl line that holds the document
+    c.eval_data = ""  # files for evaluation, like data; "" = documents held out from data
+    c.text_field = "text"  # field of a .jsonl line that contains the document
     c.tokenizer = "bytes"  # "bytes", or a Hugging Face tokenizer.json
     c.sequence_len = 512  # tokens of a training sequence
     c.per_device_batch_size = 1  # sequences per GPU and microbatch
@@ -49,6 +49,7 @@ def default_config() -> Config:
 
     # Model
     c.model = ml_collections.ConfigDict()
+    c.model.model_type = "llama"  # family: llama (with Mistral, Qwen2 and Qwen3, by the fields below)
     c.model.vocab_size = 32000  # rows of the embedding; at least the tokenizer's vocabulary
     c.model.hidden_size = 768  # width of the residual stream
     c.model.intermediate_size = 2048  # width inside the MLP
@@ -66,59 +67,61 @@ def default_config() -> Config:
     c.model.tie_word_embeddings = False  # the head shares the embedding's weights
     c.model.attention_bias = False  # bias on queries, keys and values (Qwen2)
     c.model.qk_norm = False  # RMSNorm on each head's queries and keys (Qwen3)
+    c.model.sliding_window = 0  # latest positions that a token attends to (Mistral: 4096); 0 = all of them
+    c.model.sliding_window_pattern = 0  # every n-th layer attends to all positions (Gemma 3: 6, gpt-oss: 2); 0 = none
     c.model.initializer_range = 0.02  # standard deviation of the initial weights
 
     # Numbers
     c.model_dtype = "bfloat16"  # work weights, activations, products: bfloat16 or float32 (products: TF32 on GPUs)
     c.master_dtype = "float32"  # the weights the optimizer updates; bfloat16 is rounded stochastically
     c.accum_dtype = "float32"  # gradient accumulators
-    c.opt_m_dtype = "float32"  # first moments; with adamw8bit those of vectors, with normuon the momentum too
-    c.opt_v_dtype = "float32"  # second moments; with adamw8bit those of vectors, with normuon of what adamw updates
+    c.opt_m_dtype = "float32"  # first moments (adamw8bit: only those of vectors) and the momentum of normuon
+    c.opt_v_dtype = "float32"  # second moments (adamw8bit: only those of vectors; normuon: only those of adamw)
     c.attention = "auto"  # "auto", "xla", or "cudnn" (flash attention, NVIDIA, 16-bit)
-    c.kernels = "xla"  # between products: "xla" fuses, "mosaic" = our fused kernels (NVIDIA), "auto" = those on a GPU
+    c.kernels = "xla"  # between products: "xla" = XLA's fusions, "mosaic" = our kernels (NVIDIA), "auto" = ours on GPUs
 
     # Recipe: the blocks' matrix products
     c.recipe = "bf16"  # bf16, fp8_hybrid (delayed scaling), fp8_current (just in time), mxfp8 or nvfp4
     c.matmul_dtype = ""  # recipe bf16: operands of products, bfloat16 or float32; "" = model_dtype
-    c.gradient_dtype = ""  # recipe bf16: gradients in the backward pass's products, likewise; "" = matmul_dtype
-    c.fp8_amax_history = 16  # fp8_hybrid: steps whose largest magnitudes a scale looks back on
+    c.gradient_dtype = ""  # recipe bf16: gradients in the backward pass's products; "" = matmul_dtype
+    c.fp8_amax_history = 16  # fp8_hybrid: a scale follows from the largest magnitude in this many steps
     c.fp8_margin = 0  # fp8_hybrid: binades left free above the largest magnitude seen, 0 to 8
     c.block_scaled_products = "auto"  # mxfp8, nvfp4: "native" (sm_100, sm_120), "emulated", "auto" = native on GPUs
-    c.skip_quant_first_layers = 0  # blocks at the start that compute as recipe bf16 does
-    c.skip_quant_last_layers = 0  # blocks at the end that do
+    c.skip_quant_first_layers = 0  # number of first blocks that use recipe bf16
+    c.skip_quant_last_layers = 0  # number of last blocks that use recipe bf16
 
     # Memory
     c.zero_level = 1  # shards over dp_shard: 1 = optimizer state, 2 = + gradients, 3 = + block weights
     c.shard_gradients = config_dict.placeholder(bool)  # shard the gradient accumulators; unset = zero_level >= 2
     c.shard_weights = config_dict.placeholder(bool)  # shard the block weights; unset = zero_level >= 3
-    c.shard_outer = False  # split embedding and head over dp_shard by words: large vocabularies; the loss is XLA's then
-    c.offload_residual = False  # what the forward pass saves for the backward pass rests in pinned host memory
-    c.offload_optimizer = either(False)  # optimizer state rests in pinned host memory; "nvme" = in a file in nvme_path
-    c.offload_master = either(False)  # master weights rest in pinned host memory; "nvme" = in a file in nvme_path
-    c.offload_grads = False  # gradient accumulators of the blocks rest in host memory; several GPUs: shard_gradients
-    c.offload_weights = False  # block weights rest in host memory and stream through the device, two layers at a time
-    c.zero_quantized_weights = "none"  # gather block matrices in 8 bits: none, fp8 or int8; needs zero_level=3
-    c.persistent_quants = False  # the 8-bit matrices rest in the state in place of 16-bit ones; made once a step
-    c.offload_quants = False  # they rest in pinned host memory; needs persistent_quants
-    c.use_all_to_all_reduce = False  # gradients are sent to their shard's GPU and added up there in float32
-    c.zero_quantized_gradients = False  # so, with the blocks' matrices sent in int8 (one GPU has nothing to send)
-    c.memcpy_all_gather = False  # gathers by the GPUs' copy engines within a machine (NCCL 2.29 or later)
-    c.memcpy_send_recv = False  # all-to-all reductions by the GPUs' copy engines within a machine
-    c.resident_layers = 0  # offload_weights: the weights of the first layers, so many, stay on the device
-    c.nvme_path = ""  # folder on an NVMe disk for what is offloaded to "nvme"; one run at a time
-    c.recompute_block = True  # save only each block's input and compute the block again in the backward pass
-    c.recompute_norm = False  # recompute_block=False: compute the norms' outputs again instead of saving them
-    c.recompute_swiglu = False  # recompute_block=False: compute silu(gate) * up again
-    c.recompute_ffn = False  # recompute_block=False: compute silu(gate) * up, gate and up again
-    c.recompute_att = False  # recompute_block=False: compute queries, keys, values and attention again
-    c.lmhead_chunks = 1  # slices of the tokens in head and loss; more = less memory for logits
+    c.shard_outer = False  # shard embedding and head by token id, for large vocabularies; XLA then computes the loss
+    c.offload_residual = False  # residuals (saved for the backward pass) in pinned host memory
+    c.offload_optimizer = either(False)  # optimizer state in pinned host memory; "nvme" = in a file in nvme_path
+    c.offload_master = either(False)  # master weights in pinned host memory; "nvme" = in a file in nvme_path
+    c.offload_grads = False  # gradient accumulators of the blocks in host memory; several GPUs: needs shard_gradients
+    c.offload_weights = False  # block weights in host memory; two layers at a time are in device memory
+    c.zero_quantized_weights = "none"  # all-gather block matrices in 8 bits: none, fp8 or int8; needs zero_level=3
+    c.persistent_quants = False  # store the 8-bit matrices in place of 16-bit ones; quantised once a step
+    c.offload_quants = False  # store the 8-bit matrices in pinned host memory; needs persistent_quants
+    c.use_all_to_all_reduce = False  # reduce gradients by an all-to-all, then a float32 sum on the shard's GPU
+    c.zero_quantized_gradients = False  # all-to-all reduce, with the blocks' matrices in int8 (one GPU: no effect)
+    c.memcpy_all_gather = False  # all-gather with the GPUs' copy engines within a machine (NCCL 2.29 or later)
+    c.memcpy_send_recv = False  # all-to-all with the GPUs' copy engines within a machine
+    c.resident_layers = 0  # offload_weights: number of first layers whose weights stay in device memory
+    c.nvme_path = ""  # folder on an NVMe disk for state offloaded to "nvme"; one run at a time
+    c.recompute_block = True  # save only each block's input and recompute the block in the backward pass
+    c.recompute_norm = False  # recompute_block=False: recompute the norms' outputs instead of saving them
+    c.recompute_swiglu = False  # recompute_block=False: recompute silu(gate) * up
+    c.recompute_ffn = False  # recompute_block=False: recompute silu(gate) * up, gate and up
+    c.recompute_att = False  # recompute_block=False: recompute queries, keys, values and attention
+    c.lmhead_chunks = 1  # chunks of the tokens in head and loss; more chunks = less memory for logits
 
     # Mesh: data-parallel GPUs = dp_replicate_size x dp_shard_size
-    c.dp_replicate_size = 1  # groups that each hold a whole copy of the sharded state
-    c.dp_shard_size = -1  # GPUs a copy is sharded over; -1 = the rest
+    c.dp_replicate_size = 1  # number of replicas of the sharded state
+    c.dp_shard_size = -1  # GPUs over which each replica is sharded; -1 = all GPUs / dp_replicate_size
 
     # Optimizer
-    c.optimizer = "adamw"  # adamw, adamw8bit (8-bit moments of matrices), normuon (blocks' matrices; adamw for others)
+    c.optimizer = "adamw"  # adamw, adamw8bit (8-bit moments of matrices), normuon (blocks' matrices; others: adamw)
     c.learning_rate = 3e-4  # the peak, after the warmup
     c.lr_scheduler_type = "cosine"  # after the warmup: cosine, linear, or wsd (constant, then a linear cooldown)
     c.warmup_steps = 0  # steps of linear warmup; 0 = warmup_ratio decides
@@ -127,10 +130,10 @@ def default_config() -> Config:
     c.final_lr_fraction = 0.1  # learning rate at the end, as a fraction of the peak
     c.weight_decay = 0.1  # decoupled, on matrices only
     c.z_loss = 0.0  # weight of logsumexp(logits)^2 in the gradients (PaLM: 1e-4); reported losses are without it
-    c.max_grad_norm = 1.0  # gradients are scaled down to this global norm; 0 = never
+    c.max_grad_norm = 1.0  # clip gradients to this global norm; 0 = never
     c.adamw_beta1 = 0.9  # decay of the first moment
     c.adamw_beta2 = 0.95  # decay of the second moment
-    c.adamw_epsilon = 1e-8  # added to the root of the second moment
+    c.adamw_epsilon = 1e-8  # added to the square root of the second moment
     c.muon_learning_rate = 0.0  # normuon: the peak for the blocks' matrices; 0 = learning_rate
     c.muon_momentum = 0.95  # normuon: decay of the momentum of the blocks' matrices
     c.muon_beta2 = 0.95  # normuon: decay of the mean squares of their rows
@@ -138,7 +141,7 @@ def default_config() -> Config:
     return c.lock()
 
 
-# What a value of each type is called, and the words that a field takes beside it, see `either`.
+# KINDS: each type in words, for errors. WORDS_OF: words that a field takes in addition to True and False, see `either`.
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 WORDS_OF: dict[str, tuple[str, ...]] = {"offload_optimizer": ("nvme",), "offload_master": ("nvme",)}
 RECOMPUTE_PARTS = ("recompute_norm", "recompute_swiglu", "recompute_ffn", "recompute_att")
@@ -146,7 +149,7 @@ ROPE_FIELDS = "factor low_freq_factor high_freq_factor original_max_position_emb
 
 
 def flat(c: Config) -> dict[str, Any]:
-    """Field names, those of the architecture as `model.NAME`, and their values."""
+    """Returns {field name: value}; the names of the architecture's fields are `model.NAME`."""
     values = dict(c.items())
     model = values.pop("model", None)
     if not isinstance(model, ml_collections.ConfigDict):
@@ -155,7 +158,7 @@ def flat(c: Config) -> dict[str, Any]:
 
 
 def no_field(name: str) -> str:
-    """That there is no such field, and the one that was probably meant."""
+    """Returns the error message for an unknown field, with the field that was probably meant."""
     names = list(flat(default_config()))
     near = difflib.get_close_matches(name, [*names, *(n.removeprefix("model.") for n in names)], n=1, cutoff=0.6)
     full = near and (near[0] if near[0] in names else f"model.{near[0]}")
@@ -163,10 +166,10 @@ def no_field(name: str) -> str:
 
 
 def head_dim(c: Config) -> int:
-    """Channels of an attention head."""
+    """Number of channels of an attention head."""
     return c.model.head_dim or c.model.hidden_size // c.model.num_attention_heads
 
 
 def warmup_steps(c: Config, total_steps: int) -> int:
-    """Steps of warmup in a run of `total_steps`."""
+    """Number of warmup steps in a run of `total_steps`."""
     return c.warmup_steps or round(c.warmup_ratio * total_steps)

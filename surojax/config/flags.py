@@ -1,4 +1,4 @@
-"""Config files and command lines: `--config FILE --config.FIELD=VALUE ...`, and the help for every field."""
+"""Reads config files and command lines, `--config FILE --config.FIELD=VALUE ...`, and prints help for every field."""
 
 import argparse
 import difflib
@@ -19,9 +19,9 @@ WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no":
 
 
 def describe() -> str:
-    """Help for every field, read from the one list in `default_config`: `--config.field=default  comment`."""
-    lines, source = [], inspect.getsource(default_config)
-    for line in source.splitlines():
+    """Returns the help for every field, `--config.field=default  comment`, read from the source of `default_config`."""
+    lines = []
+    for line in inspect.getsource(default_config).splitlines():
         if section := re.fullmatch(r"    # (.+)", line):
             lines.append(f"\n{section[1]}")
         elif field := re.fullmatch(r"    c\.([\w.]+) = (.+?)  # (.+)", line):
@@ -31,15 +31,17 @@ def describe() -> str:
 
 
 def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Config, argparse.Namespace]:
-    """The config of a command line, and the command's own options, which the caller has added to `parser`.
+    """Returns the config of a command line, and the command's own options, which the caller has added to `parser`.
 
-    `--config FILE` names a Python file with `get_config()`; `--config.FIELD=VALUE` overrides its fields, the last one
-    counts. Raises ConfigError for a bad option; `--help` prints the options and every field, and exits.
+    `--config FILE` names a Python file with `get_config()`. `--config.FIELD=VALUE` overrides one of its fields; if a
+    field is set twice, the last value counts. `--help` prints the options and every field, and exits. Raises
+    ConfigError for a bad option.
     """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"fields (--config.FIELD=VALUE overrides the config file's value):\n{describe()}"
     parser.add_argument("--config", metavar="FILE", help="Python file whose get_config() returns the config")
-    parser.allow_abbrev, parser.error = False, _refuse  # by itself argparse prints the usage, and exits
+    parser.allow_abbrev = False
+    parser.error = _refuse  # argparse's own `error` prints the usage and exits
     rest, overrides = _split(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(rest)
     if unknown:
@@ -60,7 +62,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def load(path: str) -> Config:
-    """`get_config()` of a Python file. Raises ConfigError when there is no such file or it does not return a config."""
+    """Returns `get_config()` of a Python file. Raises ConfigError if there is no such file or it returns no config."""
     file = Path(path)
     if not file.is_file() or file.suffix != ".py":
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], n=1)
@@ -83,7 +85,7 @@ def load(path: str) -> Config:
 
 
 def _in_words(error: BaseException) -> str:
-    """What is wrong in a config file, in one line; ml_collections lists the whole config in its own messages."""
+    """Returns an error of a config file in one line. The messages of ml_collections list the entire config."""
     text = " ".join(str(error).split())
     if isinstance(error, ConfigError):
         return text
@@ -93,14 +95,16 @@ def _in_words(error: BaseException) -> str:
         return no_field(missing[1])
     wrong = re.search(r"field '(\w+)' .*?\. (.*) is of original type <class '(.+?)'> and .* <class '(\w+)'>", text)
     if wrong and (kind := next((k for k in KINDS if k.__name__ == wrong[4]), None)):
-        field, value, given = wrong[1], wrong[2], wrong[3]
-        return f"{field}: expected {KINDS[kind]}, got {value} of type {given}; its type is {kind.__name__}"
+        field, value, found = wrong[1], wrong[2], wrong[3]
+        return f"{field}: expected {KINDS[kind]}, got {value} of type {found}; its type is {kind.__name__}"
     return f"{type(error).__name__}: {text[:200]}"
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
-    """The arguments that set no field, and the fields that the others set, with the text of the value or None."""
-    rest, overrides, argv = [], [], list(argv)
+    """Returns (the arguments that set no field, the [(field, text of its value or None)] that the others set)."""
+    rest = []
+    overrides = []
+    argv = list(argv)
     while argv:
         name, equals, text = argv.pop(0).partition("=")
         if not name.startswith("--config."):
@@ -114,7 +118,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
 
 
 def _override(config: Config, name: str, text: str | None) -> None:
-    """Set one field from the command line, in the type that it has."""
+    """Set one field from the text of a command line, converted to the field's type."""
     defaults = flat(default_config())
     if inside := [field for field in defaults if field.startswith(f"{name}.")]:
         raise ConfigError(f"--config.{name} holds several fields: set one of {', '.join(inside)}")
@@ -134,10 +138,10 @@ def _override(config: Config, name: str, text: str | None) -> None:
 
 
 def _value(kind: type, text: str | None, optional: bool) -> bool | int | float | str | None:
-    """The value of a text. Raises KeyError, TypeError, ValueError or OverflowError when it has none of this kind."""
+    """Converts a text to `kind`. Raises KeyError, TypeError, ValueError or OverflowError if that is not possible."""
     if kind is bool:
         if text is None:
-            return True  # --config.recompute_block alone switches it on
+            return True  # --config.recompute_block without a value means True
         return None if optional and text.lower() == "unset" else WORDS[text.lower()]
     if text is None:
         raise ValueError

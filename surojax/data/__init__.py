@@ -1,1 +1,1 @@
-"""From text to batches."""
+"""Text files to token arrays, and token arrays to batches."""

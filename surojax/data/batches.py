@@ -1,13 +1,13 @@
-"""Token arrays and the batches a training step eats.
+"""Token arrays, and the batches that a training step consumes.
 
-A corpus is one array of token ids in memory: every document is tokenised, followed by the end-of-sequence token, and
-appended. At two bytes per token (four for vocabularies above 65,536) a billion tokens take 2 GB, so the sizes one
-machine trains on need no index files and no preprocessing step.
+A corpus is one array of token ids in memory: each document is tokenised and appended, followed by the end-of-sequence
+token. A token takes two bytes (four if the vocabulary has more than 65,536 ids), so a billion tokens take 2 GB. A
+corpus that one machine can train on therefore needs no index files and no preprocessing step.
 
-A sample is a window of S+1 tokens: S inputs and, one further, S labels. The order of samples over all epochs is a pure
-function of (corpus, S, seed), computed by grain index by index; a step takes the next samples of it, whatever its batch
-size. To resume is therefore to start counting elsewhere: nothing is replayed, and the state of the data pipeline is one
-integer, the number of samples consumed.
+A sample is a window of S+1 tokens: the first S are the inputs, the last S are the labels. The order of the samples over
+all epochs is a pure function of (corpus, S, seed), which grain computes index by index. A step takes the next samples
+in that order, whatever its batch size. The state of the data pipeline is therefore one integer, the number of samples
+consumed, and a resumed run starts at that sample without replaying the earlier ones.
 
 Legend: A accumulation steps, B batch, S sequence.
 """
@@ -26,10 +26,10 @@ from surojax.errors import ConfigError
 
 type Batch = dict[str, np.ndarray]
 
-IGNORED = -1  # a label that counts for nothing
+IGNORED = -1  # label of a position that the loss ignores
 
-# A tokenizer.json needs about 50 times the memory of its text while it works, and one core per text: long documents are
-# tokenised in pieces cut at line ends, and pieces in groups that keep the cores busy.
+# A Hugging Face tokenizer needs about 50 times the memory of the text and uses one core per text. Long documents are
+# therefore split at line ends into pieces, and each call tokenises a group of pieces that keeps all cores busy.
 _PIECE_CHARS = 1 << 20
 _GROUP_CHARS = 1 << 22
 
@@ -38,10 +38,10 @@ _GROUP_CHARS = 1 << 22
 class Corpus:
     """Tokenised documents, each followed by end-of-sequence, in one array.
 
-    tokens: uint16 [tokens], or uint32 where the vocabulary needs it.
-    num_bytes: length of their text in UTF-8, without the end-of-sequence tokens.
-    fingerprint: 16 hexadecimal digits of the SHA-256 of the tokens; equal exactly for equal data.
-    name: where it came from, for messages.
+    tokens: uint16 [tokens], or uint32 if the vocabulary has more than 65,536 ids.
+    num_bytes: length of the documents' text in UTF-8, without the end-of-sequence tokens.
+    fingerprint: first 16 hexadecimal digits of the SHA-256 of the tokens; identifies the data.
+    name: source of the documents, for messages.
     """
 
     tokens: np.ndarray
@@ -51,22 +51,23 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float:
-        """Turns a loss in nats per token into bits per byte: `loss / log(2) / bytes_per_token`."""
+        """Mean bytes per token, which converts nats per token to bits per byte: `loss / log(2) / bytes_per_token`."""
         return self.num_bytes / len(self.tokens)
 
 
 def load_corpora(
     source: str, *, eval_source: str = "", tokenizer: Tokenizer, text_field: str = "text"
 ) -> tuple[Corpus, Corpus]:
-    """Reads and tokenises `source`; returns the training corpus and the one for evaluation.
+    """Reads and tokenises `source`; returns the training corpus and the evaluation corpus.
 
-    source: "stdlib" (write "./stdlib" for a folder of that name), or a path, folder or glob, or several separated by
-      commas, of .txt files (one document each) and .jsonl files (one document per line, in `text_field`). Folders are
-      searched recursively for these extensions, hidden files left out; blank lines of .jsonl files are skipped.
-    eval_source: the same for evaluation. Empty: about 1 % of the documents (5 % of the standard library's) are held
-      out, at least one; of a single document the last 5 %.
+    source: "stdlib" (write "./stdlib" for a folder with that name), or one or more files, folders or globs, separated
+      by commas. A .txt file is one document; a .jsonl file has one document per line, in the field `text_field`.
+      Folders are searched recursively for files with these extensions. Hidden files and blank .jsonl lines are skipped.
+    eval_source: source of the evaluation corpus, in the same form. If it is empty, about 1 % of the documents of
+      `source` (5 % for "stdlib"), but at least one, are held out for evaluation. If `source` is a single document, its
+      last 5 % is held out.
 
-    Raises ConfigError, naming file and line, when a source is missing, empty, or not text.
+    Raises ConfigError, which names the file and line, if a source is missing, empty, or not text.
     """
     documents = read_documents(source, text_field)
     if eval_source:
@@ -87,7 +88,7 @@ def load_corpora(
 
 @dataclass
 class _Growing:
-    """A corpus under construction: ids are appended to one buffer, never kept as Python integers."""
+    """A corpus under construction. Ids are appended to one buffer of bytes, since Python integers need more memory."""
 
     dtype: type[np.generic]
     num_bytes: int = 0
@@ -102,7 +103,7 @@ class _Growing:
 
 
 def _tokenise(marked: Iterable[tuple[Document, bool]], tokenizer: Tokenizer, name: str) -> tuple[Corpus, Corpus]:
-    """Two corpora: of the documents marked False and of those marked True, in the order they come."""
+    """Returns two corpora: the documents marked False and the documents marked True, each in the order of `marked`."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     sides = (_Growing(dtype), _Growing(dtype))
     eos = np.array([tokenizer.eos_id])
@@ -120,13 +121,14 @@ def _tokenise(marked: Iterable[tuple[Document, bool]], tokenizer: Tokenizer, nam
 class _Piece:
     text: str
     is_held_out: bool
-    ends: Document | None  # the document whose last piece this is
+    ends: Document | None  # the document, if this is its last piece
 
 
 def _pieces(marked: Iterable[tuple[Document, bool]]) -> Iterator[_Piece]:
-    """The documents in parts of at most a million characters, cut after a line where there is one."""
+    """Splits documents into pieces of at most _PIECE_CHARS characters, after a line end if the piece has one."""
     for document, is_held_out in marked:
-        text, start = document.text, 0
+        text = document.text
+        start = 0
         while len(text) - start > _PIECE_CHARS:
             stop = text.rfind("\n", start, start + _PIECE_CHARS) + 1 or start + _PIECE_CHARS
             yield _Piece(text[start:stop], is_held_out, None)
@@ -135,25 +137,27 @@ def _pieces(marked: Iterable[tuple[Document, bool]]) -> Iterator[_Piece]:
 
 
 def _groups(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Consecutive pieces together until they have a few million characters."""
-    group, chars = [], 0
+    """Collects consecutive pieces into groups of at least _GROUP_CHARS characters; the last group may be smaller."""
+    group = []
+    chars = 0
     for piece in pieces:
         group.append(piece)
         chars += len(piece.text)
         if chars >= _GROUP_CHARS:
             yield group
-            group, chars = [], 0
+            group = []
+            chars = 0
     if group:
         yield group
 
 
 def samples_per_epoch(corpus: Corpus, sequence_len: int) -> int:
-    """Windows of `sequence_len` inputs and labels in the corpus; consecutive ones share one token."""
+    """Number of windows of `sequence_len` + 1 tokens in the corpus; consecutive windows share one token."""
     return max(len(corpus.tokens) - 1, 0) // sequence_len
 
 
 def check_length(corpus: Corpus, sequence_len: int, batch: int) -> None:
-    """Raises ConfigError when the corpus holds less than `batch` (the samples of one step) windows."""
+    """Raises ConfigError if the corpus has fewer windows than `batch`, the number of samples in one step."""
     needed = batch * sequence_len + 1
     if len(corpus.tokens) < needed:
         raise ConfigError(
@@ -164,7 +168,7 @@ def check_length(corpus: Corpus, sequence_len: int, batch: int) -> None:
 
 @dataclass(frozen=True)
 class _Windows:
-    """grain's view of a corpus: item i is the S+1 tokens of window i, not copied."""
+    """The corpus as a grain data source: item i is a view of the S+1 tokens of window i."""
 
     corpus: Corpus
     sequence_len: int
@@ -188,14 +192,17 @@ def batches(
     num_epochs: int | None = None,
     prefetch: int = 2,
 ) -> grain.DatasetIterator[Batch]:
-    """Shuffled batches {"inputs", "labels"}, each int32 [A, B, S], from the absolute sample `start_sample` on.
+    """Iterates over shuffled batches {"inputs", "labels"}, each int32 [A, B, S].
 
-    A step takes the next A*B samples, the same ones in the same order however they are split into A and B. Every epoch
-    is shuffled anew and has each window once; a step may span two epochs. Ends after the last full step of
-    `num_epochs`, or never (None). A background thread prepares `prefetch` steps ahead (0: none), from now on; it ends
-    with the iterator or at its `close()` (`contextlib.closing` works).
+    A step takes the next A*B samples; their order does not depend on A and B. Each epoch contains every window once, in
+    a new order. A step may span two epochs.
 
-    Raises ConfigError when the corpus is shorter than one step, or a number is out of range.
+    start_sample: number of samples to skip, counted from the start of the run.
+    num_epochs: the iterator ends after the last full step of these epochs; None: it never ends.
+    prefetch: number of steps that a background thread prepares in advance; 0: no thread. The thread starts in this
+      call. It ends with the iterator or at its `close()`, so `contextlib.closing` works.
+
+    Raises ConfigError if the corpus has fewer tokens than one step needs, or a number is out of range.
     """
     numbers = {"sequence_len": sequence_len, "batch_size": batch_size, "accumulation": accumulation}
     _require(1, **numbers, num_epochs=1 if num_epochs is None else num_epochs)
@@ -206,11 +213,12 @@ def batches(
         tokens = np.stack(windows).astype(np.int32).reshape(accumulation, batch_size, sequence_len + 1)
         return _inputs_and_labels(tokens)
 
-    # grain shuffles epoch e with seed + e, so nearby seeds would be the same run shifted by an epoch: spread them.
+    # grain shuffles epoch e with seed + e. With seeds 0 and 1, epoch 0 of one run would have the order of epoch 1 of
+    # the other, so the seed is hashed first.
     spread_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     dataset = grain.MapDataset.source(_Windows(corpus, sequence_len)).shuffle(spread_seed).repeat(num_epochs)
     dataset = dataset[start_sample:].batch(accumulation * batch_size, drop_remainder=True, batch_fn=to_batch)
-    # One thread: the tokens are in memory, more would only compete for the interpreter's lock.
+    # One thread is enough, since the tokens are in memory; more threads would compete for the interpreter's lock.
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
     iterator = iter(dataset.to_iter_dataset(options))
     iterator.start_prefetch()
@@ -220,13 +228,14 @@ def batches(
 def evaluation_batches(
     corpus: Corpus, *, sequence_len: int, batch_size: int, max_batches: int | None = None
 ) -> Iterator[Batch]:
-    """Batches {"inputs", "labels"}, each int32 [B, S], in the order of the corpus, the same every time.
+    """Returns batches {"inputs", "labels"}, each int32 [B, S], in the order of the corpus; every call returns the same.
 
-    All windows of the corpus, the last one cut short, or where these are more than `max_batches` batches as many evenly
-    spread over it. What fills up the last window and the last batch has label IGNORED (-1) and input 0, so that every
-    token but the first is predicted once and shapes are constant.
+    Without `max_batches`, or if the windows fit into `max_batches` batches, the batches contain every window, and every
+    token but the first is predicted once. Otherwise they contain `max_batches` * B windows, evenly spread over the
+    corpus. The last window and the last batch are padded with input 0 and label IGNORED (-1), so that all batches have
+    one shape.
 
-    Raises ConfigError when the corpus has less than two tokens, or a number is out of range.
+    Raises ConfigError if the corpus has less than two tokens, or a number is out of range.
     """
     _require(1, sequence_len=sequence_len, batch_size=batch_size, max_batches=1 if max_batches is None else max_batches)
     check_length(corpus, 1, 1)
@@ -250,7 +259,7 @@ def _evaluation_batch(corpus: Corpus, starts: np.ndarray, sequence_len: int, bat
 
 
 def _inputs_and_labels(tokens: np.ndarray) -> Batch:
-    """[..., S+1] to two arrays [..., S], the labels one further."""
+    """Splits tokens [..., S+1] into inputs (the first S) and labels (the last S), each [..., S]."""
     return {"inputs": tokens[..., :-1].copy(), "labels": tokens[..., 1:].copy()}
 
 

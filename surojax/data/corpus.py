@@ -1,10 +1,10 @@
-"""Documents from text files, and which of them are held out for evaluation.
+"""Reads documents from text files and decides which of them are held out for evaluation.
 
-Held out is decided per document by a hash, of the path for the built-in corpus and of the content for files, never by
-position or by chance: the split is the same on every machine and in every run, adding a document moves no other, and
-copies of a document end up on the same side.
+A hash decides for each document: a hash of its path for the built-in corpus, a hash of its content for other files. The
+split is therefore equal on every machine and in every run, adding a document does not change the side of another one,
+and all copies of a document are on one side.
 
-`surojax.data` turns these documents into token arrays and batches.
+`surojax.data.batches` turns these documents into token arrays and batches.
 """
 
 import glob
@@ -19,16 +19,16 @@ from pathlib import Path
 
 from surojax.errors import ConfigError
 
-STDLIB = "stdlib"  # the source code of the interpreter's own standard library: real text, no download
+STDLIB = "stdlib"  # the source code of the interpreter's own standard library: real text that needs no download
 SUPPORTED = (".jsonl", ".txt")
-HELD_OUT_STDLIB = 0.05  # of its few hundred files, so that evaluation sees about half a megabyte
-HELD_OUT_FILES = 0.01
+HELD_OUT_STDLIB = 0.05  # fraction of its few hundred files; about half a megabyte
+HELD_OUT_FILES = 0.01  # fraction of the documents of other sources
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text. num_bytes: its length in UTF-8. key: 64 bits of a hash, which decide the side it is on."""
+    """One text. num_bytes: its length in UTF-8. key: 64-bit hash that decides whether it is held out."""
 
     text: str
     num_bytes: int
@@ -36,9 +36,9 @@ class Document:
 
 
 def read_documents(source: str, text_field: str) -> Iterator[Document]:
-    """The documents of `source` (see `surojax.data.load_corpora`), files sorted by path.
+    """Yields the documents of `source` (see `surojax.data.batches.load_corpora`), with the files sorted by path.
 
-    Raises ConfigError, naming file and line, when something is missing, empty, or not text.
+    Raises ConfigError, which names the file and line, if something is missing, empty, or not text.
     """
     if source == STDLIB:
         yield from _read_stdlib()
@@ -48,9 +48,10 @@ def read_documents(source: str, text_field: str) -> Iterator[Document]:
 
 
 def hold_out(documents: Iterable[Document], fraction: float) -> Iterator[tuple[Document, bool]]:
-    """Each document with True where it is held out: its key is below `fraction` of the range.
+    """Yields each document with True if it is held out, which it is if its key is below `fraction` * 2^64.
 
-    Where no key is, the document with the smallest one (and its copies) is held out; of a single document the end.
+    If no document has such a key, the one with the smallest key is held out, with its copies. If there is only one
+    document, it is split and its end is held out.
     """
     documents = iter(documents)
     first = list(islice(documents, 2))
@@ -59,7 +60,7 @@ def hold_out(documents: Iterable[Document], fraction: float) -> Iterator[tuple[D
         return
     threshold = int(fraction * 2**64)
     found = False
-    smallest: list[Document] = []  # kept back until it is certain that another one is held out
+    smallest: list[Document] = []  # not yielded before it is known whether another document is held out
     for document in chain(first, documents):
         if document.key < threshold:
             found = True
@@ -77,14 +78,17 @@ def hold_out(documents: Iterable[Document], fraction: float) -> Iterator[tuple[D
 
 
 def _split(text: str) -> tuple[Document, Document]:
-    """The first 95 % and the rest, cut after a line where one ends nearby."""
-    cut = int(len(text) * 0.95)
-    cut = text.rfind("\n", int(len(text) * 0.90), cut) + 1 or cut
-    return _document(text[:cut]), _document(text[cut:])
+    """Splits a text at 95 % of its length, or after the last line end between 90 % and 95 %."""
+    split = int(len(text) * 0.95)
+    split = text.rfind("\n", int(len(text) * 0.90), split) + 1 or split
+    return _document(text[:split]), _document(text[split:])
 
 
 def _document(text: str, key: str | None = None) -> Document:
-    """Raises UnicodeEncodeError where `text` holds what UTF-8 cannot encode."""
+    """Returns the Document of a text. `key`: the string to hash instead of the text.
+
+    Raises UnicodeEncodeError if `text` contains lone surrogates, which UTF-8 cannot encode.
+    """
     content = text.encode("utf-8")
     digest = hashlib.blake2b(content if key is None else key.encode("utf-8"), digest_size=8).digest()
     return Document(text, len(content), int.from_bytes(digest, "big"))
@@ -92,7 +96,7 @@ def _document(text: str, key: str | None = None) -> Document:
 
 def _read_stdlib() -> Iterator[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    seen: set[str] = set()  # a few files are copies of others and would end up on both sides
+    seen: set[str] = set()  # a few files are copies of others; since paths are hashed, they could be on both sides
     for path in sorted(_walk(root, ".py", skip=_NOT_LIBRARY)):
         try:
             text = path.read_bytes().decode("utf-8")
@@ -109,8 +113,8 @@ def _read_stdlib() -> Iterator[Document]:
 
 
 def _walk(root: Path, *suffixes: str, skip: Iterable[str] = ()) -> Iterator[Path]:
-    """Files below `root` that end in `suffixes`; hidden ones and folders in `skip` left out."""
-    for folder, subfolders, names in os.walk(root, onerror=_stop):
+    """Yields the files below `root` that end in one of `suffixes`; skips hidden files and the folders in `skip`."""
+    for folder, subfolders, names in os.walk(root, onerror=_raise_unreadable):
         subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
         for name in names:
             if name.lower().endswith(suffixes) and not name.startswith("."):
@@ -118,7 +122,7 @@ def _walk(root: Path, *suffixes: str, skip: Iterable[str] = ()) -> Iterator[Path
 
 
 def _expand(source: str) -> list[Path]:
-    """The files that `source` names, sorted, each once."""
+    """Returns the files that `source` names, sorted and without duplicates."""
     paths: set[Path] = set()
     for item in (part.strip() for part in source.split(",")):
         if not item:
@@ -149,7 +153,7 @@ def _expand(source: str) -> list[Path]:
 
 
 def _read_txt(path: Path) -> Iterator[Document]:
-    """The whole file as one document."""
+    """Yields the file as one document."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -161,7 +165,7 @@ def _read_txt(path: Path) -> Iterator[Document]:
 
 
 def _read_jsonl(path: Path, text_field: str) -> Iterator[Document]:
-    """One document per line that is not blank, read line by line."""
+    """Yields one document per line that is not blank. Reads one line at a time."""
     found = False
     offset = 0
     try:
@@ -181,6 +185,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Document]:
 
 
 def _parse(line: str, where: str, text_field: str) -> Document:
+    """Returns the document of a .jsonl line. `where`: file and line number, for errors."""
     expected = f"{where}: expected a JSON object with the text in {text_field!r}"
     try:
         record = json.loads(line)
@@ -204,7 +209,10 @@ def _parse(line: str, where: str, text_field: str) -> Document:
 
 
 def _decode(content: bytes, path: Path, line: int | None = None, offset: int = 0) -> str:
-    """UTF-8 to text, line ends as they are, without a byte order mark. `offset`: where in the file `content` starts."""
+    """Decodes UTF-8, without the byte order mark; line ends are unchanged. `offset`: position of `content` in the file.
+
+    `line`: line number for the error; None: counted from the start of `content`.
+    """
     try:
         return content.decode("utf-8").removeprefix("\ufeff" if offset == 0 else "")
     except UnicodeDecodeError as error:
@@ -215,7 +223,7 @@ def _decode(content: bytes, path: Path, line: int | None = None, offset: int = 0
         ) from None
 
 
-def _stop(error: OSError) -> None:
+def _raise_unreadable(error: OSError) -> None:
     raise _unreadable(error.filename, error)
 
 

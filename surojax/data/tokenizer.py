@@ -1,11 +1,11 @@
-"""Text to token ids and back: plain bytes, or a Hugging Face `tokenizer.json`.
+"""Converts text to token ids and back: plain bytes, or a Hugging Face `tokenizer.json`.
 
-Bytes need no file and no training, lose nothing, and make losses comparable between models (bits per byte), so they
-are what the built-in examples use. Real models bring their own `tokenizer.json`, read by the `tokenizers` library,
-which is imported only then.
+Bytes need no file and no training, encode any text without loss, and make losses comparable between models (bits per
+byte), so the built-in examples use them. Published models have their own `tokenizer.json`. It is read with the
+`tokenizers` library, which is imported only for that.
 
-An encoder adds no special tokens by itself: who builds a corpus puts one end-of-sequence token after each document.
-Text that spells a special token ("<|endoftext|>") becomes that token in a Hugging Face tokenizer, as its authors meant.
+An encoder adds no special tokens: the code that builds a corpus appends one end-of-sequence token to each document. A
+Hugging Face tokenizer encodes text that spells a special token ("<|endoftext|>") as that token, as its authors meant.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 
-# End of a document, by the names the published model families give it; pre-training names before chat names.
+# Names of the end-of-document token in the published model families; pre-training names before chat names.
 EOS_NAMES = (
     "</s>",
     "<|endoftext|>",
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Smallest size of an embedding table that covers every id this tokenizer can produce."""
+        """Number of embedding rows that this tokenizer needs: its largest id + 1."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """Identity that is equal exactly when ids mean the same; stored with checkpoints."""
+        """Identifies the mapping from text to ids; stored in checkpoints to detect another tokenizer."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -55,16 +55,16 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of every text, in order; in parallel where the tokenizer can."""
+        """Encodes every text, in order; in parallel if the tokenizer can."""
         ...
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Text of `ids` (any integers); special tokens and ids outside the vocabulary are left out."""
+        """Text of `ids` (any integers). Special tokens and ids outside the vocabulary are skipped."""
         ...
 
 
 class ByteTokenizer:
-    """The bytes of the UTF-8 encoding as ids 0..255, and 256 for the end of a document."""
+    """Encodes each byte of the UTF-8 text as an id from 0 to 255; id 256 is the end of a document."""
 
     vocab_size: int = 257
     eos_id: int = 256
@@ -75,27 +75,27 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of every text, in order."""
+        """Encodes every text, in order."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Text of `ids`; broken UTF-8 becomes U+FFFD.
+        """Text of `ids`; invalid UTF-8 becomes U+FFFD.
 
-        Ids from 256 on are left out: 256 is the end of a document, and a model whose vocabulary is padded to a
-        round size can sample larger ones.
+        Ids of 256 and above are skipped: 256 is the end of a document, and a model whose vocabulary is padded to a
+        round size can sample larger ids.
         """
         values = _to_array(ids)
         return values[(values >= 0) & (values < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` as every Hugging Face model folder holds one.
+    """The tokenizer of a `tokenizer.json`, a file of every Hugging Face model folder.
 
-    Raises ConfigError when the file is missing or is no tokenizer, or when no end-of-sequence token is found.
+    Raises ConfigError if the file is missing or is not a tokenizer, or if no end-of-sequence token is found.
     """
 
     def __init__(self, path: str | Path):
-        import tokenizers  # here, so that runs on bytes neither need nor load it
+        import tokenizers  # imported here, so that byte-level runs neither need nor load it
 
         content = _read(Path(path))
         try:
@@ -105,7 +105,7 @@ class HuggingFaceTokenizer:
                 f"{path}: expected a Hugging Face tokenizer.json, got a file the tokenizers library cannot read "
                 f"({_one_line(error)}); download the model's tokenizer.json again"
             ) from None
-        # Some published files carry the truncation and padding of their last use, which would silently cut the corpus.
+        # Some published files store the truncation and padding of their last use; truncation would silently drop text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -114,8 +114,9 @@ class HuggingFaceTokenizer:
         self.name: str = f"tokenizer.json:{hashlib.sha256(content).hexdigest()[:16]}"
 
     def _find_eos(self, vocabulary: dict[str, int], path: str | Path) -> int:
+        """Id of the first name of EOS_NAMES among the special tokens, or else in the vocabulary."""
         special = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
-        for names in (special, vocabulary):  # an ordinary piece of text may look like "</s>": special tokens first
+        for names in (special, vocabulary):  # special tokens first, since an ordinary token may be spelled "</s>"
             for name in EOS_NAMES:
                 if name in names:
                     return vocabulary[name]
@@ -129,20 +130,20 @@ class HuggingFaceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of every text, in order, on all CPU cores."""
+        """Encodes every text, in order, on all CPU cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Text of `ids`; special tokens and ids outside the vocabulary are left out."""
+        """Text of `ids`. Special tokens and ids outside the vocabulary are skipped."""
         values = _to_array(ids)
         return self._tokenizer.decode(values[(values >= 0) & (values < self.vocab_size)].tolist())
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer that `spec` names: "bytes", a tokenizer.json, or a folder that holds one.
+    """Returns the tokenizer that `spec` names: "bytes", a tokenizer.json, or a folder that contains one.
 
-    Raises ConfigError when there is no such tokenizer or its file cannot be used.
+    Raises ConfigError if there is no such tokenizer or its file cannot be used.
     """
     if spec == "bytes":
         return ByteTokenizer()

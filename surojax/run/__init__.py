@@ -1,1 +1,1 @@
-"""What a run leaves behind: checkpoints and metrics."""
+"""The output of a run: checkpoints and metrics."""

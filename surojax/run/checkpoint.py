@@ -1,20 +1,24 @@
-"""Checkpoints: orbax, written in the background, atomic, verified, restorable onto any mesh.
+"""Checkpoints: written with orbax in the background, atomic, verified, and restorable onto any mesh.
 
-A checkpoint is the folder `<output_dir>/checkpoints/<step>` with the items `master` (weights), `moments` (optimizer
-state), `history` (of recipe fp8_hybrid) and `meta` (JSON: step, data position, config). Orbax writes into a temporary
-folder and renames it when all is written, so a killed run leaves either a whole checkpoint or none. Work weights are
-`master` cast, so they are not written; random numbers are derived from the seed in the config and the positions in
-`meta`.
+A checkpoint is the folder `<output_dir>/checkpoints/<step>` with the items `master` (master weights), `moments`
+(optimizer state), `history` (recipe fp8_hybrid only) and `meta` (JSON: step, data position, config). Orbax writes into
+a temporary folder and renames it after the last write, so a killed run leaves either a complete checkpoint or none.
+Work weights are not stored, because they are `master` cast to the work dtype. The state of random numbers is not stored
+either: they are derived from the seed in the config and the positions in `meta`.
 
-Shapes, not placements, are stored: the plan given to `restore` says which device gets which part. Stacks of layers are
-cut into chunks of a layer (of one shard), so that those which rest in a file (nvme.py) are written and read a layer at
-a time; they are written in the background too, and the next update waits for it.
+A checkpoint stores shapes, not placements: the plan that `restore` takes says which device gets which shard. Stacks of
+layers are stored in chunks of one layer (of one shard). A stack that the run stores in a file (nvme.py) is therefore
+written and read one layer at a time. It is also written in the background, and the next update waits for that write.
 
-Damage is found in two ways, because orbax itself hands out a flipped byte as another number without a word. The list
-`files.json` has the size of every file, and checksums of the small ones: it is compared before anything is compiled,
-and names the file. What the large ones hold is checked by array: `meta` has a checksum of each, taken on the devices,
-which `restore` takes again of the arrays it returns. That covers disk, file format and the new sharding, and costs one
-pass over the devices' memory, where reading the files once more would cost minutes. Both are written before the rename.
+Orbax does not detect a damaged file: it returns a flipped byte as another number. Two checks find damage:
+
+* `files.json` has the size of every file, and the checksum of small files. It is compared before anything is compiled,
+  and the error names the file.
+* `meta` has a checksum of every array, computed on the devices. `restore` computes the checksums of the arrays that it
+  returns, and compares. This check covers disk, file format and the new sharding. It costs one pass over the devices'
+  memory; reading the files a second time would take minutes.
+
+Both are written before the folder is renamed.
 """
 
 import contextlib
@@ -56,13 +60,13 @@ from surojax.step.state import (
 
 FOLDER = "checkpoints"
 FILES = "files.json"
-SMALL = 1 << 20  # bytes; larger files are only measured, not read
-WRITE_TIMEOUT_S = 24 * 3600  # orbax gives up after 20 minutes by itself, which a terabyte exceeds
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs with tracebacks what it raises anyway
+SMALL = 1 << 20  # bytes; `files.json` has only the size of larger files, not their checksum
+WRITE_TIMEOUT_S = 24 * 3600  # orbax's default is 20 minutes, and a terabyte takes longer
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also logs the errors that it raises, with tracebacks
 
 
 def find(path: str | Path) -> Path | None:
-    """The checkpoint folder that a path means: itself, or the newest one of a run's folder; None when there is none."""
+    """Returns `path` if it is a checkpoint, else the newest checkpoint of the run in that folder, or None."""
     path = Path(path).expanduser().absolute()
     if (path / "meta").is_dir():
         return path
@@ -72,12 +76,12 @@ def find(path: str | Path) -> Path | None:
 
 def steps_in(folder: Path) -> list[Path]:
     """Finished checkpoints of a folder, oldest first."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((p for p in found if p.name.isdigit() and p.is_dir()), key=lambda p: int(p.name))
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted((p for p in entries if p.name.isdigit() and p.is_dir()), key=lambda p: int(p.name))
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself. Raises CheckpointError when a file is damaged or missing."""
+    """Returns the item `meta` of a checkpoint. Raises CheckpointError if a file is damaged or missing."""
     with _readable(path):
         _check_files(path)
         return json.loads((path / "meta" / "metadata").read_text())
@@ -90,7 +94,7 @@ def written_by(meta: dict[str, Any]) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Fields of two nested dicts that differ: dotted name -> (old, new)."""
+    """Returns the fields in which two nested dicts differ, as {dotted name: (old value, new value)}."""
     found = {}
     for key in sorted(old.keys() | new.keys()):
         a, b = old.get(key), new.get(key)
@@ -102,9 +106,9 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> d
 
 
 class Checkpoints:
-    """The checkpoints of one run; a context manager that waits for the last write.
+    """The checkpoints of one run; a context manager that waits for the last write when it exits.
 
-    `last` is the newest one; it may still be in the writing.
+    `last`: the newest checkpoint, which may not be completely written yet; None if there is none.
     """
 
     def __init__(self, output_dir: Path, *, save_total_limit: int):
@@ -129,17 +133,19 @@ class Checkpoints:
         except CheckpointError as failed:
             if error is None:
                 raise
-            error.add_note(str(failed))  # what ended the run comes first
+            error.add_note(str(failed))  # the error that ended the run is the one to raise
         finally:
-            with contextlib.suppress(Exception):  # `wait` has reported what went wrong
+            with contextlib.suppress(Exception):  # `wait` has already raised the error of a write
                 self.manager.close()
 
     def save(self, state: TrainState, meta: dict[str, Any]) -> None:
-        """Copy the state off the devices and start writing; an earlier write is waited for. Where host memory has no
-        room for a copy of what rests in it, all is written before this returns.
+        """Wait for an earlier write, copy the state from the devices, and start to write it in the background.
 
-        Raises CheckpointError, leaving every earlier checkpoint as it was, when the state holds NaN or infinity, when
-        there is no room, or when a write failed; NvmeError when a file of the state is not what was written to it.
+        Arrays in pinned host memory are copied within host memory first. If it has no room for that copy, this function
+        returns after the write.
+
+        Raises CheckpointError if the state contains NaN or infinity, if the disk has no room, or if a write failed;
+        earlier checkpoints are not changed. Raises NvmeError if a file of the state does not contain what was written.
         """
         self.wait()
         if store := store_of(state):
@@ -153,12 +159,13 @@ class Checkpoints:
             )
         check_room(self.folder, state, f"the checkpoint of step {step}", f"; last checkpoint: {self.last}")
         copied = room_to_copy(state)
-        apart = _apart if copied else lambda tree: tree
+        master = _apart(state.master) if copied else state.master
+        moments = _apart(state.moments) if copied else state.moments
         history = {} if state.history is None else {"history": ocp.args.PyTreeSave({"amax": state.history})}
         items = ocp.args.Composite(
             **history,
-            master=ocp.args.PyTreeSave(apart(state.master), save_args=_by_layer(state.master)),
-            moments=ocp.args.PyTreeSave(apart(state.moments), save_args=_by_layer(state.moments)),
+            master=ocp.args.PyTreeSave(master, save_args=_by_layer(state.master)),
+            moments=ocp.args.PyTreeSave(moments, save_args=_by_layer(state.moments)),
             meta=ocp.args.JsonSave({**meta, "version": importlib.metadata.version("surojax"), "checksums": sums}),
         )
         assert step not in self.manager.all_steps(), f"the checkpoint of step {step} would be written twice"
@@ -169,27 +176,31 @@ class Checkpoints:
                 self.manager.wait_until_finished()
 
     def check(self) -> None:
-        """Raises CheckpointError when the write in the background has failed; costs nothing, so ask every step."""
+        """Raises CheckpointError if the write in the background has failed. Does not wait, so call it every step."""
         if not self.manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Until everything is on disk. Raises CheckpointError when a write failed."""
+        """Waits until everything is on disk. Raises CheckpointError if a write failed."""
         with self._writing():
             self.manager.wait_until_finished()
 
     def _writing(self):
+        """Translates errors of a write; after one, `last` is the newest complete checkpoint."""
+
         def message(reason):
-            what, self.last = self.last, find(self.folder)
-            return f"could not write checkpoint {what} ({reason}); the disk may be full; last checkpoint: {self.last}"
+            failed = self.last
+            self.last = find(self.folder)
+            return f"could not write checkpoint {failed} ({reason}); the disk may be full; last checkpoint: {self.last}"
 
         return _Translate(message)
 
 
 def restore(path: Path, plan: TrainState) -> TrainState:
-    """The state in a checkpoint, each array straight into the plan's sharding, or into its files.
+    """Returns the state in a checkpoint. Each array is read directly into its planned sharding, or into its file.
 
-    Raises CheckpointError, and NvmeError or ConfigError for a file of the plan that cannot be written.
+    Raises CheckpointError if the checkpoint cannot be used, NvmeError or ConfigError if a file of the plan cannot be
+    written.
     """
     meta = read_meta(path)
     with _readable(path):
@@ -203,13 +214,16 @@ def restore(path: Path, plan: TrainState) -> TrainState:
 
 
 def _history(path: Path, plan: TrainState):
-    """The history of a checkpoint, cut or filled with zeros to the planned length; zeros where it has none."""
+    """Returns the history of a checkpoint, truncated or padded with zeros to the planned length.
+
+    It is all zeros if the checkpoint has no history, and None if the plan has none.
+    """
     if plan.history is None:
         return None
     amax = np.zeros(plan.history.shape, plan.history.dtype)
     if (path / "history").is_dir():
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            options = {"amax": ocp.RestoreArgs(restore_type=np.ndarray)}  # its length may be another than the plan's
+            options = {"amax": ocp.RestoreArgs(restore_type=np.ndarray)}  # its length may differ from the plan's
             saved = reader.restore(path / "history", args=ocp.args.PyTreeRestore(restore_args=options))["amax"]
         n = min(amax.shape[-1], saved.shape[-1])
         amax[..., :n] = saved[..., :n]
@@ -217,7 +231,7 @@ def _history(path: Path, plan: TrainState):
 
 
 def _work_weights(master, plan: TrainState):
-    """The work weights of restored master weights."""
+    """Casts restored master weights to work weights; those in files are read one layer at a time."""
     if not any(isinstance(x, InFile) for x in jax.tree.leaves(master)):
         return jax.jit(lambda master: work_weights(master, plan), out_shardings=shardings(plan.weights))(master)
     planned = plan.weights[OUTER]
@@ -237,7 +251,7 @@ def _work_weights(master, plan: TrainState):
 
 
 def restore_weights(path: Path, plan: dict) -> dict:
-    """Only the weights in a checkpoint, in the dtype and sharding of `plan`. Raises CheckpointError."""
+    """Returns only the weights in a checkpoint, in the dtype and sharding of `plan`. Raises CheckpointError."""
     meta = read_meta(path)
     with _readable(path):
         weights = _load(path, {"master": plan})["master"]
@@ -246,7 +260,7 @@ def restore_weights(path: Path, plan: dict) -> dict:
 
 
 def _check_moments(path: Path, moments, meta: dict[str, Any]) -> None:
-    """Raises CheckpointError unless the optimizer's state was written by the same optimizer, in blocks of one size."""
+    """Raises CheckpointError if another optimizer wrote the state, or the 8-bit blocks have another size."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         metadata: Any = reader.metadata(path / "moments")
     stored = jax.tree_util.tree_leaves_with_path(metadata.item_metadata.tree)
@@ -261,7 +275,7 @@ def _check_moments(path: Path, moments, meta: dict[str, Any]) -> None:
             "start anew (resume_from_checkpoint='no')"
         )
     for name, shape in planned.items():
-        if name.endswith("_scale") and found[name] != shape:  # blocks end where shards of a row do
+        if name.endswith("_scale") and found[name] != shape:  # a block does not extend over two shards of a row
             raise CheckpointError(
                 f"checkpoint {path}: expected {name} of shape {shape}, for the 8-bit blocks of shards of rows on this "
                 f"number of GPUs, got {found[name]}; use a dp_shard_size as it was written with, or another that "
@@ -270,7 +284,10 @@ def _check_moments(path: Path, moments, meta: dict[str, Any]) -> None:
 
 
 def _apart(tree):
-    """Arrays that the next step does not touch: orbax copies from devices, but reads host memory while it writes."""
+    """Copies the arrays in pinned host memory, so that the next step cannot overwrite them while orbax writes.
+
+    Orbax itself copies arrays in device memory before it starts, but reads arrays in host memory during the write.
+    """
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False) if _in_host(x) else x, tree)
 
 
@@ -279,8 +296,8 @@ def _in_host(x) -> bool:
 
 
 def _load(path: Path, items: dict) -> dict:
-    """The arrays as planned; a stack that is planned for a file is written to it, a layer at a time."""
-    found = {}
+    """Reads the items of a checkpoint as planned; a stack that is planned in a file is copied to it layer by layer."""
+    loaded = {}
     for name, plan in items.items():
         in_memory = jax.tree.map(lambda x: ... if isinstance(x, InFile) else x, plan)
         options = ocp.checkpoint_utils.construct_restore_args(in_memory)
@@ -290,12 +307,12 @@ def _load(path: Path, items: dict) -> dict:
         with ThreadPoolExecutor(THREADS) as pool:
             loading = [pool.submit(_load_file, path / name, key, x) for key, x in leaves if isinstance(x, InFile)]
             [one.result() for one in loading]
-        found[name] = jax.tree.map(lambda p, x: p if isinstance(p, InFile) else x, plan, arrays)
-    return found
+        loaded[name] = jax.tree.map(lambda p, x: p if isinstance(p, InFile) else x, plan, arrays)
+    return loaded
 
 
 def _load_file(item: Path, name: str, file: InFile) -> None:
-    """One stack of an item into a file. Of chunks that hold several layers, these are in memory together."""
+    """Copies one stack of an item to its file, one chunk at a time, which may be several layers."""
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{item}", "path": f"{name}/"}}
     array: Any = ts.open(spec, open=True, read=True).result()
     if array.shape != file.shape:
@@ -307,15 +324,19 @@ def _load_file(item: Path, name: str, file: InFile) -> None:
 
 
 def _item_handlers() -> dict[str, ocp.CheckpointHandler]:
-    arrays = (jax.Array, type_handlers.get_type_handler(jax.Array))
-    registry = type_handlers.create_type_handler_registry(arrays, (InFile, _FileHandler(deepcopy_host_arrays=False)))
-    of_state = lambda: ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    arrays = {name: of_state() for name in ("master", "moments", "history")}
-    return {**arrays, "meta": ocp.JsonCheckpointHandler()}
+    in_memory = (jax.Array, type_handlers.get_type_handler(jax.Array))
+    in_files = (InFile, _FileHandler(deepcopy_host_arrays=False))
+    registry = type_handlers.create_type_handler_registry(in_memory, in_files)
+    state_items = ("master", "moments", "history")
+    handlers = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in state_items}
+    return {**handlers, "meta": ocp.JsonCheckpointHandler()}
 
 
 class _FileHandler(type_handlers.NumpyHandler):
-    """Writes an `InFile` as orbax writes a numpy array, but a layer at a time; no update begins before it is read."""
+    """Writes an `InFile` in the format of a numpy array, one layer at a time.
+
+    The next update of the file waits until the last layer has been read.
+    """
 
     async def serialize(self, values: Any, infos, args=None):
         self.holds = {**getattr(self, "holds", {}), id(values[0]): values[0].store.hold()}
@@ -334,7 +355,7 @@ class _FileHandler(type_handlers.NumpyHandler):
 
 
 def _by_layer(tree):
-    """Options for saving: stacks of layers in chunks of one layer (of one shard)."""
+    """Returns orbax's options for saving: stacks of layers are stored in chunks of one layer (of one shard)."""
 
     def options(path, x):
         if name_of(path[:1]) == OUTER:
@@ -346,16 +367,20 @@ def _by_layer(tree):
 
 
 def room_to_copy(state: TrainState) -> bool:
-    """Whether the machine has memory free for a second copy of what of the state rests there, and some to spare."""
+    """Whether host memory has room for a copy of the state's arrays in pinned host memory, with 10 % to spare."""
     leaves = [x for x in jax.tree.leaves((state.master, state.moments)) if _in_host(x)]
-    copy = sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards)
-    return 1.1 * copy < psutil.virtual_memory().available
+    copy_bytes = sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards)
+    return 1.1 * copy_bytes < psutil.virtual_memory().available
 
 
 def check_room(folder: Path, state: TrainState, what: str = "a checkpoint", more: str = "") -> None:
-    """Raises CheckpointError when the disk of a folder, which need not exist yet, has no room for a state or a plan."""
-    there = next(f for f in (folder, *folder.absolute().parents) if f.exists())
-    need, free = bytes_on_disk(state), shutil.disk_usage(there).free
+    """Raises CheckpointError if the disk of `folder`, which need not exist yet, has no room for a checkpoint.
+
+    state: a state or its plan. what, more: parts of the error message.
+    """
+    existing = next(f for f in (folder, *folder.absolute().parents) if f.exists())
+    need = bytes_on_disk(state)
+    free = shutil.disk_usage(existing).free
     if need > free:
         raise CheckpointError(
             f"no room for {what} in {folder}: it needs {need / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free; "
@@ -364,12 +389,15 @@ def check_room(folder: Path, state: TrainState, what: str = "a checkpoint", more
 
 
 def bytes_on_disk(state: TrainState) -> int:
-    """Bytes of the arrays that a checkpoint holds, before compression."""
+    """Bytes of the arrays in a checkpoint, before compression."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.master, state.moments)))
 
 
 def _verify(meta: dict[str, Any], **trees) -> None:
-    """Raises ValueError unless the arrays are the saved ones; one that was cast on the way is not compared."""
+    """Raises ValueError if the checksum of an array is not the saved one.
+
+    An array that was cast to another dtype has no saved checksum, so it is not compared.
+    """
     sums, _ = checksums(**trees)
     saved = meta["checksums"]
     if bad := [name for name, value in sums.items() if saved.get(name, value) != value]:
@@ -378,14 +406,14 @@ def _verify(meta: dict[str, Any], **trees) -> None:
 
 
 def _list_files(folder: Path) -> None:
-    """Write the list of a checkpoint's files. Orbax calls this when all are written, and then renames the folder."""
+    """Writes `files.json`. Orbax calls this after all files are written and before it renames the folder."""
     (unfinished,) = folder.glob("*.orbax-checkpoint-tmp")
     files = {str(p.relative_to(unfinished)): _measure(p) for p in unfinished.glob("*/**/*") if p.is_file()}
     (unfinished / FILES).write_text(json.dumps(files, indent=1))
 
 
 def _check_files(path: Path) -> None:
-    """Raises ValueError or FileNotFoundError unless every file is there, as long as it was, and if small the same."""
+    """Raises FileNotFoundError if a file is missing, ValueError if its size or its checksum (small files) changed."""
     for name, written in json.loads((path / FILES).read_text()).items():
         if (now := _measure(path / name)) != written:
             sizes = f"{written['bytes']} bytes were written, {now['bytes']} are there"
@@ -395,12 +423,16 @@ def _check_files(path: Path) -> None:
 
 
 def _measure(file: Path) -> dict[str, int]:
+    """Size of a file, and its CRC-32 if it is small."""
     size = file.stat().st_size
     return {"bytes": size} | ({"crc32": zlib.crc32(file.read_bytes())} if size <= SMALL else {})
 
 
 class _Translate:
-    """Turn whatever the file libraries raise into one CheckpointError."""
+    """Context manager that turns any exception of the file libraries into a CheckpointError.
+
+    message: function of the reason, in one line, that returns the error message.
+    """
 
     def __init__(self, message):
         self.message = message
@@ -414,7 +446,7 @@ class _Translate:
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause in one line; of a long one the start (what was done) and the end (why it failed)."""
+    """Returns the first cause in one line. A long line keeps its start (the operation) and its end (the reason)."""
     while error.__cause__:
         error = error.__cause__
     text = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
@@ -423,6 +455,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _readable(path: Path) -> _Translate:
+    """Translates the errors of reading a checkpoint."""
     others = [p for p in steps_in(path.parent) if p != path]
     change = f"to continue from {others[-1]}, move it away" if others else "there is no other beside it"
     return _Translate(lambda e: f"checkpoint {path} cannot be read ({e}); {change}")

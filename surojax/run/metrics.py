@@ -1,21 +1,22 @@
-"""What a run reports: console lines, `metrics.jsonl`, TensorBoard events; and how metrics leave the device.
+"""Reports a run: console lines, `metrics.jsonl`, TensorBoard events; and copies metrics from the device to the host.
 
-Fetching a step's loss waits for that step. So nothing is fetched when it is produced: `LateMetrics.push` starts the
-copy of step n and returns the numbers of step n - 1, while step n already runs and the device never idles.
+Reading a step's loss waits for that step. The loop therefore reads metrics one step late: `DeferredMetrics.push` starts
+the copy of step n's metrics and returns the numbers of step n - 1. Step n is already in flight, so the device never
+idles.
 
     with MetricsLog(output_dir, total_steps=..., tokens_per_step=..., flops_per_token=...) as log:
-        late = LateMetrics()
+        deferred = DeferredMetrics()
         for step in ...:
-            state, device_metrics = train_step(state, batch)         # dispatched, not waited for
-            if (done := late.push(step, device_metrics)) is not None:
+            state, device_metrics = train_step(state, batch)         # dispatched; does not wait for the device
+            if (done := deferred.push(step, device_metrics)) is not None:
                 log.step(done.step, **done.values, duration_s=done.duration_s)
 
-Before an evaluation or a checkpoint of step n: `late.flush()` and log it, so that the file already holds every step the
-checkpoint holds; after it: `late.restart_clock()`.
+Before an evaluation or a checkpoint of step n, log what `deferred.flush()` returns, so that the file contains every
+step up to n before the checkpoint exists. After it, call `deferred.restart_clock()`.
 
-Steps count completed updates: the first is 1, a checkpoint of step n holds n updates, a run resumed from it logs n + 1
-next. `metrics.jsonl` then keeps the records up to n and drops what the killed run wrote later, so that it ends up with
-the records of a run that was never stopped.
+Steps count completed updates: the first step is 1, and a checkpoint of step n contains n updates. A run resumed from it
+keeps the records of `metrics.jsonl` up to step n, drops the later ones of the killed run, and logs step n + 1 next. The
+file therefore ends with the records of a run that was never stopped.
 """
 
 import contextlib
@@ -43,11 +44,11 @@ ETA_WINDOW = 20  # steps in the moving average behind the eta
 
 
 class NonFiniteLoss(FloatingPointError):
-    """The loss or the gradient norm became NaN or infinite; the run stops."""
+    """Raised when the loss or the gradient norm becomes NaN or infinite; the run stops."""
 
 
 class MetricsLog:
-    """Writes everything a run reports under `output_dir`; use it as a context manager, or `close()` it.
+    """Writes everything that a run reports under `output_dir`. Use it as a context manager, or call `close()`.
 
     Args:
       output_dir: an existing or new folder for `metrics.jsonl` and `tensorboard/`.
@@ -56,13 +57,13 @@ class MetricsLog:
       flops_per_token: see `flops_per_token`.
       peak_flops: FLOP/s of all devices together at the run's precision; None leaves out `mfu` (model FLOP utilisation,
         the fraction of that peak: PaLM, arXiv:2204.02311, appendix B).
-      first_step: steps already done, n for a run resumed from the checkpoint of step n. At 0 an existing
-        `metrics.jsonl` is replaced.
-      console: where the lines go, standard output by default.
-      progress: where the progress bar goes if it is a terminal, standard error by default.
+      first_step: number of steps already done: n for a run resumed from the checkpoint of step n. If it is 0, an
+        existing `metrics.jsonl` is replaced.
+      console: stream for the lines; standard output by default.
+      progress: stream for the progress bar, which is shown only on a terminal; standard error by default.
 
     Raises:
-      ConfigError: `metrics.jsonl` of a resumed run is damaged elsewhere than in its last line.
+      ConfigError: a line of a resumed run's `metrics.jsonl`, other than the last one, is damaged.
     """
 
     def __init__(
@@ -105,10 +106,10 @@ class MetricsLog:
         except OSError as failed:
             if error is None:
                 raise
-            error.add_note(f"metrics: {failed}")  # what ended the run comes first
+            error.add_note(f"metrics: {failed}")  # the error that ended the run is the one to raise
 
     def close(self) -> None:
-        """Flush and close every output, also when one fails; calling it again does nothing."""
+        """Flush and close every output, even if one of them fails. A second call does nothing."""
         with contextlib.ExitStack() as outputs:
             outputs.callback(self._file.close)
             outputs.callback(self._tensorboard.close)
@@ -116,11 +117,11 @@ class MetricsLog:
                 outputs.callback(self._bar.close)
 
     def step(self, step: int, *, loss: float, grad_norm: float, lr: float, duration_s: float) -> dict[str, Any]:
-        """Report a training step (loss in nats per token); returns its record in `metrics.jsonl`.
+        """Report a training step (loss in nats per token) and return its record in `metrics.jsonl`.
 
         {"log":"step","step","loss","norm","lr","tokens_per_second","duration_ms"}, and "mfu" (a fraction) if known.
-        Floats are written in full: a float32 read back is the same to the bit. A value that is not finite becomes null,
-        since JSON has no NaN.
+        Floats are written with all digits, so a float32 is read back bit-exactly. A value that is not finite is written
+        as null, since JSON has no NaN.
         """
         duration_s = max(duration_s, 1e-9)
         tokens_per_second = self._tokens_per_step / duration_s
@@ -144,7 +145,7 @@ class MetricsLog:
         return record
 
     def eval(self, step: int, *, loss: float, bits_per_byte: float, duration_s: float) -> dict[str, Any]:
-        """Report an evaluation after `step` steps (loss in nats per token); returns its record in `metrics.jsonl`.
+        """Report an evaluation after `step` steps (loss in nats per token) and return its record in `metrics.jsonl`.
 
         {"log":"eval","step","loss","bits_per_byte","duration_ms"}
         """
@@ -156,12 +157,12 @@ class MetricsLog:
         return record
 
     def message(self, text: str) -> None:
-        """Print a plain line, above the progress bar where there is one."""
+        """Print a plain line, above the progress bar if there is one."""
         tqdm.write(text, file=self._console)
         self._console.flush()
 
     def _append(self, record: dict[str, Any]) -> None:
-        """One write and one flush a line: a SIGKILL loses at most the line being written."""
+        """Write and flush one line, so that a SIGKILL loses at most the line being written."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._file.write(json.dumps(finite, separators=(",", ":"), allow_nan=False).encode() + b"\n")
         self._file.flush()
@@ -170,7 +171,7 @@ class MetricsLog:
         self._tensorboard.scalars(step, {f"{group}/{name}": v for name, v in scalars.items() if math.isfinite(v)})
 
     def _eta(self, step: int, duration_s: float) -> str:
-        """Time left as [H:]MM:SS, from the mean of the last steps without the first."""
+        """Estimated remaining time as [H:]MM:SS, from the mean of the last steps. The first step is not counted."""
         if self._recent_s is None:
             self._recent_s = deque(maxlen=ETA_WINDOW)
         else:
@@ -181,19 +182,22 @@ class MetricsLog:
 
 
 class _Events:
-    """TensorBoard event files, written by the thread that calls.
+    """TensorBoard event files, written in the calling thread.
 
-    tensorboardX's SummaryWriter writes in a thread of its own: a full disk ends that, and the run then waits for ever.
+    tensorboardX's SummaryWriter is not used: it writes in its own thread, and if a full disk ends that thread, the run
+    waits forever.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # File names carry whole seconds: a quick restart must not overwrite.
+        # File names contain the time in seconds; the suffix keeps a restart in the same second from overwriting a file.
         self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".from-{first_step}")
-        # TensorBoard hides events of earlier runs in this folder from this step on.
-        start, step = SessionLog(status=SessionLog.START), first_step + 1 if first_step else 0
+        # With this event, TensorBoard hides the events of earlier runs in this folder from this step on.
+        start = SessionLog(status=SessionLog.START)
+        step = first_step + 1 if first_step else 0
         self._writer.write_event(Event(wall_time=time.time(), step=step, session_log=start))
-        self._flush_at, self._closed = 0.0, False
+        self._flush_at = 0.0
+        self._closed = False
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
@@ -208,58 +212,56 @@ class _Events:
             self._writer.close()
 
 
-class LateStep(NamedTuple):
-    """The metrics of a finished step."""
+class FinishedStep(NamedTuple):
+    """The metrics of a finished step, on the host."""
 
     step: int
     values: dict[str, float]
     duration_s: float
 
 
-class LateMetrics:
-    """Hands out each step's metrics one step late, so that reading them never makes the device wait.
+class DeferredMetrics:
+    """Returns each step's metrics one step late, so that the device never waits for the host to read them.
 
-    A step's duration is the wall time between the end of the step before it (or the clock's start) and its own end, as
-    seen when its metrics arrive. In a saturated loop the next step is dispatched before this one is waited for, so the
-    time between arrivals is the time the device takes for a step; where the host is slower it is the host's, which is
-    then the step's. Evaluations and checkpoints stay out of it: `flush()` before, `restart_clock()` after.
+    A step's duration is the wall time between the arrival of the previous step's metrics (or the start of the clock)
+    and the arrival of its own. The next step is dispatched before the host waits for this one, so the duration is the
+    device's time for a step, or the host's if the host is slower. To exclude an evaluation or a checkpoint, call
+    `flush()` before it and `restart_clock()` after it.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._clock = time.perf_counter()
 
-    def push(self, step: int, device_metrics: dict[str, jax.Array]) -> LateStep | None:
-        """Start copying the scalars of `step` to the host; return the step before it, or None if there is none."""
-        with jax.transfer_guard_device_to_host("allow"):  # deliberate, and asynchronous: under a guard it is implicit
+    def push(self, step: int, device_metrics: dict[str, jax.Array]) -> FinishedStep | None:
+        """Start to copy the metrics of `step` to the host. Returns the previous step, or None if there is none."""
+        # JAX counts this deliberate, asynchronous copy as an implicit transfer, which a guard would refuse.
+        with jax.transfer_guard_device_to_host("allow"):
             for value in device_metrics.values():
                 value.copy_to_host_async()
         previous = self.flush()
         self._pending = (step, device_metrics)
         return previous
 
-    def flush(self) -> LateStep | None:
-        """Wait for the step pushed last and return it, or None if it was returned already."""
+    def flush(self) -> FinishedStep | None:
+        """Wait for the last pushed step and return it; None if it has already been returned."""
         if self._pending is None:
             return None
         step, device_metrics = self._pending
         self._pending = None
         values = {name: float(value) for name, value in jax.device_get(device_metrics).items()}
-        started, self._clock = self._clock, time.perf_counter()
-        return LateStep(step, values, self._clock - started)
+        started = self._clock
+        self._clock = time.perf_counter()
+        return FinishedStep(step, values, self._clock - started)
 
     def restart_clock(self) -> None:
-        """Leave the time since the last finished step out of the next step's duration."""
+        """Exclude the time since the last finished step from the next step's duration."""
         assert self._pending is None, "flush() before restart_clock(): the pending step's time would be lost"
         self._clock = time.perf_counter()
 
 
 def check_finite(step: int, loss: float, grad_norm: float, last_checkpoint: Path | None) -> None:
-    """Stop a run whose numbers have gone bad.
-
-    Raises:
-      NonFiniteLoss: the loss or the gradient norm is NaN or infinite.
-    """
+    """Raises NonFiniteLoss if the loss or the gradient norm is NaN or infinite."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     saved = f"the last checkpoint is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
@@ -270,7 +272,7 @@ def check_finite(step: int, loss: float, grad_norm: float, last_checkpoint: Path
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, oldest first; a last line torn by a kill is left out.
+    """Returns the records of a `metrics.jsonl`, oldest first. An incomplete last line, left by a kill, is skipped.
 
     Raises:
       ConfigError: another line is not a record.
@@ -281,20 +283,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def flops_per_token(num_matmul_params: int, num_layers: int, num_heads: int, head_dim: int, sequence_len: int) -> float:
     """FLOPs to train on one token, forward and backward: 6 N + 6 L H hd S.
 
-    PaLM (arXiv:2204.02311), appendix B, counts 6 N + 12 L H hd S: two FLOPs per parameter forward, four backward, and
-    the two attention products over the full square. Here attention is causal, so half of the square is counted.
-    Recomputation is not counted, so that a setting that recomputes does not look faster than it is.
+    PaLM (arXiv:2204.02311), appendix B, counts 6 N + 12 L H hd S: two FLOPs per parameter in the forward pass, four in
+    the backward pass, and the two attention products over all S^2 pairs of tokens. Attention here is causal, so half of
+    the pairs are counted. Recomputation is not counted, so that a setting that recomputes does not look faster.
 
     Args:
       num_matmul_params: N, parameters used in matrix products: all matrices and the LM head, not the embedding lookup.
       head_dim: width of one of the `num_heads` query heads.
-      sequence_len: tokens that attend to each other.
+      sequence_len: S, tokens that attend to each other.
     """
     return 6.0 * num_matmul_params + 6.0 * num_layers * num_heads * head_dim * sequence_len
 
 
 def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """Each record with the line it came from; a torn last line is dropped."""
+    """Returns each record with its line. An incomplete last line is skipped."""
     records = []
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
@@ -314,9 +316,9 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
 
 
 def _keep_up_to(path: Path, last_step: int) -> None:
-    """Drop the records after `last_step`, all of them at 0, the others left as they are; creates the file.
+    """Drop the records after `last_step` (all of them if it is 0) and keep the others unchanged. Creates the file.
 
-    The new file replaces the old one in one step: a kill leaves one or the other, never a part.
+    The new file replaces the old one atomically: a kill leaves the old file or the new one, never a part.
     """
     old = _parse(path) if last_step and path.exists() else []
     temporary = path.with_name(path.name + ".tmp")
