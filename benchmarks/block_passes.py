@@ -10,7 +10,6 @@ pass, as `recompute_block` does.
 """
 
 import argparse
-import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -18,11 +17,11 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from surojax.assembly import model_config, schedule_options
+from surojax import assembly
 from surojax.config import flags
 from surojax.config.checks import check
-from surojax.models.llama import LlamaConfig, declared_params, functions
-from surojax.numerics.fp8 import E4M3, SITES
+from surojax.models.model import Model
+from surojax.numerics.fp8 import E4M3
 from surojax.placement.mesh import make_mesh
 from surojax.planner import aot
 from surojax.planner.hlo import Instruction, Module, arrays, executed, parse
@@ -34,31 +33,31 @@ SMALL = 1 << 20  # bytes
 NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "iota")
 
 
-def compile_block(config: LlamaConfig, gpu: str, tokens: int) -> dict[str, aot.Compiled]:
+def compile_block(model: Model, gpu: str, tokens: int) -> dict[str, aot.Compiled]:
     """Compiles the forward and the backward pass of a block over one sequence, for a GPU."""
     mesh = make_mesh(aot.devices(gpu, 1))
-    model = functions(config)
+    (segment,) = model.segments
     replicated = jax.NamedSharding(mesh.abstract_mesh, jax.P())
-    params = declared_params(config)["blocks"]
-    w = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
-    if config.precision.fp8:
-        w = jax.eval_shape(lambda w: quantise_with_one_scale(params, w, E4M3), w)
-    x = jax.ShapeDtypeStruct((1, tokens, config.hidden_size), jnp.bfloat16)
+    w = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), segment.params)
+    if model.precision.fp8:
+        w = jax.eval_shape(lambda w: quantise_with_one_scale(segment.params, w, E4M3), w)
+    x = jax.ShapeDtypeStruct((1, tokens, model.hidden_size), jnp.bfloat16)
     recipe_inputs = {
-        "fp8_hybrid": jax.ShapeDtypeStruct((len(SITES),), jnp.float32),  # scales
+        "fp8_hybrid": jax.ShapeDtypeStruct((model.sites.number,), jnp.float32),  # scales
         "nvfp4": jax.ShapeDtypeStruct((), "uint32"),  # seed
-    }.get(config.precision.recipe)
+    }.get(model.precision.recipe)
 
     def backward(w, x, dy, recipe_inputs):
-        return model.block_backward(w, model.block_forward(w, x, recipe_inputs)[1], dy, recipe_inputs)
+        _, saved = segment.block_forward(w, x, recipe_inputs)
+        return segment.block_backward(w, saved, (dy, None), recipe_inputs)
 
     def compiled(f, *arguments):
         run = jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
         inputs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated), arguments)
-        return aot.compile_for(jax.jit(run), inputs, mesh, schedule_options(config.precision))
+        return aot.compile_for(jax.jit(run), inputs, mesh, assembly.schedule_options(model.precision))
 
     return {
-        "forward": compiled(model.block, w, x, recipe_inputs),
+        "forward": compiled(segment.block, w, x, recipe_inputs),
         "backward": compiled(backward, w, x, x, recipe_inputs),
     }
 
@@ -145,8 +144,9 @@ def main() -> None:
     if args.recipe in ("mxfp8", "nvfp4"):
         c.block_scaled_products = "native"
     check(c)
-    config = dataclasses.replace(model_config(c), num_hidden_layers=1)
-    modules = {name: parse(x.text) for name, x in compile_block(config, args.gpu, args.tokens).items()}
+    c.model.num_hidden_layers = 1
+    model = assembly.model(c)
+    modules = {name: parse(x.text) for name, x in compile_block(model, args.gpu, args.tokens).items()}
     if args.list:
         for name, module in modules.items():
             for kind, moved, i in launches(module):

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from surojax.assembly import assemble, model_config
+from surojax import assembly
 from surojax.config.checks import check
 from surojax.config.flags import parse
 from surojax.models.llama import Llama
@@ -57,13 +57,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15, help="timed steps of each, in turn")
     c, args = parse(None, parser)
     check(c)
-    config = model_config(c)
+    config = assembly.architecture(c)
     mesh = make_mesh(jax.devices()[:1])
     schedule = learning_rate_schedule("cosine", peak=c.learning_rate, total_steps=1000)
     optimizer = adamw(schedule)
     chain = adamw_chain(mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params))
-    run = assemble(
-        config,
+    run = assembly.assemble(
+        assembly.model(c),
         table=place(model_dtype=c.model_dtype, num_shards=1),
         optimizer=optimizer,
         mesh=mesh,

@@ -16,7 +16,7 @@ from flax import nnx
 from small import drawn_params, tokens, vectors_drawn
 
 from surojax import assembly
-from surojax.assembly import model_config
+from surojax.assembly import architecture
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.data.batches import Corpus
@@ -75,7 +75,7 @@ def config(**settings):
 
 
 MESH = make_mesh(jax.devices()[:1])
-GRAPH = nnx.graphdef(nnx.eval_shape(lambda: Llama(model_config(config()), rngs=nnx.Rngs(0))))
+GRAPH = nnx.graphdef(nnx.eval_shape(lambda: Llama(architecture(config()), rngs=nnx.Rngs(0))))
 
 
 @jax.jit
@@ -218,7 +218,7 @@ def test_evaluation_is_a_mean_over_tokens_and_its_bits_are_over_bytes():
     ids = np.random.default_rng(0).integers(0, 64, 101)
     evaluate = train.Evaluation(c, run, mesh, Corpus(ids.astype(np.uint16), 60, "", "held out"))
     assert [b["inputs"].shape for b in evaluate.batches] == [(4, 16)] * 2
-    params = jax.tree.map(lambda w: 5 * w, drawn_params(run.model, 0))  # losses of tokens that are not all alike
+    params = jax.tree.map(lambda w: 5 * w, drawn_params(architecture(c), 0))  # losses of tokens that are not all alike
     found = evaluate(jax.device_put(params, jax.tree.map(lambda p: p.sharding, run.plan.weights)))
 
     windows = np.zeros((7, 16), np.int32)

@@ -22,9 +22,11 @@ from small import CONFIG
 from surojax.assembly import assemble
 from surojax.config.checks import restored_config
 from surojax.errors import CheckpointError, ConfigError
-from surojax.memory.host import Device, move
+from surojax.memory.host import move
+from surojax.models import llama
 from surojax.optim import optimizer as optim
 from surojax.placement import table as placement
+from surojax.placement.home import DEVICE
 from surojax.placement.mesh import make_mesh
 from surojax.run import checkpoint
 from surojax.run.checkpoint import Checkpoints, checksums, find, read_meta, restore, restore_weights, steps_in
@@ -81,7 +83,7 @@ def small_plan(devices: int, **placed) -> state.TrainState:
     mesh = make_mesh(jax.devices()[:devices])
     table = placement.place(model_dtype="bfloat16", num_shards=devices, **placed)
     optimizer = optim.adamw(lambda _: jnp.float32(1e-3), m_dtype="bfloat16")
-    return assemble(CONFIG, table=table, optimizer=optimizer, mesh=mesh).plan
+    return assemble(llama.build(CONFIG), table=table, optimizer=optimizer, mesh=mesh).plan
 
 
 OFFLOADED: dict[str, Any] = {"offload_master": True, "offload_optimizer": True, "offload_weights": True}
@@ -117,7 +119,7 @@ def test_later_steps_do_not_reach_a_checkpoint_that_is_still_being_written(tmp_p
     """The step updates its state in place while the writer works."""
     current = jax.device_put(toy(1, 600_000), ONE.with_memory_kind(memory))
     expected = jax.tree.map(np.array, current)
-    add = lambda x: move(move(x, Device) + x.dtype.type(1), jax.typeof(x).memory_space)
+    add = lambda x: move(move(x, DEVICE.space) + x.dtype.type(1), jax.typeof(x).memory_space)
     advance = jax.jit(lambda s: jax.tree.map(add, s), donate_argnums=0)
     with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
         checkpoints.save(current, {"step": 1})

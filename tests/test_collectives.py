@@ -14,9 +14,11 @@ from surojax import assembly, generate
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
+from surojax.models import llama
 from surojax.numerics.quantize import DTYPES, block_size, dequantise, dequantise_all, is_quantized, quantise
 from surojax.parallel import collectives
 from surojax.placement import table as placement
+from surojax.placement.home import HOST
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD, make_mesh
 from surojax.planner import fit
@@ -299,7 +301,7 @@ def test_sampling_reads_quantised_weights():
     weights, prompt = small.state.weights, np.array([3, 1, 4])
     here = jax.device_put(weights, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     plain = {"blocks": dequantise_all(here["blocks"], jnp.float32), "outer": here["outer"]}
-    sample = lambda w: list(generate.generate(CONFIG, w, prompt, max_tokens=5, temperature=0))
+    sample = lambda w: list(generate.generate(llama.build(CONFIG), w, prompt, max_tokens=5, temperature=0))
     assert sample(weights) == sample(plain)
 
 
@@ -375,7 +377,7 @@ def test_impossible_combinations_are_refused_with_the_fix(settings, message, num
 def test_the_table_has_the_quants():
     placed = {"zero_level": 3, "zero_quantized_weights": "fp8", "persistent_quants": True, "offload_quants": True}
     table = placement.place(**placed, num_shards=4)
-    assert table.quants == placement.Row("float8_e4m3fn", True, "host") and table.persistent_quants
+    assert table.quants == placement.Row("float8_e4m3fn", True, HOST) and table.persistent_quants
     assert placement.place(num_shards=4).quants.dtype == ""
     assert placement.place(use_all_to_all_reduce=True, zero_quantized_gradients=True, num_shards=4).reduce == "int8"
 

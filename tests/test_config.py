@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from surojax.assembly import model_config
+from surojax.assembly import architecture, compute
 from surojax.config import checks, fields as configs, flags
 from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError
@@ -107,13 +107,13 @@ def test_a_command_keeps_its_own_options():
 
 def test_architecture_of_a_config():
     c = flags.load(str(next(p for p in CONFIGS if p.stem == "llama1b")))
-    m = model_config(c)
-    assert (m.hidden_size, m.head_dim, m.attention) == (2048, 64, "auto")
+    m = architecture(c)
+    assert (m.hidden_size, m.head_dim, compute(c).attention) == (2048, 64, "auto")
     assert (m.rope_scaling.kind, m.rope_scaling.factor) == ("llama3", 32.0)
     assert m.rope_scaling.original_max_position_embeddings == 8192
     c.model.head_dim = 0
     c.model.num_attention_heads = 16
-    assert model_config(c).head_dim == 128
+    assert architecture(c).head_dim == 128
 
 
 def test_warmup_is_a_number_of_steps_or_a_fraction():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
 
-from surojax.models.layers import Recompute
+from surojax.models.model import Compute, Recompute
 from surojax.placement.layout import batch_sharding, replicated_matrices, specs
 from surojax.planner import hlo
 from surojax.step.engine import evaluate, loss_and_gradients
@@ -137,7 +137,7 @@ def test_recomputing_parts_of_blocks_changes_nothing(config, parts):
     """Bit by bit over five steps, like recomputing all of a block."""
     batches = [tokens(2, 8, 24, seed=i) for i in range(5)]
     recompute = Recompute(**dict.fromkeys(parts, True))
-    ours = Small(recompute_block=False, config=dataclasses.replace(config, recompute=recompute)).train(batches)
+    ours = Small(recompute_block=False, config=config, compute=Compute(recompute=recompute)).train(batches)
     assert ours == every_block_again(config)
 
 

@@ -11,9 +11,10 @@ import pytest
 from small import CONFIG, Small, drawn_params, quick_at, tokens, worst_relative
 
 from pallas_kernels.quantize import Cast
-from surojax.models import llama_fp8
-from surojax.models.llama import declared_params, functions
+from surojax.models import llama, llama_fp8
+from surojax.models.llama_fp8 import SITE_NAMES, SITES
 from surojax.models.loss import cross_entropy
+from surojax.models.model import Compute, Segment, Variant
 from surojax.numerics import fp8
 from surojax.numerics.quantize import Quantized, has_one_scale, quantise_whole, scale_for
 from surojax.numerics.recipes import Precision
@@ -26,8 +27,14 @@ RECIPES = ("fp8_current", "fp8_hybrid")
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
 
 
-def config(recipe: str, base=WIDE, **options):
-    return dataclasses.replace(base, precision=Precision(recipe=recipe, **options))
+def settings(recipe: str, base=WIDE, **options) -> dict[str, Any]:
+    """Of a `Small` in this recipe."""
+    return {"config": base, "compute": Compute(precision=Precision(recipe=recipe, **options))}
+
+
+def block_of(base, recipe: str = "bf16") -> Segment:
+    """The blocks of a model in this recipe."""
+    return llama.build(*settings(recipe, base).values()).segments[0]
 
 
 @pytest.mark.parametrize("dtype", (fp8.E4M3, fp8.E5M2))
@@ -61,15 +68,15 @@ def test_the_written_out_block_against_reverse_mode(recipe, extras):
     w = jax.tree.map(lambda x: x[0], drawn_params(base, 0)["blocks"])
     x, dy = (jax.random.normal(jax.random.key(i), (2, 16, 64)) for i in (1, 2))
     dy *= 1e-3
-    plain, model = functions(base), functions(config(recipe, base))
-    y, saved = plain.block_forward(w, x)
-    dw, dx, _ = plain.block_backward(w, saved, dy)
-    history = jnp.zeros(fp8.history_shape(1, 4))
-    scales = fp8.delayed_scales(history, 0, jnp.float32(1e-2))[0] if recipe == "fp8_hybrid" else None
-    w8 = jax.jit(lambda w: quantise_with_one_scale(declared_params(base)["blocks"], w, fp8.E4M3))(w)
-    y8, saved = jax.jit(model.block_forward)(w8, x, scales)
-    dw8, dx8, observed = jax.jit(model.block_backward)(w8, saved, dy, scales)
-    assert np.array_equal(y8, jax.jit(model.block)(w8, x, scales))  # the pass without gradients computes the same
+    plain, model = block_of(base), block_of(base, recipe)
+    (y, _), saved = plain.block_forward(w, x)
+    dw, dx, _ = plain.block_backward(w, saved, (dy, None))
+    history = jnp.zeros(fp8.history_shape(1, SITES, 4))
+    scales = fp8.delayed_scales(history, SITES, 0, jnp.float32(1e-2))[0] if recipe == "fp8_hybrid" else None
+    w8 = jax.jit(lambda w: quantise_with_one_scale(model.params, w, fp8.E4M3))(w)
+    (y8, _), saved = jax.jit(model.block_forward)(w8, x, scales)
+    dw8, dx8, observed = jax.jit(model.block_backward)(w8, saved, (dy, None), scales)
+    assert np.array_equal(y8, jax.jit(model.block)(w8, x, scales)[0])  # the pass without gradients computes the same
     # A product of e4m3 numbers is off by 2^-4 / sqrt(3) sqrt(2) = 5 %, gradients (e5m2) by 8 %; two or three of them
     # follow one another. A term left out, or a wrong transpose, is off by its own size.
     assert relative(y8 - x, y - x) < 0.10 and relative(dx8 - dy, dx - dy) < 0.15
@@ -77,7 +84,7 @@ def test_the_written_out_block_against_reverse_mode(recipe, extras):
     assert max(jax.tree.leaves(errors)) < 0.20, errors
     assert (observed is not None) == (recipe == "fp8_hybrid")
     if observed is not None:
-        assert (observed > 0).all() and observed[fp8.SITES.index("d_mlp")] == jnp.max(jnp.abs(dy))
+        assert (observed > 0).all() and observed[SITE_NAMES.index("d_mlp")] == jnp.max(jnp.abs(dy))
 
 
 def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch):
@@ -96,28 +103,32 @@ def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch):
     monkeypatch.setattr(llama_fp8, "scale_for", lambda absmax, dtype: jnp.float32(1))
 
     def both(model, w):
-        y, saved = model.block_forward(w, x)
-        dw, dx, _ = model.block_backward(w, saved, dy)
-        return y, model.block(w, x), dw, dx
+        (y, _), saved = model.block_forward(w, x)
+        dw, dx, _ = model.block_backward(w, saved, (dy, None))
+        return y, model.block(w, x)[0], dw, dx
 
     whole = jax.tree.map(lambda x: Quantized(x, jnp.float32(1)) if x.ndim > 1 else x, w)
-    written_out = functions(config("fp8_current", base))
-    found, expected = jax.jit(lambda: (both(written_out, whole), both(functions(base), w)))()
+    written_out = block_of(base, "fp8_current")
+    found, expected = jax.jit(lambda: (both(written_out, whole), both(block_of(base), w)))()
     assert worst_relative(found, expected) < 1e-5
 
 
 def test_a_history_gives_the_scales_of_its_largest_entries_and_forgets_the_oldest():
-    history = jnp.zeros(fp8.history_shape(2, 3))
-    first = fp8.delayed_scales(history, 0, jnp.float32(0.5))
-    guess = jnp.array([fp8.FIRST_INPUT] * len(fp8.INPUTS) + [0.5] * len(fp8.GRADIENTS))
-    dtypes = [fp8.E4M3] * len(fp8.INPUTS) + [fp8.E5M2] * len(fp8.GRADIENTS)
+    history = jnp.zeros(fp8.history_shape(2, SITES, 3))
+    first = fp8.delayed_scales(history, SITES, 0, jnp.float32(0.5))
+    guess = jnp.array([fp8.FIRST_INPUT] * len(SITES.inputs) + [0.5] * len(SITES.gradients))
+    dtypes = [fp8.E4M3] * len(SITES.inputs) + [fp8.E5M2] * len(SITES.gradients)
     assert np.array_equal(first[0], [scale_for(top, dtype) for top, dtype in zip(guess, dtypes, strict=True)])
     for step, top in enumerate((8.0, 1.0, 2.0, 4.0)):
         history = fp8.extended(history, jnp.full(history.shape[:2], top))
         assert history[0, 0, 0] == top
         largest = (8.0, 8.0, 8.0, 4.0)[step]
-        assert (fp8.delayed_scales(history, 0, jnp.float32(0.5))[:, 0] == scale_for(jnp.array(largest), fp8.E4M3)).all()
-    doubled = fp8.delayed_scales(history, 1, jnp.float32(0.5)) / fp8.delayed_scales(history, 0, jnp.float32(0.5))
+        assert (
+            fp8.delayed_scales(history, SITES, 0, jnp.float32(0.5))[:, 0] == scale_for(jnp.array(largest), fp8.E4M3)
+        ).all()
+    doubled = fp8.delayed_scales(history, SITES, 1, jnp.float32(0.5)) / fp8.delayed_scales(
+        history, SITES, 0, jnp.float32(0.5)
+    )
     assert (doubled == 2).all()  # a margin of one binade
 
 
@@ -214,11 +225,12 @@ def test_shards_have_the_scales_of_whole_weights(level):
 )
 def test_skipped_blocks_compute_as_recipe_bf16(name, skipped):
     """The engine's loss, in training and in evaluation, is that of the blocks one by one, in the recipe or not."""
-    recipe = config(name, skip_first=skipped[0], skip_last=skipped[1])
-    small, model = Small(1, config=recipe, model_dtype="bfloat16"), functions(recipe)
+    small = Small(1, **settings(name, skip_first=skipped[0], skip_last=skipped[1]), model_dtype="bfloat16")
+    model = small.run.model
+    (segment,) = model.segments
     inputs, labels = BATCHES[0]
-    params = declared_params(recipe)["blocks"]
-    prepared = lambda w: quantise_with_one_scale(params, w, fp8.E4M3) if recipe.precision.fp8 else w
+    prepared = lambda w: quantise_with_one_scale(segment.params, w, fp8.E4M3) if model.precision.fp8 else w
+    in_recipe, skipped_block = Variant(), Variant(recipe_enabled=False)
     blocks, outer = small.state.weights["blocks"], small.state.weights["outer"]
 
     @jax.jit
@@ -226,7 +238,8 @@ def test_skipped_blocks_compute_as_recipe_bf16(name, skipped):
         x = outer["embed"][inputs]
         for l, on in enumerate(flags):
             w = jax.tree.map(lambda x, l=l: x[l], blocks)
-            x = jnp.where(on, model.block(prepared(w), x, None, True), model.block(w, x, None, False))
+            computed, _ = segment.block(prepared(w), x, None, in_recipe)
+            x = jnp.where(on, computed, segment.block(w, x, None, skipped_block)[0])
         logits = model.logits(outer, x.reshape(-1, x.shape[-1]).astype(outer["embed"].dtype))
         return cross_entropy(logits, labels.reshape(-1)) / (labels >= 0).sum()
 
@@ -246,26 +259,26 @@ def test_skipped_blocks_compute_as_recipe_bf16(name, skipped):
 @pytest.mark.full
 def test_skipped_blocks_on_shards_in_host_memory():
     options = {"zero_level": 3, "model_dtype": "bfloat16"}
-    recipe = config("fp8_current", skip_first=1)
-    plain = Small(4, config=recipe, **options).train(BATCHES[:2])
-    assert Small(4, config=recipe, offload_weights=True, **options).train(BATCHES[:2]) == plain
+    recipe = settings("fp8_current", skip_first=1)
+    plain = Small(4, **recipe, **options).train(BATCHES[:2])
+    assert Small(4, **recipe, offload_weights=True, **options).train(BATCHES[:2]) == plain
 
 
 def test_the_history_is_the_same_on_all_devices_and_moves_on():
     history = trained("fp8_hybrid", 4, zero_level=3)[0].state.history
-    assert history.sharding.is_fully_replicated and history.shape == (3, len(fp8.SITES), 16)
+    assert history.sharding.is_fully_replicated and history.shape == (3, SITES.number, 16)
     assert (history[..., :3] > 0).all() and (history[..., 3:] == 0).all()
 
 
 def test_the_history_has_the_largest_of_all_microbatches():
     """Of what goes into products: the first step's scales are constants, so magnitudes are those of each alone."""
-    base = config("fp8_hybrid", dataclasses.replace(WIDE, num_hidden_layers=1))
-    small, (inputs, labels) = Small(config=base, model_dtype="bfloat16"), BATCHES[0]
+    base = settings("fp8_hybrid", dataclasses.replace(WIDE, num_hidden_layers=1))
+    small, (inputs, labels) = Small(**base, model_dtype="bfloat16"), BATCHES[0]
 
     def magnitudes(*microbatches: int) -> np.ndarray:
         vars(small).pop("state", None)  # begin anew
         small.train([(inputs[list(microbatches)], labels[list(microbatches)])])
-        return np.asarray(small.state.history[0, : len(fp8.INPUTS), 0])
+        return np.asarray(small.state.history[0, : len(SITES.inputs), 0])
 
     first, second = magnitudes(0), magnitudes(1)
     assert not np.array_equal(first, second)

@@ -11,8 +11,10 @@ from small import CONFIG, drawn_params, tokens
 
 from surojax import generate
 from surojax.data.tokenizer import ByteTokenizer
-from surojax.models.llama import Llama, functions
+from surojax.models import llama
+from surojax.models.llama import Llama
 
+MODEL = llama.build(CONFIG)
 QWEN = dataclasses.replace(CONFIG, qk_norm=True, tie_word_embeddings=True, attention_bias=True)
 
 
@@ -25,9 +27,10 @@ def plain_logits(config, params, ids):
 def test_cache_equals_the_plain_model(config):
     """A prompt of five at once, then token by token: logits as from the whole (1e-5: order of float32 sums)."""
     params, (ids, _) = drawn_params(config, 1), tokens(12)
+    model = llama.build(config)
     expected = plain_logits(config, params, ids)
-    cache = generate.empty_cache(config, 1, 12, jnp.float32)
-    step = jax.jit(lambda t, c, s: generate.cached_logits(functions(config), params, t, c, s))
+    cache = generate.empty_cache(model, 1, 12, jnp.float32)
+    step = jax.jit(lambda t, c, s: generate.cached_logits(model, params, t, c, s))
     logits, cache = step(ids[None, :5], cache, 0)
     np.testing.assert_allclose(logits[0], expected[4], atol=1e-5)
     for i in range(5, 12):
@@ -37,7 +40,7 @@ def test_cache_equals_the_plain_model(config):
 
 def test_greedy_is_the_argmax_of_the_plain_model():
     params, ids = drawn_params(CONFIG, 1), [3, 1, 4]
-    new = list(generate.generate(CONFIG, params, np.array(ids), max_tokens=6, temperature=0))
+    new = list(generate.generate(MODEL, params, np.array(ids), max_tokens=6, temperature=0))
     for token in new:
         assert token == int(jnp.argmax(plain_logits(CONFIG, params, ids)[-1]))
         ids.append(token)
@@ -46,7 +49,7 @@ def test_greedy_is_the_argmax_of_the_plain_model():
 
 def test_sampling_follows_seed_and_stops_at_eos():
     params, prompt = drawn_params(CONFIG, 1), np.array([3, 1, 4])
-    run = lambda seed, **o: list(generate.generate(CONFIG, params, prompt, max_tokens=8, seed=seed, **o))
+    run = lambda seed, **o: list(generate.generate(MODEL, params, prompt, max_tokens=8, seed=seed, **o))
     assert run(0) == run(0) != run(1)
     assert run(0, eos_id=run(0)[2]) == run(0)[:2]
 
@@ -68,7 +71,7 @@ def test_temperature_divides_the_logits():
 
 def test_padding_of_the_vocabulary_is_never_drawn():
     params, prompt = drawn_params(CONFIG, 1), np.array([1])
-    new = list(generate.generate(CONFIG, params, prompt, max_tokens=200, temperature=5.0, vocab_size=10))
+    new = list(generate.generate(MODEL, params, prompt, max_tokens=200, temperature=5.0, vocab_size=10))
     assert len(new) == 200 and set(new) == set(range(10))  # at that temperature every word comes sometimes
 
 
@@ -79,12 +82,12 @@ def test_padding_of_the_vocabulary_is_never_drawn():
 def test_bad_options_are_refused(options, message):
     prompt = options.pop("prompt", np.array([1]))
     with pytest.raises(ValueError, match=message):
-        list(generate.generate(CONFIG, {}, prompt, max_tokens=1, **options))
+        list(generate.generate(MODEL, {}, prompt, max_tokens=1, **options))
 
 
 def test_complete_starts_a_document_for_an_empty_prompt():
     config = dataclasses.replace(CONFIG, vocab_size=320)
-    text = generate.complete(config, drawn_params(config, 0), ByteTokenizer(), "", max_tokens=5)
+    text = generate.complete(llama.build(config), drawn_params(config, 0), ByteTokenizer(), "", max_tokens=5)
     assert isinstance(text, str)
 
 

@@ -7,7 +7,7 @@ import pytest
 from small import KERNEL, REFERENCE, needs
 
 from pallas_kernels import dispatch, rope as op, tiles
-from surojax.models import layers
+from surojax.models import operations
 
 pytestmark = pytest.mark.gpu
 f32, bf16 = jnp.float32, jnp.bfloat16
@@ -19,7 +19,7 @@ def data(batch, S, H, K, h, dtype):
 
 
 def table(S, h):
-    angle = jnp.arange(S, dtype=f32)[:, None] * layers.rope_frequencies(h, 1e4, layers.RopeScaling())[None]
+    angle = jnp.arange(S, dtype=f32)[:, None] * operations.rope_frequencies(h, 1e4, operations.RopeScaling())[None]
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -64,7 +64,7 @@ def test_as_the_model_does_it():
     q, k, cos, sin = data((2,), 9, 4, 2, 64, f32)
     rotated = op.rope(q, k, cos, sin, **REFERENCE)
     for x, y in zip((q, k), rotated, strict=True):
-        expected = layers.rope(x, jnp.arange(9), 1e4, layers.RopeScaling())
+        expected = operations.rope(x, jnp.arange(9), 1e4, operations.RopeScaling())
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-6)  # cosines from another program: their last bits
 
 

@@ -11,13 +11,13 @@ from small import CONFIG, vectors_drawn, worst_relative
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
+from surojax.models import llama
 from surojax.models.layers import linear
-from surojax.models.llama import functions, init_outer
 from surojax.models.loss import cross_entropy
 from surojax.placement.mesh import SHARD, make_mesh
 from surojax.step import outer
 
-MODEL = functions(CONFIG)
+MODEL = llama.build(CONFIG)
 Z_LOSS = 0.1  # large, so that leaving it out is seen
 SCALE = 0.25
 
@@ -25,7 +25,7 @@ SCALE = 0.25
 def example():
     """(outer parameters, x `[4, 6, D]`, labels, a few of them ignored)."""
     with vectors_drawn():
-        weights = jax.tree.map(lambda w: 10 * w, init_outer(CONFIG, 0))  # logits that are not all alike
+        weights = jax.tree.map(lambda w: 10 * w, MODEL.init_outer(0))  # logits that are not all alike
     x = jax.random.normal(jax.random.key(1), (4, 6, CONFIG.hidden_size))
     labels = jax.random.randint(jax.random.key(2), (4, 6), -3, CONFIG.vocab_size, jnp.int32)
     return weights, x, jnp.maximum(labels, -1)

@@ -13,7 +13,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from surojax.errors import ConfigError
-from surojax.run.metrics import DeferredMetrics, MetricsLog, NonFiniteLoss, check_finite, flops_per_token, read_metrics
+from surojax.run.metrics import DeferredMetrics, MetricsLog, NonFiniteLoss, check_finite, read_metrics
 
 
 class Terminal(io.StringIO):
@@ -287,11 +287,3 @@ def test_only_numbers_that_are_not_finite_stop_it_also_without_a_checkpoint():
     check_finite(1, 2.0, 1e30, None)
     with pytest.raises(NonFiniteLoss, match="there is no checkpoint yet"):
         check_finite(1, float("nan"), 1.0, None)
-
-
-def test_flops_per_token_of_llama_2_7b():
-    params = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096  # without norms and the embedding
-    flops = flops_per_token(params, num_layers=32, num_heads=32, head_dim=128, sequence_len=4096)
-    assert params == pytest.approx(6.6e9, rel=2e-3)
-    assert flops == 6 * params + 6 * 32 * 4096 * 4096  # 39.6 + 3.2 GFLOP
-    assert flops == pytest.approx(42.86e9, rel=1e-3)

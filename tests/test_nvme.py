@@ -26,6 +26,7 @@ from surojax.errors import CheckpointError, ConfigError
 from surojax.memory import nvme
 from surojax.memory.nvme import InFile, NvmeError, Store, store_of
 from surojax.placement import table as placement
+from surojax.placement.home import HOST, NVME
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.planner import fit
@@ -123,9 +124,9 @@ def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, mon
 def test_the_update_copies_no_stack(small):
     """Stacks in memory are written in place, as in the loops of the step that is one program."""
     batch = jax.ShapeDtypeStruct((2, 8, 24), np.int32, sharding=batch_sharding(small.mesh))
-    (_, _, once), (update, arguments, times) = small.step.programs(batch, batch)
-    assert (once, times) == (1, CONFIG.num_hidden_layers)
-    text = update.lower(*arguments).compile().as_text()
+    gradients, update = small.step.programs(batch, batch)
+    assert (gradients.times, update.times) == (1, CONFIG.num_hidden_layers)
+    text = update.function.lower(*update.arguments).compile().as_text()
     stacks = {",".join(map(str, p.shape)) for p in jax.tree.leaves(small.plan.weights["blocks"])}
     assert stacks and not set(re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)) & stacks
 
@@ -135,14 +136,14 @@ def test_the_memory_that_is_counted(tmp_path):
     size, plan = bytes_per_device, small.plan
     whole = Small(1).plan
     blocks = sum(size(tree["blocks"]) for tree in (whole.master, whole.moments))
-    assert size(plan, "nvme") * 4 == blocks
-    assert size((plan.master["blocks"], plan.moments["blocks"]), "host") == 0
-    assert size((plan.master["outer"], plan.moments["outer"]), "host") > 0
+    assert size(plan, NVME) * 4 == blocks
+    assert size((plan.master["blocks"], plan.moments["blocks"]), HOST) == 0
+    assert size((plan.master["outer"], plan.moments["outer"]), HOST) > 0
     assert blocks <= store_of(plan).bytes <= blocks + CONFIG.num_hidden_layers * nvme.ALIGN * 2
 
     c = small_config(tmp_path)
     run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=9)
-    on_disk = size(run.plan, "nvme")
+    on_disk = size(run.plan, NVME)
     host = fit.estimate_host(run, 1, 32)
     assert host["layers from files"] == fit.NVME_LAYERS * on_disk // c.model.num_hidden_layers
     assert "layers from files" not in fit.estimate_host(from_config(default_config(), run.mesh, total_steps=9), 1, 32)

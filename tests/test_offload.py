@@ -16,8 +16,10 @@ from small import CONFIG, Small, quick_at, tokens
 from surojax import generate
 from surojax.errors import ConfigError
 from surojax.memory import host as offload
-from surojax.models.layers import Recompute
+from surojax.models import llama
+from surojax.models.model import Compute, Recompute
 from surojax.placement import table as placement
+from surojax.placement.home import HOST
 from surojax.placement.layout import batch_sharding
 from surojax.run.checkpoint import FOLDER, Checkpoints, restore, steps_in
 from surojax.step import engine, train_step as step
@@ -58,7 +60,11 @@ def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_pat
         loss, _ = evaluate(
             small.state.weights, *jax.device_put(tokens(8, 24), batch_sharding(small.mesh, accumulated=False))
         )
-        text = list(generate.generate(CONFIG, small.state.weights, np.array([3, 1, 4]), max_tokens=4, temperature=0))
+        text = list(
+            generate.generate(
+                llama.build(CONFIG), small.state.weights, np.array([3, 1, 4]), max_tokens=4, temperature=0
+            )
+        )
         found.append((float(loss), text))
     assert found[0] == found[1]
     with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
@@ -74,8 +80,8 @@ def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_pat
 )
 def test_saved_activations_follow_the_residuals(devices, recompute):
     """Without recomputation of whole blocks all that a block saves is offloaded, with the same result."""
-    level, config = 3 if devices > 1 else 1, dataclasses.replace(CONFIG, recompute=recompute)
-    ours = Small(devices, config=config, zero_level=level, recompute_block=False, **ALL).train(BATCHES)
+    level, compute = 3 if devices > 1 else 1, Compute(recompute=recompute)
+    ours = Small(devices, compute=compute, zero_level=level, recompute_block=False, **ALL).train(BATCHES)
     assert ours == plain(devices, False)
 
 
@@ -84,7 +90,8 @@ def test_accumulators_in_host_memory_need_not_start_as_zeros(monkeypatch):
 
     def unfilled(*args):
         found = zeros(*args)
-        return found._replace(blocks=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), found.blocks))
+        stack = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), found.layers["blocks"].stack)
+        return found.with_layers("blocks", stack=stack)
 
     zeros, expected = engine.accumulators, plain(4, True)[:2]
     monkeypatch.setattr(engine, "accumulators", unfilled)
@@ -141,7 +148,7 @@ def test_arrays_rest_where_the_table_says():
     adam = state.moments["blocks"]["mlp"]["w_gate"][1]
     assert kinds(adam) == {"pinned_host"}
     size = bytes_per_device
-    assert size(small.plan.master) == 0 and size(small.plan.master, "host") == size(Small(4).plan.master)
+    assert size(small.plan.master) == 0 and size(small.plan.master, HOST) == size(Small(4).plan.master)
 
 
 def test_impossible_combinations_are_refused_with_the_fix():
@@ -155,4 +162,4 @@ def test_impossible_combinations_are_refused_with_the_fix():
         placement.place(resident_layers=1, num_shards=1)
     with pytest.raises(ConfigError, match="fewer than the 3 layers, got 3; leave it out with offload_weights=False"):
         Small(offload_weights=True, resident_layers=3)
-    assert placement.place(offload_grads=True, num_shards=1).grads.home == "host"
+    assert placement.place(offload_grads=True, num_shards=1).grads.home == HOST

@@ -10,6 +10,7 @@ from small import CONFIG, Small, tokens
 from pallas_kernels import bench, shapes
 from surojax import train
 from surojax.config.fields import default_config
+from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.verify import OFFLOADS, verify
 
@@ -45,7 +46,7 @@ def test_kernels_train_as_xla_does(recipe):
 
     def losses(kernels):
         precision = Precision(recipe=recipe, kernels=kernels)
-        small = Small(config=dataclasses.replace(WIDE, precision=precision), model_dtype="bfloat16")
+        small = Small(config=WIDE, compute=Compute(precision=precision), model_dtype="bfloat16")
         return [loss for loss, _ in small.train(batches)]
 
     np.testing.assert_allclose(losses("mosaic"), losses("xla"), rtol=5e-3)

@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 from small import plain_loss, quick_at
 
-from surojax.models.layers import RopeScaling
 from surojax.models.llama import Llama, LlamaConfig
+from surojax.models.operations import RopeScaling
 
 with np.load(Path(__file__).parent / "fixtures" / "hf_reference.npz") as arrays:
     REFERENCE = dict(arrays)

@@ -10,7 +10,9 @@ import pytest
 from flax import nnx
 from small import CONFIG, Small, quick_at
 
-from surojax.models.llama import Llama, abstract_params, declared_params, init_params
+from surojax.models import llama
+from surojax.models.llama import Llama
+from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.optim import normuon as muon, optimizer as optim
 from surojax.placement import table as placement
@@ -56,15 +58,18 @@ def test_new_weights_do_not_depend_on_the_placement(devices, placed):
     found, expected = Small(devices, zero_level=3, **placed).init(), Small().init()
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     plain = nnx.to_pure_dict(nnx.state(Llama(CONFIG, rngs=nnx.Rngs(jax.random.key(0))), nnx.Param))
-    for params in (found.master, init_params(CONFIG, 0)):  # compiled as a whole or op by op: 1 unit in the last place
+    for params in (
+        found.master,
+        llama.build(CONFIG).init(0),
+    ):  # compiled as a whole or op by op: 1 unit in the last place
         jax.tree.map(functools.partial(np.testing.assert_array_max_ulp, maxulp=1), params, plain)
 
 
 @pytest.mark.parametrize("optimizer", quick_at([(optim.adamw8bit,), (muon.normuon,)], 0))
 def test_nor_do_those_of_other_optimizers_and_recipes(optimizer):
     """bfloat16 masters, 8-bit codes, momentum, and a history, in host memory and on other devices."""
-    recipe = dataclasses.replace(CONFIG, precision=Precision(recipe="fp8_hybrid"))
-    options = {"config": recipe, "optimizer": optimizer, "model_dtype": "bfloat16", "master_dtype": "bfloat16"}
+    recipe = Compute(precision=Precision(recipe="fp8_hybrid"))
+    options = {"compute": recipe, "optimizer": optimizer, "model_dtype": "bfloat16", "master_dtype": "bfloat16"}
     found, expected = (
         Small(n, **options, **placed).init() for n, placed in ((4, {"zero_level": 3, **OFFLOADED}), (1, {}))
     )
@@ -82,7 +87,7 @@ def test_making_a_state_needs_less_than_a_step(devices, placed):
     for layers in (2, 6):
         config = dataclasses.replace(CONFIG, num_hidden_layers=layers)
         small = Small(devices, config=config, **placed)
-        init[layers] = temporaries(init_program(config, small.run.params, small.plan, small.optimizer), 0)
+        init[layers] = temporaries(init_program(small.run.model, small.plan, small.optimizer), 0)
     batch = jax.ShapeDtypeStruct((1, 8, 24), np.int32, sharding=batch_sharding(small.mesh))
     assert init[6] <= init[2] < temporaries(small.step, small.plan, batch, batch)
 
@@ -107,17 +112,22 @@ def test_leading_dimension_is_sharded_and_odd_ones_stay_whole():
 
 
 def test_parameters_are_declared():
-    params = declared_params(CONFIG)
+    model = llama.build(CONFIG)
+    params = model.params
     wq, embed = params["blocks"]["attention"]["wq"], params["outer"]["embed"]
     assert (wq.name, wq.shape, wq.axes, wq.kind) == ("attention.wq", (32, 32), ("heads", "embed"), Kind.MATRIX)
     assert (embed.axes, embed.kind) == (("vocab", "embed"), Kind.TABLE)
     everything = jax.tree.leaves(params)
+    products = [p.product for p in everything if p.kind is Kind.MATRIX]
+    assert sorted(products) == list(range(7)) and all(
+        p.product is None for p in everything if p.kind is not Kind.MATRIX
+    )
     assert all(len(p.axes) == len(p.shape) and set(p.axes) <= MESH_AXES.keys() for p in everything)
     assert {p.name for p in everything if p.kind is Kind.VECTOR} == {"attention_norm", "mlp_norm", "norm"}
     assert len({p.stream for p in everything}) == len(everything)
-    shapes = jax.eval_shape(lambda: init_params(CONFIG, 0))
-    assert jax.tree.map(lambda x: x.shape, abstract_params(CONFIG)) == jax.tree.map(lambda x: x.shape, shapes)
-    assert Small().run.num_parameters == sum(x.size for x in jax.tree.leaves(shapes))
+    shapes = jax.eval_shape(lambda: model.init(0))
+    assert jax.tree.map(lambda x: x.shape, model.abstract_params()) == jax.tree.map(lambda x: x.shape, shapes)
+    assert model.num_parameters == sum(x.size for x in jax.tree.leaves(shapes))
 
 
 def test_meshes():

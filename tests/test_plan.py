@@ -416,8 +416,8 @@ def compiled_step(gpus: int, **changes) -> str:
     c = config(gpus=gpus, **BLOCKS | {"model.num_hidden_layers": 5} | changes)
     mesh = make_mesh(aot.devices(FIRST, gpus))
     run = from_config(planner.checked(c, FIRST), mesh.abstract_mesh, total_steps=10)
-    ((f, arguments, _),) = planner.programs(run, mesh, traffic.Batch(1, 64, 2))
-    return aot.compile_for(f, arguments, mesh, run.compiler_options("gpu")).text
+    (program,) = planner.programs(run, mesh, traffic.Batch(1, 64, 2))
+    return aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text
 
 
 @needs_compiler

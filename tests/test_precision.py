@@ -1,6 +1,7 @@
 """Recipes apart from their numbers: which layers, which GPUs, and the dtypes of recipe bf16."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -11,15 +12,28 @@ from flax import nnx
 from small import CONFIG, drawn_params
 
 from surojax.errors import ConfigError
-from surojax.models import layers
-from surojax.models.layers import products, times
-from surojax.models.llama import Block, functions, init_params
+from surojax.models import llama, operations
+from surojax.models.llama import Block
+from surojax.models.model import Compute, Run, Variant, runs
+from surojax.models.operations import Operations, recipe_product, times
 from surojax.numerics.recipes import BLOCK_SCALED, Precision, check_recipe
 
 
-def test_ranges_cover_the_layers_once():
-    assert Precision(skip_first=1, skip_last=2).ranges(5) == [(0, 1, False), (1, 3, True), (3, 5, False)]
-    assert Precision().ranges(4) == [(0, 4, True)]
+def test_loops_cover_the_layers_once():
+    skipping = Precision(skip_first=1, skip_last=2)
+    enabled = [skipping.enabled(l, 5) for l in range(5)]
+    assert enabled == [False, True, True, False, False]
+    assert runs([Variant(flag) for flag in enabled]) == [Run(0, 1, 1), Run(1, 3, 1), Run(3, 5, 1)]
+    assert all(Precision().enabled(l, 4) for l in range(4))
+
+
+def test_layers_whose_variants_repeat_are_one_loop():
+    """Gemma 3's pattern, five windows and one without, in 34 layers; the last four are what is left of a period."""
+    variants = [Variant(window=0 if (l + 1) % 6 == 0 else 8) for l in range(34)]
+    assert runs(variants) == [Run(0, 34, 6)]
+    assert runs(variants[:6]) == [Run(0, 5, 1), Run(5, 6, 1)]  # nothing repeats
+    assert runs([Variant()] * 3) == [Run(0, 3, 1)]
+    assert runs([Variant(window=8), Variant()] * 2 + [Variant()] * 3) == [Run(0, 4, 2), Run(4, 7, 1)]
 
 
 @pytest.mark.parametrize(
@@ -55,14 +69,16 @@ def test_block_scaled_products_are_emulated_off_gpus():
 def test_products_are_computed_in_the_dtypes_of_the_settings():
     """Equal to the bit to the same products written out: operands in matmul_dtype forward, gradient_dtype backward."""
     x, w, dy = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((6, 16), (8, 16), (6, 8))))
-    product = products(Precision(matmul_dtype="bfloat16", gradient_dtype="float32"), None)("wq")
+    product = functools.partial(
+        recipe_product(Precision(matmul_dtype="bfloat16", gradient_dtype="float32"), None), number=0
+    )
     y, vjp = jax.vjp(product, x, w)
     half = lambda v: v.astype(jnp.bfloat16)
     assert y.dtype == x.dtype and np.array_equal(y, times(half(x), half(w)).astype(jnp.float32))
     _, exact = jax.vjp(times, x, w)
     np.testing.assert_allclose(vjp(dy)[0], exact(dy)[0], rtol=1e-5, atol=1e-5)  # float32, another order of sums
     np.testing.assert_allclose(vjp(dy)[1], exact(dy)[1], rtol=1e-5, atol=1e-5)
-    rounded = products(Precision(gradient_dtype="bfloat16"), None)("wq")
+    rounded = functools.partial(recipe_product(Precision(gradient_dtype="bfloat16"), None), number=0)
     assert not np.array_equal(jax.vjp(rounded, x, w)[1](dy)[1], vjp(dy)[1])
 
 
@@ -70,26 +86,20 @@ MATRICES = {"attention": ("wq", "wk", "wv", "wo"), "mlp": ("w_gate", "w_up", "w_
 
 
 def test_every_matrix_of_a_block_draws_numbers_of_its_own(monkeypatch):
-    """nvfp4: one seed for the block, a salt for each matrix."""
-    monkeypatch.setattr(layers, "nvfp4_linear", lambda x, w, seed, salt, **_: (int(seed), salt))
-    product = products(Precision(recipe="nvfp4"), jnp.uint32(7))
-    found = [product(name)(None, None) for names in MATRICES.values() for name in names]
-    assert {seed for seed, _ in found} == {7} and len({salt for _, salt in found}) == 7
-
-
-def test_every_matrix_of_a_block_is_multiplied_under_its_own_name():
+    """nvfp4: one seed for the block, and as salt the number that the matrix was declared with."""
     w = jax.tree.map(lambda x: x[0], drawn_params(CONFIG, 0)["blocks"])
     used = {}
 
-    def product(name):
-        def multiply(x, matrix):
-            used[name] = matrix
-            return times(x, matrix)
+    def multiply(x, matrix, seed, salt, **_):
+        assert int(seed) == 7
+        used[salt] = matrix
+        return times(x, matrix)
 
-        return multiply
-
-    nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Block(CONFIG, rngs=nnx.Rngs(0)))), w)(jnp.ones((1, 2, 32)), product)
-    expected = {name: w[part][name] for part, names in MATRICES.items() for name in names}
+    monkeypatch.setattr(operations, "nvfp4_linear", multiply)
+    ops = Operations(Compute(precision=Precision(recipe="nvfp4")), seed=jnp.uint32(7))
+    nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Block(CONFIG, rngs=nnx.Rngs(0)))), w)(jnp.ones((1, 2, 32)), ops)
+    names = [(part, name) for part, of_part in MATRICES.items() for name in of_part]
+    expected = {salt: w[part][name] for salt, (part, name) in enumerate(names)}
     jax.tree.map(np.testing.assert_array_equal, used, expected)
 
 
@@ -97,9 +107,13 @@ def test_every_matrix_of_a_block_is_multiplied_under_its_own_name():
 def test_blocks_without_the_recipe_are_those_of_bf16(recipe):
     """To the bit: skipped blocks compute nothing else."""
     base = dataclasses.replace(CONFIG, num_hidden_layers=1, num_key_value_heads=4, intermediate_size=96)
-    skipped = dataclasses.replace(base, precision=Precision(recipe=recipe, block_scaled_products="emulated"))
-    w = jax.tree.map(lambda x: x[0], init_params(base, 0)["blocks"])
+    emulated = Compute(precision=Precision(recipe=recipe, block_scaled_products="emulated"))
+    w = jax.tree.map(lambda x: x[0], llama.build(base).init(0)["blocks"])
     x = jax.random.normal(jax.random.key(1), (2, 16, base.hidden_size))
-    block = lambda config, on: jax.jit(lambda w, x: functions(config).block(w, x, None, on))(w, x)
-    np.testing.assert_array_equal(block(skipped, False), block(base, True))
-    assert not np.array_equal(block(skipped, True), block(base, True))
+
+    def block(compute: Compute, recipe_enabled: bool):
+        segment = llama.build(base, compute).segments[0]
+        return jax.jit(lambda w, x: segment.block(w, x, None, Variant(recipe_enabled))[0])(w, x)
+
+    np.testing.assert_array_equal(block(emulated, False), block(Compute(), True))
+    assert not np.array_equal(block(emulated, True), block(Compute(), True))

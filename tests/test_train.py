@@ -24,7 +24,7 @@ from surojax import CheckpointError, ConfigError, generate, read_metrics, train
 from surojax.config import flags
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.memory.lock import locked
-from surojax.models.llama import Llama, abstract_params
+from surojax.models.llama import Llama
 from surojax.run import checkpoint
 from surojax.run.metrics import MetricsLog
 
@@ -348,26 +348,27 @@ def test_from_a_checkpoint_of_another_folder(whole, config, tmp_path, capsys):
 # ----------------------------------------------------------------- sampled from
 
 
-def planned_weights(config):
+def planned_weights(model):
     """Float32 weights on the first device."""
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=here), abstract_params(config))
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=here), model.abstract_params())
 
 
 def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
     """Greedily: each token is the likeliest that the plain model finds with the checkpoint's weights."""
-    config, weights, tokenizer = generate.load(whole)
+    model, weights, tokenizer = generate.load(whole)
+    c = restored_config(checkpoint.read_meta(whole / "checkpoints/12")["config"])
     assert not np.allclose(weights["outer"]["norm"], 1, atol=1e-3)  # training has moved what was 1 at the beginning
     generate.main(["--checkpoint", str(whole), "--prompt", "abc", "--max-tokens", "8", "--temperature", "0"])
     text = capsys.readouterr().out
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(architecture(c), rngs=nnx.Rngs(0))))
     logits = jax.jit(lambda ids: nnx.merge(graph, weights)(ids[None])[0])
     ids = np.zeros(11, np.int32)
     ids[:3] = tokenizer.encode("abc")
     for i in range(3, 11):
         ids[i] = np.argmax(logits(ids)[i - 1, : tokenizer.vocab_size])
     assert text == tokenizer.decode(ids) + "\n"
-    newest = checkpoint.restore_weights(whole / "checkpoints/12", planned_weights(config))
+    newest = checkpoint.restore_weights(whole / "checkpoints/12", planned_weights(model))
     jax.tree.map(np.testing.assert_array_equal, weights, newest)
 
 

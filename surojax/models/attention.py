@@ -3,8 +3,6 @@
 Shape suffixes: B batch, S query positions, T key positions, H query heads, K key/value heads, h head dimension.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -44,14 +42,17 @@ def attend(
             f"cudnn attention: expected bfloat16 or float16, got {q_BSHh.dtype}; "
             "use model_dtype='bfloat16' or attention='xla'"
         )
-    options: dict[str, Any]
-    if start is None:
-        options = {"is_causal": True, "local_window_size": (window - 1, 0) if window else None}
-    else:
-        options = {"mask": visible(start, q_BSHh.shape[1], k_BTKh.shape[1], window)[None, None]}
+    # With XLA, a window is a mask made of positions, in here: JAX's own would be residuals of the layers that have it.
+    masked = start is not None or (window > 0 and implementation == "xla")
 
     def library(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, implementation=implementation, **options)
+        if masked:
+            mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None, None]
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+        local = (window - 1, 0) if window else None
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, local_window_size=local, implementation=implementation
+        )
 
     if implementation == "xla":  # save q, k, v, not several copies of the scores: O(S) like flash attention, and faster
         library = jax.checkpoint(library, prevent_cse=False)

@@ -130,14 +130,14 @@ class Segment:
         return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params) if p.kind is Kind.MATRIX)
 
     def attention_flops(self, sequence_len: int) -> float:
-        """FLOPs of the layers' two attention products per token, forward: half of the square, or a band of it."""
+        """FLOPs of the layers' two attention products per token, forward: half of the square, or the window's band."""
         width = self.heads.query * self.heads.channels
 
         def seen(window: int) -> float:
             """Positions that a token attends to, on average over a sequence."""
             if not 0 < window < sequence_len:
                 return sequence_len / 2
-            return window * (1 - window / (2 * sequence_len))
+            return window - window * (window - 1) / (2 * sequence_len)  # the first ones see fewer
 
         return sum(4.0 * width * seen(variant.window) for variant in self.variants)
 

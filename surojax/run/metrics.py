@@ -54,7 +54,7 @@ class MetricsLog:
       output_dir: an existing or new folder for `metrics.jsonl` and `tensorboard/`.
       total_steps: the step at which the run ends.
       tokens_per_step: tokens of one optimizer step over all devices and microbatches.
-      flops_per_token: see `flops_per_token`.
+      flops_per_token: see `traffic.token_flops`.
       peak_flops: FLOP/s of all devices together at the run's precision; None leaves out `mfu` (model FLOP utilisation,
         the fraction of that peak: PaLM, arXiv:2204.02311, appendix B).
       first_step: number of steps already done: n for a run resumed from the checkpoint of step n. If it is 0, an
@@ -278,21 +278,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
       ConfigError: another line is not a record.
     """
     return [record for record, _ in _parse(path)]
-
-
-def flops_per_token(num_matmul_params: int, num_layers: int, num_heads: int, head_dim: int, sequence_len: int) -> float:
-    """FLOPs to train on one token, forward and backward: 6 N + 6 L H hd S.
-
-    PaLM (arXiv:2204.02311), appendix B, counts 6 N + 12 L H hd S: two FLOPs per parameter in the forward pass, four in
-    the backward pass, and the two attention products over all S^2 pairs of tokens. Attention here is causal, so half of
-    the pairs are counted. Recomputation is not counted, so that a setting that recomputes does not look faster.
-
-    Args:
-      num_matmul_params: N, parameters used in matrix products: all matrices and the LM head, not the embedding lookup.
-      head_dim: width of one of the `num_heads` query heads.
-      sequence_len: S, tokens that attend to each other.
-    """
-    return 6.0 * num_matmul_params + 6.0 * num_layers * num_heads * head_dim * sequence_len
 
 
 def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:

@@ -1,0 +1,342 @@
+"""Models as the engine sees them: sliding windows of the Llama family, and a toy of several kinds of layers."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from small import CONFIG, Small, drawn_params, needs, plain_loss, quick_at, tokens, worst_relative
+from test_engine import ORDER_OF_SUMS, engine_gradients
+
+from surojax import assembly, generate
+from surojax.config.checks import check
+from surojax.config.fields import default_config
+from surojax.errors import ConfigError
+from surojax.models import llama
+from surojax.models.attention import attend, visible
+from surojax.models.layers import parameter
+from surojax.models.llama import Llama
+from surojax.models.loss import cross_entropy
+from surojax.models.model import (
+    DEFAULT,
+    PLAIN,
+    Cache,
+    Compute,
+    Heads,
+    Model,
+    Segment,
+    Variant,
+    collect_params,
+)
+from surojax.models.operations import linear
+from surojax.numerics.fp8 import Sites
+from surojax.numerics.recipes import Precision
+from surojax.placement.param import OUTER, Kind
+
+# --- sliding windows --------------------------------------------------------------------------------------------------
+
+MISTRAL = dataclasses.replace(CONFIG, sliding_window=4)
+GEMMA = dataclasses.replace(CONFIG, num_hidden_layers=7, sliding_window=4, sliding_window_pattern=3)
+WINDOWS = [MISTRAL, GEMMA]
+ALL = dict.fromkeys(
+    ("offload_weights", "offload_master", "offload_optimizer", "offload_grads", "offload_residual"), True
+)
+
+
+def test_the_pattern_says_which_layers_have_the_window():
+    windows = lambda config: [variant.window for variant in config.variants(Precision())]
+    assert windows(CONFIG) == [0] * 3 and windows(MISTRAL) == [4] * 3
+    assert windows(GEMMA) == [4, 4, 0, 4, 4, 0, 4]  # transformers' sliding_window_pattern: layer i unless (i + 1) % 3
+
+
+def test_a_window_hides_what_is_older():
+    """Against softmax over a mask written out position by position."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 9, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+    seen = np.array([[j <= i and j > i - 4 for j in range(9)] for i in range(9)])
+    scores = jnp.einsum("bshc,bthc->bhst", q, jnp.repeat(k, 2, axis=2)) / np.sqrt(8)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    expected = jnp.einsum("bhst,bthc->bshc", weights, jnp.repeat(v, 2, axis=2))
+    np.testing.assert_allclose(attend(q, k, v, window=4), expected, atol=1e-6)
+    np.testing.assert_allclose(attend(q[:, 5:7], k, v, start=5, window=4), expected[:, 5:7], atol=1e-6)
+    np.testing.assert_array_equal(visible(5, 2, 9, 4), seen[5:7])
+    np.testing.assert_array_equal(visible(5, 2, 9, 0), np.tri(9, dtype=bool)[5:7])
+
+
+@pytest.mark.parametrize("config", WINDOWS, ids=["mistral", "gemma"])
+def test_training_sees_the_window(config):
+    """The loss does not change with a token that all windows have left behind, as it does in a model without."""
+    params = drawn_params(dataclasses.replace(config, sliding_window_pattern=0), 0)
+    reach = config.num_hidden_layers * 3  # a layer sees 3 positions back
+
+    def last_logits(config, first: int):
+        graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+        ids = np.arange(reach + 2) % 64
+        ids[0] = first
+        return jax.jit(lambda ids: nnx.merge(graph, params)(ids[None])[0, -1])(ids)
+
+    everywhere = dataclasses.replace(config, sliding_window_pattern=0)
+    np.testing.assert_array_equal(last_logits(everywhere, 0), last_logits(everywhere, 1))
+    without = dataclasses.replace(config, sliding_window=0, sliding_window_pattern=0)
+    assert not np.array_equal(last_logits(without, 0), last_logits(without, 1))
+    if config.sliding_window_pattern:
+        assert not np.array_equal(last_logits(config, 0), last_logits(config, 1))
+
+
+@pytest.mark.parametrize(
+    "devices, placed",
+    quick_at(
+        [
+            (1, {"recompute_block": False}),
+            (4, {"zero_level": 3, **ALL}),
+            (4, {"zero_level": 3, "resident_layers": 2, "offload_weights": True}),
+            (1, {}),
+            (4, {"zero_level": 1, "recompute_block": False, "offload_residual": True}),
+        ],
+        0,
+        1,
+    ),
+)
+def test_the_engine_equals_reverse_mode_with_alternating_layers(devices, placed):
+    small = Small(devices, config=GEMMA, **placed)
+    batch = tokens(2, 8, 16)
+    expected = jax.jit(jax.value_and_grad(plain_loss(GEMMA)))(drawn_params(GEMMA, 0), *batch)
+    found = engine_gradients(small, batch)
+    assert worst_relative(found, expected) < ORDER_OF_SUMS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "nvfp4"])
+def test_windows_in_every_recipe(recipe):
+    """Losses of three steps differ from those without a window, and not from those of other placements."""
+    wide = dataclasses.replace(GEMMA, hidden_size=64, intermediate_size=160, head_dim=16)
+    compute = Compute(precision=Precision(recipe=recipe, skip_first=1))
+    batches = [tokens(2, 4, 16, seed=i) for i in range(3)]
+
+    def losses(config, **placed):
+        return Small(config=config, compute=compute, model_dtype="bfloat16", **placed).train(batches)
+
+    plain = losses(wide)
+    assert losses(wide, **ALL) == plain
+    assert losses(dataclasses.replace(wide, sliding_window=0, sliding_window_pattern=0)) != plain
+
+
+@pytest.mark.parametrize("config", WINDOWS, ids=["mistral", "gemma"])
+def test_sampling_sees_the_window(config):
+    """A prompt of five at once, then token by token: logits as from all positions at once (1e-5: order of sums)."""
+    model = llama.build(config)
+    params = drawn_params(config, 1)
+    ids, _ = tokens(12)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    expected = nnx.merge(graph, params)(jnp.asarray(ids)[None])[0]
+    cache = generate.empty_cache(model, 1, 12, jnp.float32)
+    step = jax.jit(lambda t, c, s: generate.cached_logits(model, params, t, c, s))
+    logits, cache = step(ids[None, :5], cache, 0)
+    np.testing.assert_allclose(logits[0], expected[4], atol=1e-5)
+    for i in range(5, 12):
+        logits, cache = step(ids[None, i : i + 1], cache, i)
+        np.testing.assert_allclose(logits[0], expected[i], atol=1e-5)
+
+
+def test_flops_of_attention_count_the_positions_that_are_seen():
+    """Two FLOPs for each channel of a query head, in each of two products. Without a window half of the square, as
+    PaLM's appendix B counts, which leaves out half of the diagonal; with one, all positions on average."""
+    for config, S in ((CONFIG, 32), (MISTRAL, 32), (GEMMA, 64), (MISTRAL, 3)):
+        (segment,) = llama.build(config).segments
+        seen = [
+            sum(min(i + 1, v.window) for i in range(S)) / S if 0 < v.window < S else S / 2 for v in segment.variants
+        ]
+        assert segment.attention_flops(S) == pytest.approx(4 * 4 * 8 * sum(seen), rel=1e-9)
+
+
+def test_flops_per_token_of_llama_2_7b():
+    c = default_config()
+    c.model.update(dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32))
+    c.model.num_key_value_heads = 32
+    model = assembly.model(c)
+    params = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096  # without norms and the embedding
+    assert model.num_matmul_params == params == pytest.approx(6.6e9, rel=2e-3)
+    flops = 3 * (2 * params + model.segments[0].attention_flops(4096))
+    assert flops == 6 * params + 6 * 32 * 4096 * 4096  # 39.6 + 3.2 GFLOP
+    assert flops == pytest.approx(42.86e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "window, pattern, message",
+    [
+        (0, 2, r"^model.sliding_window_pattern: expected 0 without a window, got 2; set model.sliding_window"),
+        (4, 1, r"^model.sliding_window_pattern: expected 2 to num_hidden_layers=12, or 0, got 1; 0 gives all"),
+        (4, 13, r"^model.sliding_window_pattern: expected 2 to num_hidden_layers=12, or 0, got 13"),
+        (-1, 0, r"^model.sliding_window: expected 0 or more"),
+    ],
+)
+def test_windows_without_effect_are_refused(window, pattern, message):
+    c = default_config()
+    c.model.sliding_window = window
+    c.model.sliding_window_pattern = pattern
+    with pytest.raises(ConfigError, match=message):
+        check(c)
+
+
+def test_unknown_families_are_refused():
+    c = default_config()
+    c.model.model_type = "gpt2"
+    with pytest.raises(ConfigError, match=r"^model.model_type: expected one of llama, got 'gpt2'"):
+        check(c)
+
+
+# --- a model of several kinds of layers -------------------------------------------------------------------------------
+
+
+class Mixer(nnx.Module):
+    """x + w2 tanh(w1 mean over the last `window` positions of x): a layer without attention."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.2)
+        self.w1 = parameter(rngs, (width, 32), ("mlp", "embed"), normal, product=0)
+        self.w2 = parameter(rngs, (32, width), ("embed", "mlp"), normal, product=1)
+
+    def __call__(self, x_BSD: jax.Array, variant: Variant) -> tuple[jax.Array, jax.Array]:
+        sums_BSD = jnp.cumsum(x_BSD, axis=1)
+        late_BSD = jnp.pad(sums_BSD, ((0, 0), (variant.window, 0), (0, 0)))[:, : x_BSD.shape[1]]
+        mean_BSD = (sums_BSD - late_BSD) / variant.window
+        hidden = jnp.tanh(linear(mean_BSD, self.w1[...]))
+        return x_BSD + linear(hidden, self.w2[...]), jnp.mean(jnp.square(hidden)).astype(jnp.float32)
+
+
+class Around(nnx.Module):
+    """Embedding and head."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.2)
+        self.embed = parameter(rngs, (64, 32), ("vocab", "embed"), normal, Kind.TABLE)
+        self.head = parameter(rngs, (64, 32), ("vocab", "embed"), normal, Kind.TABLE)
+
+
+LAYERS = {"narrow": (16, (2, 3, 2, 3, 2)), "wide": (48, (4, 4, 4))}  # width, windows; the second has an auxiliary loss
+AUXILIARY = 0.3
+
+
+def arrays(module: nnx.Module) -> dict:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+@functools.cache
+def toy(compute: Compute = DEFAULT) -> Model:
+    """Narrow layers, then wide ones that have an auxiliary loss."""
+    abstract = {
+        name: nnx.eval_shape(lambda width=width: Mixer(width, rngs=nnx.Rngs(0))) for name, (width, _) in LAYERS.items()
+    }
+    params = collect_params(abstract | {OUTER: nnx.eval_shape(lambda: Around(rngs=nnx.Rngs(0)))})
+
+    def segment(name: str, number: int, start: int) -> Segment:
+        width, windows = LAYERS[name]
+        graph = nnx.graphdef(abstract[name])
+
+        def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN):
+            x_BSD, square = nnx.merge(graph, w)(x_BSD, variant)
+            return x_BSD, AUXILIARY * square if name == "wide" else None
+
+        def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN):
+            return jax.vjp(lambda w, x: block(w, x, None, variant), w, x_BSD)
+
+        def block_backward(w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN):
+            return *saved(d_result), None
+
+        def init(seed, l):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), l)
+            return arrays(Mixer(width, rngs=nnx.Rngs(key)))
+
+        return Segment(
+            name=name,
+            start=start,
+            params=params[name],
+            variants=tuple(Variant(window=window) for window in windows),
+            heads=Heads(1, 1, 1),
+            init=init,
+            block=block,
+            block_forward=block_forward,
+            block_backward=block_backward,
+            cached_block=lambda w, x, cache, variant: (block(w, x, None, variant)[0], cache),
+            has_auxiliary_loss=name == "wide",
+        )
+
+    return Model(
+        vocab_size=64,
+        hidden_size=32,
+        compute=compute,
+        segments=(segment("narrow", 0, 0), segment("wide", 1, len(LAYERS["narrow"][1]))),
+        outer_params=params[OUTER],
+        head="head",
+        head_uses=("head",),
+        sites=Sites((), ()),
+        init_outer=lambda seed: arrays(Around(rngs=nnx.Rngs(jax.random.key(seed)))),
+        final=lambda outer, x: x,
+        logits=lambda outer, x: linear(x, outer["head"]).astype(jnp.float32),
+        rebuild=toy,
+    )
+
+
+def toy_loss(params, inputs_ABS, labels_ABS):
+    """Mean loss of the toy, and the mean over microbatches and devices of its auxiliary losses."""
+    nats, auxiliary = [], []
+    for inputs_BS, labels_BS in zip(inputs_ABS, labels_ABS, strict=True):
+        x_BSD = params[OUTER]["embed"][inputs_BS]
+        for name, (width, windows) in LAYERS.items():
+            graph = nnx.graphdef(nnx.eval_shape(lambda width=width: Mixer(width, rngs=nnx.Rngs(0))))
+            for l, window in enumerate(windows):
+                w = jax.tree.map(lambda x, l=l: x[l], params[name])
+                x_BSD, square = nnx.merge(graph, w)(x_BSD, Variant(window=window))
+                if name == "wide":
+                    auxiliary.append(AUXILIARY * square)  # of equal parts of tokens: their mean is that of the devices
+        logits = linear(x_BSD, params[OUTER]["head"])
+        nats.append(cross_entropy(logits.reshape(-1, 64), labels_BS.reshape(-1)))
+    return sum(nats) / (labels_ABS >= 0).sum() + sum(auxiliary) / len(nats)
+
+
+@needs(8)
+@pytest.mark.parametrize(
+    "devices, placed",
+    quick_at(
+        [
+            (1, {}),
+            (4, {"zero_level": 3, **ALL}),
+            (1, {"recompute_block": False, "offload_residual": True}),
+            (4, {"zero_level": 1, "recompute_block": False}),
+            (8, {"zero_level": 2, "replicate": 2, **ALL}),
+            (4, {"zero_level": 3, "offload_weights": True, "resident_layers": 6}),
+            (4, {"zero_level": 3, "shard_outer": True, "lmhead_chunks": 2}),
+        ],
+        0,
+        1,
+    ),
+)
+def test_segments_with_auxiliary_losses_equal_reverse_mode(devices, placed):
+    """Loss and every gradient, whatever the placement; 6 resident layers are the first segment and one of the next."""
+    small = Small(devices, model=toy(), **placed)
+    batch = tokens(3, 8, 16)
+    params = toy().init(0)
+    expected = jax.jit(jax.value_and_grad(toy_loss))(params, *batch)
+    found = engine_gradients(small, batch)
+    assert worst_relative(found, expected) < ORDER_OF_SUMS
+
+
+@pytest.mark.full
+def test_segments_train_alike_under_every_placement(tmp_path):
+    batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
+    losses = Small(model=toy()).train(batches)
+    assert Small(model=toy(), **ALL).train(batches) == losses
+    assert losses[0][0] > losses[-1][0]
+    with pytest.raises(ConfigError, match=r"several kinds of layers \(narrow, wide\), got 'nvme'"):
+        Small(model=toy(), offload_optimizer="nvme", nvme_path=str(tmp_path))
+
+
+def test_segments_are_sampled_from():
+    """The caches of both segments come back, whatever the layers do with them."""
+    model = toy()
+    cache = generate.empty_cache(model, 1, 4, jnp.float32)
+    logits, extended = generate.cached_logits(model, model.init(0), jnp.array([[1, 2]]), cache, jnp.int32(0))
+    assert logits.shape == (1, 64) and jax.tree.map(jnp.shape, extended) == jax.tree.map(jnp.shape, cache)
+    assert isinstance(Cache(*extended["wide"], 0), Cache)
