@@ -1130,7 +1130,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rms_norm kernel: rows of the last tile count twice",
         "pallas_kernels/rms_norm.py",
-        "n = jnp.where(row >= place(i) * tile.rows, n, f32(0))",
+        "n = jnp.where(row >= tile_number(i) * tile.rows, n, f32(0))",
         "n = jnp.where(row >= 0, n, f32(0))",
         "tests/test_kernel_rms_norm.py::test_backward -k shape6",
     ),

@@ -163,7 +163,7 @@ def _operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[s
 
 
 def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
-    """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer's products."""
+    """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer."""
     per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
     found = {dtype: size * batch.tokens * batch.microbatches for dtype, size in per_token.items()}
     matrices = [p.shape for p in jax.tree.leaves(run.params["blocks"]) if p.kind is Kind.MATRIX]
