@@ -141,10 +141,12 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
         tiles.store(scales_ref, (across, slice(None), down), code.astype(u8))
 
     shape = jax.ShapeDtypeStruct
-    out, sizes = [shape((n // 4, 4, high, 8), u32), shape((n // 4, 4, high), u8)], [(n, m)]
+    out = [shape((n // 4, 4, high, 8), u32), shape((n // 4, 4, high), u8)]
+    sizes = [(n, m)]
     if rows_too:
         values = shape((high, 8, 4, n // 4, 4), fp8.store_dtype(E4M3))
-        out, sizes = [values, shape((high, 8, 4, n // COLUMNS), jnp.uint16), *out], [(m, n), (n, m)]
+        out = [values, shape((high, 8, 4, n // COLUMNS), jnp.uint16), *out]
+        sizes = [(m, n), (n, m)]
     found = dispatch.launch(
         kernel, (x.reshape(high, 8, 4, n // 4, 4),), op=op, out=out, grid=(m // ROWS, n // COLUMNS),
         names=("rows", "columns"), interpret=interpret,

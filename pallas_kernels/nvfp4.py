@@ -375,8 +375,8 @@ def _columns_mosaic(x, rotation, columns, rows, op: str, interpret: bool) -> lis
         scalars += [*two, jnp.uint32(0) if seed is None else seed.astype(u32)]
 
     def kernel(x_ref, *refs):
-        (signs, *given), refs = [ref[0] for ref in refs[: len(scalars)]], refs[len(scalars) :]
-        *by_row, words_ref, scales_ref, words, scales = refs
+        signs, *row_and_column_scalars = [ref[0] for ref in refs[: len(scalars)]]
+        *by_row, words_ref, scales_ref, words, scales = refs[len(scalars) :]
         down, across = _tile_of()
         loaded = [_load(x_ref, (down, r, across, slice(None)), layout, dtype) for r in range(BLOCK)]
         shape = loaded[0][0].shape
@@ -387,7 +387,7 @@ def _columns_mosaic(x, rotation, columns, rows, op: str, interpret: bool) -> lis
         block = iota(0) + down.start.astype(u32)
         word = (iota(1) + across.start.astype(u32)) * u32(WORDS) + iota(2)
         if rows:
-            factor, reciprocal, seed = given[:3]
+            factor, reciprocal, seed = row_and_column_scalars[:3]
             for r, pair in enumerate(loaded):
                 scale = _scale(jnp.max(_top(*pair), axis=2), factor, seeded[0])
                 inverse = _repeated(_inverse(scale, reciprocal), shape, layout)
@@ -395,7 +395,7 @@ def _columns_mosaic(x, rotation, columns, rows, op: str, interpret: bool) -> lis
                 dither = _dithers(seed, index) if seeded[0] else (None, None)
                 tiles.store(by_row[0], (down, r, across), _byte(pair, inverse, dither))
                 tiles.store(by_row[1], (down, r, across), _stored(scale))
-        factor, reciprocal, seed = given[-3:]
+        factor, reciprocal, seed = row_and_column_scalars[-3:]
         for p in (0, 1):
             numbers = hadamard([_signed(pair[p], signs, r) for r, pair in enumerate(loaded)])
             scale = _scale(_top(*numbers), factor, seeded[-1])

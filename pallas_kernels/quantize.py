@@ -157,7 +157,8 @@ def _quantize_blocks_mosaic(x, dtype, op: str, interpret: bool) -> Blocks:
 
 
 def _dequantize_blocks_mosaic(values, scales, dtype, op: str, interpret: bool):
-    n, kind = scales.size, values.dtype
+    n = scales.size
+    kind = values.dtype
     rows, layout = _rows_of_blocks(n)
 
     def kernel(values_ref, scales_ref, out_ref):

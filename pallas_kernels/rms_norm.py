@@ -144,7 +144,8 @@ def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.Rows, in
     inputs = tuple(a.reshape(count, width) for a in (dy, total, d_total) if a is not None)
 
     def kernel(scale_ref, *refs):
-        input_refs, (dx_ref, part_ref, absmax_ref) = refs[: len(inputs)], refs[len(inputs) :]
+        input_refs = refs[: len(inputs)]
+        dx_ref, part_ref, absmax_ref = refs[len(inputs) :]
         program = jax.lax.axis_index("program")
         steps = (tile.tiles - program + programs - 1) // programs
 
@@ -321,7 +322,8 @@ def _added_fwd(x, scale, residual, *static):
 
 
 def _added_bwd(eps, implementation, interpret, saved, cotangents):
-    (total, scale), (dy, d_total) = saved, cotangents
+    total, scale = saved
+    dy, d_total = cotangents
     grads = backward(dy, total, scale, d_total, eps=eps, implementation=implementation, interpret=interpret)
     return grads.dx, grads.d_scale.astype(scale.dtype), grads.dx
 

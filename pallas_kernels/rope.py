@@ -43,6 +43,7 @@ class Rotated(NamedTuple):
 
 
 def _rotate_xla(x, cos, sin):
+    """(x rotated, its absmax)."""
     cos, sin = (jnp.expand_dims(a[:, None, :], tuple(range(x.ndim - 3))) for a in (cos, sin))
     first, second = jnp.split(x.astype(f32), 2, axis=-1)
     y = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
@@ -51,7 +52,8 @@ def _rotate_xla(x, cos, sin):
 
 def _forward_xla(q, k, cos, sin, inverse: bool) -> Rotated:
     sin = -sin if inverse else sin
-    (q, absmax_q), (k, absmax_k) = _rotate_xla(q, cos, sin), _rotate_xla(k, cos, sin)
+    q, absmax_q = _rotate_xla(q, cos, sin)
+    k, absmax_k = _rotate_xla(k, cos, sin)
     return Rotated(q, k, absmax_q, absmax_k)
 
 

@@ -45,7 +45,9 @@ def run(body: Callable, x: jax.Array, scalars: tuple, stored, op: str, interpret
     def kernel(x_ref, *refs):
         i, j = jax.lax.axis_index("rows"), jax.lax.axis_index("columns")
         down, across = pl.ds(i * rows, rows), pl.ds(j * wide, wide)
-        numbers, refs, words = refs[: len(scalars)], refs[len(scalars) : -1], refs[-1]
+        numbers = refs[: len(scalars)]
+        words = refs[-1]  # in shared memory
+        refs = refs[len(scalars) : -1]
         tiles = [plgpu.load(x_ref.at[down, k, across], layout=layout, optimized=False) for k in range(4)]
         eights, tops = zip(*(body(tile, [ref[0] for ref in numbers]) for tile in tiles), strict=True)
         word = None
@@ -63,7 +65,8 @@ def run(body: Callable, x: jax.Array, scalars: tuple, stored, op: str, interpret
             top = jnp.maximum(jnp.maximum(tops[0], tops[1]), jnp.maximum(tops[2], tops[3]))
             refs[1][i, j] = jnp.max(top)
 
-    shape, grid = jax.ShapeDtypeStruct, (m // 4 // rows, n // wide)
+    shape = jax.ShapeDtypeStruct
+    grid = (m // 4 // rows, n // wide)
     out = [] if stored is None else [shape((m // 4, 4, n), stored), shape(grid, jnp.int32)]
     operands = (x.reshape(m // 4, 4, n), *(s.reshape(1) for s in scalars))
     memory = [plgpu.SMEM((rows, wide + 4), u32)]

@@ -208,7 +208,7 @@ def _host_copy(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[
 
 
 def _result(i: Instruction) -> str:
-    """The shape of an instruction's results: of an asynchronous one, whose shape starts with its operands, the rest."""
+    """The shape of an instruction's results. The shape of an asynchronous instruction starts with operands: skipped."""
     if i.opcode == "copy-start":  # (result, operand, context)
         return i.shape.split(", ")[0]
     if not i.opcode.endswith("-start") or not i.shape.startswith("(("):
