@@ -947,7 +947,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all steps round with the same numbers",
         "surojax/optim/optimizer.py",
-        'of_step = unsigned(at.scalars["step"]) *',
+        'of_step = unsigned(context.scalars["step"]) *',
         "of_step = unsigned(0) *",
         "tests/test_optim.py::test_small_updates_of_bfloat16_are_not_lost -k adamw]",
     ),
@@ -1130,7 +1130,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rms_norm kernel: rows of the last tile count twice",
         "pallas_kernels/rms_norm.py",
-        "n = jnp.where(row >= place(i) * tile.rows, n, f32(0))",
+        "n = jnp.where(row >= tile_number(i) * tile.rows, n, f32(0))",
         "n = jnp.where(row >= 0, n, f32(0))",
         "tests/test_kernel_rms_norm.py::test_backward -k shape6",
     ),
@@ -1174,9 +1174,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "layers longer than a request: all pieces are written to the first's place",
         "surojax/memory/nvme.py",
         "def piece(start: int, raw=raw, leaf=leaf) -> None:\n"
-        "                view, at = memoryview(raw)[start : start + PIECE], self._start(leaf, l) + start",
+        "                view = memoryview(raw)[start : start + PIECE]\n"
+        "                offset = self._start(leaf, l) + start",
         "def piece(start: int, raw=raw, leaf=leaf) -> None:\n"
-        "                view, at = memoryview(raw)[start : start + PIECE], self._start(leaf, l)",
+        "                view = memoryview(raw)[start : start + PIECE]\n"
+        "                offset = self._start(leaf, l)",
         "tests/test_nvme.py::test_layers_larger_than_a_request_are_read_and_written_in_pieces",
     ),
     Mutant(

@@ -1,16 +1,18 @@
-"""Time the kernels on the GPU of this machine, against XLA's own version of each and against a plain copy.
+"""Times the kernels on the GPU of this machine and compares them with XLA's version of each and with a plain copy.
 
     python -m pallas_kernels.bench rms_norm --sizes llama7b --tokens 8192
     python -m pallas_kernels.bench --all --json kernels.json
 
-For every call that a model of these sizes makes (`cases` of the op): the time of one call, the bytes it must move over
-that time, what share of the bandwidth of a large copy that is, the time of the reference as XLA compiles it, and how
-far the two results are apart. Copy, kernel and reference take turns within one run, so that clocks and temperatures are
-alike; a time is the median of the turns. In a turn calls are issued one after the other and awaited together. The
-inputs alternate between copies until they are larger than a second-level cache, unless the call updates them in place:
-then each call works on what the last one left.
+For every call that a model of these sizes makes (`cases` of the op) it reports the time of one call, the bandwidth
+(bytes that the call must read and write, over that time), that bandwidth as a percentage of the bandwidth of a large
+copy, the time of the reference as XLA compiles it, and the largest difference between the two results.
 
-Exit code 2 where there is no GPU that the kernels serve, unless `--implementation xla` asks for the reference alone.
+Copy, kernel and reference take turns within one run, so that clocks and temperatures are alike. A time is the median of
+the turns. In a turn, calls are issued one after the other and awaited together. Calls cycle through copies of the
+inputs that together are larger than the second-level cache. A call that updates its inputs in place instead takes the
+results of the call before it.
+
+The exit code is 2 if there is no GPU that the kernels support and the option is not `--implementation xla`.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ import pallas_kernels
 from pallas_kernels.dispatch import automatic
 from pallas_kernels.shapes import MODELS, Case
 
-COLD_BYTES = 512 * 2**20  # inputs in turn are so large together at least; the largest cache here has 126 MiB
+COLD_BYTES = 512 * 2**20  # least size of all copies of the inputs; the largest second-level cache has 126 MiB
 COPY_BYTES = 2**30
-TURN_SECONDS = 0.02  # a turn takes so long at least
-MOST_CALLS = 1000  # of a turn
+TURN_SECONDS = 0.02  # least duration of a turn
+MOST_CALLS = 1000  # in a turn
 
 
 def ops() -> dict[str, ModuleType]:
@@ -51,16 +53,16 @@ OPS = ops()
 
 
 class Row(NamedTuple):
-    """What was measured of a case; None where that implementation did not run."""
+    """Measurements of a case; None if that implementation did not run."""
 
     case: str
-    bytes: int  # that a call must move
+    bytes: int  # that a call must read and write
     kernel_s: float | None
     xla_s: float | None
-    gb_per_s: float | None  # of the kernel, 10^9 bytes
-    of_copy: float | None  # that, as a fraction of the copy's
-    difference: float | None  # largest, between kernel and reference
-    largest: float | None  # magnitude in the reference
+    gb_per_s: float | None  # bandwidth of the kernel, 10^9 bytes per second
+    of_copy: float | None  # that bandwidth as a fraction of the copy's
+    difference: float | None  # largest difference between kernel and reference
+    largest: float | None  # largest magnitude in the reference
 
 
 # ---- Inputs -----------------------------------------------------------------------------------------------------
@@ -90,16 +92,17 @@ def passed_on(case: Case, args: list[jax.Array], results: Any) -> list[jax.Array
 
     Those are the first results of the same shape and dtype, in the order of the arguments.
     """
-    args, left = list(args), jax.tree.leaves(results)
+    args = list(args)
+    remaining = jax.tree.leaves(results)
     for i in case.donated:
         like = case.args[i]
-        at = next(j for j, x in enumerate(left) if (x.shape, x.dtype) == (like.shape, like.dtype))
-        args[i] = left.pop(at)
+        position = next(j for j, x in enumerate(remaining) if (x.shape, x.dtype) == (like.shape, like.dtype))
+        args[i] = remaining.pop(position)
     return args
 
 
 def difference(found: Any, expected: Any) -> tuple[float, float]:
-    """(largest difference over all results, largest magnitude expected)."""
+    """(largest difference over all results, largest magnitude of the expected results)."""
 
     def one(a, b):
         a, b = (x.astype(jnp.float32) for x in (a, b))
@@ -114,8 +117,9 @@ def difference(found: Any, expected: Any) -> tuple[float, float]:
 
 
 def caller(case: Case, implementation: str) -> Callable[[int], None]:
-    """A function that makes so many calls and awaits them."""
-    f, inputs = compiled(case, implementation), [arrays(case, 0)]
+    """A function of n that makes n calls and awaits them."""
+    f = compiled(case, implementation)
+    inputs = [arrays(case, 0)]
     if not case.donated:
         copies = -(-COLD_BYTES // max(1, sum(x.nbytes for x in inputs[0])))
         inputs += [[jnp.copy(x) for x in inputs[0]] for _ in range(copies - 1)]
@@ -133,8 +137,9 @@ def caller(case: Case, implementation: str) -> Callable[[int], None]:
 
 
 def copier() -> Callable[[int], None]:
-    """A function that makes so many copies of COPY_BYTES and awaits them."""
-    f, x = jax.jit(jnp.copy), jnp.zeros(COPY_BYTES // 4, jnp.float32)
+    """A function of n that makes n copies of COPY_BYTES and awaits them."""
+    f = jax.jit(jnp.copy)
+    x = jnp.zeros(COPY_BYTES // 4, jnp.float32)
 
     def calls(n: int) -> None:
         y = None
@@ -146,7 +151,7 @@ def copier() -> Callable[[int], None]:
 
 
 def times(callers: dict[str, Callable[[int], None]], repeat: int) -> dict[str, float]:
-    """Seconds of one call of each, the median of `repeat` turns; they take turns."""
+    """Seconds of one call of each caller: the median of `repeat` turns, in which the callers alternate."""
 
     def seconds(calls: Callable[[int], None], n: int) -> float:
         start = time.perf_counter()
@@ -165,48 +170,58 @@ def times(callers: dict[str, Callable[[int], None]], repeat: int) -> dict[str, f
 
 
 def measure(op: str, case: Case, implementations: tuple[str, ...], repeat: int) -> tuple[Row, float]:
-    """(what was measured of a case, bytes per second of the copy beside it)."""
-    apart = None, None
+    """(measurements of a case, bytes per second of the copy in the same turns)."""
+    differences = None, None
     if len(implementations) == 2:
         found, expected = (compiled(case, name)(*arrays(case, 1)) for name in implementations)
-        apart = difference(found, expected)
+        differences = difference(found, expected)
         del found, expected
     callers = {"copy": copier()} | {name: caller(case, name) for name in implementations}
-    found = times(callers, repeat)
-    copy, kernel = 2 * COPY_BYTES / found["copy"], found.get("mosaic")
+    seconds = times(callers, repeat)
+    copy = 2 * COPY_BYTES / seconds["copy"]
+    kernel = seconds.get("mosaic")
     rate = case.bytes / kernel if kernel else None
     of_copy = rate / copy if rate else None
     name = case.name if case.name.startswith(op) else f"{op}.{case.name}"
-    return Row(name, case.bytes, kernel, found.get("xla"), rate and rate / 1e9, of_copy, *apart), copy
+    return Row(name, case.bytes, kernel, seconds.get("xla"), rate and rate / 1e9, of_copy, *differences), copy
 
 
 # ---- Report -----------------------------------------------------------------------------------------------------
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in Markdown."""
+    """The rows as a table in Markdown."""
+
+    def cell(x: float | None, spec: str) -> str:
+        return "-" if x is None else format(x, spec)
+
     text = "| case | MB | kernel us | GB/s | % of copy | XLA us | XLA / kernel | largest difference | of |\n"
     text += "|---|---|---|---|---|---|---|---|---|\n"
-    form = lambda x, spec: "-" if x is None else format(x, spec)
     for r in rows:
         ratio = r.xla_s / r.kernel_s if r.xla_s and r.kernel_s else None
-        times = (form(s and s * 1e6, ".1f") for s in (r.kernel_s, r.xla_s))
-        kernel, xla = times
-        percent = form(r.of_copy and 100 * r.of_copy, ".1f")
         cells = (
-            *(r.case, form(r.bytes / 1e6, ".1f"), kernel, form(r.gb_per_s, ".0f"), percent, xla, form(ratio, ".2f")),
-            *(form(r.difference, ".2e"), form(r.largest, ".2e")),
+            r.case,
+            cell(r.bytes / 1e6, ".1f"),
+            cell(r.kernel_s and r.kernel_s * 1e6, ".1f"),
+            cell(r.gb_per_s, ".0f"),
+            cell(r.of_copy and 100 * r.of_copy, ".1f"),
+            cell(r.xla_s and r.xla_s * 1e6, ".1f"),
+            cell(ratio, ".2f"),
+            cell(r.difference, ".2e"),
+            cell(r.largest, ".2e"),
         )
         text += f"| {' | '.join(cells)} |\n"
     return text
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line, checked. Ends the program with exit code 2 and one line for a wrong one."""
+    """Parses and checks the command line. Ends the program with exit code 2 and one line if it is wrong."""
     head, _, details = (__doc__ or "").partition("\n")
-    form = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(
-        "python -m pallas_kernels.bench", description=head, epilog=details, formatter_class=form
+        "python -m pallas_kernels.bench",
+        description=head,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("op", nargs="?", metavar="OP", help=f"one of {', '.join(OPS)}")
     p.add_argument("--all", action="store_true", help="all ops")
@@ -215,7 +230,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--repeat", type=int, default=20, help="turns, of which the median counts (default: 20)")
     p.add_argument("--json", metavar="FILE", type=Path, help="write the figures there as well")
     p.add_argument(
-        *("--implementation",),
+        "--implementation",
         choices=("both", "mosaic", "xla"),
         default="both",
         help="both (default), mosaic = the kernels alone, xla = the references alone, on any device",
@@ -236,8 +251,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    a, device = parse(argv), jax.devices()[0]
+    """Runs the command; returns its exit code."""
+    a = parse(argv)
+    device = jax.devices()[0]
     if a.implementation != "xla" and automatic() != "mosaic":
         print(
             f"bench: expected an NVIDIA GPU that the kernels serve, got {device.device_kind}; "
@@ -246,7 +262,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     implementations = ("mosaic", "xla") if a.implementation == "both" else (a.implementation,)
-    rows, copies = [], []
+    rows = []
+    copies = []
     for op in OPS if a.all else [a.op]:
         for case in OPS[op].cases(MODELS[a.sizes], a.tokens):
             row, copy = measure(op, case, implementations, a.repeat)

@@ -5,17 +5,17 @@
     loss_n   = -logprob + z_loss * lse_n^2
     d_x_nv   = weight_n * (softmax(x)_nv * (1 + 2 z_loss lse_n) - [v = label])
 
-Labels < 0 are ignored: loss, logprob and gradient are 0. A label >= V is nobody's word: nothing is read for it, loss
-and logprob are NaN, which training shows, and the gradient is the softmax's alone.
+Labels < 0 are ignored: loss, logprob and gradient are 0. A label >= V is not in the vocabulary: no logit is read for
+it, loss and logprob are NaN, so that training shows the error, and the gradient is that of the softmax alone.
 
 Dtypes: everything is computed in float32; loss, lse and logprob are float32, gradients have the logits' dtype, rounded
 once. Shape suffixes: N tokens, V vocabulary.
 
-The kernel: one program per row, as `long_rows` cuts it. The first pass keeps a maximum and a sum of exponentials in
-every place of a vector (Milakov and Gimelshein 2018, arXiv 1805.02867) and exchanges nothing before the end of the row;
-the second reads the row again, last part first, from the second-level cache as far as that goes, and writes the
-gradient. The ends of the row stay in registers in between and are written last: in place, nobody may read what is a
-gradient already.
+The kernel: one program per row, split as in `long_rows`. The first pass keeps a maximum and a sum of exponentials for
+every position of a vector (Milakov and Gimelshein 2018, arXiv 1805.02867); threads exchange nothing before the end of
+the row. The second pass reads the row again, last part first, as far as possible from the second-level cache, and
+writes the gradient. The ends of the row stay in registers between the passes and are written last: in place, no thread
+may read a logit where a gradient has been written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ f32 = jnp.float32
 
 
 class Loss(NamedTuple):
-    """Of each row, float32: loss, lse and logprob; and d_logits = weight * d loss / d logits, in the logits' dtype."""
+    """Loss, lse and logprob of each row, float32; d_logits = weight * d loss / d logits, in the logits' dtype."""
 
     loss: jax.Array
     lse: jax.Array
@@ -52,8 +52,9 @@ class Loss(NamedTuple):
 
 
 def _reference_forward(logits_NV, labels_N, z_loss: float):
-    """[loss, lse, logprob]."""
-    logits32_NV, V = logits_NV.astype(f32), logits_NV.shape[1]
+    """[loss, lse, logprob] of each row."""
+    logits32_NV = logits_NV.astype(f32)
+    V = logits_NV.shape[1]
     lse_N = jax.nn.logsumexp(logits32_NV, axis=-1)
     label_N = jnp.clip(labels_N, 0, V - 1)[:, None]
     label_logit_N = jnp.take_along_axis(logits32_NV, label_N, axis=1, mode="promise_in_bounds")[:, 0]
@@ -64,7 +65,7 @@ def _reference_forward(logits_NV, labels_N, z_loss: float):
 
 
 def _reference_gradient(logits_NV, labels_N, lse_N, weight, z_loss: float):
-    """weight: [] or [N]. The gradient is written out: reverse mode would scatter into a zeroed `[N, V]` array."""
+    """d_logits. weight: [] or [N]. Not by reverse mode, which would scatter into an `[N, V]` array of zeros."""
     softmax_NV = jnp.exp(logits_NV.astype(f32) - lse_N[:, None])
     if z_loss:
         softmax_NV = softmax_NV * (1.0 + 2.0 * z_loss * lse_N)[:, None]
@@ -75,42 +76,49 @@ def _reference_gradient(logits_NV, labels_N, lse_N, weight, z_loss: float):
 
 # ---- Kernel -----------------------------------------------------------------------------------------------------
 
-LOWEST = -1e30  # what masked words count as: their exponential is 0
+LOWEST = -1e30  # the logit of masked words: its exponential is 0
 LOG2E = 1.4426950408889634
 
 
 def _exp(x):
-    return jnp.exp2(x * LOG2E)  # one instruction of the GPU and a multiplication
+    """The exponential: a multiplication and one instruction of the GPU."""
+    return jnp.exp2(x * LOG2E)
 
 
 def _online(xs, carry):
-    """(maximum, sum of exponentials less it) of every place of a vector, with vectors xs added."""
+    """Adds vectors xs to the carry: (maximum, sum of exp(x - maximum)) for every position of a vector."""
     top, total = carry
     new = functools.reduce(jnp.maximum, xs, top)
     return new, functools.reduce(lambda total, x: total + _exp(x - new), xs, total * _exp(top - new))
 
 
 def _both(a, b):
-    """(maximum, sum) of two such pairs of numbers."""
+    """Combines two pairs of numbers (maximum, sum of exp(x - maximum)) into one."""
     top = jnp.maximum(a[0], b[0])
     return top, a[1] * _exp(a[0] - top) + b[1] * _exp(b[0] - top)
 
 
 def _logsumexp(row: Row, edges, tops, sums, barrier):
-    """The logarithm of the row's sum of exponentials; afterwards all groups have read the edges."""
-    none = lambda n, layout: tuple(plgpu.layout_cast(jnp.full((n,), v, f32), layout) for v in (LOWEST, 0.0))
-    vectors, pairs = lambda parts, carry: _online([row.load(part) for part in parts], carry), []
+    """The logarithm of the row's sum of exponentials. When it returns, all groups have read the edges."""
+
+    def empty(n, layout):
+        return tuple(plgpu.layout_cast(jnp.full((n,), v, f32), layout) for v in (LOWEST, 0.0))
+
+    def add_parts(parts, carry):
+        return _online([row.load(part) for part in parts], carry)
+
+    pairs = []  # (maxima, sums) of vectors
     if row.c.rounds:
         _, *like = row.round(0)
-        pairs.append(row.over_rounds(vectors, none(*like)))
+        pairs.append(row.over_rounds(add_parts, empty(*like)))
     if edges:
         (_, *like), *_ = edges[0]
-        pairs.append(_online([jnp.where(mine, x, LOWEST) for _, x, mine in edges], none(*like)))
-    whole = []
+        pairs.append(_online([jnp.where(mine, x, LOWEST) for _, x, mine in edges], empty(*like)))
+    of_group = []  # (maximum, sum) of numbers
     for top, total in pairs:
         most = jnp.max(top)
-        whole.append((most, jnp.sum(total * _exp(top - most))))
-    tops[row.group], sums[row.group] = functools.reduce(_both, whole)
+        of_group.append((most, jnp.sum(total * _exp(top - most))))
+    tops[row.group], sums[row.group] = functools.reduce(_both, of_group)
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
     top, total = functools.reduce(_both, [(tops[g], sums[g]) for g in range(row.c.groups)])
@@ -118,7 +126,7 @@ def _logsumexp(row: Row, edges, tops, sums, barrier):
 
 
 def _write_gradient(row: Row, edges, d_ref, label, lse, weight, factor, barrier):
-    """weight * (softmax * factor - onehot) into the row of d_ref; what was read last is read again first."""
+    """Writes weight * (softmax * factor - onehot) to the row of d_ref; the parts that were read last go first."""
     label += row.first
 
     def store(part, x):
@@ -127,26 +135,27 @@ def _write_gradient(row: Row, edges, d_ref, label, lse, weight, factor, barrier)
         gradient = softmax - jnp.where(columns(part) == label, f32(1), f32(0))
         d_ref[row.line, pl.ds(start, n)] = (gradient * weight).astype(d_ref.dtype)
 
-    def vectors(parts, carry):
+    def store_parts(parts, carry):
         for part, x in [(part, row.load(part)) for part in reversed(parts)]:
             store(part, x)
         return carry
 
-    row.over_rounds(vectors, 0, backwards=True)
+    row.over_rounds(store_parts, 0, backwards=True)
     plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)  # nobody reads any more
+    plgpu.barrier_wait(barrier)  # all groups have read all logits
     for part, x, _ in edges:
         store(part, x)
 
 
 def _body(c: Cut, words: int, z_loss: float, forward: bool, gradient: bool, in_place: bool):
-    """The kernel for rows of which the first `words` are words of the vocabulary."""
+    """The kernel; words: number of words of the vocabulary at the start of a row, the rest is padding."""
 
     def kernel(x_ref, label_ref, weight_ref, *refs):
         lse_ref, refs = (None, refs) if forward else (refs[0], refs[1:])
         *results, tops, sums, barrier = refs
         row = Row(c, x_ref)
-        r, label = row.r, label_ref[row.r]
+        r = row.r
+        label = label_ref[r]
         label_logit = x_ref[row.line, row.first + jnp.clip(label, 0, words - 1)].astype(f32)
         edges = row.edges()
         lse = lse_ref[r] if lse_ref is not None else _logsumexp(row, edges, tops, sums, barrier)
@@ -170,18 +179,22 @@ def _body(c: Cut, words: int, z_loss: float, forward: bool, gradient: bool, in_p
 def _run(
     logits_NV, labels_N, weight, lse_N=None, *, z_loss, forward=True, gradient=True, in_place=False, interpret=False
 ) -> tuple[list, Any]:
-    """([loss, lse, logprob] if `forward`, d_logits if `gradient`, without `forward` of lse_N). weight: [1] or [N]."""
-    (N, narrow), missing = logits_NV.shape, max(0, LANES - logits_NV.shape[1])
-    if missing:
-        logits_NV = jnp.pad(logits_NV, ((0, 0), (0, missing)), constant_values=LOWEST)
-    V = narrow + missing
+    """Runs the kernel: ([loss, lse, logprob] if `forward` else [], d_logits if `gradient` else None).
+
+    weight: [1] or [N]. lse_N: input of the gradient without `forward`.
+    """
+    N, words = logits_NV.shape
+    padding = max(0, LANES - words)
+    if padding:
+        logits_NV = jnp.pad(logits_NV, ((0, 0), (0, padding)), constant_values=LOWEST)
+    V = words + padding
     c = cut(N, V, logits_NV.dtype.itemsize)
     lines = logits_NV.reshape(N // c.rows, c.rows * V)
     out = [jax.ShapeDtypeStruct((N,), f32)] * 3 if forward else []
     if gradient and not in_place:
         out.append(jax.ShapeDtypeStruct(lines.shape, lines.dtype))
     results = launch(
-        _body(c, narrow, z_loss, forward, gradient, in_place),
+        _body(c, words, z_loss, forward, gradient, in_place),
         (lines, labels_N, weight) if forward else (lines, labels_N, weight, lse_N),
         over=(0,) if in_place else (),
         op=OP,
@@ -200,7 +213,7 @@ def _run(
     if not gradient:
         return results, None
     d = results.pop(0 if in_place else -1)
-    return results, jnp.reshape(d, (N, V))[:, :narrow]
+    return results, jnp.reshape(d, (N, V))[:, :words]
 
 
 # ---- Public functions -------------------------------------------------------------------------------------------
@@ -219,10 +232,10 @@ def loss_and_gradient(
     """Loss of every row and weight * its gradient, in one kernel.
 
     logits: float32 or bfloat16. labels: int32, < 0 = ignored. weight: one number, a factor of the gradient.
-    z_loss: weight of lse^2 in the loss. in_place: the gradient is written over the logits, which saves memory where the
-    caller needs them no more (in `jax.jit` they should be an intermediate value or a donated argument). Returns Loss
-    with [*N] float32 and d_logits [*N, V] of the logits' dtype. Not differentiable itself: `cross_entropy` is. Raises
-    ValueError.
+    z_loss: weight of lse^2 in the loss. in_place: write the gradient over the logits, which saves memory if the caller
+    does not use them again (in `jax.jit` they should be an intermediate value or a donated argument). Returns Loss with
+    float32 [*N] and d_logits [*N, V] in the logits' dtype. It has no derivative; `cross_entropy` has one. Raises
+    ValueError for wrong shapes and dtypes.
     """
     _check(logits, labels, z_loss)
     need(jnp.shape(weight) == (), OP, "weight", "one number, shape ()", jnp.shape(weight))
@@ -245,9 +258,10 @@ def cross_entropy(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Float[Array, "*N"]:
-    """Loss of every row, float32, differentiable with respect to the logits, each row by its own cotangent.
+    """Loss of every row, float32; differentiable with respect to the logits.
 
-    Arguments and errors are those of `loss_and_gradient`, which is one pass less where the weight is known before.
+    Arguments and errors are those of `loss_and_gradient`, which needs one pass less but must know the weight of the
+    gradient before.
     """
     _check(logits, labels, z_loss)
     return _loss(*_flat(logits, labels), z_loss, implementation, interpret).reshape(labels.shape)
@@ -260,7 +274,7 @@ def logprob(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Float[Array, "*N"]:
-    """log softmax(logits)[label] of every row in nats, float32, 0 where labels are ignored; without gradient."""
+    """log softmax(logits)[label] of every row in nats, float32, 0 for ignored labels; without gradient."""
     _check(logits, labels, 0.0)
     rows = _flat(jax.lax.stop_gradient(logits), labels)
     return _forward(*rows, 0.0, implementation, interpret)[2].reshape(labels.shape)
@@ -288,22 +302,25 @@ _loss.defvjp(_loss_saving, _loss_transposed)
 
 
 def _forward(logits_NV, labels_N, z_loss, implementation, interpret):
-    """[loss, lse, logprob]."""
+    """[loss, lse, logprob] of each row."""
     if not _mosaic(logits_NV, implementation):
         return _reference_forward(logits_NV, labels_N, z_loss)
     return _run(logits_NV, labels_N, jnp.ones(1, f32), z_loss=z_loss, gradient=False, interpret=interpret)[0]
 
 
 def _flat(logits, labels):
+    """(logits [N, V], labels [N])."""
     return logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
 
 
 def _mosaic(logits_NV, implementation: Implementation) -> bool:
-    """Whether the kernel runs."""
+    """Whether the kernel runs; if not, warns or raises: see `dispatch.chosen`."""
     if choose(OP, implementation) == "xla" or logits_NV.size == 0:
         return False
-    (N, V), itemsize = logits_NV.shape, logits_NV.dtype.itemsize
-    vec, fits = 16 // itemsize, cut(N, max(V, LANES), itemsize).rows * V < 2**31
+    N, V = logits_NV.shape
+    itemsize = logits_NV.dtype.itemsize
+    vec = 16 // itemsize
+    fits = cut(N, max(V, LANES), itemsize).rows * V < 2**31
     expected = (
         f"expected fewer than 2^31 logits, since in rows that {vec} does not divide they are found with 32-bit numbers "
         f"(make the number of rows a multiple of {vec}, or take fewer)"
@@ -312,6 +329,7 @@ def _mosaic(logits_NV, implementation: Implementation) -> bool:
 
 
 def _check(logits, labels, z_loss) -> None:
+    """Raises ValueError for wrong shapes and dtypes."""
     need(logits.ndim >= 1 and logits.shape[-1] >= 1, OP, "logits", "shape [..., V] with V >= 1", logits.shape)
     need(logits.dtype in (f32, jnp.bfloat16), OP, "dtype of logits", "float32 or bfloat16", logits.dtype)
     need(labels.dtype == jnp.int32, OP, "dtype of labels", "int32", labels.dtype)
@@ -324,9 +342,11 @@ def _check(logits, labels, z_loss) -> None:
 
 
 def cases(sizes: Sizes, tokens: int) -> list[Case]:
-    """Training in one kernel, in place and not; evaluation; and the two kernels of a differentiated loss."""
-    x, labels = jax.ShapeDtypeStruct((tokens, sizes.vocab), jnp.bfloat16), jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    one, number = 2 * tokens * sizes.vocab, jax.ShapeDtypeStruct((), f32)
+    """Loss and gradient in one kernel, in place and not; log-probabilities; both kernels of a differentiated loss."""
+    x = jax.ShapeDtypeStruct((tokens, sizes.vocab), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    number = jax.ShapeDtypeStruct((), f32)
+    one = 2 * tokens * sizes.vocab  # bytes of the logits
     rows = 4 * tokens
 
     def backward(logits, labels, d_loss, **how):

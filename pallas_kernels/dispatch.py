@@ -1,10 +1,10 @@
-"""Which implementation of an op runs, and how a Pallas Mosaic GPU kernel is started.
+"""Chooses the implementation of an op, and launches Pallas Mosaic GPU kernels.
 
-`implementation` of every public op is None, "mosaic" (the kernel) or "xla" (the reference, in jnp, on any device).
-None takes the kernel where the program is for an NVIDIA GPU that the kernels serve (`jax.default_device`, which also
-names the GPU that a machine without one compiles for, else the default backend), and the reference elsewhere; on a GPU,
-or with shapes, that they do not serve it says so once. ValueError is "the caller is wrong"; `Unserved`, which is one
-too, "this kernel cannot", and is raised where the kernel was asked for.
+`implementation` of every public op is None, "mosaic" (the kernel) or "xla" (the reference, in jnp, on any device). None
+chooses the kernel if the program is for an NVIDIA GPU that the kernels support, else the reference. The program's
+device is `jax.default_device`, which a machine without a GPU sets to the GPU that it compiles for, or else that of the
+default backend. If the kernel does not support a GPU or a shape, None warns once. ValueError means "the caller is
+wrong". Its subclass `Unserved` means "this kernel cannot do it", and is raised if the caller asked for the kernel.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Implementation = Literal["mosaic", "xla"] | None
 IMPLEMENTATIONS = (None, "mosaic", "xla")
 OLDEST, NEWEST = (8, 0), (12, 1)  # compute capabilities that the kernels are compiled for in the tests
 LIBRARIES = tuple(os.path.dirname(file) for file in (__file__, jax.__file__))
-LANES = 128  # threads of a program, one warp group: vectors are cut into multiples of it
+LANES = 128  # threads of a program, one warp group: lengths of vectors are multiples of it
 
 
 class Unserved(NotImplementedError, ValueError):
-    """What the kernel of an op was asked for and cannot do: which op, what it expects and what it got."""
+    """The kernel of an op cannot do what was asked for; says which op, what it expects and what it got."""
 
 
 def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
@@ -42,7 +42,7 @@ def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
 
 @functools.cache
 def automatic(device: Any = None) -> Literal["mosaic", "xla"]:
-    """What `implementation=None` means in programs for a device or platform; None: for the first device there is."""
+    """The meaning of `implementation=None` in programs for a device or platform; None: for the first device."""
     if device is None or isinstance(device, str):
         if (device or jax.default_backend()) not in ("gpu", "cuda"):
             return "xla"
@@ -60,7 +60,7 @@ def automatic(device: Any = None) -> Literal["mosaic", "xla"]:
 
 
 def chosen(op: str, implementation: Implementation, fits: bool, expected: str, got: Any) -> bool:
-    """Whether the kernel runs. What it cannot do is `left_to_xla`; expected: "expected ...", what would fit."""
+    """Whether the kernel runs. If it does not fit: see `left_to_xla`. expected: "expected ...", inputs that fit."""
     if choose(op, implementation) == "xla":
         return False
     if not fits:
@@ -69,7 +69,7 @@ def chosen(op: str, implementation: Implementation, fits: bool, expected: str, g
 
 
 def left_to_xla(implementation: Implementation, error: Unserved) -> None:
-    """Says once that the reference runs, and why; raises that where the kernel was asked for."""
+    """Warns once that the reference runs, and why; raises Unserved if the caller asked for the kernel."""
     if implementation == "mosaic":
         raise Unserved(f"{error}; use implementation=None or 'xla'") from None
     _say_once(f"{error}; using XLA's instead")
@@ -77,12 +77,12 @@ def left_to_xla(implementation: Implementation, error: Unserved) -> None:
 
 @functools.cache
 def _say_once(message: str) -> None:
-    """As a warning about the caller's line."""
+    """Warns about the caller's line, once per message."""
     warnings.warn(message, skip_file_prefixes=LIBRARIES)
 
 
 def capability(device: Any) -> tuple[int, int] | None:
-    """(9, 0) of an NVIDIA GPU that says "9.0" or "9.0a"; None of any other device: CPUs, AMD's GPUs ("gfx942")."""
+    """Compute capability: (9, 0) for an NVIDIA GPU's "9.0" or "9.0a"; None for CPUs and AMD's GPUs ("gfx942")."""
     found = re.fullmatch(r"(\d+)\.(\d+)[a-z]?", str(getattr(device, "compute_capability", None)))
     return (int(found[1]), int(found[2])) if found else None
 
@@ -99,16 +99,18 @@ def launch(
     over: Any = (),
     **more,
 ):
-    """Run an op's kernel over a grid, 128 threads a program.
+    """Runs an op's kernel over a grid, with 128 threads per program.
 
-    out: `jax.ShapeDtypeStruct`s of what it returns. over: numbers of the operands that it writes over; their new values
-    come first in the results, a list. Inside `jax.shard_map(check_vma=True)` all results vary over the mesh axes that
-    any operand varies over. Raises Unserved on, or lowered for, another device than an NVIDIA GPU.
+    out: `jax.ShapeDtypeStruct`s of the results. over: indices of the operands that the kernel writes over; the results
+    are then a list that starts with their new values. Inside `jax.shard_map(check_vma=True)` all results vary over the
+    mesh axes that any operand varies over. Raises Unserved if it runs on, or is lowered for, a device that is not an
+    NVIDIA GPU.
     """
     if not interpret:
         operands = (_for_gpu.bind(operands[0], op=op), *operands[1:])
     varying = frozenset().union(*(_varying(x) for x in operands))
-    # JAX takes no references to what varies over mesh axes: that is taken off the type, and put on the results.
+    # JAX has no references to values that vary over mesh axes: such operands are typed as not varying, the results as
+    # varying.
     refs = {i: jax.new_ref(_same.bind(operands[i]) if _varying(operands[i]) else operands[i]) for i in over}
     if varying:
         kind = jax.sharding.ManualAxisType(varying=varying)
@@ -124,8 +126,8 @@ def launch(
     return jax.tree.map(lambda x: _vary(x, varying), found)
 
 
-# The identity of an array, and an error that names the op where a program is lowered for a device without the kernels:
-# JAX's own does not, and only lowering knows the device, since a program may be traced for a GPU that is not here.
+# The identity of an array. If a program is lowered for a device without the kernels, it raises an error that names the
+# op, which JAX's own error does not. Only lowering knows the device, since a program may be traced on another machine.
 _for_gpu = Primitive("for_nvidia_gpu")
 _for_gpu.def_abstract_eval(lambda x, *, op: x)
 batching.defvectorized(_for_gpu)
@@ -157,21 +159,22 @@ mlir.register_lowering(_same, lambda context, x: [x])
 
 
 def _vary(x, axes: frozenset[str]):
-    """x, varying over these mesh axes too: jax 0.12's `plgpu.kernel` drops what out_type says of it."""
+    """x typed as varying over these mesh axes too; needed because jax 0.12's `plgpu.kernel` drops this of out_type."""
     missing = tuple(sorted(axes - _varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _varying(x) -> frozenset[str]:
+    """The mesh axes that x varies over."""
     return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", None) or frozenset()
 
 
 def need(ok: bool, op: str, what: str, expected: Any, got: Any) -> None:
-    """Raises ValueError saying what was expected and what was given."""
+    """Raises ValueError with the expected and the actual value unless `ok`."""
     if not ok:
         raise ValueError(f"{op}: {what}: expected {expected}, got {got}")
 
 
 def largest(dtype) -> float:
-    """The largest finite number of a dtype that values are scaled to."""
+    """The largest finite number of a dtype."""
     return float(jnp.finfo(dtype).max)

@@ -1,8 +1,8 @@
-"""Kernels of operations on every number by itself, with the largest magnitudes of some: what such ops share.
+"""Shared code of elementwise kernels, which may also return the largest magnitudes of their values.
 
-Arrays are flattened and cut into chunks, one a program. Every thread has its loads of all arrays under way before it
-computes, each 16 bytes of the widest dtype: 8192 rows or one, D = 768 or 28672, the memory is kept as busy. A maximum
-is taken per program; the maximum of those is outside, over less than a thousandth of the numbers.
+Arrays are flattened and split into chunks, one per program. Every thread starts its loads of all arrays before it
+computes, each 16 bytes of the widest dtype. So the memory is equally busy for 8192 rows or one, for D = 768 or 28672.
+The kernel takes a maximum per program; XLA takes the maximum of those, which are less than a thousandth of the numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LARGEST = 2**31  # numbers in an array: chunks are addressed in int32
 
 
 def serves(x) -> bool:
-    """Whether an array can be cut into chunks of 128 threads."""
+    """Whether an array can be split into chunks for 128 threads."""
     return 0 < x.size < LARGEST and x.size % dispatch.LANES == 0
 
 
@@ -36,12 +36,14 @@ def run(
     op: str,
     interpret: bool,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """(results, maxima): arrays of the shape of the first with these dtypes, and float32 [].
+    """Runs an elementwise kernel; returns (results, maxima).
 
-    body(values, scalars, index) gives one chunk's results and the arrays whose largest magnitudes are wanted; index()
-    is the flat index of every number, uint32.
+    body: (values, scalars, index) -> (results, arrays whose largest magnitudes are wanted), of one chunk. index() is
+    the flat index of every number, uint32. results: of the shape of the arrays, with these dtypes. maxima: float32 []
+    each; the argument `maxima` is their number.
     """
-    shape, n = arrays[0].shape, arrays[0].size
+    shape = arrays[0].shape
+    n = arrays[0].size
     chunk, vector = _cut(n, max(jnp.dtype(x.dtype).itemsize for x in arrays), 4 if len(arrays) == 1 else 2)
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vector)
 
@@ -50,7 +52,11 @@ def run(
         at = pl.ds(i * chunk, chunk)
         inputs, refs = refs[: len(arrays)], refs[len(arrays) :]
         numbers, refs = refs[: len(scalars)], refs[len(scalars) :]
-        index = lambda: plgpu.broadcasted_iota(jnp.uint32, (chunk,), 0, layout=layout) + (i * chunk).astype(jnp.uint32)
+
+        def index():
+            within = plgpu.broadcasted_iota(jnp.uint32, (chunk,), 0, layout=layout)
+            return within + (i * chunk).astype(jnp.uint32)
+
         values = [plgpu.load(ref.at[at], layout=layout, optimized=False) for ref in inputs]
         results, tops = body(values, [ref[0] for ref in numbers], index)
         for ref, result in zip(refs[: len(dtypes)], results, strict=True):
@@ -67,7 +73,7 @@ def run(
 
 
 def _cut(n: int, itemsize: int, loads: int) -> tuple[int, int]:
-    """(numbers of a chunk, of one load of a thread): 16 bytes a load where n can be divided so."""
+    """(numbers per chunk, numbers per load of a thread): 16 bytes per load if n can be divided so."""
     vector = 16 // itemsize
     chunk = vector * loads * dispatch.LANES
     while n % chunk:

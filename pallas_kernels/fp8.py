@@ -1,8 +1,9 @@
-"""FP8 numbers, e4m3 and e5m2 (Micikevicius et al. 2022, arXiv:2209.05433), inside kernels and outside.
+"""FP8 numbers, e4m3 and e5m2 (Micikevicius et al. 2022, arXiv:2209.05433), inside and outside of kernels.
 
-GPUs convert them from compute capability 8.9 on. Elsewhere (A100) kernels compute the same bits with integers: rounding
-to nearest even is `bits + half - 1 + odd` in the normal range, and below it the addition of a float32 whose last bit
-is worth FP8's smallest step. A device without the instructions is taken from `jax.default_device` while tracing.
+GPUs have instructions that convert them from compute capability 8.9 on. For older GPUs (A100) kernels compute the same
+bits with integers: rounding to nearest even is `bits + half - 1 + odd` for normal numbers; for subnormal numbers it is
+the addition of a float32 whose last bit is FP8's smallest step. Tracing finds out from `jax.default_device` whether the
+GPU has the instructions.
 """
 
 from __future__ import annotations
@@ -20,45 +21,45 @@ FIRST = (8, 9)  # compute capability with instructions for FP8
 
 
 def reference(x, scale, dtype):
-    """clip(x * (1 / scale), -max, max) in e4m3 or e5m2; the same expression as in kernels, for the same bits."""
+    """clip(x * (1 / scale), -max, max) in e4m3 or e5m2: the same expression as in kernels, so the same bits."""
     return _clip(x.astype(f32) * (1 / scale), dtype).astype(dtype)
 
 
 def absmax(x, axis: int | None = None):
-    """Largest magnitudes, float32; NaN where there is one."""
+    """Largest magnitudes, float32; NaN if x has one."""
     return from_ordered(jnp.max(ordered(x), axis=axis))
 
 
 def ordered(x):
-    """The bits of float32 magnitudes as int32: ordered as they are, NaN last. Maxima are taken of these.
+    """The bits of float32 magnitudes as int32, which have the same order, with NaN as the largest.
 
-    XLA on CPUs (jax 0.11.2 and 0.12.0.1) loses NaN in maxima of 4096 floats or more.
+    Maxima are taken of these: XLA on CPUs (jax 0.11.2 and 0.12.0.1) loses NaN in maxima of 4096 floats or more.
     """
     return jax.lax.bitcast_convert_type(x.astype(f32), jnp.int32) & jnp.int32(0x7FFFFFFF)
 
 
 def from_ordered(bits):
-    """float32 magnitudes again."""
+    """The inverse of `ordered`: float32 magnitudes."""
     return jax.lax.bitcast_convert_type(bits, f32)
 
 
 def same_bits(x, dtype):
-    """x as another dtype of as many bits; nothing moves in memory."""
+    """The bits of x as another dtype of the same width; no copy."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def is_scale(scale) -> bool:
-    """Whether it is a float32 [], an array."""
+    """Whether `scale` is an array, float32 []."""
     return getattr(scale, "shape", None) == () and getattr(scale, "dtype", None) == f32
 
 
 def described(x) -> str:
-    """dtype and shape, for errors."""
+    """dtype and shape of x as text, for errors."""
     return f"{x.dtype} {x.shape}" if hasattr(x, "dtype") else repr(x)
 
 
 def store_dtype(dtype):
-    """What a kernel writes FP8 as: itself, or bytes where the GPU has no instructions for it."""
+    """The dtype in which kernels read and write FP8: itself, or uint8 if the GPU has no instructions for FP8."""
     return dtype if has_instructions() else jnp.dtype(jnp.uint8)
 
 
@@ -69,17 +70,17 @@ def encode(x, inverse, dtype):
 
 
 def decode(x8, dtype):
-    """Inside a kernel: float32 of FP8 in `store_dtype(dtype)`."""
+    """Inside a kernel: the float32 numbers of x8, which is FP8 in `store_dtype(dtype)`."""
     return x8.astype(f32) if has_instructions() else value(x8.astype(u32), dtype)
 
 
 def as_stored(x8):
-    """An FP8 array as a kernel reads it: `store_dtype`. XLA changes nothing in memory."""
+    """An FP8 array in the `store_dtype` that kernels read; no copy."""
     return jax.lax.bitcast_convert_type(x8, store_dtype(x8.dtype))
 
 
 def has_instructions() -> bool:
-    """Whether the GPU that is traced for converts FP8 itself; True for the interpreter."""
+    """Whether the GPU that the program is traced for has instructions for FP8; True for the interpreter."""
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
@@ -88,7 +89,7 @@ def has_instructions() -> bool:
 
 
 def code(x, dtype):
-    """The bits of x, rounded to nearest even, as uint32 0..255. x: float32 that dtype holds, or NaN."""
+    """x rounded to FP8, to nearest even, as bits in a uint32 0..255. x: float32 in the range of dtype, or NaN."""
     bias, mantissa = _format(dtype)
     bits = jax.lax.bitcast_convert_type(x, u32)
     size = bits & u32(0x7FFFFFFF)
@@ -96,7 +97,7 @@ def code(x, dtype):
     normal = ((size + ((u32(1) << (cut - u32(1))) - u32(1)) + ((size >> cut) & u32(1))) >> cut) - u32(
         (127 - bias) << mantissa
     )
-    magic = np.float32(2.0 ** (24 - bias - mantissa))  # its last bit is worth the smallest step
+    magic = np.float32(2.0 ** (24 - bias - mantissa))  # its last bit is FP8's smallest step
     small = jax.lax.bitcast_convert_type(jnp.abs(x) + magic, u32) - u32(magic.view(np.uint32))
     found = jnp.where(size < u32((128 - bias) << 23), small, normal)
     found = jnp.where(size > u32(0x7F800000), u32(0x7F), found)
@@ -104,7 +105,7 @@ def code(x, dtype):
 
 
 def value(bits, dtype):
-    """float32 of the bits of an FP8 number, uint32 0..255."""
+    """The float32 number of FP8 bits, uint32 0..255."""
     bias, mantissa = _format(dtype)
     size = bits & u32(0x7F)
     normal = jax.lax.bitcast_convert_type((size << u32(23 - mantissa)) + u32((127 - bias) << 23), f32)
@@ -117,7 +118,7 @@ def value(bits, dtype):
 
 
 def power_of_two(biased):
-    """2^(biased - 127) of uint32 from 1 to 254, exactly; 255 becomes infinity."""
+    """2^(biased - 127) exactly, for uint32 from 1 to 254; 255 gives infinity."""
     return from_ordered(biased << u32(23))
 
 
@@ -127,33 +128,34 @@ def nearest(x):
 
 
 def to_e4m3(x):
-    """The nearest e4m3 numbers, ties to even, as float32, which x is: up to 448 in magnitude.
+    """x rounded to e4m3 numbers, ties to even, as float32. x: float32 up to 448 in magnitude.
 
-    As arithmetic, since XLA may drop a cast to fewer bits and back (excess precision).
+    Computed by arithmetic, because XLA may drop a cast to fewer bits and back (excess precision).
     """
     steps, step = _e4m3_steps(x)
     return nearest(steps) * step
 
 
 def up_to_e4m3(x):
-    """The smallest e4m3 numbers that are not below positive float32 up to 448; not below 2^-9 either."""
+    """x rounded up to e4m3 numbers, at least 2^-9, as float32. x: positive float32 up to 448."""
     steps, step = _e4m3_steps(x)
     found = nearest(steps)
     return jnp.maximum(jnp.where(found < steps, found + f32(1), found) * step, f32(2.0**-9))
 
 
 def _e4m3_steps(x):
-    """(x in steps of e4m3's numbers in its binade, the step); subnormal below 2^-6, 3 bits of mantissa."""
+    """(x / step, step); step: the distance of e4m3 numbers near x (3 bits of mantissa, subnormal below 2^-6)."""
     exponent = (jax.lax.bitcast_convert_type(x, u32) >> u32(23)) & u32(0xFF)
     step = jnp.maximum(exponent, u32(127 - 6)) - u32(3)
     return x * power_of_two(u32(254) - step), power_of_two(step)
 
 
 def _format(dtype) -> tuple[int, int]:
-    """(bias of the exponent, bits of the mantissa)."""
+    """(bias of the exponent, bits of the mantissa) of an FP8 dtype."""
     return (7, 3) if dtype == E4M3 else (15, 2)
 
 
 def _clip(x, dtype):
+    """x limited to the range of an FP8 dtype."""
     top = dispatch.largest(dtype)
     return jnp.clip(x, -top, top)

@@ -1,18 +1,20 @@
 """MXFP8: e4m3 values and a power of two for every 32 neighbours along the dimension that a product sums over.
 
 x[i, k] = values[i, k] * scales[i, k / 32] (OCP Microscaling Formats 1.0). The scale is the smallest power of two with
-which no value of the block exceeds 448 (Mishra et al. 2025, arXiv:2506.08027), not below 2^-126; NaN or infinity makes
-it NaN. Products of a layer sum over rows of its operands and, in the backward pass, over columns, in blocks of their
-own: `quantize` makes blocks along rows, `quantize_transposed` along columns, written as rows of the transpose, and
-`quantize_both`, for gradients, either from one read.
+which no value of the block exceeds 448 (Mishra et al. 2025, arXiv:2506.08027), at least 2^-126. NaN or infinity in a
+block makes its scale NaN. Products of a layer sum over rows of its operands, and in the backward pass over columns;
+each needs blocks along its own dimension. `quantize` makes blocks along rows. `quantize_transposed` makes blocks along
+columns and writes them as rows of the transpose. `quantize_both`, for gradients, makes both and reads x once.
 
-Kernels: a block along a row is 4 lanes x 8 numbers. For columns a program takes 128 rows and 64 columns, a warp 32 rows
-of them, one block high: rows 4i + k are read into an array for each k (see `transposing`), 2 registers of 4 lanes hold
-the 8 i of a column, so that its largest number is found within a warp. Four rows' bytes make a 32-bit word of the
-transpose; words and scales go through shared memory and are written along rows of the transpose, 32 and 4 bytes.
+Kernels: a block along a row is 4 lanes x 8 numbers. For columns a program has 128 rows and 64 columns, and each warp 32
+of these rows, the height of a block. Rows 4i + k are read into an array for each k (see `transposing`). The 8 values of
+i of a column are in 2 registers of 4 lanes, so that its largest number is found within a warp. The bytes of four rows
+make a 32-bit word of the transpose. Words and scales go through shared memory and are written along rows of the
+transpose, 32 and 4 bytes at a time.
 
-dtype promise: exponents are integers and the scales powers of two, so only the rounding to e4m3 (nearest even) rounds:
-kernels and references are equal to the bit. No vjp: they are called inside hand-written ones.
+dtype promise: exponents are integers and scales are powers of two, so the cast to e4m3 (to nearest even) is the only
+rounding, and kernels and references are equal to the bit. There is no vjp: the functions are called inside hand-written
+vjps.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ FLOATS = (jnp.bfloat16, jnp.float16, f32)
 E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
 BLOCK = 32
 ROWS, COLUMNS = 4 * BLOCK, 2 * BLOCK  # of a program with blocks along columns
-PITCH = 12  # of 4 columns' words in shared memory: 8 rows of them, and their transpose, are on different banks
+PITCH = 12  # words between groups of 4 columns in shared memory: 8 such rows, and their transpose, use different banks
 NAN = 255  # of e8m0, whose other bits are the exponent of a float32
 
 
 class MX(NamedTuple):
-    """Number (i, k) is values[i, k] * scales[i, k / 32]."""
+    """An MXFP8 array: number (i, k) is values[i, k] * scales[i, k / 32]."""
 
     values: jax.Array  # e4m3 [..., n]
     scales: jax.Array  # e8m0 [..., n / 32]
@@ -52,9 +54,9 @@ class MX(NamedTuple):
 
 
 def _scale(top):
-    """(bits of e8m0 as int32, float32 that values are multiplied by), from `fp8.ordered` largest magnitudes."""
+    """(scale as bits of e8m0 in int32, 1 / scale in float32), from `fp8.ordered` largest magnitudes of blocks."""
     exponent = top >> 23
-    # 448 = 1.75 * 2^8, and 0x600000 is the mantissa of 1.75. Not 2^-127, whose float32 some devices take for zero.
+    # 448 = 1.75 * 2^8, and 0x600000 is the mantissa of 1.75. Not 2^-127: some devices flush that float32 to zero.
     code = jnp.maximum(exponent - jnp.where((top & i32(0x7FFFFF)) > i32(0x600000), i32(7), i32(8)), i32(1))
     return jnp.where(exponent == i32(255), i32(NAN), code), fp8.from_ordered((i32(254) - code) << 23)
 
@@ -91,9 +93,14 @@ def _quantize_mosaic(x, op: str, interpret: bool) -> MX:
 
 
 def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
-    """[x by rows if rows_too, x by columns], from tiles [block, i, column / 4, column % 4] of rows 4i + k."""
+    """[x in blocks along rows if rows_too, x in blocks along columns].
+
+    Works on tiles [block, i, column / 4, column % 4] of rows 4i + k, for each k.
+    """
     m, n = x.shape
-    high, fours, tile = m // BLOCK, COLUMNS // 4, (4, 8, 8, 4)
+    high = m // BLOCK
+    fours = COLUMNS // 4
+    tile = (4, 8, 8, 4)
     layout = plgpu.Layout.TILED(plgpu.Tiling((tile, (4, 8, 4))), (-7,), (-2, -3), -1)
     word_layout = plgpu.Layout.WG_STRIDED((fours, 4, 4, 8), vec_size=1)
     scale_layout = plgpu.Layout.WG_STRIDED((fours, 4, 4), vec_size=1)
@@ -103,7 +110,10 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
         down, across = pl.ds(4 * i, 4), pl.ds(j * fours, fours)
         parts = [pl.ds(j * fours + 8 * c, 8) for c in range(COLUMNS // BLOCK)]
         *by_row, words_ref, scales_ref, words, scales = refs
-        load = lambda k, at: plgpu.load(x_ref.at[down, :, k, at], layout=layout, optimized=False)
+
+        def load(k, at):
+            return plgpu.load(x_ref.at[down, :, k, at], layout=layout, optimized=False)
+
         loaded = [[load(k, at) for k in range(4)] for at in parts]
         row_scales = []
         for c, at in enumerate(parts):
@@ -124,17 +134,19 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
                     tiles.store(by_row[0], (down, slice(None), k, at), fp8.encode(rows, inverse, E4M3))
         for k, codes in enumerate(zip(*row_scales, strict=True)):
             tiles.store(by_row[1], (down, slice(None), k, j), _joined(codes).astype(jnp.uint16))
-        whole = words.at[:, :, :, pl.ds(0, 4)].transpose((1, 0, 3, 2))
-        word = plgpu.load(whole, layout=word_layout, optimized=False)
+        transposed = words.at[:, :, :, pl.ds(0, 4)].transpose((1, 0, 3, 2))
+        word = plgpu.load(transposed, layout=word_layout, optimized=False)
         tiles.store(words_ref.transpose((0, 2, 1, 3)), (across, down), word)
         code = plgpu.load(scales.transpose((1, 2, 0)), layout=scale_layout, optimized=False)
         tiles.store(scales_ref, (across, slice(None), down), code.astype(u8))
 
     shape = jax.ShapeDtypeStruct
-    out, sizes = [shape((n // 4, 4, high, 8), u32), shape((n // 4, 4, high), u8)], [(n, m)]
+    out = [shape((n // 4, 4, high, 8), u32), shape((n // 4, 4, high), u8)]
+    sizes = [(n, m)]
     if rows_too:
         values = shape((high, 8, 4, n // 4, 4), fp8.store_dtype(E4M3))
-        out, sizes = [values, shape((high, 8, 4, n // COLUMNS), jnp.uint16), *out], [(m, n), (n, m)]
+        out = [values, shape((high, 8, 4, n // COLUMNS), jnp.uint16), *out]
+        sizes = [(m, n), (n, m)]
     found = dispatch.launch(
         kernel, (x.reshape(high, 8, 4, n // 4, 4),), op=op, out=out, grid=(m // ROWS, n // COLUMNS),
         names=("rows", "columns"), interpret=interpret,
@@ -147,7 +159,7 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
 
 
 def _joined(parts):
-    """Words (uint32) of arrays of numbers below 256, the first one's lowest."""
+    """Words (uint32) that join arrays of numbers below 256; the first array has the lowest bits."""
     return functools.reduce(jnp.bitwise_or, [part.astype(u32) << u32(8 * k) for k, part in enumerate(parts)])
 
 
@@ -155,9 +167,9 @@ def _joined(parts):
 
 
 def quantize(x: Float[Array, "*M N"], *, implementation: Implementation = None, interpret: bool = False) -> MX:
-    """x in blocks along its rows: values e4m3 [..., N], scales e8m0 [..., N / 32].
+    """Quantises x in blocks along its rows: values e4m3 [..., N], scales e8m0 [..., N / 32].
 
-    x: bfloat16, float16 or float32. The kernel serves multiples of 1024 numbers. ValueError unless 32 divides N.
+    x: bfloat16, float16 or float32. The kernel supports sizes that 1024 divides. Raises ValueError unless 32 divides N.
     """
     op = "mx.quantize"
     _check(op, x, x.ndim > 0 and x.shape[-1] % BLOCK == 0, f"[..., N], N a multiple of {BLOCK}")
@@ -173,9 +185,9 @@ def quantize(x: Float[Array, "*M N"], *, implementation: Implementation = None, 
 def quantize_transposed(
     x: Float[Array, "M N"], *, implementation: Implementation = None, interpret: bool = False
 ) -> MX:
-    """`quantize` of the transpose, in blocks along the columns of x: values e4m3 [N, M], scales e8m0 [N, M / 32].
+    """Quantises the transpose, in blocks along the columns of x: values e4m3 [N, M], scales e8m0 [N, M / 32].
 
-    The kernel serves M in multiples of 128 and N in multiples of 64. ValueError unless 32 divides M.
+    The kernel supports multiples of 128 as M and of 64 as N. Raises ValueError unless 32 divides M.
     """
     op = "mx.quantize_transposed"
     _check(op, x, x.ndim == 2 and x.shape[0] % BLOCK == 0, f"[M, N], M a multiple of {BLOCK}")
@@ -187,9 +199,9 @@ def quantize_transposed(
 def quantize_both(
     x: Float[Array, "M N"], *, implementation: Implementation = None, interpret: bool = False
 ) -> tuple[MX, MX]:
-    """(`quantize`, `quantize_transposed`) of x from one read, for sizes that `quantize_transposed` serves.
+    """(`quantize`, `quantize_transposed`) of x; the kernel reads x once and supports the sizes of the latter.
 
-    ValueError unless 32 divides M and N.
+    Raises ValueError unless 32 divides M and N.
     """
     op = "mx.quantize_both"
     fits = x.ndim == 2 and x.shape[0] % BLOCK == x.shape[-1] % BLOCK == 0
@@ -201,12 +213,13 @@ def quantize_both(
 
 
 def _check(op: str, x, fits: bool, expected: str) -> None:
-    """The errors of the caller."""
+    """Raises ValueError for a wrong dtype or shape."""
     need(x.dtype in FLOATS, op, "dtype of x", "bfloat16, float16 or float32", x.dtype)
     need(fits, op, "x", expected, x.shape)
 
 
 def _tiled(op: str, implementation: Implementation, x) -> bool:
+    """Whether the kernel with blocks along columns runs."""
     fits = x.shape[0] % ROWS == x.shape[1] % COLUMNS == 0 < x.size < elementwise.LARGEST
     needs = f"expected other sizes: the kernel needs M in multiples of {ROWS}, N of {COLUMNS}, M N below 2^31"
     return dispatch.chosen(op, implementation, fits, needs, x.shape)
@@ -214,13 +227,17 @@ def _tiled(op: str, implementation: Implementation, x) -> bool:
 
 def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:
     """Activations and weights along rows, weights along columns, gradients along both."""
-    shape, case = jax.ShapeDtypeStruct, shapes.Case
-    x, w = shape((tokens, sizes.hidden), jnp.bfloat16), shape((sizes.intermediate, sizes.hidden), jnp.bfloat16)
-    eight = lambda s: s.size + s.size // BLOCK
+    case = shapes.Case
+    x = jax.ShapeDtypeStruct((tokens, sizes.hidden), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((sizes.intermediate, sizes.hidden), jnp.bfloat16)
+
+    def mx_bytes(s: jax.ShapeDtypeStruct) -> int:
+        return s.size + s.size // BLOCK
+
     return [
-        case("quantize", quantize, (x,), 2 * x.size + eight(x)),
-        case("quantize_weight", quantize, (w,), 2 * w.size + eight(w)),
-        case("quantize_transposed", quantize_transposed, (x,), 2 * x.size + eight(x)),
-        case("quantize_transposed_weight", quantize_transposed, (w,), 2 * w.size + eight(w)),
-        case("quantize_both", quantize_both, (x,), 2 * x.size + 2 * eight(x)),
+        case("quantize", quantize, (x,), 2 * x.size + mx_bytes(x)),
+        case("quantize_weight", quantize, (w,), 2 * w.size + mx_bytes(w)),
+        case("quantize_transposed", quantize_transposed, (x,), 2 * x.size + mx_bytes(x)),
+        case("quantize_transposed_weight", quantize_transposed, (w,), 2 * w.size + mx_bytes(w)),
+        case("quantize_both", quantize_both, (x,), 2 * x.size + 2 * mx_bytes(x)),
     ]

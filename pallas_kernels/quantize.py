@@ -1,16 +1,18 @@
-"""Fewer bits: absmax, casts to FP8 (with the transposed copy), block-wise 8 bits, stochastic rounding to bfloat16.
+"""Quantisation: absmax, casts to FP8 (with the transposed copy), block-wise 8 bits, stochastic rounding to bfloat16.
 
-Per tensor:  x8 = clip(x * (1 / scale), -max, max) in e4m3 (max 448) or e5m2 (max 57344); scale is a float32 [] that is
-             known before. absmax is that of x before the cast, for the scale of the next step.
-Transposed:  FP8 products of cuBLASLt contract the last dimension of both operands, so the products of a weight's
-             gradient need x8 in both layouts: `cast_transpose` writes both from one read.
+Per tensor:  x8 = clip(x * (1 / scale), -max, max) in e4m3 (max 448) or e5m2 (max 57344); scale is a float32 [], known
+             before the cast. absmax is that of x before the cast, for the scale of the next step.
+Transposed:  FP8 products of cuBLASLt contract the last dimension of both operands. So the product of a weight's
+             gradient needs the transpose of x8 too: `cast_transpose` reads x once and writes both.
 Block-wise:  `block` neighbours of the last dimension share a float32 scale, absmax / max of the dtype (127 for int8);
-             NaN or infinity makes its whole block not finite.
-Stochastic:  16 random bits are added below the mantissa of a bfloat16, then the low half is cut: x is the expectation.
+             NaN or infinity makes all numbers of its block not finite.
+Stochastic:  16 random bits are added below the mantissa of a bfloat16, then the low half is dropped: the expectation of
+             the result is x.
 
-dtype promise: arithmetic is float32, rounding is to nearest even, once; NaN stays NaN. A function gives the same bits
-in its reference and its kernel: `1 / scale` is a division of float32 to the last bit on a CPU, the GPU's reciprocal
-(one unit in the last place) on a GPU, for XLA and Mosaic alike. No vjp: they are called inside hand-written ones.
+dtype promise: arithmetic is float32; results are rounded once, to nearest even; NaN stays NaN. A function gives the
+same bits in its reference and in its kernel on the same device: `1 / scale` is a correctly rounded division of float32
+on a CPU, and the GPU's reciprocal (one unit in the last place) on a GPU, for XLA and Mosaic alike. There is no vjp: the
+functions are called inside hand-written vjps.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ BLOCK = 128
 
 
 class Cast(NamedTuple):
-    """What `cast_transpose` returns."""
+    """Results of `cast_transpose`."""
 
     values: jax.Array  # [M, N]
     transposed: jax.Array  # [N, M]
@@ -53,7 +55,10 @@ class Blocks(NamedTuple):
 
 
 def _quantize_blocks_xla(x, dtype, block: int) -> Blocks:
-    """Products with reciprocals, in all of this file: XLA makes them of divisions by constants and by broadcasts."""
+    """The reference of `quantize_blocks`.
+
+    All code in this file multiplies with reciprocals, because XLA rewrites divisions by constants and by broadcasts so.
+    """
     shape = x.shape
     x = x.astype(f32).reshape(*x.shape[:-1], x.shape[-1] // block, block)
     scales = _scale(fp8.absmax(x, axis=-1), dtype)
@@ -63,21 +68,22 @@ def _quantize_blocks_xla(x, dtype, block: int) -> Blocks:
 
 
 def _scale(top, dtype):
-    """The floor keeps the scale of a block of zeros, or of numbers near the smallest there are, from being zero."""
+    """Scales of blocks with these largest magnitudes. A lower bound keeps scales of (nearly) zero blocks above 0."""
     largest = 127.0 if dtype == jnp.int8 else dispatch.largest(dtype)
     return jnp.maximum(top * f32(1 / largest), jnp.finfo(f32).tiny)
 
 
 def _dequantize_blocks_xla(values, scales, dtype):
+    """The reference of `dequantize_blocks`."""
     x = values.astype(f32).reshape(*scales.shape, values.shape[-1] // scales.shape[-1])
     return (x * scales[..., None]).reshape(values.shape).astype(dtype)
 
 
 def random_bits(seed: Int[Array, ""], index: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """32 random bits (uint32) for every index, a counter; the same integers on every device, in kernels and outside.
+    """32 random bits (uint32) for every index, a counter; the same bits on every device, inside and outside of kernels.
 
-    Two rounds of a mixing function with low bias (Wellons, "Prospecting for hash functions", 2018), the seed added
-    before each: streams of two seeds are not permutations of each other. seed and index: int32 or uint32.
+    Two rounds of a mixing function with low bias (Wellons, "Prospecting for hash functions", 2018). The seed is added
+    before each round, so the streams of two seeds are not permutations of each other. seed, index: int32 or uint32.
     """
     seed, index = seed.astype(u32), index.astype(u32)
     first = _mix(seed + u32(0x9E3779B9))
@@ -85,16 +91,16 @@ def random_bits(seed: Int[Array, ""], index: Int[Array, "*b"]) -> Int[Array, "*b
 
 
 def _mix(x):
-    """A bijection of uint32."""
+    """The mixing function, a bijection of uint32."""
     x = (x ^ (x >> u32(16))) * u32(0x7FEB352D)
     x = (x ^ (x >> u32(15))) * u32(0x846CA68B)
     return x ^ (x >> u32(16))
 
 
 def round_with(x: Float[Array, "*b"], bits: Int[Array, "*b"]) -> Float[Array, "*b"]:
-    """float32 x as bfloat16, rounded away from zero where the 16 bits cut off exceed random ones (top half of bits).
+    """float32 x as bfloat16, rounded stochastically: adds the upper half of the random `bits` to the 16 bits dropped.
 
-    Usable inside kernels. NaN and infinity stay; what is above the largest bfloat16 may become infinity.
+    Usable inside kernels. NaN and infinity do not change; numbers above the largest bfloat16 may become infinity.
     """
     raw = jax.lax.bitcast_convert_type(x, u32)
     rounded = (raw + (bits >> u32(16))) & u32(0xFFFF0000)
@@ -123,7 +129,7 @@ def _transpose_mosaic(x8, op: str, interpret: bool):
 
 
 def _rows_of_blocks(n: int) -> tuple[int, Any]:
-    """(blocks of a program, their layout): 16 lanes a block, 8 numbers each; its maximum is 4 shuffles away."""
+    """(blocks per program, their layout): 16 lanes per block with 8 numbers each, so its maximum takes 4 shuffles."""
     layout = plgpu.Layout.TILED(plgpu.Tiling(((8, BLOCK), (2, BLOCK), (8,))), (-5,), (-3, -2), -1)
     return next(rows for rows in (32, 16, 8) if n % rows == 0), layout
 
@@ -151,7 +157,8 @@ def _quantize_blocks_mosaic(x, dtype, op: str, interpret: bool) -> Blocks:
 
 
 def _dequantize_blocks_mosaic(values, scales, dtype, op: str, interpret: bool):
-    n, kind = scales.size, values.dtype
+    n = scales.size
+    kind = values.dtype
     rows, layout = _rows_of_blocks(n)
 
     def kernel(values_ref, scales_ref, out_ref):
@@ -175,7 +182,7 @@ def _dequantize_blocks_mosaic(values, scales, dtype, op: str, interpret: bool):
 def absmax(
     x: Float[Array, "*b"], *, implementation: Implementation = None, interpret: bool = False
 ) -> Float[Array, ""]:
-    """Largest magnitude of x, float32 []; NaN where x has one."""
+    """Largest magnitude of x, float32 []; NaN if x has one."""
     op = "quantize.absmax"
     _check(op, x)
     if not _flat(op, implementation, x):
@@ -192,11 +199,15 @@ def cast(
     interpret: bool = False,
 ) -> Float[Array, "*b"]:
     """clip(x / scale, -max, max) in e4m3 or e5m2; scale: float32 []."""
-    op, dtype = "quantize.cast", jnp.dtype(dtype)
+    op = "quantize.cast"
+    dtype = jnp.dtype(dtype)
     _check(op, x, dtype, FP8, scale)
     if not _flat(op, implementation, x):
         return fp8.reference(x, scale, dtype)
-    body = lambda values, numbers, _: ([fp8.encode(values[0].astype(f32), 1 / numbers[0], dtype)], [])
+
+    def body(values, scalars, _):
+        return [fp8.encode(values[0].astype(f32), 1 / scalars[0], dtype)], []
+
     (y,), _ = elementwise.run(body, (x,), (scale,), [fp8.store_dtype(dtype)], 0, op, interpret)
     return y if y.dtype == dtype else jax.lax.bitcast_convert_type(y, dtype)
 
@@ -209,11 +220,12 @@ def cast_transpose(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Cast:
-    """x as `cast` gives it, its transpose and the absmax of x, from one read; leading dimensions are flattened to M.
+    """`cast` of x, its transpose, and the absmax of x; the kernel reads x once. Leading dimensions are flattened to M.
 
-    The kernel needs M and N in multiples of 64; multiples of 128 write the transpose in whole lines.
+    The kernel needs M and N in multiples of 64; with multiples of 128 it writes full cache lines of the transpose.
     """
-    op, dtype = "quantize.cast_transpose", jnp.dtype(dtype)
+    op = "quantize.cast_transpose"
+    dtype = jnp.dtype(dtype)
     _check(op, x, dtype, FP8, scale)
     need(x.ndim > 1, op, "x", "[..., N] of two dimensions or more", x.shape)
     if _tiled(op, implementation, x):
@@ -239,11 +251,13 @@ def quantize_blocks(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Blocks:
-    """x in int8, e4m3 or e5m2 with a float32 scale for every `block` numbers of a row.
+    """Quantises x to int8, e4m3 or e5m2 with a float32 scale for every `block` numbers of a row.
 
-    The kernel serves blocks of 128. Empty leading dimensions are allowed.
+    The kernel supports blocks of 128. Empty leading dimensions are allowed.
     """
-    op, dtype, kinds = "quantize.quantize_blocks", jnp.dtype(dtype), (jnp.dtype(jnp.int8), *FP8)
+    op = "quantize.quantize_blocks"
+    dtype = jnp.dtype(dtype)
+    kinds = (jnp.dtype(jnp.int8), *FP8)
     need(x.dtype in FLOATS, op, "dtype of x", "bfloat16, float16 or float32", x.dtype)
     need(dtype in kinds, op, "dtype", f"one of {', '.join(map(str, kinds))}", dtype)
     need(block > 0 and x.ndim > 0 and x.shape[-1] % block == 0, op, "block", f"a divisor of n, {x.shape[-1:]}", block)
@@ -255,8 +269,10 @@ def quantize_blocks(
 def dequantize_blocks(
     blocks: Blocks, dtype, *, implementation: Implementation = None, interpret: bool = False
 ) -> Float[Array, "*b n"]:
-    """The numbers again, in `dtype` (bfloat16, float16, float32); multiplied in float32."""
-    op, dtype, (values, scales) = "quantize.dequantize_blocks", jnp.dtype(dtype), blocks
+    """The numbers of blocks in `dtype` (bfloat16, float16, float32); values and scales are multiplied in float32."""
+    op = "quantize.dequantize_blocks"
+    dtype = jnp.dtype(dtype)
+    values, scales = blocks
     need(dtype in FLOATS, op, "dtype", "bfloat16, float16 or float32", dtype)
     need(values.dtype in (jnp.int8, *FP8), op, "dtype of values", "int8, e4m3 or e5m2", values.dtype)
     fits = values.ndim == scales.ndim > 0 and values.shape[:-1] == scales.shape[:-1] and scales.shape[-1] > 0
@@ -276,9 +292,9 @@ def stochastic_round(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Float[Array, "*b"]:
-    """float32 x as bfloat16, up or down at random so that the expectation is x.
+    """float32 x as bfloat16, rounded up or down at random so that the expectation is x.
 
-    Number i of the flattened x takes `random_bits(seed, i + offset)`; seed: int32 or uint32 [].
+    Number i of the flattened x uses `random_bits(seed, i + offset)`; seed: int32 or uint32 [].
     """
     op = "quantize.stochastic_round"
     need(x.dtype == f32 and x.size > 0, op, "x", "float32, not empty", f"{x.dtype} {x.shape}")
@@ -287,12 +303,16 @@ def stochastic_round(
     offset = jnp.asarray(offset, None if isinstance(offset, jax.Array) else u32)
     if not _flat(op, implementation, x):
         return round_with(x, random_bits(seed, jax.lax.iota(u32, x.size).reshape(x.shape) + offset.astype(u32)))
-    body = lambda v, numbers, index: ([round_with(v[0], random_bits(numbers[0], index() + numbers[1].astype(u32)))], [])
+
+    def body(values, scalars, index):
+        seed, offset = scalars
+        return [round_with(values[0], random_bits(seed, index() + offset.astype(u32)))], []
+
     return elementwise.run(body, (x,), (seed, offset), [jnp.bfloat16], 0, op, interpret)[0][0]
 
 
 def _check(op: str, x, dtype=None, dtypes=(), scale=None) -> None:
-    """The errors of the caller."""
+    """Raises ValueError for wrong dtypes and shapes."""
     need(x.dtype in FLOATS and x.size > 0, op, "x", "bfloat16, float16 or float32, not empty", f"{x.dtype} {x.shape}")
     need(dtype is None or dtype in dtypes, op, "dtype", f"one of {', '.join(map(str, dtypes))}", dtype)
     if scale is not None:
@@ -300,16 +320,19 @@ def _check(op: str, x, dtype=None, dtypes=(), scale=None) -> None:
 
 
 def _flat(op: str, implementation: Implementation, x) -> bool:
+    """Whether the elementwise kernel runs."""
     return dispatch.chosen(op, implementation, elementwise.serves(x), elementwise.NEEDS, x.shape)
 
 
 def _tiled(op: str, implementation: Implementation, x) -> bool:
+    """Whether the transposing kernel runs."""
     m, n = x.size // x.shape[-1] if x.size else 0, x.shape[-1]
     needs = f"expected other sizes: the kernel needs [M, N] in multiples of {transposing.TILE}, below 2^31"
     return dispatch.chosen(op, implementation, transposing.serves(m, n), needs, (m, n))
 
 
 def _blocked(op: str, implementation: Implementation, x, block: int) -> bool:
+    """Whether the block-wise kernel runs."""
     fits = block == BLOCK and x.size % (8 * BLOCK) == 0 and 0 < x.size < elementwise.LARGEST
     needs = (
         f"expected other blocks: the kernel needs blocks of {BLOCK}, eight of them or a multiple, below 2^31 numbers"
@@ -319,24 +342,33 @@ def _blocked(op: str, implementation: Implementation, x, block: int) -> bool:
 
 def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:
     """Casts of activations, gradients and weights, block-wise copies of weights, rounded weights."""
-    shape, n, weight = jax.ShapeDtypeStruct, tokens * sizes.hidden, sizes.intermediate * sizes.hidden
-    x, w = shape((tokens, sizes.hidden), jnp.bfloat16), shape((sizes.intermediate, sizes.hidden), jnp.bfloat16)
-    scale, seed, e4m3, e5m2 = shape((), f32), shape((), jnp.int32), *FP8
-    scales = shape((w.shape[0], w.shape[1] // BLOCK), f32)
-    eight = lambda s, dtype: shape(s.shape, dtype)
-    bind = lambda f, *last: lambda *arrays, **how: f(*arrays, *last, **how)
-    back = lambda dtype: lambda v, s, **how: dequantize_blocks(Blocks(v, s), dtype, **how)
+    shape = jax.ShapeDtypeStruct
     case = shapes.Case
+    n = tokens * sizes.hidden
+    weight = sizes.intermediate * sizes.hidden
+    x = shape((tokens, sizes.hidden), jnp.bfloat16)
+    w = shape((sizes.intermediate, sizes.hidden), jnp.bfloat16)
+    scale = shape((), f32)
+    seed = shape((), jnp.int32)
+    scales = shape((w.shape[0], w.shape[1] // BLOCK), f32)
+    e4m3, e5m2 = FP8
+
+    def bind(f, *last):
+        return lambda *arrays, **how: f(*arrays, *last, **how)
+
+    def dequantize(values, scales, **how):
+        return dequantize_blocks(Blocks(values, scales), jnp.bfloat16, **how)
+
     return [
         case("absmax", absmax, (x,), 2 * n),
         case("cast_e4m3", bind(cast, e4m3), (x, scale), 3 * n),
         case("cast_e5m2", bind(cast, e5m2), (x, scale), 3 * n),
         case("cast_transpose_e4m3", bind(cast_transpose, e4m3), (x, scale), 4 * n),
         case("cast_transpose_e5m2", bind(cast_transpose, e5m2), (x, scale), 4 * n),
-        case("transpose", transpose, (eight(w, e4m3),), 2 * weight),
+        case("transpose", transpose, (shape(w.shape, e4m3),), 2 * weight),
         case("quantize_blocks_int8", bind(quantize_blocks, jnp.int8), (w,), 3 * weight),
         case("quantize_blocks_e4m3", bind(quantize_blocks, e4m3), (w,), 3 * weight),
-        case("dequantize_blocks_int8", back(jnp.bfloat16), (eight(w, jnp.int8), scales), 3 * weight),
-        case("dequantize_blocks_e4m3", back(jnp.bfloat16), (eight(w, e4m3), scales), 3 * weight),
+        case("dequantize_blocks_int8", dequantize, (shape(w.shape, jnp.int8), scales), 3 * weight),
+        case("dequantize_blocks_e4m3", dequantize, (shape(w.shape, e4m3), scales), 3 * weight),
         case("stochastic_round", stochastic_round, (shape(w.shape, f32), seed), 6 * weight),
     ]

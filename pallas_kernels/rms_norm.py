@@ -1,15 +1,15 @@
-"""Residual addition, RMSNorm and absmax in one pass over memory, with the FP8 cast where its scale is known.
+"""Residual addition, RMSNorm and absmax in one pass over memory, with the cast to FP8 if its scale is known.
 
-    total = x + residual, rounded to the dtype of x                            (x where there is no residual)
+    total = x + residual, rounded to the dtype of x                            (x if there is no residual)
     y = total * rsqrt(mean(total^2) + eps) * scale                             (Zhang and Sennrich 2019)
 
 Backward, with n = total * r, r = rsqrt(...), g = dy * scale, means over a row:
 
     dx = r * (g - n * mean(g * n)) + d_total,        d_scale = sum over rows of dy * n
 
-Dtypes: arithmetic is float32, of the rounded total. y has the dtype of x, or is FP8: clip(y / out_scale) to the largest
-number of the dtype, as y * (1 / out_scale). dx has the dtype of total, d_scale is float32. `absmax` is of y and dx as
-stored, except where y is FP8: then of the float32 values before the division by out_scale.
+Dtypes: arithmetic is float32 and starts from the rounded total. y has the dtype of x, or is FP8: y * (1 / out_scale),
+clipped to the largest number of the dtype. dx has the dtype of total, d_scale is float32. `absmax` is that of y or dx
+as stored. If y is FP8, it is that of the float32 values before the division by out_scale.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 f32 = jnp.float32
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
-PROGRAMS = 256  # of a backward pass at most: each writes a float32 row of d_scale
-ROWS_OF_A_PROGRAM = 8  # at least, so that those rows are few beside the ones read
-# Nothing that a kernel here writes is read in it, which is what Mosaic's barriers around loads and stores are for.
+PROGRAMS = 256  # most programs of a backward pass: each writes a float32 row of d_scale
+ROWS_OF_A_PROGRAM = 8  # least rows that a program reads, so that it writes few rows of d_scale in comparison
+# Mosaic's barriers around loads and stores are for kernels that read what they have written; these kernels do not.
 NO_BARRIERS = {"compiler_params": plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=2**14)}
 
 
@@ -78,7 +78,7 @@ def _backward_xla(dy, total, scale, d_total, eps: float) -> Grads:
 
 
 def _last(scale, like):
-    """scale `[D]` in float32, as `[1, ..., 1, D]`: of the rank of like."""
+    """scale `[D]` as float32 `[1, ..., 1, D]`, with the rank of `like`."""
     return jnp.expand_dims(scale.astype(f32), tuple(range(like.ndim - 1)))
 
 
@@ -86,15 +86,15 @@ def _last(scale, like):
 
 
 def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, tile: tiles.Rows, interpret: bool) -> Normed:
-    """A program for each tile of rows; it reads and writes every element once."""
+    """Runs the forward kernel: one program per tile of rows, which reads and writes every element once."""
     width = x.shape[-1]
-    flat = lambda a: a.reshape(-1, width)
     count = x.size // width
     y_dtype = x.dtype if out_scale is None else fp8.store_dtype(out_dtype)
 
     def kernel(*refs):
         refs = iter(refs)
-        x_ref, scale_ref = next(refs), next(refs)
+        x_ref = next(refs)
+        scale_ref = next(refs)
         residual_ref = next(refs) if residual is not None else None
         inverse_ref = next(refs) if out_scale is not None else None
         y_ref, absmax_ref, *total_ref = refs
@@ -111,10 +111,10 @@ def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, tile: 
         absmax = jnp.max(jnp.abs(y if inverse_ref is not None else stored.astype(f32)), axis=1)
         tiles.store(absmax_ref, at, absmax)
 
-    inputs = [flat(x), scale]
+    inputs = [x.reshape(count, width), scale]
     out = [jax.ShapeDtypeStruct((count, width), y_dtype), jax.ShapeDtypeStruct((count,), f32)]
     if residual is not None:
-        inputs.append(flat(residual))
+        inputs.append(residual.reshape(count, width))
         out.append(jax.ShapeDtypeStruct((count, width), x.dtype))
     if out_scale is not None:
         inputs.append((1 / out_scale).reshape(1))
@@ -133,44 +133,52 @@ def _forward_mosaic(x, scale, residual, out_scale, eps: float, out_dtype, tile: 
 
 
 def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.Rows, interpret: bool) -> Grads:
-    """A program for every PROGRAMS-th tile of rows; it adds up its part of d_scale in registers.
+    """Runs the backward kernel: a program has every PROGRAMS-th tile of rows and sums its part of d_scale in registers.
 
-    It asks for its next tile before it computes with the one it has: few programs have to keep the memory busy.
+    It prefetches its next tile before it computes with the current one, because few programs must keep the memory busy.
     """
     width = total.shape[-1]
-    flat = lambda a: a.reshape(-1, width)
     count = total.size // width
     programs = min(PROGRAMS, -(-count // max(tile.rows, ROWS_OF_A_PROGRAM)))
-    ahead = tile.rows * width // 128 <= tiles.COMFORTABLE  # else there are no registers for it
-    inputs = tuple(flat(a) for a in (dy, total, d_total) if a is not None)
+    prefetch = tile.rows * width // 128 <= tiles.COMFORTABLE  # else there are no registers for another tile
+    inputs = tuple(a.reshape(count, width) for a in (dy, total, d_total) if a is not None)
 
     def kernel(scale_ref, *refs):
-        input_refs, (dx_ref, part_ref, absmax_ref) = refs[: len(inputs)], refs[len(inputs) :]
+        input_refs = refs[: len(inputs)]
+        dx_ref, part_ref, absmax_ref = refs[len(inputs) :]
         program = jax.lax.axis_index("program")
         steps = (tile.tiles - program + programs - 1) // programs
-        place = lambda step: program + step * programs
-        at = lambda step: tiles.tile_at(place(step), tile.rows, count)
-        ask = lambda step: tuple(tiles.load(ref, at(step)[1], tile.layout) for ref in input_refs)
+
+        def tile_number(step):
+            return program + step * programs
+
+        def start_and_rows(step):
+            return tiles.tile_at(tile_number(step), tile.rows, count)
+
+        def load_tile(step):
+            return tuple(tiles.load(ref, start_and_rows(step)[1], tile.layout) for ref in input_refs)
+
+        def zeros(shape, layout):
+            return plgpu.layout_cast(jnp.zeros(shape, f32), layout)
 
         def step(i, carry):
             d_scale, absmax, *loaded = carry
-            dy, t, *d_total = (a.astype(f32) for a in loaded or ask(i))
-            loaded = ask(jnp.minimum(i + 1, steps - 1)) if ahead else ()
+            dy, t, *d_total = (a.astype(f32) for a in loaded or load_tile(i))
+            loaded = load_tile(jnp.minimum(i + 1, steps - 1)) if prefetch else ()
             scale = plgpu.load(scale_ref, layout=tile.layout.reduce(0), optimized=False).astype(f32)
             r = _rms_inverse(t, eps)
             n, g = t * _across(r, t), dy * _down(scale, t)
             dx = _across(r, t) * (g - n * _across(jnp.sum(g * n, axis=1) / width, t))
             dx = (dx + d_total[0] if d_total else dx).astype(total.dtype)
-            start, rows = at(i)
+            start, rows = start_and_rows(i)
             tiles.store(dx_ref, rows, dx)
-            if count % tile.rows:  # what the tile before the last has counted is not counted again
+            if count % tile.rows:  # the last tile overlaps the one before: rows of that one are not counted again
                 row = start + plgpu.broadcasted_iota(jnp.int32, t.shape, 0, layout=tile.layout)
-                n = jnp.where(row >= place(i) * tile.rows, n, f32(0))
+                n = jnp.where(row >= tile_number(i) * tile.rows, n, f32(0))
             return d_scale + dy * n, jnp.maximum(absmax, jnp.max(jnp.abs(dx.astype(f32)), axis=1)), *loaded
 
-        zeros = lambda shape, layout: plgpu.layout_cast(jnp.zeros(shape, f32), layout)
         carry = zeros((tile.rows, width), tile.layout), zeros((tile.rows,), tile.layout.reduce(1))
-        carry = (*carry, *(ask(0) if ahead else ()))
+        carry = (*carry, *(load_tile(0) if prefetch else ()))
         d_scale, absmax, *_ = jax.lax.fori_loop(0, steps, step, carry)
         if tile.rows == 1:
             tiles.store(part_ref, pl.ds(program, 1), d_scale)
@@ -197,17 +205,17 @@ def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.Rows, in
 
 
 def _rms_inverse(t, eps: float):
-    """1 / rms of each row of `[rows, width]`."""
+    """1 / root mean square of each row of `[rows, width]`."""
     return jax.lax.rsqrt(jnp.sum(t * t, axis=1) / t.shape[1] + eps)
 
 
 def _across(row_values, like):
-    """A value for each row, for all of its columns."""
+    """Values of rows, broadcast along the columns of `like`."""
     return jax.lax.broadcast_in_dim(row_values, like.shape, (0,))
 
 
 def _down(column_values, like):
-    """A value for each column, for all of its rows."""
+    """Values of columns, broadcast along the rows of `like`."""
     return jax.lax.broadcast_in_dim(column_values, like.shape, (1,))
 
 
@@ -225,11 +233,11 @@ def forward(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Normed:
-    """`Normed(y, absmax, total)` of x `[..., D]`, in bf16, float16 or float32, and of residual in the same dtype.
+    """`Normed(y, absmax, total)` of x `[..., D]` in bfloat16, float16 or float32, and a residual in the same dtype.
 
-    y is in the dtype of x, or cast to out_dtype (float8_e4m3fn or float8_e5m2), divided by out_scale, float32 `[]`.
-    No derivative is defined: `rms_norm` has one. Raises ValueError for shapes and dtypes other than these,
-    dispatch.Unserved where implementation="mosaic" and the kernel cannot.
+    y has the dtype of x. Or it is divided by out_scale, float32 `[]`, and cast to out_dtype (float8_e4m3fn or
+    float8_e5m2). It has no derivative; `rms_norm` has one. Raises ValueError for other shapes and dtypes, and
+    dispatch.Unserved if implementation="mosaic" and the kernel does not support the shape.
     """
     _check("rms_norm.forward", x, scale, residual=residual)
     need((out_dtype is None) == (out_scale is None), "rms_norm.forward", "out_dtype and out_scale", "both or none",
@@ -255,7 +263,7 @@ def backward(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Grads:
-    """`Grads(dx, d_scale, absmax)`: of total `[..., D]`, with d_total added to dx, and of scale, given that of y."""
+    """`Grads(dx, d_scale, absmax)` from the gradient dy of y. d_total: gradient of total, added to dx; None: 0."""
     _check("rms_norm.backward", total, scale, dy=dy, d_total=d_total)
     tile = _cut("rms_norm.backward", implementation, total, added=True)
     if tile:
@@ -272,10 +280,10 @@ def rms_norm(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """y, or (y, total) where there is a residual; differentiable. Inputs and errors as `forward`.
+    """y, or (y, total) if there is a residual; differentiable. Inputs and errors are those of `forward`.
 
-    The backward pass saves total and scale only. Inside `jax.shard_map(check_vma=True)` a scale that is the same on
-    all devices gets the sum of their gradients.
+    Only total and scale are saved for the backward pass. Inside `jax.shard_map(check_vma=True)` the gradient of a
+    replicated scale is summed over the devices.
     """
     _check("rms_norm", x, scale, residual=residual)
     scale = dispatch._vary(scale, dispatch._varying(x))  # so that its gradient is summed over the mesh
@@ -314,7 +322,8 @@ def _added_fwd(x, scale, residual, *static):
 
 
 def _added_bwd(eps, implementation, interpret, saved, cotangents):
-    (total, scale), (dy, d_total) = saved, cotangents
+    total, scale = saved
+    dy, d_total = cotangents
     grads = backward(dy, total, scale, d_total, eps=eps, implementation=implementation, interpret=interpret)
     return grads.dx, grads.d_scale.astype(scale.dtype), grads.dx
 
@@ -323,13 +332,14 @@ _added.defvjp(_added_fwd, _added_bwd)
 
 
 def _cut(op: str, implementation: Implementation, x, added: bool) -> tiles.Rows | None:
-    """The tiles of the kernel, None where the reference runs."""
+    """The tiles of the kernel, None if the reference runs. added: see `tiles.rows`."""
     if dispatch.choose(op, implementation) == "xla":
         return None
     return tiles.try_cut(implementation, tiles.rows, op, x.size // x.shape[-1], x.shape[-1], x.dtype, added)
 
 
 def _check(op: str, x, scale, **like_x) -> None:
+    """Raises ValueError for wrong shapes and dtypes. like_x: arrays with the shape and dtype of x, or None."""
     need(x.ndim >= 1 and x.size > 0, op, "x", "[..., D], not empty", x.shape)
     need(x.dtype in FLOATS, op, "dtype of x", "bfloat16, float16 or float32", x.dtype)
     need(scale.shape == x.shape[-1:], op, "shape of scale", x.shape[-1:], scale.shape)
@@ -343,23 +353,25 @@ def _check(op: str, x, scale, **like_x) -> None:
 
 
 def cases(sizes: Sizes, tokens: int) -> list[Case]:
-    """The calls that a model of these sizes makes for this many tokens, in bf16 with a float32 scale."""
+    """The calls that a model of these sizes makes for this many tokens, in bfloat16 with a float32 scale."""
     D = sizes.hidden
-    x, scale = jax.ShapeDtypeStruct((tokens, D), jnp.bfloat16), jax.ShapeDtypeStruct((D,), f32)
-    one, all_of_x = jax.ShapeDtypeStruct((), f32), tokens * D
-    plain = functools.partial(forward, eps=1e-6)
+    x = jax.ShapeDtypeStruct((tokens, D), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((D,), f32)
+    out_scale = jax.ShapeDtypeStruct((), f32)
+    n = tokens * D
+    with_residual = functools.partial(forward, eps=1e-6)
+    back = functools.partial(backward, eps=1e-6)
 
-    def alone(x, scale, **how):
+    def without_residual(x, scale, **how):
         return forward(x, scale, eps=1e-6, **how)[:2]  # total is x: not copied to a result
 
-    def fp8(x, scale, residual, out_scale, **how):
+    def to_e4m3(x, scale, residual, out_scale, **how):
         return forward(x, scale, residual, eps=1e-6, out_dtype=jnp.float8_e4m3fn, out_scale=out_scale, **how)
 
-    back = functools.partial(backward, eps=1e-6)
     return [
-        Case("rms_norm.forward", alone, (x, scale), 4 * all_of_x),
-        Case("rms_norm.forward+residual", plain, (x, scale, x), 8 * all_of_x),
-        Case("rms_norm.forward+residual+e4m3", fp8, (x, scale, x, one), 7 * all_of_x),
-        Case("rms_norm.backward", back, (x, x, scale), 6 * all_of_x),
-        Case("rms_norm.backward+residual", back, (x, x, scale, x), 8 * all_of_x),
+        Case("rms_norm.forward", without_residual, (x, scale), 4 * n),
+        Case("rms_norm.forward+residual", with_residual, (x, scale, x), 8 * n),
+        Case("rms_norm.forward+residual+e4m3", to_e4m3, (x, scale, x, out_scale), 7 * n),
+        Case("rms_norm.backward", back, (x, x, scale), 6 * n),
+        Case("rms_norm.backward+residual", back, (x, x, scale, x), 8 * n),
     ]

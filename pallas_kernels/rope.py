@@ -1,11 +1,11 @@
 """Rotary position embedding of queries and keys in one pass over memory (Su et al. 2021, RoFormer).
 
-Channel i of a head is paired with channel i + h/2, and the pair is turned by the angle of its position and frequency:
+Channel i of a head is paired with channel i + h/2. The pair is rotated by the angle of its position and frequency:
 
     first' = first * cos - second * sin,        second' = second * cos + first * sin
 
-The backward pass turns the gradients back: the same with -sin. Dtypes: arithmetic is float32, of float32 cosines and
-sines; the results have the dtypes of q and k. `absmax_q` and `absmax_k` are of the results as stored.
+The backward pass rotates the gradients by the opposite angle, so with -sin. Dtypes: arithmetic is float32, with float32
+cosines and sines; the results have the dtypes of q and k. `absmax_q` and `absmax_k` are those of the results as stored.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Rotated(NamedTuple):
 
 
 def _rotate_xla(x, cos, sin):
+    """(x rotated, its absmax)."""
     cos, sin = (jnp.expand_dims(a[:, None, :], tuple(range(x.ndim - 3))) for a in (cos, sin))
     first, second = jnp.split(x.astype(f32), 2, axis=-1)
     y = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
@@ -51,7 +52,8 @@ def _rotate_xla(x, cos, sin):
 
 def _forward_xla(q, k, cos, sin, inverse: bool) -> Rotated:
     sin = -sin if inverse else sin
-    (q, absmax_q), (k, absmax_k) = _rotate_xla(q, cos, sin), _rotate_xla(k, cos, sin)
+    q, absmax_q = _rotate_xla(q, cos, sin)
+    k, absmax_k = _rotate_xla(k, cos, sin)
     return Rotated(q, k, absmax_q, absmax_k)
 
 
@@ -59,10 +61,9 @@ def _forward_xla(q, k, cos, sin, inverse: bool) -> Rotated:
 
 
 def _forward_mosaic(q, k, cos, sin, inverse: bool, cut: tiles.Heads, interpret: bool) -> Rotated:
-    """A program for a few positions: cosines and sines stay in registers while it goes through the heads of q and k."""
+    """Runs the kernel: a program has a few positions and all heads, and keeps cosines and sines in registers."""
     S, _, h = q.shape[-3:]
     half = h // 2
-    flat = lambda x: x.reshape(-1, *x.shape[-3:])
     batch = math.prod(q.shape[:-3])
 
     def kernel(q_ref, k_ref, cos_ref, sin_ref, q_out, k_out, q_top, k_top):
@@ -76,22 +77,28 @@ def _forward_mosaic(q, k, cos, sin, inverse: bool, cut: tiles.Heads, interpret: 
             top: Any = None
             for i in range(-(-count // size)):
                 heads = pl.ds(min(i * size, count - size), size)
-                place = lambda start, heads=heads: (b, at, heads, pl.ds(start, half))
-                first, second = (tiles.load(x_ref, place(n), cut.layout).astype(f32) for n in (0, half))
-                wide = lambda a, like=first: jax.lax.broadcast_in_dim(a, like.shape, (0, 2))
+
+                def half_from(start, heads=heads):
+                    return b, at, heads, pl.ds(start, half)
+
+                first, second = (tiles.load(x_ref, half_from(n), cut.layout).astype(f32) for n in (0, half))
+
+                def over_heads(a, like=first):
+                    return jax.lax.broadcast_in_dim(a, like.shape, (0, 2))
+
                 for start, y in (
-                    (0, first * wide(cos) - second * wide(sin)),
-                    (half, second * wide(cos) + first * wide(sin)),
+                    (0, first * over_heads(cos) - second * over_heads(sin)),
+                    (half, second * over_heads(cos) + first * over_heads(sin)),
                 ):
                     y = y.astype(q.dtype)
-                    tiles.store(out_ref, place(start), y)
+                    tiles.store(out_ref, half_from(start), y)
                     y = jnp.abs(y.astype(f32))
                     top = y if top is None else jnp.maximum(top, y)
             tiles.store(top_ref, (b, at), jnp.max(jnp.max(top, axis=2), axis=1))
 
     tops = jax.ShapeDtypeStruct((batch, S), f32)
-    inputs = flat(q), flat(k), cos, sin
-    y, z, top_y, top_z = dispatch.launch(
+    inputs = q.reshape(-1, *q.shape[-3:]), k.reshape(-1, *k.shape[-3:]), cos, sin
+    q_out, k_out, top_q, top_k = dispatch.launch(
         kernel,
         inputs,
         op="rope",
@@ -99,10 +106,10 @@ def _forward_mosaic(q, k, cos, sin, inverse: bool, cut: tiles.Heads, interpret: 
         grid=(batch, -(-S // cut.positions)),
         names=("batch", "tile"),
         interpret=interpret,
-        # Nothing that it writes is read in it, which is what Mosaic's barriers around loads and stores are for.
+        # Mosaic's barriers around loads and stores are for kernels that read what they have written.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    return Rotated(y.reshape(q.shape), z.reshape(k.shape), jnp.max(top_y), jnp.max(top_z))
+    return Rotated(q_out.reshape(q.shape), k_out.reshape(k.shape), jnp.max(top_q), jnp.max(top_k))
 
 
 # --- public -----------------------------------------------------------------------------------------------------------
@@ -118,11 +125,11 @@ def forward(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Rotated:
-    """`Rotated(q, k, absmax_q, absmax_k)`: both turned by their positions, or turned back where `inverse`.
+    """`Rotated(q, k, absmax_q, absmax_k)`: q and k rotated by the angles of their positions; inverse: rotated back.
 
-    q `[..., S, H, h]` and k `[..., S, K, h]` in bf16, float16 or float32, h even; cos and sin float32 `[S, h / 2]`. No
-    derivative is defined: `rope` has one. Raises ValueError for shapes and dtypes other than these,
-    dispatch.Unserved where implementation="mosaic" and the kernel cannot.
+    q `[..., S, H, h]` and k `[..., S, K, h]` in bfloat16, float16 or float32, h even; cos and sin float32 `[S, h / 2]`.
+    It has no derivative; `rope` has one. Raises ValueError for other shapes and dtypes, and dispatch.Unserved if
+    implementation="mosaic" and the kernel does not support the shape.
     """
     _check("rope", q, k, cos, sin)
     if dispatch.choose("rope", implementation) == "mosaic":
@@ -142,7 +149,7 @@ def rope(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """q and k rotated, differentiable with regard to them; cos and sin are constants. As `forward` otherwise."""
+    """q and k rotated, differentiable with respect to both; cos and sin are constants. Else like `forward`."""
     _check("rope", q, k, cos, sin)
     return _rope(q, k, jax.lax.stop_gradient(cos), jax.lax.stop_gradient(sin), implementation, interpret)
 
@@ -165,6 +172,7 @@ _rope.defvjp(_rope_fwd, _rope_bwd)
 
 
 def _check(op: str, q, k, cos, sin) -> None:
+    """Raises ValueError for wrong shapes and dtypes."""
     for name, x in (("q", q), ("k", k)):
         need(x.ndim >= 3 and x.size > 0, op, name, "[..., S, heads, h], not empty", x.shape)
         need(x.dtype in FLOATS, op, f"dtype of {name}", "bfloat16, float16 or float32", x.dtype)
@@ -181,10 +189,11 @@ def _check(op: str, q, k, cos, sin) -> None:
 
 
 def cases(sizes: Sizes, tokens: int) -> list[Case]:
-    """The calls that a model of these sizes makes for one sequence of this many tokens, in bf16."""
-    shaped = lambda heads: jax.ShapeDtypeStruct((1, tokens, heads, sizes.head_dim), jnp.bfloat16)
+    """The calls that a model of these sizes makes for one sequence of this many tokens, in bfloat16."""
+    q = jax.ShapeDtypeStruct((1, tokens, sizes.heads, sizes.head_dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, tokens, sizes.kv_heads, sizes.head_dim), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((tokens, sizes.head_dim // 2), f32)
-    args = shaped(sizes.heads), shaped(sizes.kv_heads), table, table
+    args = q, k, table, table
     moved = 4 * tokens * (sizes.heads + sizes.kv_heads) * sizes.head_dim + 4 * tokens * sizes.head_dim
     return [
         Case("rope.forward", forward, args, moved),

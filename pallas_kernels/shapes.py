@@ -1,6 +1,6 @@
-"""Real sizes, by name: what the kernels are tested, compiled and timed with.
+"""Sizes of real models, by name; the kernels are tested, compiled and timed with them.
 
-Every op's file ends with `cases(sizes, tokens)`: its kernels on the shapes that a model of these sizes gives them.
+Every op's file ends with `cases(sizes, tokens)`: calls of its kernels with the shapes of a model of these sizes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax
 
 
 class Sizes(NamedTuple):
-    """What of a model the kernels see."""
+    """The model sizes that determine kernel shapes."""
 
     hidden: int
     intermediate: int
@@ -36,8 +36,8 @@ TOKENS = (2048, 8192)  # of a microbatch on one device
 class Case(NamedTuple):
     """A call of a kernel.
 
-    run: (arrays, implementation=, interpret=) -> results. args: shapes and dtypes of the arrays. bytes: that the call
-    reads and writes at least. donated: positions of arguments that are updated in place.
+    run: (arrays, implementation=, interpret=) -> results. args: shapes and dtypes of the arrays. bytes: the least that
+    the call must read and write. donated: indices of the arguments that are updated in place.
     """
 
     name: str

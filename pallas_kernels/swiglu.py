@@ -4,9 +4,9 @@
     d_up = dy * gate * s,  d_gate = dy * up * s * (1 + gate * (1 - s)).
 
 dtype promise: gate, up and dy are read once, all arithmetic is float32, every result is rounded once and written once.
-A result is stored in the dtype of gate, or in FP8 with a scale known before, clip(y * (1 / scale), -max, max). absmax
-is the largest magnitude of what is stored, or of the float32 values before the cast where FP8 is stored: the next
-scale can be taken from it. It is NaN where any value is.
+A result is stored in the dtype of gate, or in FP8 as clip(y * (1 / scale), -max, max) with a scale known before. absmax
+is the largest magnitude of the stored values. For FP8 it is that of the float32 values before the cast, so that the
+next scale can be computed from it. It is NaN if any value is.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ f32 = jnp.float32
 
 
 class Gated(NamedTuple):
-    """What `forward` returns."""
+    """Results of `forward`."""
 
     y: jax.Array  # [..., D], dtype of gate or FP8
     absmax: jax.Array  # float32 []
 
 
 class Grads(NamedTuple):
-    """What `backward` returns."""
+    """Results of `backward`."""
 
     d_gate: jax.Array  # [..., D], dtype of gate or FP8
     d_up: jax.Array
@@ -70,7 +70,7 @@ def _store_xla(y, dtype, out_dtype, out_scale):
 
 
 def _run(math, arrays, out_dtype, scales, op: str, interpret: bool):
-    """(results as stored, their absmax) of one pass."""
+    """Runs the kernel: (results as stored, their absmax). math: `forward_math` or `backward_math`."""
     count = 1 if math is forward_math else 2
     dtype = jnp.dtype(out_dtype or arrays[0].dtype)
 
@@ -83,9 +83,9 @@ def _run(math, arrays, out_dtype, scales, op: str, interpret: bool):
         stored = [fp8.encode(y, 1 / scale, dtype) for y, scale in zip(results, numbers, strict=True)]
         return stored, results
 
-    kept = dtype if out_dtype is None else fp8.store_dtype(dtype)
+    written = dtype if out_dtype is None else fp8.store_dtype(dtype)
     numbers = () if out_dtype is None else scales
-    results, tops = elementwise.run(body, arrays, numbers, [kept] * count, count, op, interpret)
+    results, tops = elementwise.run(body, arrays, numbers, [written] * count, count, op, interpret)
     return [y if y.dtype == dtype else jax.lax.bitcast_convert_type(y, dtype) for y in results], tops
 
 
@@ -103,7 +103,7 @@ def forward(
 ) -> Gated:
     """silu(gate) * up in the dtype of gate, or in `out_dtype` (e4m3, e5m2) with `out_scale`, and its absmax.
 
-    Raises ValueError where shapes or dtypes differ, or out_dtype comes without out_scale.
+    Raises ValueError if shapes or dtypes differ, or if only one of out_dtype and out_scale is passed.
     """
     op = "swiglu.forward"
     _check(op, {"gate": gate, "up": up}, out_dtype, (out_scale,))
@@ -123,11 +123,13 @@ def backward(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Grads:
-    """Gradients of gate and up and their absmax; in `out_dtype` with `out_scales` (of d_gate, of d_up) where given.
+    """Gradients of gate and up and their absmax; in the dtype of gate, or in `out_dtype` with `out_scales`.
 
-    Raises ValueError where shapes or dtypes differ, or out_dtype comes without two scales.
+    out_scales: (of d_gate, of d_up). Raises ValueError if shapes or dtypes differ, or if only one of out_dtype and
+    out_scales is passed.
     """
-    op, scales = "swiglu.backward", (None, None) if out_scales is None else tuple(out_scales)
+    op = "swiglu.backward"
+    scales = (None, None) if out_scales is None else tuple(out_scales)
     dispatch.need(len(scales) == 2, op, "out_scales", "two (of d_gate, of d_up)", len(scales))
     _check(op, {"gate": gate, "up": up, "dy": dy}, out_dtype, scales)
     if dispatch.chosen(op, implementation, elementwise.serves(gate), elementwise.NEEDS, gate.shape):
@@ -145,7 +147,7 @@ def swiglu(
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Float[Array, "*b D"]:
-    """silu(gate) * up in the dtype of gate; differentiable. The backward pass saves gate and up only."""
+    """silu(gate) * up in the dtype of gate; differentiable. Only gate and up are saved for the backward pass."""
     return _swiglu(gate, up, implementation, interpret)
 
 
@@ -167,7 +169,7 @@ _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 
 
 def _check(op: str, arrays: dict, out_dtype, scales: tuple) -> None:
-    """The errors of the caller."""
+    """Raises ValueError for wrong shapes, dtypes and scales."""
     gate = arrays["gate"]
     need = dispatch.need
     need(gate.dtype in (jnp.bfloat16, jnp.float16, f32), op, "dtype of gate", "a float of 16 or 32 bits", gate.dtype)
@@ -190,7 +192,8 @@ def _check(op: str, arrays: dict, out_dtype, scales: tuple) -> None:
 def cases(sizes: shapes.Sizes, tokens: int) -> list[shapes.Case]:
     """Forward and backward, in bfloat16 and with e4m3 and e5m2 results."""
     n = tokens * sizes.intermediate
-    x, scale = jax.ShapeDtypeStruct((tokens, sizes.intermediate), jnp.bfloat16), jax.ShapeDtypeStruct((), f32)
+    x = jax.ShapeDtypeStruct((tokens, sizes.intermediate), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((), f32)
 
     def forward_fp8(gate, up, scale, **how):
         return forward(gate, up, out_dtype=fp8.E4M3, out_scale=scale, **how)

@@ -1,9 +1,9 @@
-"""How a tile of an array is spread over the 128 threads of a program: the register layouts of the row-wise kernels.
+"""Register layouts of the row-wise kernels: how a tile of an array is divided among the 128 threads of a program.
 
-Mosaic's default layout (WG_STRIDED) wants a multiple of 128 elements and reduces a tile only to one number. A tiled
-layout says for each dimension how many warps and lanes share it, and how many neighbours in the last one a thread
-holds in a vector. So rows go to their own warps where they are short (no barrier in a reduction over a row), loads are
-16 bytes wide where the width allows it, and widths such as 80, 576 or 1000 need neither masks nor tails.
+Mosaic's default layout (WG_STRIDED) needs a multiple of 128 elements, and can only reduce a tile to one number. A tiled
+layout says for each dimension how many warps and lanes share it, and for the last dimension how many neighbours a
+thread has in a vector. So a short row can belong to one warp (a reduction over it needs no barrier), loads are 16 bytes
+if the width allows it, and widths such as 80, 576 or 1000 need neither masks nor remainders.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, Unserved
 
 WARPS, LANES = 4, 32  # of a program
-MOST = 128  # float32 values of a row that a thread can hold and still have registers to compute with
-COMFORTABLE = 32  # from here on more programs fit on a multiprocessor than are needed to hide the memory's latency
+MOST = 128  # most float32 values of a row per thread that leave enough registers for the computation
+COMFORTABLE = 32  # with so many or fewer, enough programs fit on a multiprocessor to hide the latency of memory
 
 
 class Rows(NamedTuple):
-    """A tile of whole rows: `[rows, width]`, its layout, and the number of tiles that cover the array."""
+    """A tile of full rows `[rows, width]`: its height, its layout, and the number of tiles that cover the array."""
 
     rows: int
     layout: Any
@@ -34,16 +34,17 @@ class Rows(NamedTuple):
 
 
 def layout(warps: Sequence[int], lanes: Sequence[int], vector: int):
-    """The layout in which dimension i is shared by warps[i] warps and lanes[i] lanes, each with vectors in the last.
+    """The layout in which warps[i] warps with lanes[i] lanes each share dimension i; vector: length in the last one.
 
-    A tile's dimensions are multiples of warps[i] * lanes[i], the last one of that times vector.
+    Dimension i of a tile is a multiple of warps[i] * lanes[i], the last one of warps[i] * lanes[i] * vector.
     """
     inner = (*lanes[:-1], lanes[-1] * vector)
     outer = tuple(w * n for w, n in zip(warps, inner, strict=True))
     tiling = plgpu.Tiling((outer, inner, (vector,))).canonicalize()
-    # Mosaic takes the canonical form only, which drops some dimensions of size 1: find the places of the others.
+    # Mosaic accepts the canonical form only, which drops some dimensions of size 1: find the others in it.
     kept = list(tiling.tile_shape(outer)[len(outer) :])
-    places, last = [], len(kept)
+    places = []
+    last = len(kept)
     for size in reversed((*warps, *lanes, vector)):
         if last and kept[last - 1] == size:
             last -= 1
@@ -51,16 +52,19 @@ def layout(warps: Sequence[int], lanes: Sequence[int], vector: int):
         else:
             places.append(None)
     places = places[::-1]
-    shared = lambda sizes, at: tuple(p for p, size in zip(at, sizes, strict=True) if size > 1)
+
+    def shared(sizes, positions):
+        return tuple(p for p, size in zip(positions, sizes, strict=True) if size > 1)
+
     n = len(warps)
     return plgpu.Layout.TILED(tiling, shared(warps, places[:n]), shared(lanes, places[n : 2 * n]), places[-1])
 
 
 def rows(op: str, count: int, width: int, dtype, added: bool = False) -> Rows:
-    """How `[count, width]` is cut. Raises Unserved where no layout serves it.
+    """The tiles of an array `[count, width]`. Raises Unserved if there is no layout for it.
 
-    As few warps share a row as leave each thread at most COMFORTABLE values, and short rows share a warp. added: the
-    rows of a tile are added up in float32, which Mosaic does across warps for vectors of at most 4.
+    The fewest warps share a row with which a thread has at most COMFORTABLE values of it; short rows share a warp.
+    added: the kernel sums the rows of a tile in float32, which Mosaic does across warps for vectors of at most 4 only.
     """
     found = []
     for vector in (2**i for i in range(5) if 2**i * jnp.dtype(dtype).itemsize <= 16):
@@ -70,24 +74,25 @@ def rows(op: str, count: int, width: int, dtype, added: bool = False) -> Rows:
                 continue
             if added and warps < WARPS and vector > 4:
                 continue
-            each, held = WARPS // warps * (LANES // lanes), width // (warps * lanes)
-            if held <= MOST and each <= count:
-                found.append((held > MOST // 2, -vector, max(held, COMFORTABLE), warps, lanes, each, held))
+            each = WARPS // warps * (LANES // lanes)  # rows that the threads have at once
+            values = width // (warps * lanes)  # of a row in each thread
+            if values <= MOST and each <= count:
+                found.append((values > MOST // 2, -vector, max(values, COMFORTABLE), warps, lanes, each, values))
     if not found:
         kind = jnp.dtype(dtype).name
         raise Unserved(
             f"{op}: expected a width that 128 threads can share and more rows, got {count} rows of {width} {kind}"
         )
-    _, vector, _, warps, lanes, each, held = min(found)
+    _, vector, _, warps, lanes, each, values = min(found)
     more = 1
-    while held * more * 2 <= COMFORTABLE and each * more * 2 <= count:
+    while values * more * 2 <= COMFORTABLE and each * more * 2 <= count:
         more *= 2
     how = layout((WARPS // warps, warps), (LANES // lanes, lanes), -vector)
     return Rows(each * more, how, -(-count // (each * more)))
 
 
 class Heads(NamedTuple):
-    """A tile of several heads of several positions, `[positions, heads, width]`: `heads` of one tensor times `more`."""
+    """A tile `[positions, heads, width]` of one tensor; it can have up to `more` times as many heads."""
 
     positions: int
     heads: int
@@ -96,18 +101,19 @@ class Heads(NamedTuple):
 
 
 def heads(op: str, length: int, counts: Sequence[int], width: int, dtype) -> Heads:
-    """How tensors `[length, count, width]` with these counts of heads are cut. Raises Unserved if not.
+    """The tile of tensors `[length, count, width]` for these counts of heads. Raises Unserved if there is none.
 
-    Threads that the width leaves over go to heads first, then to neighbouring positions. Heads that the last tile of a
-    position does again cost time, many positions leave few programs, narrow vectors need more instructions.
+    Threads that the width does not use are used for heads first, then for neighbouring positions. The choice weighs
+    three costs: heads that the last tile of a position computes again; many positions per program, which leave few
+    programs; and narrow vectors, which need more instructions.
     """
     found = []
     for vector in (2**i for i in range(5) if 2**i * jnp.dtype(dtype).itemsize <= 16 and width % 2**i == 0):
         lanes = math.gcd(LANES, width // vector)
         spare = LANES // lanes
         for each in (2**i for i in range(8) if 2**i <= min(*counts, WARPS * spare)):
-            positions, held = WARPS * spare // each, width // lanes
-            if positions <= length and held <= COMFORTABLE:
+            positions = WARPS * spare // each
+            if positions <= length and width // lanes <= COMFORTABLE:
                 again = sum(-(-n // each) * each for n in counts) / sum(counts)
                 found.append((again * (1 + positions / 32) * (1 + 1 / vector), vector, lanes, spare, each, positions))
     if not found:
@@ -122,7 +128,7 @@ def heads(op: str, length: int, counts: Sequence[int], width: int, dtype) -> Hea
 
 
 def try_cut(implementation: Implementation, cut: Callable, op: str, *sizes):
-    """cut(op, *sizes), or None where no layout serves them: see `dispatch.left_to_xla`."""
+    """cut(op, *sizes), or None if there is no layout for these sizes: see `dispatch.left_to_xla`."""
     try:
         return cut(op, *sizes)
     except Unserved as error:
@@ -131,12 +137,12 @@ def try_cut(implementation: Implementation, cut: Callable, op: str, *sizes):
 
 
 def load(ref, at, how) -> jax.Array:
-    """What ref holds at an index of its leading dimensions."""
+    """Reads ref at an index of its leading dimensions, in a layout."""
     return plgpu.load(ref.at[at], layout=how, optimized=False)
 
 
 def store(ref, at, value) -> None:
-    """Write value to ref at an index; jax 0.12 wants to be told that a warp may write less than a sector."""
+    """Writes value to ref at an index; jax 0.12 must be told that a warp may write less than a sector of memory."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref.at[at], value, optimized=False)
     else:  # jax 0.11
@@ -144,6 +150,6 @@ def store(ref, at, value) -> None:
 
 
 def tile_at(i, size: int, count: int):
-    """Where tile i begins and its slice. The last one is moved up to end with the array: it does rows again."""
+    """(start of tile i, its slice). The last tile ends with the array, so it may overlap the one before."""
     start = jnp.minimum(i * size, count - size)
     return start, pl.ds(start, size)

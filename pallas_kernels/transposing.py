@@ -1,13 +1,13 @@
-"""What the kernels share that write the transpose of a matrix in 8 bits.
+"""Shared code of kernels that write the transpose of a matrix in 8 bits.
 
-A program takes 128 (or 64) rows and 64 columns. It reads rows 4i, 4i + 1, 4i + 2, 4i + 3 into four arrays [i, n] of the
-same layout in registers: their bytes together are a 32-bit word for every (i, n), four neighbours in a row of the
-transpose. So bytes change places within a thread and words in shared memory, written 16 bytes at a time and read down
-the columns; 4 lanes meet on a bank, since rows are 4 words apart modulo 32, what 16-byte stores need. A warp reads 128
-bytes of a row and writes 128 bytes of a row of the transpose: whole lines, both ways.
+A program has 128 (or 64) rows and 64 columns. It reads rows 4i, 4i + 1, 4i + 2, 4i + 3 into four arrays [i, n] with the
+same layout in registers. Their bytes are joined to a 32-bit word for every (i, n): four neighbours in a row of the
+transpose. So bytes are exchanged within a thread, and words in shared memory. Words are written to it 16 bytes at a
+time and read along columns. Rows are 4 words apart modulo 32, as 16-byte stores need, so 4 lanes use the same bank. A
+warp reads 128 bytes of a row and writes 128 bytes of a row of the transpose: full cache lines in both directions.
 
-It needs no instruction of one architecture (`ldmatrix`, `stmatrix` and TMA transpose units of 16 bits, or exist from
-9.0 or 10.0 on), and costs one shared-memory store and load for four numbers.
+It costs one store to and one load from shared memory for four numbers, and needs no instruction of a particular
+architecture. (`ldmatrix`, `stmatrix` and TMA transpose units of 16 bits, or exist from 9.0 or 10.0 on only.)
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ TILE = 64
 
 
 def serves(m: int, n: int) -> bool:
-    """Whether a matrix can be cut into tiles."""
+    """Whether an [m, n] matrix can be split into tiles."""
     return m % TILE == 0 and n % TILE == 0 and 0 < m * n < elementwise.LARGEST
 
 
 def run(body: Callable, x: jax.Array, scalars: tuple, stored, op: str, interpret: bool):
-    """([x in `stored`, absmax], or [] where stored is None, and the transpose as words [N, M / 4]).
+    """Runs the kernel: ([result in dtype `stored`, absmax], or [] if stored is None, and its transpose [N, M / 4]).
 
-    body(tile of x, scalars) -> (8 bits: FP8 or uint8, float32 or None). x: [M, N], multiples of TILE.
+    The transpose consists of words of four 8-bit numbers.
+    body: (tile of x, scalars) -> (8-bit result: FP8 or uint8, float32 values to take absmax of or None). x: [M, N],
+    multiples of TILE.
     """
     m, n = x.shape
     rows = (128 if m % 128 == 0 else TILE) // 4
@@ -43,7 +45,9 @@ def run(body: Callable, x: jax.Array, scalars: tuple, stored, op: str, interpret
     def kernel(x_ref, *refs):
         i, j = jax.lax.axis_index("rows"), jax.lax.axis_index("columns")
         down, across = pl.ds(i * rows, rows), pl.ds(j * wide, wide)
-        numbers, refs, words = refs[: len(scalars)], refs[len(scalars) : -1], refs[-1]
+        numbers = refs[: len(scalars)]
+        words = refs[-1]  # in shared memory
+        refs = refs[len(scalars) : -1]
         tiles = [plgpu.load(x_ref.at[down, k, across], layout=layout, optimized=False) for k in range(4)]
         eights, tops = zip(*(body(tile, [ref[0] for ref in numbers]) for tile in tiles), strict=True)
         word = None
@@ -61,7 +65,8 @@ def run(body: Callable, x: jax.Array, scalars: tuple, stored, op: str, interpret
             top = jnp.maximum(jnp.maximum(tops[0], tops[1]), jnp.maximum(tops[2], tops[3]))
             refs[1][i, j] = jnp.max(top)
 
-    shape, grid = jax.ShapeDtypeStruct, (m // 4 // rows, n // wide)
+    shape = jax.ShapeDtypeStruct
+    grid = (m // 4 // rows, n // wide)
     out = [] if stored is None else [shape((m // 4, 4, n), stored), shape(grid, jnp.int32)]
     operands = (x.reshape(m // 4, 4, n), *(s.reshape(1) for s in scalars))
     memory = [plgpu.SMEM((rows, wide + 4), u32)]
@@ -73,5 +78,5 @@ def run(body: Callable, x: jax.Array, scalars: tuple, stored, op: str, interpret
 
 
 def as_matrix(words, dtype):
-    """[N, M] of 8 bits from [N, M / 4] of 32; XLA changes nothing in memory."""
+    """The matrix [N, M] of 8-bit numbers from words [N, M / 4]; no copy."""
     return jax.lax.bitcast_convert_type(words, dtype).reshape(words.shape[0], -1)

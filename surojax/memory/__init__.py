@@ -1,1 +1,1 @@
-"""What moves between memories: pinned host memory, files on NVMe, prefetch."""
+"""Data movement between memories: pinned host memory, files on NVMe disks, prefetch."""

@@ -1,7 +1,7 @@
-"""Host memory inside a compiled program: stacks of layers that rest there, and the copies to and from the device.
+"""Pinned host memory inside a compiled program: stacks of layers stored there, and copies to and from the device.
 
-XLA makes each of them an asynchronous copy of the part that is asked for: reading layer l of a stack that rests in host
-memory moves one layer. An array's type says where it is, so code that reads and writes layers need not know.
+XLA makes each read or write an asynchronous copy of that part only: reading layer l of a stack in host memory copies
+one layer. An array's type says which memory it is in, so code that reads and writes layers need not know.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from surojax.placement.home import DEVICE, Home
 
 
 class Split(NamedTuple):
-    """A stack of layers in two: the first of them in device memory, the others in host memory."""
+    """A stack of layers in two parts: the first layers in device memory, the others in host memory."""
 
     resident: Any
     streamed: Any
 
 
 class Part(NamedTuple):
-    """Layers `start` to `stop` - 1 of a model, a tree of stacks in one memory."""
+    """Layers `start` to `stop` - 1 of a model: a tree of stacks that are in one memory."""
 
     stack: Any
     start: int
@@ -30,35 +30,41 @@ class Part(NamedTuple):
 
 
 def parts(tree) -> list[Part]:
-    """The one part of a tree of stacks, or the two of a tree of `Split`s. Loops over layers go over one part after
-    another, so that which memory is read is known to the compiler."""
-    split = lambda x: isinstance(x, Split)
-    two = any(map(split, jax.tree.leaves(tree, is_leaf=split)))
-    trees = [jax.tree.map(lambda x, i=i: x[i], tree, is_leaf=split) for i in (0, 1)] if two else [tree]
-    found, start = [], 0
-    for one in trees:
-        stop = start + jax.tree.leaves(one)[0].shape[0]
-        found.append(Part(one, start, stop))
+    """The two parts of a tree of `Split`s, or a tree of stacks as one part.
+
+    Loops over layers process one part after another, so that the compiler knows which memory each loop reads.
+    """
+
+    def is_split(x) -> bool:
+        return isinstance(x, Split)
+
+    has_splits = any(map(is_split, jax.tree.leaves(tree, is_leaf=is_split)))
+    trees = [jax.tree.map(lambda x, i=i: x[i], tree, is_leaf=is_split) for i in (0, 1)] if has_splits else [tree]
+    found = []
+    start = 0
+    for stacks in trees:
+        stop = start + jax.tree.leaves(stacks)[0].shape[0]
+        found.append(Part(stacks, start, stop))
         start = stop
     return found
 
 
 def joined(trees: Sequence):
-    """The inverse of `parts`."""
+    """The inverse of `parts`, for the trees of the parts: a tree of `Split`s if there are two."""
     return jax.tree.map(lambda *x: Split(*x), *trees) if len(trees) > 1 else trees[0]
 
 
 def put(tree, home: Home):
-    """The values in that memory."""
+    """Moves the arrays of a tree to this memory."""
     return jax.tree.map(lambda x: move(x, home.space), tree)
 
 
 def allocate(tree, home: Home):
-    """Zeros put into that memory; in host memory they may hold anything, so write each layer before it is read.
+    """Moves a tree of zeros to this memory. In host memory the values are undefined: write each layer before a read.
 
-    XLA's host offloader (GPUs, jax 0.12) replaces a constant there that layers are written into by `AllocateBuffer`,
-    which fills nothing. Equal constants would share one and be copied from it, 5.8 GiB a step for Llama-7B's
-    accumulators, so every array gets a constant of its own.
+    XLA's host offloader (GPUs, jax 0.12) replaces a constant in host memory that layers are written into by
+    `AllocateBuffer`, which leaves it uninitialised. Equal constants would share one buffer and be copied from it
+    (5.8 GiB a step for Llama-7B's accumulators), so every array gets a different constant.
     """
     if not home.streamed:
         return tree
@@ -67,22 +73,26 @@ def allocate(tree, home: Home):
 
 
 def move(x: jax.Array, space) -> jax.Array:
-    """x in a memory space; nothing happens where it is there already."""
+    """x in this memory space; x itself if it is there already."""
     return x if jax.typeof(x).memory_space == space else jax.device_put(x, space)
 
 
 def read(tree, l: jax.Array | int):
     """Layer l of stacked arrays `[L, ...]`, in device memory."""
-    one = lambda x: jax.lax.dynamic_index_in_dim(x, l, 0, keepdims=False, allow_negative_indices=False)
-    return jax.tree.map(lambda x: move(one(x), DEVICE.space), tree)
+
+    def one(x):
+        layer = jax.lax.dynamic_index_in_dim(x, l, 0, keepdims=False, allow_negative_indices=False)
+        return move(layer, DEVICE.space)
+
+    return jax.tree.map(one, tree)
 
 
 def write(tree, new, l: jax.Array | int):
-    """Stacked arrays with layer l replaced, in the memory where they rest, in place when the compiler can."""
+    """Stacked arrays with layer l replaced by `new`, in the memory that they are in; in place if the compiler can."""
 
-    def one(x, y):
-        y = move(y.astype(x.dtype), jax.typeof(x).memory_space)
-        return jax.lax.dynamic_update_index_in_dim(x, y, l, 0, allow_negative_indices=False)
+    def one(x, layer):
+        layer = move(layer.astype(x.dtype), jax.typeof(x).memory_space)
+        return jax.lax.dynamic_update_index_in_dim(x, layer, l, 0, allow_negative_indices=False)
 
     return jax.tree.map(one, tree, new)
 
@@ -93,10 +103,10 @@ def on_device(tree) -> bool:
 
 
 class SweepCarry(NamedTuple):
-    """The carry of `sweep` over layers in host memory, at the begin of layer l.
+    """The loop carry of `sweep` over layers in host memory, when layer l begins.
 
-    outputs, state: the stacks, up to date but for layer l - 1. arguments: of the function for layer l, in device
-    memory. results: of the function for layer l - 1, on their way to host memory.
+    outputs, state: the stacks, up to date except for layer l - 1. arguments: of the function for layer l, in device
+    memory. results: of the function for layer l - 1, not yet copied to host memory.
     """
 
     outputs: Any
@@ -106,11 +116,11 @@ class SweepCarry(NamedTuple):
 
 
 def sweep(function, outputs, state, inputs, start: int, stop: int):
-    """(outputs, state) after (output, state) = function(state, input) of each layer from `start` to `stop` - 1.
+    """Runs (output, state) = function(state, input) for layers `start` to `stop` - 1; returns (outputs, state).
 
-    Layer l is number l - start of the stacks `outputs`, number l of the stacks `state` and `inputs`. If some of them
-    are in host memory, layer l - 1 is copied out and layer l + 1 is copied in while layer l computes; three layers are
-    on the device.
+    Layer l has index l - start in the stacks `outputs`, and index l in the stacks `state` and `inputs`. If any stack is
+    in host memory, layer l - 1 is copied out and layer l + 1 is prefetched while layer l computes: three layers are in
+    device memory.
     """
     n = stop - start
     if on_device((outputs, state, inputs)):
@@ -118,14 +128,14 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
         def update(l, stacks):
             outputs, state = stacks
             # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into
-            # the function and then has to copy the whole stack, once a layer.
+            # the function and then has to copy the entire stack, once a layer.
             output, new = function(materialised(read(state, l)), read(inputs, l))
             return write(outputs, output, l - start), write(state, new, l)
 
         return jax.lax.fori_loop(start, stop, update, (outputs, state))
 
     def layer(i, carry: SweepCarry) -> SweepCarry:
-        # What is in the carry is in memory, but a loop over one layer ends up as no loop.
+        # A loop stores its carry in memory. XLA removes a loop over one layer, so the barriers have to do that.
         arguments = materialised(carry.arguments)
         before = (i - 1) % n
         after = jnp.minimum(i + 1, n - 1)
@@ -135,18 +145,19 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
         following = (copied_in, read(inputs, start + after))
         return SweepCarry(outputs, state, following, materialised(function(*arguments)))
 
-    last = read(outputs, n - 1), read(state, stop - 1)  # the first results to be written are what is there
-    carry = SweepCarry(outputs, state, read((state, inputs), start), last)
+    # The first iteration writes results to the last layer: the values that this layer already has.
+    unchanged = read(outputs, n - 1), read(state, stop - 1)
+    carry = SweepCarry(outputs, state, read((state, inputs), start), unchanged)
     carry = jax.lax.fori_loop(0, n, layer, carry)
     output, new = carry.results
     return write(carry.outputs, output, n - 1), write(carry.state, new, stop - 1)
 
 
 def _exchange(stacks, new, before, after):
-    """(stacks with layer `before` replaced by `new`, their layer `after`); two layers, or one with these values.
+    """(stacks with layer `before` replaced by `new`, their layer `after`).
 
-    A stack is either read or written at a time. Every other one is read first, so that both directions of the link to
-    the host are busy.
+    The two are different layers, or the same layer if its values already equal `new`. A stack is not read and written
+    at the same time. Every second stack is read first, so that both directions of the host link are busy.
     """
 
     def write_first(x, y):
@@ -154,9 +165,9 @@ def _exchange(stacks, new, before, after):
         return x, read(x, after)
 
     def read_first(x, y):
-        # The barrier says that the read ends before the write begins; without it XLA copies the whole stack.
-        coming, y = jax.lax.optimization_barrier((read(x, after), y))
-        return write(x, y, before), coming
+        # The barrier ends the read before the write begins; without it XLA copies the entire stack.
+        next_layer, y = jax.lax.optimization_barrier((read(x, after), y))
+        return write(x, y, before), next_layer
 
     leaves, structure = jax.tree.flatten(stacks)
     pairs = zip(leaves, jax.tree.leaves(new), strict=True)

@@ -1,4 +1,4 @@
-"""Folders that one run at a time may use: two processes that write the same checkpoints or layers ruin both."""
+"""Locks for folders: two processes that write the same checkpoints or layers would ruin both."""
 
 import contextlib
 import errno
@@ -14,10 +14,11 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 @contextlib.contextmanager
 def locked(file: Path, setting: str) -> Iterator[None]:
-    """Within it `file`, made where it is not there, is this run's: its folder is what a setting names.
+    """Locks `file` for this run, within a `with` statement; creates it if it does not exist.
 
-    The system lets go of it when the process ends, however that is (and its children, where it has forked any). Raises
-    ConfigError when another run holds it, or it cannot be opened. Where there are no locks, nobody holds it.
+    setting: the name of the setting that chose the file's folder, for errors. The system releases the lock when the
+    process and any children that it forked have ended, for whatever reason. Raises ConfigError if another run has the
+    lock or the file cannot be opened. On a file system without locks nothing is locked.
     """
     change = "choose another folder"
     try:
@@ -36,11 +37,12 @@ def locked(file: Path, setting: str) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked in between has it open too
+            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a forked child has the file open too
         os.close(fd)
 
 
 def _holder(fd: int) -> str:
-    with contextlib.suppress(OSError):  # some systems keep others from reading what is locked
+    """The process id that the run with the lock wrote into the file."""
+    with contextlib.suppress(OSError):  # on some systems a locked file cannot be read
         return os.read(fd, 20).decode(errors="replace").strip() or "unknown"
     return "unknown"

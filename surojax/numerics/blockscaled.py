@@ -1,27 +1,27 @@
 """Linear layers whose three products are block-scaled: MXFP8 and NVFP4, the formats of Blackwell's tensor cores.
 
 A block is 32 (MXFP8) or 16 (NVFP4) neighbours along the dimension that a product sums over, with one scale. So every
-operand is quantised along the dimension its product contracts: for y = x w^T, x and w along the inputs; for dx = g w,
-g and w^T along the outputs; for dw = g^T x, g^T and x^T along the tokens, which are filled up with zeros to full
-blocks: zeros add nothing. Products add up in float32.
+operand is quantised along the dimension that its product contracts: for y = x w^T, x and w along the inputs; for
+dx = g w, g and w^T along the outputs; for dw = g^T x, g^T and x^T along the tokens. Tokens are padded with zeros to
+full blocks, which changes no sum. Products accumulate in float32.
 
-MXFP8 (OCP Microscaling Formats 1.0; Mishra et al. 2025, arXiv:2506.08027): e4m3 values, gradients too, and power-of-two
-scales (e8m0). The scale is the smallest that no value of the block exceeds 448 with: arXiv:2506.08027 rounds it up,
-since the specification's floor clips values. Nearest rounding.
+MXFP8 (OCP Microscaling Formats 1.0; Mishra et al. 2025, arXiv:2506.08027): e4m3 values, for gradients too, and
+power-of-two scales (e8m0). The scale is the smallest with which no value of the block exceeds 448. This rounds it up,
+as in arXiv:2506.08027; the specification's floor would clip values. Values are rounded to nearest.
 
 NVFP4 (NVIDIA 2025, arXiv:2509.25149): e2m1 values (0, 0.5, 1, 1.5, 2, 3, 4, 6), an e4m3 scale per block, and a float32
 scale per tensor that makes its largest block scale 448. From that paper:
-- Weights in blocks of 16 x 16, rounded once for both y and dx: both see the same weights, so the chain rule holds.
+- Weights are in blocks of 16 x 16, rounded once for y and dx: both use the same weights, so the chain rule holds.
 - Gradients are rounded stochastically, everything else to nearest. Block scales of gradients are rounded up here, not
   to nearest as in the paper: a scale rounded down clips the block's largest value, which would bias it.
 - Before dw, x^T and g^T are multiplied in groups of 16 tokens by the same random Hadamard matrix, diag(signs) H / 4. It
-  is orthogonal, so the exact product does not change, while outliers of a block are spread over it.
-Random numbers are hashes of a seed, a number of the layer's own (`salt`) and a position: nothing is stored.
+  is orthogonal, so the exact product does not change, and outliers of a block are spread over the block.
+Random numbers are hashes of a seed, a number of the layer (`salt`) and a position, so none is stored.
 
-On GPUs the products are `jax.nn.scaled_matmul`, which XLA turns into cuDNN's block-scaled GEMM on compute capabilities
-10.0 to 12.1; elsewhere it would be decomposed slowly. `emulate=True` multiplies the same numbers as float32. Operands
-of these products are made by XLA or, to the same bits, by `pallas_kernels.mx` and `pallas_kernels.nvfp4`, whose
-references NVFP4's are.
+On GPUs the products are `jax.nn.scaled_matmul`, which XLA compiles to cuDNN's block-scaled GEMM on compute capabilities
+10.0 to 12.1; on other devices it would compile to a slow decomposition. `emulate=True` multiplies the same numbers as
+float32. The operands are quantised by XLA or, to the same bits, by the kernels of `pallas_kernels.mx` and
+`pallas_kernels.nvfp4`. For NVFP4 the code for XLA is the reference in `pallas_kernels.nvfp4`.
 """
 
 import functools
@@ -36,7 +36,8 @@ from pallas_kernels import fp8, mx, nvfp4
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.quantize import random_bits
 
-WIDTHS = 32  # all dimensions that products sum over are multiples of it: full blocks, and 16 bytes, the hardware's unit
+# Dimensions that products sum over are multiples of it: full blocks, and multiples of 16 bytes, the hardware's unit.
+WIDTHS = 32
 MX_BLOCK = 32
 EXPONENT = 23  # position of the exponent in the bits of a float32
 E4M3_EXPONENT = 8  # 448 = 1.75 * 2^8
@@ -45,8 +46,9 @@ E4M3_EXPONENT = 8  # 448 = 1.75 * 2^8
 class Scaled(NamedTuple):
     """A matrix in a block-scaled format: number (i, k) is values[i, k] * scales[i, k // block] * tensor_scale.
 
-    All float32, but of numbers that the format has, so that the casts in `product` change none (as arithmetic, since
-    XLA may drop a cast to fewer bits and back); from `pallas_kernels.mx` and `nvfp4` in the formats themselves.
+    The kernels of `pallas_kernels.mx` and `nvfp4` return the dtypes of the format. From XLA all arrays are float32
+    numbers that the format can represent, so that the casts in `product` change none: they are rounded by arithmetic,
+    because XLA may drop a cast to fewer bits and back.
     """
 
     values: jax.Array  # [n, k]: e4m3 or e2m1
@@ -55,6 +57,7 @@ class Scaled(NamedTuple):
 
     @property
     def block(self) -> int:
+        """Numbers per block."""
         return self.values.shape[-1] // self.scales.shape[-1]
 
 
@@ -66,24 +69,25 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def quantise_mxfp8(x: jax.Array) -> Scaled:
-    """x `[n, k]`, k a multiple of 32, in blocks along k. A block with NaN or infinity becomes NaN."""
+    """Quantises x `[n, k]`, k a multiple of 32, in blocks along k. A block with NaN or infinity becomes NaN."""
     blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, MX_BLOCK)
     largest = _bits(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True))
-    exponent, mantissa = (largest >> EXPONENT).astype(jnp.int32), largest & 0x7FFFFF
+    exponent = (largest >> EXPONENT).astype(jnp.int32)
+    mantissa = largest & 0x7FFFFF
     biased = exponent - E4M3_EXPONENT + (mantissa > 0x600000)  # 0x600000 is the mantissa of 1.75
-    biased = jnp.maximum(biased, 1).astype(jnp.uint32)  # not 2^-127, whose float32 some devices take for zero
+    biased = jnp.maximum(biased, 1).astype(jnp.uint32)  # not 2^-127: some devices flush that float32 to zero
     values = fp8.to_e4m3(blocks * fp8.power_of_two(254 - biased))
     scales = jnp.where(exponent == 255, jnp.nan, fp8.power_of_two(biased))
     return Scaled(values.reshape(x.shape), scales[..., 0])
 
 
 def quantise_nvfp4(x: jax.Array, seed: jax.Array | None = None) -> Scaled:
-    """x `[n, k]`, k a multiple of 16, in blocks along k; with a seed rounded stochastically, scales rounded up."""
+    """Quantises x `[n, k]`, k a multiple of 16, in blocks along k. A seed selects stochastic rounding, scales up."""
     return Scaled(*nvfp4.reference(x, seed))
 
 
 def quantise_nvfp4_weights(w: jax.Array) -> tuple[Scaled, Scaled]:
-    """w `[out, in]`, multiples of 16, in blocks of 16 x 16: the same numbers as rows of w and as rows of w^T."""
+    """Quantises w `[out, in]`, multiples of 16, in blocks of 16 x 16; returns (w, w^T), which are the same numbers."""
     rows, columns = nvfp4.reference_weights(w)
     return Scaled(*rows), Scaled(*columns)
 
@@ -97,14 +101,14 @@ def dequantise(q: Scaled) -> jax.Array:
 
 
 def _e8m0(scales: jax.Array) -> jax.Array:
-    """Powers of two as e8m0, which is a float32's exponent; NaN stays NaN."""
+    """Casts powers of two to e8m0, which is the exponent of a float32; NaN stays NaN."""
     if scales.dtype == jnp.float8_e8m0fnu:
         return scales
     return lax.bitcast_convert_type((_bits(scales) >> EXPONENT & 0xFF).astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 
 def product(a: Scaled, b: Scaled, dtype, emulate: bool) -> jax.Array:
-    """a b^T: `[m, k]`, `[n, k]` -> `[m, n]` in dtype, added up in float32. emulate: of float32 operands."""
+    """a b^T: `[m, k]`, `[n, k]` -> `[m, n]` in dtype, accumulated in float32. emulate: multiply as float32."""
     mxfp8 = a.tensor_scale is None
     if emulate:
         options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
@@ -113,23 +117,26 @@ def product(a: Scaled, b: Scaled, dtype, emulate: bool) -> jax.Array:
         value_dtype = jnp.float8_e4m3fn if mxfp8 else jnp.float4_e2m1fn
         values = (q.values.astype(value_dtype)[None] for q in (a, b))
         scales = ((_e8m0(q.scales) if mxfp8 else q.scales.astype(jnp.float8_e4m3fn))[None] for q in (a, b))
-        # Tensor scales come after it, so that NVFP4's result is rounded to 16 bits once.
+        # Float32 for NVFP4: its tensor scales are applied below, so that the result is rounded to 16 bits once.
         y = jax.nn.scaled_matmul(*values, *scales, preferred_element_type=dtype if mxfp8 else jnp.float32)[0]
-        y = _vary_alike(y, a.values)[0]  # scaled_matmul says of its results that they vary over no mesh axis
+        y = _vary_alike(y, a.values)[0]  # scaled_matmul types its result as equal on all devices
     if a.tensor_scale is not None and b.tensor_scale is not None:
         y = y * (a.tensor_scale * b.tensor_scale)
     return y.astype(dtype)
 
 
 def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Within `shard_map` all vary over the mesh axes that any varies over; the reverse of it adds up gradients."""
+    """Within `shard_map`: marks all arrays as varying over the mesh axes that any of them varies over.
+
+    In reverse mode this sums gradients over the added axes.
+    """
     varying = [getattr(jax.typeof(x).manual_axis_type, "varying", frozenset()) for x in arrays]
     missing = [tuple(sorted(frozenset().union(*varying) - v)) for v in varying]
     return [lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
 
 
 def _full_blocks(x: jax.Array, tokens: int = WIDTHS) -> jax.Array:
-    """x `[tokens, k]` with rows of zeros after it: a multiple of so many tokens."""
+    """Pads x `[n, k]` with rows of zeros to a multiple of `tokens` rows."""
     return jnp.pad(x, ((0, -x.shape[0] % tokens), (0, 0)))
 
 
@@ -139,10 +146,10 @@ def _full_blocks(x: jax.Array, tokens: int = WIDTHS) -> jax.Array:
 def mxfp8_linear(
     x: jax.Array, w: jax.Array, *, emulate: bool = False, implementation: Implementation = "xla"
 ) -> jax.Array:
-    """x w^T in MXFP8: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype; gradients in MXFP8 products too.
+    """x w^T in MXFP8: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype. Gradients are MXFP8 products too.
 
-    emulate: multiply the same numbers as float32, on any device. implementation: what makes the operands of products
-    that are not emulated, as in `pallas_kernels`; to the same bits. Raises ValueError unless `in` and `out` are
+    emulate: multiply the same numbers as float32, on any device. implementation: as in `pallas_kernels`, of the
+    quantisation of operands that are not emulated; all give the same bits. Raises ValueError unless `in` and `out` are
     multiples of 32.
     """
     _check("mxfp8_linear", x, w)
@@ -159,22 +166,24 @@ def nvfp4_linear(
     emulate: bool = False,
     implementation: Implementation = "xla",
 ) -> jax.Array:
-    """x w^T in NVFP4: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype; gradients in NVFP4 products too.
+    """x w^T in NVFP4: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype. Gradients are NVFP4 products too.
 
-    seed: uint32 or int32 `[]`, another one for each step, microbatch, layer and device with tokens of its own; salt:
-    tells apart the linear layers that are given the same seed. Only gradients depend on them. emulate, implementation:
-    as in `mxfp8_linear`. Raises ValueError unless `in` and `out` are multiples of 32.
+    seed: uint32 or int32 `[]`, different for each step, microbatch, layer, and device with different tokens. salt:
+    different for linear layers with the same seed. Only gradients depend on seed and salt. emulate, implementation: as
+    in `mxfp8_linear`. Raises ValueError unless `in` and `out` are multiples of 32.
     """
     _check("nvfp4_linear", x, w)
     seed = jnp.asarray(seed)
     if seed.shape or seed.dtype not in (jnp.uint32, jnp.int32):
         raise ValueError(f"nvfp4_linear: seed: expected a uint32 or int32 of shape [], got {seed.dtype}{[*seed.shape]}")
     rows, w = _vary_alike(x.reshape(-1, x.shape[-1]), w)
-    made = "xla" if emulate else implementation
-    return _nvfp4(rows, w, random_bits(seed, jnp.uint32(salt)), emulate, made).reshape(*x.shape[:-1], w.shape[0])
+    implementation = "xla" if emulate else implementation
+    y = _nvfp4(rows, w, random_bits(seed, jnp.uint32(salt)), emulate, implementation)
+    return y.reshape(*x.shape[:-1], w.shape[0])
 
 
 def _check(name: str, x: jax.Array, w: jax.Array) -> None:
+    """Raises ValueError for shapes that a linear layer cannot multiply in blocks."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{name}: expected x [..., in] and w [out, in], got {[*x.shape]} and {[*w.shape]}")
     if w.shape[0] % WIDTHS or w.shape[1] % WIDTHS:
@@ -189,22 +198,23 @@ def _mxfp8_backward(emulate, implementation, saved, g):
     x, w = saved
     full = functools.partial(_full_blocks, tokens=WIDTHS if implementation == "xla" else mx.ROWS)
     if implementation == "xla" or full(g).shape != g.shape:
-        g_by_row, g_by_token = _by_row(g, implementation), _by_column(full(g), implementation)
-    else:  # both from one read
+        g_by_row = _by_row(g, implementation)
+        g_by_token = _by_column(full(g), implementation)
+    else:  # one kernel, which reads g once
         g_by_row, g_by_token = itertools.starmap(Scaled, mx.quantize_both(g, implementation=implementation))
     dx = product(g_by_row, _by_column(w, implementation), x.dtype, emulate)
     return dx, product(g_by_token, _by_column(full(x), implementation), w.dtype, emulate)
 
 
 def _by_row(x, implementation: Implementation) -> Scaled:
-    """x in blocks along its rows, whatever makes them."""
+    """Quantises x in MXFP8 blocks along its rows."""
     if implementation == "xla":
         return quantise_mxfp8(x)
     return Scaled(*mx.quantize(x, implementation=implementation))
 
 
 def _by_column(x, implementation: Implementation) -> Scaled:
-    """x^T in blocks along the columns of x."""
+    """Quantises x^T in MXFP8 blocks along the columns of x."""
     if implementation == "xla":
         return quantise_mxfp8(x.T)
     return Scaled(*mx.quantize_transposed(x, implementation=implementation))
@@ -222,21 +232,21 @@ def _nvfp4_forward(x, w, seed, emulate, implementation):
 def _nvfp4_backward(emulate, implementation, saved, g):
     x, w, seed = saved
     rounding = tuple(random_bits(seed, jnp.uint32(i)) for i in (1, 2))
-    operands = _nvfp4_by_xla if implementation == "xla" else functools.partial(_nvfp4_by_kernels, implementation)
-    g_by_row, w_by_column, g_by_token, x_by_token = operands(x, w, g, seed, rounding)
+    quantised = _nvfp4_by_xla if implementation == "xla" else functools.partial(_nvfp4_by_kernels, implementation)
+    g_by_row, w_by_column, g_by_token, x_by_token = quantised(x, w, g, seed, rounding)
     dx = product(g_by_row, w_by_column, x.dtype, emulate)
     return dx, product(g_by_token, x_by_token, w.dtype, emulate), None
 
 
 def _nvfp4_by_xla(x, w, g, seed, rounding) -> tuple[Scaled, ...]:
-    """Of the backward pass: g along its rows, w^T, and g^T and x^T rotated, along tokens."""
+    """Operands of the backward pass: g in blocks along its rows, w^T, and rotated g^T and x^T in blocks of tokens."""
     g_by_token = nvfp4.reference_rotated(_full_blocks(g), seed, rounding[1])
     x_by_token = nvfp4.reference_rotated(_full_blocks(x), seed)
     return quantise_nvfp4(g, rounding[0]), quantise_nvfp4_weights(w)[1], Scaled(*g_by_token), Scaled(*x_by_token)
 
 
 def _nvfp4_by_kernels(implementation: Implementation, x, w, g, seed, rounding) -> tuple[Scaled, ...]:
-    """The same. Random numbers belong to places in g, so that more zeros after it change none."""
+    """`_nvfp4_by_xla` with kernels. Random numbers are hashes of positions in g, so that padding changes none."""
     how: Any = {"implementation": implementation}
     full = functools.partial(_full_blocks, tokens=nvfp4.ROWS)
     if full(g).shape == g.shape:
@@ -250,6 +260,7 @@ def _nvfp4_by_kernels(implementation: Implementation, x, w, g, seed, rounding) -
 
 
 def _with_vjp(forward, backward, *static: int):
+    """A function with this forward pass (result, saved) and backward pass; static: numbers of its static arguments."""
     f = jax.custom_vjp(lambda *args: forward(*args)[0], nondiff_argnums=static)
     f.defvjp(forward, backward)
     return f

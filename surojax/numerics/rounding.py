@@ -1,35 +1,37 @@
 """Arithmetic that is rounded alike in two programs, so that a setting which changes no arithmetic changes no bit.
 
-The same expression may be rounded differently in two programs, because the compiler decides in each kernel (fusion)
-what becomes a fused multiply-add, which rounds once where a product and a sum round twice. Read from programs and from
-object code of XLA:CPU (jax 0.12); kernels of GPUs are contracted by LLVM as well, and were not looked at:
+The same expression may be rounded differently in two programs. In each kernel (fusion) the compiler decides which
+products and sums become a fused multiply-add (are contracted), which rounds once instead of twice. The following was
+read from programs and object code of XLA:CPU (jax 0.12). LLVM contracts in GPU kernels as well; they were not examined.
 
-* a x + b is contracted if both operations are in one basic block of one kernel. A kernel that only reads the product,
-  or a reduction whose loop stands between the two, prevents it.
-* of a x + b y one product is contracted. Which one depends on what else is in the kernel: a reduction fused into it,
-  or a second result (new moments in the kernel of the new weights contracted the other product than in their own).
-* x / a / y by a scalar a is rewritten by XLA to x / (a y) or to x (1 / a) / y, in the order in which it finds them.
+* a x + b is contracted if both operations are in one basic block of one kernel. It is not if the product is computed
+  in another kernel, or if the loop of a reduction is between the two.
+* In a x + b y one product is contracted. Which one depends on what else is in the kernel: a reduction fused into it, or
+  a second result (with new moments and new weights in one kernel, the other product was contracted than with new
+  moments alone).
+* x / a / y with a scalar a is rewritten by XLA to x / (a y) or to x (1 / a) / y, whichever rule matches first.
 
-XLA fuses other neighbours where a value comes from host memory or a gather than where it rests on the device, and
-dissolves a loop over one layer into what is around it. So:
+XLA fuses a value from host memory or from a gather with other operations than a value in device memory. It also inlines
+a loop over one layer into the code around it. So:
 
-* sums of two products are written with one (`mix`);
+* a sum of two products is rewritten with one product (`mix`);
 * matrices are multiplied with the reciprocals of scalars;
-* values that feed other arithmetic are ended by a barrier (`materialised`) where that costs nothing: scalars, vectors,
-  what is in memory anyway.
+* values that other arithmetic uses get a barrier (`materialised`) if that costs nothing: scalars, vectors, and arrays
+  that are written to memory anyway.
 """
 
 import jax
 
 
 def materialised(tree):
-    """The values, written to memory: no kernel both produces and uses them, in any program."""
+    """The same values behind a barrier, which writes them to memory: no kernel both computes and uses them."""
     return jax.lax.optimization_barrier(tree)
 
 
 def mix(decay: float, old: jax.Array, new: jax.Array) -> jax.Array:
-    """decay x old + (1 - decay) x new, the moving average, with a single product in the sum.
+    """The moving average decay x old + (1 - decay) x new, with a single product in the sum.
 
-    `old` must not be a product (those of adamw8bit are, and its kernel says what it does about that), `new` no sum.
+    `old` must not be a product and `new` must not be a sum. (In adamw8bit `old` is a product; its kernel says what it
+    does instead.)
     """
     return decay * (old + (1 - decay) / decay * new) if decay else new

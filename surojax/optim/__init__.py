@@ -1,1 +1,1 @@
-"""Update rules."""
+"""Optimizers: update rules for each kind of tensor."""

@@ -1,26 +1,26 @@
-"""NorMuon: momentum of a matrix, orthogonalised, with its rows scaled to equal size (Li et al. 2025, arXiv:2510.05491).
+"""NorMuon: orthogonalised momentum of a matrix, its rows scaled to equal size (Li et al. 2025, arXiv:2510.05491).
 
     M' = b1 M + (1 - b1) g                    O = U V^T of M' = U S V^T, by `orthogonalised`
     v' = b2 v + (1 - b2) mean of O^2 over each row (neuron)         O' = O / (sqrt(v') + eps)
     W' = W - lr (0.2 sqrt(m k) / |O'| O'  +  decay W where O' W > 0)
 
-for matrices W `[m, k]` of the blocks; 0.2 is the root mean square of AdamW's updates, so that its learning rates and
-decay fit (Liu et al. 2025, arXiv:2502.16982). The paper has no Nesterov momentum and no bias correction (the norm of O'
-cancels it), and neither is here. The decay is cautious: only of weights that the update makes smaller too (Chen et al.
-2025, arXiv:2510.12402). Embedding, head and vectors have AdamW's rule, with its learning rate.
+for matrices W `[m, k]` of the blocks. 0.2 is the root mean square of AdamW's updates, so that AdamW's learning rates
+and decay fit (Liu et al. 2025, arXiv:2502.16982). As in the paper, there is no Nesterov momentum and no bias correction
+(the norm of O' cancels it). The decay is cautious: it applies only to weights that the update makes smaller too (Chen
+et al. 2025, arXiv:2510.12402). Embedding, head and vectors have AdamW's rule, with AdamW's learning rate.
 
-**Sharded.** Masters and momentum are shards, the orthogonalisation needs the matrix. Momentum is gathered over
-`dp_shard` in the dtype of the products (`model_dtype`: bfloat16 on GPUs, to which they would round it anyway), every
-device computes all of O, and keeps its own part. That costs each device per step, for P parameters in the blocks and n
-devices:
+**Sharded.** Master weights and momentum are sharded, but the orthogonalisation needs the full matrix. So momentum is
+all-gathered over `dp_shard` in the dtype of the products (`model_dtype`: bfloat16 on GPUs, to which they would round it
+anyway). Every device computes all of O and keeps its own shard. That costs each device per step, for P parameters in
+the blocks and n devices:
 
-    (n - 1) / n x P x 2 bytes received, once more what ZeRO-1 gathers after the update, and
+    (n - 1) / n x P x 2 bytes received, as many as ZeRO-1's all-gather after the update, and
     steps x (4 min(m, k)^2 max(m, k) + 2 min(m, k)^3) FLOPs for each matrix, not divided by n.
 
-For Llama-7B (5 steps): 13 GB and 6.8e14 FLOPs on every device, as many as 17 thousand tokens take. Sending whole layers
-to one device each (all-to-all there and back) would divide both, by n / 2 and n; not built.
+For Llama-7B (5 steps): 13 GB and 6.8e14 FLOPs on every device, as many as 17 thousand tokens take. Sending each layer
+to one device (an all-to-all there and one back) would divide the bytes by n / 2 and the FLOPs by n; not built.
 
-The second moment of the rows is whole on every device (4 bytes a row), so that no norm has to be summed over devices.
+The second moment of the rows is replicated (4 bytes a row), so that no norm has to be summed over devices.
 """
 
 import functools
@@ -36,7 +36,7 @@ from surojax.placement.mesh import SHARD
 
 RMS = 0.2  # of an update
 # (a, b, c) of x -> a x + b x^3 + c x^5 for each step: Polar Express (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1),
-# the best composition for singular values from 1e-3 to 1. Steps beyond the table use the last.
+# the best composition for singular values from 1e-3 to 1. Steps beyond the table use its last row.
 POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -47,30 +47,31 @@ POLAR_EXPRESS = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-SAFETY = 1.01  # singular values that rounding makes larger than 1 must not diverge (there: Section 3.4)
+SAFETY = 1.01  # singular values that rounding makes larger than 1 must not diverge (the same paper, Section 3.4)
 
 
 def coefficients(steps: int) -> list[tuple[float, float, float]]:
-    """(a, b, c) of each step, with the safety factor in all but the last of the table."""
+    """(a, b, c) of each step, with the safety factor in all rows of the table except the last."""
     safe = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]]
     return [*safe, *[POLAR_EXPRESS[-1]] * steps][:steps]
 
 
 def reciprocal(size: jax.Array) -> jax.Array:
-    """1 / size, of 0 a large number; a scalar that XLA computes before it multiplies a matrix with it."""
+    """1 / size, a large number if size is 0. XLA computes the scalar before it multiplies a matrix with it."""
     return materialised(1 / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
 
 
 def orthogonalised(x: jax.Array, steps: int = 5) -> jax.Array:
-    """U V^T of the matrix x = U S V^T `[m, k]`, nearly: singular values from 1e-3 of the norm on end up near 1.
+    """Approximates U V^T of the matrix x = U S V^T `[m, k]`: singular values from 1e-3 of the norm on become near 1.
 
-    Products are of x's dtype with sums in float32 (and exact to float32 where it is float32); the result is float32.
-    Zeros stay zeros.
+    Factors of the products have x's dtype and sums are float32 (float32 factors are multiplied at full precision). The
+    result is float32. Zeros stay zeros.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dot = lambda a, b: jnp.dot(
-        a.astype(x.dtype), b.astype(x.dtype), precision=precision, preferred_element_type="float32"
-    )
+
+    def dot(a, b):
+        return jnp.dot(a.astype(x.dtype), b.astype(x.dtype), precision=precision, preferred_element_type="float32")
+
     tall = x.shape[0] > x.shape[1]
     y = (x.T if tall else x).astype(jnp.float32)
     y = y * reciprocal(jnp.max(jnp.abs(y)))  # its squares must not underflow
@@ -82,10 +83,10 @@ def orthogonalised(x: jax.Array, steps: int = 5) -> jax.Array:
 
 
 class Momentum(NamedTuple):
-    """State of a matrix `[m, k]`."""
+    """NorMuon's state of a matrix `[m, k]`."""
 
     m: Any  # [m, k], float32 or bfloat16
-    rows: Any  # float32 [m]: mean squares of the rows of O
+    rows: Any  # float32 [m]: moving averages of the mean squares of the rows of O
 
 
 def normuon(
@@ -99,10 +100,10 @@ def normuon(
     m_dtype: str = "float32",
     **adam,
 ) -> Optimizer:
-    """NorMuon for the blocks' matrices, AdamW for all else.
+    """NorMuon for the blocks' matrices, AdamW for all other tensors.
 
-    matrices: the learning rate of those matrices, by default `schedule`. m_dtype: also of AdamW's first moments; `adam`
-    has the other options of `optim.adamw`.
+    matrices: learning rate of the blocks' matrices, `schedule` if None. m_dtype: of the momentum and of AdamW's first
+    moments. adam: the other options of `optim.adamw`.
     """
     rate = schedule if matrices is None else matrices
 
@@ -121,7 +122,9 @@ def normuon(
         rows = materialised(mix(beta2, old_rows, squares))
         o = o * materialised(1 / (jnp.sqrt(rows) + 1e-8))[:, None]
         o = o * (RMS * o.size**0.5 * reciprocal(jnp.linalg.norm(o)))
-        o, lr, old = _own(o, tensor.layout), tensor.scalars["matrices_lr"], p.astype(jnp.float32)
+        o = _own(o, tensor.layout)
+        lr = tensor.scalars["matrices_lr"]
+        old = p.astype(jnp.float32)
         new = old - lr * (o + jnp.where(o * old > 0, weight_decay * old, 0))
         new = rounded(new, p.dtype, tensor)
         return new.astype(dtype), new, Momentum(m.astype(m_dtype), rows)
@@ -143,13 +146,13 @@ def flops(matrices, num_layers: int, steps: int) -> int:
 
 
 def _gathered(x: jax.Array, layout: Layout) -> jax.Array:
-    """The whole matrix, the same on every device, of which x is a shard."""
+    """The matrix of which x is a shard, all-gathered and typed as equal on all devices."""
     dim = layout.sharded_dim
     return x if dim is None else jax.lax.all_gather(x, SHARD, axis=dim, tiled=True, to="invarying")
 
 
 def _own(x: jax.Array, layout: Layout) -> jax.Array:
-    """This device's shard of a whole matrix."""
+    """This device's shard of a replicated matrix."""
     dim = layout.sharded_dim
     if dim is None:
         return x

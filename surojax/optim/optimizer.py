@@ -1,9 +1,9 @@
 """The optimizer: an update rule for each kind of tensor, applied tensor by tensor to shards.
 
-A tensor's update sees that tensor's gradient. What is the same for all tensors of a step, such as the learning rate and
-what clips by the global norm, is computed once (`scalars`) and handed to the rules. AdamW in its two forms is
-elementwise, or within blocks of a row, and needs no communication: a shard of a matrix is updated as the whole would
-be. NorMuon (normuon.py) gathers the matrix.
+A tensor's update reads that tensor's gradient only. Values shared by all tensors (learning rate, clip factor, bias
+corrections) are computed once per step (`scalars`) and passed to the rules. AdamW is elementwise, and in 8 bits within
+blocks of a row, so it needs no communication: a shard gets the update that it would get within the full matrix. NorMuon
+(normuon.py) all-gathers the matrix.
 
 | optimizer | matrices of the blocks | embedding, head | vectors | state of a matrix, bytes per parameter          |
 |-----------|------------------------|-----------------|---------|-------------------------------------------------|
@@ -11,9 +11,9 @@ be. NorMuon (normuon.py) gathers the matrix.
 | adamw8bit | AdamW in 8 bits        | AdamW in 8 bits | AdamW   | 2 + 8 / block, block up to 256 (pallas_kernels) |
 | normuon   | NorMuon                | AdamW           | AdamW   | 4, or 2, and 4 a row                            |
 
-The state of every rule starts as zeros, and has the layer axis where the tensors have it. All rules round master
-weights in bfloat16 stochastically: nearly all updates are smaller than half the distance to a neighbour, and rounded to
-nearest they would change nothing.
+The state of every rule starts as zeros. It has a layer axis if the tensor has one. All rules round bfloat16 master
+weights stochastically: nearly all updates are smaller than half the distance to the neighbouring number, and would be
+lost if rounded to nearest.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from surojax.placement.mesh import SHARD
 from surojax.placement.param import Kind, Param
 
 Schedule = optax.Schedule
-Scalars = dict[str, jax.Array]  # what all updates of one step are given: see `adam_scalars`
+Scalars = dict[str, jax.Array]  # values shared by all updates of one step: see `adam_scalars`
 
 
 def learning_rate_schedule(
@@ -43,10 +43,10 @@ def learning_rate_schedule(
     cooldown_steps: int = 0,
     final_fraction: float = 0.0,
 ) -> Schedule:
-    """Learning rate of step 0, 1, ..., total_steps - 1: linear warmup, then `kind`.
+    """Learning rate of steps 0 to total_steps - 1: linear warmup to `peak`, then a decay of this kind.
 
-    cosine, linear: from the peak to `final_fraction` of it at the last step. wsd: constant at the peak, then linear
-    over the last `cooldown_steps` (Hu et al. 2024, MiniCPM). Raises ValueError for another kind.
+    cosine, linear: from the peak to peak * final_fraction at the last step. wsd: constant at the peak, then linear over
+    the last `cooldown_steps` (Hu et al. 2024, MiniCPM). Raises ValueError for another kind.
     """
     final = peak * final_fraction
     after = max(total_steps - warmup_steps - 1, 1)
@@ -69,16 +69,16 @@ def learning_rate_schedule(
 
 
 class NoState(NamedTuple):
-    """State of a transformation that has none."""
+    """State of a stateless transformation."""
 
 
 def clip_factor(max_norm: float, grad_norm: jax.Array) -> jax.Array:
-    """What gradients are multiplied with so that their norm is `max_norm` at most; 0 = 1, never clipped."""
+    """The factor that makes the norm of the gradients `max_norm` at most; 1 if max_norm is 0 (no clipping)."""
     return jnp.minimum(1.0, max_norm / jnp.maximum(grad_norm, 1e-12)) if max_norm else jnp.float32(1)
 
 
 def scale_by_given(scalar: Callable[[Scalars], jax.Array]) -> optax.GradientTransformationExtraArgs:
-    """Multiply updates with a number made of `scalars=`."""
+    """Multiplies updates with the number that the function `scalar` makes of the `scalars=` of `update`."""
 
     def update(updates, state, params=None, *, scalars: Scalars, **_):
         factor = scalar(scalars)
@@ -88,7 +88,7 @@ def scale_by_given(scalar: Callable[[Scalars], jax.Array]) -> optax.GradientTran
 
 
 class Moments(NamedTuple):
-    """State of AdamW: trees like that of the parameters."""
+    """State of AdamW: two trees with the structure of the parameters."""
 
     m: Any
     v: Any
@@ -97,29 +97,35 @@ class Moments(NamedTuple):
 def scale_by_adam(
     b1: float, b2: float, eps: float, m_dtype: str, v_dtype: str
 ) -> optax.GradientTransformationExtraArgs:
-    """optax.scale_by_adam (Kingma and Ba 2015) with a dtype for each moment, in float32 arithmetic; `update` takes
-    `scalars=` and counts no steps itself."""
+    """optax.scale_by_adam (Kingma and Ba 2015) with a dtype for each moment and arithmetic in float32.
+
+    `update` reads the bias corrections from `scalars=` and does not count steps.
+    """
 
     def init(params):
-        zeros = lambda dtype: jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
+        def zeros(dtype):
+            return jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
+
         return Moments(zeros(m_dtype), zeros(v_dtype))
+
+    def cast(tree, dtype):
+        return jax.tree.map(lambda x: x.astype(dtype), tree)
 
     def update(grads, state, params=None, *, scalars: Scalars, **_):
         m = jax.tree.map(lambda m, g: mix(b1, m.astype(jnp.float32), g), state.m, grads)
         v = jax.tree.map(lambda v, g: mix(b2, v.astype(jnp.float32), g * g), state.v, grads)
         of_m, of_v = scalars["unbias_m"], scalars["unbias_v"]
         updates = jax.tree.map(lambda m, v: m * of_m / (jnp.sqrt(v * of_v) + eps), m, v)
-        cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)
         return updates, Moments(cast(m, m_dtype), cast(v, v_dtype))
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
 class UpdateContext(NamedTuple):
-    """What an update is told beside the tensor: shared by all tensors of a step, or by all parts of one.
+    """Inputs of an update that do not depend on the tensor.
 
-    scalars: those of the step, see `adam_scalars`. layer: number of the layer, int32, or of all layers `[L]`
-    (`apply_to_stack`). part: (k, n) for the k-th of n equal parts of each shard's rows.
+    scalars: of the step, see `adam_scalars`. layer: index of the layer, int32, or of all layers `[L]` for
+    `apply_to_stack`. part: (k, n) for part k of n equal parts of each shard's rows.
     """
 
     scalars: Scalars
@@ -128,10 +134,10 @@ class UpdateContext(NamedTuple):
 
 
 class TensorContext(NamedTuple):
-    """What a rule is told of one tensor.
+    """Inputs of a rule for one tensor.
 
-    layout: of its master weights. seed: uint32 `[2]`: of this tensor in this layer and step, and the number that the
-    first element here has in it, if its leading dimension is sharded.
+    layout: of its master weights. seed: uint32 `[2]`: a seed for this tensor in this layer and step, and the index of
+    this device's first element within the tensor (exact if its leading dimension is sharded).
     """
 
     scalars: Scalars
@@ -142,14 +148,15 @@ class TensorContext(NamedTuple):
 class Rule(NamedTuple):
     """How one tensor is updated.
 
-    init: (shape, how many shards its last dimension is cut into) -> its state, zeros.
-    state_layout: layout of the moments -> a tree like the state, with the layout of each array.
+    init: (shape, number of shards of its last dimension) -> its state, zeros.
+    state_layout: layout of the moments -> a tree with the structure of the state and the layout of each array.
     apply: (p, float32 or bfloat16 gradient, state, TensorContext, work dtype) -> (p in the work dtype, new p, new
     state).
-    apply_to_stack: (stack, its state) -> `apply` for all layers in one pass, with seeds `[L, 2]`, and without the first
-    result if the work dtype is None; None if that would need memory for more than the results.
-    gathers: whether it needs the whole matrix in the work dtype, all-gathered over `dp_shard`.
-    flops: (shapes of matrices of one layer, number of layers) -> FLOPs of a step, if they count.
+    apply_to_stack: (stack, its state) -> a function like `apply` that updates all layers in one pass, takes seeds
+    `[L, 2]`, and returns None as its first result if the work dtype is None. Or None, if one pass would need memory for
+    more than the results.
+    gathers: whether it all-gathers the matrix over `dp_shard`, in the work dtype.
+    flops: (shapes of matrices of one layer, number of layers) -> FLOPs of a step, 0 if negligible.
     """
 
     init: Callable
@@ -161,10 +168,10 @@ class Rule(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """The rules of a model's tensors.
+    """The update rules for a model's tensors.
 
-    scalars: (steps done, norm of all gradients) -> what the rules need of them. "lr" goes into the log, and "step", 1
-    in the first, into the seeds.
+    scalars: (steps done, norm of all gradients) -> the values that the rules need. It has "lr" for the log, and "step"
+    (1 in the first step) for the seeds.
     """
 
     matrices: Rule
@@ -180,17 +187,20 @@ class Optimizer(NamedTuple):
 def scalars(optimizer: Optimizer, done: jax.Array, grad_norm: jax.Array) -> Scalars:
     """Values shared by all tensors of a step: learning rate, clip factor, bias corrections.
 
-    done: steps before this one, int32. They are computed behind a barrier: XLA would fuse powers and cosines into the
-    loops over elements, and round them differently there.
+    done: number of steps before this one, int32. Barriers enclose the computation: without them XLA would fuse powers
+    and cosines into the loops over elements, and round them differently there.
     """
     return materialised(optimizer.scalars(*materialised((done, grad_norm))))
 
 
 def adam_scalars(schedule: Schedule, b1: float, b2: float, max_grad_norm: float):
-    """`Optimizer.scalars` of AdamW: `step` is 1 in the first, `clip` what gradients are multiplied with, `lr` the
-    learning rate, `c1` and `c2` the bias corrections 1 - b^step, `unbias_m` and `unbias_v` their reciprocals.
+    """`Optimizer.scalars` of AdamW.
 
-    Moments are multiplied with these: XLA makes that, or one quotient, of two divisions in a row, as it finds them.
+    The function returns step (1 in the first step), clip (the factor of the gradients), lr (the learning rate), c1 and
+    c2 (the bias corrections 1 - b1^step and 1 - b2^step), unbias_m and unbias_v (their reciprocals).
+
+    Moments are multiplied with the reciprocals, because XLA rewrites two successive divisions in one of several ways
+    that round differently (numerics/rounding.py).
     """
 
     def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
@@ -204,7 +214,7 @@ def adam_scalars(schedule: Schedule, b1: float, b2: float, max_grad_norm: float)
 
 
 def rounded(new: jax.Array, dtype, tensor: TensorContext) -> jax.Array:
-    """New master weights, float32, in the dtype that they are stored in: bfloat16 stochastically."""
+    """Casts new float32 master weights to the dtype that they are stored in; bfloat16 is rounded stochastically."""
     if dtype != jnp.bfloat16:
         return new.astype(dtype)
     seed, first = tensor.seed
@@ -212,7 +222,7 @@ def rounded(new: jax.Array, dtype, tensor: TensorContext) -> jax.Array:
 
 
 def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
-    """The rule that adds the updates of an elementwise chain with AdamW's `Moments`, which is given `scalars=`."""
+    """A rule that adds the updates of an elementwise optax chain. Its state is `Moments`; `update` takes `scalars=`."""
 
     def init(shape, shards):
         return chain.init(jnp.zeros(shape, jnp.float32))
@@ -226,8 +236,10 @@ def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
         return None if dtype is None else new.astype(dtype), new, state
 
     def apply_to_stack(p, g, state, tensor: TensorContext, dtype):
-        layer = lambda p, g, state, seed: apply(p, g, state, tensor._replace(seed=seed), dtype)
-        return jax.vmap(layer)(p, g, state, tensor.seed)
+        def apply_to_layer(p, g, state, seed):
+            return apply(p, g, state, tensor._replace(seed=seed), dtype)
+
+        return jax.vmap(apply_to_layer)(p, g, state, tensor.seed)
 
     return Rule(init, state_layout, apply, lambda p, state: apply_to_stack)
 
@@ -241,9 +253,9 @@ def adamw(
     max_grad_norm: float = 1.0,
     **settings,
 ) -> Optimizer:
-    """The rule of `adamw_chain`, with its settings, for every tensor. max_grad_norm: 0 never clips.
+    """AdamW for every tensor; settings: other arguments of `adamw_chain`. max_grad_norm: 0 means no clipping.
 
-    Decoupled weight decay is for matrices and tables only (Loshchilov and Hutter 2019).
+    Decoupled weight decay applies to matrices and tables only (Loshchilov and Hutter 2019).
     """
     decayed = by_optax(adamw_chain(b1=b1, b2=b2, weight_decay=weight_decay, **settings))
     vectors = by_optax(adamw_chain(b1=b1, b2=b2, weight_decay=0.0, **settings))
@@ -260,9 +272,9 @@ def adamw_chain(
     v_dtype: str = "float32",
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW; `update` takes `scalars=`, those of `adam_scalars`.
+    """AdamW as an optax chain; `update` takes the `scalars=` of `adam_scalars`.
 
-    mask: for a tree of parameters, a function of it to a tree of what is decayed; None: all of it.
+    mask: a function from the tree of parameters to a tree of bools, True for parameters with weight decay; None: all.
     """
     decay = [optax.add_decayed_weights(weight_decay, mask=mask)] if weight_decay else []
     chain = optax.chain(
@@ -275,7 +287,7 @@ def adamw_chain(
 
 
 class Moments8bit(NamedTuple):
-    """State of a matrix under `adamw8bit`: see pallas_kernels/adamw8bit.py for what the codes mean."""
+    """State of a matrix under `adamw8bit`; pallas_kernels/adamw8bit.py defines the codes."""
 
     m: Any  # int8, the shape of the matrix
     m_scale: Any  # float32 [..., n / block]
@@ -294,9 +306,9 @@ def adamw8bit(
     implementation: Any = "xla",
     **vectors,
 ) -> Optimizer:
-    """AdamW whose moments of matrices are in 8 bits; `vectors`: m_dtype and v_dtype of the others, as in `adamw`.
+    """AdamW with the moments of matrices and tables in 8 bits; vectors: m_dtype and v_dtype of all other moments.
 
-    A block never spans two shards: its size is a divisor of the shard's row.
+    A block never spans two shards: its size divides the length of a shard's row.
     """
     plain = adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, **vectors)
 
@@ -312,7 +324,7 @@ def adamw8bit(
         return new.work, new.p, Moments8bit(new.m, new.m_scale, new.v, new.v_scale)
 
     def apply_to_stack(p, state: Moments8bit):
-        # XLA's reference needs memory for the whole stack; the kernel writes over it.
+        # XLA's reference needs memory for a second stack; the kernel updates the stack in place.
         return apply if kernel.serves(p.size // state.m_scale.size, implementation) else None
 
     def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
@@ -326,10 +338,10 @@ def adamw8bit(
 
 
 def init(optimizer: Optimizer, params, masters, plan):
-    """Optimizer state of tensors of one layer, or of the outer layers: a state for each, zeros.
+    """Optimizer state (zeros) of each tensor of one layer, or of the outer layers.
 
-    params: their `Param`s; masters: their master weights; plan: that of the master weights, whose sharding says how
-    rows are cut.
+    params: their `Param`s; masters: their master weights; plan: the plan of the master weights, whose shardings say how
+    rows are sharded.
     """
 
     def one(param: Param, p, planned):
@@ -339,34 +351,34 @@ def init(optimizer: Optimizer, params, masters, plan):
     return jax.tree.map(one, params, masters, plan)
 
 
-def apply(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, at: UpdateContext, dtype):
-    """One update of one tensor of one layer, or of the outer layers: (master in `dtype`, new master, new state).
+def apply(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, context: UpdateContext, dtype):
+    """Updates one tensor of one layer, or of the outer layers; returns (master in `dtype`, new master, new state).
 
     p, g, state: this device's shards of master weights, gradient and optimizer state; layout: of the master weights.
     """
-    tensor = TensorContext(at.scalars, layout, _seed(param, layout, at, p.size))
+    tensor = TensorContext(context.scalars, layout, _seed(param, layout, context, p.size))
     return optimizer.rule(param).apply(p, g, state, tensor, dtype)
 
 
-def apply_to_stack(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, at: UpdateContext, dtype):
-    """`apply` for a tensor of all layers `at.layer`, in place; None if its rule updates one layer at a time."""
+def apply_to_stack(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, context: UpdateContext, dtype):
+    """`apply` for a tensor of all layers `context.layer`, in place; None if its rule updates one layer at a time."""
     run = optimizer.rule(param).apply_to_stack(p, state)
     if run is None:
         return None
-    seeds = jax.vmap(lambda l: _seed(param, layout, at._replace(layer=l), p.size // len(p)))(at.layer)
-    return run(p, g, state, TensorContext(at.scalars, layout, seeds), dtype)
+    seeds = jax.vmap(lambda l: _seed(param, layout, context._replace(layer=l), p.size // len(p)))(context.layer)
+    return run(p, g, state, TensorContext(context.scalars, layout, seeds), dtype)
 
 
-def _seed(param: Param, layout: Layout, at: UpdateContext, size: int) -> jax.Array:
-    """`TensorContext.seed` of a tensor of which `size` elements are here."""
+def _seed(param: Param, layout: Layout, context: UpdateContext, size: int) -> jax.Array:
+    """`TensorContext.seed` of a tensor; size: number of its elements on this device."""
 
     def unsigned(x) -> jax.Array:
         return jnp.asarray(x).astype(jnp.uint32)
 
-    k, n = at.part
+    k, n = context.part
     shard = 0 if layout.sharded_dim is None else jax.lax.axis_index(SHARD)
     of_tensor = jnp.uint32(param.stream) * jnp.uint32(0x85EBCA77)
-    of_layer = unsigned(at.layer) * jnp.uint32(0xC2B2AE3D)
-    of_step = unsigned(at.scalars["step"]) * jnp.uint32(0x9E3779B1)
+    of_layer = unsigned(context.layer) * jnp.uint32(0xC2B2AE3D)
+    of_step = unsigned(context.scalars["step"]) * jnp.uint32(0x9E3779B1)
     first = (unsigned(shard) * jnp.uint32(n) + unsigned(k)) * jnp.uint32(size % 2**32)
     return jnp.stack([of_tensor + of_layer + of_step, first])

@@ -1,1 +1,1 @@
-"""What moves between devices: collectives."""
+"""Collectives: communication between devices."""

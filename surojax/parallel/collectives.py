@@ -1,9 +1,10 @@
 """Data-parallel communication of parameter trees, inside `shard_map`.
 
-Layouts (placement/layout.py) say which dimension of an array `dp_shard` divides. An array without one is replicated.
+A layout (placement/layout.py) says which dimension of an array is sharded over `dp_shard`. An array without such a
+dimension is replicated.
 
-An axis of one device takes part in nothing: values are not marked as varying over it and no collective names it, so a
-program for one device has none.
+Mesh axes of one device are skipped: values are not marked as varying over them and no collective names them. So a
+program for one device has no collectives.
 """
 
 from typing import NamedTuple
@@ -22,10 +23,10 @@ from surojax.placement.mesh import DATA, SHARD
 from surojax.placement.table import Reduce
 
 # Settings that let a GPU's copy engines move data between the GPUs of one machine, so that no multiprocessor is taken
-# from the matrix products, and what XLA is told for each when it compiles a step.
-# memcpy_all_gather: one-sided: each device writes its shard into the memory of the others with ncclPutSignal, which
-# NCCL (2.29 and later) gives to the copy engines over NVLink or PCIe (openxla/xla pull requests 41492 and 40594).
-# memcpy_send_recv: all-to-all and permute as peer-to-peer copies, where one process drives the GPUs.
+# from the matrix products. Each setting has the XLA options that a step is compiled with.
+# memcpy_all_gather: each device writes its shard into the memory of the others with the one-sided ncclPutSignal, which
+# NCCL (2.29 and later) runs on the copy engines over NVLink or PCIe (openxla/xla pull requests 41492 and 40594).
+# memcpy_send_recv: all-to-all and permute are peer-to-peer copies, if one process drives the GPUs.
 COPY_ENGINE: dict[str, dict[str, str | bool]] = {
     "memcpy_all_gather": {"xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
     "memcpy_send_recv": {"xla_gpu_use_memcpy_local_p2p": True},
@@ -33,12 +34,12 @@ COPY_ENGINE: dict[str, dict[str, str | bool]] = {
 
 
 def compiler_options(settings: tuple[str, ...]) -> dict[str, str | bool]:
-    """What `compile(compiler_options=...)` of a step is given for these settings of COPY_ENGINE."""
+    """XLA options for these settings of COPY_ENGINE: the argument of `compile(compiler_options=...)` of a step."""
     return {name: value for setting in settings for name, value in COPY_ENGINE[setting].items()}
 
 
 def check_copy_engine(settings: tuple[str, ...], platform: str) -> None:
-    """Raises ConfigError for settings of COPY_ENGINE that these devices, or the installed jax, cannot follow."""
+    """Raises ConfigError for a setting of COPY_ENGINE that the platform or the installed jax does not support."""
     for setting in settings:
         if platform != "gpu":
             raise ConfigError(f"{setting}: expected false on {platform}, got True; only GPUs have copy engines to use")
@@ -53,20 +54,22 @@ def check_copy_engine(settings: tuple[str, ...], platform: str) -> None:
 
 
 def active(*axes: str) -> tuple[str, ...]:
-    """Those of the axes that have more than one device."""
+    """The axes among these that have more than one device."""
     return tuple(a for a in axes if jax.lax.axis_size(a) > 1)
 
 
 def device_number(*axes: str) -> tuple[jax.Array | int, int]:
-    """(number of this device among those of the axes, how many these are)."""
-    number, count = 0, 1
+    """(index of this device among the devices of the axes, number of these devices)."""
+    number = 0
+    count = 1
     for axis in active(*axes):
-        number, count = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis), count * jax.lax.axis_size(axis)
+        number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+        count = count * jax.lax.axis_size(axis)
     return number, count
 
 
 def varying(tree, axes: tuple[str, ...] = DATA):
-    """Mark values as free to differ between devices, so that reverse mode keeps gradients local instead of summing."""
+    """Marks values as varying over the axes, so that reverse mode keeps gradients local instead of summing them."""
 
     def mark(x):
         missing = tuple(a for a in active(*axes) if a not in jax.typeof(x).manual_axis_type.varying)
@@ -76,7 +79,7 @@ def varying(tree, axes: tuple[str, ...] = DATA):
 
 
 def add_up(tree, *axes: str):
-    """Sums over those of the mesh axes on which a value differs; it is then the same on every device of them."""
+    """Sums each value over the axes among these that it varies over; the sum is equal on all devices of the axes."""
 
     def one(x):
         names = tuple(a for a in axes if a in jax.typeof(x).manual_axis_type.varying)
@@ -86,9 +89,9 @@ def add_up(tree, *axes: str):
 
 
 def same(tree, *axes: str):
-    """Values that the caller knows to be equal on all devices of these axes, now typed so: the opposite of `varying`.
+    """Types values as equal on all devices of these axes, which the caller guarantees: the opposite of `varying`.
 
-    It moves nothing. For sums written over what was summed, in an array whose type says that it varies.
+    Nothing is communicated. Needed for sums that were written into an array whose type says that it varies.
     """
 
     def one(x):
@@ -99,8 +102,8 @@ def same(tree, *axes: str):
 
 
 def _type_of_same(x, *, axes: frozenset[str]):
-    left = x.manual_axis_type.varying - axes
-    return x.update(manual_axis_type=jax.sharding.ManualAxisType(varying=left))
+    remaining = x.manual_axis_type.varying - axes
+    return x.update(manual_axis_type=jax.sharding.ManualAxisType(varying=remaining))
 
 
 _same = Primitive("same")
@@ -109,7 +112,7 @@ mlir.register_lowering(_same, lambda context, x, *, axes: [x])
 
 
 def all_gather(tree, layouts):
-    """Arrays as they are computed with, from shards as they are stored; what is Quantized travels in 8 bits."""
+    """All-gathers shards over `dp_shard` into the arrays that are computed with. A Quantized is sent in 8 bits."""
 
     def gathered(x: jax.Array, dim: int) -> jax.Array:
         return jax.lax.all_gather(x, SHARD, axis=dim, tiled=True)
@@ -128,21 +131,22 @@ def all_gather(tree, layouts):
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """8-bit numbers as plain bytes, which no backend converts to something wider on the way."""
+    """8-bit numbers as uint8, which no backend converts to a wider dtype to send it."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8)
 
 
 def _from_bits(x: jax.Array, dtype) -> jax.Array:
+    """The inverse of `_bits`."""
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
 def largest_of_shards(x: jax.Array) -> jax.Array:
-    """The largest of what the devices of `dp_shard` have; x itself where it is the same on all of them."""
+    """The elementwise maximum over the devices of `dp_shard`; x itself if it does not vary over them."""
     return jax.lax.pmax(x, SHARD) if SHARD in jax.typeof(x).manual_axis_type.varying else x
 
 
 def largest_of_devices(tree):
-    """The largest of what all devices have, elementwise; the same on all of them."""
+    """The elementwise maximum over all devices, equal on all of them."""
 
     def one(x):
         names = tuple(a for a in DATA if a in jax.typeof(x).manual_axis_type.varying)
@@ -152,7 +156,10 @@ def largest_of_devices(tree):
 
 
 def reshard(x: jax.Array, stored: Layout, wanted: Layout) -> jax.Array:
-    """An array cut as `wanted` is stored, from shards cut as `stored` is; replicated arrays are typed as equal."""
+    """x, stored with layout `stored`, all-gathered if `wanted` is stored differently.
+
+    A gathered array is typed as equal on all devices of `dp_shard`.
+    """
     dim = stored.sharded_dim
     if stored.stored == wanted.stored or dim is None:
         return x
@@ -160,10 +167,11 @@ def reshard(x: jax.Array, stored: Layout, wanted: Layout) -> jax.Array:
 
 
 def reduce_scatter(tree, layouts, reduce: Reduce = "reduce_scatter"):
-    """Sums over `dp_shard`: each device keeps its shard, and all of an array that is replicated.
+    """Sums arrays over `dp_shard`. Each device keeps its shard of a sharded array, or the full sum of a replicated one.
 
-    reduce_scatter: added up on the way, in the array's dtype. all_to_all: every device is sent all devices' terms of
-    its shard and adds them up in float32. int8: that, with matrices sent in 8 bits (ZeRO++'s qgZ in one hop).
+    reduce_scatter: one collective that sums in the array's dtype. all_to_all: each device receives the terms of its
+    shard from all devices and sums them in float32. int8: all_to_all with matrices sent in 8 bits (ZeRO++'s qgZ in one
+    hop).
     """
 
     def sum_shard(x: jax.Array, layout: Layout):
@@ -174,14 +182,15 @@ def reduce_scatter(tree, layouts, reduce: Reduce = "reduce_scatter"):
         return jax.tree.map(sum_shard, tree, layouts)
 
     def terms(x: jax.Array, layout: Layout):
-        """What each device is sent, `[devices, ...]`; nothing of a replicated array."""
+        """The terms to send, `[devices, ...]`: number i goes to device i. None for a replicated array."""
         dim = layout.sharded_dim
         if dim is None:
             return None
         shape = (*x.shape[:dim], jax.lax.axis_size(SHARD), -1, *x.shape[dim + 1 :])
         parts = jnp.moveaxis(x.reshape(shape), dim, 0)
         if reduce == "int8":
-            return quantise(parts, jnp.int8) if x.ndim > 1 else parts.astype(jnp.float32)  # as the scales: one transfer
+            # Vectors are sent as float32, the dtype of the scales, so that both are one transfer.
+            return quantise(parts, jnp.int8) if x.ndim > 1 else parts.astype(jnp.float32)
         return parts
 
     def add_terms(x: jax.Array, layout: Layout, sent):
@@ -213,7 +222,7 @@ def reduce_scatter_in_turn(tree, layouts, reduce: Reduce):
 
 
 def _exchange(tree):
-    """Part i of each array `[devices, ...]` is sent to device i and replaced by its; one transfer for each dtype."""
+    """All-to-all of arrays `[devices, ...]`: sends part i to device i and receives its part; one transfer per dtype."""
     leaves, structure = jax.tree.flatten(tree)
     received = list(leaves)
     for dtype in sorted({x.dtype for x in leaves}, key=str):
@@ -227,14 +236,14 @@ def _exchange(tree):
 
 
 class Squares(NamedTuple):
-    """Sums of squares of this device's part of a tree, float32: of shards, and of replicated arrays. See `norm`."""
+    """Sums of squares of this device's part of a tree, float32: of sharded and of replicated arrays. See `norm`."""
 
     of_shards: jax.Array
     of_replicated: jax.Array
 
 
 def sum_of_squares(tree, layouts) -> Squares:
-    """The squares of a tree whose arrays are cut as these layouts store them."""
+    """The `Squares` of a tree of arrays that are stored with these layouts."""
     squares = materialised(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), materialised(tree)))
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(layouts), strict=True))
     start = no_squares()
@@ -244,10 +253,10 @@ def sum_of_squares(tree, layouts) -> Squares:
 
 
 def no_squares() -> Squares:
-    """The `Squares` of nothing."""
+    """The `Squares` of an empty tree: zeros."""
     return Squares(varying(jnp.float32(0), (SHARD,)), jnp.float32(0))
 
 
 def norm(squares: Squares) -> jax.Array:
-    """The global norm, the same on every device of `dp_shard`."""
+    """The global norm, equal on all devices of `dp_shard`."""
     return jnp.sqrt(add_up(squares.of_shards, SHARD) + squares.of_replicated)

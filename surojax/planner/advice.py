@@ -1,8 +1,9 @@
-"""What to change when a run does not fit: settings from mild to strong, found by trying them on an estimate.
+"""Advice for a run that does not fit into memory: changes of settings, found by trying them on an estimate.
 
-Changes are taken in the order of `_changes`, each on top of those before it, if they bring device or host memory nearer
-to its limit and neither further beyond it. GPUs are added last: the fewest with which, and some more of the same
-changes, it fits. What then turns out not to be needed is left out again, mild changes first.
+Changes are tried in the order of `_changes`, from mild to strong, each on top of those accepted before it. A change is
+accepted if device or host memory gets closer to its limit, and neither gets further beyond it. GPUs are added last: the
+smallest number with which the run fits, after more of the same changes. Finally changes that are not needed are removed
+again, mild ones first.
 """
 
 import bisect
@@ -24,36 +25,36 @@ SHARDED = {
     "dp_shard_size": -1,
 }
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
-FOLDER = "FOLDER"  # stands for a folder on an NVMe disk, which only the user knows
+FOLDER = "FOLDER"  # placeholder for a folder on an NVMe disk, which only the user knows
 
 
 class Memory(NamedTuple):
-    """Bytes on each device, and in host memory for all of them: what a run needs, or what there is."""
+    """Bytes that a run needs or that there are: on each device, and in host memory for all devices."""
 
     device: int
     host: float = math.inf
 
 
 def missing(need: Memory, limit: Memory) -> Memory:
-    """What is needed beyond what there is."""
+    """How many bytes a need exceeds the limit by."""
     return Memory(max(0, need.device - limit.device), max(0, need.host - limit.host))
 
 
-Needs = Callable[[Config, int], Memory]  # of a config on n devices; raises ConfigError for what is impossible
+Needs = Callable[[Config, int], Memory]  # memory for a config on n devices; raises ConfigError if it is impossible
 Change = dict  # fields of the config and their new values
 
 
 def changes_that_help(c: Config, n: int, limit: Memory, platform: str, needs: Needs) -> list[tuple[Change, Memory]]:
-    """Changes to a config on n devices, each on top of those before it, with the memory that they lead to.
+    """Changes to a config on n devices, each on top of those before it, with the memory that it then needs.
 
-    The last one fits, unless nothing does: then it is the best that was found. The effective batch stays as it is,
-    except where GPUs are added.
+    With the last change the run fits, or if nothing fits, comes closest to it. The effective batch does not change
+    unless GPUs are added.
     """
 
-    known: dict[tuple, Memory | None] = {}  # what is missing, by the values of the config's fields
+    known: dict[tuple, Memory | None] = {}  # missing memory, by the values of the config's fields
 
     def over(steps: list[Change]) -> Memory | None:
-        """What is missing after these changes, None where they are impossible."""
+        """The missing memory after these changes, None if they are impossible."""
         tried = changed(c, *steps)
         key = tuple(flat(tried).values())
         if key not in known:
@@ -64,7 +65,10 @@ def changes_that_help(c: Config, n: int, limit: Memory, platform: str, needs: Ne
         return known[key]
 
     def improved(steps: list[Change]) -> list[Change]:
-        """With changes on top that bring it nearer, until it fits; twice, since one may make room for another."""
+        """Adds changes that reduce the missing memory until the run fits.
+
+        Tries each change twice, because one may make another possible.
+        """
         left = over(steps)
         for _ in range(2):
             now = changed(c, *steps)
@@ -87,7 +91,7 @@ def changes_that_help(c: Config, n: int, limit: Memory, platform: str, needs: Ne
 
 
 def _pruned(steps: list[Change], over: Callable[[list[Change]], Memory | None]) -> list[Change]:
-    """Without what is not needed, or saves less than 1 % of what is missing in the end where that is not nothing."""
+    """Removes changes that are not needed to fit, or if nothing fits, change the missing memory by less than 1 %."""
     goal = over(steps)
     for step in list(steps):
         rest = [other for other in steps if other is not step]
@@ -98,39 +102,44 @@ def _pruned(steps: list[Change], over: Callable[[list[Change]], Memory | None]) 
 
 
 def _numbered(c: Config, n: int, steps: list[Change], needs: Needs) -> list[tuple[Change, Memory]]:
-    """Each step as what it changes then, with what is needed after it."""
+    """Each step with the fields that it actually changes, and the memory needed after it."""
     found = []
     for step in steps:
-        change, c = differing(c, step), changed(c, step)
-        found += [(change, needs(c, c.gpus or n))] if change else []
+        change = differing(c, step)
+        c = changed(c, step)
+        if change:
+            found.append((change, needs(c, c.gpus or n)))
     return found
 
 
 def _back(c: Config) -> Iterator[Change]:
-    """What may come back from host memory, the most traffic first."""
+    """Changes that move tensors back from host memory, those with the most traffic first."""
     return ({f"offload_{name}": False} for name in reversed(OFFLOADS) if c[f"offload_{name}"] is True)
 
 
 def _changes(c: Config, n: int, platform: str, scarce: bool) -> Iterator[Change]:
-    """From mild to strong, for n devices; scarce: whether host memory has a limit."""
-    slice_now = c.per_device_batch_size * c.sequence_len // c.lmhead_chunks
-    limit = min(slice_now, 1024)  # tokens of a slice: no smaller ones are needed
-    slices = lambda tokens: divisor(tokens, math.ceil(tokens / limit))
+    """Changes from mild to strong, for n devices; scarce: whether host memory has a limit."""
+    tokens_per_chunk = c.per_device_batch_size * c.sequence_len // c.lmhead_chunks
+    limit = min(tokens_per_chunk, 1024)  # smaller chunks are not needed
+
+    def chunks(tokens: int) -> int:
+        return divisor(tokens, math.ceil(tokens / limit))
+
     if not c.recompute_block:
         yield {"recompute_norm": True, "recompute_swiglu": True}
     yield {"recompute_block": True} | dict.fromkeys(RECOMPUTE_PARTS, False)
-    yield {"lmhead_chunks": slices(c.per_device_batch_size * c.sequence_len)}
+    yield {"lmhead_chunks": chunks(c.per_device_batch_size * c.sequence_len)}
     yield {
         "per_device_batch_size": 1,
         "gradient_accumulation_steps": c.per_device_batch_size * c.gradient_accumulation_steps,
-        "lmhead_chunks": slices(c.sequence_len),
+        "lmhead_chunks": chunks(c.sequence_len),
     }
     if platform != "cpu":
         yield {"model_dtype": "bfloat16"}
     yield dict.fromkeys(("opt_m_dtype", "opt_v_dtype", "accum_dtype"), "bfloat16")
     if n > 1:
         yield SHARDED
-    if platform != "cpu":  # there host memory is the devices'
+    if platform != "cpu":  # on CPUs device memory is host memory
         yield from _offloads(c, n, scarce)
 
 
@@ -138,9 +147,9 @@ OFFLOADS = ("residual", "optimizer", "master", "grads", "weights")  # cheapest t
 
 
 def _offloads(c: Config, n: int, scarce: bool) -> Iterator[Change]:
-    """What to move to host memory or to files, and the outer layers cut by words."""
-    whole = SHARDED if n > 1 else {}  # whole gradients and weights would cross every GPU's host link
-    moved = {name: {f"offload_{name}": True} | (whole if name in ("grads", "weights") else {}) for name in OFFLOADS}
+    """Changes that move tensors to host memory or to files, and one that shards the outer layers by words."""
+    sharded = SHARDED if n > 1 else {}  # replicated gradients and weights would cross every GPU's host link
+    moved = {name: {f"offload_{name}": True} | (sharded if name in ("grads", "weights") else {}) for name in OFFLOADS}
     if c.persistent_quants:
         moved["quants"] = {"offload_quants": True}
     yield from moved.values()
@@ -150,49 +159,53 @@ def _offloads(c: Config, n: int, scarce: bool) -> Iterator[Change]:
         folder = {"nvme_path": c.nvme_path or FOLDER}
         yield from ({f"offload_{name}": "nvme"} | folder for name in ("optimizer", "master"))
         files = dict.fromkeys(("offload_optimizer", "offload_master"), "nvme") | folder
-        for name in ("grads", "weights"):  # into the room that this makes
+        for name in ("grads", "weights"):  # into the host memory that the files free
             yield files | moved[name]
             files |= moved[name]
 
 
 def differing(c: Config, change: Change) -> Change:
-    """The part of a change that is one."""
+    """The fields of a change whose values differ from those of the config."""
     return {name: value for name, value in change.items() if c[name] != value}
 
 
 def changed(c: Config, *changes: Change) -> Config:
-    """A copy with other values."""
-    c = copy.deepcopy(c)  # copy_and_resolve_references would forget which types `config.either` lets in
+    """A copy of a config with these changes."""
+    c = copy.deepcopy(c)  # copy_and_resolve_references would forget which types `config.either` allows
     for change in changes:
         c.update(change)
     return c
 
 
 def lines(found: list[tuple[Change, Memory]], limit: Memory) -> list[str]:
-    """A line for each change: as flags, and what it leads to."""
-    host = lambda need: f", {gib(need.host)} of host memory" if need.host and limit.host < math.inf else ""
-    fits = lambda need: "" if any(missing(need, limit)) else " (fits)"
-    return [f"{flags(change)} -> {gib(need.device)}{host(need)}{fits(need)}" for change, need in found]
+    """A line for each change: its flags, the memory that the run then needs, and whether it fits."""
+
+    def line(change: Change, need: Memory) -> str:
+        host = f", {gib(need.host)} of host memory" if need.host and limit.host < math.inf else ""
+        fits = "" if any(missing(need, limit)) else " (fits)"
+        return f"{flags(change)} -> {gib(need.device)}{host}{fits}"
+
+    return [line(change, need) for change, need in found]
 
 
 def flags(change: Change) -> str:
-    """Changed fields as they are written on a command line, without `--config.`."""
+    """The fields of a change as flags of a command line, without `--config.`."""
     return " ".join(f"{name}={'unset' if value is None else value}" for name, value in change.items())
 
 
 def memory_unit(largest: float) -> tuple[str, int]:
-    """(name, bytes) of the unit that numbers up to this one are told in: MiB where all are less than a GiB."""
+    """(name, bytes) of the unit for sizes up to `largest` bytes: MiB if that is less than a GiB, else GiB."""
     return ("GiB", GiB) if largest >= GiB else ("MiB", MiB)
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, or in MiB."""
+    """Bytes as text, in GiB or in MiB."""
     name, unit = memory_unit(size)
     return f"{size / unit:.1f} {name}"
 
 
 def summed(sizes: dict[str, int], digits: int) -> str:
-    """Bytes and what they are made of, all in one unit: "2.1 GiB (weights 1.5, master 0.6)"."""
+    """The sum of sizes and its parts as text in one unit: "2.1 GiB (weights 1.5, master 0.6)"."""
     name, unit = memory_unit(sum(sizes.values()))
     parts = ", ".join(f"{part} {size / unit:.{digits}f}" for part, size in sizes.items())
     return f"{sum(sizes.values()) / unit:.{digits}f} {name} ({parts})"

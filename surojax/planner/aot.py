@@ -1,26 +1,26 @@
-"""Compile a program for NVIDIA GPUs on a machine that has none, and read what the compiler made of it.
+"""Compiles a program for NVIDIA GPUs on a machine without one, and reads the memory and text of the result.
 
-Needs the CUDA plugin beside jax, NVIDIA's assembler (ptxas) and, for cuDNN attention to lower, cuDNN: `pip install
-'surojax[plan]'`. No driver, no other NVIDIA library. Tried with jax 0.11.2 and 0.12.0.1. Facts it rests on, each found
-by trying:
+It needs jax's CUDA plugin, NVIDIA's assembler (ptxas) and cuDNN, without which cuDNN attention does not lower: `pip
+install 'surojax[plan]'`. It needs no driver and no other NVIDIA library. Tested with jax 0.11.2 and 0.12.0.1. It
+depends on these facts, each found by experiment:
 
 1. A sharding on compile-only GPU devices silently drops its `memory_kind` (those devices have no memories); one on
-   `mesh.abstract_mesh` keeps it. So the shardings of arguments and results are on the abstract mesh, while shard_map
-   and what is inside use the concrete one: cuDNN attention refuses to lower without devices.
-2. `Lowered.compile` crashes on such devices: the StableHLO goes to the topology's own compile-only client.
-3. Pallas chooses the architecture from `jax.default_device`, and lowering caches keep the first one: a process compiles
-   for one kind of GPU. `devices` refuses a second one.
-4. Without a GPU, XLA cannot time its own Triton matrix products, and their first guess of a tile may need large
-   buffers that a tuned one does not. So programs are compiled with `xla_gpu_enable_triton_gemm=False` (cuBLAS), and
-   otherwise with the options that `train` uses on a GPU, `Assembly.compiler_options`.
-5. Kernels that are never run need not be good ones: with neither XLA nor ptxas optimising them, and without asking
-   which of cuBLASLt's algorithms compile, a quarter to six tenths of the time are saved. Memory and schedule are
-   decided before that: seven plans (A100 to B200, 1 to 8 GPUs, FP8, NVFP4, all offloads) were the same to the byte.
-6. On a machine without a GPU, JAX loads its plugin for CUDA only where `JAX_PLATFORMS=cpu`, or that its libraries are
-   not to be checked, was said before JAX was first used: `usable` asks, and `plan` turns to a process of its own.
+   `mesh.abstract_mesh` keeps it. So the shardings of arguments and results are on the abstract mesh. shard_map and the
+   code inside it use the concrete mesh, because cuDNN attention refuses to lower without devices.
+2. `Lowered.compile` crashes on such devices. So the topology's own compile-only client compiles the StableHLO.
+3. Pallas chooses the architecture from `jax.default_device`, and lowering caches keep the first one. So a process
+   compiles for one kind of GPU, and `devices` refuses a second one.
+4. Without a GPU, XLA cannot time its own Triton matrix products, and the tile that it guesses may need large buffers
+   that a tuned tile does not. So programs are compiled with `xla_gpu_enable_triton_gemm=False` (cuBLAS), and otherwise
+   with the options that `train` uses on a GPU, `Assembly.compiler_options`.
+5. Kernels that are never run need not be fast: if neither XLA nor ptxas optimises them, and XLA does not test which of
+   cuBLASLt's algorithms compile, compiling is 25 to 60 % shorter. Memory and schedule are decided before that: seven
+   plans (A100 to B200, 1 to 8 GPUs, FP8, NVFP4, all offloads) were the same to the byte.
+6. On a machine without a GPU, JAX loads its CUDA plugin only if `JAX_PLATFORMS=cpu` or the setting that skips the check
+   of its libraries is set before the first use of JAX. `usable` tests that, and if not `plan` starts another process.
 
-What it cannot show: workspaces that cuDNN asks for at run time (some hundred MiB), fragmentation, the CUDA context.
-XLA's scheduler spends memory that is free on overlap: the same program needs less where `device_memory_size` is less.
+It cannot show workspaces that cuDNN allocates at run time (some hundred MiB), fragmentation, and the CUDA context.
+XLA's scheduler uses free memory for overlap: the same program needs less memory if `device_memory_size` is smaller.
 """
 
 import dataclasses
@@ -43,41 +43,42 @@ EXTRA = "pip install 'surojax[plan]'"
 PTXAS = "*/bin/ptxas"
 XLA_OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_triton_gemm": False,  # fact 4
-    "xla_backend_optimization_level": 0,  # this and the others: fact 5
+    "xla_backend_optimization_level": 0,  # this option and the next two: fact 5
     "xla_gpu_disable_gpuasm_optimizations": True,
     "xla_gpu_autotune_level": 0,
 }
-PLANS_WITH = 0.8  # part of a GPU's memory that XLA plans with where it cannot ask an allocator
-_kinds: set[str] = set()  # of this process: one at most
+PLANS_WITH = 0.8  # fraction of a GPU's memory that XLA schedules for if it cannot ask an allocator
+_kinds: set[str] = set()  # kinds of GPU that this process has compiled for: at most one
 
 
 def available() -> bool:
-    """Whether the CUDA plugin, cuDNN and NVIDIA's assembler are installed; without the last XLA crashes (0.12)."""
+    """Whether the CUDA plugin, cuDNN and NVIDIA's assembler are installed. XLA (0.12) crashes without the assembler."""
     plugins = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
     return any(map(_installed, plugins)) and _installed("nvidia.cudnn") and _assembler()
 
 
 def _assembler() -> bool:
-    """Whether there is a ptxas where XLA looks for it: a wheel of NVIDIA's, PATH, or CUDA's own folder."""
+    """Whether ptxas is in a place that XLA searches: NVIDIA's wheels, PATH, or CUDA's own folder."""
     spec = importlib.util.find_spec("nvidia")
     wheels = [file for root in (spec and spec.submodule_search_locations) or () for file in Path(root).glob(PTXAS)]
     return bool(wheels or shutil.which("ptxas") or list(Path("/usr/local").glob("cuda*/bin/ptxas")))
 
 
 def _installed(module: str) -> bool:
+    """Whether a module can be imported."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
+    except ModuleNotFoundError:  # its parent package is not installed
         return False
 
 
 def kind() -> str | None:
-    """The kind of GPU that this process compiles for, None while it is free to choose."""
+    """The kind of GPU that this process compiles for; None before the first compilation."""
     return next(iter(_kinds), None)
 
 
 def usable(gpu: str) -> bool:
-    """Whether this process can compile for a kind of GPU: see facts 3 and 6."""
+    """Whether this process can compile for this kind of GPU: see facts 3 and 6."""
     if kind() not in (None, gpu):
         return False
     try:
@@ -88,18 +89,19 @@ def usable(gpu: str) -> bool:
 
 
 def _topology(gpu: str, n: int):
-    """Raises NotImplementedError where JAX has not loaded its plugin."""
+    """A topology of n compile-only GPUs. Raises NotImplementedError if JAX has not loaded its CUDA plugin."""
     expect_no_cuda_without_driver()
     if not has_driver():
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # fact 6
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # jax's default
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # what the plugin would print about memory is in the plan
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # silences messages about memory: the plan has the figures
     return topologies.get_topology_desc(platform="cuda", target_config=target_config(GPUS[gpu]), topology=f"1x1x{n}")
 
 
 def target_config(gpu: Gpu) -> str:
-    """A description of the GPU as XLA's compiler takes it (GpuTargetConfigProto, text format)."""
-    capability, accelerated = gpu.compute_capability.rstrip("a"), gpu.compute_capability.endswith("a")
+    """The description of a GPU for XLA's compiler (GpuTargetConfigProto, text format)."""
+    capability = gpu.compute_capability.rstrip("a")
+    accelerated = gpu.compute_capability.endswith("a")
     major, minor = capability.split(".")
     sm = ARCHITECTURES[capability]
     features = "ACCELERATED_FEATURES" if accelerated else "NONE"
@@ -136,9 +138,9 @@ device_description_str: "{gpu.name}"
 
 
 def devices(gpu: str, n: int) -> Sequence[Any]:
-    """n compile-only devices of a kind in `GPUS`, on one host.
+    """n compile-only devices on one host; gpu: their kind, a key of `GPUS`.
 
-    Raises RuntimeError when this process has compiled for another kind: see fact 3.
+    Raises RuntimeError if this process has compiled for another kind: see fact 3.
     """
     if _kinds - {gpu}:
         raise RuntimeError(f"a process compiles for one kind of GPU: expected {kind()!r}, got {gpu!r}")
@@ -148,12 +150,12 @@ def devices(gpu: str, n: int) -> Sequence[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program; bytes per device."""
+    """A compiled program: its memory in bytes per device, and its text."""
 
-    argument_bytes: int  # device memory that holds the arguments
+    argument_bytes: int  # device memory of the arguments
     output_bytes: int  # device memory of results that are not written over arguments
-    temp_bytes: int  # device memory used inside
-    host_argument_bytes: int  # the same, pinned host memory
+    temp_bytes: int  # device memory of temporary values
+    host_argument_bytes: int  # the same for pinned host memory
     host_output_bytes: int
     host_temp_bytes: int
     text: str  # the optimised and scheduled HLO
@@ -170,7 +172,7 @@ class Compiled:
 
 
 def compile_for(jitted, args, mesh: jax.sharding.Mesh, compiler_options=None) -> Compiled:
-    """Compile `jitted(*args)` with these options beside XLA_OPTIONS.
+    """Compiles `jitted(*args)` with XLA_OPTIONS and these options.
 
     Every sharding in `args` and of the results must be on `mesh.abstract_mesh`.
     """

@@ -1,20 +1,20 @@
-"""Facts per GPU model: memory, peak rates and links, each with the public document it comes from.
+"""Facts per GPU model: memory, peak rates and links, each with the public document that it comes from.
 
-Rates are peaks at the boost clock the document uses, dense (no structured sparsity) and with float32 accumulation,
-because that is what training runs. NVIDIA's data sheets often print the sparse figure; dense is exactly half of it.
-GeForce tensor cores accumulate in float32 at half the rate they accumulate in float16: the number here is the
-float32-accumulate one, half of what reviews quote (RTX 4090: 165 and not 330 TFLOP/s for bf16).
+Rates are peaks at the boost clock that the document uses, dense (no structured sparsity) and with float32 accumulation,
+as in training. NVIDIA's data sheets often print the sparse rate; the dense rate is exactly half of it. GeForce tensor
+cores accumulate in float32 at half the rate of float16: the rate here is the one with float32, half of what reviews
+quote (RTX 4090: 165 and not 330 TFLOP/s for bf16).
 
-`memory_bytes` is what a CUDA program sees (`cuDeviceTotalMem`), which is less than the number on the box: ECC and
-the driver keep a part, and the part differs by a few MiB between drivers; where reports differ, the smallest is used.
-The CUDA context and cuDNN workspaces come out of it as well.
+`memory_bytes` is the size that a CUDA program sees (`cuDeviceTotalMem`). It is less than the nominal size, because ECC
+and the driver reserve a part, which differs by a few MiB between drivers. If reports differ, the smallest size is used.
+The CUDA context and cuDNN workspaces must fit into it as well.
 
-`clock` and `l2_bytes` are for XLA's cost model only (`aot` compiles for a GPU that is not there): they come from XLA's
-own target descriptions of the a100, h100, h200 and b200, else from the document named at the card. The limits of a
-streaming multiprocessor are those of its compute capability (CUDA C++ Programming Guide, "Compute Capabilities").
+`clock` and `l2_bytes` are for XLA's cost model only (`aot` compiles without the GPU). They come from XLA's own target
+descriptions of the a100, h100, h200 and b200, and for other models from the document named in the comment. The limits
+of a streaming multiprocessor are those of its compute capability (CUDA C++ Programming Guide, "Compute Capabilities").
 
-Link rates are what the wire carries per direction after line coding; copies of pinned memory reach 80 to 90 % of it.
-So every figure is an upper bound, which makes times derived from them lower bounds. This file imports no jax.
+Link rates are per direction, after line coding; copies of pinned memory reach 80 to 90 % of them. So every rate is an
+upper bound, and times derived from rates are lower bounds. This file imports no jax.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Architecture:
     fp32_lanes: int  # CUDA cores
 
 
-ARCHITECTURES = {  # by compute capability without the suffix
+ARCHITECTURES = {  # by compute capability without the suffix "a"
     "8.0": Architecture(2048, 164 * 1024, 163 * 1024, 64),
     "8.9": Architecture(1536, 100 * 1024, 99 * 1024, 128),
     "9.0": Architecture(2048, 228 * 1024, 227 * 1024, 128),
@@ -51,16 +51,16 @@ class Gpu:
     """One GPU model. FLOP/s count a multiply-add as two; None means that the hardware has no such tensor core mode."""
 
     name: str  # as jax reports it in `device.device_kind`
-    compute_capability: str  # as XLA and CUDA write it; "a" where architecture-specific instructions exist
+    compute_capability: str  # as XLA and CUDA write it; ends with "a" if there are architecture-specific instructions
     sm_count: int  # streaming multiprocessors
-    memory_bytes: int  # bytes a CUDA program sees
+    memory_bytes: int  # bytes that a CUDA program sees
     memory_bandwidth: float  # B/s, device memory
     bf16_flops: float  # FLOP/s, tensor cores, dense, float32 accumulate
-    fp8_flops: float | None  # FLOP/s, the same
-    fp4_flops: float | None  # FLOP/s, the same
-    tf32_flops: float  # FLOP/s, the same
+    fp8_flops: float | None  # FLOP/s, as bf16_flops
+    fp4_flops: float | None  # FLOP/s, as bf16_flops
+    tf32_flops: float  # FLOP/s, as bf16_flops
     fp32_flops: float  # FLOP/s, CUDA cores, no tensor cores
-    link_bandwidth: float  # B/s per direction between GPUs of one host: NVLink, or PCIe where there is none
+    link_bandwidth: float  # B/s per direction between GPUs of one host: NVLink, or PCIe if there is no NVLink
     pcie_bandwidth: float  # B/s per direction between GPU and host
     clock: float  # Hz, the highest of an SM
     l2_bytes: int  # second-level cache
@@ -90,8 +90,8 @@ GPUS: dict[str, Gpu] = {
     ),
     # "NVIDIA L40S" data sheet: 864 GB/s, 362.05 bf16 (733 sparse), 733 FP8 (1,466 sparse), 183 TF32 (366 sparse),
     # 91.6 FP32, PCIe Gen4 x16, no NVLink. SMs: 18,176 CUDA cores / 128. Not a GeForce: float32 accumulation at the
-    # full rate. Memory: deviceQuery, 45,373 MiB with ECC on. Clock: 91.6 TFLOP/s / (18,176 x 2). L2: that of a whole
-    # AD102, "NVIDIA Ada GPU Architecture" whitepaper.
+    # full rate. Memory: deviceQuery, 45,373 MiB with ECC enabled. Clock: 91.6 TFLOP/s / (18,176 x 2). L2: that of the
+    # full AD102, "NVIDIA Ada GPU Architecture" whitepaper.
     "l40s": Gpu(
         name="NVIDIA L40S",
         compute_capability="8.9",
@@ -230,16 +230,17 @@ GPUS: dict[str, Gpu] = {
 
 
 def find_gpu(device_kind: str) -> Gpu | None:
-    """The facts for jax's `device.device_kind`, or None for a model not in `GPUS`.
+    """The facts for jax's `device.device_kind`, or None for a model that is not in `GPUS`.
 
-    The whole name has to match (case, spacing and a leading "NVIDIA" aside): "H100 NVL", "RTX 4090 Laptop GPU", a MIG
-    slice or "A100-PCIE-40GB" are other cards with other rates, and no fact is better than a wrong one.
-    The one ambiguity is the RTX 5060 Ti, whose 8 GB version reports the same name and differs in `memory_bytes` only.
+    The full name must match, except for case, spacing and a leading "NVIDIA": "H100 NVL", "RTX 4090 Laptop GPU", a MIG
+    slice or "A100-PCIE-40GB" are other cards with other rates, and no fact is better than a wrong one. One name is
+    ambiguous: the RTX 5060 Ti with 8 GB reports the same name and differs in `memory_bytes` only.
     """
     return _BY_KIND.get(_normalized(device_kind))
 
 
 def _normalized(device_kind: str) -> str:
+    """A device kind without differences in case, spacing and a leading "NVIDIA"."""
     return " ".join(device_kind.lower().split()).removeprefix("nvidia ")
 
 

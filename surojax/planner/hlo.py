@@ -1,13 +1,13 @@
-"""Reads a compiled program: what it sends between GPUs, what it copies to and from host memory, what it computes twice,
-and which of those transfers run while it computes.
+"""Reads the text of a compiled program: collectives between GPUs, copies to and from host memory, operations that XLA
+rematerialises, and which transfers overlap with computation.
 
-The text is XLA's optimised HLO, as `aot.Compiled.text` or `jax.stages.Compiled.as_text()` give it. Instructions are
-counted as often as they run: loops times their known trip counts, inside each other. Host memory is memory space 5,
-`S(5)` in an array's layout.
+The text is XLA's optimised HLO: `aot.Compiled.text` or `jax.stages.Compiled.as_text()`. An instruction is counted as
+often as it runs: the product of the known trip counts of the loops around it. Host memory is memory space 5, `S(5)` in
+an array's layout.
 
-Bytes of collectives are those that one GPU sends, and as many it receives, with the algorithms whose traffic is least
-(rings; Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"), for n GPUs and an operand
-of b bytes on each: all-gather (n - 1) b, reduce-scatter and all-to-all (n - 1) / n b, all-reduce 2 (n - 1) / n b,
+Bytes of a collective are those that one GPU sends; it receives as many. They are for the algorithms with the least
+traffic (rings; Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"). For n GPUs with an
+operand of b bytes each: all-gather (n - 1) b, reduce-scatter and all-to-all (n - 1) / n b, all-reduce 2 (n - 1) / n b,
 permute b.
 """
 
@@ -18,20 +18,20 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-WIRE = {  # bytes that a GPU sends, from n GPUs and the bytes of its operands
+WIRE = {  # bytes that a GPU sends, from the number of GPUs n and the bytes of its operands b
     "all-gather": lambda n, b: (n - 1) * b,
     "reduce-scatter": lambda n, b: (n - 1) * b / n,
     "all-to-all": lambda n, b: (n - 1) * b / n,
     "all-reduce": lambda n, b: 2 * (n - 1) * b / n,
     "collective-permute": lambda n, b: b,
 }
-# Instructions that hand a value on, allocate it, or end what a "-start" began: nothing moves.
+# Instructions that rename or allocate a value, or call other instructions: they transfer nothing themselves.
 NAMES_ONLY = {"parameter", "tuple", "get-tuple-element", "bitcast", "custom-call", "while", "conditional", "call"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of a shape."""
+    """One array of an HLO shape."""
 
     bytes: int
     rank: int
@@ -40,7 +40,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """A line of HLO."""
+    """An HLO instruction: one line."""
 
     name: str
     shape: str
@@ -49,16 +49,17 @@ class Instruction:
     attributes: str
 
 
-LINE = re.compile(
-    r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)"
-)  # name = shape opcode(operands), attributes
+# name = shape opcode(operands), attributes
+LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)")
 
-type Module = dict[str, dict[str, Instruction]]  # computations by name, instructions by name; the entry is ""
+# Computations by name, each with its instructions by name. The name of the entry computation is "".
+type Module = dict[str, dict[str, Instruction]]
 
 
 def parse(text: str) -> Module:
-    """The computations of a module."""
-    module, current = {}, None
+    """The computations in the text of an HLO module."""
+    module = {}
+    current = None
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             current = module.setdefault("" if head[1] else head[2], {})
@@ -70,7 +71,7 @@ def parse(text: str) -> Module:
 
 
 def arrays(shape: str) -> list[Array]:
-    """The arrays of a shape, tuples flattened."""
+    """The arrays of an HLO shape; nested tuples are flattened."""
 
     def one(dtype, dims, layout):
         sizes = [int(d) for d in dims.split(",") if d]
@@ -80,15 +81,15 @@ def arrays(shape: str) -> list[Array]:
 
 
 def _bits(dtype: str) -> int:
-    """Of the names that HLO gives dtypes: f32, bf16, s4, f8e4m3fn, pred."""
+    """Bits of a number of a dtype by its HLO name: f32, bf16, s4, f8e4m3fn, pred."""
     number = re.match(r"[a-z]+(\d+)", dtype)
     return int(number[1]) if number else 8
 
 
 def executed(module: Module, computation: str = "", times: int = 1) -> Iterator[tuple[Instruction, int, dict]]:
-    """(instruction, how often it runs, its computation), without the insides of fusions.
+    """Yields (instruction, how often it runs, its computation), without the instructions inside fusions.
 
-    All branches of a conditional count. Raises ValueError for a loop whose trip count XLA does not know.
+    All branches of a conditional count. Raises ValueError for a loop without a known trip count.
     """
     instructions = module[computation]
     for i in instructions.values():
@@ -101,6 +102,7 @@ def executed(module: Module, computation: str = "", times: int = 1) -> Iterator[
 
 
 def _trips(loop: Instruction) -> int:
+    """The trip count of a loop."""
     trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if not trips:
         raise ValueError(f"loop {loop.name}: expected a known trip count, got none; give it a constant length")
@@ -108,11 +110,13 @@ def _trips(loop: Instruction) -> int:
 
 
 def _called(i: Instruction, attribute: str) -> list[str]:
+    """Names of the computations in an attribute of an instruction; attribute: a regular expression."""
     found = re.findall(rf"\b(?:{attribute})=(?:\{{([^}}]*)\}}|(%?[\w.\-]+))", i.attributes)
     return [name for several, one in found for name in re.findall(r"%?([\w.\-]+)", several or one)]
 
 
 def _operands(i: Instruction, computation: Mapping[str, Instruction]) -> list[Array]:
+    """The arrays of an instruction's operands."""
     return [a for name in i.operands for a in arrays(computation[name].shape)]
 
 
@@ -121,13 +125,13 @@ class Collective:
     """Collectives of one kind over one axis of the mesh, per step and GPU."""
 
     op: str
-    axis: str  # names joined by "+" where it spans several
+    axis: str  # names joined by "+" if it spans several axes
     count: int
     bytes: int  # that a GPU sends
 
 
 def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """All that run in a step, by kind and axis; `mesh_shape` in the order in which devices are numbered."""
+    """The collectives of a step by kind and axis. mesh_shape: axes in the order in which devices are numbered."""
     found: dict[tuple[str, str], tuple[int, float]] = {}
     for i, times, computation in executed(module):
         op = i.opcode.removesuffix("-start")
@@ -140,7 +144,7 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collectiv
 
 
 def add_up(programs: Iterable[tuple[list[Collective], int]]) -> list[Collective]:
-    """Those of several programs, each run so many times, by kind and axis."""
+    """The collectives of several (program, how often it runs), by kind and axis."""
     found: dict[tuple[str, str], Collective] = {}
     for rows, times in programs:
         for x in rows:
@@ -151,16 +155,17 @@ def add_up(programs: Iterable[tuple[list[Collective], int]]) -> list[Collective]
 
 
 def _axis(i: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, int]:
-    """(axes of the mesh along which a collective works, devices in a group)."""
+    """(mesh axes of a collective, number of devices in a group)."""
     if named := re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", i.attributes):
         axes = re.findall(r"'(\w+)'", named[1])
         return "+".join(axes), math.prod(mesh_shape[a] for a in axes)
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", i.attributes):
         group = [int(d) for d in listed[1].split(",")]
     elif iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", i.attributes):
-        numbers = lambda text: [int(x) for x in text.split(",")]
-        ids = np.arange(math.prod(numbers(iota[3]))).reshape(numbers(iota[3]))
-        group = list(ids.transpose(numbers(iota[4]) if iota[4] else None).reshape(int(iota[1]), int(iota[2]))[0])
+        shape = [int(x) for x in iota[3].split(",")]
+        permutation = [int(x) for x in iota[4].split(",")] if iota[4] else None
+        ids = np.arange(math.prod(shape)).reshape(shape)
+        group = list(ids.transpose(permutation).reshape(int(iota[1]), int(iota[2]))[0])
     else:  # all devices
         group = list(range(math.prod(mesh_shape.values())))
     coordinates = np.array(np.unravel_index(group, tuple(mesh_shape.values())))
@@ -170,7 +175,7 @@ def _axis(i: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class HostCopies:
-    """Bytes per step and GPU that copies move between device and host memory, or within host memory."""
+    """Bytes per step and GPU of copies from host to device, from device to host, and within host memory."""
 
     h2d_bytes: int
     d2h_bytes: int
@@ -178,7 +183,7 @@ class HostCopies:
 
 
 def host_copies(module: Module) -> HostCopies:
-    """What a step copies: whole arrays, and the layers read from and written to stacks that rest in host memory."""
+    """Host copies of a step: of arrays, and of layers that are read from or written to stacks in host memory."""
     moved: dict[str, int] = dict.fromkeys(("h2d", "d2h", "within"), 0)
     for i, times, computation in executed(module):
         if (copy := _host_copy(i, computation)) is not None:
@@ -188,21 +193,22 @@ def host_copies(module: Module) -> HostCopies:
 
 
 def _host_copy(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[str, int] | None:
-    """("h2d", "d2h" or "within" host memory, bytes) of an instruction that moves something there."""
+    """("h2d", "d2h" or "within" host memory, bytes) of a host copy; None for another instruction."""
     if i.opcode in NAMES_ONLY or i.opcode.endswith("-done"):
         return None
-    sources, results = _operands(i, computation), arrays(_result(i))
+    sources = _operands(i, computation)
+    results = arrays(_result(i))
     from_host, to_host = (any(a.on_host for a in side) for side in (sources, results))
     if i.opcode in ("copy", "copy-start"):
         kind = "within" if from_host and to_host else "d2h" if to_host else "h2d"
         return (kind, sources[0].bytes) if from_host or to_host else None
-    if to_host:  # a layer is written into a stack: scalars are its index
+    if to_host:  # a layer is written into a stack; scalar operands are the layer's index
         return "d2h", sum(a.bytes for a in sources if not a.on_host and a.rank)
     return ("h2d", sum(a.bytes for a in results if a.rank)) if from_host else None
 
 
 def _result(i: Instruction) -> str:
-    """The shape of what an instruction produces; that of an asynchronous one starts with its operands."""
+    """The shape of an instruction's results. The shape of an asynchronous instruction starts with operands: skipped."""
     if i.opcode == "copy-start":  # (result, operand, context)
         return i.shape.split(", ")[0]
     if not i.opcode.endswith("-start") or not i.shape.startswith("(("):
@@ -217,15 +223,15 @@ def _result(i: Instruction) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Rematerialised:
-    """What XLA computes again instead of keeping it, because memory is short."""
+    """Results that XLA recomputes instead of keeping them, because memory is short."""
 
     count: int  # instructions run per step
     bytes: int  # of their results
-    largest: str  # name of the one with most bytes; "" when there is none
+    largest: str  # name of the instruction with most bytes; "" if there is none
 
 
 def rematerialised(module: Module) -> Rematerialised:
-    """Read from the names that XLA gives such instructions (`.remat`)."""
+    """Finds recomputed results by the names of their instructions, which have `.remat`."""
     found = [
         (times * sum(a.bytes for a in arrays(i.shape)), times, i.name)
         for i, times, _ in executed(module)
@@ -236,25 +242,25 @@ def rematerialised(module: Module) -> Rematerialised:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Host copies and collectives of one kind that run alike in a loop's body."""
+    """Host copies or collectives in the body of a loop that are alike in all of these fields but bytes."""
 
-    loop: str  # the body's name
-    times: int  # that it runs in a step
-    products: int  # matrix products and attentions in it
+    loop: str  # name of the body
+    times: int  # how often the body runs in a step
+    products: int  # matrix products and attentions in the body
     kind: str  # "h2d", "d2h", "within", or the collective
     asynchronous: bool
-    started: int  # products before it starts
-    waited: int  # products before something waits for its end
-    both_ways: bool  # a host copy in the other direction is under way while it is
-    count: int  # in the body
-    bytes: int  # of those: copied, or a collective's operands
+    started: int  # products before the transfer starts
+    waited: int  # products before an instruction waits for its end
+    both_ways: bool  # overlaps with a host copy in the other direction
+    count: int  # number of such transfers in the body
+    bytes: int  # of all of them: copied, or operands of the collective
 
 
 def overlaps(module: Module) -> list[Transfer]:
-    """The transfers in each loop, read from the order of its instructions, in which the GPU is given them.
+    """The transfers in each loop, read from the order of its instructions, in which the GPU runs them.
 
-    The text has to be of a scheduled module (`is_scheduled=true`): an asynchronous transfer then runs from its
-    "-start" to its "-done", and what is computed at that time are the instructions in between.
+    The text must be of a scheduled module (`is_scheduled=true`): there an asynchronous transfer runs from its "-start"
+    to its "-done" and overlaps with the instructions in between.
     """
     found: dict[tuple, list[int]] = {}
     for i, times, _ in executed(module):
@@ -262,14 +268,17 @@ def overlaps(module: Module) -> list[Transfer]:
             body = _called(i, "body")[0]
             for *what, size in _transfers(module, body):
                 key = body, times * _trips(i), _products(module, body), *what
-                count = found.setdefault(key, [0, 0])
-                count[0], count[1] = count[0] + 1, count[1] + size
-    return [Transfer(*key, *count) for key, count in found.items()]
+                totals = found.setdefault(key, [0, 0])
+                totals[0] += 1
+                totals[1] += size
+    return [Transfer(*key, *totals) for key, totals in found.items()]
 
 
 def _transfers(module: Module, body: str) -> Iterator[tuple]:
-    """(kind, asynchronous, started, waited, both_ways, bytes) of each transfer in a computation."""
-    done, running, opposite = 0, {}, {"h2d": "d2h", "d2h": "h2d"}
+    """Yields (kind, asynchronous, started, waited, both_ways, bytes) of each transfer in a computation."""
+    opposite = {"h2d": "d2h", "d2h": "h2d"}
+    done = 0  # products so far
+    running = {}  # (kind, started, both_ways, bytes) of transfers in flight, by the name of what started them
     for i in module[body].values():
         if i.opcode.endswith("-done") and i.operands[0] in running:
             kind, started, both, size = running.pop(i.operands[0])
@@ -287,7 +296,7 @@ def _transfers(module: Module, body: str) -> Iterator[tuple]:
 
 
 def _transfer(module: Module, i: Instruction, computation: Mapping[str, Instruction]) -> tuple[str, int] | None:
-    """(kind, bytes) of a host copy or collective, or of what starts one."""
+    """(kind, bytes) of an instruction that is or starts a host copy or a collective; else None."""
     inside = (
         [x.opcode for name in _called(i, "calls") for x in module[name].values()] if i.opcode == "async-start" else []
     )
@@ -298,11 +307,12 @@ def _transfer(module: Module, i: Instruction, computation: Mapping[str, Instruct
 
 
 def _products(module: Module, computation: str) -> int:
+    """Matrix products and attentions in a computation."""
     return sum(_weight(module, i) for i in module[computation].values())
 
 
 def _weight(module: Module, i: Instruction) -> int:
-    """How many matrix products and attentions run in an instruction; those of a loop in all its rounds."""
+    """Matrix products and attentions that an instruction runs; for a loop those of all iterations."""
     if i.opcode == "while":
         return _trips(i) * _products(module, _called(i, "body")[0])
     if i.opcode == "fusion" and "kind=kCustom" in i.attributes:  # a product that reads or writes a layer of a stack

@@ -1,4 +1,6 @@
-"""A plan as text: what `python -m surojax.plan` prints."""
+"""A plan as text, as `python -m surojax.plan` prints it."""
+
+from collections.abc import Iterable
 
 from surojax.placement.home import HOMES
 from surojax.planner import aot, fit
@@ -15,20 +17,19 @@ def table(p: Plan) -> str:
     lines = [f"plan: {p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].name} ({axes})"]
     if p.estimate:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the step: {aot.EXTRA}")
-    cells = lambda sizes, unit: "".join(f"{size / unit:>10.2f}" if size else f"{'-':>10}" for size in sizes)
     totals = [p.device_bytes, p.host_bytes, p.nvme_bytes]
     name, unit = memory_unit(max(totals))
-    row = lambda name, sizes: f"  {name:<16}{cells(sizes, unit)}"
-    lines += ["", f"  {f'{name} per GPU':<16}" + "".join(f"{home.name:>10}" for home in HOMES)]
-    lines += [row(name, [sizes[home.name] for home in HOMES]) for name, sizes in p.classes.items()]
+    rows = {kind: [sizes[home.name] for home in HOMES] for kind, sizes in p.classes.items()}
     rest = [t - sum(sizes[home.name] for sizes in p.classes.values()) for t, home in zip(totals, HOMES, strict=True)]
-    lines += [row("working space", [max(0, r) for r in rest]), row("total", totals)]
-    again = p.rematerialised
-    what = f"{again['count']:,} operations, {gib(again['bytes'])} of results, most in {again['largest']}"
+    rows |= {"working space": [max(0, r) for r in rest], "total": totals}
+    lines += ["", f"  {f'{name} per GPU':<16}" + "".join(f"{home.name:>10}" for home in HOMES)]
+    lines += [f"  {kind:<16}{_cells(sizes, unit)}" for kind, sizes in rows.items()]
+    recomputed = p.rematerialised
+    what = f"{recomputed['count']:,} operations, {gib(recomputed['bytes'])} of results, most in {recomputed['largest']}"
     lines += [
         "",
         f"of that temporary: {gib(p.device_temp_bytes)} on the device, {gib(p.host_temp_bytes)} on the host",
-        f"computed again by XLA to save memory: {what if again['count'] else 'nothing'}",
+        f"computed again by XLA to save memory: {what if recomputed['count'] else 'nothing'}",
         "",
     ]
     copies = {"host to device": p.h2d_bytes, "device to host": p.d2h_bytes}
@@ -41,9 +42,9 @@ def table(p: Plan) -> str:
     name, unit = memory_unit(max([*moved.values(), *(x["bytes"] for x in p.collectives)]))
     lines.append(f"  {'per step and GPU':<30}{'count':>8}{name:>10}{'textbook':>10}")
     for x in p.collectives:
-        sizes = cells([x["bytes"], x["textbook_bytes"]], unit)
+        sizes = _cells([x["bytes"], x["textbook_bytes"]], unit)
         lines.append(f"  {x['op'] + ' over ' + x['axis']:<30}{x['count'] or '-':>8}{sizes}")
-    lines += [f"  {name:<30}{'':>8}{cells([size], unit)}" for name, size in moved.items()]
+    lines += [f"  {name:<30}{'':>8}{_cells([size], unit)}" for name, size in moved.items()]
     lines += overlap_lines(p)
     name, unit = ("s", 1) if p.step_time_bound_s >= 1 else ("ms", 1e-3)
     parts = ", ".join(f"{RESOURCES[resource]} {t / unit:.3f}" for resource, t in p.times_s.items())
@@ -51,8 +52,16 @@ def table(p: Plan) -> str:
     return "\n".join([*lines, "", f"a step takes at least {bound} ({parts})", *verdict(p)])
 
 
+def _cells(sizes: Iterable[float], unit: float) -> str:
+    """Sizes in a unit as cells of a row, "-" for 0."""
+    return "".join(f"{size / unit:>10.2f}" if size else f"{'-':>10}" for size in sizes)
+
+
 def overlap_lines(p: Plan) -> list[str]:
-    """How many of the transfers in loops run beside something; loops by how often they run and what they compute."""
+    """A table of the transfers in loops: how many are asynchronous, overlap with products, or run in both directions.
+
+    A loop is named by the number of its products and by how often it runs.
+    """
     names = {"h2d": "host to device", "d2h": "device to host"}
     found: dict[tuple, list[int]] = {}
     for x in p.overlap:
@@ -71,8 +80,9 @@ def overlap_lines(p: Plan) -> list[str]:
 
 
 def verdict(p: Plan) -> list[str]:
-    """Lines that say whether it fits, and if not what would."""
-    name, device = GPUS[p.gpu].name, f"{gib(p.device_bytes)} of {gib(p.device_limit_bytes)}"
+    """Lines that say whether the run fits into memory, and if not which changes make it fit."""
+    name = GPUS[p.gpu].name
+    device = f"{gib(p.device_bytes)} of {gib(p.device_limit_bytes)}"
     over = p.device_bytes > p.device_limit_bytes
     lines = [f"{'does not fit' if over else 'fits'}: {device}, which is {fit.POOL:.0%} of each {name}"]
     if not over:
@@ -80,7 +90,8 @@ def verdict(p: Plan) -> list[str]:
         if p.device_bytes > fit.DEFAULT_POOL / fit.POOL * p.device_limit_bytes:
             lines.append(f"  with {fit.POOL_SETTING} in the environment: JAX takes {fit.DEFAULT_POOL} by itself")
     if p.host_limit_bytes is not None:
-        need, there = gib(p.gpus * p.host_bytes), gib(p.host_limit_bytes)
+        needed = gib(p.gpus * p.host_bytes)
+        limit = gib(p.host_limit_bytes)
         enough = p.gpus * p.host_bytes <= p.host_limit_bytes
-        lines.append(f"{'fits' if enough else 'does not fit'}: {need} of {there} host memory for all GPUs")
+        lines.append(f"{'fits' if enough else 'does not fit'}: {needed} of {limit} host memory for all GPUs")
     return lines + [f"  {'then' if i else 'would change it:'} {change}" for i, change in enumerate(p.changes)]

@@ -1,7 +1,8 @@
-"""What a step must move and compute, from shapes: the textbook figures that the planner puts beside the compiled ones.
+"""Textbook figures of a step, computed from shapes: bytes that it must transfer, and FLOPs. The planner prints them
+next to the figures of the compiled step.
 
-Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) as DESIGN section 3 has them. For n GPUs of
-`dp_shard`, k microbatches, and blocks of P bytes as work weights, each GPU sends per step:
+Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), as in DESIGN section 3. For n GPUs of
+`dp_shard`, k microbatches, and blocks whose work weights have P bytes, each GPU sends per step:
 
 | sharded            | forward and backward                                | end of step                            |
 |--------------------|-----------------------------------------------------|----------------------------------------|
@@ -9,15 +10,18 @@ Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) as DES
 | + gradients        | reduce-scatter k P                                  | all-gather P                           |
 | + weights          | all-gather 2 k P, reduce-scatter k P                |                                        |
 
-times (n - 1) / n; P' is P in the accumulators' dtype. `use_all_to_all_reduce` sends the same bytes in an all-to-all. In
-8 bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes fp8_*) P is a byte a number of a matrix
-and 4 for the scale of each of its blocks, which fp8_* have none of; vectors stay in the work dtype, as gradients they
-are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradients in one hop). Replicated outer layers add a
-reduce-scatter and an all-gather once per step. Outer layers that are sharded move tokens instead: see `outer`. NorMuon
-gathers the momentum of the blocks' matrices once per step, in the work dtype. Groups of `dp_replicate` add up their
-shards once per step. Scalars (loss, label count, norm: bytes) are left out.
+times (n - 1) / n. P' is the size of the blocks in the dtype of the gradient accumulators. `use_all_to_all_reduce` sends
+the same bytes in an all-to-all. In 8 bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes
+fp8_*) P has 1 byte for each number of a matrix and 4 bytes for the scale of each of its blocks; fp8_* have no blocks.
+Vectors stay in the work dtype, gradients of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its
+gradients in one hop).
 
-Times are lower bounds: each resource alone, at its peak rate, with everything else free and perfectly overlapped.
+Replicated outer layers add a reduce-scatter and an all-gather once per step. Sharded outer layers transfer tokens
+instead: see `collective_bytes`. NorMuon all-gathers the momentum of the blocks' matrices once per step, in the work
+dtype. Groups of `dp_replicate` all-reduce their shards once per step. Scalars (loss, label count, norm: a few bytes)
+are left out.
+
+Times are lower bounds: each resource alone, at its peak rate, perfectly overlapped with all others.
 """
 
 import collections
@@ -52,33 +56,37 @@ class Batch:
 
 def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     """Bytes that each GPU sends per step, by (collective, axis)."""
-    engine, n, replicas = run.engine, run.mesh.shape[SHARD], run.mesh.shape[REPLICATE]
-    table, k = engine.table, batch.microbatches
+    table = run.engine.table
+    n = run.mesh.shape[SHARD]
+    replicas = run.mesh.shape[REPLICATE]
+    k = batch.microbatches
     ops = "all-gather", "reduce-scatter", "all-to-all", "all-reduce"
     sent = dict.fromkeys([*((op, SHARD) for op in ops), ("all-reduce", REPLICATE)], 0.0)
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
     ring = (n - 1) / n
-    blocks, kept = _sizes(run, *_segments(run))
+    blocks, replicated_blocks = _sizes(run, *_segments(run))
     gathered = _in_8_bits(run, vectors=work) if table.quants.dtype else work * blocks
     sent["all-gather", SHARD] += ring * (2 * k * gathered if table.weights.sharded else work * blocks)
     rounds, itemsize = (k, work) if table.grads.sharded else (1, accum)
     reduce = "reduce-scatter" if table.reduce == "reduce_scatter" else "all-to-all"
     reduced = _in_8_bits(run, vectors=4) if table.reduce == "int8" else itemsize * blocks
     sent[reduce, SHARD] += ring * reduced * rounds
-    sent["all-reduce", SHARD] += 2 * ring * itemsize * kept * rounds
+    sent["all-reduce", SHARD] += 2 * ring * itemsize * replicated_blocks * rounds
 
-    outer = sum(  # weights that are stored in shards are not moved
+    outer = sum(  # weights that are stored as shards are not gathered
         math.prod(p.shape)
         for p, master, weights in _with_layouts(run, OUTER)
         if master.sharded_dim is not None and weights.stored != master.stored
     )
     sent["all-gather", SHARD] += ring * work * outer
     sent[reduce, SHARD] += ring * accum * outer
-    sharded_outer, kept_outer = _sizes(run, OUTER)
-    sent["all-reduce", SHARD] += 2 * ring * accum * kept_outer
+    sharded_outer, replicated_outer = _sizes(run, OUTER)
+    sent["all-reduce", SHARD] += 2 * ring * accum * replicated_outer
     if table.outer.sharded:
-        x, ids = batch.tokens * run.model.hidden_size * work, batch.tokens * 4
-        # Embedding: ids, rows; its gradient: ids, rows. Head: activations and labels; their gradient.
+        x = batch.tokens * run.model.hidden_size * work
+        ids = batch.tokens * 4
+        # Embedding: gathers ids, scatters rows; its gradient: gathers rows. Head: gathers activations and labels,
+        # scatters the activations' gradient.
         sent["all-gather", SHARD] += k * (n - 1) * (2 * x + 2 * ids)
         sent["reduce-scatter", SHARD] += k * (n - 1) * 2 * x
         sent["all-reduce", SHARD] += k * 2 * (n - 1) * 2 * ids  # largest logit and sum of exponentials, float32
@@ -90,7 +98,7 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
             if master.sharded_dim is not None and p.kind is Kind.MATRIX
         )
         sent["all-gather", SHARD] += ring * work * matrices
-    parameters = blocks / n + kept + sharded_outer / n + kept_outer
+    parameters = blocks / n + replicated_blocks + sharded_outer / n + replicated_outer
     sent["all-reduce", REPLICATE] += 2 * (replicas - 1) / replicas * accum * parameters
     return {key: round(size) for key, size in sent.items() if size}
 
@@ -100,14 +108,14 @@ def _segments(run: Assembly) -> list[str]:
 
 
 def _with_layouts(run: Assembly, section: str) -> list[tuple[Param, Layout, Layout]]:
-    """(param, layout of its master weights, of its work weights) of the parameters of a section of the model."""
+    """(param, layout of its master weights, layout of its work weights) for each parameter of a section."""
     layouts = run.engine.layouts
     trees = run.params[section], layouts.master[section], layouts.weights[section]
     return list(zip(*map(jax.tree.leaves, trees), strict=True))
 
 
 def _sizes(run: Assembly, *sections: str) -> tuple[int, int]:
-    """Parameters of sections of the model whose state is sharded, and those whose state is replicated."""
+    """(parameters whose state is sharded, parameters whose state is replicated) of sections of the model."""
     layers = {segment.name: segment.num_layers for segment in run.model.segments} | {OUTER: 1}
     sharded = 0
     replicated = 0
@@ -122,8 +130,7 @@ def _sizes(run: Assembly, *sections: str) -> tuple[int, int]:
 
 
 def _in_8_bits(run: Assembly, vectors: int) -> float:
-    """Bytes of the layers' sharded parameters: matrices in 8 bits with their scales, vectors with so many bytes a
-    number."""
+    """Bytes of the layers' sharded parameters with matrices in 8 bits and their scales; vectors: bytes per number."""
     n = run.mesh.shape[SHARD]
     total = 0.0
     for segment in run.model.segments:
@@ -131,17 +138,17 @@ def _in_8_bits(run: Assembly, vectors: int) -> float:
             if master.sharded_dim is None:
                 continue
             row = p.shape[-1] // (n if master.sharded_dim == len(p.shape) - 1 else 1)
-            scale = 0 if run.engine.table.one_scale else 4 / block_size(row)  # one is shared, not gathered
+            scale = 0 if run.engine.table.one_scale else 4 / block_size(row)  # one scale per matrix is not gathered
             number = 1 + scale if p.kind is Kind.MATRIX else vectors
             total += segment.num_layers * math.prod(p.shape) * number
     return total
 
 
 def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dict[str, float]:
-    """FLOPs of training on one token by the numbers that are multiplied: "bfloat16", "float32", "float8" or "float4".
+    """FLOPs of training on one token, by the dtype that is multiplied: "bfloat16", "float32", "float8" or "float4".
 
-    The recipe's are those of the blocks' matrices, in the layers where it holds; attention and head are in model_dtype.
-    again: with what is computed a second time where blocks are recomputed.
+    Products with the blocks' matrices have the recipe's dtypes in the layers with the recipe; attention and head have
+    model_dtype. again: include the second forward pass of recomputed blocks.
     """
     model = run.model
     work_dtype = run.engine.table.weights.dtype
@@ -158,9 +165,9 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     return dict(found)
 
 
-def _operands(precision: Precision, on: bool, dtype: str) -> tuple[str, str]:
-    """Numbers that a block's matrix products take, forward and backward; on: where the recipe holds; of a `dtype`."""
-    if not on or precision.recipe == "bf16":
+def _operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[str, str]:
+    """Dtypes of the factors of a block's matrix products, (forward, backward). dtype: that of the work weights."""
+    if not recipe_enabled or precision.recipe == "bf16":
         forward = precision.matmul_dtype or dtype
         return forward, precision.gradient_dtype or forward
     emulated = precision.recipe in BLOCK_SCALED and precision.emulate
@@ -169,7 +176,7 @@ def _operands(precision: Precision, on: bool, dtype: str) -> tuple[str, str]:
 
 
 def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
-    """FLOPs of a step on each GPU, recomputation of the blocks included, as `token_flops` has them."""
+    """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer."""
     per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
     found = {dtype: size * batch.tokens * batch.microbatches for dtype, size in per_token.items()}
     for segment in run.model.segments:
@@ -179,23 +186,29 @@ def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
 
 
 def compute_time(gpu: Gpu, flops: dict[str, float]) -> float:
-    """Seconds that FLOPs by dtype take at the peak rate of each; float32 is what tensor cores make of it, TF32."""
-    bf16, tf32 = gpu.bf16_flops, gpu.tf32_flops
-    peak = {"bfloat16": bf16, "float32": tf32, "float8": gpu.fp8_flops or bf16, "float4": gpu.fp4_flops or bf16}
+    """Seconds that FLOPs take at the peak rate of their dtype; for float32 the tensor cores' TF32 rate."""
+    peak = {
+        "bfloat16": gpu.bf16_flops,
+        "float32": gpu.tf32_flops,
+        "float8": gpu.fp8_flops or gpu.bf16_flops,
+        "float4": gpu.fp4_flops or gpu.bf16_flops,
+    }
     return sum(size / peak[dtype] for dtype, size in flops.items())
 
 
 def device_traffic(run: Assembly, batch: Batch) -> int:
-    """Bytes that a step reads from and writes to device memory at least, on each GPU: weights, state and residuals."""
-    engine, n, k = run.engine, run.mesh.shape[SHARD], batch.microbatches
+    """Least bytes that a step reads from and writes to device memory on each GPU: weights, state and residuals."""
+    engine = run.engine
+    n = run.mesh.shape[SHARD]
+    k = batch.microbatches
     table = engine.table
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
-    in_layers = sum(_sizes(run, *_segments(run)))
-    in_outer = sum(_sizes(run, OUTER))
+    blocks = sum(_sizes(run, *_segments(run)))
+    outer = sum(_sizes(run, OUTER))
     passes = 3 if engine.recompute_block else 2
-    rests = 1 if table.persistent_quants else work
-    weights = k * (passes * rests * in_layers + 3 * work * in_outer / (n if table.outer.sharded else 1))
-    gradients = 2 * k * accum * in_layers / (n if table.grads.sharded else 1)
+    stored = 1 if table.persistent_quants else work
+    weights = k * (passes * stored * blocks + 3 * work * outer / (n if table.outer.sharded else 1))
+    gradients = 2 * k * accum * blocks / (n if table.grads.sharded else 1)
     state = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves((run.plan.master, run.plan.moments))
@@ -205,13 +218,14 @@ def device_traffic(run: Assembly, batch: Batch) -> int:
 
 
 def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
-    """(host to device, device to host) bytes per step and GPU, from what rests in host memory per class.
+    """(host to device, device to host) bytes per step and GPU; rows: bytes by class of tensors and by memory.
 
-    Weights, or their persistent 8-bit copies, are fetched twice a microbatch and written once a step; gradients are
-    read and written once a microbatch and read by the update; residuals go both ways once a microbatch; master weights
-    and moments once a step, those in files by way of host memory.
+    Weights, or their persistent 8-bit copies, are read twice a microbatch and written once a step. Gradients are read
+    and written once a microbatch, and read once more by the update. Residuals are written and read once a microbatch.
+    Master weights and moments are read and written once a step; those in files pass through host memory.
     """
-    k, host = batch.microbatches, {name: row["host"] + row["nvme"] for name, row in rows.items()}
+    k = batch.microbatches
+    host = {name: row["host"] + row["nvme"] for name, row in rows.items()}
     weights = host["weights"] + host.get("quants", 0)
     read = 2 * k * weights + (k + 1) * host["grads"] + k * host["residuals"] + host["master"] + host["moments"]
     written = weights + k * (host["grads"] + host["residuals"]) + host["master"] + host["moments"]
@@ -221,10 +235,10 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
 def bounds(
     gpu: Gpu, *, flops: dict[str, float], device_bytes: int, link_bytes: int, h2d: int, d2h: int
 ) -> dict[str, float]:
-    """Seconds that each resource needs at least; flops as `step_flops` has them.
+    """Least seconds that each resource is busy in a step. flops: by dtype, from `step_flops`.
 
-    Where GPUs talk over PCI Express, their collectives share it with the copies to and from host memory; each
-    direction of it carries what a GPU sends, or receives, of both.
+    If GPUs communicate over PCI Express, collectives and host copies share it. Then each direction carries the bytes of
+    both that a GPU sends, or receives.
     """
     shared = gpu.link_bandwidth <= gpu.pcie_bandwidth
     return {
