@@ -25,6 +25,7 @@ class Mutant(NamedTuple):
 
 PARITY = "tests/test_parity.py::test_equals_hugging_face"
 ENGINE = "tests/test_engine.py::test_equals_grad_of_the_plain_model"
+SEGMENTS = "tests/test_models.py::test_segments_with_auxiliary_losses_equal_reverse_mode"
 GENERATE = "tests/test_generate.py::test_greedy_is_the_argmax_of_the_plain_model"
 BLOCK_FP8 = "tests/test_fp8.py::test_the_written_out_block_against_reverse_mode"
 HEAD = "tests/test_loss.py::test_head"
@@ -39,70 +40,144 @@ FIELDS = "tests/test_bad_input.py::test_fields"
 TEXTBOOK = "tests/test_textbook.py"
 
 LAYERS = "surojax/models/layers.py"
+MODEL = "surojax/models/model.py"
+OPERATIONS = "surojax/models/operations.py"
 LLAMA = "surojax/models/llama.py"
 LLAMA_FP8 = "surojax/models/llama_fp8.py"
 
 MUTANTS: tuple[Mutant, ...] = (
+    # -- Segments and variants ----------------------------------------------------------------------------------------
+    Mutant(
+        "a window is one position wider",
+        "surojax/models/attention.py",
+        "(key_1T > at_S1 - window)",
+        "(key_1T >= at_S1 - window)",
+        "tests/test_models.py::test_a_window_hides_what_is_older",
+    ),
+    Mutant(
+        "the first layer of a pattern attends to all",
+        LLAMA,
+        "(l + 1) % pattern == 0",
+        "l % pattern == 0",
+        "tests/test_models.py::test_the_pattern_says_which_layers_have_the_window",
+    ),
+    Mutant(
+        "blocks forget their window",
+        LAYERS,
+        "ops.attend(q, k, v, variant.window, cache)",
+        "ops.attend(q, k, v, 0, cache)",
+        "tests/test_models.py::test_training_sees_the_window -k mistral",
+    ),
+    Mutant(
+        "blocks in float8 forget their window",
+        LLAMA_FP8,
+        "window=variant.window",
+        "window=0",
+        "tests/test_models.py::test_windows_in_every_recipe -k fp8_hybrid",
+    ),
+    Mutant(
+        "the end of a run has the first layer's variant",
+        MODEL,
+        "carry = one(k, variants[k], carry)\n    return carry",
+        "carry = one(k, variants[0], carry)\n    return carry",
+        f"{SEGMENTS} -k [1-placed0]",
+    ),
+    Mutant(
+        "a period that is not repeated is a loop",
+        MODEL,
+        "length(p) >= 2 * p",
+        "length(p) >= p",
+        "tests/test_precision.py::test_layers_whose_variants_repeat_are_one_loop",
+    ),
+    Mutant(
+        "residuals of all variants are those of the first",
+        "surojax/step/residuals.py",
+        "structure = self.structures[variant]",
+        "structure = next(iter(self.structures.values()))",
+        "tests/test_models.py::test_the_engine_equals_reverse_mode_with_alternating_layers -k [1-placed0]",
+    ),
+    Mutant(
+        "the backward pass begins with the first segment",
+        "surojax/step/engine.py",
+        "in reversed(segments.items())",
+        "in segments.items()",
+        f"{SEGMENTS} -k [1-placed0]",
+    ),
+    Mutant(
+        "auxiliary losses are summed over microbatches",
+        "surojax/step/engine.py",
+        "auxiliary_scale = 1.0 / (microbatches * ",
+        "auxiliary_scale = 1.0 / (1 * ",
+        f"{SEGMENTS} -k [1-placed0]",
+    ),
+    Mutant(
+        "auxiliary losses have no gradient",
+        "surojax/step/engine.py",
+        "varying(jnp.float32(auxiliary_scale))",
+        "varying(jnp.float32(0))",
+        f"{SEGMENTS} -k [1-placed0]",
+    ),
+    Mutant(
+        "every segment has resident layers",
+        "surojax/step/state_plan.py",
+        "table.weights.resident - segment.start",
+        "table.weights.resident",
+        f"{SEGMENTS} -k [4-placed5]",
+    ),
     # -- Model --------------------------------------------------------------------------------------------------------
     Mutant(
         "rms_norm without eps",
-        LAYERS,
+        OPERATIONS,
         "jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)",
         "jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True))",
         f"{PARITY} -k llama]",
     ),
     Mutant(
         "the residual stream loses the attention",
-        LAYERS,
-        "return normed(total, scale, config), total",
-        "return normed(total, scale, config), x",
+        OPERATIONS,
+        "return self.norm(total, scale, eps), total",
+        "return self.norm(total, scale, eps), x",
         f"{PARITY} -k llama]",
     ),
     Mutant(
         "linear rope is not scaled",
-        LAYERS,
+        OPERATIONS,
         "        return freq / scaling.factor\n",
         "        return freq\n",
         f"{PARITY} -k llama_linear_rope",
     ),
-    Mutant(
-        "llama3 rope: turns in radians",
-        LAYERS,
-        "* freq / (2 * math.pi)",
-        "* freq",
-        f"{PARITY} -k llama3_rope",
-    ),
+    Mutant("llama3 rope: turns in radians", OPERATIONS, "* freq / (2 * math.pi)", "* freq", f"{PARITY} -k llama3_rope"),
     Mutant(
         "llama3 rope: low_freq_factor left out",
-        LAYERS,
+        OPERATIONS,
         "(turns - scaling.low_freq_factor) / span",
         "turns / span",
         f"{PARITY} -k llama3_rope",
     ),
     Mutant(
         "llama3 rope: span is high_freq_factor",
-        LAYERS,
+        OPERATIONS,
         "span = scaling.high_freq_factor - scaling.low_freq_factor",
         "span = scaling.high_freq_factor",
         f"{PARITY} -k llama3_rope",
     ),
     Mutant(
         "llama3 rope: the wrong wavelengths are stretched",
-        LAYERS,
+        OPERATIONS,
         "keep * freq + (1 - keep) * freq / scaling.factor",
         "(1 - keep) * freq + keep * freq / scaling.factor",
         f"{PARITY} -k llama3_rope",
     ),
     Mutant(
         "llama3 rope: keep is not clipped at 1",
-        LAYERS,
+        OPERATIONS,
         "/ span, 0.0, 1.0)",
         "/ span, 0.0, None)",
         f"{PARITY} -k llama3_rope",
     ),
     Mutant(
         "rope turns the second half backwards",
-        LAYERS,
+        OPERATIONS,
         "second * cos + first * sin], axis=-1)",
         "second * cos - first * sin], axis=-1)",
         f"{PARITY} -k llama]",
@@ -110,64 +185,64 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "heads are interleaved",
         LAYERS,
-        "(y.reshape(B, S, -1, c.head_dim) for y in projections",
-        "(y.reshape(B, S, c.head_dim, -1).swapaxes(2, 3) for y in projections",
+        "(y.reshape(B, S, -1, c.head_dim) for y in projected)",
+        "(y.reshape(B, S, c.head_dim, -1).swapaxes(2, 3) for y in projected)",
         f"{PARITY} -k llama]",
     ),
     Mutant(
         "key norm takes the queries' scale",
         LAYERS,
-        "normed(k, self.k_norm[...], c)",
-        "normed(k, self.q_norm[...], c)",
+        "ops.norm(k, self.k_norm[...], c.rms_norm_eps)",
+        "ops.norm(k, self.q_norm[...], c.rms_norm_eps)",
         f"{PARITY} -k qwen3",
     ),
     Mutant(
         "biases of keys and values exchanged",
         LAYERS,
-        "(self.bq[...], self.bk[...], self.bv[...])",
-        "(self.bq[...], self.bv[...], self.bk[...])",
+        "(self.bq, self.bk, self.bv)",
+        "(self.bq, self.bv, self.bk)",
         f"{PARITY} -k qwen2",
     ),
     Mutant(
         "gate and up exchanged",
         LAYERS,
-        "gated_up(gate_BSF, up_BSF, self.config)",
-        "gated_up(up_BSF, gate_BSF, self.config)",
+        "ops.gated(gate_BSF, up_BSF)",
+        "ops.gated(up_BSF, gate_BSF)",
         f"{PARITY} -k llama]",
     ),
     Mutant(
         "output projections are drawn as large as the others",
         LAYERS,
-        '("embed", "heads"), out)',
-        '("embed", "heads"), normal)',
+        '("embed", "heads"), out, product=3)',
+        '("embed", "heads"), normal, product=3)',
         "tests/test_engine.py::test_golden_steps",
     ),
     Mutant(
         "a new position does not see itself",
-        LAYERS,
-        "[None, :] <= start + jnp.arange(S)[:, None]",
-        "[None, :] < start + jnp.arange(S)[:, None]",
+        "surojax/models/attention.py",
+        "seen_ST = key_1T <= at_S1",
+        "seen_ST = key_1T < at_S1",
         "tests/test_generate.py::test_cache_equals_the_plain_model -k llama",
     ),
     Mutant(
         "gradients of products in the forward dtype",
-        LAYERS,
+        OPERATIONS,
         "precision.gradient_dtype or dtype)",
         "dtype)",
         "tests/test_precision.py::test_products_are_computed_in_the_dtypes_of_the_settings",
     ),
     Mutant(
         "all matrices of a block round with the same numbers",
-        LAYERS,
-        "salt=salt(name)",
-        "salt=0",
+        OPERATIONS,
+        "nvfp4_linear(x, w, seed, salt=number, **how)",
+        "nvfp4_linear(x, w, seed, salt=0, **how)",
         "tests/test_precision.py::test_every_matrix_of_a_block_draws_numbers_of_its_own",
     ),
     Mutant(
         "attention sees what comes later",
         "surojax/models/attention.py",
-        "is_causal=mask is None",
-        "is_causal=False",
+        "is_causal=True, local_window_size",
+        "is_causal=False, local_window_size",
         f"{PARITY} -k llama]",
     ),
     Mutant(
@@ -180,8 +255,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the MLP's norm has the attention's scale",
         LLAMA,
-        "added_and_normed(x_BSD, attended_BSD, self.mlp_norm[...], self.config)",
-        "added_and_normed(x_BSD, attended_BSD, self.attention_norm[...], self.config)",
+        "ops.add_and_norm(x_BSD, attended_BSD, self.mlp_norm[...], self.eps)",
+        "ops.add_and_norm(x_BSD, attended_BSD, self.attention_norm[...], self.eps)",
         f"{PARITY} -k llama]",
     ),
     Mutant(
@@ -201,22 +276,22 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "recompute_att follows recompute_ffn",
         LLAMA,
-        "self.normed(self.attention, x_BSD, self.attention_norm, product, again.att)",
-        "self.normed(self.attention, x_BSD, self.attention_norm, product, again.ffn)",
+        "recomputed(attention, again.att)",
+        "recomputed(attention, again.ffn)",
         "tests/test_fit.py::test_each_recomputation_saves_less -k gpu",
     ),
     Mutant(
         "key/value heads count once among the parameters",
-        LLAMA,
-        "+ 2 * self.num_key_value_heads)",
-        "+ self.num_key_value_heads)",
+        MODEL,
+        "for p in jax.tree.leaves(self.params) if p.kind is Kind.MATRIX)",
+        'for p in jax.tree.leaves(self.params) if p.axes[0] != "kv_heads" and p.kind is Kind.MATRIX)',
         "tests/test_plan.py::test_flops_count_recomputation",
     ),
     Mutant(
         "skipped blocks keep the recipe",
-        LLAMA,
-        'recipe = precision if on else dataclasses.replace(precision, recipe="bf16")',
-        "recipe = precision",
+        OPERATIONS,
+        "        if not self.recipe_enabled:\n",
+        "        if False:\n",
         "tests/test_precision.py::test_blocks_without_the_recipe_are_those_of_bf16",
     ),
     # -- Written-out block in float8 ----------------------------------------------------------------------------------
@@ -322,8 +397,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the first gradients are reckoned as inputs",
         "surojax/numerics/fp8.py",
-        "jnp.arange(len(SITES)) < len(INPUTS)",
-        "jnp.arange(len(SITES)) <= len(INPUTS)",
+        "jnp.arange(sites.number) < len(sites.inputs)",
+        "jnp.arange(sites.number) <= len(sites.inputs)",
         HISTORY,
     ),
     Mutant(
@@ -343,9 +418,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the recipe does not hold in the last layer before skip_last",
         "surojax/numerics/recipes.py",
-        "num_layers - self.skip_last, num_layers]",
-        "num_layers - self.skip_last - 1, num_layers]",
-        "tests/test_precision.py::test_ranges_cover_the_layers_once",
+        "l < num_layers - self.skip_last",
+        "l < num_layers - self.skip_last - 1",
+        "tests/test_precision.py::test_loops_cover_the_layers_once",
     ),
     # -- Block-scaled products ----------------------------------------------------------------------------------------
     Mutant(
@@ -512,23 +587,9 @@ MUTANTS: tuple[Mutant, ...] = (
         f"{ENGINE} -k 4-outer-only",
     ),
     Mutant(
-        "the head's gradient is summed but for its last rows",
-        "surojax/step/gradients.py",
-        "self.size = -(-self.rows // engine.model.num_layers)",
-        "self.size = self.rows // engine.model.num_layers",
-        f"{ENGINE} -k 4x1-saved",
-    ),
-    Mutant(
-        "a tied head is summed before it is complete",
-        "surojax/step/gradients.py",
-        'if not sums_in_last_microbatch(engine) or head == "embed":',
-        "if not sums_in_last_microbatch(engine):",
-        f"{ENGINE} -k qwen-8-zero3",
-    ),
-    Mutant(
         "the norm leaves out the outer layers",
         "surojax/step/gradients.py",
-        '    squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master["outer"]))\n',
+        "    squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master[OUTER]))\n",
         "",
         f"{ENGINE} -k 1-saved and [1-",
     ),
@@ -549,29 +610,29 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "late gradients are written to the wrong layer",
         "surojax/step/gradients.py",
-        "flush_deferred(grads, (l + 1) % engine.model.num_layers)",
-        "flush_deferred(grads, l)",
+        "flush_deferred(sums, (l + 1) % segment.num_layers)",
+        "flush_deferred(sums, l)",
         "tests/test_offload.py::test_accumulators_in_host_memory_need_not_start_as_zeros",
     ),
     Mutant(
         "the first layer's late gradient is never written",
         "surojax/step/gradients.py",
-        "grads = flush_deferred(grads, 0)  # the backward pass ends with layer 0",
-        "",
+        "stack = flush_deferred(sums, 0)  # the backward pass ends with layer 0",
+        "stack = sums.stack",
         "tests/test_offload.py::test_accumulators_in_host_memory_need_not_start_as_zeros",
     ),
     Mutant(
         "magnitudes of the last microbatch only",
         "surojax/step/engine.py",
-        "old.at[l].max(new)",
-        "old.at[l].set(new)",
+        "old.at[layer.number].max(new)",
+        "old.at[layer.number].set(new)",
         "tests/test_fp8.py::test_the_history_has_the_largest_of_all_microbatches",
     ),
     Mutant(
         "evaluation forgets which blocks are skipped",
         "surojax/step/engine.py",
-        "return model.block(layer.weights, x_BSD, None, layer.recipe_enabled), prefetched",
-        "return model.block(layer.weights, x_BSD, None), prefetched",
+        "return segment.block(layer.weights, x_BSD, None, layer.variant)[0], prefetched",
+        "return segment.block(layer.weights, x_BSD, None)[0], prefetched",
         "tests/test_fp8.py::test_skipped_blocks_compute_as_recipe_bf16 -k mxfp8",
     ),
     Mutant(
@@ -584,8 +645,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "nvfp4: all microbatches draw the same numbers",
         "surojax/step/engine.py",
-        "((word(step) * microbatches + word(a)) * num_layers + word(l))",
-        "((word(step) * microbatches) * num_layers + word(l))",
+        "((word(step) * microbatches + word(a)) * model.num_layers + word(l))",
+        "((word(step) * microbatches) * model.num_layers + word(l))",
         "tests/test_fp8.py::test_every_block_of_every_device_draws_numbers_of_its_own",
     ),
     # -- Prefetch, host memory ----------------------------------------------------------------------------------------
@@ -620,8 +681,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "saved activations of the same layer come back",
         "surojax/step/residuals.py",
-        "read(stack, jnp.maximum(l - 1, 0))",
-        "read(stack, l)",
+        "read(kept.stack, jnp.maximum(l - 1, 0))",
+        "read(kept.stack, l)",
         "tests/test_fp8.py::test_memory_settings_change_no_bit -k fp8_current",
     ),
     Mutant(
@@ -812,8 +873,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "moments are cut along the layers",
         "surojax/step/state_plan.py",
-        "shape, spec = (layers, *shape), stacked(layout.stored)",
-        "shape, spec = (layers, *shape), layout.stored",
+        "spec = stacked(layout.stored)\n        if layout.home.in_file",
+        "spec = layout.stored\n        if layout.home.in_file",
         "tests/test_checkpoint.py::test_a_state_moves_from_one_device_to_eight_and_back -k 3]",
     ),
     Mutant(
@@ -840,23 +901,23 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "restored work weights of streamed layers are those from 0 on",
         "surojax/step/state.py",
-        'lambda l: (work(read(master["blocks"], l)), ()))',
-        'lambda l: (work(read(master["blocks"], 0)), ()))',
+        "return work(read(stacks, l)), ()",
+        "return work(read(stacks, 0)), ()",
         "tests/test_checkpoint.py::test_a_state_moves_from_one_device_to_eight_and_back -k [1]",
     ),
     # -- Step ---------------------------------------------------------------------------------------------------------
     Mutant(
         "steps are not counted",
         "surojax/step/update.py",
-        "return from_sections(state.step + 1, blocks, outer, history)",
-        "return from_sections(state.step, blocks, outer, history)",
+        "return from_sections(state.step + 1, sections, history)",
+        "return from_sections(state.step, sections, history)",
         "tests/test_engine.py::test_golden_steps",
     ),
     Mutant(
         "parts of a tensor draw the same numbers",
         "surojax/step/update.py",
-        "at = UpdateContext(scalars, part=(k, n))",
-        "at = UpdateContext(scalars)",
+        "context = UpdateContext(scalars, part=(k, n))",
+        "context = UpdateContext(scalars)",
         "tests/test_optimizers.py::test_a_large_embedding_is_updated_in_parts_to_the_same_bits",
     ),
     Mutant(
@@ -875,9 +936,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "all tensors of a layer have the same number",
-        "surojax/models/llama.py",
-        "stream=2 * i + number,",
-        "stream=number,",
+        MODEL,
+        "            streams[section == OUTER] += 2\n",
+        "            pass\n",
         "tests/test_placement.py::test_parameters_are_declared",
     ),
     # -- Optimizers ---------------------------------------------------------------------------------------------------
@@ -1352,10 +1413,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "attention counts the whole square",
-        "surojax/run/metrics.py",
-        "6.0 * num_layers * num_heads",
-        "12.0 * num_layers * num_heads",
-        "tests/test_metrics.py::test_flops_per_token_of_llama_2_7b",
+        MODEL,
+        "                return sequence_len / 2\n",
+        "                return sequence_len\n",
+        "tests/test_models.py::test_flops_per_token_of_llama_2_7b",
     ),
     Mutant(
         "one finite number is enough",
@@ -1489,8 +1550,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "activations of one layer",
         "surojax/planner/fit.py",
-        "activations = m.num_hidden_layers * kept",
-        "activations = kept",
+        "activations=segment.num_layers * kept",
+        "activations=kept",
         "tests/test_fit.py::test_each_recomputation_saves_less -k gpu",
     ),
     Mutant(
@@ -1580,8 +1641,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "recomputed products are not counted",
         "surojax/planner/traffic.py",
-        "(4 if again else 2) * matrices",
-        "2 * matrices",
+        "(4 if again else 2) * segment.matmul_size",
+        "2 * segment.matmul_size",
         "tests/test_plan.py::test_recomputed_products_count_in_the_numbers_of_the_recipe",
     ),
     Mutant(

@@ -42,7 +42,9 @@ def toy(seed: int = 0, size: int = 3000) -> state.TrainState:
     a, b = jax.random.normal(jax.random.key(seed), (2, 3, size // 3))
     master = {"blocks": {"a": a}, "outer": {"b": b.astype(jnp.bfloat16)}}
     weights = jax.tree.map(lambda m: jnp.array(m, jnp.bfloat16, copy=True), master)
-    return state.TrainState(jnp.int32(seed), weights, master, {"m": a + b, "count": jnp.int32(seed)})
+    return state.TrainState(
+        jnp.int32(seed), weights, master, {"blocks": {"m": a + b}, "outer": {"count": jnp.int32(seed)}}
+    )
 
 
 def plan_of(arrays) -> Any:
@@ -260,11 +262,11 @@ def test_orbax_itself_does_not_notice(tmp_path, monkeypatch):
 def test_a_damaged_array_is_named(tmp_path, monkeypatch):
     (path,) = write(tmp_path, 1)
     wrong = {
-        name: value + 1 if name == "moments/m float32" else value
+        name: value + 1 if name == "moments/blocks/m float32" else value
         for name, value in read_meta(path)["checksums"].items()
     }
     monkeypatch.setattr(checkpoint, "read_meta", lambda path: {"step": 1, "checksums": wrong})
-    with pytest.raises(CheckpointError, match="moments/m float32 is damaged"):
+    with pytest.raises(CheckpointError, match=r"moments/blocks/m float32 is damaged"):
         restore(path, plan_of(toy(1)))
 
 
@@ -357,8 +359,8 @@ def test_a_state_that_is_not_finite_is_not_written(tmp_path, bad):
     write(tmp_path, 1)
     before = contents(tmp_path)
     broken = toy(2)
-    broken.moments["m"] = broken.moments["m"].at[1, 7].set(bad)
-    expected = r"step 2 was written: moments/m float32 .*; last .*checkpoints/1$"
+    broken.moments["blocks"]["m"] = broken.moments["blocks"]["m"].at[1, 7].set(bad)
+    expected = r"step 2 was written: moments/blocks/m float32 .*; last .*checkpoints/1$"
     with Checkpoints(tmp_path, save_total_limit=2) as checkpoints, pytest.raises(CheckpointError, match=expected):
         checkpoints.save(broken, {"step": 2})
     assert contents(tmp_path) == before
@@ -370,7 +372,9 @@ def test_a_checkpoint_says_which_version_wrote_it(tmp_path):
     version = importlib.metadata.version("surojax")
     meta = checkpoint.read_meta(path)
     assert meta["version"] == version
-    plan = plan_of(toy())._replace(moments=plan_of({"m": toy().moments["m"], "other": jnp.int32(0)}))
+    plan = plan_of(toy())._replace(
+        moments=plan_of({"blocks": toy().moments["blocks"], "outer": {"other": jnp.int32(0)}})
+    )
     with pytest.raises(CheckpointError, match=f"use version {re.escape(version)} of surojax, which wrote it if it is"):
         restore(path, plan)
     assert "before 0.2" in checkpoint.written_by({})

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +139,7 @@ BATCHES = [tokens(2, 4, 16, seed=s) for s in range(3)]
 @functools.cache
 def trained(recipe: str, devices: int = 1, model_dtype: str = "bfloat16", **placed) -> tuple[Small, list]:
     """(the run after three steps, [(loss, gradient norm) of each])."""
-    small = Small(devices, config=config(recipe), model_dtype=model_dtype, **placed)
+    small = Small(devices, **settings(recipe), model_dtype=model_dtype, **placed)
     return small, small.train(BATCHES)
 
 
@@ -180,7 +181,7 @@ def test_memory_settings_change_no_bit(recipe, placed):
 
 def test_every_block_of_every_device_draws_numbers_of_its_own():
     """nvfp4: two steps of two microbatches, three layers, four devices in two groups."""
-    small = Small(4, config=config("nvfp4"), replicate=2)
+    small = Small(4, **settings("nvfp4"), replicate=2)
 
     def seeds(step):
         give = recipe_inputs_of(small.engine, None, step, 2, jnp.float32(1))

@@ -15,6 +15,7 @@ from surojax import assembly, generate
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
+from surojax.memory.host import Split
 from surojax.models import llama
 from surojax.models.attention import attend, visible
 from surojax.models.layers import parameter
@@ -215,7 +216,10 @@ class Around(nnx.Module):
         self.head = parameter(rngs, (64, 32), ("vocab", "embed"), normal, Kind.TABLE)
 
 
-LAYERS = {"narrow": (16, (2, 3, 2, 3, 2)), "wide": (48, (4, 4, 4))}  # width, windows; the second has an auxiliary loss
+LAYERS = {
+    "narrow": (16, (2, 3, 3, 2, 3, 3, 2, 3)),
+    "wide": (48, (4, 4, 4)),
+}  # width, windows; the second has an auxiliary loss
 AUXILIARY = 0.3
 
 
@@ -306,7 +310,7 @@ def toy_loss(params, inputs_ABS, labels_ABS):
             (1, {"recompute_block": False, "offload_residual": True}),
             (4, {"zero_level": 1, "recompute_block": False}),
             (8, {"zero_level": 2, "replicate": 2, **ALL}),
-            (4, {"zero_level": 3, "offload_weights": True, "resident_layers": 6}),
+            (4, {"zero_level": 3, "offload_weights": True, "resident_layers": 9}),
             (4, {"zero_level": 3, "shard_outer": True, "lmhead_chunks": 2}),
         ],
         0,
@@ -314,8 +318,12 @@ def toy_loss(params, inputs_ABS, labels_ABS):
     ),
 )
 def test_segments_with_auxiliary_losses_equal_reverse_mode(devices, placed):
-    """Loss and every gradient, whatever the placement; 6 resident layers are the first segment and one of the next."""
+    """Loss and every gradient, whatever the placement; 9 resident layers are the first segment and one of the next."""
     small = Small(devices, model=toy(), **placed)
+    if placed.get("resident_layers"):
+        wide = small.plan.weights["wide"]["w1"]
+        assert isinstance(wide, Split) and wide.resident.shape[0] == 1
+        assert small.plan.weights["narrow"]["w1"].sharding.memory_kind == "device"
     batch = tokens(3, 8, 16)
     params = toy().init(0)
     expected = jax.jit(jax.value_and_grad(toy_loss))(params, *batch)

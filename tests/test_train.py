@@ -21,7 +21,9 @@ import pytest
 from flax import nnx
 
 from surojax import CheckpointError, ConfigError, generate, read_metrics, train
+from surojax.assembly import architecture
 from surojax.config import flags
+from surojax.config.checks import restored_config
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.memory.lock import locked
 from surojax.models.llama import Llama

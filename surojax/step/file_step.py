@@ -13,7 +13,7 @@ from surojax.memory.host import Part, joined, parts, put, read, write
 from surojax.memory.nvme import InFile, store_of
 from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
-from surojax.optim.optimizer import Optimizer, UpdateContext
+from surojax.optim.optimizer import Optimizer
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.param import OUTER
@@ -21,7 +21,7 @@ from surojax.placement.table import Mesh
 from surojax.step.engine import loss_and_gradients
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
-from surojax.step.update import Tensor, each_tensor, update_outer, update_tensor
+from surojax.step.update import as_trees, tensors, update_outer, update_tensor
 
 
 class Program(NamedTuple):
@@ -173,15 +173,20 @@ class FileStep:
             l = needed["l"]
             old = self._merge(read(stacks, l), put(layer, DEVICE))
             (master, moments), grads = materialised((old, read(needed["grads"], l)))  # as in host.sweep
-            at = UpdateContext(needed["scalars"], l)
-
-            def update_one(tensor: Tensor) -> TensorState:
-                like = tensor.state.weights
-                return update_tensor(self.engine, self.optimizer, tensor, like, tensor.state, tensor.grad, at)
-
             state = TensorState(weights, master, moments)
-            new = each_tensor(update_one, state, grads, self.engine, self.segment.name, ordered=False)
-            work, *new = materialised(tuple(new))
+            done = []
+            for tensor in tensors(self.engine, self.segment.name, state, grads):
+                work, new = update_tensor(
+                    self.engine,
+                    self.optimizer,
+                    tensor,
+                    needed["scalars"],
+                    tensor.state.weights,
+                    (tensor.state.master, tensor.state.moments),
+                    (tensor.grad, l),
+                )
+                done.append(TensorState(work, *new))
+            work, *new = materialised(tuple(as_trees(done, state)))
             new = jax.tree.leaves(new)
             stacks = write(stacks, self._pick(new, False), l)
             return write(weights, work, l - part.start), stacks, put(self._pick(new, True), HOST), l + 1

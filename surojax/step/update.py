@@ -4,6 +4,7 @@ All layers of a tensor are updated at once if its state is in device memory, one
 the host. The work weights are written anew with them, all-gathered unless they are stored in shards.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from surojax.step.state import TensorState, TrainState, from_sections, section
 
 
 class Tensor(NamedTuple):
-    """One tensor in an update: its declaration, layouts, old state and gradient (of all layers, for the blocks)."""
+    """One tensor in an update: its declaration, layouts, old state and gradient; of all layers for a segment's."""
 
     param: Param
     master_layout: Layout
@@ -35,29 +36,51 @@ class Tensor(NamedTuple):
 
 def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scalars: Scalars, history) -> TrainState:
     """The state after one optimizer step, tensor by tensor; runs per device on shards."""
-
-    def update_stack(tensor: Tensor) -> TensorState:
-        return update_layers(engine, optimizer, tensor, scalars)
-
-    sections = {
-        segment.name: each_tensor(update_stack, section(state, segment.name), grads[segment.name], engine, segment.name)
-        for segment in engine.model.segments
-    }
+    sections: dict[str, TensorState] = {}
+    for segment in engine.model.segments:
+        old = section(state, segment.name)
+        done: list[TensorState] = []
+        for tensor in tensors(engine, segment.name, old, grads[segment.name]):
+            done.append(update_layers(engine, optimizer, in_turn(tensor, done), scalars))
+        sections[segment.name] = as_trees(done, old)
     sections[OUTER] = update_outer(engine, optimizer, section(state, OUTER), grads, scalars)
     return from_sections(state.step + 1, sections, history)
+
+
+def tensors(engine: Engine, name: str, old: TensorState, grads) -> list[Tensor]:
+    """The tensors of a section, from the trees of its state and gradients."""
+    leaves, structure = jax.tree.flatten(old.master)
+    layouts = engine.layouts
+    trees = engine.params[name], layouts.master[name], layouts.weights[name], old.weights, old.moments, grads
+    rows = zip(leaves, *map(structure.flatten_up_to, trees), strict=True)
+    return [
+        Tensor(param, master_layout, weights_layout, TensorState(weights, master, moments), grad)
+        for master, param, master_layout, weights_layout, weights, moments, grad in rows
+    ]
+
+
+def in_turn(tensor: Tensor, done: list[TensorState]) -> Tensor:
+    """The tensor, to be updated after the last one of `done`.
+
+    Without an order, the last layers of all tensors would be in device memory at once.
+    """
+    if not done:
+        return tensor
+    done[-1], (state, grad) = jax.lax.optimization_barrier((done[-1], (tensor.state, tensor.grad)))
+    return tensor._replace(state=state, grad=grad)
+
+
+def as_trees(done: list[TensorState], old: TensorState) -> TensorState:
+    """The inverse of `tensors`: trees of the new state."""
+    structure = jax.tree.structure(old.master)
+    return TensorState(*(structure.unflatten(column) for column in zip(*done, strict=True)))
 
 
 def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars) -> TensorState:
     """A tensor of all layers of a segment after the update."""
     weights, master, moments = tensor.state
     layers = jnp.arange(len(master))
-    at = UpdateContext(scalars, layers)
     like = parts(weights)[0].stack
-
-    def layer(old, inputs):
-        grad, l = inputs
-        new = update_tensor(engine, optimizer, tensor, like, TensorState(None, *old), grad, at._replace(layer=l))
-        return new.weights, (new.master, new.moments)
 
     def work_of_layer(old, master):
         return work_weights(engine, tensor, master.astype(engine.table.weights.dtype), like), ()
@@ -67,30 +90,34 @@ def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars:
         as_updated = tensor.master_layout.stored == tensor.weights_layout.stored
         as_updated = as_updated and on_device(weights) and not is_quantized(weights)
         dtype = engine.table.weights.dtype if as_updated else None
+        context = UpdateContext(scalars, layers)
         done = optim.apply_to_stack(
-            optimizer, tensor.param, tensor.master_layout, master, tensor.grad, moments, at, dtype
+            optimizer, tensor.param, tensor.master_layout, master, tensor.grad, moments, context, dtype
         )
         if done:
             work, master, moments = done
             if not as_updated:
                 work, _ = _sweep_parts(work_of_layer, weights, (), master)
             return TensorState(work, master, moments)
+    layer = functools.partial(update_tensor, engine, optimizer, tensor, scalars, like)
     work, (master, moments) = _sweep_parts(layer, weights, (master, moments), (tensor.grad, layers))
     return TensorState(work, master, moments)
 
 
-def update_tensor(
-    engine: Engine, optimizer: Optimizer, tensor: Tensor, like, old: TensorState, grad, at: UpdateContext
-) -> TensorState:
-    """A tensor of one layer, or of the outer layers, after the update; all of it is in device memory.
+def update_tensor(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars, like, old, inputs):
+    """(work weights, (master weights, moments)) of a tensor of one layer, or of the outer layers, after the update.
 
-    like: the old work weights, or what has their structure.
+    old: (master weights, moments); inputs: (gradient, layer); all of it in device memory. like: the old work weights,
+    or an array with their structure. The arguments and results are those of a function for `host.sweep`.
     """
+    master, moments = old
+    grad, layer = inputs
     dtype = engine.table.weights.dtype
+    context = UpdateContext(scalars, layer)
     work, master, moments = optim.apply(
-        optimizer, tensor.param, tensor.master_layout, old.master, grad, old.moments, at, dtype
+        optimizer, tensor.param, tensor.master_layout, master, grad, moments, context, dtype
     )
-    return TensorState(work_weights(engine, tensor, work, like), master, moments)
+    return work_weights(engine, tensor, work, like), (master, moments)
 
 
 def work_weights(engine: Engine, tensor: Tensor, work: jax.Array, like):
@@ -99,30 +126,34 @@ def work_weights(engine: Engine, tensor: Tensor, work: jax.Array, like):
     return work_copy(work, like, engine.table.weights.dtype, collectives.largest_of_shards)
 
 
-def _sweep_parts(function, weights, inout, inputs):
-    """(weights, inout) after `sweep` over one part of the work weights after another."""
+def _sweep_parts(function, weights, state, inputs):
+    """(weights, state) after `sweep` over one part of the work weights after another."""
     done = []
-    for out, start, stop in parts(weights):
-        out, inout = sweep(function, out, inout, inputs, start, stop)
-        done.append(out)
-    return joined(done), inout
+    for part in parts(weights):
+        stack, state = sweep(function, part.stack, state, inputs, part.start, part.stop)
+        done.append(stack)
+    return joined(done), state
 
 
 def update_outer(engine: Engine, optimizer: Optimizer, old: TensorState, grads, scalars: Scalars) -> TensorState:
     """The outer layers after one optimizer step, each array in its home.
 
-    A tensor whose state is in host memory is updated a part at a time, no larger than the largest of a block.
+    grads: of all sections. A tensor whose state is in host memory is updated a part at a time, no larger than the
+    largest tensor of a layer.
     """
     stacks = jax.tree.leaves([grads[segment.name] for segment in engine.model.segments])
     largest = max(stack.size // len(stack) for stack in stacks)
-
-    def update_one(tensor: Tensor) -> TensorState:
-        if on_device((tensor.state.master, tensor.state.moments)):
-            at = UpdateContext(scalars)
-            return update_tensor(engine, optimizer, tensor, tensor.state.weights, tensor.state, tensor.grad, at)
-        return update_in_parts(optimizer, tensor, scalars, largest)
-
-    return each_tensor(update_one, old, grads[OUTER], engine, OUTER)
+    done: list[TensorState] = []
+    for tensor in tensors(engine, OUTER, old, grads[OUTER]):
+        tensor = in_turn(tensor, done)
+        state = tensor.state
+        if on_device((state.master, state.moments)):
+            old_state, inputs = (state.master, state.moments), (tensor.grad, 0)
+            work, new = update_tensor(engine, optimizer, tensor, scalars, state.weights, old_state, inputs)
+            done.append(TensorState(work, *new))
+        else:
+            done.append(update_in_parts(optimizer, tensor, scalars, largest))
+    return as_trees(done, old)
 
 
 def update_in_parts(optimizer: Optimizer, tensor: Tensor, scalars: Scalars, largest: int) -> TensorState:
@@ -131,43 +162,26 @@ def update_in_parts(optimizer: Optimizer, tensor: Tensor, scalars: Scalars, larg
     rows = master.shape[0]
     n = 1 if tensor.param.kind is Kind.VECTOR else divisor(rows, -(-master.size // largest))
 
-    def cut(x):
+    def split(x):
         return x.reshape(n, -1, *x.shape[1:])
 
     def join(stack, x):
         return stack.reshape(x.shape)
 
-    def part(old, inputs):
-        (master, moments), (grad, k) = old, inputs
-        at = UpdateContext(scalars, part=(k, n))
+    def update_part(old, inputs):
+        master, moments = old
+        grad, k = inputs
+        context = UpdateContext(scalars, part=(k, n))
         work, *new = optim.apply(
-            optimizer, tensor.param, tensor.master_layout, master, grad, moments, at, weights.dtype
+            optimizer, tensor.param, tensor.master_layout, master, grad, moments, context, weights.dtype
         )
         return work, tuple(new)
 
     if tensor.master_layout.stored == tensor.weights_layout.stored:
-        work = cut(weights)
+        work = split(weights)
     else:
-        work = varying(jnp.zeros(jax.eval_shape(cut, master).shape, weights.dtype), (SHARD,))
-    stacks, grads = jax.tree.map(cut, ((master, moments), tensor.grad))
-    work, new = sweep(part, work, stacks, (grads, jnp.arange(n)), 0, n)
+        work = varying(jnp.zeros(jax.eval_shape(split, master).shape, weights.dtype), (SHARD,))
+    stacks, grads = jax.tree.map(split, ((master, moments), tensor.grad))
+    work, new = sweep(update_part, work, stacks, (grads, jnp.arange(n)), 0, n)
     work = collectives.reshard(join(work, master), tensor.master_layout, tensor.weights_layout)
     return TensorState(work, *jax.tree.map(join, new, (master, moments)))
-
-
-def each_tensor(function, old: TensorState, grads, engine: Engine, name: str, *, ordered: bool = True) -> TensorState:
-    """The trees of function(Tensor) for every tensor of the section with this name.
-
-    ordered: one after the other, or the last layers of all of them would be on the device at once.
-    """
-    leaves, structure = jax.tree.flatten(old.master)
-    layouts = engine.layouts
-    trees = (engine.params[name], layouts.master[name], layouts.weights[name], old.weights, old.moments, grads)
-    columns = map(structure.flatten_up_to, trees)
-    done: list[TensorState] = []
-    for master, param, master_layout, weights_layout, weights, moments, grad in zip(leaves, *columns, strict=True):
-        state = TensorState(weights, master, moments)
-        if ordered and done:
-            done[-1], (state, grad) = jax.lax.optimization_barrier((done[-1], (state, grad)))
-        done.append(function(Tensor(param, master_layout, weights_layout, state, grad)))
-    return TensorState(*(structure.unflatten(column) for column in zip(*done, strict=True)))
