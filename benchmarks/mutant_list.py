@@ -63,16 +63,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "blocks forget their window",
-        LAYERS,
-        "ops.attend(q, k, v, variant.window, cache)",
-        "ops.attend(q, k, v, 0, cache)",
+        OPERATIONS,
+        "window = self.variant.window",
+        "window = 0",
         "tests/test_models.py::test_training_sees_the_window -k mistral",
     ),
     Mutant(
         "blocks in float8 forget their window",
-        LLAMA_FP8,
-        "window=variant.window",
-        "window=0",
+        LLAMA,
+        "llama_fp8.forward(config, Operations(compute, variant),",
+        "llama_fp8.forward(config, Operations(compute),",
         "tests/test_models.py::test_windows_in_every_recipe -k fp8_hybrid",
     ),
     Mutant(
@@ -290,7 +290,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "skipped blocks keep the recipe",
         OPERATIONS,
-        "        if not self.recipe_enabled:\n",
+        "        if not self.variant.recipe_enabled:\n",
         "        if False:\n",
         "tests/test_precision.py::test_blocks_without_the_recipe_are_those_of_bf16",
     ),
@@ -319,15 +319,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: dx of the values only",
         LLAMA_FP8,
-        'quantiser.transposed(_operand(a[f"w{name}"])), dtype, plus=d_input)',
-        'quantiser.transposed(_operand(a[f"w{name}"])), dtype)',
+        'quantiser.transposed(a[f"w{name}"]), dtype, plus=d_input)',
+        'quantiser.transposed(a[f"w{name}"]), dtype)',
         "tests/test_fp8.py::test_without_rounding_the_written_out_block_is_reverse_mode",
     ),
     Mutant(
         "fp8: dx of the up projection only",
         LLAMA_FP8,
-        'quantiser.transposed(_operand(m[f"w_{name}"])), dtype, plus=d_input)',
-        'quantiser.transposed(_operand(m[f"w_{name}"])), dtype)',
+        'quantiser.transposed(m[f"w_{name}"]), dtype, plus=d_input)',
+        'quantiser.transposed(m[f"w_{name}"]), dtype)',
         f"{BLOCK_FP8} -k llama and fp8_current",
     ),
     Mutant(
@@ -404,8 +404,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a product in float8 has one operand's scale",
         "surojax/numerics/fp8.py",
-        "scale = (a.scale * b.scale).astype(dtype)",
-        "scale = a.scale.astype(dtype)",
+        "scale = (a.scales * b.scales).astype(dtype)",
+        "scale = a.scales.astype(dtype)",
         f"{BLOCK_FP8} -k llama and fp8_current",
     ),
     Mutant(

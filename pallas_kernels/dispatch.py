@@ -22,6 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from pallas_kernels.manual_axes import mark_same, mark_varying, varying_axes
+
 Implementation = Literal["mosaic", "xla"] | None
 IMPLEMENTATIONS = (None, "mosaic", "xla")
 OLDEST, NEWEST = (8, 0), (12, 1)  # compute capabilities that the kernels are compiled for in the tests
@@ -108,10 +110,10 @@ def launch(
     """
     if not interpret:
         operands = (_for_gpu.bind(operands[0], op=op), *operands[1:])
-    varying = frozenset().union(*(_varying(x) for x in operands))
+    varying = frozenset().union(*(varying_axes(x) for x in operands))
     # JAX has no references to values that vary over mesh axes: such operands are typed as not varying, the results as
     # varying.
-    refs = {i: jax.new_ref(_same.bind(operands[i]) if _varying(operands[i]) else operands[i]) for i in over}
+    refs = {i: jax.new_ref(mark_same(operands[i], varying)) for i in over}
     if varying:
         kind = jax.sharding.ManualAxisType(varying=varying)
         out = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=kind), out)
@@ -123,7 +125,8 @@ def launch(
     found = run(*(refs.get(i, x) for i, x in enumerate(operands)))
     if refs:
         found = [*(ref[...] for ref in refs.values()), *(found or ())]
-    return jax.tree.map(lambda x: _vary(x, varying), found)
+    # jax 0.12's `plgpu.kernel` drops the axes of out_type.
+    return jax.tree.map(lambda x: mark_varying(x, varying), found)
 
 
 # The identity of an array. If a program is lowered for a device without the kernels, it raises an error that names the
@@ -151,22 +154,6 @@ def _not_here(op: str, got: str) -> Unserved:
 
 mlir.register_lowering(_for_gpu, _lower_elsewhere)
 mlir.register_lowering(_for_gpu, lambda context, x, *, op: [x], platform="cuda")
-
-
-_same = Primitive("same_on_all_devices")  # the identity, with a type that says so
-_same.def_abstract_eval(lambda x: x.update(manual_axis_type=jax.sharding.ManualAxisType()))
-mlir.register_lowering(_same, lambda context, x: [x])
-
-
-def _vary(x, axes: frozenset[str]):
-    """x typed as varying over these mesh axes too; needed because jax 0.12's `plgpu.kernel` drops this of out_type."""
-    missing = tuple(sorted(axes - _varying(x)))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _varying(x) -> frozenset[str]:
-    """The mesh axes that x varies over."""
-    return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", None) or frozenset()
 
 
 def need(ok: bool, op: str, what: str, expected: Any, got: Any) -> None:

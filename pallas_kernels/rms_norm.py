@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, fp8, tiles
 from pallas_kernels.dispatch import Implementation, need
+from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.shapes import Case, Sizes
 
 if TYPE_CHECKING:
@@ -286,7 +287,7 @@ def rms_norm(
     replicated scale is summed over the devices.
     """
     _check("rms_norm", x, scale, residual=residual)
-    scale = dispatch._vary(scale, dispatch._varying(x))  # so that its gradient is summed over the mesh
+    scale = mark_varying(scale, varying_axes(x))  # so that its gradient is summed over the mesh
     if residual is None:
         return _normed(x, scale, eps, implementation, interpret)
     return _added(x, scale, residual, eps, implementation, interpret)

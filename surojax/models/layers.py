@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.models.model import Cache, Variant
+from surojax.models.model import Cache
 from surojax.models.operations import Operations, recomputed
 from surojax.placement.param import Kind
 
@@ -63,12 +63,7 @@ class Attention(nnx.Module):
             self.k_norm = vector(rngs, c.head_dim, "head_dim", nnx.initializers.ones)
 
     def __call__(
-        self,
-        x_BSD: jax.Array,
-        ops: Operations,
-        variant: Variant,
-        norm: Callable | None = None,
-        cache: Cache | None = None,
+        self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """(attention of x `[B, S, D]`, or of norm(x), which is then recomputed; the cache extended by S positions)."""
         c = self.config
@@ -81,7 +76,7 @@ class Attention(nnx.Module):
             q = ops.norm(q, self.q_norm[...], c.rms_norm_eps)
             k = ops.norm(k, self.k_norm[...], c.rms_norm_eps)
         q, k = ops.rotate(q, k, positions_S, c.rope_theta, c.rope_scaling)
-        y_BSHh, cache = ops.attend(q, k, v, variant.window, cache)
+        y_BSHh, cache = ops.attend(q, k, v, cache)
         return ops.linear(y_BSHh.reshape(B, S, -1), self.wo), cache
 
 

@@ -93,14 +93,12 @@ class Block(nnx.Module):
         self.mlp_norm = vector(rngs, config.hidden_size, "embed", nnx.initializers.ones)
         self.mlp = SwiGLU(config, rngs=rngs)
 
-    def __call__(
-        self, x_BSD: jax.Array, ops: Operations, variant: Variant = PLAIN, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None]:
+    def __call__(self, x_BSD: jax.Array, ops: Operations, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
         """(the block of x `[B, S, D]`, the cache extended by S positions)."""
         again = ops.compute.recompute
 
         def attention(y_BSD, norm=None):
-            return self.attention(y_BSD, ops, variant, norm, cache)
+            return self.attention(y_BSD, ops, norm, cache)
 
         def mlp(y_BSD, norm=None):
             return self.mlp(y_BSD, ops, norm)
@@ -149,12 +147,11 @@ class Llama(nnx.Module):
         self.blocks = stack(rngs)
 
     def __call__(self, tokens_BS: jax.Array, *, recompute_block: bool = False) -> jax.Array:
-        ops = Operations()
-        variants = self.config.variants(ops.compute.precision)
+        variants = self.config.variants(DEFAULT.precision)
         graph, weights = nnx.split(self.blocks)
 
         def block(x_BSD, w, variant: Variant):
-            return nnx.merge(graph, w)(x_BSD, ops, variant)
+            return nnx.merge(graph, w)(x_BSD, Operations(variant=variant))
 
         def layer(variant: Variant) -> Callable:
             one = functools.partial(block, variant=variant)
@@ -166,7 +163,7 @@ class Llama(nnx.Module):
         else:
             for l, variant in enumerate(variants):
                 x_BSD, _ = layer(variant)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
-        x_BSD = ops.norm(x_BSD, self.outer.norm[...], self.config.rms_norm_eps)
+        x_BSD = Operations().norm(x_BSD, self.outer.norm[...], self.config.rms_norm_eps)
         return linear(x_BSD, (self.outer.embed if self.config.tie_word_embeddings else self.outer.head)[...])
 
 
@@ -205,16 +202,16 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
     head = "embed" if config.tie_word_embeddings else "head"
     graph = nnx.graphdef(abstract(Block))
     # For sampling: a token at a time leaves the kernels' threads nothing to share.
-    by_xla = Operations(Compute(attention="xla"))
+    by_xla = Compute(attention="xla")
 
-    def normed(ops: Operations, outer, x):
-        return ops.norm(x, outer["norm"], config.rms_norm_eps)
+    def normed(compute: Compute, outer, x):
+        return Operations(compute).norm(x, outer["norm"], config.rms_norm_eps)
 
     def logits(outer, x):
         return linear(normed(by_xla, outer, x), outer[head]).astype(jnp.float32)
 
     def cached_block(w, x_BSD, cache: Cache, variant: Variant):
-        return nnx.merge(graph, w)(x_BSD, by_xla, variant, cache)
+        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant), cache)
 
     block, block_forward, block_backward = _block_functions(config, compute, graph)
     segment = Segment(
@@ -239,7 +236,7 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
         head_uses=("norm", head),
         sites=llama_fp8.SITES,
         init_outer=functools.partial(init_outer, config),
-        final=functools.partial(normed, Operations(compute)),
+        final=functools.partial(normed, compute),
         logits=logits,
         rebuild=functools.partial(_build, config),
     )
@@ -254,14 +251,14 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph) -> tuple[Call
 
     def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN):
         if in_fp8(variant):
-            return llama_fp8.block(config, compute, variant, w, x_BSD, recipe_inputs), None
+            return llama_fp8.block(config, Operations(compute, variant), w, x_BSD, recipe_inputs), None
         seed = recipe_inputs if precision.recipe == "nvfp4" else None
-        x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant.recipe_enabled, seed), variant)
+        x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant, seed))
         return x_BSD, None
 
     def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN):
         if in_fp8(variant):
-            x_BSD, saved = llama_fp8.forward(config, compute, variant, w, x_BSD, recipe_inputs)
+            x_BSD, saved = llama_fp8.forward(config, Operations(compute, variant), w, x_BSD, recipe_inputs)
             return (x_BSD, None), saved
 
         def run(w, x_BSD):
@@ -272,7 +269,9 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph) -> tuple[Call
     def block_backward(w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN):
         if in_fp8(variant):
             dy_BSD, _ = d_result
-            dw, dx_BSD, observed = llama_fp8.backward(config, compute, w, saved, dy_BSD, recipe_inputs)
+            dw, dx_BSD, observed = llama_fp8.backward(
+                config, Operations(compute, variant), w, saved, dy_BSD, recipe_inputs
+            )
             return dw, dx_BSD, observed if precision.delayed else None
         # As `saveable_args` asks for: weights are not among what is saved, they are fetched again.
         saved.args_res = [w, saved.args_res[1]]

@@ -26,7 +26,7 @@ from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
 from pallas_kernels.swiglu import swiglu as kernel_swiglu
 from surojax.models.attention import attend
-from surojax.models.model import DEFAULT, Cache, Compute
+from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Variant
 from surojax.numerics.blockscaled import mxfp8_linear, nvfp4_linear
 from surojax.numerics.recipes import Precision
 
@@ -158,13 +158,13 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Operations:
-    """The operations of one block, computed as `compute` says.
+    """The operations of one layer, computed as `compute` and its variant say.
 
-    recipe_enabled: if not, products are those of recipe bf16. seed: uint32 [] of the recipe's random numbers (nvfp4).
+    seed: uint32 [], of the recipe's random numbers (nvfp4).
     """
 
     compute: Compute = DEFAULT
-    recipe_enabled: bool = True
+    variant: Variant = PLAIN
     seed: jax.Array | None = None
 
     @property
@@ -178,7 +178,7 @@ class Operations:
     @functools.cached_property
     def _product(self) -> Callable:
         precision = self.compute.precision
-        if not self.recipe_enabled:
+        if not self.variant.recipe_enabled:
             precision = dataclasses.replace(precision, recipe="bf16")
         return recipe_product(precision, self.seed)
 
@@ -227,9 +227,10 @@ class Operations:
         return gated(gate, up) if self._by_xla else kernel_swiglu(gate, up, **self._kernel_options)
 
     def attend(
-        self, q_BSHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, window: int, cache: Cache | None
+        self, q_BSHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """(causal attention `[B, S, H, h]` within the window, over the cached positions too; the extended cache)."""
+        window = self.variant.window
         if cache is None:
             how = self.compute.attention
             return attend(q_BSHh, k_BSKh, v_BSKh, window=window, implementation=how), None

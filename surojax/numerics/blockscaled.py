@@ -16,6 +16,10 @@ scale per tensor that makes its largest block scale 448. From that paper:
   to nearest as in the paper: a scale rounded down clips the block's largest value, which would bias it.
 - Before dw, x^T and g^T are multiplied in groups of 16 tokens by the same random Hadamard matrix, diag(signs) H / 4. It
   is orthogonal, so the exact product does not change, and outliers of a block are spread over the block.
+From XLA all arrays are float32 numbers that the format can represent, so that the casts in `product` change none: they
+are rounded by arithmetic, because XLA may drop a cast to fewer bits and back. `pallas_kernels.mx` and `nvfp4` return
+the dtypes of the format.
+
 Random numbers are hashes of a seed, a number of the layer (`salt`) and a position, so none is stored.
 
 On GPUs the products are `jax.nn.scaled_matmul`, which XLA compiles to cuDNN's block-scaled GEMM on compute capabilities
@@ -26,7 +30,7 @@ float32. The operands are quantised by XLA or, to the same bits, by the kernels 
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,31 +38,15 @@ from jax import lax
 
 from pallas_kernels import fp8, mx, nvfp4
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.quantize import random_bits
+from surojax.numerics.quantize import Quantized
 
 # Dimensions that products sum over are multiples of it: full blocks, and multiples of 16 bytes, the hardware's unit.
 WIDTHS = 32
 MX_BLOCK = 32
 EXPONENT = 23  # position of the exponent in the bits of a float32
 E4M3_EXPONENT = 8  # 448 = 1.75 * 2^8
-
-
-class Scaled(NamedTuple):
-    """A matrix in a block-scaled format: number (i, k) is values[i, k] * scales[i, k // block] * tensor_scale.
-
-    The kernels of `pallas_kernels.mx` and `nvfp4` return the dtypes of the format. From XLA all arrays are float32
-    numbers that the format can represent, so that the casts in `product` change none: they are rounded by arithmetic,
-    because XLA may drop a cast to fewer bits and back.
-    """
-
-    values: jax.Array  # [n, k]: e4m3 or e2m1
-    scales: jax.Array  # [n, k / block]: e8m0 or e4m3
-    tensor_scale: jax.Array | None = None  # []: NVFP4 only
-
-    @property
-    def block(self) -> int:
-        """Numbers per block."""
-        return self.values.shape[-1] // self.scales.shape[-1]
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -68,7 +56,7 @@ def _bits(x: jax.Array) -> jax.Array:
 # -- Quantisation -----------------------------------------------------------------------------------------------------
 
 
-def quantise_mxfp8(x: jax.Array) -> Scaled:
+def quantise_mxfp8(x: jax.Array) -> Quantized:
     """Quantises x `[n, k]`, k a multiple of 32, in blocks along k. A block with NaN or infinity becomes NaN."""
     blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, MX_BLOCK)
     largest = _bits(jnp.max(jnp.abs(blocks), axis=-1, keepdims=True))
@@ -78,24 +66,24 @@ def quantise_mxfp8(x: jax.Array) -> Scaled:
     biased = jnp.maximum(biased, 1).astype(jnp.uint32)  # not 2^-127: some devices flush that float32 to zero
     values = fp8.to_e4m3(blocks * fp8.power_of_two(254 - biased))
     scales = jnp.where(exponent == 255, jnp.nan, fp8.power_of_two(biased))
-    return Scaled(values.reshape(x.shape), scales[..., 0])
+    return Quantized(values.reshape(x.shape), scales[..., 0])
 
 
-def quantise_nvfp4(x: jax.Array, seed: jax.Array | None = None) -> Scaled:
+def quantise_nvfp4(x: jax.Array, seed: jax.Array | None = None) -> Quantized:
     """Quantises x `[n, k]`, k a multiple of 16, in blocks along k. A seed selects stochastic rounding, scales up."""
-    return Scaled(*nvfp4.reference(x, seed))
+    return Quantized(*nvfp4.reference(x, seed))
 
 
-def quantise_nvfp4_weights(w: jax.Array) -> tuple[Scaled, Scaled]:
+def quantise_nvfp4_weights(w: jax.Array) -> tuple[Quantized, Quantized]:
     """Quantises w `[out, in]`, multiples of 16, in blocks of 16 x 16; returns (w, w^T), which are the same numbers."""
     rows, columns = nvfp4.reference_weights(w)
-    return Scaled(*rows), Scaled(*columns)
+    return Quantized(*rows), Quantized(*columns)
 
 
 # -- Products ---------------------------------------------------------------------------------------------------------
 
 
-def dequantise(q: Scaled) -> jax.Array:
+def dequantise(q: Quantized) -> jax.Array:
     """values * scales, exact in float32; without the tensor scale."""
     return (q.values.reshape(*q.scales.shape, q.block) * q.scales[..., None]).reshape(q.values.shape)
 
@@ -107,7 +95,7 @@ def _e8m0(scales: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((_bits(scales) >> EXPONENT & 0xFF).astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 
-def product(a: Scaled, b: Scaled, dtype, emulate: bool) -> jax.Array:
+def product(a: Quantized, b: Quantized, dtype, emulate: bool) -> jax.Array:
     """a b^T: `[m, k]`, `[n, k]` -> `[m, n]` in dtype, accumulated in float32. emulate: multiply as float32."""
     mxfp8 = a.tensor_scale is None
     if emulate:
@@ -126,13 +114,9 @@ def product(a: Scaled, b: Scaled, dtype, emulate: bool) -> jax.Array:
 
 
 def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Within `shard_map`: marks all arrays as varying over the mesh axes that any of them varies over.
-
-    In reverse mode this sums gradients over the added axes.
-    """
-    varying = [getattr(jax.typeof(x).manual_axis_type, "varying", frozenset()) for x in arrays]
-    missing = [tuple(sorted(frozenset().union(*varying) - v)) for v in varying]
-    return [lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
+    """Within `shard_map`: marks all arrays as varying over the mesh axes that any of them varies over."""
+    axes = frozenset().union(*map(varying_axes, arrays))
+    return [mark_varying(x, axes) for x in arrays]
 
 
 def _full_blocks(x: jax.Array, tokens: int = WIDTHS) -> jax.Array:
@@ -201,23 +185,23 @@ def _mxfp8_backward(emulate, implementation, saved, g):
         g_by_row = _by_row(g, implementation)
         g_by_token = _by_column(full(g), implementation)
     else:  # one kernel, which reads g once
-        g_by_row, g_by_token = itertools.starmap(Scaled, mx.quantize_both(g, implementation=implementation))
+        g_by_row, g_by_token = itertools.starmap(Quantized, mx.quantize_both(g, implementation=implementation))
     dx = product(g_by_row, _by_column(w, implementation), x.dtype, emulate)
     return dx, product(g_by_token, _by_column(full(x), implementation), w.dtype, emulate)
 
 
-def _by_row(x, implementation: Implementation) -> Scaled:
+def _by_row(x, implementation: Implementation) -> Quantized:
     """Quantises x in MXFP8 blocks along its rows."""
     if implementation == "xla":
         return quantise_mxfp8(x)
-    return Scaled(*mx.quantize(x, implementation=implementation))
+    return Quantized(*mx.quantize(x, implementation=implementation))
 
 
-def _by_column(x, implementation: Implementation) -> Scaled:
+def _by_column(x, implementation: Implementation) -> Quantized:
     """Quantises x^T in MXFP8 blocks along the columns of x."""
     if implementation == "xla":
         return quantise_mxfp8(x.T)
-    return Scaled(*mx.quantize_transposed(x, implementation=implementation))
+    return Quantized(*mx.quantize_transposed(x, implementation=implementation))
 
 
 def _nvfp4_forward(x, w, seed, emulate, implementation):
@@ -225,7 +209,7 @@ def _nvfp4_forward(x, w, seed, emulate, implementation):
         operands = quantise_nvfp4(x), quantise_nvfp4_weights(w)[0]
     else:
         how: Any = {"implementation": implementation}
-        operands = Scaled(*nvfp4.quantize(x, **how)), Scaled(*nvfp4.quantize_weights(w, **how))
+        operands = Quantized(*nvfp4.quantize(x, **how)), Quantized(*nvfp4.quantize_weights(w, **how))
     return product(*operands, x.dtype, emulate), (x, w, seed)
 
 
@@ -238,14 +222,14 @@ def _nvfp4_backward(emulate, implementation, saved, g):
     return dx, product(g_by_token, x_by_token, w.dtype, emulate), None
 
 
-def _nvfp4_by_xla(x, w, g, seed, rounding) -> tuple[Scaled, ...]:
+def _nvfp4_by_xla(x, w, g, seed, rounding) -> tuple[Quantized, ...]:
     """Operands of the backward pass: g in blocks along its rows, w^T, and rotated g^T and x^T in blocks of tokens."""
     g_by_token = nvfp4.reference_rotated(_full_blocks(g), seed, rounding[1])
     x_by_token = nvfp4.reference_rotated(_full_blocks(x), seed)
-    return quantise_nvfp4(g, rounding[0]), quantise_nvfp4_weights(w)[1], Scaled(*g_by_token), Scaled(*x_by_token)
+    return quantise_nvfp4(g, rounding[0]), quantise_nvfp4_weights(w)[1], Quantized(*g_by_token), Quantized(*x_by_token)
 
 
-def _nvfp4_by_kernels(implementation: Implementation, x, w, g, seed, rounding) -> tuple[Scaled, ...]:
+def _nvfp4_by_kernels(implementation: Implementation, x, w, g, seed, rounding) -> tuple[Quantized, ...]:
     """`_nvfp4_by_xla` with kernels. Random numbers are hashes of positions in g, so that padding changes none."""
     how: Any = {"implementation": implementation}
     full = functools.partial(_full_blocks, tokens=nvfp4.ROWS)
@@ -256,7 +240,7 @@ def _nvfp4_by_kernels(implementation: Implementation, x, w, g, seed, rounding) -
         g_by_token = nvfp4.quantize_rotated(full(g), seed, rounding[1], **how)
     x_by_token = nvfp4.quantize_rotated(full(x), seed, **how)
     quantised = g_by_row, nvfp4.quantize_weights_transposed(w, **how), g_by_token, x_by_token
-    return tuple(Scaled(*q) for q in quantised)
+    return tuple(Quantized(*q) for q in quantised)
 
 
 def _with_vjp(forward, backward, *static: int):

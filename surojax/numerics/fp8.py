@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.numerics.quantize import scale_for
+from surojax.numerics.quantize import Quantized, scale_for
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -43,20 +43,13 @@ class Sites(NamedTuple):
         return len(self.inputs) + len(self.gradients)
 
 
-class Operand(NamedTuple):
-    """A matrix in float8 as a product takes it: number = values * scale."""
-
-    values: jax.Array  # [rows, contracted]
-    scale: jax.Array  # float32 []
-
-
-def product(a: Operand, b: Operand, dtype, *, plus: jax.Array | None = None) -> jax.Array:
+def product(a: Quantized, b: Quantized, dtype, *, plus: jax.Array | None = None) -> jax.Array:
     """a b^T `[rows of a, rows of b]` in `dtype`, added up in float32, plus a matrix or row of that shape.
 
     `product(...) + plus` in this order: so XLA leaves the sum to cuBLASLt, also for a chain of products. At less than
     the highest precision XLA lets it add up with the tensor cores' own accumulators, which hold fewer than 24 bits.
     """
-    scale = (a.scale * b.scale).astype(dtype)
+    scale = (a.scales * b.scales).astype(dtype)
     options = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": dtype}
     y = jax.lax.dot_general(a.values, b.values, (((1,), (1,)), ((), ())), **options) * scale
     return y if plus is None else y + plus

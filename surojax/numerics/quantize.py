@@ -27,10 +27,20 @@ Format = Literal["fp8", "int8"]
 
 
 class Quantized(NamedTuple):
-    """A matrix in 8 bits. With blocks, number i of a row is values[i] * scales[i // block]; else values * scales."""
+    """A matrix in few bits with its scales.
 
-    values: Any  # [..., n], int8 or float8_e4m3fn
-    scales: Any  # float32: [..., n / block], or with one scale per matrix [...] without the matrix's two dimensions
+    In blocks: number i of a row is values[i] * scales[i // block], times tensor_scale if there is one. With one scale
+    per matrix: values * scales.
+    """
+
+    values: Any  # [..., n], int8, float8 or, with a tensor_scale, float4
+    scales: Any  # [..., n / block], or with one scale per matrix [...] without the matrix's two dimensions
+    tensor_scale: Any = None  # float32 []: of NVFP4
+
+    @property
+    def block(self) -> int:
+        """Numbers per block."""
+        return self.values.shape[-1] // self.scales.shape[-1]
 
 
 def is_quantized(x) -> bool:
@@ -91,7 +101,7 @@ def dequantise(q: Quantized, dtype) -> jax.Array:
     """The numbers of a Quantized in `dtype`; values and scales are multiplied in float32."""
     if has_one_scale(q):
         return (q.values.astype(jnp.float32) * q.scales[..., None, None]).astype(dtype)
-    return kernels.dequantize_blocks(kernels.Blocks(*q), dtype, implementation="xla")
+    return kernels.dequantize_blocks(kernels.Blocks(q.values, q.scales), dtype, implementation="xla")
 
 
 def quantise_matrices(tree, dtype):

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
+from pallas_kernels.manual_axes import mark_same, mark_varying, varying_axes
 from surojax.errors import ConfigError
 from surojax.numerics.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
 from surojax.numerics.rounding import materialised
@@ -70,19 +69,14 @@ def device_number(*axes: str) -> tuple[jax.Array | int, int]:
 
 def varying(tree, axes: tuple[str, ...] = DATA):
     """Marks values as varying over the axes, so that reverse mode keeps gradients local instead of summing them."""
-
-    def mark(x):
-        missing = tuple(a for a in active(*axes) if a not in jax.typeof(x).manual_axis_type.varying)
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(mark, tree)
+    return jax.tree.map(lambda x: mark_varying(x, active(*axes)), tree)
 
 
 def add_up(tree, *axes: str):
     """Sums each value over the axes among these that it varies over; the sum is equal on all devices of the axes."""
 
     def one(x):
-        names = tuple(a for a in axes if a in jax.typeof(x).manual_axis_type.varying)
+        names = tuple(a for a in axes if a in varying_axes(x))
         return jax.lax.psum(x, names) if names else x
 
     return jax.tree.map(one, tree)
@@ -91,24 +85,9 @@ def add_up(tree, *axes: str):
 def same(tree, *axes: str):
     """Types values as equal on all devices of these axes, which the caller guarantees: the opposite of `varying`.
 
-    Nothing is communicated. Needed for sums that were written into an array whose type says that it varies.
+    Needed for sums that were written into an array whose type says that it varies.
     """
-
-    def one(x):
-        names = frozenset(axes) & jax.typeof(x).manual_axis_type.varying
-        return _same.bind(x, axes=names) if names else x
-
-    return jax.tree.map(one, tree)
-
-
-def _type_of_same(x, *, axes: frozenset[str]):
-    remaining = x.manual_axis_type.varying - axes
-    return x.update(manual_axis_type=jax.sharding.ManualAxisType(varying=remaining))
-
-
-_same = Primitive("same")
-_same.def_abstract_eval(_type_of_same)
-mlir.register_lowering(_same, lambda context, x, *, axes: [x])
+    return jax.tree.map(lambda x: mark_same(x, axes), tree)
 
 
 def all_gather(tree, layouts):
@@ -142,14 +121,14 @@ def _from_bits(x: jax.Array, dtype) -> jax.Array:
 
 def largest_of_shards(x: jax.Array) -> jax.Array:
     """The elementwise maximum over the devices of `dp_shard`; x itself if it does not vary over them."""
-    return jax.lax.pmax(x, SHARD) if SHARD in jax.typeof(x).manual_axis_type.varying else x
+    return jax.lax.pmax(x, SHARD) if SHARD in varying_axes(x) else x
 
 
 def largest_of_devices(tree):
     """The elementwise maximum over all devices, equal on all of them."""
 
     def one(x):
-        names = tuple(a for a in DATA if a in jax.typeof(x).manual_axis_type.varying)
+        names = tuple(a for a in DATA if a in varying_axes(x))
         return jax.lax.pmax(x, names) if names else x
 
     return jax.tree.map(one, tree)
