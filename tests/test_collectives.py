@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,7 @@ from surojax.placement import table as placement
 from surojax.placement.home import HOST
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD, make_mesh
+from surojax.placement.param import Kind, Param
 from surojax.planner import fit
 from surojax.step.state import shardings, work_weights
 from surojax.step.state_plan import bytes_per_device
@@ -114,7 +116,9 @@ def scattered(reduce, tree=None) -> dict[str, np.ndarray]:
     mesh, tree = make_mesh(jax.devices()), terms() if tree is None else tree
     layouts = {name: LAYOUTS[name] for name in tree}
     specs = {name: layout.stored for name, layout in layouts.items()}
-    local = lambda tree: collectives.reduce_scatter(jax.tree.map(lambda x: x[0], tree), layouts, reduce)
+    kinds = {name: Kind.VECTOR if name == "vector" else Kind.MATRIX for name in tree}
+    params = {name: Param(name, terms()[name].shape[1:], (), kind) for name, kind in kinds.items()}
+    local = lambda tree: collectives.reduce_scatter(jax.tree.map(lambda x: x[0], tree), params, layouts, reduce)
     f = jax.shard_map(local, mesh=mesh, in_specs=jax.P(SHARD), out_specs=specs)
     return jax.tree.map(np.asarray, jax.jit(f)(tree))
 
@@ -225,7 +229,7 @@ def test_layers_compute_with_the_quantised_weights(kind, devices, recompute_bloc
     quantised = Small(devices, zero_level=3, recompute_block=recompute_block, zero_quantized_weights=kind)
     found = engine_gradients(quantised, batch)
     assert found[0] == expected[0]
-    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+    chex.assert_trees_all_equal(found[1], expected[1])
 
 
 @functools.cache
@@ -293,7 +297,7 @@ def test_restored_weights_are_those_of_the_step(devices, offloaded):
     small = Small(devices, zero_level=3, zero_quantized_weights="fp8", model_dtype="bfloat16", **options)
     small.train([tokens(1, 20, 24)])
     make = jax.jit(lambda m: work_weights(m, small.plan), out_shardings=shardings(small.plan.weights))
-    jax.tree.map(np.testing.assert_array_equal, make(small.state.master), small.state.weights)
+    chex.assert_trees_all_equal(make(small.state.master), small.state.weights)
 
 
 def test_sampling_reads_quantised_weights():

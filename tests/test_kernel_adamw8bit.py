@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,7 +153,7 @@ def test_shards_draw_what_the_whole_draws():
     whole = op.adamw8bit(p, g, *op.init(p.shape), hyper(1), seed(1))
     for rows, first in ((slice(0, 2), 0), (slice(2, 4), 1024)):
         part = op.adamw8bit(p[rows], g[rows], *op.init((2, 512)), hyper(1), seed(1, first))
-        jax.tree.map(np.testing.assert_array_equal, part[:5], tuple(x[rows] for x in whole[:5]))
+        chex.assert_trees_all_equal(part[:5], tuple(x[rows] for x in whole[:5]))
 
 
 def test_the_work_copy_is_the_new_parameter():
@@ -256,7 +257,7 @@ def test_a_stack_is_updated_as_its_matrices_are():
     whole = op.adamw8bit(*arrays, hyper(2), random, work_dtype=jnp.bfloat16, **REFERENCE)
     for l in range(3):
         one = op.adamw8bit(*(x[l] for x in arrays), hyper(2), random[l], work_dtype=jnp.bfloat16, **REFERENCE)
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x, l=l: x[l], whole), one)
+        chex.assert_trees_all_equal(jax.tree.map(lambda x, l=l: x[l], whole), one)
 
 
 def test_what_varies_over_a_mesh_is_updated_in_place():
@@ -267,6 +268,6 @@ def test_what_varies_over_a_mesh_is_updated_in_place():
     one = lambda p, g, *state: op.adamw8bit(p, g, *state, hyper(1), seed(1), in_place=True, **KERNEL)[:5]
     cut = lambda grads, rest: jax.shard_map(one, mesh=mesh, in_specs=(rest, grads, *[rest] * 4), out_specs=rest)
     run = lambda grads, rest: jax.jit(cut(grads, rest))(p, g, *state)
-    jax.tree.map(np.testing.assert_array_equal, run(jax.P("d"), jax.P("d")), one(p, g, *state))
+    chex.assert_trees_all_equal(run(jax.P("d"), jax.P("d")), one(p, g, *state))
     with pytest.raises(ValueError, match="out_specs"):
         run(jax.P("d"), jax.P())

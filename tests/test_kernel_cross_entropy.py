@@ -8,6 +8,7 @@ boundary.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -179,7 +180,7 @@ def test_in_place_where_jax_takes_no_references():
     f = lambda x, l, in_place: ce.loss_and_gradient(x, l, f32(1), in_place=in_place, **KERNEL)
     in_place = jax.shard_map(functools.partial(f, in_place=True), mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
     x, labels = example(4, 97)
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(in_place)(x, labels), f(x, labels, in_place=False))
+    chex.assert_trees_all_equal(jax.jit(in_place)(x, labels), f(x, labels, in_place=False))
 
 
 @pytest.mark.parametrize("how", [REFERENCE])

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +71,7 @@ def test_resident_layers_in_evaluation_sampling_and_restored_checkpoints(tmp_pat
     with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
         checkpoints.save(small.state, {"step": 0})
     restored = restore(steps_in(tmp_path / FOLDER)[0], small.plan)
-    jax.tree.map(np.testing.assert_array_equal, restored, small.state)
+    chex.assert_trees_all_equal(restored, small.state)
 
 
 @pytest.mark.parametrize(

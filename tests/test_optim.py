@@ -1,5 +1,6 @@
 """The optimizer chain against optax's own, schedules at their corners, and updates layer by layer."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,7 +88,7 @@ def test_bfloat16_gradients_are_updated_in_float32():
     params, grads = tree(0), jax.tree.map(lambda g: g.astype(jnp.bfloat16), tree(1))
     exact = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     results = [by_layers(optimizer, g, new_moments(optimizer, params), params, 1.0)[1] for g in (grads, exact)]
-    jax.tree.map(np.testing.assert_array_equal, *results)
+    chex.assert_trees_all_equal(*results)
 
 
 @pytest.mark.parametrize("make", [optim.adamw, optim.adamw8bit, muon.normuon])

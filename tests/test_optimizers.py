@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def trained(name: str, devices: int = 1, **placed) -> tuple:
 
 
 def same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    chex.assert_trees_all_equal(a, b)
 
 
 @pytest.mark.parametrize(

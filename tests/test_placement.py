@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ NEW = [(3, {}), (8, {}), (1, OFFLOADED), (4, {"shard_outer": True, **OFFLOADED})
 def test_new_weights_do_not_depend_on_the_placement(devices, placed):
     """They are the plain model's, drawn layer by layer; nor does any other array of a new state depend on it."""
     found, expected = Small(devices, zero_level=3, **placed).init(), Small().init()
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    chex.assert_trees_all_equal(found, expected)
     plain = nnx.to_pure_dict(nnx.state(Llama(CONFIG, rngs=nnx.Rngs(jax.random.key(0))), nnx.Param))
     for params in (
         found.master,
@@ -74,7 +75,7 @@ def test_nor_do_those_of_other_optimizers_and_recipes(optimizer):
         Small(n, **options, **placed).init() for n, placed in ((4, {"zero_level": 3, **OFFLOADED}), (1, {}))
     )
     assert found.history is not None
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    chex.assert_trees_all_equal(found, expected)
 
 
 @pytest.mark.parametrize("devices, placed", [(1, OFFLOADED), (4, {"zero_level": 1})], ids=["1-offloaded", "4-zero1"])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,7 +101,7 @@ def test_every_matrix_of_a_block_draws_numbers_of_its_own(monkeypatch):
     nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Block(CONFIG, rngs=nnx.Rngs(0)))), w)(jnp.ones((1, 2, 32)), ops)
     names = [(part, name) for part, of_part in MATRICES.items() for name in of_part]
     expected = {salt: w[part][name] for salt, (part, name) in enumerate(names)}
-    jax.tree.map(np.testing.assert_array_equal, used, expected)
+    chex.assert_trees_all_equal(used, expected)
 
 
 @pytest.mark.parametrize("recipe", BLOCK_SCALED)

@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -371,7 +372,7 @@ def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
         ids[i] = np.argmax(logits(ids)[i - 1, : tokenizer.vocab_size])
     assert text == tokenizer.decode(ids) + "\n"
     newest = checkpoint.restore_weights(whole / "checkpoints/12", planned_weights(model))
-    jax.tree.map(np.testing.assert_array_equal, weights, newest)
+    chex.assert_trees_all_equal(weights, newest)
 
 
 def test_what_is_sampled_is_what_the_command_line_and_the_config_say(whole, config, capsys, monkeypatch):

@@ -104,11 +104,6 @@ def dequantise(q: Quantized, dtype) -> jax.Array:
     return kernels.dequantize_blocks(kernels.Blocks(q.values, q.scales), dtype, implementation="xla")
 
 
-def quantise_matrices(tree, dtype):
-    """Quantises every matrix among the weights of one layer; vectors are unchanged."""
-    return jax.tree.map(lambda x: quantise(x, dtype) if x.ndim > 1 else x, tree)
-
-
 def dequantise_all(tree, dtype):
     """Dequantises every Quantized of a tree."""
     return jax.tree.map(lambda x: dequantise(x, dtype) if is_quantized(x) else x, tree, is_leaf=is_quantized)

@@ -19,6 +19,7 @@ from surojax.numerics.quantize import Quantized, dequantise, has_one_scale, is_q
 from surojax.numerics.rounding import materialised
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD
+from surojax.placement.param import Kind, Param
 from surojax.placement.table import Reduce
 
 # Settings that let a GPU's copy engines move data between the GPUs of one machine, so that no multiprocessor is taken
@@ -145,7 +146,7 @@ def reshard(x: jax.Array, stored: Layout, wanted: Layout) -> jax.Array:
     return jax.lax.all_gather(x, SHARD, axis=dim, tiled=True, to="invarying")
 
 
-def reduce_scatter(tree, layouts, reduce: Reduce = "reduce_scatter"):
+def reduce_scatter(tree, params, layouts, reduce: Reduce = "reduce_scatter"):
     """Sums arrays over `dp_shard`. Each device keeps its shard of a sharded array, or the full sum of a replicated one.
 
     reduce_scatter: one collective that sums in the array's dtype. all_to_all: each device receives the terms of its
@@ -160,7 +161,7 @@ def reduce_scatter(tree, layouts, reduce: Reduce = "reduce_scatter"):
     if reduce == "reduce_scatter":
         return jax.tree.map(sum_shard, tree, layouts)
 
-    def terms(x: jax.Array, layout: Layout):
+    def terms(x: jax.Array, param: Param, layout: Layout):
         """The terms to send, `[devices, ...]`: number i goes to device i. None for a replicated array."""
         dim = layout.sharded_dim
         if dim is None:
@@ -169,7 +170,7 @@ def reduce_scatter(tree, layouts, reduce: Reduce = "reduce_scatter"):
         parts = jnp.moveaxis(x.reshape(shape), dim, 0)
         if reduce == "int8":
             # Vectors are sent as float32, the dtype of the scales, so that both are one transfer.
-            return quantise(parts, jnp.int8) if x.ndim > 1 else parts.astype(jnp.float32)
+            return parts.astype(jnp.float32) if param.kind is Kind.VECTOR else quantise(parts, jnp.int8)
         return parts
 
     def add_terms(x: jax.Array, layout: Layout, sent):
@@ -178,24 +179,25 @@ def reduce_scatter(tree, layouts, reduce: Reduce = "reduce_scatter"):
         sent = dequantise(sent, jnp.float32) if is_quantized(sent) else sent.astype(jnp.float32)
         return jnp.sum(sent, axis=0).astype(x.dtype)
 
-    return jax.tree.map(add_terms, tree, layouts, _exchange(jax.tree.map(terms, tree, layouts)))
+    return jax.tree.map(add_terms, tree, layouts, _exchange(jax.tree.map(terms, tree, params, layouts)))
 
 
-def reduce_scatter_in_turn(tree, layouts, reduce: Reduce):
+def reduce_scatter_in_turn(tree, params, layouts, reduce: Reduce):
     """`reduce_scatter` of a layer's gradients, one matrix after another, the largest first.
 
     Each is in flight while the gradients of the next are computed. The last one has nothing to overlap with, so the
     smallest goes last. Without an order XLA joins some of them, and the last is the one that it computes last.
     """
     leaves, structure = jax.tree.flatten(tree)
-    of_leaf = jax.tree.leaves(layouts)
+    declared = list(zip(jax.tree.leaves(params), jax.tree.leaves(layouts), strict=True))
     done: dict[int, jax.Array] = {}
     previous = None
     for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
         x = leaves[i]
-        if previous is not None and x.ndim > 1:
+        param, layout = declared[i]
+        if previous is not None and param.kind is not Kind.VECTOR:
             x, done[previous] = jax.lax.optimization_barrier((x, done[previous]))
-        done[i] = reduce_scatter(x, of_leaf[i], reduce)
+        done[i] = reduce_scatter(x, param, layout, reduce)
         previous = i
     return structure.unflatten([done[i] for i in range(len(leaves))])
 

@@ -78,7 +78,7 @@ def new_sums(engine: Engine, segment: Segment, weights) -> LayerSums:
 
     def gradient_of_layer():
         w = dequantise_all(fetch(engine, segment, stack, 0, segment.variants[0]), engine.table.weights.dtype)
-        return collectives.reduce_scatter(w, layouts) if row.sharded else w
+        return collectives.reduce_scatter(w, segment.params, layouts) if row.sharded else w
 
     def axes(layout):
         # A replicated array of sharded accumulators is summed over dp_shard at every push, so it is the same there.
@@ -123,7 +123,7 @@ def push(
     table = engine.table
     layouts = engine.layouts.master[segment.name]
     if table.grads.sharded:
-        dw = collectives.reduce_scatter_in_turn(dw, layouts, table.reduce)
+        dw = collectives.reduce_scatter_in_turn(dw, segment.params, layouts, table.reduce)
     stack = grads.layers[segment.name].stack
     streamed = table.grads.home.streamed
     from_zero = lambda x: jnp.where(first, jnp.zeros_like(x), x)
@@ -131,7 +131,7 @@ def push(
     sums = add(old, dw)
     if last:
         if sums_in_last_microbatch(engine) and not table.grads.sharded:
-            sums = collectives.reduce_scatter_in_turn(sums, layouts, table.reduce)
+            sums = collectives.reduce_scatter_in_turn(sums, segment.params, layouts, table.reduce)
         sums = collectives.add_up(sums, REPLICATE)
     # As in the update, a barrier between reads and writes keeps XLA from copying the whole stack.
     sums = jax.lax.optimization_barrier(sums)
@@ -168,7 +168,7 @@ def sum_outer(engine: Engine, name: str, grad: jax.Array):
     if engine.layouts.weights[OUTER][name].computed == jax.P():  # else no other device has its rows: outer.py
         reduce = engine.table.reduce
         reduce = "all_to_all" if reduce == "int8" else reduce  # sent once a step: not in 8 bits
-        grad = collectives.reduce_scatter(grad, engine.layouts.master[OUTER][name], reduce)
+        grad = collectives.reduce_scatter(grad, engine.params[OUTER][name], engine.layouts.master[OUTER][name], reduce)
     return collectives.add_up(grad, REPLICATE)
 
 
