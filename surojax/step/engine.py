@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import read
-from surojax.models.model import Segment, Variant
+from surojax.models.model import Variant
 from surojax.numerics.fp8 import delayed_scales, extended, new_observed
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
@@ -53,7 +53,7 @@ from surojax.step.gradients import (
     sums_in_last_microbatch,
 )
 from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.residuals import Kept, Residuals
+from surojax.step.residuals import Kept, Residuals, block_backward, block_forward
 from surojax.step.spec import Engine
 from surojax.step.weights import Layer, Layers, fetch
 
@@ -215,20 +215,6 @@ def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: ja
 
         return seed
     return lambda a, l: None
-
-
-def block_forward(engine: Engine, segment: Segment, layer: Layer, x_BSD: jax.Array, recipe_inputs):
-    """((the block of x, its auxiliary loss), residuals: x itself if the block is recomputed)."""
-    if engine.recompute_block:
-        return segment.block(layer.weights, x_BSD, recipe_inputs, layer.variant), x_BSD
-    return segment.block_forward(layer.weights, x_BSD, recipe_inputs, layer.variant)
-
-
-def block_backward(engine: Engine, segment: Segment, layer: Layer, saved, d_result, recipe_inputs):
-    """(dw, dx, observed) from the residuals, see `Segment`."""
-    if engine.recompute_block:
-        saved = segment.block_forward(layer.weights, saved, recipe_inputs, layer.variant)[1]
-    return segment.block_backward(layer.weights, saved, d_result, recipe_inputs, layer.variant)
 
 
 def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, prefetched, recipe_inputs: Callable) -> Forward:

@@ -1,4 +1,8 @@
-"""Residuals: what the forward pass saves of each layer for the backward pass."""
+"""Residuals: what the forward pass saves of each layer for the backward pass.
+
+If blocks are recomputed that is a block's input; else what the block's own reverse mode saves, except the weights, which
+are fetched again.
+"""
 
 from typing import Any, NamedTuple
 
@@ -6,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import allocate, read, write
-from surojax.models.model import Variant
+from surojax.models.model import Segment, Variant
 from surojax.parallel.collectives import varying
 from surojax.placement.home import Home
+from surojax.step.spec import Engine
+from surojax.step.weights import Layer
 
 
 class Kept(NamedTuple):
@@ -57,3 +63,17 @@ class Residuals:
             below = read(kept.stack, jnp.maximum(l - 1, 0))
             return structure.unflatten(kept.deferred), kept._replace(deferred=below)
         return structure.unflatten(read(kept.stack, l)), kept
+
+
+def block_forward(engine: Engine, segment: Segment, layer: Layer, x_BSD: jax.Array, recipe_inputs):
+    """((the block of x, its auxiliary loss), residuals: x itself if the block is recomputed)."""
+    if engine.recompute_block:
+        return segment.block(layer.weights, x_BSD, recipe_inputs, layer.variant), x_BSD
+    return segment.block_forward(layer.weights, x_BSD, recipe_inputs, layer.variant)
+
+
+def block_backward(engine: Engine, segment: Segment, layer: Layer, saved, d_result, recipe_inputs):
+    """(dw, dx, observed) from the residuals, see `Segment`."""
+    if engine.recompute_block:
+        saved = segment.block_forward(layer.weights, saved, recipe_inputs, layer.variant)[1]
+    return segment.block_backward(layer.weights, saved, d_result, recipe_inputs, layer.variant)
