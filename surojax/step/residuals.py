@@ -1,7 +1,7 @@
 """Residuals: what the forward pass saves of each layer for the backward pass.
 
-If blocks are recomputed that is a block's input; else what the block's own reverse mode saves, except the weights, which
-are fetched again.
+If blocks are recomputed, that is a block's input; else what the block's own reverse mode saves, except the weights,
+which are fetched again.
 """
 
 from typing import Any, NamedTuple
