@@ -11,10 +11,12 @@ import types
 
 _HOMES = {
     "CheckpointError": "surojax.errors",
+    "Compute": "surojax.models.model",
     "ConfigError": "surojax.errors",
     "Engine": "surojax.step.spec",
     "Llama": "surojax.models.llama",
     "LlamaConfig": "surojax.models.llama",
+    "Model": "surojax.models.model",
     "NonFiniteLoss": "surojax.run.metrics",
     "Result": "surojax.train",
     "assemble": "surojax.assembly",

@@ -16,7 +16,8 @@ from surojax.models.families import FAMILIES
 from surojax.models.model import Compute, Model, Recompute
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
-from surojax.optim import normuon, optimizer as optim
+from surojax.optim import optimizer as optim
+from surojax.optim.optimizers import OPTIMIZERS
 from surojax.parallel import collectives
 from surojax.placement.home import DEVICE
 from surojax.placement.layout import layouts
@@ -205,5 +206,4 @@ def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
         }
     if c.optimizer == "adamw8bit":
         settings["implementation"] = compute(c).precision.implementation
-    make = {"adamw": optim.adamw, "adamw8bit": optim.adamw8bit, "normuon": normuon.normuon}[c.optimizer]
-    return make(rate(c.learning_rate), **settings)
+    return OPTIMIZERS[c.optimizer](rate(c.learning_rate), **settings)

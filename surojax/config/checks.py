@@ -26,8 +26,12 @@ from surojax.config.fields import (
 from surojax.errors import ConfigError
 from surojax.models.attention import IMPLEMENTATIONS
 from surojax.models.families import FAMILIES
+from surojax.models.operations import ROPE_USES
 from surojax.numerics.blockscaled import WIDTHS
-from surojax.numerics.recipes import BLOCK_SCALED, RECIPES
+from surojax.numerics.recipes import BLOCK_SCALED, BLOCK_SCALED_PRODUCTS, KERNELS, RECIPES
+from surojax.optim.optimizer import SCHEDULES
+from surojax.optim.optimizers import OPTIMIZERS
+from surojax.placement.table import WEIGHT_FORMATS, ZERO_LEVELS
 from surojax.sizes import divisor
 
 
@@ -107,20 +111,18 @@ FLOATS = ("bfloat16", "float32")
 # The allowed values of fields that have a list of them.
 CHOICES: dict[str, tuple] = {
     **dict.fromkeys(("model_dtype", "master_dtype", "accum_dtype", "opt_m_dtype", "opt_v_dtype"), FLOATS),
-    "lr_scheduler_type": ("cosine", "linear", "wsd"),
-    "optimizer": ("adamw", "adamw8bit", "normuon"),
+    "lr_scheduler_type": SCHEDULES,
+    "optimizer": tuple(OPTIMIZERS),
     "model.model_type": tuple(FAMILIES),
     **dict.fromkeys(("matmul_dtype", "gradient_dtype"), ("", *FLOATS)),
     "attention": IMPLEMENTATIONS,
-    "kernels": ("auto", "xla", "mosaic"),
+    "kernels": KERNELS,
     "recipe": RECIPES,
-    "block_scaled_products": ("auto", "native", "emulated"),
-    "zero_level": (1, 2, 3),
-    "zero_quantized_weights": ("none", "fp8", "int8"),
-    "model.rope_scaling": ("none", "linear", "llama3"),
+    "block_scaled_products": BLOCK_SCALED_PRODUCTS,
+    "zero_level": ZERO_LEVELS,
+    "zero_quantized_weights": WEIGHT_FORMATS,
+    "model.rope_scaling": tuple(ROPE_USES),
 }
-# The fields of the rotary embedding that each rope_scaling uses.
-ROPE_USES = {"none": [], "linear": ROPE_FIELDS[:1], "llama3": ROPE_FIELDS}
 
 
 def check(c: Config) -> None:

@@ -118,6 +118,14 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
 
 
+# The sizes of a RopeScaling that each kind uses.
+ROPE_USES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.Array:
     """Angle per position of each pair of channels, `[head_dim / 2]`, radians, float32 (Su et al. 2021)."""
     freq = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)

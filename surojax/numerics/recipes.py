@@ -22,6 +22,8 @@ from surojax.errors import ConfigError
 
 RECIPES = ("bf16", "fp8_hybrid", "fp8_current", "mxfp8", "nvfp4")
 BLOCK_SCALED = ("mxfp8", "nvfp4")
+BLOCK_SCALED_PRODUCTS = ("auto", "native", "emulated")
+KERNELS = ("auto", "xla", "mosaic")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ from surojax.placement.mesh import SHARD
 from surojax.placement.param import Kind, Param
 
 Schedule = optax.Schedule
+SCHEDULES = ("cosine", "linear", "wsd")
 Scalars = dict[str, jax.Array]  # values shared by all updates of one step: see `adam_scalars`
 
 
@@ -61,7 +62,7 @@ def learning_rate_schedule(
         )
         main = optax.join_schedules([optax.constant_schedule(peak), cooldown], [stable])
     else:
-        raise ValueError(f"lr_scheduler_type: expected cosine, linear or wsd, got {kind!r}")
+        raise ValueError(f"lr_scheduler_type: expected one of {', '.join(SCHEDULES)}, got {kind!r}")
     if not warmup_steps:
         return main
     warmup = optax.linear_schedule(peak / warmup_steps, peak, max(warmup_steps - 1, 1))

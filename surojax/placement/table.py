@@ -34,6 +34,8 @@ from surojax.numerics import quantize
 from surojax.placement.home import DEVICE, HOST, NVME, Home
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+ZERO_LEVELS = (1, 2, 3)
+WEIGHT_FORMATS = ("none", *quantize.DTYPES)  # that weights are gathered in, in place of 16 bits
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.reduce_scatter
 
 
@@ -104,7 +106,7 @@ def place(
 
     Raises ConfigError for a level other than 1, 2, 3, and for a combination that cannot work, naming the fix.
     """
-    if zero_level not in (1, 2, 3):
+    if zero_level not in ZERO_LEVELS:
         raise ConfigError(f"zero_level: expected 1, 2 or 3, got {zero_level}; choose one of them")
     # What would shard them: a level does not, where the field itself says that they are not.
     to_shard_gradients = "shard_gradients=True" + (" or zero_level=2" if shard_gradients is None else "")
@@ -173,9 +175,10 @@ def _check_quants(weights: str, to_shard: str, persistent: bool, offloaded: bool
 
     to_shard: the settings that would shard the weights, "" where they are.
     """
-    choices = ("none", *quantize.DTYPES)
-    if weights not in choices:
-        raise ConfigError(f"zero_quantized_weights: expected one of {', '.join(choices)}, got {weights!r}; choose one")
+    if weights not in WEIGHT_FORMATS:
+        raise ConfigError(
+            f"zero_quantized_weights: expected one of {', '.join(WEIGHT_FORMATS)}, got {weights!r}; choose one"
+        )
     if weights != "none" and to_shard:
         raise ConfigError(
             f"zero_quantized_weights: expected 'none' with shard_weights=False, got {weights!r}, which is for "

@@ -6,11 +6,11 @@
         loss, dx = head(x)            in slices of tokens; its gradient goes into the accumulators
         for l in reversed(layers):    w = fetch(l);  dw, dx = vjp(block)(w, saved x)(dx);  push(l, dw)
         push(embedding, dx)
-    the last microbatch is peeled off the loop if something is to be summed over devices: push then sums what the others
-    leave local
-    finish: sum over devices what is still local: the embedding and the final norm
+    finish: sum over devices the gradients that are still local: embedding, final norm and head
 
-fetch is weights.py, what is saved is residuals.py, push and finish are gradients.py, embedding and head are outer.py.
+The layers are those of one segment of the model after another. The last microbatch is peeled off the loop if something
+is to be summed over devices: push then also sums what the other microbatches leave local. fetch is in weights.py, save
+in residuals.py, push and finish in gradients.py, embedding and head in outer.py.
 
 Why not `jax.grad` of the whole model: it holds all gathered weights, or a whole tree of gradients, at once. Here one
 layer's weights and gradients exist at a time, whatever the placement.
@@ -20,10 +20,10 @@ The loops carry stacked `[L, ...]` arrays and read or write layer l in place. `l
 reverse mode, except the weights, which are fetched again: `jax.vjp(saveable_args=...)` leaves them out.
 
 Stacks may be in pinned host memory (`offload_*`): `read` copies one layer to the device, `write` copies it back. A
-transfer that depends on a layer's computation cannot overlap all of it, so only the reduce-scatter of its gradients
-does: what a layer needs is asked for one or two layers earlier, and what it leaves in host memory is copied out while
-the next one computes. In between it is in the loops' carry. XLA's scheduler then decides what starts when
-(assembly.compiler_options; `hlo.overlaps` reads its decisions).
+transfer that depends on a layer's computation cannot overlap all of that computation, so only the reduce-scatter of its
+gradients depends on it. The inputs of a layer are prefetched one or two layers earlier, and its outputs are copied to
+host memory while the next layer computes. Values in flight are in the loops' carry. XLA's scheduler then decides what
+starts when (assembly.compiler_options; `hlo.overlaps` reads its decisions).
 
 Everything here runs inside `jax.shard_map` over the data axes: arrays are one device's part. Communication is only in
 `fetch`, `push` and `finish`. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.

@@ -1,4 +1,4 @@
-"""Reduction of gradients: push adds a layer's gradient to its accumulator, finish sums what is left over devices.
+"""Reduction of gradients: push adds a layer's gradient to its accumulator, finish sums the local rest over devices.
 
     before layer l computes:     sums = read_accumulator(l)       if accumulators are in host memory
     after it:                    push(sums, dw, l)                reduce-scatter (ZeRO-2 and 3), add, write
@@ -85,7 +85,9 @@ def new_sums(engine: Engine, segment: Segment, weights) -> LayerSums:
         return (REPLICATE,) if row.sharded and layout.sharded_dim is None else DATA
 
     def zeros(*lead: int):
-        one = lambda g, layout: varying(jnp.zeros((*lead, *g.shape), row.dtype), axes(layout))
+        def one(g, layout):
+            return varying(jnp.zeros((*lead, *g.shape), row.dtype), axes(layout))
+
         return jax.tree.map(one, of_layer, layouts)
 
     of_layer = jax.eval_shape(gradient_of_layer)
@@ -126,7 +128,10 @@ def push(
         dw = collectives.reduce_scatter_in_turn(dw, segment.params, layouts, table.reduce)
     stack = grads.layers[segment.name].stack
     streamed = table.grads.home.streamed
-    from_zero = lambda x: jnp.where(first, jnp.zeros_like(x), x)
+
+    def from_zero(x):
+        return jnp.where(first, jnp.zeros_like(x), x)
+
     old = jax.tree.map(from_zero, sums) if streamed else read(stack, layer.index)
     sums = add(old, dw)
     if last:

@@ -15,7 +15,7 @@ from surojax.memory.host import Part, parts, read
 from surojax.models.model import Segment, Variant, loop_over, runs
 from surojax.numerics.quantize import dequantise_all, largest_magnitude, quantise, quantise_whole
 from surojax.parallel import collectives
-from surojax.placement.param import Kind
+from surojax.placement.param import Kind, Param
 from surojax.placement.table import Placement
 from surojax.step.spec import Engine
 
@@ -38,14 +38,17 @@ def copy_in(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant
 
 
 def quantised(params, w, table: Placement):
-    """A layer's weights with every matrix as a `Quantized`; vectors stay as they are.
+    """A layer's weights with every matrix as a `Quantized`; vectors are unchanged.
 
-    With one scale for a matrix (recipes fp8_*), shards get the scales of whole matrices, shared in one transfer of a
-    number for each matrix. Else blocks of rows have scales of their own.
+    With one scale per matrix (recipes fp8_*), all shards of a matrix have the same scale, from one collective with a
+    number per matrix. Otherwise each block of a row has a scale.
     """
     if table.one_scale:
         return quantise_with_one_scale(params, w, table.quants.dtype)
-    quantise_matrix = lambda param, x: quantise(x, table.quants.dtype) if param.kind is Kind.MATRIX else x
+
+    def quantise_matrix(param: Param, x):
+        return quantise(x, table.quants.dtype) if param.kind is Kind.MATRIX else x
+
     return jax.tree.map(quantise_matrix, params, w)
 
 
