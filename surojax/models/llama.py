@@ -18,17 +18,7 @@ from flax import nnx
 
 from surojax.models import llama_fp8
 from surojax.models.layers import Attention, SwiGLU, parameter, vector
-from surojax.models.model import (
-    DEFAULT,
-    PLAIN,
-    Cache,
-    Compute,
-    Heads,
-    Model,
-    Segment,
-    Variant,
-    collect_params,
-)
+from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Heads, Model, Segment, Variant, collect_params
 from surojax.models.operations import Operations, RopeScaling, linear, recomputed
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
@@ -41,8 +31,9 @@ BLOCKS = "blocks"  # the one segment
 class LlamaConfig:
     """The architecture, named as in a Hugging Face `config.json`; `qk_norm` is what makes a Qwen3.
 
-    sliding_window: latest positions that a token attends to, its own included; 0: all of them. sliding_window_pattern:
-    every so manieth layer attends to all positions despite the window (Gemma 3: 6, gpt-oss: 2); 0: none (Mistral).
+    sliding_window: the number of latest positions that a token attends to, its own included; 0: all of them.
+    sliding_window_pattern: n, if every n-th layer attends to all positions (Gemma 3: 6, gpt-oss: 2); 0: none does
+    (Mistral).
     """
 
     vocab_size: int
@@ -75,7 +66,7 @@ class LlamaConfig:
 
 
 def from_settings(settings: dict[str, Any]) -> LlamaConfig:
-    """The architecture of a config's `model` fields; those named rope_* but rope_theta are of the scaling."""
+    """The architecture of a config's `model` fields. The fields rope_NAME, except rope_theta, are of the scaling."""
     sizes = dict(settings)
     kind = sizes.pop("rope_scaling")
     names = [field.name for field in dataclasses.fields(RopeScaling) if field.name != "kind"]
