@@ -88,7 +88,8 @@ def test_the_written_out_block_against_reverse_mode(recipe, extras):
         assert (observed > 0).all() and observed[SITE_NAMES.index("d_mlp")] == jnp.max(jnp.abs(dy))
 
 
-def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch):
+@pytest.mark.parametrize("window", [0, 5])
+def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch, window):
     """Every cast left out, all is float32: each output and gradient agrees to the order of sums (1e-5 of the largest),
     where float8's own error would hide a wrong norm or bias."""
     base = dataclasses.replace(WIDE, num_hidden_layers=1, attention_bias=True, qk_norm=True)
@@ -104,9 +105,10 @@ def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch):
     monkeypatch.setattr(llama_fp8, "scale_for", lambda absmax, dtype: jnp.float32(1))
 
     def both(model, w):
-        (y, _), saved = model.block_forward(w, x)
-        dw, dx, _ = model.block_backward(w, saved, (dy, None))
-        return y, model.block(w, x)[0], dw, dx
+        variant = Variant(window=window)
+        (y, _), saved = model.block_forward(w, x, None, variant)
+        dw, dx, _ = model.block_backward(w, saved, (dy, None), None, variant)
+        return y, model.block(w, x, None, variant)[0], dw, dx
 
     whole = jax.tree.map(lambda x: Quantized(x, jnp.float32(1)) if x.ndim > 1 else x, w)
     written_out = block_of(base, "fp8_current")
