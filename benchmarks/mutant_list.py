@@ -476,7 +476,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "sharded embedding: gradients of other devices' words are kept",
         "surojax/step/outer.py",
-        "rows = jnp.where(here, rows, table.shape[0])  # out of bounds: dropped",
+        "rows = jnp.where(here, rows, table.shape[0])  # a row out of bounds is dropped",
         "rows = jnp.where(here, rows, 0)",
         "tests/test_loss.py::test_embedding",
     ),
@@ -894,8 +894,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "streamed layers of a new state are written from 0 on",
         "surojax/step/state.py",
-        "return write(carry[0], work, l - start), write(carry[1], rest, l)",
-        "return write(carry[0], work, l), write(carry[1], rest, l)",
+        "return write(stack, work, l - start), write(built, other, l)",
+        "return write(stack, work, l), write(built, other, l)",
         "tests/test_offload.py::test_resident_layers_in_evaluation_sampling_and_restored_checkpoints",
     ),
     Mutant(
@@ -1227,8 +1227,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the layer just updated is read again",
         "surojax/step/file_step.py",
-        "coming = ahead.submit(self._read, l + 1)",
-        "coming = ahead.submit(self._read, l)",
+        "prefetched = reader.submit(self._read, l + 1)",
+        "prefetched = reader.submit(self._read, l)",
         "tests/test_optimizers.py::test_files_change_no_bit -k adamw8bit",
     ),
     Mutant(
