@@ -50,8 +50,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a window is one position wider",
         "surojax/models/attention.py",
-        "(key_1T > at_S1 - window)",
-        "(key_1T >= at_S1 - window)",
+        "(key_1T > query_S1 - window)",
+        "(key_1T >= query_S1 - window)",
         "tests/test_models.py::test_a_window_hides_what_is_older",
     ),
     Mutant(
@@ -220,8 +220,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a new position does not see itself",
         "surojax/models/attention.py",
-        "seen_ST = key_1T <= at_S1",
-        "seen_ST = key_1T < at_S1",
+        "causal_ST = key_1T <= query_S1",
+        "causal_ST = key_1T < query_S1",
         "tests/test_generate.py::test_cache_equals_the_plain_model -k llama",
     ),
     Mutant(
