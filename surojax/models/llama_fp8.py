@@ -132,9 +132,9 @@ def forward(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Arra
     """
     quantiser = Quantiser(ops.compute.precision, scales)
     x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-    o_ND, first = _attention(config, quantiser, ops, w, x_ND, x_BSD.shape[1], saving=True)
-    y_ND, second = _mlp(config, quantiser, w, x_ND, o_ND, saving=True)
-    return y_ND.reshape(x_BSD.shape), (first, second, quantiser.observed)
+    o_ND, attention_saved = _attention(config, quantiser, ops, w, x_ND, x_BSD.shape[1], saving=True)
+    y_ND, mlp_saved = _mlp(config, quantiser, w, x_ND, o_ND, saving=True)
+    return y_ND.reshape(x_BSD.shape), (attention_saved, mlp_saved, quantiser.observed)
 
 
 def backward(config, ops: Operations, w: dict, saved, dy_BSD: jax.Array, scales: jax.Array | None):
@@ -142,12 +142,14 @@ def backward(config, ops: Operations, w: dict, saved, dy_BSD: jax.Array, scales:
 
     The gradients of the weights are a tree like w, with arrays in place of `Quantized`.
     """
-    first, second, observed = saved
+    attention_saved, mlp_saved, observed = saved
     quantiser = Quantiser(ops.compute.precision, scales)
     quantiser.observed |= observed
     dy_ND = dy_BSD.reshape(-1, dy_BSD.shape[-1])
-    d_mlp, d_mlp_norm, d_total = _mlp_backward(config, quantiser, w, second, dy_ND)
-    d_attention, d_attention_norm, dx = _attention_backward(config, quantiser, w, first, d_total, dy_BSD.shape)
+    d_mlp, d_mlp_norm, d_total = _mlp_backward(config, quantiser, w, mlp_saved, dy_ND)
+    d_attention, d_attention_norm, dx = _attention_backward(
+        config, quantiser, w, attention_saved, d_total, dy_BSD.shape
+    )
     dw = {"attention": d_attention, "attention_norm": d_attention_norm, "mlp": d_mlp, "mlp_norm": d_mlp_norm}
     return dw, dx.dx.reshape(dy_BSD.shape), quantiser.vector()
 
@@ -192,7 +194,8 @@ def _attention(config, quantiser: Quantiser, ops: Operations, w: dict, x_ND: jax
 def _attention_backward(config, quantiser: Quantiser, w: dict, saved: AttentionSaved, d_total, shape):
     """(gradients of the attention's weights, gradient of its norm's scale, result of the norm's backward pass).
 
-    d_total, and the last result: `rms_norm.backward`'s: dx with its largest magnitude.
+    d_total: gradient of x + o, with its largest magnitude. The last result has the gradient of x and its largest
+    magnitude.
     """
     a = w["attention"]
     options = quantiser.options

@@ -261,9 +261,9 @@ def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None 
     if sum(need.values()) <= available:
         check_host(run, c, devices, available)
         return need
-    where = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
+    each_device = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
     raise ConfigError(
-        f"does not fit: needs {summed(need, digits=1)} on {where}, where {gib(available)} are free; "
+        f"does not fit: needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free; "
         f"what would change it: {'; '.join(_advice(c, devices, available))}"
     )
 

@@ -87,7 +87,8 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
 
 def _plan(c: Config, gpu: str, host_memory: float | None) -> Plan:
     """`plan` of a checked config, in this process."""
-    n, facts = c.gpus, GPUS[gpu]
+    n = c.gpus
+    facts = GPUS[gpu]
     batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
     found = _compiled(c, gpu, batch) if aot.available() else _estimated(c, batch)
     times = traffic.bounds(

@@ -1,4 +1,4 @@
-"""The training state: what a step takes and returns."""
+"""The training state: the argument and the result of a step."""
 
 import functools
 from collections.abc import Callable
