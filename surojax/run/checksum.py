@@ -26,8 +26,9 @@ def checksums(**trees) -> tuple[dict[str, int], list[str]]:
     def fetch(name, x):
         if isinstance(x, InFile):
             return _checksum_of_file(x)
-        section = name.split("/")[1]  # behind "master", "moments" or "weights"
-        return jax.device_get(_checksum(x, stacked=section != OUTER))
+        _, *section_and_path = name.split("/")  # "master/blocks/attention/wq"; other arrays have no section
+        stacked = len(section_and_path) > 1 and section_and_path[0] != OUTER
+        return jax.device_get(_checksum(x, stacked=stacked))
 
     # One program at a time: several with collectives in flight can block each other on virtual CPU devices.
     sums, finite = zip(*(fetch(name, x) for name, (_, x) in zip(names, leaves, strict=True)), strict=True)
