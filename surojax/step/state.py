@@ -177,6 +177,44 @@ def init_program(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> 
     return jax.jit(build, out_shardings=shardings(plan))
 
 
+def load_state(
+    model: Model, plan: TrainState, optimizer: optim.Optimizer, layer: Callable, outer: Callable
+) -> TrainState:
+    """A new state with these weights, read layer by layer, so that host memory holds one layer of them at a time.
+
+    layer: (segment, l) -> the numpy arrays of its layer l; outer: model -> those of the outer layers. Arrays are placed
+    as planned, each device's shard alone.
+    """
+    sections: dict[str, TensorState] = {}
+    for segment in model.segments:
+        weights, *others = section(plan, segment.name)
+        master_plan = layer_of(plan.master[segment.name])
+        work = work_function(plan.weights[segment.name], work_dtype(plan))
+
+        def placed(arrays, segment=segment, work=work, master_plan=master_plan):
+            master, moments = new_master(optimizer, segment.params, arrays, master_plan)
+            return work(master), (master, moments)
+
+        placed = jax.jit(placed)
+
+        def of_layer(l: int, segment=segment, placed=placed, master_plan=master_plan):
+            return placed(jax.device_put(layer(segment, l), shardings(master_plan)))
+
+        stacks, (master, moments) = fill_layers(weights, tuple(others), of_layer)
+        sections[segment.name] = TensorState(stacks, master, moments)
+
+    def placed_outer(arrays):
+        master, moments = new_master(optimizer, model.outer_params, arrays, plan.master[OUTER])
+        return TensorState(cast(master, plan.weights[OUTER]), master, moments)
+
+    on_device = jax.tree.map(lambda p: p.sharding.with_memory_kind(DEVICE.memory_kind), plan.master[OUTER])
+    arrays = jax.device_put(outer(model), on_device)
+    sections[OUTER] = jax.jit(placed_outer, out_shardings=shardings(section(plan, OUTER)))(arrays)
+    step = jax.device_put(jnp.int32(0), plan.step.sharding)
+    history = jax.device_put(new_history(plan), shardings(plan.history))
+    return from_sections(step, sections, history)
+
+
 def new_master(optimizer: optim.Optimizer, params, drawn, master_plan):
     """(master weights, moments) of new parameters, in the master's sharding."""
     master = cast(drawn, master_plan)
