@@ -50,8 +50,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a window is one position wider",
         "surojax/models/attention.py",
-        "(key_1T > at_S1 - window)",
-        "(key_1T >= at_S1 - window)",
+        "(key_1T > query_S1 - window)",
+        "(key_1T >= query_S1 - window)",
         "tests/test_models.py::test_a_window_hides_what_is_older",
     ),
     Mutant(
@@ -220,8 +220,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a new position does not see itself",
         "surojax/models/attention.py",
-        "seen_ST = key_1T <= at_S1",
-        "seen_ST = key_1T < at_S1",
+        "causal_ST = key_1T <= query_S1",
+        "causal_ST = key_1T < query_S1",
         "tests/test_generate.py::test_cache_equals_the_plain_model -k llama",
     ),
     Mutant(
@@ -476,7 +476,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "sharded embedding: gradients of other devices' words are kept",
         "surojax/step/outer.py",
-        "rows = jnp.where(here, rows, table.shape[0])  # out of bounds: dropped",
+        "rows = jnp.where(here, rows, table.shape[0])  # a row out of bounds is dropped",
         "rows = jnp.where(here, rows, 0)",
         "tests/test_loss.py::test_embedding",
     ),
@@ -894,8 +894,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "streamed layers of a new state are written from 0 on",
         "surojax/step/state.py",
-        "return write(carry[0], work, l - start), write(carry[1], rest, l)",
-        "return write(carry[0], work, l), write(carry[1], rest, l)",
+        "return write(stack, work, l - start), write(built, other, l)",
+        "return write(stack, work, l), write(built, other, l)",
         "tests/test_offload.py::test_resident_layers_in_evaluation_sampling_and_restored_checkpoints",
     ),
     Mutant(
@@ -1227,8 +1227,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the layer just updated is read again",
         "surojax/step/file_step.py",
-        "coming = ahead.submit(self._read, l + 1)",
-        "coming = ahead.submit(self._read, l)",
+        "prefetched = reader.submit(self._read, l + 1)",
+        "prefetched = reader.submit(self._read, l)",
         "tests/test_optimizers.py::test_files_change_no_bit -k adamw8bit",
     ),
     Mutant(

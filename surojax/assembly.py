@@ -1,8 +1,8 @@
-"""Assembly: from a model, a placement, an optimizer and a mesh to all that a run is made of; no array exists yet.
+"""Assembly: makes the parts of a run from a model, a placement, an optimizer and a mesh. No array is created.
 
-`assemble` takes frozen dataclasses and works without a config: tests, benchmarks and notebooks call it.
-`from_config` reads them from a checked ConfigDict: `train` builds what it says, the planner adds up its bytes. The mesh
-may be abstract.
+`assemble` takes frozen dataclasses and needs no config: tests, benchmarks and notebooks call it. `from_config` makes
+these dataclasses from a checked ConfigDict: `train` runs the result, the planner adds up its bytes. The mesh can be
+abstract.
 """
 
 import dataclasses
@@ -29,40 +29,41 @@ from surojax.step.spec import Engine
 from surojax.step.state import TrainState, init_state, load_state
 from surojax.step.state_plan import state_plan
 
-# What makes XLA overlap copies and communication with computation. The engine lets all of a layer's copies and gathers
-# start with the layer (engine.py); with XLA's defaults each was still started and waited for in one place, most of them
-# after the layer's last matrix product. Read from the schedules compiled for an RTX 4090 and an H200 (jax 0.12,
-# 2026-11-21; docs/LOG.md); not timed on a GPU yet.
+# XLA options that overlap copies and communication with computation. In the engine's program all copies and all-gathers
+# of a layer can start when the layer starts (engine.py). With XLA's defaults, each was nevertheless started and awaited
+# at the same place in the schedule, most of them after the last matrix product of the layer. Source: schedules compiled
+# for an RTX 4090 and an H200 (jax 0.12, 2026-11-21; docs/LOG.md). Not timed on a GPU yet.
 SCHEDULE: dict[str, str | bool | int] = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,  # off by default, whatever the documentation says
-    "xla_gpu_experimental_parallel_async_compute_limit": 32,  # host copies in flight: all of a layer's; by default 1
-    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 32,  # a layer's gathers are one, which overlaps all of a layer
+    "xla_gpu_enable_latency_hiding_scheduler": True,  # False by default, although the documentation says otherwise
+    "xla_gpu_experimental_parallel_async_compute_limit": 32,  # host copies in flight: all of a layer; 1 by default
+    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 32,  # one all-gather per layer, which overlaps with all of it
 }
 
-# Percent of a GPU's memory that XLA lets a program's temporaries have, 95 by default; beyond it operations are computed
-# again and copies are not started ahead. It counts temporaries in host memory (accumulators, residuals) as if they were
-# on the device, so they are added to the limit. Qwen-32B, all offloaded, on 4 RTX 4090: 4,284 operations a step were
-# computed again, none with it (jax 0.12; arguments in host memory are not counted, whatever their size).
-# The percentage is of what the arguments leave of the memory XLA plans with, and without a GPU that is 80 % of it
-# (GetSchedulerMemoryLimit in XLA's gpu_hlo_schedule.cc): for Llama-7B at ZeRO-3 on 4 RTX 4090 2.7 GiB of 6.4, so that
-# it computed 2,499 operations again and gathered weights without overlapping anything.
+# Percentage of a GPU's memory that XLA lets temporaries of a program use, 95 by default. Above this limit XLA
+# recomputes operations and does not prefetch.
+# XLA counts temporaries in host memory (accumulators, residuals) as device memory, so `compiler_options` adds them to
+# the limit. Qwen-32B with everything offloaded, on 4 RTX 4090: 4,284 operations per step were recomputed without the
+# correction and none with it (jax 0.12). Arguments in host memory are not counted, whatever their size.
+# The percentage applies to the memory that XLA plans with, minus the arguments. Without a GPU, XLA plans with 80 % of
+# the memory (GetSchedulerMemoryLimit in XLA's gpu_hlo_schedule.cc). Llama-7B at ZeRO-3 on 4 RTX 4090 then had 2.7 GiB
+# instead of 6.4, so that XLA recomputed 2,499 operations and overlapped no all-gather of weights.
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 
 
-# Recipes fp8_*: products of one operand with several (queries, keys, values) stay apart. Merged into one, XLA copies
-# weights together and results apart, 290 MiB for a 7B block of 2048 tokens whose products move 104. In 16 bits it costs
-# as much, but there copies overlap worse without it (docs/LOG.md).
+# Recipes fp8_*: XLA does not merge products that share an operand (queries, keys, values). To merge them, XLA copies
+# the weights into one array and the results out of one: 290 MiB for a 7B block of 2048 tokens, whose products read and
+# write 104 MiB. In 16 bits merging costs as much, but there copies overlap worse without it (docs/LOG.md).
 APART: dict[str, str | bool | int] = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def schedule_options(precision: Precision) -> dict[str, str | bool | int]:
-    """XLA options that schedule a step on a GPU."""
+    """The XLA options that schedule a step with this precision on a GPU."""
     return SCHEDULE | (APART if precision.fp8 else {})
 
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """A run: its model, optimizer, the plan of its state, and the engine that works on it."""
+    """The parts of a run. plan: of its training state."""
 
     model: Model
     optimizer: optim.Optimizer
@@ -90,12 +91,14 @@ class Assembly:
     def compiler_options(
         self, platform: str, *, memory_bytes: int | None = None, plans_with: float = 1.0, host_temporaries: int = 0
     ) -> dict[str, str | bool | int]:
-        """XLA options to compile the steps with, for devices of this platform, "gpu" or "cpu".
+        """The XLA options to compile the steps with, for devices of this platform, "gpu" or "cpu".
 
-        memory_bytes: that JAX has on a GPU; plans_with: the part of it that XLA plans with; host_temporaries: bytes in
-        host memory that a step allocates there; see `MEMORY_LIMIT`. Left out, nothing is corrected.
+        memory_bytes: memory of a GPU that JAX can use. plans_with: the fraction of it that XLA plans with.
+        host_temporaries: bytes of host memory that a step allocates. XLA's memory limit is corrected with these three,
+        see `MEMORY_LIMIT`; without memory_bytes it is not changed.
         """
-        schedule, limit = schedule_options(self.model.precision) if platform == "gpu" else {}, {}
+        schedule = schedule_options(self.model.precision) if platform == "gpu" else {}
+        limit = {}
         if platform == "gpu" and memory_bytes:
             state = self.state_bytes()
             left = plans_with * memory_bytes - state
@@ -104,7 +107,7 @@ class Assembly:
         return schedule | limit | collectives.compiler_options(self.engine.table.copy_engine)
 
     def state_bytes(self) -> int:
-        """Bytes of the state in the device memory of one GPU."""
+        """Bytes of the state in the device memory of each GPU."""
         arrays = [x for x in jax.tree.leaves(self.plan) if isinstance(x, jax.ShapeDtypeStruct)]  # not in files
         found = [x for x in arrays if x.sharding.memory_kind in (None, DEVICE.memory_kind)]
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in found)
@@ -124,7 +127,10 @@ def assemble(
     lmhead_chunks: int = 1,
     z_loss: float = 0.0,
 ) -> Assembly:
-    """A run of this model. Raises ConfigError for a table that does not fit the model or the mesh."""
+    """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
+
+    recompute_block, lmhead_chunks, z_loss: see `spec.Engine`.
+    """
     of_classes = layouts(model.params, table, mesh)
     engine = Engine(model, table, of_classes, recompute_block, lmhead_chunks, z_loss)
     precision = model.precision
@@ -136,7 +142,7 @@ def assemble(
 
 
 def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
-    """The run of a checked config on a mesh, with a schedule for `total_steps`."""
+    """The parts of the run of a checked config on a mesh, with a learning rate schedule for `total_steps`."""
     settings = {name: c[name] for name in SETTINGS}
     return assemble(
         model(c),
@@ -150,13 +156,13 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
 
 
 def architecture(c: configs.Config) -> Any:
-    """The frozen architecture of a checked config: of a Llama, a `LlamaConfig`."""
+    """The frozen architecture of a checked config, for example a `LlamaConfig`."""
     settings = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
     return FAMILIES[settings.pop("model_type")].architecture(settings)
 
 
 def compute(c: configs.Config) -> Compute:
-    """How a checked config computes its model."""
+    """The `Compute` settings of a checked config."""
     return Compute(
         attention=c.attention,
         recompute=Recompute(**{name.removeprefix("recompute_"): c[name] for name in configs.RECOMPUTE_PARTS}),
@@ -180,6 +186,7 @@ def model(c: configs.Config) -> Model:
 
 
 def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedule:
+    """The learning rate schedule of a config with this peak."""
     return optim.learning_rate_schedule(
         c.lr_scheduler_type,
         peak=peak,
@@ -191,8 +198,7 @@ def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedul
 
 
 def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
-    """The optimizer that a config asks for, with its settings."""
-    rate = lambda peak: _schedule(c, peak, total_steps)
+    """The optimizer of a config."""
     settings = {
         "b1": c.adamw_beta1,
         "b2": c.adamw_beta2,
@@ -204,11 +210,11 @@ def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
     }
     if c.optimizer == "normuon":
         settings |= {
-            "matrices": rate(c.muon_learning_rate or c.learning_rate),
+            "matrices": _schedule(c, c.muon_learning_rate or c.learning_rate, total_steps),
             "momentum": c.muon_momentum,
             "beta2": c.muon_beta2,
             "steps": c.muon_ns_steps,
         }
     if c.optimizer == "adamw8bit":
         settings["implementation"] = compute(c).precision.implementation
-    return OPTIMIZERS[c.optimizer](rate(c.learning_rate), **settings)
+    return OPTIMIZERS[c.optimizer](_schedule(c, c.learning_rate, total_steps), **settings)

@@ -79,7 +79,7 @@ def test_keys_that_are_left_out_have_the_values_of_the_class():
     found = settings({"model_type": "mistral", "num_hidden_layers": 2})
     assert (found["num_key_value_heads"], found["sliding_window"], found["rms_norm_eps"]) == (8, 4096, 1e-6)
     found = settings({"model_type": "llama", "num_attention_heads": 16})
-    assert (found["num_key_value_heads"], found["sliding_window"], found["attention_bias" in found]) == (16, 0, 0)
+    assert (found["num_key_value_heads"], found["sliding_window"]) == (16, 0) and "attention_bias" not in found
     assert settings({"model_type": "qwen2"})["attention_bias"] and settings({"model_type": "qwen3"})["qk_norm"]
     assert settings({"model_type": "qwen3"})["head_dim"] == 128
 
@@ -214,27 +214,35 @@ def test_damaged_folders_are_refused(tmp_path):
         files.Weights(folder)
 
 
-def test_a_run_starts_from_the_model_and_resumes(tmp_path):
-    """With a rate of nearly 0 the weights after two steps are the model's; from scratch they are not."""
+def save_tokenizer(path: Path) -> None:
+    """Words of a small vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["</s>", "<unk>", *(f"w{i}" for i in range(60))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path))
+
+
+def test_a_run_starts_from_the_model(tmp_path):
+    """With a rate of nearly 0 the weights after a step are the model's; its tokenizer is used; and it resumes."""
     folder = write(tmp_path / "model", "qwen2")
-    (tmp_path / "text.txt").write_text("a few words, and then some more of them. " * 200)
+    text = " ".join(f"w{i * i % 60}" for i in range(3000))
+    (tmp_path / "text.txt").write_text("\n\n".join([text] * 3))
     c = default_config()
-    c.update(
-        {
-            "model_path": str(folder),
-            "model_dtype": "float32",
-            "data": str(tmp_path / "text.txt"),
-            "tokenizer": "bytes",
-            "sequence_len": 16,
-            "max_steps": 2,
-            "learning_rate": 1e-12,
-            "sample_tokens": 0,
-        }
-    )
-    c.output_dir = str(tmp_path / "none")
-    with pytest.raises(ConfigError, match="vocab"):  # bytes need more rows than the model has
+    c.update({"model_path": str(folder), "model_dtype": "float32", "data": str(tmp_path / "text.txt")})
+    c.update({"output_dir": str(tmp_path / "run"), "sequence_len": 16, "max_steps": 1, "learning_rate": 1e-30})
+    c.update({"sample_tokens": 0, "weight_decay": 0.0, "eval_batches": 1})
+    with pytest.raises(ConfigError, match="vocab_size"):  # bytes need more rows than the embedding has
         train(c)
-    assert not (tmp_path / "none").exists()
+    assert not (tmp_path / "run").exists()
+    save_tokenizer(folder / "tokenizer.json")
+    result = train(c)
+    chex.assert_trees_all_equal(jax.device_get(result.state.master), load_tree("qwen2", "weight", 2))
+    c.max_steps = 2
+    again = train(c)
+    assert int(again.state.step) == 2
+    chex.assert_trees_all_equal(jax.device_get(again.state.master), load_tree("qwen2", "weight", 2))
 
 
 def test_from_scratch_takes_sizes_only(tmp_path):
@@ -245,5 +253,7 @@ def test_from_scratch_takes_sizes_only(tmp_path):
     c = default_config()
     assert resolved(c) is c
     c.from_scratch = True
-    with pytest.raises(ConfigError, match="^from_scratch: expected false without a model_path, got True; leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"^from_scratch: expected false without a model_path, got True; leave it out"
+    ):
         resolved(c)

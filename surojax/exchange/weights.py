@@ -27,9 +27,10 @@ class Weights:
         self.folder = Path(folder).expanduser()
         files = self._files()
         self._handles: dict[str, Any] = {name: self._open(name) for name in sorted(set(files.values()))}
+        tensors = {name: set(handle.keys()) for name, handle in self._handles.items()}
         self._handle_of = {}
         for tensor, file in files.items():
-            if tensor not in self._handles[file].keys():
+            if tensor not in tensors[file]:
                 raise ConfigError(f"model_path: {INDEX} names {tensor} in {file}, which does not have it; {AGAIN}")
             self._handle_of[tensor] = self._handles[file]
 

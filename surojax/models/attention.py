@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: an adapter over libraries, and the only file that knows their names.
+"""Scaled dot-product attention: an adapter for the libraries that compute it. No other file calls them.
 
 Shape suffixes: B batch, S query positions, T key positions, H query heads, K key/value heads, h head dimension.
 """
@@ -10,7 +10,7 @@ IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 
 
 def fits_cudnn(dtype, head_dim: int) -> bool:
-    """Whether cuDNN's flash attention takes such heads on every NVIDIA GPU from sm_80 on."""
+    """True if cuDNN's flash attention supports heads of this dtype and size on NVIDIA GPUs of sm_80 and newer."""
     return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
 
 
@@ -23,13 +23,15 @@ def attend(
     window: int = 0,
     implementation: str = "auto",
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(h)) v, causal -> `[B, S, H, h]`.
+    """Causal attention softmax(q k^T / sqrt(h)) v: `[B, S, H, h]`.
 
-    start: position of the first query, if keys are a cache of T positions; None: queries and keys are the same
-    positions. window: latest positions that a query sees, its own included (Beltagy et al. 2020); 0: all of them.
-    implementation: "xla" runs anywhere and keeps the scores; "cudnn" is flash attention on NVIDIA GPUs from sm_80 on,
-    for bfloat16 and float16; "auto" takes cudnn if the default backend is a GPU and the dtype allows it, else xla.
-    Raises ValueError for another name, and NotImplementedError when cudnn is asked for with a dtype it does not have.
+    start: position of the first query if the keys are a cache of T positions; None: queries and keys have the same
+    positions. window: number of positions that a query attends to, its own and those before it (Beltagy et al. 2020);
+    0: its own and all before it.
+    implementation: "xla" runs on every backend and has the attention scores in memory. "cudnn" is flash attention on
+    NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "auto" is cudnn if the default backend is a GPU, the heads
+    fit (`fits_cudnn`) and `start` is None; else xla.
+    Raises ValueError for another name, and NotImplementedError if cudnn does not support the dtype.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
@@ -42,7 +44,8 @@ def attend(
             f"cudnn attention: expected bfloat16 or float16, got {q_BSHh.dtype}; "
             "use model_dtype='bfloat16' or attention='xla'"
         )
-    # With XLA, a window is a mask made of positions, in here: JAX's own would be residuals of the layers that have it.
+    # With XLA, the mask of a window is made from positions inside `library`. JAX's own mask would be saved as a
+    # residual of each layer that has a window.
     masked = start is not None or (window > 0 and implementation == "xla")
 
     def library(q, k, v):
@@ -54,14 +57,15 @@ def attend(
             q, k, v, is_causal=True, local_window_size=local, implementation=implementation
         )
 
-    if implementation == "xla":  # save q, k, v, not several copies of the scores: O(S) like flash attention, and faster
+    if implementation == "xla":
+        # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster.
         library = jax.checkpoint(library, prevent_cse=False)
     return library(q_BSHh, k_BTKh, v_BTKh)
 
 
 def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax.Array:
-    """Which of the first `keys` positions each query sees, `[S, T]`; the first query is at position `start`."""
-    at_S1 = start + jnp.arange(queries)[:, None]
+    """A mask `[S, T]`: True if a query attends to a key. Key t has position t; the first query has position `start`."""
+    query_S1 = start + jnp.arange(queries)[:, None]
     key_1T = jnp.arange(keys)[None, :]
-    seen_ST = key_1T <= at_S1
-    return seen_ST & (key_1T > at_S1 - window) if window else seen_ST
+    causal_ST = key_1T <= query_S1
+    return causal_ST & (key_1T > query_S1 - window) if window else causal_ST

@@ -1,17 +1,17 @@
-"""A Llama block with all of its linear layers in float8, forward and backward written out.
+"""A Llama block with all linear layers in float8. Its forward and backward passes are written out by hand.
 
-Written out because what lies between two products is one pass over memory, in both directions: a fused kernel
-(`pallas_kernels`) makes the next product's operand, in float8 where its scale is known beforehand, and its largest
-magnitude on the way. Reverse mode could not hand those magnitudes, or float8 gradients, from one operation to the next.
+Written out, the operations between two products are one pass over memory, forward and backward: a fused kernel
+(`pallas_kernels`) computes the next product's operand and its largest magnitude, and writes the operand in float8 if
+its scale is known before. Reverse mode could not pass these magnitudes, or float8 gradients, between operations.
 
-    attention:  x -> norm -> q, k, v -> rope -> attention -> output product
-    mlp:        x + that -> norm -> gate, up -> swiglu -> down product, + x
+    attention:  x -> norm -> q, k, v -> rope -> attention -> output product = o
+    mlp:        x + o -> norm -> gate, up -> swiglu -> down product, + (x + o)
 
-Every product exists three times: y = x w^T, dx = dy w, dw = dy^T x, each contracted over the last dimension of both
-operands (fp8.py), so x and dy are also made transposed, where they are quantised, and w is transposed for dx.
+A linear layer has three products: y = x w^T, dx = dy w, dw = dy^T x. Each is contracted over the last dimension of both
+operands (fp8.py). So x and dy are quantised in two forms, as they are and transposed, and w is transposed for dx.
 
-Weights come as `Quantized` with one scale each (step/weights.py). The residual stream, attention, the norms' scales,
-biases and all gradients that leave the block are in the model's dtype, gradients of norms' scales in float32.
+Weights are `Quantized` with one scale each (step/weights.py). The residual stream, attention, scales of norms, biases
+and the block's gradients are in the model's dtype; gradients of scales of norms and of biases are in float32.
 
 Shape suffixes: N tokens (B x S), D hidden size, F intermediate size; T at the end of a name: transposed.
 """
@@ -27,7 +27,7 @@ from surojax.numerics.fp8 import E4M3, E5M2, Sites, product, scale_for
 from surojax.numerics.quantize import Quantized
 from surojax.numerics.recipes import Precision
 
-# The tensors of a block that are quantised, each in one place: operands of products, and gradients of their results.
+# The tensors of a block that are quantised: operands of products, and gradients of the products' results.
 SITES = Sites(
     inputs=("attention_input", "attention_output", "mlp_input", "mlp_hidden"),
     gradients=("d_q", "d_k", "d_v", "d_attention", "d_gate", "d_up", "d_mlp"),
@@ -36,20 +36,20 @@ SITE_NAMES = (*SITES.inputs, *SITES.gradients)
 
 
 class AttentionSaved(NamedTuple):
-    """What the first half's backward pass reads."""
+    """Residuals of the attention half of the block."""
 
     x_ND: jax.Array
     input_T: Quantized
-    q: Any  # before qk_norm, None if there is none
+    q: Any  # before qk_norm; None without qk_norm
     k: Any
     attend_vjp: Any
     output_T: Quantized
 
 
 class MlpSaved(NamedTuple):
-    """What the second half's backward pass reads."""
+    """Residuals of the MLP half of the block."""
 
-    total_ND: jax.Array
+    total_ND: jax.Array  # x + o
     input_T: Quantized
     gate_NF: jax.Array
     up_NF: jax.Array
@@ -57,27 +57,32 @@ class MlpSaved(NamedTuple):
 
 
 class Quantiser:
-    """Makes operands: chooses scales, and notes the largest magnitude of each site.
+    """Makes operands of products: chooses their scales, and records the largest magnitude of each site.
 
-    scales: float32 [sites] known beforehand (delayed scaling), None to take each tensor's own.
+    scales: float32 `[sites]`, known before the tensors (delayed scaling); None: each scale is made from its tensor.
+    observed: {site: largest magnitude}.
     """
 
     def __init__(self, precision: Precision, scales: jax.Array | None):
-        self.scales, self.observed = scales, {}
+        self.scales = scales
+        self.observed = {}
         self.options: dict[str, Any] = {"implementation": precision.implementation}
 
     def known(self, site: str) -> jax.Array | None:
-        """The scale of a site, where it is known before the tensor is."""
+        """The scale of a site if it is known before the tensor (delayed scaling), else None."""
         return None if self.scales is None else self.scales[SITE_NAMES.index(site)]
 
     def scale(self, site: str, dtype, absmax: jax.Array) -> jax.Array:
-        """The scale of a site whose tensor's largest magnitude is `absmax`."""
+        """The scale of a site whose tensor has the largest magnitude `absmax`; records it."""
         known = self.known(site)
         self.observed[site] = absmax
         return scale_for(absmax, dtype) if known is None else known
 
     def made(self, site: str, kernel) -> tuple[Quantized, tuple]:
-        """(operand of what a kernel makes, its other results): kernel(out_dtype=, out_scale=) -> values, absmax, ..."""
+        """(the first result of a kernel as an operand, its results after absmax).
+
+        kernel: a function (out_dtype=, out_scale=, **options) -> (values, absmax, ...).
+        """
         known = self.known(site)
         if known is not None:
             values, absmax, *others = kernel(out_dtype=E4M3, out_scale=known, **self.options)
@@ -88,7 +93,7 @@ class Quantiser:
         return Quantized(quantize.cast(y, scale, E4M3, **self.options), scale), tuple(others)
 
     def both(self, site: str, x_Nn: jax.Array, dtype, absmax: jax.Array | None = None) -> tuple[Quantized, Quantized]:
-        """(operand, the same transposed) of a tensor in 16 bits; its absmax is measured unless it is given."""
+        """(operand, transposed operand) of a 16-bit tensor. absmax: its largest magnitude; None: not computed yet."""
         known = self.known(site)
         if known is None:
             absmax = quantize.absmax(x_Nn, **self.options) if absmax is None else absmax
@@ -98,22 +103,22 @@ class Quantiser:
         return Quantized(done.values, known), Quantized(done.transposed, known)
 
     def one(self, site: str, x_Nn: jax.Array) -> Quantized:
-        """The operand alone, for a pass without gradients; delayed scaling then notes nothing."""
+        """The operand of a tensor, for a forward pass without gradients; no magnitude is recorded."""
         known = self.known(site)
-        known = scale_for(quantize.absmax(x_Nn, **self.options), E4M3) if known is None else known
-        return Quantized(quantize.cast(x_Nn, known, E4M3, **self.options), known)
+        scale = scale_for(quantize.absmax(x_Nn, **self.options), E4M3) if known is None else known
+        return Quantized(quantize.cast(x_Nn, scale, E4M3, **self.options), scale)
 
     def transposed(self, x: Quantized) -> Quantized:
         """A float8 matrix transposed."""
         return Quantized(quantize.transpose(x.values, **self.options), x.scales)
 
     def vector(self) -> jax.Array:
-        """What was observed `[sites]`, 0 for a site that was not seen."""
+        """The recorded magnitudes `[sites]`; 0 for a site without one."""
         return jnp.stack([self.observed.get(site, jnp.float32(0)) for site in SITE_NAMES])
 
 
 def block(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """The block of activations `[B, S, D]`; nothing is kept for a backward pass."""
+    """The block's output for activations `[B, S, D]`; no residuals are saved."""
     quantiser = Quantiser(ops.compute.precision, scales)
     x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
     o_ND, _ = _attention(config, quantiser, ops, w, x_ND, x_BSD.shape[1], saving=False)
@@ -121,22 +126,30 @@ def block(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Array 
 
 
 def forward(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Array | None):
-    """(the block of x, what `backward` needs of it): arrays in the model's dtype and in float8, scales, magnitudes."""
+    """(the block's output for x, residuals for `backward`).
+
+    The residuals are arrays in the model's dtype and in float8, scales, and the recorded magnitudes.
+    """
     quantiser = Quantiser(ops.compute.precision, scales)
     x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-    o_ND, first = _attention(config, quantiser, ops, w, x_ND, x_BSD.shape[1], saving=True)
-    y_ND, second = _mlp(config, quantiser, w, x_ND, o_ND, saving=True)
-    return y_ND.reshape(x_BSD.shape), (first, second, quantiser.observed)
+    o_ND, attention_saved = _attention(config, quantiser, ops, w, x_ND, x_BSD.shape[1], saving=True)
+    y_ND, mlp_saved = _mlp(config, quantiser, w, x_ND, o_ND, saving=True)
+    return y_ND.reshape(x_BSD.shape), (attention_saved, mlp_saved, quantiser.observed)
 
 
 def backward(config, ops: Operations, w: dict, saved, dy_BSD: jax.Array, scales: jax.Array | None):
-    """(gradients of the weights as w has them, matrices as arrays; that of x; magnitudes observed `[sites]`)."""
-    first, second, observed = saved
+    """(gradients of the weights, gradient of x, magnitudes `[sites]` of the forward and the backward pass).
+
+    The gradients of the weights are a tree like w, with arrays in place of `Quantized`.
+    """
+    attention_saved, mlp_saved, observed = saved
     quantiser = Quantiser(ops.compute.precision, scales)
     quantiser.observed |= observed
     dy_ND = dy_BSD.reshape(-1, dy_BSD.shape[-1])
-    d_mlp, d_mlp_norm, d_total = _mlp_backward(config, quantiser, w, second, dy_ND)
-    d_attention, d_attention_norm, dx = _attention_backward(config, quantiser, w, first, d_total, dy_BSD.shape)
+    d_mlp, d_mlp_norm, d_total = _mlp_backward(config, quantiser, w, mlp_saved, dy_ND)
+    d_attention, d_attention_norm, dx = _attention_backward(
+        config, quantiser, w, attention_saved, d_total, dy_BSD.shape
+    )
     dw = {"attention": d_attention, "attention_norm": d_attention_norm, "mlp": d_mlp, "mlp_norm": d_mlp_norm}
     return dw, dx.dx.reshape(dy_BSD.shape), quantiser.vector()
 
@@ -145,32 +158,49 @@ def backward(config, ops: Operations, w: dict, saved, dy_BSD: jax.Array, scales:
 
 
 def _attention(config, quantiser: Quantiser, ops: Operations, w: dict, x_ND: jax.Array, S: int, *, saving: bool):
-    """(the output product, not yet added to x; AttentionSaved)."""
-    a, options, eps = w["attention"], quantiser.options, config.rms_norm_eps
-    norm = lambda **out: rms_norm.forward(x_ND, w["attention_norm"], eps=eps, **out)[:2]
-    y, _ = quantiser.made("attention_input", norm)
-    heads = lambda y: y.reshape(-1, S, y.shape[-1] // config.head_dim, config.head_dim)
-    bias = lambda name: a[name][None, :] if name in a else None
-    q, k, v = (heads(product(y, a[f"w{x}"], x_ND.dtype, plus=bias(f"b{x}"))) for x in "qkv")
-    normed = lambda x, name: rms_norm.forward(x, a[name], eps=eps, **options).y if config.qk_norm else x
-    turned = rope.forward(normed(q, "q_norm"), normed(k, "k_norm"), *_angles(config, S), **options)
+    """(o, which is not yet added to x; AttentionSaved, or None without `saving`)."""
+    a = w["attention"]
+    options = quantiser.options
+    eps = config.rms_norm_eps
 
-    def run(q, k, v):
+    def norm_of_input(**out):
+        return rms_norm.forward(x_ND, w["attention_norm"], eps=eps, **out)[:2]
+
+    def split_heads(y):
+        return y.reshape(-1, S, y.shape[-1] // config.head_dim, config.head_dim)
+
+    def bias(name: str):
+        return a[name][None, :] if name in a else None
+
+    def qk_norm(x, name: str):
+        return rms_norm.forward(x, a[name], eps=eps, **options).y if config.qk_norm else x
+
+    def attend(q, k, v):
         return ops.attend(q, k, v)[0]
 
+    y, _ = quantiser.made("attention_input", norm_of_input)
+    q, k, v = (split_heads(product(y, a[f"w{x}"], x_ND.dtype, plus=bias(f"b{x}"))) for x in "qkv")
+    rotated = rope.forward(qk_norm(q, "q_norm"), qk_norm(k, "k_norm"), *_angles(config, S), **options)
     if not saving:
-        out = quantiser.one("attention_output", run(turned.q, turned.k, v).reshape(x_ND.shape[0], -1))
+        out = quantiser.one("attention_output", attend(rotated.q, rotated.k, v).reshape(x_ND.shape[0], -1))
         return product(out, a["wo"], x_ND.dtype), None
-    y_BSHh, attend_vjp = jax.vjp(run, turned.q, turned.k, v)
+    y_BSHh, attend_vjp = jax.vjp(attend, rotated.q, rotated.k, v)
     out, output_T = quantiser.both("attention_output", y_BSHh.reshape(x_ND.shape[0], -1), E4M3)
-    before = (q, k) if config.qk_norm else (None, None)
-    saved = AttentionSaved(x_ND, quantiser.transposed(y), *before, attend_vjp, output_T)
+    before_norm = (q, k) if config.qk_norm else (None, None)
+    saved = AttentionSaved(x_ND, quantiser.transposed(y), *before_norm, attend_vjp, output_T)
     return product(out, a["wo"], x_ND.dtype), saved
 
 
 def _attention_backward(config, quantiser: Quantiser, w: dict, saved: AttentionSaved, d_total, shape):
-    """(gradients of the attention's weights, of its norm's scale, those of x with its largest magnitude)."""
-    a, options, eps, dtype = w["attention"], quantiser.options, config.rms_norm_eps, d_total.dx.dtype
+    """(gradients of the attention's weights, gradient of its norm's scale, result of the norm's backward pass).
+
+    d_total: gradient of x + o, with its largest magnitude. The last result has the gradient of x and its largest
+    magnitude.
+    """
+    a = w["attention"]
+    options = quantiser.options
+    eps = config.rms_norm_eps
+    dtype = d_total.dx.dtype
     d_o, d_oT = quantiser.both("d_attention", d_total.dx, E5M2, d_total.absmax)
     dw = {"wo": product(d_oT, saved.output_T, dtype)}
     dy = product(d_o, quantiser.transposed(a["wo"]), dtype)
@@ -196,10 +226,14 @@ def _attention_backward(config, quantiser: Quantiser, w: dict, saved: AttentionS
 
 
 def _mlp(config, quantiser: Quantiser, w: dict, x_ND: jax.Array, o_ND: jax.Array, *, saving: bool):
-    """(x + o + the MLP of that, MlpSaved)."""
-    m, eps = w["mlp"], config.rms_norm_eps
-    norm = lambda **out: rms_norm.forward(x_ND, w["mlp_norm"], o_ND, eps=eps, **out)
-    y, (total_ND,) = quantiser.made("mlp_input", norm)
+    """(x + o + mlp(x + o); MlpSaved, or None without `saving`)."""
+    m = w["mlp"]
+    eps = config.rms_norm_eps
+
+    def norm_of_sum(**out):
+        return rms_norm.forward(x_ND, w["mlp_norm"], o_ND, eps=eps, **out)
+
+    y, (total_ND,) = quantiser.made("mlp_input", norm_of_sum)
     gate, up = (product(y, m[name], x_ND.dtype) for name in ("w_gate", "w_up"))
     hidden, _ = quantiser.made("mlp_hidden", lambda **out: swiglu.forward(gate, up, **out))
     out_ND = product(hidden, m["w_down"], x_ND.dtype, plus=total_ND)
@@ -209,8 +243,13 @@ def _mlp(config, quantiser: Quantiser, w: dict, x_ND: jax.Array, o_ND: jax.Array
 
 
 def _mlp_backward(config, quantiser: Quantiser, w: dict, saved: MlpSaved, d_out_ND: jax.Array):
-    """(gradients of the MLP's weights, of its norm's scale, those of x + o with their largest magnitude)."""
-    m, options, dtype = w["mlp"], quantiser.options, d_out_ND.dtype
+    """(gradients of the MLP's weights, gradient of its norm's scale, result of the norm's backward pass).
+
+    The last result has the gradient of x + o and its largest magnitude.
+    """
+    m = w["mlp"]
+    options = quantiser.options
+    dtype = d_out_ND.dtype
     d_out, d_outT = quantiser.both("d_mlp", d_out_ND, E5M2)
     dw = {"w_down": product(d_outT, saved.hidden_T, dtype)}
     d_hidden = product(d_out, quantiser.transposed(m["w_down"]), dtype)
@@ -227,4 +266,5 @@ def _mlp_backward(config, quantiser: Quantiser, w: dict, saved: MlpSaved, d_out_
 
 
 def _angles(config, S: int) -> tuple[jax.Array, jax.Array]:
+    """The angles of rope for positions 0 to S - 1."""
     return rope_angles(config.head_dim, jnp.arange(S), config.rope_theta, config.rope_scaling)

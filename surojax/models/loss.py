@@ -1,9 +1,10 @@
-"""Softmax cross-entropy with ignored labels: of the plain model, and parallel over the vocabulary.
+"""Softmax cross-entropy with ignored labels: for the plain model, and for a vocabulary that is sharded over devices.
 
-The engine's own, with loss and gradient in one pass, is `pallas_kernels.cross_entropy`. Reported losses are plain nats;
-z_loss * lse^2 (PaLM, Chowdhery et al. 2022, section 5: keeps log-sum-exp near 0) is only in the gradients.
+The engine uses `pallas_kernels.cross_entropy` for a replicated vocabulary; it computes loss and gradient in one pass.
+Reported losses are in nats. The term z_loss * lse^2 (PaLM, Chowdhery et al. 2022, section 5: keeps log-sum-exp near 0)
+is in the gradients only.
 
-Shape suffixes: N tokens, V vocabulary, v the words of one device.
+Shape suffixes: N tokens, V vocabulary, v entries of the vocabulary on one device.
 """
 
 import jax
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 def cross_entropy(logits_NV: jax.Array, labels_N: jax.Array) -> jax.Array:
     """Sum over tokens of -log softmax(logits)[label], in nats, float32; labels < 0 are ignored.
 
-    The gradient is written out: reverse mode of `take_along_axis` would scatter into a zeroed `[N, V]` array, and
-    softmax(logits) - onehot(label) is one elementwise pass in the dtype of the logits.
+    The gradient is written out as softmax(logits) - onehot(label), one elementwise pass in the dtype of the logits.
+    Reverse mode of `take_along_axis` would scatter into an `[N, V]` array of zeros.
     """
     return _forward(logits_NV, labels_N)[0]
 
@@ -39,17 +40,18 @@ cross_entropy.defvjp(_forward, _backward)
 
 
 def sharded_cross_entropy(logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax.Array, axis: str, z_loss: float = 0.0):
-    """(this device's part of the summed loss, d loss / d logits float32) where a device of `axis` has v of the words.
+    """(this device's term of the summed loss, d loss / d logits in float32) for logits that are sharded over `axis`.
 
-    All devices see the same N tokens; `mine_N` marks those whose log-sum-exp this device adds to the loss, so that the
-    sum over devices counts every token once. Device i has the words i v to (i + 1) v - 1. Labels < 0 are ignored. The
-    gradient is that of the loss plus z_loss * lse^2 of every token.
+    Device i has the entries i v to (i + 1) v - 1 of the vocabulary. All devices have the same N tokens. `mine_N` marks
+    tokens whose log-sum-exp this device adds to its term, so that the sum over devices counts every token once. Labels
+    < 0 are ignored. The gradient is of the loss plus z_loss * lse^2 of every token.
     """
     logits32 = logits_Nv.astype(jnp.float32)
     v = logits_Nv.shape[1]
     top_N = jax.lax.pmax(jnp.max(logits32, axis=1), axis)
     lse_N = top_N + jnp.log(jax.lax.psum(jnp.sum(jnp.exp(logits32 - top_N[:, None]), axis=1), axis))
-    row_N, valid_N = labels_N - jax.lax.axis_index(axis) * v, labels_N >= 0
+    row_N = labels_N - jax.lax.axis_index(axis) * v
+    valid_N = labels_N >= 0
     label_Nv = jax.lax.broadcasted_iota(jnp.int32, logits_Nv.shape, 1) == row_N[:, None]
     loss = jnp.sum(jnp.where(mine_N & valid_N, lse_N, 0.0))
     loss -= jnp.sum(jnp.where(label_Nv & valid_N[:, None], logits32, 0.0))

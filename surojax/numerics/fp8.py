@@ -1,20 +1,22 @@
-"""Matrix products in float8: scales, quantised weights, and the histories of delayed scaling.
+"""Matrix products in float8: scales, products, and the histories of delayed scaling.
 
-Values are e4m3 forward (3 bits of mantissa, up to 448) and e5m2 backward (2 bits, up to 57344, a much wider range), as
-in Micikevicius et al. 2022 (arXiv:2209.05433). x is stored as clip(x / scale) with one float32 scale for a tensor:
+The format is e4m3 forward (3 bits of mantissa, up to 448) and e5m2 backward (2 bits, up to 57344, a much wider range),
+as in Micikevicius et al. 2022 (arXiv:2209.05433). x is stored as clip(x / scale) with one float32 scale per tensor:
 
     scale = the smallest power of two with absmax / scale <= largest number of the format
 
-Powers of two on purpose: dividing by one is exact, so is its cast to 16 bits, and e4m3 and e5m2 are floating point,
-whose precision does not depend on where in its range a tensor lies; what it costs is up to one of 17 (31) binades.
+Scales are powers of two because division by a power of two is exact, and so is the cast of the scale to 16 bits. e4m3
+and e5m2 are floating-point formats, so their precision is the same in all binades of their range. Rounding the scale up
+costs at most one of the 17 (e4m3) or 31 (e5m2) binades.
 
-absmax is that of the tensor itself ("current"), or the largest of the last steps ("delayed"), known before the
-tensor is: then what makes the tensor can cast it in the same pass. A weight's is always its own: it is known before the
-step, and the same on every device that holds a shard of it, so the shards can travel in 8 bits.
+absmax is the largest magnitude of the tensor itself ("current scaling"), or the largest of the last steps ("delayed
+scaling"). The latter is known before the tensor, so the operation that computes the tensor can also cast it, in one
+pass. The absmax of a weight is always its own. It is known before the step and is equal on all devices that have a
+shard of the weight, so the shards can be all-gathered in 8 bits.
 
-A product is `dot(a8, b8) * scale_a * scale_b`, contracted over the last dimensions of both: the one layout in which
-float8 tensor cores read their operands (sm_89, sm_90), and a pattern that XLA turns into one cuBLASLt product with what
-is added to it. So `product` takes its operands transposed where needed.
+A product is `dot(a8, b8) * scale_a * scale_b`, contracted over the last dimension of both operands. This is the only
+layout in which float8 tensor cores read operands (sm_89, sm_90). XLA compiles the product, and a following addition, to
+one cuBLASLt call. The callers of `product` transpose operands where needed.
 """
 
 from typing import NamedTuple
@@ -24,15 +26,16 @@ import jax.numpy as jnp
 
 from surojax.numerics.quantize import Quantized, scale_for
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3 = jnp.float8_e4m3fn
+E5M2 = jnp.float8_e5m2
 
-FIRST_INPUT = 16.0  # absmax of inputs that the first step reckons with, when nothing was observed yet
+FIRST_INPUT = 16.0  # absmax of inputs that the first step assumes, because nothing was observed yet
 
 
 class Sites(NamedTuple):
-    """Names of the tensors of a block that are quantised, each in one place. An amax history has a row for each.
+    """Names of the tensors of a block that are quantised. A history has a row for each.
 
-    inputs: operands of products, e4m3. gradients: of the products' results, e5m2.
+    inputs: operands of products, in e4m3. gradients: gradients of the products' results, in e5m2.
     """
 
     inputs: tuple[str, ...]
@@ -40,14 +43,16 @@ class Sites(NamedTuple):
 
     @property
     def number(self) -> int:
+        """The number of sites."""
         return len(self.inputs) + len(self.gradients)
 
 
 def product(a: Quantized, b: Quantized, dtype, *, plus: jax.Array | None = None) -> jax.Array:
-    """a b^T `[rows of a, rows of b]` in `dtype`, added up in float32, plus a matrix or row of that shape.
+    """a b^T + plus: `[rows of a, rows of b]` in `dtype`, accumulated in float32.
 
-    `product(...) + plus` in this order: so XLA leaves the sum to cuBLASLt, also for a chain of products. At less than
-    the highest precision XLA lets it add up with the tensor cores' own accumulators, which hold fewer than 24 bits.
+    plus: an array of that shape, or one row. It is the right operand of the sum: then XLA leaves the sum to cuBLASLt,
+    also in a chain of products. Below Precision.HIGHEST, XLA allows cuBLASLt to accumulate in the tensor cores'
+    accumulators, which have fewer than 24 bits.
     """
     scale = (a.scales * b.scales).astype(dtype)
     options = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": dtype}
@@ -56,26 +61,30 @@ def product(a: Quantized, b: Quantized, dtype, *, plus: jax.Array | None = None)
 
 
 def history_shape(num_layers: int, sites: Sites, length: int) -> tuple[int, int, int]:
-    """The shape of a history: the largest magnitudes of every layer's sites in the last steps, newest first, float32;
-    0: none was observed."""
+    """The shape of a history, `[layers, sites, steps]`.
+
+    A history has the largest magnitude of each site of each layer in the last `length` steps, float32, the newest
+    first; 0: none was observed.
+    """
     return num_layers, sites.number, length
 
 
 def unobserved(sites: Sites) -> jax.Array:
-    """The magnitudes `[sites]` that a block observes if it does not compute in float8."""
+    """The magnitudes `[sites]` of a block that does not compute in float8: zeros."""
     return jnp.zeros(sites.number, jnp.float32)
 
 
 def new_observed(history: jax.Array | None) -> jax.Array | None:
-    """Where a step notes the largest magnitudes `[layers, sites]`; None without a history."""
+    """Zeros `[layers, sites]`, in which a step records the largest magnitudes; None without a history."""
     return None if history is None else jnp.zeros(history.shape[:2], jnp.float32)
 
 
 def delayed_scales(history: jax.Array, sites: Sites, margin: int, first_gradient: jax.Array) -> jax.Array:
-    """Scales `[layers, sites]` of the next step from a history.
+    """Scales `[layers, sites]` for the next step, from a history.
 
-    Where nothing was observed, inputs are reckoned to stay below `FIRST_INPUT` and gradients below `first_gradient`;
-    both formats have binades enough for a guess that is far off, and what is too large is clipped, in one step.
+    If nothing was observed at a site, its absmax is assumed to be `FIRST_INPUT` for inputs and `first_gradient` for
+    gradients. A wrong guess does little harm: both formats have many binades, values that are too large are clipped,
+    and the next step has an observed absmax.
     """
     first = jnp.where(jnp.arange(sites.number) < len(sites.inputs), FIRST_INPUT, first_gradient)
     top = jnp.max(history, axis=-1)
@@ -85,7 +94,7 @@ def delayed_scales(history: jax.Array, sites: Sites, margin: int, first_gradient
 
 
 def extended(history: jax.Array | None, newest: jax.Array | None) -> jax.Array | None:
-    """The history with what this step observed `[layers, sites]` in front, the oldest dropped."""
+    """The history with the newest magnitudes `[layers, sites]` in front and without the oldest ones."""
     if history is None or newest is None:
         return None
     return jnp.concatenate([newest[..., None], history[..., :-1]], axis=-1)

@@ -1,4 +1,4 @@
-"""Recipes: in which numbers a block's matrix products are computed, forward and backward.
+"""Recipes: the formats of the operands of a block's matrix products, forward and backward.
 
 | recipe      | operands forward        | gradients | scales                                                     |
 |-------------|-------------------------|-----------|------------------------------------------------------------|
@@ -8,8 +8,8 @@
 | mxfp8       | e4m3, blocks of 32      | e4m3      | a power of two for each block (OCP MX)                     |
 | nvfp4       | e2m1, blocks of 16      | e2m1      | e4m3 for each block, float32 for the tensor                |
 
-A recipe is for the blocks' linear layers; embedding, head, norms, softmax and the residual stream stay in
-`model_dtype`, products add up in float32, and the first `skip_first` and last `skip_last` blocks compute as bf16 does.
+A recipe applies to the linear layers of blocks. Embedding, head, norms, softmax and the residual stream stay in
+`model_dtype`. Products accumulate in float32. The first `skip_first` and the last `skip_last` blocks use bf16.
 """
 
 import dataclasses
@@ -30,11 +30,13 @@ KERNELS = ("auto", "xla", "mosaic")
 class Precision:
     """A recipe and its settings.
 
-    matmul_dtype, gradient_dtype: of the products of recipe bf16 and of skipped blocks, "" = that of their operands.
-    amax_history, margin: of fp8_hybrid: steps that a scale looks back on, and binades left free above them.
-    kernels: "auto", "xla" or "mosaic": what computes that which lies between products, see pallas_kernels.dispatch.
-    block_scaled_products: of mxfp8 and nvfp4: "native" needs a GPU that has them; "emulated" multiplies the same
-    numbers as float32; "auto" is native where the default backend is a GPU.
+    matmul_dtype, gradient_dtype: dtypes of products in recipe bf16 and in skipped blocks; "": the operands' dtype.
+    amax_history, margin: for fp8_hybrid. Number of steps whose largest magnitudes determine a scale, and number of
+    binades that stay free above the largest of them.
+    skip_first, skip_last: numbers of blocks that use bf16.
+    kernels: "auto", "xla" or "mosaic": implementation of the operations between products, see pallas_kernels.dispatch.
+    block_scaled_products: for mxfp8 and nvfp4. "native" needs a GPU with such products. "emulated" multiplies the same
+    values in float32. "auto" is native if the default backend is a GPU, else emulated.
     """
 
     recipe: str = "bf16"
@@ -49,44 +51,46 @@ class Precision:
 
     @property
     def fp8(self) -> bool:
-        """Whether blocks compute with `models.llama_fp8`: weights reach them as float8 with a scale."""
+        """True if blocks compute with `models.llama_fp8`, whose weights are in float8 with one scale per matrix."""
         return self.recipe in ("fp8_hybrid", "fp8_current")
 
     @property
     def emulate(self) -> bool:
-        """Whether products of mxfp8 and nvfp4 are emulated."""
-        how = self.block_scaled_products
-        return how == "emulated" or (how == "auto" and jax.default_backend() != "gpu")
+        """True if products of mxfp8 and nvfp4 are emulated."""
+        setting = self.block_scaled_products
+        return setting == "emulated" or (setting == "auto" and jax.default_backend() != "gpu")
 
     @property
     def delayed(self) -> bool:
-        """Whether scales come from a history, which is then a part of the training state."""
+        """True if scales are computed from a history, which is then part of the training state."""
         return self.recipe == "fp8_hybrid"
 
     @property
     def implementation(self) -> Any:
-        """What kernels are told."""
+        """The argument `implementation` of kernels: None (automatic), "xla" or "mosaic"."""
         return None if self.kernels == "auto" else self.kernels
 
     def enabled(self, l: int, num_layers: int) -> bool:
-        """Whether layer l of a model computes in the recipe's numbers."""
+        """True if layer l of a model uses the recipe, False if it is skipped."""
         return self.skip_first <= l < num_layers - self.skip_last
 
 
 def check_recipe(precision: Precision, name: str, device: Any) -> None:
-    """Raises ConfigError for a recipe whose products a device does not have, called `name` there.
+    """Raises ConfigError if a device does not support the products of a recipe. name: of the device, for the message.
 
-    device: of JAX, or `gpus.Gpu`. On CPUs float8 is converted, and block-scaled products are emulated.
+    device: a JAX device, or a `gpus.Gpu`. CPUs convert float8 operands to a wider dtype and emulate block-scaled
+    products.
     """
-    said, found = getattr(device, "compute_capability", None), dispatch.capability(device)
+    stated = getattr(device, "compute_capability", None)  # as text; None on CPUs
+    found = dispatch.capability(device)
     native = precision.recipe in BLOCK_SCALED and precision.block_scaled_products != "emulated"
-    if said is None:
+    if stated is None:
         if native and not precision.emulate:
             raise ConfigError(
                 f"block_scaled_products: expected 'auto' or 'emulated' on {name}, got 'native'; it needs a GPU"
             )
         return
-    name = f"{name} (compute capability {said})"
+    name = f"{name} (compute capability {stated})"
     if precision.fp8 and (found is None or found < (8, 9)):
         raise ConfigError(
             f"recipe: expected 'bf16' on {name}, got {precision.recipe!r}, whose float8 products need NVIDIA's 8.9 or "

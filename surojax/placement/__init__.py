@@ -1,1 +1,1 @@
-"""Where every tensor lives: the device mesh, the table of tensor classes, layouts of parameters."""
+"""Where every tensor is stored: the device mesh, the table of tensor classes, layouts of parameters."""

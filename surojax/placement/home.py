@@ -1,4 +1,4 @@
-"""Homes: the memories that a tensor may be stored in between its uses."""
+"""Homes: the memories that a tensor can be stored in between its uses."""
 
 import dataclasses
 from typing import Any
@@ -10,8 +10,8 @@ import jax
 class Home:
     """One memory.
 
-    name: as reports and records of a run call it. memory_kind: JAX's name of it; None: not in any memory that JAX
-    knows, but in files (memory/nvme.py). space: the same in an array's type.
+    name: in reports and records of a run. memory_kind: JAX's name; None: JAX does not know this memory, layers are in
+    files (memory/nvme.py). space: the memory space in the type of an array in this memory; None for files.
     """
 
     name: str
@@ -20,12 +20,12 @@ class Home:
 
     @property
     def streamed(self) -> bool:
-        """Whether layers are copied to device memory when they are needed, and back."""
+        """True if layers are copied to device memory before they are used, and written back if they change."""
         return self != DEVICE
 
     @property
     def in_file(self) -> bool:
-        """Whether layers go through host memory only, by way of a file."""
+        """True if layers are stored in a file, and are in host memory only while they are used."""
         return self.memory_kind is None
 
 

@@ -1,10 +1,10 @@
-"""Layouts: for each parameter and tensor class, how it is cut over the devices where it is stored and computed with.
+"""Layouts: for each parameter and tensor class, how it is sharded while it is stored and while it is computed with.
 
-A layout follows from two things. `MESH_AXES` says which mesh axes divide a logical axis in every product. The ZeRO rule
-says what is divided beyond that while it is stored: the first dimension that `dp_shard` divides evenly. The first,
-because sharding the last dimension makes XLA keep a transposed copy of a whole stack.
+A layout follows from two rules. `MESH_AXES` says over which mesh axes a logical axis is sharded in every product. The
+ZeRO rule also shards stored tensors: along the first dimension that `dp_shard` divides evenly. It is the first, because
+sharding the last dimension makes XLA keep a transposed copy of the entire stack of layers.
 
-PartitionSpecs here have an entry for each dimension of one layer; `stacked` puts the axis of layers in front.
+PartitionSpecs in this file have an entry for each dimension of one layer; `stacked` adds the layer axis in front.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from surojax.placement.mesh import DATA, SHARD
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.placement.table import Mesh, Placement, Row
 
-# Logical axis of a parameter -> the mesh axes that divide it in every product.
+# Logical axis of a parameter -> the mesh axes that it is sharded over in every product.
 MESH_AXES: dict[str, tuple[str, ...]] = {
     "vocab": (),
     "embed": (),
@@ -32,7 +32,10 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One tensor class of one parameter: cut as `stored` in its home, as `computed` where it is computed with."""
+    """How one tensor class of one parameter is sharded.
+
+    stored: PartitionSpec in its home. computed: PartitionSpec while it is computed with.
+    """
 
     stored: jax.P
     computed: jax.P
@@ -40,7 +43,7 @@ class Layout:
 
     @property
     def sharded_dim(self) -> int | None:
-        """The dimension that `dp_shard` divides in `stored` and not in `computed`; None if there is none."""
+        """The dimension that is sharded over `dp_shard` in `stored` but not in `computed`; None if there is none."""
         for dim, axis in enumerate(self.stored):
             computed = self.computed[dim] if dim < len(self.computed) else None
             if axis == SHARD != computed:
@@ -49,10 +52,10 @@ class Layout:
 
 
 class Layouts(NamedTuple):
-    """The layouts of a model by tensor class: dicts by section, of trees like its parameters.
+    """The layouts of a model by tensor class. Each is a dict by section, of trees with the structure of its parameters.
 
     weights: work weights. quants: their 8-bit copies, if they are persistent. grads: gradient accumulators. master,
-    moments: what the optimizer updates, which ZeRO-1 always shards.
+    moments: the optimizer's state, which ZeRO-1 always shards.
     """
 
     weights: Any
@@ -63,15 +66,16 @@ class Layouts(NamedTuple):
 
 
 def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
-    """The layouts of these parameters. Raises ConfigError when `shard_outer` cannot cut a vocabulary evenly."""
+    """The layouts of these parameters. Raises ConfigError if `dp_shard` does not divide a sharded vocabulary."""
 
     def layers(row: Row) -> dict[str, Any]:
-        """Of all segments."""
+        """The layouts of all segments in this class."""
         segments = {name: of_segment for name, of_segment in params.items() if name != OUTER}
         return jax.tree.map(lambda param: _zero(param, row, mesh), segments)
 
     def state(row: Row) -> dict[str, Any]:
-        # Files hold layers. The outer layers are a few layers' worth, and are kept in pinned host memory instead.
+        """The layouts of master weights or moments."""
+        # Files store layers only. The outer layers are as large as a few layers and stay in pinned host memory.
         outer_row = dataclasses.replace(row, home=HOST) if row.home.in_file else row
         return layers(row) | {OUTER: jax.tree.map(lambda param: _zero(param, outer_row, mesh), params[OUTER])}
 
@@ -86,13 +90,13 @@ def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
 
 
 def _computed(param: Param) -> jax.P:
-    """How products see a parameter."""
+    """The PartitionSpec of a parameter in products."""
     entries = [MESH_AXES[axis] or None for axis in param.axes]
     return jax.P(*entries) if any(entries) else jax.P()
 
 
 def _zero(param: Param, row: Row, mesh: Mesh) -> Layout:
-    """The ZeRO rule: a class that is sharded is cut along the first dimension that `dp_shard` divides evenly."""
+    """The ZeRO rule: shards along the first dimension that `dp_shard` divides evenly, if the class is sharded."""
     computed = _computed(param)
     n = mesh.shape[SHARD]
     dim = next((i for i, size in enumerate(param.shape) if n > 1 and size % n == 0), None)
@@ -102,7 +106,10 @@ def _zero(param: Param, row: Row, mesh: Mesh) -> Layout:
 
 
 def _outer(param: Param, row: Row, mesh: Mesh) -> Layout:
-    """With `shard_outer`, embedding and head are cut by words and computed with as they are stored."""
+    """The layout of an outer parameter.
+
+    With `shard_outer`, rows of the embedding and of the head are sharded, and computed with as they are stored.
+    """
     replicated = _computed(param)
     if not row.sharded or param.kind is not Kind.TABLE:
         return Layout(replicated, replicated)
@@ -115,12 +122,12 @@ def _outer(param: Param, row: Row, mesh: Mesh) -> Layout:
 
 
 def stacked(spec: jax.P) -> jax.P:
-    """The spec of a stack of layers, from that of one layer. The axis of layers is not cut."""
+    """The PartitionSpec of a stack of layers, from the one of a layer. The layer axis is not sharded."""
     return jax.P(None, *spec) if spec else spec
 
 
 def specs(of_class: dict) -> dict:
-    """PartitionSpecs as stored, of stacks `[L, ...]` for the segments, from the layouts of a class."""
+    """PartitionSpecs of stored arrays, from the layouts of a class; segments have stacks `[L, ...]`."""
 
     def spec(name: str, layout: Layout) -> jax.P:
         return layout.stored if name == OUTER else stacked(layout.stored)
@@ -129,12 +136,15 @@ def specs(of_class: dict) -> dict:
 
 
 def replicated_matrices(params: dict, of_class: dict) -> dict[str, tuple[int, ...]]:
-    """Matrices and tables that are not sharded, with their shapes: every device holds all of their state."""
+    """Names and shapes of matrices and tables that are not sharded: every device stores all of their state."""
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(of_class), strict=True)
     return {p.name: p.shape for p, layout in pairs if layout.sharded_dim is None and p.kind is not Kind.VECTOR}
 
 
 def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding:
-    """Of tokens `[accumulation, batch, S]`, or `[batch, S]` in evaluation: the batch is split over all devices."""
+    """The sharding of tokens `[accumulation, batch, S]`, or of `[batch, S]` if not accumulated (evaluation).
+
+    The batch is sharded over all devices.
+    """
     axes = tuple(a for a in DATA if mesh.shape[a] > 1)
     return jax.NamedSharding(mesh, jax.P(None, axes or None) if accumulated else jax.P(axes or None))

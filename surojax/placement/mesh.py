@@ -1,7 +1,7 @@
 """The device mesh and the names of its axes.
 
-Data-parallel devices form a grid `dp_replicate x dp_shard`: the batch is split over both, sharded state over `dp_shard`
-only, so every row of the grid holds one whole copy of it (HSDP when both are larger than one).
+Data-parallel devices form a grid `dp_replicate x dp_shard`. The batch is sharded over both axes. State is sharded over
+`dp_shard` only, so that each row of the grid stores one complete copy. If both axes are larger than 1, this is HSDP.
 """
 
 import logging
@@ -14,12 +14,13 @@ import numpy as np
 
 from surojax.errors import ConfigError
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
+REPLICATE = "dp_replicate"
+SHARD = "dp_shard"
 DATA = (REPLICATE, SHARD)
 
 
 def find_devices(gpus: int) -> list:
-    """The first `gpus` devices of the default backend, all of them for 0. Raises ConfigError if there are fewer."""
+    """The first `gpus` devices of the default backend; 0: all of them. Raises ConfigError if there are fewer."""
     expect_no_cuda_without_driver()
     try:
         devices = jax.devices()
@@ -37,8 +38,12 @@ def find_devices(gpus: int) -> list:
 
 
 def mesh_shape(n: int, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) of n devices. Raises ConfigError when the sizes do not multiply to their number."""
-    replicate, shard = dp_replicate_size, dp_shard_size
+    """(dp_replicate, dp_shard) of n devices. dp_shard_size: -1: n / dp_replicate_size.
+
+    Raises ConfigError if the product of the sizes is not n.
+    """
+    replicate = dp_replicate_size
+    shard = dp_shard_size
     if shard == -1 and n % replicate:
         change = f"use {math.gcd(n, replicate)}, or gpus={math.ceil(n / replicate) * replicate}"
         raise ConfigError(f"dp_replicate_size: expected a divisor of the {n} devices in use, got {replicate}; {change}")
@@ -52,12 +57,15 @@ def mesh_shape(n: int, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver is there."""
+    """True if NVIDIA's driver is installed."""
     return any(map(Path.exists, (Path("/dev/nvidiactl"), Path("/dev/dxg"))))  # Linux, and WSL
 
 
 def expect_no_cuda_without_driver() -> None:
-    """Where NVIDIA's driver is not there, JAX's plugin for it (the planner's compiler) cannot start: no traceback."""
+    """Hides JAX's log of a CUDA plugin that cannot start, if NVIDIA's driver is not installed.
+
+    The plugin is installed without the driver to compile for GPUs on a machine that has none (planner/aot.py).
+    """
     if not has_driver():
         logging.getLogger("jax._src.xla_bridge").addFilter(_no_plugin_error)
 
@@ -67,7 +75,7 @@ def _no_plugin_error(record: logging.LogRecord) -> bool:
 
 
 def make_mesh(devices: Sequence, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -> jax.sharding.Mesh:
-    """A mesh over the devices. Raises ConfigError when the sizes do not multiply to their number."""
+    """A mesh over the devices. Raises ConfigError if the product of the sizes is not their number."""
     shape = mesh_shape(len(devices), dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size)
     auto = (jax.sharding.AxisType.Auto,) * 2
     return jax.sharding.Mesh(np.array(devices).reshape(shape), DATA, axis_types=auto)

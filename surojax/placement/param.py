@@ -1,16 +1,16 @@
-"""Declares what a parameter is: said once, where its weight is made (models/layers.py), and read everywhere else."""
+"""The declaration of a parameter: made once with its weight (models/layers.py), and read everywhere else."""
 
 import dataclasses
 import enum
 
-OUTER = "outer"  # the section of embedding, final norm and head in a tree of parameters; the others are of layers
+OUTER = "outer"  # the section of embedding, final norm and head in a tree of parameters; other sections are of layers
 
 
 class Kind(enum.Enum):
-    """What a parameter is used as; the optimizer's rule and the recipe follow from it."""
+    """The use of a parameter, which determines the optimizer's rule and whether the recipe applies."""
 
-    MATRIX = "matrix"  # of a block, [out, in]: feeds a matrix product
-    TABLE = "table"  # embedding or head: a row for each word
+    MATRIX = "matrix"  # of a block, [out, in]: an operand of a matrix product
+    TABLE = "table"  # embedding or head: a row for each entry of the vocabulary
     VECTOR = "vector"  # a norm's scale, a bias
 
 
@@ -19,11 +19,11 @@ class Param:
     """One parameter of a model.
 
     name: path in the tree of parameters, "attention.wq".
-    shape: of one layer; of the whole for the outer layers (embedding, final norm, head).
+    shape: of one layer, without the layer axis; of the entire array for the outer layers.
     axes: logical names of its dimensions, see `layout.MESH_AXES`.
-    product: the number of the matrix product that it feeds among those of its block, from which the product's random
-    numbers follow (nvfp4); None: no product of a recipe.
-    stream: number of its random stream; no other parameter of the model has it.
+    product: number of its matrix product in the block, used to derive the product's random numbers (nvfp4); None if it
+    is no operand of a product in the recipe's dtype.
+    stream: number of its random stream in stochastic rounding (optim/optimizer.py), unique in the model.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Where everything lives: the one table that the settings fill, and nothing else reads those settings.
+"""Where each tensor class is stored: one table, filled from the settings. No other code reads these settings.
 
 | class     | what it is                                   | sharded over dp_shard by          | in host memory by |
 |-----------|----------------------------------------------|-----------------------------------|-------------------|
@@ -10,15 +10,16 @@
 | moments   | optimizer state                              | always (ZeRO-1)                   | offload_optimizer |
 | residuals | what a forward pass saves for the backward   | by batch                          | offload_residual  |
 
-* but for the first `resident_layers`, which stay on the device.
+* except the first `resident_layers`, which stay in device memory.
 
-`offload_master` and `offload_optimizer` may be "nvme" instead: the blocks' part then rests in a file under `nvme_path`
-(see nvme.py), and the outer part, which is a few layers' worth and not read layer by layer, in pinned host memory.
+`offload_master` and `offload_optimizer` can also be "nvme". Then the state of the blocks is stored in a file under
+`nvme_path` (see nvme.py). The state of the outer layers is as large as that of a few layers and is not read layer by
+layer; it is stored in pinned host memory.
 
-Quantised weights (`zero_quantized_weights`, and with the recipes fp8_*, on one device too) are gathered in 8 bits
-(quantize.py). By default they are made of `weights` at every fetch. With `persistent_quants` they are made once, after
-the update, and rest in the state in place of the 16-bit matrices; of `weights` only the vectors are left, so that is
-what `offload_weights` moves then.
+Quantised weights are all-gathered in 8 bits (quantize.py). They are used with `zero_quantized_weights`, and with the
+recipes fp8_*, also on one device. By default they are made from `weights` whenever a layer is fetched. With
+`persistent_quants` they are made once, after the update, and stored in the state instead of the 16-bit matrices. Then
+`weights` has vectors only, and `offload_weights` moves these vectors only.
 
 `layout.layouts` turns the table into a layout for each parameter and tensor class.
 """
@@ -41,23 +42,23 @@ Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are su
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One tensor class: its dtype, whether `dp_shard` divides it, and the memory it rests in, or the folder."""
+    """One tensor class."""
 
     dtype: str
-    sharded: bool
+    sharded: bool  # over dp_shard
     home: Home = DEVICE
-    folder: str = ""  # that a home of nvme is in
-    resident: int = 0  # layers that stay on the device although the others rest in host memory
+    folder: str = ""  # folder of the file, for a home of nvme
+    resident: int = 0  # number of layers in device memory if the home of the others is host memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The table. The optimizer chooses the dtypes of `moments`, the model those of `residuals`.
 
-    quants: dtype "" when weights are not quantised; home is where they rest if they are persistent.
-    one_scale: they have one scale for a matrix, and products take them as they are (recipes fp8_*).
+    quants: dtype "" if weights are not quantised; home is used if they are persistent.
+    one_scale: quantised weights have one scale per matrix, and are operands of products (recipes fp8_*).
     reduce: how gradients are summed over `dp_shard`, see `collectives.reduce_scatter`.
-    copy_engine: settings of `collectives.COPY_ENGINE` that are on.
+    copy_engine: the enabled settings of `collectives.COPY_ENGINE`.
     """
 
     weights: Row
@@ -99,16 +100,16 @@ def place(
     master_dtype: str = "float32",
     num_shards: int,
 ) -> Placement:
-    """The table of these settings, for `num_shards` devices of `dp_shard`.
+    """The table for these settings and `num_shards` devices of `dp_shard`.
 
-    Settings of communication are kept for one device, where nothing is communicated: the same config runs on any
-    number. Weights are quantised there too, so that they are the same numbers as on several.
+    The same config runs on any number of devices. On one device nothing is communicated, but weights are quantised as
+    on several, so that their values are the same.
 
-    Raises ConfigError for a level other than 1, 2, 3, and for a combination that cannot work, naming the fix.
+    Raises ConfigError for a level other than 1, 2, 3, and for a combination of settings that cannot work, with the fix.
     """
     if zero_level not in ZERO_LEVELS:
         raise ConfigError(f"zero_level: expected 1, 2 or 3, got {zero_level}; choose one of them")
-    # What would shard them: a level does not, where the field itself says that they are not.
+    # The settings that would shard them. zero_level does not, if the field itself is False.
     to_shard_gradients = "shard_gradients=True" + (" or zero_level=2" if shard_gradients is None else "")
     to_shard_weights = "shard_weights=True" + (" or zero_level=3" if shard_weights is None else "")
     shard_gradients = zero_level >= 2 if shard_gradients is None else shard_gradients
@@ -173,7 +174,7 @@ def place(
 def _check_quants(weights: str, to_shard: str, persistent: bool, offloaded: bool, in_fp8: bool) -> None:
     """Raises ConfigError for settings of quantised weights that need another one.
 
-    to_shard: the settings that would shard the weights, "" where they are.
+    to_shard: the settings that would shard the weights; "" if the weights are sharded.
     """
     if weights not in WEIGHT_FORMATS:
         raise ConfigError(

@@ -1,19 +1,19 @@
-"""Does it fit? Adds up the bytes of a run before anything is compiled, and says what to change when it does not.
+"""Estimates the memory of a run before anything is compiled, and says what to change if the run does not fit.
 
-The state is exact: it is the plan's. What a step needs beside it is computed from shapes: accumulators and saved
-activations as the engine allocates them, and a working space, which is the largest moment of one block's backward pass,
-one slice of logits, or one layer's optimizer update.
+The bytes of the state are exact: they are read from its plan. What a step allocates in addition is computed from
+shapes: gradient accumulators, saved activations, and a working space. The working space is the largest of three: the
+backward pass of one block, one slice of logits, and the optimizer update of one layer.
 
-Estimate / `compiled.memory_analysis()` of the real step (arguments and temporaries; jax 0.12, 2026-11):
+Ratio of the estimate to `compiled.memory_analysis()` of the real step (arguments and temporaries; jax 0.12, 2026-11):
 
 * XLA's GPU compiler, on a machine without a GPU: configs/llama{125m,1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py
   on H100, on 1 to 8 GPUs, ZeRO 1 to 3, with nothing, one class, the state, or everything offloaded, state in files,
   with and without recomputation, flash attention and communication in 8 bits: 26 variants, 0.99 to 1.06.
-* CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24 (six of them again with the present
-  engine, in tests/test_fit.py: within 0.9 and 1.4).
+* CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24. tests/test_fit.py compares six of
+  them with the present engine: between 0.9 and 1.4.
 
-Not counted: cuDNN's workspaces and fragmentation (some hundred MiB on a GPU), and the host's copy of a checkpoint while
-it is written (master weights and moments).
+Not counted: cuDNN's workspaces and fragmentation (a few hundred MiB on a GPU), and the copy of master weights and
+moments in host memory while a checkpoint is written.
 """
 
 import dataclasses
@@ -44,135 +44,148 @@ from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, 
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import quantise_with_one_scale
 
-POOL = 0.95  # of a GPU's memory, that JAX takes at most: the driver has its part too
-DEFAULT_POOL = 0.75  # that it takes by itself
-POOL_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={POOL}"  # in the environment
-NVME_LAYERS = 4  # in host memory at most: one is read ahead, one is in use before and after its update, one is written
+POOL = 0.95  # largest fraction of a GPU's memory that JAX can use: the driver needs the remainder
+DEFAULT_POOL = 0.75  # fraction that JAX uses by default
+POOL_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={POOL}"  # environment variable that sets the fraction
+NVME_LAYERS = 4  # most layers in host memory: a prefetched one, the current one before and after its update, a written
 
 
 def estimate(run: assembly.Assembly, batch: int, sequence_len: int, *, platform: str = "gpu") -> dict[str, int]:
-    """Bytes per device by class, for microbatches of `batch` sequences of `sequence_len` tokens.
+    """Bytes in device memory per device and class, for microbatches of `batch` sequences of `sequence_len` tokens.
 
-    Only what is in device memory: see `estimate_host` for the rest. platform: "gpu", or "cpu", where XLA multiplies in
-    float32 and fuses less, and where host memory is the device's, so that everything counts.
+    See `estimate_host` for host memory. platform: "gpu" or "cpu". On CPUs XLA multiplies in float32 and fuses less, and
+    host memory is also the devices' memory, so both are counted.
     """
     homes = (DEVICE, HOST) if platform == "cpu" else (DEVICE,)
     return {k: sum(v[home.name] for home in homes) for k, v in by_class(run, batch, sequence_len, platform).items()}
 
 
 def estimate_host(run: assembly.Assembly, batch: int, sequence_len: int) -> dict[str, int]:
-    """Bytes of pinned host memory per GPU by class; empty when nothing is offloaded."""
+    """Bytes of pinned host memory per GPU and class; empty if nothing is offloaded."""
     found = {k: v[HOST.name] for k, v in by_class(run, batch, sequence_len, "gpu").items()}
     return {k: size for k, size in found.items() if size}
 
 
 def host_temporaries(run: assembly.Assembly, batch: int, sequence_len: int) -> int:
-    """Bytes of pinned host memory per GPU that a step allocates for itself: accumulators and saved activations."""
+    """Bytes of pinned host memory per GPU that a step allocates: gradient accumulators and saved activations."""
     need = by_class(run, batch, sequence_len, "gpu")
     return need["gradients"][HOST.name] + need["activations"][HOST.name]
 
 
 def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: str) -> dict[str, dict[str, int]]:
-    """Bytes per device of each class by the name of the memory that it is stored in: {class: {"device": ...}}."""
-    plan, engine, model = run.plan, run.engine, run.model
+    """Bytes per device of each class in each memory: {class: {"device": bytes, "host": bytes}}."""
+    plan = run.plan
+    engine = run.engine
+    model = run.model
     table = engine.table
-    work, grads = table.weights, table.grads
+    work = table.weights
+    grads = table.grads
     x = jax.ShapeDtypeStruct((batch, sequence_len, model.hidden_size), work.dtype)
     x_bytes = _bytes(x)
     segments = [_segment_bytes(run, segment, x, platform) for segment in model.segments]
     layer_bytes = max(segment.weights for segment in segments)
     fetched = max(segment.fetched for segment in segments)
-    kept = max(segment.kept for segment in segments)  # of a layer, from the forward pass
+    kept = max(segment.kept for segment in segments)
     block_grads = sum(segment.grads for segment in segments)
-    outer = jax.tree.leaves(plan.weights[OUTER])  # their accumulators are sharded like the work weights
+    outer = jax.tree.leaves(plan.weights[OUTER])  # accumulators of outer layers are sharded like their work weights
     outer_size = sum(math.prod(w.sharding.shard_shape(w.shape)) for w in outer)
     outer_grads = jnp.dtype(grads.dtype).itemsize * outer_size
 
-    wide = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
-    logits = wide * (batch * sequence_len // engine.lmhead_chunks) * model.vocab_size
+    itemsize = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
+    logits = itemsize * (batch * sequence_len // engine.lmhead_chunks) * model.vocab_size
     vocabulary = model.vocab_size // (run.mesh.shape[SHARD] if table.outer.sharded else 1)
-    head = logits + max(logits, wide * vocabulary * model.hidden_size)  # and their gradient, then the head's
+    head_gradient = itemsize * vocabulary * model.hidden_size
+    head = logits + max(logits, head_gradient)  # first the logits with their gradient, then with the head's gradient
     activations = sum(segment.activations for segment in segments)
 
-    def at(tree) -> dict[str, int]:
+    def by_home(tree) -> dict[str, int]:
+        """Bytes of a planned tree in each memory."""
         return {home.name: bytes_per_device(tree, home) for home in (DEVICE, HOST)}
 
-    def stored(home: Home, size: int) -> dict[str, int]:
-        """A class that is in one memory."""
+    def only_in(home: Home, size: int) -> dict[str, int]:
+        """Bytes in each memory of a class that is stored in one of them."""
         return {DEVICE.name: 0, HOST.name: 0} | {home.name: size}
 
     in_file = bytes_per_device(plan, NVME)
     layers = [(plan.master[segment.name], plan.moments[segment.name]) for segment in model.segments]
-    layer_state = (sum(at(layers).values()) + in_file + block_grads) // model.num_layers
+    layer_state = (sum(by_home(layers).values()) + in_file + block_grads) // model.num_layers
     saved_on_device = 0 if table.residuals.home.streamed else activations
     if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and table.outer.sharded):
-        # XLA's CPU compiler keeps those of the last microbatch apart (gradients.sums_in_last_microbatch).
+        # XLA's CPU compiler allocates separate activations for the last microbatch
+        # (gradients.sums_in_last_microbatch).
         activations *= 2
     quants = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if is_quantized(x)]
     streamed = work.home.streamed or table.quants.home.streamed
-    waiting = fetched if work.sharded or streamed else 0  # while the head computes: the next weights
-    ahead = 2 * waiting  # while a layer computes: its weights, and the next one's
+    # Bytes in flight while the head computes: the prefetched weights of a layer.
+    during_head = fetched if work.sharded or streamed else 0
+    # Bytes in flight while a layer computes: its weights, and the prefetched weights of the next layer.
+    during_layer = 2 * during_head
+    # Every other loop over layers has prefetched weights of its own.
     loops = sum(len(runs(segment.variants)) for segment in model.segments) + bool(work.resident)
-    ahead += (loops - 1) * fetched if waiting else 0  # and the next one of each other loop over layers
-    ahead += fetched // run.mesh.shape[SHARD] if work.sharded and streamed else 0  # shards of the one after
-    if table.quants.dtype and platform == "cpu":  # and the matrices in 8 bits that they are made of
-        ahead += max(segment.size for segment in model.segments)
+    during_layer += (loops - 1) * fetched if during_head else 0
+    # Shards of the layer after the next are copied from the host before they are all-gathered.
+    during_layer += fetched // run.mesh.shape[SHARD] if work.sharded and streamed else 0
+    if table.quants.dtype and platform == "cpu":  # the 8-bit matrices that the weights are dequantised from
+        during_layer += max(segment.size for segment in model.segments)
     exchanged = {"reduce_scatter": 0, "all_to_all": 2 * layer_bytes, "int8": layer_bytes}[table.reduce]
     exchanged = exchanged if run.mesh.shape[SHARD] > 1 else 0  # gradients of a layer, sent and received
-    if grads.home.streamed:  # sums of the layer before it, in flight to the host, and its own, in flight to the device
-        ahead += 2 * block_grads // model.num_layers
-        waiting += block_grads // model.num_layers  # the last one's of the microbatch before
-    if table.residuals.home.streamed:  # the next layer's, and this one's unless they are what is differentiated
-        ahead += (2 if engine.recompute_block else 1) * kept
-    # The block's backward pass: first all that its forward pass computes, then all of its gradients, of which those
-    # that are sharded leave one after the other. The factors are fitted to the measurements above.
-    again = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
-    values = max(int(again * segment.saved) + segment.scores for segment in segments)
-    # The layer's weights are free by then, and a gradient is as soon as it is reduced, or added to sums on the device.
+    if grads.home.streamed:
+        # In flight: accumulators of the previous layer to the host, accumulators of this layer to the device. While the
+        # head computes: accumulators of the last layer of the previous microbatch.
+        during_layer += 2 * block_grads // model.num_layers
+        during_head += block_grads // model.num_layers
+    if table.residuals.home.streamed:
+        # Residuals of the next layer. Those of this layer too if it is recomputed; else `saved` below includes them.
+        during_layer += (2 if engine.recompute_block else 1) * kept
+    # The backward pass of a block first has all values of its forward pass in memory, then all its gradients. If
+    # gradients are sharded, each is freed when it is reduced. The factors are fitted to the measurements above.
+    recompute_factor = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
+    values = max(int(recompute_factor * segment.saved) + segment.scores for segment in segments)
+    # The layer's weights are freed by then. A gradient is freed when it is reduced, or added to sums on the device.
     gradients = max(layer_bytes // (2 if grads.sharded or grads.home.streamed else 1), exchanged)
     block = values + 2 * layer_bytes if platform == "cpu" else max(values, gradients)
     update = _update_bytes(run, layer_state) - saved_on_device
-    if in_file:  # all tensors of a layer come at once; the outer layers have been updated by then
+    if in_file:  # all tensors of a layer are updated by one program, after the update of the outer layers
         update = layer_state + layer_bytes - outer_grads - saved_on_device
-    working_space = max(block + ahead, head + waiting, update) + 2 * x_bytes
+    working_space = max(block + during_layer, head + during_head, update) + 2 * x_bytes
     unquantised = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]
-    of_grads = stored(grads.home, block_grads)
+    of_grads = only_in(grads.home, block_grads)
     of_grads[DEVICE.name] += outer_grads
-    found = {"weights": at(unquantised)}
+    found = {"weights": by_home(unquantised)}
     if quants:
-        found["quants"] = at(quants)
+        found["quants"] = by_home(quants)
     found |= {
-        "master": at(plan.master),
-        "moments": at((plan.moments, plan.history)),
+        "master": by_home(plan.master),
+        "moments": by_home((plan.moments, plan.history)),
         "gradients": of_grads,
-        "activations": stored(table.residuals.home, activations),
-        "working space": stored(DEVICE, working_space),
+        "activations": only_in(table.residuals.home, activations),
+        "working space": only_in(DEVICE, working_space),
     }
     if in_file:
-        found["layers from files"] = stored(HOST, NVME_LAYERS * in_file // model.num_layers)
+        found["layers from files"] = only_in(HOST, NVME_LAYERS * in_file // model.num_layers)
     return found
 
 
 class SegmentBytes(NamedTuple):
-    """Bytes of a segment on each device. Of one layer: its weights as they are computed with, and as they are gathered;
-    what its forward pass keeps; what a forward pass saves that recomputes nothing; the attention scores of its backward
-    pass. Of all layers: accumulators, and what the forward pass keeps."""
+    """Bytes of a segment on each device."""
 
-    weights: int
-    fetched: int
-    kept: int
-    saved: int
-    scores: int
-    grads: int
-    activations: int
+    weights: int  # weights of one layer, in the dtype that products compute with
+    fetched: int  # weights of one layer, as they are all-gathered or copied to the device
+    kept: int  # residuals of one layer, from the forward pass to the backward pass
+    saved: int  # residuals of one layer if nothing is recomputed
+    scores: int  # attention scores in the backward pass of one layer
+    grads: int  # gradient accumulators of all layers
+    activations: int  # residuals of all layers
 
 
 def _segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
-    engine, compute = run.engine, run.model.compute
+    """The `SegmentBytes` of a segment whose layers have an input like x."""
+    engine = run.engine
+    compute = run.model.compute
     layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, engine.table.weights.dtype), segment.params)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
     saved, scores = _block_bytes(run.model, segment, layer, x, platform)
-    # The backward pass has all of a layer's residuals at once, even if they are recomputed.
+    # The backward pass has all residuals of a layer in memory at once, even if they are recomputed.
     plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute()))
     all_saved = saved if plain is run.model else _block_bytes(plain, segment, layer, x, platform)[0]
     kept = _bytes(x) if engine.recompute_block else saved
@@ -189,17 +202,19 @@ def _segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeSt
 
 
 def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
-    """What updating a layer at a time takes: its largest tensor, before and after, a third one where some come from the
-    host. Where all layers are updated at once, in place, it is more than is needed.
+    """Bytes that an update of one layer at a time takes.
 
-    layer_state: bytes of master weights, moments and gradients of a layer on this device.
+    Its largest tensor is in memory before and after the update, and a third time if part of its state is copied from
+    the host. If all layers are updated at once, in place, less is needed. layer_state: bytes of a layer's master
+    weights, moments and gradients on this device.
     """
     segments = run.model.segments
     sizes = [_shard_sizes(run, run.engine.layouts.master[segment.name], segment) for segment in segments]
     table = run.engine.table
     moved = any(row.home.streamed and not row.home.in_file for row in (table.master, table.moments, table.grads))
     size = max((3 if moved else 2) * layer_state * max(of_layer) // sum(of_layer) for of_layer in sizes)
-    if run.optimizer.matrices.gathers:  # and the gathered matrix: as it came, three of float32, products of its sides
+    if run.optimizer.matrices.gathers:
+        # The all-gathered matrix in the work dtype, three float32 copies of it, and three float32 square matrices.
         params = jax.tree.leaves([segment.params for segment in segments])
         largest = max((p.shape for p in params if p.kind is Kind.MATRIX), key=math.prod)
         size += math.prod(largest) * (12 + jnp.dtype(table.weights.dtype).itemsize) + 3 * 4 * min(largest) ** 2
@@ -207,10 +222,11 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
 
 
 def _block_bytes(model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct, platform: str) -> tuple[int, int]:
-    """(what the block's forward pass saves beside its weights, the attention scores of its backward pass)."""
-    (B, S, _), itemsize = x.shape, x.dtype.itemsize
+    """(bytes of the block's residuals without its weights, bytes of attention scores in its backward pass)."""
+    B, S, _ = x.shape
+    itemsize = x.dtype.itemsize
     compute = model.compute
-    # What is saved does not depend on whether a kernel serves this microbatch: that is `check_kernels`'s to say.
+    # Residuals are the same with every kernel. "auto" never raises; `check_kernels` reports what is not supported.
     kernels = "xla" if compute.precision.kernels == "xla" else "auto"
     precision = dataclasses.replace(compute.precision, kernels=kernels)
     traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
@@ -219,18 +235,21 @@ def _block_bytes(model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct,
     saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x)[1], layer, x))
     heads = B * S * segment.heads.query
     if compute.attention == "cudnn" or (compute.attention == "auto" and platform != "cpu" and itemsize == 2):
-        # Flash attention saves its output and one sum per row.
+        # Flash attention saves its output and one float32 sum per row, and no scores.
         return saved + (0 if compute.recompute.att else heads * (segment.heads.channels * itemsize + 4)), 0
     return saved, (4 if platform == "cpu" else 2) * heads * S * 4
 
 
 def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None = None) -> dict[str, int]:
-    """The estimate per device of a run that fits; `available` bytes per device are measured when not given.
+    """The `estimate` of a run that fits. available: bytes per device; None: measured.
 
-    Raises ConfigError naming what is needed, what there is, and changes that would make it fit; also for an attention,
-    copy engines, a recipe or kernels that the devices do not have, or that do not serve the model.
+    Raises ConfigError if the run does not fit, with the bytes that it needs, the bytes that are free, and changes that
+    would make it fit. Also raises ConfigError if the devices or the model do not support the attention, the copy
+    engine settings, the recipe or the kernels.
     """
-    platform, n, kind = devices[0].platform, len(devices), devices[0].device_kind
+    platform = devices[0].platform
+    kind = devices[0].device_kind
+    n = len(devices)
     if c.attention == "cudnn" and platform != "gpu":
         raise ConfigError(f"attention: expected 'auto' or 'xla' on {kind}, got 'cudnn'; cuDNN needs an NVIDIA GPU")
     check_copy_engine(run.engine.table.copy_engine, platform)
@@ -242,25 +261,26 @@ def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None 
     if sum(need.values()) <= available:
         check_host(run, c, devices, available)
         return need
-    where = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
+    each_device = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
     raise ConfigError(
-        f"does not fit: needs {summed(need, digits=1)} on {where}, where {gib(available)} are free; "
+        f"does not fit: needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free; "
         f"what would change it: {'; '.join(_advice(c, devices, available))}"
     )
 
 
 def check_kernels(c: Config, mesh: Mesh, device) -> None:
-    """Raises ConfigError for kernels="mosaic" where one of them does not serve the device or the model.
+    """Raises ConfigError for kernels="mosaic" if one of them does not support the device or the model.
 
-    Which shapes they are given, only tracing the step tells; nothing is compiled.
+    Traces the step, because only the traced step has the shapes that the kernels get. Nothing is compiled.
     """
-    found, (major, minor) = dispatch.capability(device), dispatch.OLDEST
+    found = dispatch.capability(device)
+    major, minor = dispatch.OLDEST
     if found is None or found < dispatch.OLDEST:
         raise ConfigError(
             f"kernels: expected 'xla' or 'auto' on {device.device_kind}, got 'mosaic'; they are for NVIDIA GPUs of "
             f"compute capability {major}.{minor} or newer"
         )
-    names = ("offload_optimizer", "offload_master")  # not in files: the same shapes in one program
+    names = ("offload_optimizer", "offload_master")  # host memory instead of files: the same shapes in one program
     changes = {"attention": "xla", "nvme_path": ""} | {name: bool(c[name]) for name in names}
     run = assembly.from_config(changed(c, changes), mesh, total_steps=1)
     shape = (c.gradient_accumulation_steps, c.per_device_batch_size * mesh.size, c.sequence_len)
@@ -272,14 +292,15 @@ def check_kernels(c: Config, mesh: Mesh, device) -> None:
 
 
 def unserved(error: dispatch.Unserved) -> ConfigError:
-    """What is said of a model that a kernel does not serve which was asked for."""
+    """The ConfigError for a model that kernels="mosaic" does not support."""
     reason = str(error).partition("\n")[0].partition("; use implementation")[0]
     return ConfigError(f"kernels: expected 'xla' or 'auto', got 'mosaic', but {reason}; use kernels='auto'")
 
 
 def check_host(run: assembly.Assembly, c: Config, devices, available: int) -> None:
-    """Raises ConfigError when the machine has less memory free than what is offloaded to it, with what would fit."""
-    n, platform = len(devices), devices[0].platform
+    """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
+    n = len(devices)
+    platform = devices[0].platform
     need = {} if platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
     free = psutil.virtual_memory().available
     if n * sum(need.values()) > free:
@@ -291,7 +312,7 @@ def check_host(run: assembly.Assembly, c: Config, devices, available: int) -> No
 
 
 def needs(c: Config, n: int, platform: str) -> Memory:
-    """What a run on n devices needs; builds nothing. On a CPU all of it is the devices'."""
+    """The `Memory` that a run on n devices needs; nothing is built. On CPUs all of it counts as device memory."""
     mesh = jax.sharding.AbstractMesh((c.dp_replicate_size, n // c.dp_replicate_size), DATA)
     rows = by_class(assembly.from_config(c, mesh, total_steps=1000), c.per_device_batch_size, c.sequence_len, platform)
     device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
@@ -299,14 +320,17 @@ def needs(c: Config, n: int, platform: str) -> Memory:
 
 
 def needed(c: Config, n: int, platform: str) -> int:
-    """Bytes on each of n devices."""
+    """Bytes of device memory that a run needs on each of n devices."""
     return needs(c, n, platform).device
 
 
 def _advice(c: Config, devices, available: int) -> list[str]:
-    """Lines that say what would make it fit; `available` bytes are free on each device."""
-    n, platform, lines = len(devices), devices[0].platform, []
-    more, chosen = int(available * POOL / DEFAULT_POOL), POOL_SETTING.partition("=")[0] in os.environ
+    """Lines of text with changes that would make it fit; `available` bytes are free on each device."""
+    n = len(devices)
+    platform = devices[0].platform
+    lines = []
+    more = int(available * POOL / DEFAULT_POOL)  # bytes available with POOL_SETTING
+    chosen = POOL_SETTING.partition("=")[0] in os.environ
     if platform == "gpu" and not chosen and available < needed(c, n, platform) <= more:
         lines.append(
             f"{POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} of a GPU's memory by itself, so {gib(more)} "
@@ -329,25 +353,26 @@ def _advice(c: Config, devices, available: int) -> list[str]:
 
 
 def available_bytes(devices) -> int:
-    """Bytes one device can give: a GPU's own limit; for CPU devices an equal part of the machine's free memory."""
+    """Free bytes of each device: of the GPU's memory, or for CPU devices an equal part of the free host memory."""
     if (limit := memory_limit(devices[0])) is not None:
         return limit - devices[0].memory_stats().get("bytes_in_use", 0)
     return psutil.virtual_memory().available // len(devices)
 
 
 def memory_limit(device) -> int | None:
-    """Bytes of its memory that JAX may use, with which XLA plans too; None on a CPU and where nothing says so."""
+    """Bytes of a device's memory that JAX may use and XLA plans with; None on CPUs and if the device reports none."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return (stats or {}).get("bytes_limit")
 
 
 def compare(need: dict[str, int], compiled, device) -> str | None:
-    """One line: the estimate beside what XLA planned for a compiled step and what the device has given out at most.
+    """A line that compares the estimate, the bytes that XLA planned for a compiled step, and the device's peak use.
 
-    None on devices that do not say (CPU). The peak is the whole process's: initialisation and evaluation are in it. A
-    step of several programs (state on NVMe) has no one plan of XLA's.
+    None on devices that do not report their peak (CPUs). The peak is that of the process, with initialisation and
+    evaluation. XLA's bytes are left out for a step of several programs (state in files).
     """
-    stats, planned = device.memory_stats() if device.platform != "cpu" else None, compiled.memory_analysis()
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    planned = compiled.memory_analysis()
     if not stats or "peak_bytes_in_use" not in stats:
         return None
     if planned is None:
@@ -365,16 +390,17 @@ def compare(need: dict[str, int], compiled, device) -> str | None:
 
 
 def _in_fp8(params, layer):
-    """Shapes of a layer whose matrices are in float8 with one scale each."""
+    """The shapes of a layer after its matrices are quantised to float8 with one scale each."""
     return jax.eval_shape(lambda w: quantise_with_one_scale(params, w, quantize.DTYPES["fp8"]), layer)
 
 
 def _shard_sizes(run: assembly.Assembly, of_class, segment: Segment) -> list[int]:
-    """Elements of each parameter of one layer of a segment on one device, from the layouts of a class."""
+    """Number of elements on one device of each parameter of one layer. of_class: the segment's layouts of a class."""
     pairs = zip(jax.tree.leaves(segment.params), jax.tree.leaves(of_class), strict=True)
     n = run.mesh.shape[SHARD]
     return [math.prod(p.shape) // (1 if layout.sharded_dim is None else n) for p, layout in pairs]
 
 
 def _bytes(tree) -> int:
+    """Bytes of a tree of shapes."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,9 +1,9 @@
-"""The plan of a run: what the compiled step needs and moves, and the least time that it can take.
+"""The plan of a run: the memory and the traffic of the compiled step, and a lower bound of its time.
 
-The real step is compiled for the named GPU on this machine, which needs none (`aot`); memory, collectives and host
-copies are read from the compiled program (`hlo`), and stand beside what the textbook says (`traffic`); so is which of
-them run while matrix products do, from the order of the program. Where the compiler for GPUs is not installed, memory
-is the estimate of `fit` and traffic that of `traffic`; the result says so.
+The real step is compiled for the named GPU on this machine, which needs no GPU (`aot`). Memory, collectives and host
+copies are read from the compiled program (`hlo`), and so is their overlap with matrix products. Each collective is
+reported with its textbook bytes (`traffic`). If the compiler for GPUs is not installed, memory is estimated by `fit`
+and traffic by `traffic`, and `Plan.estimate` is True.
 """
 
 import copy
@@ -42,16 +42,16 @@ from surojax.step.state_plan import bytes_per_device
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes and seconds per GPU and step. Written as JSON as it is."""
+    """Bytes and seconds per GPU and step. Written as JSON with these field names."""
 
     gpu: str
     gpus: int
     parameters: int
-    mesh: dict[str, int]  # sizes of its axes
-    estimate: bool  # True where nothing was compiled
+    mesh: dict[str, int]  # size of each axis
+    estimate: bool  # True if nothing was compiled
     fits: bool
     device_bytes: int  # everything that the program needs in device memory
-    device_temp_bytes: int  # of that, what is no argument of it: accumulators, residuals, working space
+    device_temp_bytes: int  # of device_bytes, those that are not arguments: accumulators, residuals, working space
     host_bytes: int
     host_temp_bytes: int
     nvme_bytes: int
@@ -62,22 +62,22 @@ class Plan:
     within_host_bytes: int  # copies from host memory to host memory
     nvme_read_bytes: int
     nvme_write_bytes: int
-    overlap: list[dict[str, Any]]  # `hlo.Transfer`s in loops: what they run beside
-    rematerialised: dict[str, Any]  # {"count", "bytes", "largest"}: what XLA computes again to save memory
+    overlap: list[dict[str, Any]]  # `hlo.Transfer`s in loops, with the computation that overlaps them
+    rematerialised: dict[str, Any]  # {"count", "bytes", "largest"}: operations that XLA recomputes to save memory
     step_time_bound_s: float
-    bound_by: str
-    times_s: dict[str, float]  # what each resource needs at least
-    device_limit_bytes: int  # that JAX can take of this GPU, see `fit.POOL`
-    host_limit_bytes: int | None  # of all GPUs together; None when not given
-    changes: list[str]  # that would make it fit
+    bound_by: str  # the resource with the largest of times_s
+    times_s: dict[str, float]  # lower bound for each resource
+    device_limit_bytes: int  # bytes of this GPU's memory that JAX can use, see `fit.POOL`
+    host_limit_bytes: int | None  # host memory for all GPUs together; None if unknown
+    changes: list[str]  # changes of settings that would make it fit
 
 
 def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
-    """Plan a run on `config.gpus` GPUs of this kind, on a host with so many GiB of memory if given.
+    """Plans a run on `config.gpus` GPUs of this kind. host_memory: of the machine, in GiB; None: no limit is checked.
 
-    A process can compile for one kind of GPU only: a second kind is planned in a process of its own, as is any kind
-    that this process cannot compile for (`aot.usable`). Raises ConfigError for settings that `train` would refuse, an
-    unknown GPU, and `gpus=0`.
+    A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
+    planned in a new process. Raises ConfigError for settings that `train` refuses, for an unknown GPU, and for
+    `gpus=0`.
     """
     c = checked(config, gpu)
     if aot.available() and not aot.usable(gpu):
@@ -87,7 +87,8 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
 
 def _plan(c: Config, gpu: str, host_memory: float | None) -> Plan:
     """`plan` of a checked config, in this process."""
-    n, facts = c.gpus, GPUS[gpu]
+    n = c.gpus
+    facts = GPUS[gpu]
     batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
     found = _compiled(c, gpu, batch) if aot.available() else _estimated(c, batch)
     times = traffic.bounds(
@@ -109,7 +110,7 @@ def _plan(c: Config, gpu: str, host_memory: float | None) -> Plan:
         gpus=n,
         fits=fits,
         nvme_bytes=in_files,
-        nvme_read_bytes=in_files,  # all of it, once a step, in both directions
+        nvme_read_bytes=in_files,  # a step reads and writes the entire file once
         nvme_write_bytes=in_files,
         step_time_bound_s=times[bound_by],
         bound_by=bound_by,
@@ -122,7 +123,7 @@ def _plan(c: Config, gpu: str, host_memory: float | None) -> Plan:
 
 
 def checked(config: Config, gpu: str) -> Config:
-    """A copy of the config, with what "auto" means on this GPU. Raises ConfigError: see `plan`."""
+    """A copy of the config with each "auto" replaced by its meaning on this GPU. Raises ConfigError: see `plan`."""
     if gpu not in GPUS:
         near = difflib.get_close_matches(gpu.lower(), GPUS, n=1)
         hint = f"did you mean {near[0]}?" if near else "add its facts to surojax/planner/gpus.py"
@@ -134,7 +135,7 @@ def checked(config: Config, gpu: str) -> Config:
             "set --config.gpus=4, for example"
         )
     mesh_shape(config.gpus, dp_replicate_size=config.dp_replicate_size, dp_shard_size=config.dp_shard_size)
-    c = copy.deepcopy(config)  # copy_and_resolve_references would forget which types `config.either` lets in
+    c = copy.deepcopy(config)  # copy_and_resolve_references would drop the types that `config.either` allows
     if c.attention == "auto":
         c.attention = "cudnn" if fits_cudnn(c.model_dtype, configs.head_dim(c)) else "xla"
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
@@ -144,7 +145,7 @@ def checked(config: Config, gpu: str) -> Config:
 
 
 def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
-    """Figures of the plan, read from the step that XLA compiles for this GPU."""
+    """Fields of the `Plan`, read from the step that XLA compiles for this GPU."""
     mesh = make_mesh(aot.devices(gpu, c.gpus), dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
     run = from_config(c, mesh.abstract_mesh, total_steps=1000)
     _check_attention(c, gpu, batch)
@@ -162,11 +163,14 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
     textbook = traffic.collective_bytes(run, batch)
     modules = [(hlo.parse(compiled.text), times) for compiled, times in done]
     copies = [(hlo.host_copies(module), times) for module, times in modules]
-    again = [(hlo.rematerialised(module), times) for module, times in modules]
-    total = lambda pairs, name: sum(times * getattr(x, name) for x, times in pairs)
+    recomputed = [(hlo.rematerialised(module), times) for module, times in modules]
+
+    def total(pairs, name: str) -> int:
+        """The sum of a field over all runs of all programs."""
+        return sum(times * getattr(x, name) for x, times in pairs)
 
     def most(name: str, home: Home) -> int:
-        """The largest of the programs' bytes in a memory, with the state that they do not take."""
+        """The largest of the programs' bytes in a memory, each with the state that is no argument of the program."""
         return max(getattr(x, name) + others(run, part, home) for (x, _), part in zip(done, parts, strict=True))
 
     return _sizes(run) | {
@@ -176,15 +180,17 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
         "host_bytes": most("host_bytes", HOST),
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x, _ in done),
         "classes": classes(run, batch),
-        "collectives": _beside(hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), textbook),
+        "collectives": _with_textbook(
+            hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), textbook
+        ),
         "h2d_bytes": total(copies, "h2d_bytes"),
         "d2h_bytes": total(copies, "d2h_bytes"),
         "within_host_bytes": total(copies, "within_host_bytes"),
         "overlap": [dataclasses.asdict(x) for module, _ in modules for x in hlo.overlaps(module)],
         "rematerialised": {
-            "count": total(again, "count"),
-            "bytes": total(again, "bytes"),
-            "largest": max((r for r, _ in again), key=lambda r: r.bytes).largest,
+            "count": total(recomputed, "count"),
+            "bytes": total(recomputed, "bytes"),
+            "largest": max((r for r, _ in recomputed), key=lambda r: r.bytes).largest,
         },
         "flops": traffic.step_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
@@ -192,9 +198,14 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
 
 
 def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
-    """Raises ConfigError for a model that cuDNN's attention does not take: tracing it alone tells."""
-    heads = lambda n: jax.ShapeDtypeStruct((batch.sequences, batch.sequence_len, n, configs.head_dim(c)), c.model_dtype)
-    queries, keys = heads(c.model.num_attention_heads), heads(c.model.num_key_value_heads)
+    """Raises ConfigError for a model that the attention does not support; only traces it."""
+
+    def heads(number: int) -> jax.ShapeDtypeStruct:
+        shape = (batch.sequences, batch.sequence_len, number, configs.head_dim(c))
+        return jax.ShapeDtypeStruct(shape, c.model_dtype)
+
+    queries = heads(c.model.num_attention_heads)
+    keys = heads(c.model.num_key_value_heads)
     attention = functools.partial(attend, implementation=c.attention)
     try:
         jax.eval_shape(lambda q, k, v: jax.vjp(attention, q, k, v)[0], queries, keys, keys)
@@ -216,27 +227,32 @@ def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> li
 
 
 def others(run: Assembly, program: Program, home: Home) -> int:
-    """Bytes per GPU that are in a memory while a program of a step runs that does not take them."""
+    """Bytes per GPU that are in a memory while a program of a step runs, but are not its arguments or results."""
     layer = bytes_per_device(run.plan, NVME) // run.model.num_layers
     return bytes_per_device(program.others, home) + (program.layers_read * layer if home == HOST else 0)
 
 
 def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
-    """The same figures from shapes alone."""
+    """The fields that `_compiled` returns, estimated from shapes."""
     shape = mesh_shape(c.gpus, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
     run = from_config(c, jax.sharding.AbstractMesh(shape, DATA), total_steps=1000)
-    rows, need = classes(run, batch), fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
-    of = lambda names, home: sum(need[name][home] for name in names)
-    inside = ("gradients", "activations", "working space")
+    rows = classes(run, batch)
+    need = fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
+    temporaries = ("gradients", "activations", "working space")
+
+    def total(names, home: str) -> int:
+        """Bytes of these classes in a memory."""
+        return sum(need[name][home] for name in names)
+
     h2d, d2h = traffic.host_bytes(run, batch, rows)
     return _sizes(run) | {
         "estimate": True,
-        "device_bytes": of(need, "device"),
-        "device_temp_bytes": of(inside, "device"),
-        "host_bytes": of(need, "host"),
-        "host_temp_bytes": of(inside, "host"),
+        "device_bytes": total(need, "device"),
+        "device_temp_bytes": total(temporaries, "device"),
+        "host_bytes": total(need, "host"),
+        "host_temp_bytes": total(temporaries, "host"),
         "classes": rows,
-        "collectives": _beside([], traffic.collective_bytes(run, batch)),
+        "collectives": _with_textbook([], traffic.collective_bytes(run, batch)),
         "h2d_bytes": h2d,
         "d2h_bytes": d2h,
         "within_host_bytes": 0,
@@ -248,20 +264,22 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
 
 
 def _sizes(run: Assembly) -> dict[str, Any]:
+    """Fields of the `Plan` about the size of the model and of the mesh."""
     return {"parameters": run.model.num_parameters, "mesh": dict(run.mesh.shape)}
 
 
-def _beside(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
-    """Rows of collectives, each with its textbook figure; where none was compiled that figure is the row's."""
+def _with_textbook(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
+    """Rows of collectives, each with its textbook bytes. If nothing was compiled, these are also the row's bytes."""
     rows = [dataclasses.asdict(x) | {"textbook_bytes": textbook.get((x.op, x.axis), 0)} for x in found]
     listed = {(x.op, x.axis) for x in found}
     missing = {key: size for key, size in textbook.items() if key not in listed}
-    blank = lambda size: {"count": 0, "bytes": 0 if found else size, "textbook_bytes": size}
-    return rows + [{"op": op, "axis": axis} | blank(size) for (op, axis), size in missing.items()]
+    for (op, axis), size in missing.items():
+        rows.append({"op": op, "axis": axis, "count": 0, "bytes": 0 if found else size, "textbook_bytes": size})
+    return rows
 
 
 def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
-    """Bytes per GPU of each row of the placement table, by the memory where they rest."""
+    """Bytes per GPU of each row of the placement table, by the memory that they are stored in."""
     need = fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
     weights = dict(run.plan.weights)
     outer = weights.pop(OUTER)
@@ -271,12 +289,12 @@ def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
         "quants": [x for x in blocks if is_quantized(x)],
         "outer": outer,
     }
-    inside = {"grads": "gradients", "residuals": "activations"}
+    temporaries = {"grads": "gradients", "residuals": "activations"}  # rows that are no part of the state
 
     def row(name: str) -> dict[str, int]:
         found = {home.name: 0 for home in HOMES}
-        if name in inside:
-            return found | need[inside[name]]
+        if name in temporaries:
+            return found | need[temporaries[name]]
         for home in HOMES:
             found[home.name] = bytes_per_device(state.get(name), home)
         return found
@@ -286,13 +304,17 @@ def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
 
 
 def _changes(c: Config, need: Memory, limit: Memory) -> list[str]:
-    """Settings that would make it fit, by estimate, to which is added what it misses of this `need`."""
+    """Changes of settings that would make it fit, by estimate.
+
+    If the estimate for this config is below `need`, the difference is added to all estimates.
+    """
     estimated = fit.needs(c, c.gpus, "gpu")
-    device, host = max(0, need.device - estimated.device), max(0, need.host - estimated.host)
+    device_difference = max(0, need.device - estimated.device)
+    host_difference = max(0, need.host - estimated.host)
 
     def needs(c: Config, n: int) -> Memory:
         found = fit.needs(c, n, "gpu")
-        return Memory(found.device + device, found.host + host)
+        return Memory(found.device + device_difference, found.host + host_difference)
 
     found = advice.changes_that_help(c, c.gpus, limit, "gpu", needs)
     unsolved = any(advice.missing(found[-1][1] if found else need, limit))
@@ -301,7 +323,7 @@ def _changes(c: Config, need: Memory, limit: Memory) -> list[str]:
 
 
 def plan_in_subprocess(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
-    """`plan` in a process of its own. Raises ConfigError as it does, RuntimeError when that process fails."""
+    """`plan` in a new process. Raises ConfigError as `plan` does, and RuntimeError if that process fails."""
     code = "from surojax.planner.plan import serve; serve()"
     request = json.dumps({"config": config.to_dict(), "gpu": gpu, "host_memory": host_memory})
     done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
@@ -314,7 +336,7 @@ def plan_in_subprocess(config: Config, gpu: str, *, host_memory: float | None = 
 
 
 def serve() -> None:
-    """Answer one request of `plan_in_subprocess`, from standard input to standard output."""
+    """Answers one request of `plan_in_subprocess`: reads it from standard input, writes to standard output."""
     jax.config.update("jax_platforms", "cpu")
     request = json.load(sys.stdin)
     try:

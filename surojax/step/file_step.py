@@ -1,5 +1,8 @@
-"""A training step whose update goes through a file on NVMe: one program for the gradients, one for the update of a
-layer, called for each while threads read the next layer and write the last one."""
+"""A training step for a state that is partly stored in a file on NVMe.
+
+The step has one program for the gradients and one for the update of a layer. While the update of layer l runs, one
+thread prefetches layer l + 1 from the file and another thread writes layer l - 1 back.
+"""
 
 import copy
 from collections import deque
@@ -27,9 +30,10 @@ from surojax.step.update import as_trees, tensors, update_outer, update_tensor
 class Program(NamedTuple):
     """One of the programs that make up a step.
 
-    function: jitted; arguments: planned arrays; times: that it runs in a step. others: the state that is in memory
-    meanwhile although the program does not take it. layers_read: layers from files that are in host memory meanwhile,
-    not counting arguments and results: one is read ahead, and during the update another is written.
+    function: jitted. arguments: planned arrays. times: number of runs in a step. others: planned state that is in
+    memory while the program runs but is no argument of it. layers_read: number of layers from the file that are in host
+    memory while the program runs, in addition to arguments and results: a prefetched one, and during the update one
+    that is being written back.
     """
 
     function: Any
@@ -40,82 +44,91 @@ class Program(NamedTuple):
 
 
 class FileStep:
-    """A training step whose update goes through a file; as `train_step.make_train_step` says, with several programs.
+    """The step of `train_step.make_train_step` for a state that is partly stored in a file; it has several programs.
 
     gradients: (outer state, step, history, block weights, inputs, labels) -> (outer state, step, history, metrics,
-    needed): the gradients of all layers, and the whole update of what is not in blocks. needed: what updates of layers
-    need: {"grads", "scalars", "l" = 0}. updates, one for each of `host.parts` of the work weights: (work weights,
-    stacks, layer, needed) -> (work weights, stacks, layer, l + 1): `update.update_tensor` for layer l, of whose master
-    weights and moments some are in stacks in memory, updated in place, and the others are read from the file and
-    written back.
+    update_inputs). It computes the gradients of all layers and updates the outer layers.
 
-    Of what is in the file, host memory holds four layers: one is read ahead, one is in use, before and after its
-    update, and one is being written. The first is read while gradients are computed. A layer's copies to and from the
-    device do not overlap those of the next one; disks are slower than both.
+    update_inputs: {"grads", "scalars", "l"}, the inputs that the update of each layer needs; l starts at 0.
+
+    updates: one program for each of `host.parts` of the work weights: (work weights, stacks, layer, update_inputs) ->
+    (work weights, stacks, layer, l + 1). It runs `update.update_tensor` on layer l. `stacks` are the master weights and
+    moments in memory, updated in place; `layer` are those of layer l from the file, which are written back.
+
+    Host memory has four layers of the file: a prefetched one, the current one before its update and after it, and one
+    that is being written back. Layer 0 is prefetched while the gradients are computed. A layer's copies to and from the
+    device do not overlap with those of the next layer; disks are slower than these copies.
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh):
-        self.engine, self.optimizer, self.plan, self.mesh = engine, optimizer, plan, mesh
+        self.engine = engine
+        self.optimizer = optimizer
+        self.plan = plan
+        self.mesh = mesh
         (self.segment,) = engine.model.segments  # `state_plan` refuses several
         leaves, self.structure = jax.tree.flatten(self._section(plan)[1:])
-        self.in_file = [isinstance(x, InFile) for x in leaves]
+        self.in_file = [isinstance(x, InFile) for x in leaves]  # for each leaf of (master, moments)
         self.files = self._pick(leaves, True)
         self.store: Any = store_of(plan)
-        self.needed = self._plan_needed()
+        self.update_inputs = self._plan_update_inputs()
         self.gradients: Any = self._gradients()
         self.updates: list[Any] = [self._update(part) for part in parts(self._section(plan).weights)]
 
     def _section(self, state: TrainState) -> TensorState:
-        """The state of the layers; also of a plan."""
+        """The part of a state, or of a plan, that belongs to the layers."""
         return section(state, self.segment.name)
 
     def __call__(self, state: TrainState, inputs_ABS, labels_ABS):
-        """Raises NvmeError when the file cannot be read or written; nothing is to be done with the state then."""
+        """Runs a step. Raises NvmeError if the file cannot be read or written; the state cannot be used after that."""
         step = int(jax.device_get(state.step)) + 1
-        work, *others = self._section(state)
-        stacks, updated, L = self._pick(jax.tree.leaves(others), False), [], self.engine.model.num_layers
-        virtual = jax.default_backend() == "cpu" and self.mesh.size > 1
-        with ThreadPoolExecutor(1, "nvme-ahead") as ahead, ThreadPoolExecutor(1, "nvme-behind") as behind:
-            coming, going = ahead.submit(self._read, 0), deque()
-            outer, count, history, metrics, needed = self.gradients(
-                section(state, OUTER), state.step, state.history, work, inputs_ABS, labels_ABS
+        num_layers = self.engine.model.num_layers
+        old = self._section(state)
+        stacks = self._pick(jax.tree.leaves((old.master, old.moments)), False)
+        updated_weights = []
+        writes_in_flight = deque()
+        on_virtual_devices = jax.default_backend() == "cpu" and self.mesh.size > 1
+        with ThreadPoolExecutor(1, "nvme-prefetch") as reader, ThreadPoolExecutor(1, "nvme-write-back") as writer:
+            prefetched = reader.submit(self._read, 0)
+            outer, steps_done, history, metrics, update_inputs = self.gradients(
+                section(state, OUTER), state.step, state.history, old.weights, inputs_ABS, labels_ABS
             )
             self.store.begin_update(step)
-            for update_layer, (weights, start, stop) in zip(self.updates, parts(work), strict=True):
+            for update_layer, (weights, start, stop) in zip(self.updates, parts(old.weights), strict=True):
                 for l in range(start, stop):
-                    layer = coming.result()
-                    if l + 1 < L:
-                        coming = ahead.submit(self._read, l + 1)
-                    weights, stacks, layer, needed["l"] = update_layer(weights, stacks, layer, needed)
-                    if virtual:  # several programs with collectives in flight can block each other
+                    layer = prefetched.result()
+                    if l + 1 < num_layers:
+                        prefetched = reader.submit(self._read, l + 1)
+                    weights, stacks, layer, update_inputs["l"] = update_layer(weights, stacks, layer, update_inputs)
+                    if on_virtual_devices:  # several programs with collectives in flight can block each other
                         jax.block_until_ready(weights)
-                    going.append(behind.submit(self._write, l, layer))
+                    writes_in_flight.append(writer.submit(self._write, l, layer))
                     del layer
-                    if len(going) > 1:
-                        going.popleft().result()
-                updated.append(weights)
-            going.popleft().result()
+                    if len(writes_in_flight) > 1:
+                        writes_in_flight.popleft().result()
+                updated_weights.append(weights)
+            writes_in_flight.popleft().result()
             self.store.end_update(step)
         master, moments = self._merge(stacks, self.files)
-        sections = {self.segment.name: TensorState(joined(updated), master, moments), OUTER: outer}
-        return from_sections(count, sections, history), metrics
+        sections = {self.segment.name: TensorState(joined(updated_weights), master, moments), OUTER: outer}
+        return from_sections(steps_done, sections, history), metrics
 
     def programs(self, inputs_ABS, labels_ABS) -> list[Program]:
-        """All programs of a step, of planned arrays."""
+        """All programs of a step, with planned arrays as arguments."""
         plan = self.plan
         layers = self._section(plan)
-        rest = section(plan, OUTER), plan.step, plan.history
+        not_layers = (section(plan, OUTER), plan.step, plan.history)
         in_memory = self._pick(jax.tree.leaves((layers.master, layers.moments)), False)
-        found = [Program(self.gradients, (*rest, layers.weights, inputs_ABS, labels_ABS), 1, in_memory, layers_read=1)]
-        stacks = parts(layers.weights)
-        for update, part in zip(self.updates, stacks, strict=True):
-            others = rest, [other.stack for other in stacks if other.start != part.start]
+        arguments = (*not_layers, layers.weights, inputs_ABS, labels_ABS)
+        found = [Program(self.gradients, arguments, 1, in_memory, layers_read=1)]
+        weight_parts = parts(layers.weights)
+        for update, part in zip(self.updates, weight_parts, strict=True):
+            other_weights = [other.stack for other in weight_parts if other.start != part.start]
             times = part.stop - part.start
-            found.append(Program(update, self._arguments(part), times, others, layers_read=2))
+            found.append(Program(update, self._arguments(part), times, (not_layers, other_weights), layers_read=2))
         return found
 
     def lower(self, plan: TrainState, inputs_ABS, labels_ABS) -> "FileStep":
-        """The step with all programs lowered, for the plan that it was made of."""
+        """The step with all programs lowered. plan: the one that the step was made from."""
         assert jax.tree.structure(plan) == jax.tree.structure(self.plan), "a step is lowered for its own plan"
         return self._with([x.function.lower(*x.arguments) for x in self.programs(inputs_ABS, labels_ABS)])
 
@@ -124,32 +137,38 @@ class FileStep:
         return self._with([lowered.compile(compiler_options) for lowered in (self.gradients, *self.updates)])
 
     def memory_analysis(self) -> None:
-        """None: a step of several programs has no one answer; ask `gradients` and `updates`."""
+        """None, because a step of several programs has no single answer: ask `gradients` and each of `updates`."""
 
     def _with(self, programs: list) -> "FileStep":
+        """A copy of this step with these programs: `gradients`, then `updates`."""
         step = copy.copy(self)
         step.gradients, *step.updates = programs
         return step
 
     def _read(self, l: int) -> list[jax.Array]:
-        layers = self.store.read(l, self.files)
-        put_host = lambda f, x: jax.device_put(x, f.layer_sharding(HOST))
-        return [put_host(f, x) for f, x in zip(self.files, layers, strict=True)]
+        """Reads layer l from the file into pinned host memory."""
+        layer = self.store.read(l, self.files)
+        return [jax.device_put(x, file.layer_sharding(HOST)) for file, x in zip(self.files, layer, strict=True)]
 
     def _write(self, l: int, layer: list[jax.Array]) -> None:
+        """Writes layer l to the file."""
         self.store.write(l, self.files, map(jax.device_get, layer))
 
     def _pick(self, leaves, in_file: bool) -> list:
-        """Those leaves of (master, moments) that are in the file, or those that are not."""
+        """The leaves of (master, moments) that are in the file, or the leaves that are not."""
         return [x for x, f in zip(leaves, self.in_file, strict=True) if f == in_file]
 
     def _merge(self, stacks, layer):
-        """Both kinds of leaves as the tree (master, moments)."""
-        stacks, layer = iter(stacks), iter(layer)
-        return jax.tree.unflatten(self.structure, [next(layer if f else stacks) for f in self.in_file])
+        """The tree (master, moments) from its leaves: `stacks` are in memory, `layer` are in the file."""
+        remaining_stacks = iter(stacks)
+        remaining_layer = iter(layer)
+        leaves = [next(remaining_layer if f else remaining_stacks) for f in self.in_file]
+        return jax.tree.unflatten(self.structure, leaves)
 
     def _gradients(self):
-        engine, everywhere = self.engine, self.plan.step.sharding
+        """The jitted program `gradients`."""
+        engine = self.engine
+        replicated = self.plan.step.sharding
 
         def per_device(outer, step, history, blocks, inputs_ABS, labels_ABS):
             weights = {self.segment.name: blocks, OUTER: outer.weights}
@@ -157,22 +176,25 @@ class FileStep:
             scalars = optim.scalars(self.optimizer, step, found.norm)
             metrics = {"loss": found.loss, "grad_norm": found.norm, "lr": scalars["lr"]}
             outer = update_outer(engine, self.optimizer, outer, found.grads, scalars)
-            needed = {"grads": found.grads[self.segment.name], "scalars": scalars, "l": jnp.int32(0)}
-            return outer, step + 1, found.history, metrics, needed
+            update_inputs = {"grads": found.grads[self.segment.name], "scalars": scalars, "l": jnp.int32(0)}
+            return outer, step + 1, found.history, metrics, update_inputs
 
-        outer, tokens = section(self.plan, OUTER), batch_sharding(self.mesh).spec
-        kept = (outer, self.plan.step, self.plan.history)
-        in_specs = (*specs_of((*kept, self._section(self.plan).weights)), tokens, tokens)
-        out_specs = (*specs_of(kept), jax.P(), specs_of(self.needed))
-        f = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-        out = (*shardings(kept), everywhere, shardings(self.needed))
-        return jax.jit(f, donate_argnums=(0, 1, 2), out_shardings=out)
+        tokens = batch_sharding(self.mesh).spec
+        donated = (section(self.plan, OUTER), self.plan.step, self.plan.history)
+        in_specs = (*specs_of((*donated, self._section(self.plan).weights)), tokens, tokens)
+        out_specs = (*specs_of(donated), jax.P(), specs_of(self.update_inputs))
+        sharded = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        out_shardings = (*shardings(donated), replicated, shardings(self.update_inputs))
+        return jax.jit(sharded, donate_argnums=(0, 1, 2), out_shardings=out_shardings)
 
     def _update(self, part: Part):
-        def per_device(weights, stacks, layer, needed):
-            l = needed["l"]
+        """The jitted program of `updates` for the layers of this part of the work weights."""
+
+        def per_device(weights, stacks, layer, update_inputs):
+            l = update_inputs["l"]
             old = self._merge(read(stacks, l), put(layer, DEVICE))
-            (master, moments), grads = materialised((old, read(needed["grads"], l)))  # as in host.sweep
+            # The barrier ends the reads before the writes begin, as in host.sweep.
+            (master, moments), grads = materialised((old, read(update_inputs["grads"], l)))
             state = TensorState(weights, master, moments)
             done = []
             for tensor in tensors(self.engine, self.segment.name, state, grads):
@@ -180,7 +202,7 @@ class FileStep:
                     self.engine,
                     self.optimizer,
                     tensor,
-                    needed["scalars"],
+                    update_inputs["scalars"],
                     tensor.state.weights,
                     (tensor.state.master, tensor.state.moments),
                     (tensor.grad, l),
@@ -192,28 +214,31 @@ class FileStep:
             return write(weights, work, l - part.start), stacks, put(self._pick(new, True), HOST), l + 1
 
         arguments = self._arguments(part)
-        specs_in = specs_of(arguments)
-        f = jax.shard_map(per_device, mesh=self.mesh, in_specs=specs_in, out_specs=(*specs_in[:3], jax.P()))
-        out = (*shardings(arguments[:3]), self.plan.step.sharding)
-        return jax.jit(f, donate_argnums=(0, 1), out_shardings=out)
+        in_specs = specs_of(arguments)
+        sharded = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=(*in_specs[:3], jax.P()))
+        out_shardings = (*shardings(arguments[:3]), self.plan.step.sharding)
+        return jax.jit(sharded, donate_argnums=(0, 1), out_shardings=out_shardings)
 
     def _arguments(self, part: Part) -> tuple:
-        """What an update takes, as `jax.ShapeDtypeStruct`s."""
-        host = lambda f: f.layer_sharding(HOST)
-        layer = [jax.ShapeDtypeStruct(f.shape[1:], f.dtype, sharding=host(f)) for f in self.files]
+        """The planned arguments of the update of this part: `jax.ShapeDtypeStruct`s."""
+        layer = [jax.ShapeDtypeStruct(f.shape[1:], f.dtype, sharding=f.layer_sharding(HOST)) for f in self.files]
         stacks = self._pick(jax.tree.leaves(self._section(self.plan)[1:]), False)
-        return part.stack, stacks, layer, self.needed
+        return part.stack, stacks, layer, self.update_inputs
 
-    def _plan_needed(self) -> dict:
-        plan, table = self.plan, self.engine.table.grads
-        mesh, memory_kind = plan.step.sharding.mesh, table.home.memory_kind
+    def _plan_update_inputs(self) -> dict:
+        """The plan of `update_inputs`."""
+        plan = self.plan
+        row = self.engine.table.grads
+        mesh = plan.step.sharding.mesh
 
         def gradient(p, spec):
-            sharding = jax.NamedSharding(mesh, spec, memory_kind=memory_kind)
-            return jax.ShapeDtypeStruct(p.shape, table.dtype, sharding=sharding)
+            sharding = jax.NamedSharding(mesh, spec, memory_kind=row.home.memory_kind)
+            return jax.ShapeDtypeStruct(p.shape, row.dtype, sharding=sharding)
+
+        def replicated(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.step.sharding)
 
         grads = jax.tree.map(gradient, self._section(plan).master, specs(self.engine.layouts.master)[self.segment.name])
-        planned = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.step.sharding)
         norm = jax.ShapeDtypeStruct((), jnp.float32)
-        scalars = jax.tree.map(planned, jax.eval_shape(self.optimizer.scalars, plan.step, norm))
-        return {"grads": grads, "scalars": scalars, "l": planned(plan.step)}
+        scalars = jax.tree.map(replicated, jax.eval_shape(self.optimizer.scalars, plan.step, norm))
+        return {"grads": grads, "scalars": scalars, "l": replicated(plan.step)}

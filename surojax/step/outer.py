@@ -1,17 +1,22 @@
-"""The outer layers: embedding, final norm, head and loss; whole on every device, or parallel over the vocabulary.
+"""The outer layers: embedding, final norm, head and loss; replicated, or parallel over the vocabulary.
 
-Whole (the default): every device looks its tokens up in its own copy, and the gradients are summed once per step.
+Replicated (the default): every device has all rows of the embedding and of the head. The gradients are summed over the
+devices once per step.
 
-Sharded (`shard_outer`): a device holds the rows of V / n words of the embedding and of the head, their accumulators
-too, and no device ever holds the rest. Instead of weights, tokens travel: a lookup gathers the token ids, takes the
-rows it has, and reduce-scatters them; the head gathers a slice of activations, computes its part of the logits, and
-shares only the maximum and the sum of exponentials (as in Megatron-LM, Shoeybi et al. 2019, there over tensor-parallel
-devices). Gathering the weights instead would move V rows three times a microbatch where this moves as many rows as
-there are tokens, and its gradient needs no reduction at all; for Qwen's 152k words and 4 x 2048 tokens that is 18
-times less, and the 1.5 GB matrix and its gradient are never in memory.
+Sharded (`shard_outer`): each of the n devices has V / n rows of the embedding and of the head, and of their
+accumulators. Weights are never all-gathered; tokens are communicated instead:
 
-Shape suffixes: B batch, S sequence, D hidden size, N tokens of a slice on this device, M of it on all devices of
-`dp_shard`, V vocabulary, v the words of one device.
+* The embedding all-gathers the token ids, looks up the rows that this device has, and reduce-scatters the result.
+* The head all-gathers a slice of activations and computes this device's part of the logits. Only the maximum and the
+  sum of exponentials are reduced over the devices, as in Megatron-LM (Shoeybi et al. 2019), there over tensor-parallel
+  devices.
+
+All-gathering the weights would send V rows three times per microbatch; this sends as many rows as there are tokens. For
+Qwen's vocabulary of 152k and 4 x 2048 tokens that is 18 times less, and the unsharded 1.5 GB matrix and its gradient
+are never in memory. The gradient of a shard needs no reduction.
+
+Shape suffixes: B batch, S sequence, D hidden size, C slices of tokens, N tokens of a slice on this device, M tokens of
+a slice on all devices of `dp_shard`, V vocabulary, v rows of the vocabulary on one device.
 """
 
 import jax
@@ -27,13 +32,13 @@ from surojax.step.gradients import add
 
 
 def local_rows(table_vD: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(row of each id in this device's part of a table, whether it is there)."""
+    """(row of each id in this device's shard of a table, whether the shard has that row)."""
     rows = ids - jax.lax.axis_index(SHARD) * table_vD.shape[0]
     return rows, (rows >= 0) & (rows < table_vD.shape[0])
 
 
 def embed(outer: dict, tokens_BS: jax.Array, sharded: bool) -> jax.Array:
-    """Rows of the embedding `[B, S, D]`."""
+    """Embeddings `[B, S, D]` of the tokens."""
     if not sharded:
         return outer["embed"][tokens_BS]
     tokens = jax.lax.all_gather(tokens_BS, SHARD, axis=0, tiled=True)
@@ -43,12 +48,13 @@ def embed(outer: dict, tokens_BS: jax.Array, sharded: bool) -> jax.Array:
 
 
 def push_embed(grads: dict, tokens_BS: jax.Array, dx_BSD: jax.Array, sharded: bool) -> dict:
-    """Accumulators of the outer layers with the embedding's gradient added: the transpose of `embed`."""
-    table, rows = grads["embed"], tokens_BS
+    """Adds the gradient of `embed` to the accumulators of the outer layers; returns all of them."""
+    table = grads["embed"]
+    rows = tokens_BS
     if sharded:
         tokens, dx_BSD = (jax.lax.all_gather(v, SHARD, axis=0, tiled=True) for v in (tokens_BS, dx_BSD))
         rows, here = local_rows(table, tokens)
-        rows = jnp.where(here, rows, table.shape[0])  # out of bounds: dropped
+        rows = jnp.where(here, rows, table.shape[0])  # a row out of bounds is dropped
     return grads | {"embed": table.at[rows].add(dx_BSD.astype(table.dtype), mode="drop")}
 
 
@@ -64,15 +70,17 @@ def head(
     sharded: bool,
     z_loss: float,
 ):
-    """(summed loss, d loss x scale / dx, outer accumulators plus the head's gradients), in `chunks` slices of tokens.
+    """(summed loss, d (scale * loss) / dx, outer accumulators plus the head's gradients).
 
-    Loss and gradient of a slice are computed together, so logits exist once, for one slice, and are never recomputed;
-    dx is written over x. The gradients, not the loss, are those of the loss plus z_loss * lse^2.
+    The tokens are processed in `chunks` slices. Loss and gradient of a slice are computed together, so the logits of
+    one slice are in memory at a time and are never recomputed. dx is written over x. Gradients are of the loss plus
+    z_loss * lse^2 per token; the returned loss is without that term.
     """
-    x_ND, labels_N = x_BSD.reshape(-1, x_BSD.shape[-1]), labels_BS.reshape(-1)
+    x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
+    labels_N = labels_BS.reshape(-1)
     used = {name: outer[name] for name in model.head_uses}
     n = labels_N.size // chunks
-    loss_and_gradients = _sharded_slice if sharded else _whole_slice
+    loss_and_gradients = _sharded_slice if sharded else _replicated_slice
 
     def chunk(c, carry):
         x_ND, grads, total = carry
@@ -86,8 +94,12 @@ def head(
 
 
 def loss(model: Model, outer: dict, x_BSD, labels_BS, *, chunks: int, sharded: bool) -> jax.Array:
-    """Summed loss of this device's tokens (or, sharded, this device's part of the sum over all), forward only."""
-    x_CND, labels_CN = x_BSD.reshape(chunks, -1, x_BSD.shape[-1]), labels_BS.reshape(chunks, -1)
+    """Summed loss, forward only: of this device's tokens; if sharded, this device's term of the sum over all devices.
+
+    The tokens are processed in `chunks` slices.
+    """
+    x_CND = x_BSD.reshape(chunks, -1, x_BSD.shape[-1])
+    labels_CN = labels_BS.reshape(chunks, -1)
 
     def chunk(c, total):
         if sharded:
@@ -99,35 +111,38 @@ def loss(model: Model, outer: dict, x_BSD, labels_BS, *, chunks: int, sharded: b
     return jax.lax.fori_loop(0, chunks, chunk, varying(jnp.float32(0)))
 
 
-def _whole_slice(model: Model, used: dict, x_ND, labels_N, scale, z_loss: float):
+def _replicated_slice(model: Model, used: dict, x_ND, labels_N, scale, z_loss: float):
+    """(summed loss, gradients of `used`, gradient of x) of a slice of tokens, if the head is replicated."""
     y_ND, final_vjp, table_VD = _final(model, used, x_ND)
     logits_NV = linear(y_ND, table_VD)
-    how = {"z_loss": z_loss, "in_place": True, "implementation": model.precision.implementation}
-    out = kernel.loss_and_gradient(logits_NV, labels_N, scale, **how)
+    out = kernel.loss_and_gradient(
+        logits_NV, labels_N, scale, z_loss=z_loss, in_place=True, implementation=model.precision.implementation
+    )
     d_table_VD, dy_ND = _products(out.d_logits, y_ND, table_VD)
     d_others, dx_ND = final_vjp(dy_ND)
     return -jnp.sum(out.logprob), d_others | {model.head: d_table_VD}, dx_ND
 
 
 def _final(model: Model, used: dict, x_ND):
-    """(x normed for the head, the norm's transpose, the head's matrix)."""
+    """(x after the final norm, the norm's vjp, the head's matrix)."""
     others = {name: w for name, w in used.items() if name != model.head}
     return *jax.vjp(model.final, others, x_ND), used[model.head]
 
 
 def _products(d_logits_Mv, y_MD, table_vD):
-    """Gradients of the head's matrix and of y, of these logits' part."""
+    """(gradient of the head's matrix, gradient of y) from these gradients of the logits."""
     return jax.lax.dot_general(d_logits_Mv, y_MD, (((0,), (0,)), ((), ()))), d_logits_Mv @ table_vD
 
 
 def _gather_slice(y_ND, labels_N):
-    """(activations of all devices, their labels, whether a token is one of this device's)."""
+    """(activations of all devices, their labels, whether a token is from this device)."""
     y_MD, labels_M = (jax.lax.all_gather(v, SHARD, axis=0, tiled=True) for v in (y_ND, labels_N))
     owner_M = jnp.arange(labels_M.size) // labels_N.size
     return y_MD, labels_M, owner_M == jax.lax.axis_index(SHARD)
 
 
 def _sharded_slice(model: Model, used: dict, x_ND, labels_N, scale, z_loss: float):
+    """`_replicated_slice` for a sharded head; the loss is this device's term of the sum over all devices."""
     y_ND, final_vjp, table_vD = _final(model, used, x_ND)
     y_MD, labels_M, mine_M = _gather_slice(y_ND, labels_N)
     value, d_logits_Mv = sharded_cross_entropy(linear(y_MD, table_vD), labels_M, mine_M, SHARD, z_loss)

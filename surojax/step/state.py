@@ -1,4 +1,4 @@
-"""The training state: what a step takes and returns."""
+"""The training state: the argument and the result of a step."""
 
 import functools
 from collections.abc import Callable
@@ -17,23 +17,23 @@ from surojax.placement.param import OUTER
 
 
 class TrainState(NamedTuple):
-    """Everything that changes from step to step. weights, master and moments are dicts by section of the model: stacks
-    `[L, ...]` of each segment's layers, and the outer parameters.
+    """Everything that changes from step to step.
 
-    `weights` is always `master` cast to the work dtype, quantised from there with `persistent_quants`, so checkpoints
-    hold `master` only. Randomness has no state: every draw is derived from the run's seed (weights, order of the data)
-    or from the step (rounding), and a position.
+    weights, master and moments are dicts by section of the model. A segment has stacks `[L, ...]` of its layers.
+    `weights` is always `master` cast to the work dtype, and with `persistent_quants` quantised after the cast, so
+    checkpoints contain `master` only. No random generator state is needed: random numbers are derived from a position
+    and either the run's seed (initial weights, order of the data) or the step (rounding).
     """
 
-    step: Any  # int32 scalar: optimizer steps done
+    step: Any  # int32 scalar: number of optimizer steps done
     weights: Any
     master: Any
     moments: Any
-    history: Any = None  # largest magnitudes in the last steps, fp8.history_shape; None for recipes without
+    history: Any = None  # largest magnitudes in the last steps, see fp8.history_shape; None if the recipe has none
 
 
 class TensorState(NamedTuple):
-    """State of one tensor, or trees of the state of several."""
+    """The state of one tensor, or three trees with the state of several tensors."""
 
     weights: Any  # work weights
     master: Any
@@ -41,12 +41,12 @@ class TensorState(NamedTuple):
 
 
 def section(state: TrainState, name: str) -> TensorState:
-    """The state of a section; also of a plan."""
+    """The part of a state, or of a plan, that belongs to this section."""
     return TensorState(state.weights[name], state.master[name], state.moments[name])
 
 
 def from_sections(step, sections: dict[str, TensorState], history) -> TrainState:
-    """A state of the states of its sections."""
+    """The inverse of `section`: a state with these sections."""
     weights, master, moments = (
         {name: of_section[i] for name, of_section in sections.items()} for i in range(len(TensorState._fields))
     )
@@ -54,12 +54,12 @@ def from_sections(step, sections: dict[str, TensorState], history) -> TrainState
 
 
 def segment_names(tree: dict) -> list[str]:
-    """The sections of layers of a tree by section, in order."""
+    """Names of the segments in a dict by section, in order: all names except OUTER."""
     return [name for name in tree if name != OUTER]
 
 
 def new_history(plan: TrainState):
-    """An empty history as planned, or None."""
+    """A history of zeros (nothing observed) as planned; None if none is planned."""
     return jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), plan.history)
 
 
@@ -74,7 +74,7 @@ def shardings(plan):
 
 
 def cast(tree, plan):
-    """Arrays in the dtypes and shardings of a plan, in device memory, inside `jit`."""
+    """Casts arrays to the dtypes and shardings of a plan, in device memory, inside `jit`."""
 
     def one(x, p):
         return jax.lax.with_sharding_constraint(x.astype(p.dtype), p.sharding.with_memory_kind(DEVICE.memory_kind))
@@ -83,11 +83,11 @@ def cast(tree, plan):
 
 
 def layer_of(plan):
-    """The plan of one layer, in device memory, from that of stacked arrays `[L, ...]`."""
+    """The plan of one layer in device memory, from the plan of stacked arrays `[L, ...]`."""
 
     def one(x):
         sharding = x.sharding.with_memory_kind(DEVICE.memory_kind)
-        if isinstance(sharding, jax.NamedSharding):  # one of a single device has no spec
+        if isinstance(sharding, jax.NamedSharding):  # the sharding of a single device has no spec
             sharding = sharding.update(spec=jax.P(*sharding.spec[1:]))
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
@@ -95,18 +95,23 @@ def layer_of(plan):
 
 
 def build_stacks(weights, others, layer: Callable):
-    """Stacked (work weights, other arrays) as planned, inside `jit`, from a function l -> those of layer l: only one
-    layer at a time is anywhere but where the stack rests."""
+    """Stacked (work weights, other arrays), inside `jit`.
+
+    weights, others: their plans. layer: a function l -> (work weights before the cast, other arrays) of layer l.
+    Each layer is written to the planned memory before the next one is made.
+    """
     leaves, structure = jax.tree.flatten((weights, others))
-    # A constant for each, not zeros: see `host.allocate`. Every layer of them is written.
+    # Each array gets a different constant instead of zeros, see `host.allocate`. Every layer is overwritten below.
     fill = [jax.device_put(jnp.full(p.shape, i % 100, p.dtype), p.sharding) for i, p in enumerate(leaves)]
     new, built = jax.tree.unflatten(structure, fill)
-    of_layer, stacks = (layer_of(parts(weights)[0].stack), layer_of(others)), []
+    layer_plan = (layer_of(parts(weights)[0].stack), layer_of(others))
+    stacks = []
     for part in parts(new):
 
         def one(l, carry, start=part.start):
-            work, rest = cast(layer(l), of_layer)
-            return write(carry[0], work, l - start), write(carry[1], rest, l)
+            stack, built = carry
+            work, other = cast(layer(l), layer_plan)
+            return write(stack, work, l - start), write(built, other, l)
 
         stack, built = jax.lax.fori_loop(part.start, part.stop, one, (part.stack, built))
         stacks.append(stack)
@@ -114,9 +119,10 @@ def build_stacks(weights, others, layer: Callable):
 
 
 def work_function(weights, dtype) -> Callable:
-    """A function of the master weights of a layer to what its work weights are cast from: quantised if those are.
+    """A function from a layer's master weights to the arrays that its work weights are cast from.
 
-    weights: the plan of the segment's stacks. dtype: of weights that are not quantised.
+    These arrays are quantised if the work weights are. weights: the plan of the segment's work weights. dtype: of work
+    weights that are not quantised.
     """
     like = parts(weights)[0].stack
     return lambda master: work_copy(master, like, dtype)
@@ -128,7 +134,7 @@ def work_dtype(plan: TrainState):
 
 
 def work_weights(master, plan: TrainState):
-    """The work copy of master weights, inside `jit`, a layer at a time."""
+    """Work weights made from master weights, inside `jit`, one layer at a time."""
     weights = {}
     for name in segment_names(plan.weights):
         work = work_function(plan.weights[name], work_dtype(plan))
@@ -144,32 +150,28 @@ def init_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, seed:
     """A new state, each array created in its own sharding and memory; see `init_program`."""
     if store_of(plan) is None:
         return init_program(model, plan, optimizer)(seed)
-    sections: dict[str, TensorState] = {}
-    for segment in model.segments:
-        layer = jax.jit(init_layer_function(segment, plan, optimizer))
-        weights, *others = section(plan, segment.name)
-        stacks, (master, moments) = fill_layers(weights, tuple(others), functools.partial(layer, seed))
-        sections[segment.name] = TensorState(stacks, master, moments)
+
+    def layer_function(segment: Segment) -> Callable:
+        return functools.partial(jax.jit(init_layer_function(segment, plan, optimizer)), seed)
+
     outer = jax.jit(init_outer_function(model, plan, optimizer), out_shardings=shardings(section(plan, OUTER)))
-    sections[OUTER] = outer(seed)
-    step = jax.device_put(jnp.int32(0), plan.step.sharding)
-    history = jax.device_put(new_history(plan), shardings(plan.history))
-    return from_sections(step, sections, history)
+    return fill_state(model, plan, layer_function, outer(seed))
 
 
 def init_program(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
-    """A jitted seed -> TrainState that draws the blocks layer by layer.
+    """A jitted function seed -> TrainState that initialises one layer after another.
 
-    A tensor that is planned in shards is never unsharded on a device, and of one that is planned for host memory, one
-    layer at a time is on the device.
+    No device ever has all of a tensor that is planned as sharded. If a tensor is planned for host memory, one layer of
+    it at a time is in device memory.
     """
 
     def build(seed):
         sections = {}
         for segment in model.segments:
             layer = init_layer_function(segment, plan, optimizer)
-            weights, *others = section(plan, segment.name)
-            weights, (master, moments) = build_stacks(weights, tuple(others), functools.partial(layer, seed))
+            planned = section(plan, segment.name)
+            others = (planned.master, planned.moments)
+            weights, (master, moments) = build_stacks(planned.weights, others, functools.partial(layer, seed))
             sections[segment.name] = TensorState(weights, master, moments)
         sections[OUTER] = init_outer_function(model, plan, optimizer)(seed)
         return from_sections(jnp.int32(0), sections, new_history(plan))
@@ -178,92 +180,109 @@ def init_program(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> 
 
 
 def load_state(
-    model: Model, plan: TrainState, optimizer: optim.Optimizer, layer: Callable, outer: Callable
+    model: Model, plan: TrainState, optimizer: optim.Optimizer, read_layer: Callable, read_outer: Callable
 ) -> TrainState:
-    """A new state with these weights, read layer by layer, so that host memory holds one layer of them at a time.
+    """A new state with initial weights that are read one layer after another.
 
-    layer: (segment, l) -> the numpy arrays of its layer l; outer: model -> those of the outer layers. Arrays are placed
-    as planned, each device's shard alone.
+    read_layer: (segment, l) -> numpy arrays of its layer l. read_outer: model -> numpy arrays of the outer layers. Host
+    memory holds one layer of them at a time. Each device receives its shards only.
     """
-    sections: dict[str, TensorState] = {}
-    for segment in model.segments:
-        weights, *others = section(plan, segment.name)
-        master_plan = layer_of(plan.master[segment.name])
-        work = work_function(plan.weights[segment.name], work_dtype(plan))
 
-        def placed(arrays, segment=segment, work=work, master_plan=master_plan):
-            master, moments = new_master(optimizer, segment.params, arrays, master_plan)
-            return work(master), (master, moments)
+    def layer_function(segment: Segment) -> Callable:
+        where = shardings(layer_of(plan.master[segment.name]))
+        state_of = jax.jit(layer_state_function(segment, plan, optimizer))
+        return lambda l: state_of(jax.device_put(read_layer(segment, l), where))
 
-        placed = jax.jit(placed)
-
-        def of_layer(l: int, segment=segment, placed=placed, master_plan=master_plan):
-            return placed(jax.device_put(layer(segment, l), shardings(master_plan)))
-
-        stacks, (master, moments) = fill_layers(weights, tuple(others), of_layer)
-        sections[segment.name] = TensorState(stacks, master, moments)
-
-    def placed_outer(arrays):
-        master, moments = new_master(optimizer, model.outer_params, arrays, plan.master[OUTER])
-        return TensorState(cast(master, plan.weights[OUTER]), master, moments)
+    def state_of_outer(initial):
+        return outer_state(model, plan, optimizer, initial)
 
     on_device = jax.tree.map(lambda p: p.sharding.with_memory_kind(DEVICE.memory_kind), plan.master[OUTER])
-    arrays = jax.device_put(outer(model), on_device)
-    sections[OUTER] = jax.jit(placed_outer, out_shardings=shardings(section(plan, OUTER)))(arrays)
+    initial = jax.device_put(read_outer(model), on_device)
+    outer = jax.jit(state_of_outer, out_shardings=shardings(section(plan, OUTER)))(initial)
+    return fill_state(model, plan, layer_function, outer)
+
+
+def fill_state(model: Model, plan: TrainState, layer_function: Callable, outer: TensorState) -> TrainState:
+    """A state before the first step, filled outside `jit`; layer_function: of a segment, see `fill_layers`."""
+    sections = {}
+    for segment in model.segments:
+        planned = section(plan, segment.name)
+        others = (planned.master, planned.moments)
+        weights, (master, moments) = fill_layers(planned.weights, others, layer_function(segment))
+        sections[segment.name] = TensorState(weights, master, moments)
     step = jax.device_put(jnp.int32(0), plan.step.sharding)
     history = jax.device_put(new_history(plan), shardings(plan.history))
-    return from_sections(step, sections, history)
+    return from_sections(step, sections | {OUTER: outer}, history)
 
 
-def new_master(optimizer: optim.Optimizer, params, drawn, master_plan):
-    """(master weights, moments) of new parameters, in the master's sharding."""
-    master = cast(drawn, master_plan)
+def new_master(optimizer: optim.Optimizer, params, initial, master_plan):
+    """(master weights, moments) of parameters with these initial values, in the shardings of the master weights."""
+    master = cast(initial, master_plan)
     return master, optim.init(optimizer, params, master, master_plan)
 
 
-def init_layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
-    """A function (seed, l) -> (what work weights are cast from, (master weights, moments)) of a new layer."""
+def layer_state_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
+    """A function of initial values of a layer -> (arrays that work weights are cast from, (master weights, moments))."""
     master_plan = layer_of(plan.master[segment.name])
     work = work_function(plan.weights[segment.name], work_dtype(plan))
 
-    def layer(seed, l):
-        master, moments = new_master(optimizer, segment.params, segment.init(seed, l), master_plan)
+    def state_of(initial):
+        master, moments = new_master(optimizer, segment.params, initial, master_plan)
         return work(master), (master, moments)
 
-    return layer
+    return state_of
+
+
+def outer_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, initial) -> TensorState:
+    """The TensorState of the outer layers with these initial values."""
+    master, moments = new_master(optimizer, model.outer_params, initial, plan.master[OUTER])
+    return TensorState(cast(master, plan.weights[OUTER]), master, moments)
+
+
+def init_layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
+    """A function (seed, l) -> the same of a new layer, drawn at random; see `layer_state_function`."""
+    state_of = layer_state_function(segment, plan, optimizer)
+    return lambda seed, l: state_of(segment.init(seed, l))
 
 
 def init_outer_function(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
-    """A function seed -> TensorState of new outer layers."""
-
-    def outer(seed):
-        master, moments = new_master(optimizer, model.outer_params, model.init_outer(seed), plan.master[OUTER])
-        return TensorState(cast(master, plan.weights[OUTER]), master, moments)
-
-    return outer
+    """A function seed -> initial TensorState of the outer layers."""
+    return lambda seed: outer_state(model, plan, optimizer, model.init_outer(seed))
 
 
 def fill_layers(weights, others, layer: Callable):
-    """Stacked (work weights, other arrays) as planned, in memory and in files (nvme.py), from a function l -> those of
-    layer l, which is called for one layer after another: `build_stacks` outside `jit`.
+    """Stacked (work weights, other arrays), in memory and in files (nvme.py): `build_stacks` outside `jit`.
 
-    Raises NvmeError when a file cannot be written.
+    weights, others: their plans. layer: a function l -> (work weights, other arrays) of layer l, which is called for
+    one layer after another. Raises NvmeError if a file cannot be written.
     """
     leaves, structure = jax.tree.flatten(others)
     in_file = [isinstance(x, InFile) for x in leaves]
-    pick = lambda leaves, want: [x for x, f in zip(leaves, in_file, strict=True) if f == want]
-    planned, files, stacks = pick(leaves, False), pick(leaves, True), []
-    zeros = lambda p: jax.device_put(jnp.zeros(p.shape, p.dtype), p.sharding)
-    empty = lambda plan: jax.jit(lambda: jax.tree.map(zeros, plan), out_shardings=shardings(plan))()
-    built = empty(planned)
+
+    def pick(leaves, from_file: bool) -> list:
+        """The leaves that are in files, or the leaves that are in memory."""
+        return [x for x, f in zip(leaves, in_file, strict=True) if f == from_file]
+
+    def zeros(plan):
+        """Arrays of zeros, created in the shardings of a plan."""
+
+        def build():
+            return jax.tree.map(lambda p: jax.device_put(jnp.zeros(p.shape, p.dtype), p.sharding), plan)
+
+        return jax.jit(build, out_shardings=shardings(plan))()
+
+    planned = pick(leaves, False)
+    files = pick(leaves, True)
+    built = zeros(planned)
+    stacks = []
     for part in parts(weights):
 
-        def replace(stack, built, work, rest, l, start=part.start):
-            return write(stack, work, l - start), write(built, rest, l)
+        def replace(stack, built, work, new, l, start=part.start):
+            return write(stack, work, l - start), write(built, new, l)
 
-        where = shardings(part.stack), shardings(planned)
-        replace = jax.jit(replace, donate_argnums=(0, 1), out_shardings=where)
-        stack = empty(part.stack)
+        out_shardings = (shardings(part.stack), shardings(planned))
+        replace = jax.jit(replace, donate_argnums=(0, 1), out_shardings=out_shardings)
+        stack = zeros(part.stack)
         for l in range(part.start, part.stop):
             work, new = layer(l)
             new = structure.flatten_up_to(new)
@@ -271,5 +290,6 @@ def fill_layers(weights, others, layer: Callable):
             for file, x in zip(files, pick(new, True), strict=True):
                 file.write(l, jax.device_get(x))
         stacks.append(stack)
-    built, files = iter(built), iter(files)
-    return joined(stacks), structure.unflatten([next(files if f else built) for f in in_file])
+    remaining_built = iter(built)
+    remaining_files = iter(files)
+    return joined(stacks), structure.unflatten([next(remaining_files if f else remaining_built) for f in in_file])

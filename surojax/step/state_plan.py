@@ -1,6 +1,6 @@
-"""The plan of the training state: a shape, dtype and sharding for every array, building none.
+"""The plan of the training state: the shape, dtype and sharding of every array. No array is built.
 
-Initialisation, the step, checkpoint restore and the memory report all read it.
+Initialisation, the step, checkpoint restore and the memory report all read the plan.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ def state_plan(
     *,
     history: tuple[int, ...] | None = None,
 ) -> TrainState:
-    """A TrainState of `jax.ShapeDtypeStruct`s, each with its sharding, for the `Param`s of a model.
+    """A TrainState of `jax.ShapeDtypeStruct`s with shardings, for the `Param`s of a model.
 
-    Stacks of layers whose home is nvme are `InFile`s of one store. history: see `fp8.history_shape`, if there is one.
-    The work weights of a segment are a `host.Split` if some of its layers stay on the device. Raises ConfigError if
-    `resident_layers` leaves no layer to stream, and for a model of several segments with a home of nvme.
+    Stacks of layers whose home is nvme are `InFile`s of one store. The work weights of a segment are `host.Split`s if
+    some of its layers stay on the device. history: its shape, see `fp8.history_shape`; None if there is none. Raises
+    ConfigError if `resident_layers` leaves no layer to stream, or if a model of several segments has a home of nvme.
     """
     if table.weights.resident >= model.num_layers:
         raise ConfigError(
@@ -57,18 +57,18 @@ def state_plan(
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec, memory_kind=home.memory_kind))
 
     def stack(layers: int, shape, dtype, layout: Layout):
-        """An array of `layers` layers, each of this shape and layout."""
+        """A planned stack of this many layers, each of this shape and layout."""
         spec = stacked(layout.stored)
         if layout.home.in_file:
             return InFile(store, (layers, *shape), dtype, jax.NamedSharding(mesh, spec))
         return array((layers, *shape), dtype, spec, layout.home)
 
     def outer_array(shape, dtype, layout: Layout):
-        """An array of the outer layers."""
+        """A planned array of the outer layers."""
         return array(shape, dtype, layout.stored, layout.home)
 
     def quants(param: Param, layout: Layout, work: Any):
-        """The 8-bit copies of a matrix; vectors stay as they are."""
+        """The planned 8-bit copy of `work`, a planned stack of matrices; a stack of vectors is returned unchanged."""
         if param.kind is not Kind.MATRIX:
             return work
         spec = stacked(layout.stored)
@@ -81,11 +81,11 @@ def state_plan(
         return quantize.Quantized(values, array(planned.scales.shape, planned.scales.dtype, spec, layout.home))
 
     def work_stacks(segment: Segment):
-        """Work weights of a segment: of its resident layers, and of the others."""
+        """The planned work weights of a segment: of its resident layers, and of its streamed layers."""
         resident = min(max(table.weights.resident - segment.start, 0), segment.num_layers)
 
         def of_layers(layers: int, home: Home | None):
-            """All of them in this memory, or as their layouts say."""
+            """Stacks of this many layers in this memory; None: in the memory that each layout names."""
 
             def one(param: Param, layout: Layout):
                 layout = layout if home is None else dataclasses.replace(layout, home=home)
@@ -101,27 +101,35 @@ def state_plan(
         return work
 
     def of_state(make, name: str):
-        """(master weights, moments) of a section; make: (shape, dtype, layout) -> a planned array."""
+        """The planned (master weights, moments) of a section; make: (shape, dtype, layout) -> a planned array."""
 
         def moments(param: Param, master_layout: Layout, layout: Layout):
             rule = optimizer.rule(param)
-            last = param.shape[-1] // jax.NamedSharding(mesh, master_layout.stored).shard_shape(param.shape)[-1]
-            shapes = jax.eval_shape(lambda: rule.init(param.shape, last))
-            return jax.tree.map(lambda x, at: make(x.shape, x.dtype, at), shapes, rule.state_layout(layout))
+            shard_shape = jax.NamedSharding(mesh, master_layout.stored).shard_shape(param.shape)
+            last_dim_shards = param.shape[-1] // shard_shape[-1]
+            shapes = jax.eval_shape(lambda: rule.init(param.shape, last_dim_shards))
+            return jax.tree.map(lambda x, layout: make(x.shape, x.dtype, layout), shapes, rule.state_layout(layout))
 
-        params, at = model.params[name], layouts.master[name]
-        master = jax.tree.map(lambda param, l: make(param.shape, table.master.dtype, l), params, at)
-        return master, jax.tree.map(moments, params, at, layouts.moments[name])
+        params = model.params[name]
+        master_layouts = layouts.master[name]
+        master = jax.tree.map(
+            lambda param, layout: make(param.shape, table.master.dtype, layout), params, master_layouts
+        )
+        return master, jax.tree.map(moments, params, master_layouts, layouts.moments[name])
 
-    # The order in which stacks are made is the order of their places in a file's record.
-    weights, master, moments = {}, {}, {}
+    # Stacks in a file are stored in each layer's record in the order in which they are made here.
+    weights = {}
+    master = {}
+    moments = {}
     for segment in model.segments:
         name = segment.name
         master[name], moments[name] = of_state(functools.partial(stack, segment.num_layers), name)
         weights[name] = work_stacks(segment)
     master[OUTER], moments[OUTER] = of_state(outer_array, OUTER)
     weights[OUTER] = jax.tree.map(
-        lambda param, l: outer_array(param.shape, table.outer.dtype, l), model.outer_params, layouts.weights[OUTER]
+        lambda param, layout: outer_array(param.shape, table.outer.dtype, layout),
+        model.outer_params,
+        layouts.weights[OUTER],
     )
     return TrainState(
         step=array((), jnp.int32, jax.P(), DEVICE),
@@ -133,9 +141,9 @@ def state_plan(
 
 
 def bytes_per_device(plan, home: Home = DEVICE) -> int:
-    """Bytes that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory, per device.
+    """Bytes per device that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory.
 
-    nvme: an equal part of the files, which hold everything once.
+    For nvme it is an equal part of the file, which stores every tensor once, unsharded.
     """
     leaves = jax.tree.leaves(plan)
     if home.in_file:

@@ -1,7 +1,7 @@
 """One optimizer step, and one evaluation batch, as compiled programs over the mesh.
 
-A step is `engine.loss_and_gradients`, the optimizer's `scalars`, and `update.update`. That is one program, unless
-master weights or moments are in a file (memory/nvme.py): then it is a `file_step.FileStep`.
+A step is `engine.loss_and_gradients`, the optimizer's `scalars`, and `update.update`. All of it is one program, unless
+master weights or moments are in a file (memory/nvme.py): then the step is a `file_step.FileStep` of several programs.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from surojax.step.update import update
 def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> Callable:
     """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), float32 scalars.
 
-    The state is donated: its arrays are updated in place. Loss is the mean in nats per label over the whole batch,
-    grad_norm the global norm before clipping, lr the rate this step used. With layers in files it is a `FileStep`,
-    which is called, lowered and compiled alike.
+    The state is donated: its arrays are updated in place. loss: mean over all labels of the batch, in nats. grad_norm:
+    the global norm before clipping. lr: the learning rate of this step. If layers are in a file, the result is a
+    `FileStep`, which is called, lowered and compiled in the same way.
     """
     if store_of(plan) is not None:
         return FileStep(engine, optimizer, plan, mesh)
@@ -41,8 +41,8 @@ def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh
     spec = specs_of(plan)
     tokens = batch_sharding(mesh).spec
     step = jax.shard_map(per_device, mesh=mesh, in_specs=(spec, tokens, tokens), out_specs=(spec, jax.P()))
-    everywhere = jax.NamedSharding(mesh, jax.P())
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings(plan), everywhere))
+    replicated = jax.NamedSharding(mesh, jax.P())
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings(plan), replicated))
 
 
 def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Callable:

@@ -1,7 +1,7 @@
-"""Update: the optimizer applied to shards of master weights and moments, one tensor after the other.
+"""The update: applies the optimizer to shards of master weights and moments, one tensor after another.
 
-All layers of a tensor are updated at once if its state is in device memory, one layer at a time if it is copied from
-the host. The work weights are written anew with them, all-gathered unless they are stored in shards.
+If a tensor's state is in device memory, all its layers are updated at once; if any of it is in host memory, one layer
+at a time. New work weights are made from the new master weights, all-gathered unless the work weights are sharded.
 """
 
 import functools
@@ -25,7 +25,7 @@ from surojax.step.state import TensorState, TrainState, from_sections, section
 
 
 class Tensor(NamedTuple):
-    """One tensor in an update: its declaration, layouts, old state and gradient; of all layers for a segment's."""
+    """A tensor to update: its declaration, layouts, old state and gradient. A segment's tensor has all layers."""
 
     param: Param
     master_layout: Layout
@@ -35,7 +35,7 @@ class Tensor(NamedTuple):
 
 
 def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scalars: Scalars, history) -> TrainState:
-    """The state after one optimizer step, tensor by tensor; runs per device on shards."""
+    """The state after one optimizer step; runs per device on shards, one tensor after another."""
     sections: dict[str, TensorState] = {}
     for segment in engine.model.segments:
         old = section(state, segment.name)
@@ -51,7 +51,7 @@ def tensors(engine: Engine, name: str, old: TensorState, grads) -> list[Tensor]:
     """The tensors of a section, from the trees of its state and gradients."""
     leaves, structure = jax.tree.flatten(old.master)
     layouts = engine.layouts
-    trees = engine.params[name], layouts.master[name], layouts.weights[name], old.weights, old.moments, grads
+    trees = (engine.params[name], layouts.master[name], layouts.weights[name], old.weights, old.moments, grads)
     rows = zip(leaves, *map(structure.flatten_up_to, trees), strict=True)
     return [
         Tensor(param, master_layout, weights_layout, TensorState(weights, master, moments), grad)
@@ -60,7 +60,7 @@ def tensors(engine: Engine, name: str, old: TensorState, grads) -> list[Tensor]:
 
 
 def in_turn(tensor: Tensor, done: list[TensorState]) -> Tensor:
-    """The tensor, to be updated after the last one of `done`.
+    """The tensor, unchanged, to be updated after the last one of `done`.
 
     Without an order, the last layers of all tensors would be in device memory at once.
     """
@@ -71,13 +71,13 @@ def in_turn(tensor: Tensor, done: list[TensorState]) -> Tensor:
 
 
 def as_trees(done: list[TensorState], old: TensorState) -> TensorState:
-    """The inverse of `tensors`: trees of the new state."""
+    """The inverse of `tensors`: the trees of the new state."""
     structure = jax.tree.structure(old.master)
     return TensorState(*(structure.unflatten(column) for column in zip(*done, strict=True)))
 
 
 def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars) -> TensorState:
-    """A tensor of all layers of a segment after the update."""
+    """The state of a segment's tensor, all layers, after the update."""
     weights, master, moments = tensor.state
     layers = jnp.arange(len(master))
     like = parts(weights)[0].stack
@@ -86,7 +86,8 @@ def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars:
         return work_weights(engine, tensor, master.astype(engine.table.weights.dtype), like), ()
 
     if on_device((master, moments, tensor.grad)):
-        # In one pass, if the rule allows it: a loop copies each slice before it writes over it.
+        # All layers in one pass, if the rule allows it: a loop would copy each slice before overwriting it.
+        # as_updated: the pass itself returns the new work weights, in the form in which they are stored.
         as_updated = tensor.master_layout.stored == tensor.weights_layout.stored
         as_updated = as_updated and on_device(weights) and not is_quantized(weights)
         dtype = engine.table.weights.dtype if as_updated else None
@@ -105,10 +106,10 @@ def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars:
 
 
 def update_tensor(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars, like, old, inputs):
-    """(work weights, (master weights, moments)) of a tensor of one layer, or of the outer layers, after the update.
+    """(work weights, (master weights, moments)) of one layer's tensor, or of an outer tensor, after the update.
 
-    old: (master weights, moments); inputs: (gradient, layer); all of it in device memory. like: the old work weights,
-    or an array with their structure. The arguments and results are those of a function for `host.sweep`.
+    like: the old work weights, or anything of the same structure. old: (master weights, moments). inputs: (gradient,
+    number of the layer). old and inputs are in device memory. The signature is that of a function for `host.sweep`.
     """
     master, moments = old
     grad, layer = inputs
@@ -121,13 +122,13 @@ def update_tensor(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars:
 
 
 def work_weights(engine: Engine, tensor: Tensor, work: jax.Array, like):
-    """New work weights from shards of them: all-gathered if they are stored so, and quantised if `like` is."""
+    """New work weights from shards of them: all-gathered if work weights are replicated, quantised if `like` is."""
     work = collectives.reshard(work, tensor.master_layout, tensor.weights_layout)
     return work_copy(work, like, engine.table.weights.dtype, collectives.largest_of_shards)
 
 
 def _sweep_parts(function, weights, state, inputs):
-    """(weights, state) after `sweep` over one part of the work weights after another."""
+    """(weights, state) after a `sweep` over each part of the work weights in turn."""
     done = []
     for part in parts(weights):
         stack, state = sweep(function, part.stack, state, inputs, part.start, part.stop)
@@ -136,9 +137,9 @@ def _sweep_parts(function, weights, state, inputs):
 
 
 def update_outer(engine: Engine, optimizer: Optimizer, old: TensorState, grads, scalars: Scalars) -> TensorState:
-    """The outer layers after one optimizer step, each array in its home.
+    """The state of the outer layers after one optimizer step, each array in its home.
 
-    grads: of all sections. A tensor whose state is in host memory is updated a part at a time, no larger than the
+    grads: of all sections. A tensor whose state is in host memory is updated in parts that are no larger than the
     largest tensor of a layer.
     """
     stacks = jax.tree.leaves([grads[segment.name] for segment in engine.model.segments])
@@ -148,7 +149,8 @@ def update_outer(engine: Engine, optimizer: Optimizer, old: TensorState, grads, 
         tensor = in_turn(tensor, done)
         state = tensor.state
         if on_device((state.master, state.moments)):
-            old_state, inputs = (state.master, state.moments), (tensor.grad, 0)
+            old_state = (state.master, state.moments)
+            inputs = (tensor.grad, 0)
             work, new = update_tensor(engine, optimizer, tensor, scalars, state.weights, old_state, inputs)
             done.append(TensorState(work, *new))
         else:
@@ -157,7 +159,7 @@ def update_outer(engine: Engine, optimizer: Optimizer, old: TensorState, grads, 
 
 
 def update_in_parts(optimizer: Optimizer, tensor: Tensor, scalars: Scalars, largest: int) -> TensorState:
-    """A tensor of the outer layers after the update, its rows as a stack of parts with at most `largest` elements."""
+    """The state of an outer tensor after an update in parts: groups of rows with at most `largest` elements each."""
     weights, master, moments = tensor.state
     rows = master.shape[0]
     n = 1 if tensor.param.kind is Kind.VECTOR else divisor(rows, -(-master.size // largest))
