@@ -78,8 +78,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the end of a run has the first layer's variant",
         MODEL,
-        "carry = one(k, variants[k], carry)\n    return carry",
-        "carry = one(k, variants[0], carry)\n    return carry",
+        "carry = one(k, variants[number], carry)",
+        "carry = one(k, variants[0], carry)",
         f"{SEGMENTS} -k [1-placed0]",
     ),
     Mutant(

@@ -114,7 +114,7 @@ def field_cases() -> list[tuple[str, str]]:
     recipe=fp8_hybrid fp8_margin=-1 | fp8_margin: expected 0 to 8 binades, got -1
     recipe=fp8_hybrid fp8_amax_history=0 | fp8_amax_history: expected 1 or more
     recipe=mxfp8 gradient_dtype=float32 | gradient_dtype: expected '' with recipe='mxfp8', which does not use it
-    matmul_dtype=float8         | matmul_dtype: expected one of , bfloat16, float32, got 'float8'
+    matmul_dtype=float8         | matmul_dtype: expected one of '', bfloat16, float32, got 'float8'
     skip_quant_first_layers=1   | skip_quant_first_layers: expected 0 with recipe='bf16', which does not use it
     recipe=nvfp4 skip_quant_last_layers=4 | expected fewer than the 4 layers, both together, got 4; lower them
     recipe=fp8_current model.intermediate_size=344 | model.intermediate_size: expected a multiple of 16 with recipe

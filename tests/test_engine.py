@@ -90,7 +90,7 @@ def test_uneven_devices_keep_leaves_whole():
     assert ours == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
     assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
     replicated = replicated_matrices(small.run.params, small.engine.layouts.master)
-    assert replicated["embed"] == (64, 32) and set(replicated) >= {"attention.wq", "mlp.w_up"}
+    assert replicated["outer.embed"] == (64, 32) and set(replicated) >= {"blocks.attention.wq", "blocks.mlp.w_up"}
 
 
 @functools.cache

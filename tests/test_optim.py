@@ -197,7 +197,7 @@ def test_wsd_is_flat_then_falls():
 
 def test_without_warmup_the_first_step_is_at_the_peak():
     assert rates("linear")[0] == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="cosine, linear or wsd"):
+    with pytest.raises(ValueError, match="cosine, linear, wsd"):
         rates("exponential")
 
 

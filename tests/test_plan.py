@@ -421,6 +421,28 @@ def compiled_step(gpus: int, **changes) -> str:
 
 
 @needs_compiler
+@pytest.mark.full
+def test_layers_that_alternate_are_fetched_one_by_one(planned):
+    """With a window in five of six layers a loop's body has six layers: as many gathers as without, and the weights of
+    one layer more at most, where without an order all six would be gathered at once."""
+    sizes = BLOCKS | {"model.num_hidden_layers": 14, "zero_level": 3}  # two are left of a period
+    plain, windowed = (
+        planned(config(gpus=4, **sizes, **window), FIRST)
+        for window in ({}, {"model.sliding_window": 32, "model.sliding_window_pattern": 6})
+    )
+
+    def gathers(p: Plan) -> int:
+        return next(x["count"] for x in p.collectives if x["op"] == "all-gather")
+
+    def working_space(p: Plan) -> int:
+        return p.device_bytes - sum(row["device"] for row in p.classes.values())
+
+    layer = plain.classes["weights"]["device"] * 4 // 14
+    assert gathers(plain) - 2 <= gathers(windowed) <= gathers(plain)  # one of several loops prefetches less
+    assert working_space(windowed) < working_space(plain) + layer
+
+
+@needs_compiler
 @pytest.mark.parametrize("gpus, level", quick_at([(1, 1), (4, 1), (4, 3)], 0))
 def test_state_in_device_memory_is_updated_in_one_pass(gpus, level):
     """One fusion writes a stack of master weights, with its moments; nothing copies a layer of it, before or after."""

@@ -33,6 +33,8 @@ def test_layers_whose_variants_repeat_are_one_loop():
     variants = [Variant(window=0 if (l + 1) % 6 == 0 else 8) for l in range(34)]
     assert runs(variants) == [Run(0, 34, 6)]
     assert runs(variants[:6]) == [Run(0, 5, 1), Run(5, 6, 1)]  # nothing repeats
+    pattern_of_16 = [Variant(window=8)] * 15 + [Variant()]
+    assert {run.period for run in runs(pattern_of_16 * 2)} == {1}  # too long to unroll
     assert runs([Variant()] * 3) == [Run(0, 3, 1)]
     assert runs([Variant(window=8), Variant()] * 2 + [Variant()] * 3) == [Run(0, 4, 2), Run(4, 7, 1)]
 

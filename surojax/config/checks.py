@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from surojax.config.fields import (
     KINDS,
     RECOMPUTE_PARTS,
-    ROPE_FIELDS,
     WORDS_OF,
     Config,
     default_config,
@@ -135,7 +134,13 @@ def check(c: Config) -> None:
     for name, choices in CHOICES.items():
         near = difflib.get_close_matches(str(values[name]), map(str, choices), n=1, cutoff=0.4)
         change = f"did you mean {near[0]!r}?" if near else "choose one of them"
-        _need(values[name] in choices, name, f"one of {', '.join(map(str, choices))}", values[name], change)
+        _need(
+            values[name] in choices,
+            name,
+            f"one of {', '.join(str(choice) or repr(choice) for choice in choices)}",
+            values[name],
+            change,
+        )
     _check_model(c)
     _check_recipe(c)
     _check_schedule(c)
@@ -193,7 +198,7 @@ def _check_model(c: Config) -> None:
     _check_window(m.sliding_window, m.sliding_window_pattern, m.num_hidden_layers)
     kind = m.rope_scaling
     defaults = default_config().model
-    for name in (f"rope_{field}" for field in ROPE_FIELDS if field not in ROPE_USES[kind]):
+    for name in (f"rope_{field}" for field in ROPE_USES["llama3"] if field not in ROPE_USES[kind]):
         expected = f"{defaults[name]} with rope_scaling={kind!r}, which does not use it"
         _need(m[name] == defaults[name], f"model.{name}", expected, m[name], "leave it out, or set model.rope_scaling")
     if kind != "none":

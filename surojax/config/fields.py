@@ -2,7 +2,7 @@
 
 `default_config()` is locked, so a typo in a config file, a notebook or a flag is an error. `checks.check` refuses bad
 values, and `flags` reads config files and command lines. Only the commands use the ConfigDict: the code below them
-takes a `LlamaConfig` (from `model_config`) and keywords.
+takes a `Model` (`assembly.model`), a `Placement` and keywords.
 """
 
 import difflib
@@ -147,7 +147,6 @@ def default_config() -> Config:
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 WORDS_OF: dict[str, tuple[str, ...]] = {"offload_optimizer": ("nvme",), "offload_master": ("nvme",)}
 RECOMPUTE_PARTS = ("recompute_norm", "recompute_swiglu", "recompute_ffn", "recompute_att")
-ROPE_FIELDS = "factor low_freq_factor high_freq_factor original_max_position_embeddings".split()
 
 
 def flat(c: Config) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def parameter(
 ) -> nnx.Param:
     """A float32 parameter, declared by the logical names of its axes, its kind, and the product that it feeds.
 
-    Everything else follows from these: see `Param`, which `model.collect_params` makes of them.
+    product: the number of its matrix product in the block, from which that product's random numbers follow (nvfp4).
+    Everything else follows from axes and kind: see `Param`, which `model.collect_params` makes of them.
     """
     named = nnx.with_partitioning(initializer, axes, eager_sharding=False)
     return nnx.Param(named(rngs.params(), shape, jnp.float32), kind=kind, product=product)

@@ -214,6 +214,9 @@ class Model:
         return stacks | {OUTER: stack((), self.outer_params)}
 
 
+LONGEST_PERIOD = 8
+
+
 class Run(NamedTuple):
     """Layers `start` to `stop` - 1 whose variants repeat after `period` layers."""
 
@@ -225,7 +228,8 @@ class Run(NamedTuple):
 def runs(variants: Sequence[Variant]) -> list[Run]:
     """The layers split into runs, each of them a loop whose body computes `period` layers.
 
-    Greedy: from the front, the longest run whose period is repeated at least once, or is 1.
+    Greedy: from the front, the longest run whose period is repeated at least once, or is 1. A period is at most
+    `LONGEST_PERIOD`: layers that are unrolled take their time to compile.
     """
     found: list[Run] = []
     start = 0
@@ -237,7 +241,7 @@ def runs(variants: Sequence[Variant]) -> list[Run]:
             same = (rest[i] == rest[i - period] for i in range(period, len(rest)))
             return period + next((i for i, equal in enumerate(same) if not equal), len(rest) - period)
 
-        periods = [p for p in range(1, len(rest)) if p == 1 or length(p) >= 2 * p] or [1]
+        periods = [p for p in range(1, LONGEST_PERIOD + 1) if p == 1 or (2 * p <= len(rest) and length(p) >= 2 * p)]
         period = max(periods, key=length)  # of several as long, the shortest
         found.append(Run(start, start + length(period), period))
         start = found[-1].stop
@@ -247,19 +251,34 @@ def runs(variants: Sequence[Variant]) -> list[Run]:
 def loop_over(variants: Sequence[Variant], period: int, one: Callable, carry):
     """The carry after carry = one(k, variants[k], carry) for every k, in a loop whose body has `period` of them.
 
-    variants: repeat after `period`; what is left over at the end is unrolled.
+    variants: repeat after `period`. What is left over at the end is unrolled, and so is what would be a loop of one
+    round, which XLA would dissolve.
     """
     n = len(variants)
+    looped = n - n % period if n >= 2 * period else 0
+
+    def in_turn(k, carry):
+        """(k, carry) that are known only when the layer before is done; between layers of a loop its carry does this.
+
+        Otherwise XLA merges the transfers of layers that it sees side by side, or makes all of them at the beginning,
+        so that several layers are in memory at once, and hands activations on unrounded.
+        """
+        return jax.lax.optimization_barrier((jnp.int32(k), carry))
 
     def body(i, carry):
         for j, variant in enumerate(variants[:period]):
-            carry = one(i if period == 1 else i * period + j, variant, carry)
+            k = i if period == 1 else i * period + j
+            if j:
+                k, carry = in_turn(k, carry)
+            carry = one(k, variant, carry)
         return carry
 
-    carry = jax.lax.fori_loop(0, n // period, body, carry)
-    for k in range(n - n % period, n):
-        carry = one(k, variants[k], carry)
-    return carry
+    if looped:
+        carry = jax.lax.fori_loop(0, looped // period, body, carry)
+    for number in range(looped, n):
+        k, carry = in_turn(number, carry)
+        carry = one(k, variants[number], carry)
+    return carry if looped == n else jax.lax.optimization_barrier(carry)
 
 
 def collect_params(modules: dict[str, Any]) -> dict[str, Any]:
@@ -281,10 +300,9 @@ def collect_params(modules: dict[str, Any]) -> dict[str, Any]:
         params = []
         for path, variable in leaves:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            metadata = {key: variable.get_metadata(key) for key in ("kind", "product")}
+            kind = variable.get_metadata("kind")
             axes = tuple(variable.get_metadata("out_sharding"))
-            stream = streams[section == OUTER]
-            params.append(Param(name, variable.get_value().shape, axes, stream=stream, **metadata))
+            params.append(Param(name, variable.get_value().shape, axes, kind, streams[section == OUTER]))
             streams[section == OUTER] += 2
         found[section] = structure.unflatten(params)
     return found

@@ -137,8 +137,12 @@ def specs(of_class: dict) -> dict:
 
 def replicated_matrices(params: dict, of_class: dict) -> dict[str, tuple[int, ...]]:
     """Names and shapes of matrices and tables that are not sharded: every device stores all of their state."""
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(of_class), strict=True)
-    return {p.name: p.shape for p, layout in pairs if layout.sharded_dim is None and p.kind is not Kind.VECTOR}
+    found = {}
+    for section, of_section in params.items():
+        for param, layout in zip(jax.tree.leaves(of_section), jax.tree.leaves(of_class[section]), strict=True):
+            if layout.sharded_dim is None and param.kind is not Kind.VECTOR:
+                found[f"{section}.{param.name}"] = param.shape
+    return found
 
 
 def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding:

@@ -18,11 +18,9 @@ class Kind(enum.Enum):
 class Param:
     """One parameter of a model.
 
-    name: path in the tree of parameters, "attention.wq".
+    name: path in the section's tree of parameters, "attention.wq".
     shape: of one layer, without the layer axis; of the entire array for the outer layers.
     axes: logical names of its dimensions, see `layout.MESH_AXES`.
-    product: number of its matrix product in the block, used to derive the product's random numbers (nvfp4); None if it
-    is no operand of a product in the recipe's dtype.
     stream: number of its random stream in stochastic rounding (optim/optimizer.py), unique in the model.
     """
 
@@ -30,5 +28,4 @@ class Param:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     kind: Kind
-    product: int | None = None
     stream: int = 0

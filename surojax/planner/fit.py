@@ -34,7 +34,7 @@ from surojax.numerics import quantize
 from surojax.numerics.quantize import is_quantized
 from surojax.numerics.recipes import check_recipe
 from surojax.parallel.collectives import check_copy_engine
-from surojax.placement.home import DEVICE, HOST, NVME, Home
+from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, SHARD
 from surojax.placement.param import OUTER, Kind
@@ -107,8 +107,8 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
         return {DEVICE.name: 0, HOST.name: 0} | {home.name: size}
 
     in_file = bytes_per_device(plan, NVME)
-    layers = [(plan.master[segment.name], plan.moments[segment.name]) for segment in model.segments]
-    layer_state = (sum(by_home(layers).values()) + in_file + block_grads) // model.num_layers
+    layer_state = max(segment.layer_state for segment in segments)
+    layer_grads = [segment.grads // of.num_layers for segment, of in zip(segments, model.segments, strict=True)]
     saved_on_device = 0 if table.residuals.home.streamed else activations
     if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and table.outer.sharded):
         # XLA's CPU compiler allocates separate activations for the last microbatch
@@ -130,10 +130,10 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     exchanged = {"reduce_scatter": 0, "all_to_all": 2 * layer_bytes, "int8": layer_bytes}[table.reduce]
     exchanged = exchanged if run.mesh.shape[SHARD] > 1 else 0  # gradients of a layer, sent and received
     if grads.home.streamed:
-        # In flight: accumulators of the previous layer to the host, accumulators of this layer to the device. While the
-        # head computes: accumulators of the last layer of the previous microbatch.
-        during_layer += 2 * block_grads // model.num_layers
-        during_head += block_grads // model.num_layers
+        # In flight: accumulators of the previous layer to the host, of this layer to the device, and of the last layer
+        # of every other segment. While the head computes: those of the previous microbatch.
+        during_layer += sum(layer_grads) + max(layer_grads)
+        during_head += sum(layer_grads)
     if table.residuals.home.streamed:
         # Residuals of the next layer. Those of this layer too if it is recomputed; else `saved` below includes them.
         during_layer += (2 if engine.recompute_block else 1) * kept
@@ -174,6 +174,7 @@ class SegmentBytes(NamedTuple):
     kept: int  # residuals of one layer, from the forward pass to the backward pass
     saved: int  # residuals of one layer if nothing is recomputed
     scores: int  # attention scores in the backward pass of one layer
+    layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
     grads: int  # gradient accumulators of all layers
     activations: int  # residuals of all layers
 
@@ -190,13 +191,16 @@ def _segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeSt
     all_saved = saved if plain is run.model else _block_bytes(plain, segment, layer, x, platform)[0]
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
+    grads = jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes)
+    state = run.plan.master[segment.name], run.plan.moments[segment.name]
     return SegmentBytes(
         weights=_bytes(layer),
         fetched=_bytes(fetched),
         kept=kept,
         saved=all_saved,
         scores=scores,
-        grads=jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes),
+        layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // segment.num_layers,
+        grads=grads,
         activations=segment.num_layers * kept,
     )
 
@@ -232,7 +236,8 @@ def _block_bytes(model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct,
     traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
     forward = next(s for s in traced.segments if s.name == segment.name).block_forward
     layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
-    saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x)[1], layer, x))
+    variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
+    saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x, None, variant)[1], layer, x))
     heads = B * S * segment.heads.query
     if compute.attention == "cudnn" or (compute.attention == "auto" and platform != "cpu" and itemsize == 2):
         # Flash attention saves its output and one float32 sum per row, and no scores.

@@ -10,6 +10,7 @@ import numpy as np
 from surojax.memory.host import move, read
 from surojax.memory.nvme import InFile
 from surojax.placement.home import DEVICE
+from surojax.placement.param import OUTER
 
 
 def name_of(path, separator: str = ".") -> str:
@@ -25,7 +26,8 @@ def checksums(**trees) -> tuple[dict[str, int], list[str]]:
     def fetch(name, x):
         if isinstance(x, InFile):
             return _checksum_of_file(x)
-        return jax.device_get(_checksum(x, stacked="/blocks/" in name))
+        section = name.split("/")[1]  # behind "master", "moments" or "weights"
+        return jax.device_get(_checksum(x, stacked=section != OUTER))
 
     # One program at a time: several with collectives in flight can block each other on virtual CPU devices.
     sums, finite = zip(*(fetch(name, x) for name, (_, x) in zip(names, leaves, strict=True)), strict=True)

@@ -54,7 +54,7 @@ def from_sections(step, sections: dict[str, TensorState], history) -> TrainState
 
 
 def segment_names(tree: dict) -> list[str]:
-    """Names of the segments in a dict by section, in order: all names except OUTER."""
+    """Names of the segments in a dict by section, in no particular order: all names except OUTER."""
     return [name for name in tree if name != OUTER]
 
 

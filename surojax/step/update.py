@@ -37,12 +37,13 @@ class Tensor(NamedTuple):
 def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scalars: Scalars, history) -> TrainState:
     """The state after one optimizer step; runs per device on shards, one tensor after another."""
     sections: dict[str, TensorState] = {}
+    done: list[TensorState] = []  # of all segments
     for segment in engine.model.segments:
         old = section(state, segment.name)
-        done: list[TensorState] = []
+        before = len(done)
         for tensor in tensors(engine, segment.name, old, grads[segment.name]):
             done.append(update_layers(engine, optimizer, in_turn(tensor, done), scalars))
-        sections[segment.name] = as_trees(done, old)
+        sections[segment.name] = as_trees(done[before:], old)
     sections[OUTER] = update_outer(engine, optimizer, section(state, OUTER), grads, scalars)
     return from_sections(state.step + 1, sections, history)
 

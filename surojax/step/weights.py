@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import Part, parts, read
+from surojax.memory.host import Part, on_device, parts, read
 from surojax.models.model import Segment, Variant, loop_over, runs
 from surojax.numerics.quantize import dequantise_all, largest_magnitude, quantise, quantise_whole
 from surojax.parallel import collectives
@@ -133,11 +133,9 @@ class Layers:
         """stacks: the segment's work weights."""
         self.segment = segment
         table = engine.table
-        found = parts(stacks)
-        streamed = table.weights.home.streamed or table.quants.home.streamed  # of two parts the last
         self.prefetches: list[Prefetch] = []
-        for part in found:
-            stages = table.weights.sharded + (streamed and part is found[-1])
+        for part in parts(stacks):
+            stages = table.weights.sharded + (not on_device(part.stack))
             for run in runs(segment.variants[part.start : part.stop]):
                 layers = range(part.start + run.start, part.start + run.stop)
                 self.prefetches.append(Prefetch(engine, segment, part, layers, run.period, stages=stages))
