@@ -6,6 +6,7 @@ never computed with less than its config says. Keys may be absent if they have t
 and `rope_theta` with `rope_scaling` (before).
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -169,10 +170,9 @@ def resolved(c: Any) -> Any:
         if c.from_scratch:
             raise ConfigError("from_scratch: expected false without a model_path, got True; leave it out")
         return c
-    found = c.copy_and_resolve_references()
-    with found.unlocked():
-        found.model.update(settings(read_config(c.model_path)))
-        tokenizer = Path(c.model_path).expanduser() / "tokenizer.json"
-        if c.tokenizer == "bytes" and tokenizer.is_file():
-            found.tokenizer = str(tokenizer)
-    return found.lock()
+    found = copy.deepcopy(c)
+    found.model.update(settings(read_config(c.model_path)))
+    tokenizer = Path(c.model_path).expanduser() / "tokenizer.json"
+    if c.tokenizer == "bytes" and tokenizer.is_file():
+        found.tokenizer = str(tokenizer)
+    return found

@@ -222,7 +222,7 @@ def new_master(optimizer: optim.Optimizer, params, initial, master_plan):
 
 
 def layer_state_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
-    """A function of initial values of a layer -> (arrays that work weights are cast from, (master weights, moments))."""
+    """A function: initial values of a layer -> (arrays that work weights are cast from, (master weights, moments))."""
     master_plan = layer_of(plan.master[segment.name])
     work = work_function(plan.weights[segment.name], work_dtype(plan))
 
