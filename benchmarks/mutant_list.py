@@ -46,6 +46,42 @@ LLAMA = "surojax/models/llama.py"
 LLAMA_FP8 = "surojax/models/llama_fp8.py"
 
 MUTANTS: tuple[Mutant, ...] = (
+    # -- Hugging Face's models ----------------------------------------------------------------------------------------
+    Mutant(
+        "layer_types: the window is off by one layer",
+        "surojax/exchange/huggingface.py",
+        "(l + 1) % pattern == 0",
+        "l % pattern == 0",
+        "tests/test_huggingface.py::test_windows_by_layer",
+    ),
+    Mutant(
+        "rope_theta of rope_parameters is not read",
+        "surojax/exchange/huggingface.py",
+        'rope.pop("rope_theta", given["rope_theta"])',
+        'rope.pop("rope_theta", 0) * 0 + given["rope_theta"]',
+        "tests/test_huggingface.py::test_settings_are_those_of_the_case -k qwen3]",
+    ),
+    Mutant(
+        "keys of config.json that are not known are ignored",
+        "surojax/exchange/huggingface.py",
+        "if unknown := sorted(config.keys() - known):",
+        "if unknown := []:",
+        "tests/test_huggingface.py::test_what_is_not_computed_is_refused -k changes1",
+    ),
+    Mutant(
+        "every layer has the first one's weights",
+        "surojax/exchange/weights.py",
+        "weights.read(name_of(param, segment.start + l))",
+        "weights.read(name_of(param, segment.start))",
+        "tests/test_huggingface.py::test_weights_arrive_to_the_bit_under_every_placement -k qwen2-1",
+    ),
+    Mutant(
+        "tensors that the model does not use are accepted",
+        "surojax/exchange/weights.py",
+        "    if unused:\n",
+        "    if False:\n",
+        "tests/test_huggingface.py::test_tensors_that_do_not_fit_are_refused -k tensors1",
+    ),
     # -- Segments and variants ----------------------------------------------------------------------------------------
     Mutant(
         "a window is one position wider",

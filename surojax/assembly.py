@@ -7,6 +7,7 @@ abstract.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from surojax.placement.mesh import SHARD
 from surojax.placement.table import SETTINGS, Mesh, Placement, place
 from surojax.step import train_step as step
 from surojax.step.spec import Engine
-from surojax.step.state import TrainState, init_state
+from surojax.step.state import TrainState, init_state, load_state
 from surojax.step.state_plan import state_plan
 
 # XLA options that overlap copies and communication with computation. In the engine's program all copies and all-gathers
@@ -78,6 +79,10 @@ class Assembly:
     def init_state(self, seed: int) -> TrainState:
         """A new state, each array created in its own sharding and memory."""
         return init_state(self.model, self.plan, self.optimizer, seed)
+
+    def load_state(self, layer: Callable, outer: Callable) -> TrainState:
+        """A new state with weights that are read layer by layer; see `state.load_state`."""
+        return load_state(self.model, self.plan, self.optimizer, layer, outer)
 
     def train_step(self):
         """See `step.make_train_step`."""

@@ -28,6 +28,8 @@ from surojax.config.flags import parse
 from surojax.data import batches as data
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
+from surojax.exchange.huggingface import resolved
+from surojax.exchange.weights import open_weights, readers
 from surojax.generate import complete
 from surojax.memory import nvme
 from surojax.memory.lock import locked
@@ -65,7 +67,7 @@ def train(config: Config) -> Result:
     cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), OSError (the disk has no room
     for metrics, or the disk of nvme_path fails).
     """
-    c = config
+    c = resolved(config)
     started = time.perf_counter()
 
     # -- Check: everything that can be checked without data -----------------------------------------------------------
@@ -76,6 +78,7 @@ def train(config: Config) -> Result:
     run = from_config(c, mesh, total_steps=1)
     need = check_fit(c, run, devices)
     nvme.check(nvme.store_of(run.plan))
+    initial = open_weights(c, run.model)
     checkpoint.check_room(output_dir, run.plan)
 
     # -- Data ---------------------------------------------------------------------------------------------------------
@@ -134,13 +137,16 @@ def train(config: Config) -> Result:
         evaluate = Evaluation(c, run, mesh, held_out)
         say(f"compiled in {time.perf_counter() - compile_start:.1f} s")
 
-        # -- State: new, or from a checkpoint -------------------------------------------------------------------------
+        # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
         if store and (step := store.interrupted()):
             start = f"continuing from {resume.name}" if resume else "there is no checkpoint, so this starts anew"
             say(f"nvme: the last run ended within the update of step {step}, what it left is not used: {start}")
         if resume:
             train_state = checkpoint.restore(resume, run.plan)
             say(f"continuing from {resume}")
+        elif initial:
+            train_state = run.load_state(*readers(initial))
+            say(f"starting from {initial.folder}")
         else:
             train_state = run.init_state(c.seed)
 

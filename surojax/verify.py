@@ -44,6 +44,7 @@ from surojax.assembly import from_config
 from surojax.config import Config, checks, default_config, fields as configs
 from surojax.config.flags import parse
 from surojax.errors import ConfigError
+from surojax.exchange.huggingface import resolved
 from surojax.memory import nvme
 from surojax.placement import table as placement
 from surojax.placement.layout import batch_sharding
@@ -234,6 +235,7 @@ def verify(
     """
     if steps < 1:
         raise ConfigError(f"--steps: expected 1 or more, got {steps}; raise it")
+    config = resolved(config)
     checks.check(config)
     devices = find_devices(0) if devices is None else devices
     if config.nvme_path and not os.path.isdir(config.nvme_path):
@@ -435,6 +437,7 @@ def main(argv: list[str] | None = None) -> None:
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
             with contextlib.suppress(RuntimeError):  # JAX has started: its number of devices is fixed
                 jax.config.update("jax_num_cpu_devices", 8)
+        c = resolved(c)
         checks.check(c)
         devices = find_devices(0)
         batches, microbatches = make_batches(c, len(devices), 1)

@@ -92,4 +92,4 @@ def test_equals_hugging_face(case):
 
 
 def test_all_families_are_there():
-    assert CASES == ["llama", "llama3_rope", "llama_linear_rope", "qwen2", "qwen3"]
+    assert CASES == ["llama", "llama3_rope", "llama_linear_rope", "mistral", "qwen2", "qwen3", "qwen3_windows"]

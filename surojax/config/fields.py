@@ -48,6 +48,8 @@ def default_config() -> Config:
     c.gradient_accumulation_steps = 1  # microbatches per step; effective batch = this x batch size x data-parallel GPUs
 
     # Model
+    c.model_path = ""  # folder of a Hugging Face model to start from, which sets the model fields; "" = new weights
+    c.from_scratch = False  # model_path: take the model's sizes only, and draw new weights
     c.model = ml_collections.ConfigDict()
     c.model.model_type = "llama"  # family: llama (with Mistral, Qwen2 and Qwen3, by the fields below)
     c.model.vocab_size = 32000  # rows of the embedding; at least the tokenizer's vocabulary

@@ -24,6 +24,7 @@ from surojax.assembly import Assembly, compute, from_config
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
+from surojax.exchange.huggingface import resolved
 from surojax.models.attention import attend, fits_cudnn
 from surojax.numerics.quantize import is_quantized
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
@@ -128,6 +129,7 @@ def checked(config: Config, gpu: str) -> Config:
         near = difflib.get_close_matches(gpu.lower(), GPUS, n=1)
         hint = f"did you mean {near[0]}?" if near else "add its facts to surojax/planner/gpus.py"
         raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {gpu!r}; {hint}")
+    config = resolved(config)
     checks.check(config)
     if config.gpus == 0:
         raise ConfigError(

@@ -150,18 +150,12 @@ def init_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, seed:
     """A new state, each array created in its own sharding and memory; see `init_program`."""
     if store_of(plan) is None:
         return init_program(model, plan, optimizer)(seed)
-    sections: dict[str, TensorState] = {}
-    for segment in model.segments:
-        layer = jax.jit(init_layer_function(segment, plan, optimizer))
-        planned = section(plan, segment.name)
-        others = (planned.master, planned.moments)
-        weights, (master, moments) = fill_layers(planned.weights, others, functools.partial(layer, seed))
-        sections[segment.name] = TensorState(weights, master, moments)
+
+    def layer_function(segment: Segment) -> Callable:
+        return functools.partial(jax.jit(init_layer_function(segment, plan, optimizer)), seed)
+
     outer = jax.jit(init_outer_function(model, plan, optimizer), out_shardings=shardings(section(plan, OUTER)))
-    sections[OUTER] = outer(seed)
-    step = jax.device_put(jnp.int32(0), plan.step.sharding)
-    history = jax.device_put(new_history(plan), shardings(plan.history))
-    return from_sections(step, sections, history)
+    return fill_state(model, plan, layer_function, outer(seed))
 
 
 def init_program(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
@@ -185,32 +179,75 @@ def init_program(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> 
     return jax.jit(build, out_shardings=shardings(plan))
 
 
+def load_state(
+    model: Model, plan: TrainState, optimizer: optim.Optimizer, read_layer: Callable, read_outer: Callable
+) -> TrainState:
+    """A new state with initial weights that are read one layer after another.
+
+    read_layer: (segment, l) -> numpy arrays of its layer l. read_outer: model -> numpy arrays of the outer layers. Host
+    memory holds one layer of them at a time. Each device receives its shards only.
+    """
+
+    def layer_function(segment: Segment) -> Callable:
+        where = shardings(layer_of(plan.master[segment.name]))
+        state_of = jax.jit(layer_state_function(segment, plan, optimizer))
+        return lambda l: state_of(jax.device_put(read_layer(segment, l), where))
+
+    def state_of_outer(initial):
+        return outer_state(model, plan, optimizer, initial)
+
+    on_device = jax.tree.map(lambda p: p.sharding.with_memory_kind(DEVICE.memory_kind), plan.master[OUTER])
+    initial = jax.device_put(read_outer(model), on_device)
+    outer = jax.jit(state_of_outer, out_shardings=shardings(section(plan, OUTER)))(initial)
+    return fill_state(model, plan, layer_function, outer)
+
+
+def fill_state(model: Model, plan: TrainState, layer_function: Callable, outer: TensorState) -> TrainState:
+    """A state before the first step, filled outside `jit`; layer_function: of a segment, see `fill_layers`."""
+    sections = {}
+    for segment in model.segments:
+        planned = section(plan, segment.name)
+        others = (planned.master, planned.moments)
+        weights, (master, moments) = fill_layers(planned.weights, others, layer_function(segment))
+        sections[segment.name] = TensorState(weights, master, moments)
+    step = jax.device_put(jnp.int32(0), plan.step.sharding)
+    history = jax.device_put(new_history(plan), shardings(plan.history))
+    return from_sections(step, sections | {OUTER: outer}, history)
+
+
 def new_master(optimizer: optim.Optimizer, params, initial, master_plan):
     """(master weights, moments) of parameters with these initial values, in the shardings of the master weights."""
     master = cast(initial, master_plan)
     return master, optim.init(optimizer, params, master, master_plan)
 
 
-def init_layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
-    """A function (seed, l) -> (arrays that work weights are cast from, (master weights, moments)) of a new layer."""
+def layer_state_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
+    """A function: initial values of a layer -> (arrays that work weights are cast from, (master weights, moments))."""
     master_plan = layer_of(plan.master[segment.name])
     work = work_function(plan.weights[segment.name], work_dtype(plan))
 
-    def layer(seed, l):
-        master, moments = new_master(optimizer, segment.params, segment.init(seed, l), master_plan)
+    def state_of(initial):
+        master, moments = new_master(optimizer, segment.params, initial, master_plan)
         return work(master), (master, moments)
 
-    return layer
+    return state_of
+
+
+def outer_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, initial) -> TensorState:
+    """The TensorState of the outer layers with these initial values."""
+    master, moments = new_master(optimizer, model.outer_params, initial, plan.master[OUTER])
+    return TensorState(cast(master, plan.weights[OUTER]), master, moments)
+
+
+def init_layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
+    """A function (seed, l) -> the same of a new layer, drawn at random; see `layer_state_function`."""
+    state_of = layer_state_function(segment, plan, optimizer)
+    return lambda seed, l: state_of(segment.init(seed, l))
 
 
 def init_outer_function(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
     """A function seed -> initial TensorState of the outer layers."""
-
-    def outer(seed):
-        master, moments = new_master(optimizer, model.outer_params, model.init_outer(seed), plan.master[OUTER])
-        return TensorState(cast(master, plan.weights[OUTER]), master, moments)
-
-    return outer
+    return lambda seed: outer_state(model, plan, optimizer, model.init_outer(seed))
 
 
 def fill_layers(weights, others, layer: Callable):

@@ -1,0 +1,1 @@
+"""Models in other formats: their settings, names and files."""

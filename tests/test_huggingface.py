@@ -1,0 +1,259 @@
+"""Hugging Face models in: settings, names, files, and refusals. Logits are compared in test_parity.py."""
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from small import needs
+from test_parity import CASES, REFERENCE, load_config, load_tree
+
+from surojax import ConfigError, default_config, train
+from surojax.assembly import architecture, from_config
+from surojax.config.checks import check
+from surojax.exchange import weights as files
+from surojax.exchange.huggingface import read_config, resolved, settings
+from surojax.placement.mesh import make_mesh
+
+
+def stored(case: str) -> dict[str, np.ndarray]:
+    """The tensors of a case by Hugging Face name."""
+    start = f"{case}/weight/"
+    return {name.removeprefix(start): array for name, array in REFERENCE.items() if name.startswith(start)}
+
+
+def hf_config(case: str, **changes) -> dict[str, Any]:
+    """The config.json of a case as transformers writes it."""
+    found = json.loads(str(REFERENCE[f"{case}/config.json"])) | changes
+    return {key: value for key, value in found.items() if value != "absent"}
+
+
+def write(folder: Path, case: str, *, shards: int = 1, tensors: dict | None = None, **changes) -> Path:
+    """A Hugging Face model's folder, in so many files."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config(case, **changes)))
+    tensors = stored(case) if tensors is None else tensors
+    if shards == 1:
+        safetensors.numpy.save_file(tensors, folder / files.SINGLE)
+        return folder
+    index = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(index.values()):
+        part = {name: array for name, array in tensors.items() if index[name] == file}
+        safetensors.numpy.save_file(part, folder / file)
+    (folder / files.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def config(folder: Path | str, **changes):
+    c = default_config()
+    c.update({"model_path": str(folder), "model_dtype": "float32"} | changes)
+    c = resolved(c)
+    check(c)
+    return c
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settings_are_those_of_the_case(case):
+    """As transformers 5 writes them, and as versions before it did."""
+    c = default_config()
+    for found in (hf_config(case), before_5(hf_config(case))):
+        c.model.update(settings(found))
+        check(c)
+        assert architecture(c) == load_config(case)
+
+
+def before_5(found: dict[str, Any]) -> dict[str, Any]:
+    rope = found.pop("rope_parameters")
+    found["rope_theta"] = rope.pop("rope_theta")
+    found["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    found["torch_dtype"] = "float32"
+    return found
+
+
+def test_keys_that_are_left_out_have_the_values_of_the_class():
+    found = settings({"model_type": "mistral", "num_hidden_layers": 2})
+    assert (found["num_key_value_heads"], found["sliding_window"], found["rms_norm_eps"]) == (8, 4096, 1e-6)
+    found = settings({"model_type": "llama", "num_attention_heads": 16})
+    assert (found["num_key_value_heads"], found["sliding_window"]) == (16, 0) and "attention_bias" not in found
+    assert settings({"model_type": "qwen2"})["attention_bias"] and settings({"model_type": "qwen3"})["qk_norm"]
+    assert settings({"model_type": "qwen3"})["head_dim"] == 128
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "gpt2"}, r"expected model_type llama, mistral, qwen2, qwen3, got 'gpt2'"),
+        ({"logit_softcap": 30.0}, r"config.json has logit_softcap, which may change what the model computes"),
+        ({"hidden_act": "gelu"}, r"hidden_act: expected 'silu', got 'gelu'"),
+        ({"attention_bias": True}, r"attention_bias: expected False, got True"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config: expected None"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, r"rope_type: expected default, linear, llama3, got 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, r"got \['beta', 'factor'\]"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"rope_type none"),
+    ],
+)
+def test_what_is_not_computed_is_refused(tmp_path, changes, message):
+    folder = write(tmp_path / "model", "llama", **changes)
+    with pytest.raises(ConfigError, match=rf"^model_path: .*{message}"):
+        config(folder)
+
+
+def test_windows_by_layer():
+    window = lambda types: settings(
+        {"model_type": "qwen3", "use_sliding_window": True, "num_hidden_layers": 4, "layer_types": types}
+    )
+    full, sliding = "full_attention", "sliding_attention"
+    assert window([sliding, sliding, full, sliding])["sliding_window_pattern"] == 3
+    assert window([sliding] * 4)["sliding_window_pattern"] == 0 and window([full] * 4)["sliding_window"] == 0
+    with pytest.raises(ConfigError, match="layer_types: expected every n-th layer with full_attention"):
+        window([full, sliding, sliding, sliding])
+    first = {"model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 4, "max_window_layers": 2}
+    with pytest.raises(ConfigError, match="layer_types"):
+        settings(first)
+
+
+PLACED: dict[str, dict[str, Any]] = {
+    "1": {},
+    "4": {"gpus": 4, "zero_level": 3, "offload_master": True, "offload_weights": True},
+    "nvme": {"offload_master": "nvme", "offload_optimizer": "nvme"},
+}
+
+
+@needs(4)
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("case", ["llama3_rope", "qwen2"])
+def test_weights_arrive_to_the_bit_under_every_placement(tmp_path, case, placed):
+    """A tied head and biases; read from three files, one layer in memory at a time."""
+    changes = PLACED[placed] | ({"nvme_path": str(tmp_path)} if placed == "nvme" else {})
+    c = config(write(tmp_path / "model", case, shards=3), **changes)
+    run = from_config(c, make_mesh(jax.devices()[: c.gpus]), total_steps=1)
+    weights = files.open_weights(c, run.model)
+    assert weights is not None
+    alive: list[weakref.ref] = []
+    most = 0
+    read = weights.read
+
+    def counted(name: str) -> np.ndarray:
+        nonlocal most
+        array = read(name)
+        alive.append(weakref.ref(array))
+        most = max(most, sum(reference() is not None for reference in alive))
+        return array
+
+    weights.read = counted
+    state = run.load_state(*files.readers(weights))
+    expected = load_tree(case, "weight", 2)
+    chex.assert_trees_all_equal(jax.device_get(state.weights), expected)
+    if placed != "nvme":
+        chex.assert_trees_all_equal(jax.device_get(state.master), expected)
+    # Arrays on virtual CPU devices may be the files' own memory, so a layer's are freed with the next.
+    assert most <= 2 * len(jax.tree.leaves(run.model.segments[0].params))
+
+
+def test_other_dtypes_are_cast(tmp_path):
+    halves = {name: array.astype(jax.numpy.bfloat16) for name, array in stored("llama").items()}
+    c = config(write(tmp_path / "model", "llama", tensors=halves))
+    run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=1)
+    state = run.load_state(*files.readers(files.Weights(c.model_path)))
+    expected = jax.tree.map(lambda x: x.astype(jax.numpy.bfloat16).astype(np.float32), load_tree("llama", "weight", 2))
+    chex.assert_trees_all_equal(jax.device_get(state.master), expected)
+
+
+def without(name: str) -> dict[str, np.ndarray]:
+    return {key: array for key, array in stored("llama").items() if key != name}
+
+
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        (without("model.norm.weight"), r"expected model\.norm\.weight in .*, got no such tensor"),
+        (stored("llama") | {"model.extra": np.zeros(2)}, r"has model\.extra, which a model with this config\.json"),
+        (
+            stored("llama") | {"model.norm.weight": np.zeros(33, np.float32)},
+            r"model\.norm\.weight: expected \[32\], as config\.json says, got \[33\]",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tmp_path, tensors, message):
+    c = config(write(tmp_path / "model", "llama", tensors=tensors))
+    model = from_config(c, make_mesh(jax.devices()[:1]), total_steps=1).model
+    with pytest.raises(ConfigError, match=rf"^model_path: .*{message}"):
+        files.open_weights(c, model)
+
+
+def test_damaged_folders_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^model_path: expected a folder with config\.json, got .*nowhere"):
+        read_config(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"^model_path: cannot read .*config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"^model_path: expected an object"):
+        read_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"^model_path: expected model\.safetensors or model\.safetensors\.index"):
+        files.Weights(tmp_path)
+    folder = write(tmp_path / "model", "llama", shards=2)
+    shard = next(folder.glob("model-00001*"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=rf"^model_path: cannot read .*{shard.name}.*; fetch the model again$"):
+        files.Weights(folder)
+    shard.unlink()
+    with pytest.raises(ConfigError, match=rf"^model_path: cannot read .*{shard.name}"):
+        files.Weights(folder)
+    shard.write_bytes(next(folder.glob("model-00002*")).read_bytes())
+    with pytest.raises(ConfigError, match=r"names .* in model-00001.*, which does not have it"):
+        files.Weights(folder)
+    (folder / files.INDEX).write_text("{}")
+    with pytest.raises(ConfigError, match=r"^model_path: cannot read .*index\.json"):
+        files.Weights(folder)
+
+
+def save_tokenizer(path: Path) -> None:
+    """Words of a small vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["</s>", "<unk>", *(f"w{i}" for i in range(60))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path))
+
+
+def test_a_run_starts_from_the_model(tmp_path):
+    """With a rate of nearly 0 the weights after a step are the model's; its tokenizer is used; and it resumes."""
+    folder = write(tmp_path / "model", "qwen2")
+    text = " ".join(f"w{i * i % 60}" for i in range(3000))
+    (tmp_path / "text.txt").write_text("\n\n".join([text] * 3))
+    c = default_config()
+    c.update({"model_path": str(folder), "model_dtype": "float32", "data": str(tmp_path / "text.txt")})
+    c.update({"output_dir": str(tmp_path / "run"), "sequence_len": 16, "max_steps": 1, "learning_rate": 1e-30})
+    c.update({"sample_tokens": 0, "weight_decay": 0.0, "eval_batches": 1})
+    with pytest.raises(ConfigError, match="vocab_size"):  # bytes need more rows than the embedding has
+        train(c)
+    assert not (tmp_path / "run").exists()
+    save_tokenizer(folder / "tokenizer.json")
+    result = train(c)
+    chex.assert_trees_all_equal(jax.device_get(result.state.master), load_tree("qwen2", "weight", 2))
+    c.max_steps = 2
+    again = train(c)
+    assert int(again.state.step) == 2
+    chex.assert_trees_all_equal(jax.device_get(again.state.master), load_tree("qwen2", "weight", 2))
+
+
+def test_from_scratch_takes_sizes_only(tmp_path):
+    folder = write(tmp_path / "model", "qwen2")
+    c = config(folder, from_scratch=True)
+    run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=1)
+    assert files.open_weights(c, run.model) is None and run.model.vocab_size == 96
+    c = default_config()
+    assert resolved(c) is c
+    c.from_scratch = True
+    with pytest.raises(
+        ConfigError, match=r"^from_scratch: expected false without a model_path, got True; leave it out"
+    ):
+        resolved(c)
