@@ -126,7 +126,7 @@ class UpdateContext(NamedTuple):
     """Inputs of an update that do not depend on the tensor.
 
     scalars: of the step, see `adam_scalars`. layer: index of the layer, int32, or of all layers `[L]` for
-    `apply_to_stack`. part: (k, n) for part k of n equal parts of each shard's rows.
+    `stack_context`. part: (k, n) for part k of n equal parts of each shard's rows.
     """
 
     scalars: Scalars
@@ -361,13 +361,10 @@ def apply(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, conte
     return optimizer.rule(param).apply(p, g, state, tensor, dtype)
 
 
-def apply_to_stack(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, context: UpdateContext, dtype):
-    """`apply` for a tensor of all layers `context.layer`, in place; None if its rule updates one layer at a time."""
-    run = optimizer.rule(param).apply_to_stack(p, state)
-    if run is None:
-        return None
-    seeds = jax.vmap(lambda l: _seed(param, layout, context._replace(layer=l), p.size // len(p)))(context.layer)
-    return run(p, g, state, TensorContext(context.scalars, layout, seeds), dtype)
+def stack_context(param: Param, layout: Layout, context: UpdateContext, size: int) -> TensorContext:
+    """The context of `Rule.apply_to_stack` for all layers `context.layer`; size: of one layer on this device."""
+    seeds = jax.vmap(lambda l: _seed(param, layout, context._replace(layer=l), size))(context.layer)
+    return TensorContext(context.scalars, layout, seeds)
 
 
 def _seed(param: Param, layout: Layout, context: UpdateContext, size: int) -> jax.Array:

@@ -92,12 +92,11 @@ def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars:
         as_updated = tensor.master_layout.stored == tensor.weights_layout.stored
         as_updated = as_updated and on_device(weights) and not is_quantized(weights)
         dtype = engine.table.weights.dtype if as_updated else None
-        context = UpdateContext(scalars, layers)
-        done = optim.apply_to_stack(
-            optimizer, tensor.param, tensor.master_layout, master, tensor.grad, moments, context, dtype
-        )
-        if done:
-            work, master, moments = done
+        apply_to_stack = optimizer.rule(tensor.param).apply_to_stack(master, moments)
+        if apply_to_stack:
+            size = master.size // len(master)
+            context = optim.stack_context(tensor.param, tensor.master_layout, UpdateContext(scalars, layers), size)
+            work, master, moments = apply_to_stack(master, tensor.grad, moments, context, dtype)
             if not as_updated:
                 work, _ = _sweep_parts(work_of_layer, weights, (), master)
             return TensorState(work, master, moments)
