@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from small import needs
+from small import needs, quick_at
 from test_parity import CASES, REFERENCE, load_config, load_tree
 
 from surojax import ConfigError, default_config, train
@@ -125,8 +125,9 @@ PLACED: dict[str, dict[str, Any]] = {
 
 
 @needs(4)
-@pytest.mark.parametrize("placed", PLACED)
-@pytest.mark.parametrize("case", ["llama3_rope", "qwen2"])
+@pytest.mark.parametrize(
+    "case, placed", quick_at([(case, placed) for case in ("llama3_rope", "qwen2") for placed in PLACED], 1, 3, 5)
+)
 def test_weights_arrive_to_the_bit_under_every_placement(tmp_path, case, placed):
     """A tied head and biases; read from three files, one layer in memory at a time."""
     changes = PLACED[placed] | ({"nvme_path": str(tmp_path)} if placed == "nvme" else {})
