@@ -366,17 +366,16 @@ def test_transfers_overlap_computation(planned, changes):
 @pytest.mark.parametrize("gpu, level", [("rtx4090", 3), ("h200", 1)], ids=["zero3", "zero1"])
 @pytest.mark.full
 def test_sums_over_devices_overlap_the_last_backward_pass(planned, gpu, level):
-    """The head's gradient is summed beside the last microbatch's blocks, a part with each; so are all blocks' gradients
-    at ZeRO-1, where the other microbatches send nothing. Llama-7B does not fit four RTX 4090 at that level."""
+    """All blocks' gradients are summed during the last microbatch's backward pass, at ZeRO-1 in it alone; the head's is
+    not among them (step/gradients.py). Llama-7B does not fit four RTX 4090 at that level."""
     p = planned(config(gpus=4, zero_level=level), gpu)
     backward = kinds(loop(p, BACKWARD), "reduce-scatter")
-    layer, head = 2 * (p.parameters - 2 * 32000 * 4096 - 4096) // 32, 2 * 32000 * 4096 // 32
+    layer = 2 * (p.parameters - 2 * 32000 * 4096 - 4096) // 32
     loops = [[x for x in backward if x.loop == name] for name in dict.fromkeys(x.loop for x in backward)]
-    assert [(size(x), {r.times for r in x}) for x in loops][-1] == (layer + head, {32})
+    assert [(size(x), {r.times for r in x}) for x in loops][-1] == (layer, {32})
     assert [size(x) for x in loops[:-1]] == ([layer] if level > 1 else [])
     for rows in loops:  # all but two of the attention's four matrices, the last to be computed: 17 %
         assert size(beside(rows)) > 0.8 * size(rows)
-    assert [(x.bytes, x.waited > x.started) for x in loops[-1]].count((head, True)) == 1
     if level > 1:
         gathers = kinds([Transfer(**row) for row in p.overlap], "all-gather")
         assert len(gathers) >= 4 and all(x.asynchronous for x in gathers) and beside(gathers) == gathers
