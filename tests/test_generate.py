@@ -23,7 +23,11 @@ def plain_logits(config, params, ids):
     return nnx.merge(graph, params)(jnp.asarray(ids)[None])[0]
 
 
-@pytest.mark.parametrize("config", [CONFIG, QWEN], ids=["llama", "qwen"])
+MISTRAL = dataclasses.replace(CONFIG, sliding_window=4)
+GEMMA = dataclasses.replace(CONFIG, num_hidden_layers=7, sliding_window=4, sliding_window_pattern=3)
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN, MISTRAL, GEMMA], ids=["llama", "qwen", "mistral", "gemma"])
 def test_cache_equals_the_plain_model(config):
     """A prompt of five at once, then token by token: logits as from the whole (1e-5: order of float32 sums)."""
     params, (ids, _) = drawn_params(config, 1), tokens(12)

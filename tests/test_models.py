@@ -126,23 +126,6 @@ def test_windows_in_every_recipe(recipe):
     assert losses(dataclasses.replace(wide, sliding_window=0, sliding_window_pattern=0)) != plain
 
 
-@pytest.mark.parametrize("config", WINDOWS, ids=["mistral", "gemma"])
-def test_sampling_sees_the_window(config):
-    """A prompt of five at once, then token by token: logits as from all positions at once (1e-5: order of sums)."""
-    model = llama.build(config)
-    params = drawn_params(config, 1)
-    ids, _ = tokens(12)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
-    expected = nnx.merge(graph, params)(jnp.asarray(ids)[None])[0]
-    cache = generate.empty_cache(model, 1, 12, jnp.float32)
-    step = jax.jit(lambda t, c, s: generate.cached_logits(model, params, t, c, s))
-    logits, cache = step(ids[None, :5], cache, 0)
-    np.testing.assert_allclose(logits[0], expected[4], atol=1e-5)
-    for i in range(5, 12):
-        logits, cache = step(ids[None, i : i + 1], cache, i)
-        np.testing.assert_allclose(logits[0], expected[i], atol=1e-5)
-
-
 def test_flops_of_attention_count_the_positions_that_are_seen():
     """Two FLOPs for each channel of a query head, in each of two products. Without a window half of the square, as
     PaLM's appendix B counts, which leaves out half of the diagonal; with one, all positions on average."""

@@ -54,7 +54,7 @@ class LlamaConfig:
     initializer_range: float = 0.02
 
     def variants(self, precision: Precision) -> tuple[Variant, ...]:
-        """What is static about each layer."""
+        """The `Variant` of each layer: whether the recipe is enabled, and the attention window."""
 
         def window(l: int) -> int:
             pattern = self.sliding_window_pattern

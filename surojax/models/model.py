@@ -28,7 +28,7 @@ from surojax.placement.param import OUTER, Kind, Param
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """What a block's backward pass computes again instead of reading what the forward pass saved.
+    """The values that a block's backward pass recomputes, in place of reading them from the residuals.
 
     norm: the outputs of both RMSNorms. swiglu: silu(gate) * up. ffn: that, and the gate and up projections. att:
     queries, keys, values and the output of attention. Only `ffn` and `att` repeat products with weights.
@@ -54,7 +54,7 @@ class Compute:
 
 
 class Variant(NamedTuple):
-    """What is static about one layer.
+    """Properties of one layer that are static: they are known when the program is compiled.
 
     recipe_enabled: the recipe's numbers are used; if not, the layer computes as recipe bf16 does. window: latest
     positions that a token attends to, its own included; 0: all of them.
@@ -193,7 +193,7 @@ class Model:
 
     @property
     def num_matmul_params(self) -> int:
-        """The same with the head."""
+        """Parameters of the blocks and of the head that take part in matrix products once per token."""
         return self.block_matmul_params + self.vocab_size * self.hidden_size
 
     def init(self, seed: int | jax.Array) -> dict:

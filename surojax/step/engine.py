@@ -90,7 +90,7 @@ class MicrobatchCarry(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a segment's forward pass leaves: its output, auxiliary losses summed, residuals, and prefetched weights."""
+    """Results of a segment's forward pass: output, sum of auxiliary losses, residuals, and prefetched weights."""
 
     x_BSD: jax.Array
     auxiliary: jax.Array | None

@@ -240,7 +240,7 @@ def outer_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, init
 
 
 def init_layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
-    """A function (seed, l) -> the same of a new layer, drawn at random; see `layer_state_function`."""
+    """A function (seed, l) -> the result of `layer_state_function` for a new layer, drawn at random."""
     state_of = layer_state_function(segment, plan, optimizer)
     return lambda seed, l: state_of(segment.init(seed, l))
 
