@@ -30,7 +30,7 @@ from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange.huggingface import resolved
 from surojax.exchange.weights import open_weights, readers
-from surojax.generate import complete
+from surojax.inference.sample import complete
 from surojax.memory import nvme
 from surojax.memory.lock import locked
 from surojax.placement.layout import batch_sharding, replicated_matrices

@@ -11,6 +11,8 @@ from small import CONFIG, drawn_params, tokens
 
 from surojax import generate
 from surojax.data.tokenizer import ByteTokenizer
+from surojax.inference import sample
+from surojax.inference.forward import cached_logits, empty_cache
 from surojax.models import llama
 from surojax.models.llama import Llama
 
@@ -33,8 +35,8 @@ def test_cache_equals_the_plain_model(config):
     params, (ids, _) = drawn_params(config, 1), tokens(12)
     model = llama.build(config)
     expected = plain_logits(config, params, ids)
-    cache = generate.empty_cache(model, 1, 12, jnp.float32)
-    step = jax.jit(lambda t, c, s: generate.cached_logits(model, params, t, c, s))
+    cache = empty_cache(model, 1, 12, jnp.float32)
+    step = jax.jit(lambda t, c, s: cached_logits(model, params, t, c, s))
     logits, cache = step(ids[None, :5], cache, 0)
     np.testing.assert_allclose(logits[0], expected[4], atol=1e-5)
     for i in range(5, 12):
@@ -45,7 +47,7 @@ def test_cache_equals_the_plain_model(config):
 def test_greedy_is_the_argmax_of_the_plain_model():
     params = jax.tree.map(lambda w: 3 * w, drawn_params(CONFIG, 1))  # so that a wrong position changes the likeliest
     ids = [3, 1, 4]
-    new = list(generate.generate(MODEL, params, np.array(ids), max_tokens=6, temperature=0))
+    new = list(sample.generate(MODEL, params, np.array(ids), max_tokens=6, temperature=0))
     for token in new:
         assert token == int(jnp.argmax(plain_logits(CONFIG, params, ids)[-1]))
         ids.append(token)
@@ -54,29 +56,29 @@ def test_greedy_is_the_argmax_of_the_plain_model():
 
 def test_sampling_follows_seed_and_stops_at_eos():
     params, prompt = drawn_params(CONFIG, 1), np.array([3, 1, 4])
-    run = lambda seed, **o: list(generate.generate(MODEL, params, prompt, max_tokens=8, seed=seed, **o))
+    run = lambda seed, **o: list(sample.generate(MODEL, params, prompt, max_tokens=8, seed=seed, **o))
     assert run(0) == run(0) != run(1)
-    assert run(0, eos_id=run(0)[2]) == run(0)[:2]
+    assert run(0, stop_ids=[run(0)[2]]) == run(0)[:2]
 
 
 def test_nucleus_keeps_the_smallest_set():
     logits = jnp.log(jnp.array([[0.5, 0.05, 0.3, 0.15]]))
-    draw = lambda p: {int(generate.pick(logits, jax.random.key(i), 1.0, p)[0]) for i in range(200)}
+    draw = lambda p: {int(sample.pick(logits, jax.random.key(i), 1.0, p)[0]) for i in range(200)}
     assert draw(0.4) == {0} and draw(0.6) == {0, 2} and draw(0.9) == {0, 2, 3} and draw(1.0) == {0, 1, 2, 3}
-    assert int(generate.pick(logits, jax.random.key(0), 0.0, 1.0)[0]) == 0
+    assert int(sample.pick(logits, jax.random.key(0), 0.0, 1.0)[0]) == 0
 
 
 def test_temperature_divides_the_logits():
     """Four divides without rounding; a quarter as much of the differences draws other tokens."""
     logits = 3 * jax.random.normal(jax.random.key(0), (64, 8))
     key = jax.random.key(1)
-    np.testing.assert_array_equal(generate.pick(logits, key, 4.0, 1.0), generate.pick(logits / 4, key, 1.0, 1.0))
-    assert not np.array_equal(generate.pick(logits, key, 4.0, 1.0), generate.pick(logits, key, 1.0, 1.0))
+    np.testing.assert_array_equal(sample.pick(logits, key, 4.0, 1.0), sample.pick(logits / 4, key, 1.0, 1.0))
+    assert not np.array_equal(sample.pick(logits, key, 4.0, 1.0), sample.pick(logits, key, 1.0, 1.0))
 
 
 def test_padding_of_the_vocabulary_is_never_drawn():
     params, prompt = drawn_params(CONFIG, 1), np.array([1])
-    new = list(generate.generate(MODEL, params, prompt, max_tokens=200, temperature=5.0, vocab_size=10))
+    new = list(sample.generate(MODEL, params, prompt, max_tokens=200, temperature=5.0, vocab_size=10))
     assert len(new) == 200 and set(new) == set(range(10))  # at that temperature every word comes sometimes
 
 
@@ -87,12 +89,12 @@ def test_padding_of_the_vocabulary_is_never_drawn():
 def test_bad_options_are_refused(options, message):
     prompt = options.pop("prompt", np.array([1]))
     with pytest.raises(ValueError, match=message):
-        list(generate.generate(MODEL, {}, prompt, max_tokens=1, **options))
+        list(sample.generate(MODEL, {}, prompt, max_tokens=1, **options))
 
 
 def test_complete_starts_a_document_for_an_empty_prompt():
     config = dataclasses.replace(CONFIG, vocab_size=320)
-    text = generate.complete(llama.build(config), drawn_params(config, 0), ByteTokenizer(), "", max_tokens=5)
+    text = sample.complete(llama.build(config), drawn_params(config, 0), ByteTokenizer(), "", max_tokens=5)
     assert isinstance(text, str)
 
 

@@ -11,10 +11,11 @@ from flax import nnx
 from small import CONFIG, Small, drawn_params, needs, plain_loss, quick_at, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, engine_gradients
 
-from surojax import assembly, generate
+from surojax import assembly
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
+from surojax.inference.forward import cached_logits, empty_cache
 from surojax.memory.host import Split
 from surojax.models import llama
 from surojax.models.attention import attend, visible
@@ -329,7 +330,7 @@ def test_segments_train_alike_under_every_placement(tmp_path):
 def test_segments_are_sampled_from():
     """The caches of both segments come back, whatever the layers do with them."""
     model = toy()
-    cache = generate.empty_cache(model, 1, 4, jnp.float32)
-    logits, extended = generate.cached_logits(model, model.init(0), jnp.array([[1, 2]]), cache, jnp.int32(0))
+    cache = empty_cache(model, 1, 4, jnp.float32)
+    logits, extended = cached_logits(model, model.init(0), jnp.array([[1, 2]]), cache, jnp.int32(0))
     assert logits.shape == (1, 64) and jax.tree.map(jnp.shape, extended) == jax.tree.map(jnp.shape, cache)
     assert isinstance(Cache(*extended["wide"], 0), Cache)

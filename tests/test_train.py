@@ -26,6 +26,7 @@ from surojax.assembly import architecture
 from surojax.config import flags
 from surojax.config.checks import restored_config
 from surojax.data.tokenizer import ByteTokenizer
+from surojax.inference import sample as inference
 from surojax.memory.lock import locked
 from surojax.models.llama import Llama
 from surojax.run import checkpoint
@@ -379,25 +380,35 @@ def test_what_is_sampled_is_what_the_command_line_and_the_config_say(whole, conf
     """Every option has a value that is not its default."""
     asked = []
 
-    def spy(config, weights, prompt, **options):
-        asked.append((prompt.tolist(), options))
-        return iter([104, 105])
+    def spy(model, weights, prompts, **options):
+        asked.append(([prompt.tolist() for prompt in prompts], options))
+        return [[104, 105] for _ in prompts]
 
-    monkeypatch.setattr(generate, "generate", spy)
+    monkeypatch.setattr(generate, "generate_batch", spy)
     options = {"max_tokens": 7, "temperature": 1.25, "top_p": 0.75, "seed": 3}
     flags_of = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", str(value))]
     generate.main(["--checkpoint", str(whole), "--prompt", "abc", *flags_of])
     assert capsys.readouterr().out == "abchi\n"
     generate.main(["--checkpoint", str(whole)])
+    generate.main(["--checkpoint", str(whole), "--prompt", "a", "--prompt", "bc"])
+    assert capsys.readouterr().out.endswith("ahi\n---\nbchi\n")
     words = ByteTokenizer()
-    ends = {"eos_id": words.eos_id, "vocab_size": words.vocab_size}
-    defaults = {"max_tokens": 200, "temperature": 0.8, "top_p": 1.0, "seed": 0}
-    assert asked == [(list(b"abc"), options | ends), ([words.eos_id], defaults | ends)]
+    ends = {"stop_ids": words.stop_ids, "vocab_size": words.vocab_size}
+    defaults = {"max_tokens": 200, "temperature": 0.8, "top_p": 1.0, "seed": 0} | ends
+    expected = [([list(b"abc")], options | ends), ([[words.eos_id]], defaults), ([list(b"a"), list(b"bc")], defaults)]
+    assert asked == expected
+    asked.clear()
+
+    def spy_on_one(model, weights, prompt, **options):
+        asked.append((prompt.tolist(), options))
+        return iter([104, 105])
+
+    monkeypatch.setattr(inference, "generate", spy_on_one)
 
     config.sample_prompt, config.sample_tokens, config.sample_temperature, config.seed = "abcd", 9, 0.5, 4
     run = SimpleNamespace(model=None)
     assert module.sample(config, run, {}, words, None) == "--- prompt\nabcd\n--- continuation\nhi\n---"
-    assert asked[2] == (list(b"abcd"), {"max_tokens": 9, "temperature": 0.5, "seed": 4} | ends)
+    assert asked[0] == (list(b"abcd"), {"max_tokens": 9, "temperature": 0.5, "seed": 4} | ends)
 
 
 # ----------------------------------------------------------------- refused

@@ -68,6 +68,8 @@ class ByteTokenizer:
 
     vocab_size: int = 257
     eos_id: int = 256
+    bos_id: int | None = None
+    stop_ids: tuple[int, ...] = (256,)
     name: str = "bytes"
 
     def encode(self, text: str) -> np.ndarray:

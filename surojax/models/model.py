@@ -77,11 +77,15 @@ class Heads(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values `[B, T, K, h]` of a layer's earlier positions; the next position is `start`."""
+    """Keys and values `[B, T, K, h]` of a layer's earlier positions; the next position is `start`.
+
+    first: int32 `[B]`, where the texts of the rows begin, if they are padded on the left; None: at 0.
+    """
 
     keys: jax.Array
     values: jax.Array
     start: jax.Array | int
+    first: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,0 +1,180 @@
+"""Measures a trained model: multiple-choice questions of a file, or tasks of the LM Evaluation Harness.
+
+    python -m surojax.evaluate --checkpoint runs/chat --questions questions.jsonl
+    python -m surojax.evaluate --checkpoint runs/chat --tasks arc_easy,hellaswag --limit 200
+
+A question is a line {"question": TEXT, "choices": [TEXT, ...], "answer": INDEX OF THE RIGHT ONE}. The model's choice is
+the most likely continuation of the question, after a space; `normalised` divides log probabilities by the bytes of the
+choices.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from surojax.data.tokenizer import Tokenizer
+from surojax.errors import CheckpointError, ConfigError
+from surojax.generate import load
+from surojax.inference.score import Request, Score, pair, score
+from surojax.models.model import Model
+
+
+class Question(NamedTuple):
+    """A multiple-choice question; answer: index of the right choice."""
+
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+class Accuracy(NamedTuple):
+    """Shares of questions answered right: by log probability, and by log probability per byte of the choice."""
+
+    plain: float
+    normalised: float
+
+
+def read_questions(path: str | Path) -> list[Question]:
+    """The questions of a .jsonl file. Raises ConfigError, which names file and line, if one is not as it should be."""
+    try:
+        lines = Path(path).expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--questions: cannot read {path} ({error}); give a .jsonl file") from None
+    found = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError(f"--questions: expected at least one question in {path}, got none; add a line")
+    return found
+
+
+def _question(line: str, where: str) -> Question:
+    expected = f'{where}: expected {{"question": text, "choices": [text, text, ...], "answer": index}}'
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{expected}, got a line that is no JSON ({error}); correct it") from None
+    if not isinstance(row, dict) or not {"question", "choices", "answer"} <= row.keys():
+        raise ConfigError(f"{expected}, got {line[:80]!r}; correct it")
+    choices = row["choices"]
+    texts = isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)
+    if not (isinstance(row["question"], str) and texts and len(choices) > 1):
+        raise ConfigError(f"{expected}, with two choices or more, got {line[:80]!r}; correct it")
+    answer = row["answer"]
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise ConfigError(f"{expected}, with an index below {len(choices)}, got {answer!r}; correct it")
+    return Question(row["question"], tuple(choices), answer)
+
+
+def answer(
+    model: Model, weights: dict, tokenizer: Tokenizer, questions: Sequence[Question], *, batch_size: int = 8
+) -> Accuracy:
+    """How many of the questions a model answers right."""
+    requests: list[Request] = []
+    for question in questions:
+        requests += [pair(tokenizer, question.question, f" {choice}") for choice in question.choices]
+    scores = iter(score(model, weights, requests, batch_size=batch_size))
+    right = np.zeros(2)
+    for question in questions:
+        logprobs = np.array([next(scores).logprob for _ in question.choices])
+        lengths = np.array([len(choice.encode()) for choice in question.choices])
+        right += [np.argmax(logprobs) == question.answer, np.argmax(logprobs / lengths) == question.answer]
+    return Accuracy(*(right / len(questions)).tolist())
+
+
+def run_harness(
+    model: Model,
+    weights: dict,
+    tokenizer: Tokenizer,
+    tasks: str,
+    *,
+    batch_size: int,
+    max_length: int,
+    include_path: str | None = None,
+    **options,
+) -> dict[str, Any]:
+    """Results of the LM Evaluation Harness by task; options of its `simple_evaluate`.
+
+    tasks: names separated by commas. include_path: a folder with more task files.
+
+    Raises ConfigError if lm_eval is not installed, or knows no such task.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("--tasks: expected the package lm_eval, which is not installed; pip install lm_eval")
+    import lm_eval  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    from surojax.inference.harness import Harness
+
+    adapted = Harness(model, weights, tokenizer, batch_size=batch_size, max_length=max_length)
+    try:
+        manager = TaskManager(include_path=include_path)
+        found = lm_eval.simple_evaluate(model=adapted, tasks=tasks.split(","), task_manager=manager, **options)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"--tasks: lm_eval could not run {tasks} ({error}); its command `lm_eval ls tasks` lists what it knows"
+        ) from error
+    return found["results"]
+
+
+def _by_tasks(args: argparse.Namespace, loaded: tuple[Model, dict, Tokenizer]) -> dict[str, Any]:
+    """Runs and prints the harness' tasks of a command line."""
+    options = {"limit": args.limit, "num_fewshot": args.num_fewshot, "apply_chat_template": args.chat}
+    limits = {"batch_size": args.batch_size, "max_length": args.max_length, "include_path": args.include_path}
+    found = run_harness(*loaded, args.tasks, **limits, **options)
+    for task, results in found.items():
+        values = {name.removesuffix(",none"): value for name, value in results.items() if isinstance(value, float)}
+        print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and print the results. An error exits with one line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m surojax.evaluate", description="Measure a model by multiple choice or by tasks of lm_eval."
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, help="a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file"
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--questions", help='.jsonl with "question", "choices" and "answer" (index of the right choice)')
+    what.add_argument("--tasks", help="tasks of the LM Evaluation Harness, separated by commas (pip install lm_eval)")
+    parser.add_argument("--include-path", help="a folder with task files of your own, for --tasks")
+    parser.add_argument("--limit", type=int, help="first questions of each task only")
+    parser.add_argument("--num-fewshot", type=int, help="examples before each question; default: the task's own")
+    parser.add_argument("--chat", action="store_true", help="--tasks: put questions into the model's chat template")
+    parser.add_argument("--batch-size", type=int, default=8, help="texts computed together (default 8)")
+    parser.add_argument("--max-length", type=int, default=2048, help="longest text, in tokens (default 2048)")
+    parser.add_argument(
+        "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
+    )
+    parser.add_argument("--json", help="file for the results")
+    args = parser.parse_args(argv)
+    try:
+        if args.batch_size < 1 or args.max_length < 2 or (args.limit is not None and args.limit < 1):
+            raise ConfigError(
+                f"expected --batch-size >= 1, --max-length >= 2 and --limit >= 1, got {args.batch_size}, "
+                f"{args.max_length} and {args.limit}"
+            )
+        questions = read_questions(args.questions)[: args.limit] if args.questions else []
+        loaded = load(args.checkpoint, args.tokenizer)
+        if args.questions:
+            found = answer(*loaded, questions, batch_size=args.batch_size)._asdict()
+            print(
+                f"{args.questions}: {len(questions)} questions, right by log probability {found['plain']:.4f}, "
+                f"per byte {found['normalised']:.4f}"
+            )
+        else:
+            found = _by_tasks(args, loaded)
+        if args.json:
+            Path(args.json).write_text(json.dumps(found, indent=1, default=str) + "\n")
+    except (ConfigError, CheckpointError, OSError) as error:
+        sys.exit(f"surojax.evaluate: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A trained model in use: forward passes, sampling with a cache, scores of given texts."""

@@ -1,0 +1,77 @@
+"""Forward passes without gradients: of new positions after cached ones, and of whole sequences.
+
+Shape suffixes: B batch, S new positions, T cached positions, L layers, K key/value heads, h head dimension,
+V vocabulary, D hidden size.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from surojax.memory.host import Part, parts, read, write
+from surojax.models.model import Cache, Model, Segment, Variant, loop_over, runs
+from surojax.numerics.quantize import dequantise_all
+from surojax.placement.param import OUTER
+
+
+def each_layer(segment: Segment, stacks, dtype, layer: Callable, carry):
+    """The carry after carry = layer(l, weights of layer l, its Variant, carry) for every layer l of a segment.
+
+    stacks: the segment's weights in any memory, quantised or not; `layer` gets them dequantised, in `dtype`.
+    """
+
+    def one(part: Part, first: int, k, variant: Variant, carry):
+        l = first + k
+        return layer(l, dequantise_all(read(part.stack, l - part.start), dtype), variant, carry)
+
+    for part in parts(stacks):
+        variants = segment.variants[part.start : part.stop]
+        for run in runs(variants):
+            body = functools.partial(one, part, part.start + run.start)
+            carry = loop_over(variants[run.start : run.stop], run.period, body, carry)
+    return carry
+
+
+def empty_cache(model: Model, batch: int, length: int, dtype) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Zeros for the keys and values of `length` positions: by segment, two arrays `[L, B, T, K, h]`."""
+
+    def zeros(segment: Segment) -> jax.Array:
+        heads = segment.heads
+        return jnp.zeros((segment.num_layers, batch, length, heads.key_value, heads.channels), dtype)
+
+    return {segment.name: (zeros(segment), zeros(segment)) for segment in model.segments}
+
+
+def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax.Array | int, first_B=None):
+    """(float32 logits `[B, V]` of the last of S new positions, the cache with all S new positions).
+
+    start: number of positions that are already in the cache. first_B: where the texts of the rows begin, see `Cache`.
+    """
+    x_BSD = weights[OUTER]["embed"][tokens_BS]
+    extended = {}
+    for segment in model.segments:
+
+        def layer(l, w, variant: Variant, carry, segment=segment):
+            x_BSD, stacks = carry
+            before = Cache(*read(stacks, l), start, first_B)
+            x_BSD, after = segment.cached_block(w, x_BSD, before, variant)
+            return x_BSD, write(stacks, (after.keys, after.values), l)
+
+        carry = x_BSD, cache[segment.name]
+        x_BSD, extended[segment.name] = each_layer(segment, weights[segment.name], x_BSD.dtype, layer, carry)
+    return model.logits(weights[OUTER], x_BSD[:, -1]), extended
+
+
+def hidden(model: Model, weights, tokens_BS: jax.Array) -> jax.Array:
+    """What the head reads of whole sequences, before the final norm: `[B, S, D]`."""
+    x_BSD: Any = weights[OUTER]["embed"][tokens_BS]
+    for segment in model.segments:
+
+        def layer(l, w, variant: Variant, x_BSD, segment=segment):
+            return segment.block(w, x_BSD, None, variant)[0]
+
+        x_BSD = each_layer(segment, weights[segment.name], x_BSD.dtype, layer, x_BSD)
+    return x_BSD

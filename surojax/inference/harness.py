@@ -1,0 +1,116 @@
+"""The model interface of the LM Evaluation Harness (EleutherAI, package lm_eval): its tasks run on a model of ours.
+
+Import this module only where lm_eval is installed. The harness encodes pairs of context and continuation as it does for
+every causal model; scores and samples are those of `score` and `sample`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from lm_eval import utils  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from tqdm import tqdm
+
+from surojax.data.tokenizer import Tokenizer
+from surojax.inference.sample import generate_batch
+from surojax.inference.score import Request, score
+from surojax.models.model import Model
+
+
+class Harness(TemplateLM):
+    """A model with its weights and tokenizer as the harness calls it.
+
+    batch_size: texts computed together. max_length: tokens of a text; of a longer one the end is used.
+    """
+
+    def __init__(self, model: Model, weights: dict, tokenizer: Tokenizer, *, batch_size: int, max_length: int):
+        super().__init__()
+        self.model = model
+        self.weights = weights
+        self.tokens = tokenizer
+        self.batch_size = batch_size
+        self.max_length = max_length
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokens.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without context begins with."""
+        return self.tokens.eos_id if self.tokens.bos_id is None else self.tokens.bos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokens.name.replace(":", "-")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        """Ids of a text, after the tokenizer's first token if it has one and the text does not begin with it."""
+        ids = self.tokens.encode(string).tolist()
+        bos = self.tokens.bos_id
+        begins = bos is not None and add_special_tokens is not False and ids[:1] != [bos]
+        return [bos, *ids] if begins else ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokens.render(chat_history, add_generation_prompt=add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self.tokens.chat_template if chat_template else ""
+
+    def _loglikelihood_tokens(self, requests: Sequence, **kwargs) -> list[tuple[float, bool]]:
+        pairs = []
+        for _, context, continuation in requests:
+            context = context[-max(1, self.max_length - len(continuation)) :]
+            pairs.append(Request(np.asarray(context, np.int32), np.asarray(continuation, np.int32)))
+        scores = score(self.model, self.weights, pairs, batch_size=self.batch_size)
+        return [(found.logprob, found.is_greedy) for found in scores]
+
+    def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
+        """Log probability of whole texts, each token after as much context as fits."""
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm):
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
+            found.append(sum(logprob for logprob, _ in self._loglikelihood_tokens(pairs)))
+        return found
+
+    def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
+        """Continuations of texts up to the first of their stop strings; greedy unless a task samples."""
+        prepared = [(number, *self._prepared(request.args)) for number, request in enumerate(requests)]
+        # Texts of similar lengths together, and only those with the same options and stop strings.
+        prepared.sort(key=lambda entry: (repr(entry[2:]), len(entry[1])))
+        found: dict[int, str] = {}
+        with tqdm(total=len(prepared), disable=disable_tqdm) as progress:
+            while prepared:
+                alike = prepared[0][2:]
+                batch = [entry for entry in prepared[: self.batch_size] if entry[2:] == alike]
+                prepared = prepared[len(batch) :]
+                for (number, *_), text in zip(batch, self._sampled(batch, alike[0]), strict=True):
+                    found[number] = text
+                progress.update(len(batch))
+        return [found[number] for number in range(len(found))]
+
+    def _prepared(self, args: tuple) -> tuple[np.ndarray, dict[str, Any], tuple[str, ...]]:
+        """(prompt, options of sampling, stop strings) of a request."""
+        text, wanted = args
+        until = wanted.get("until") or ()
+        max_tokens = int(wanted.get("max_gen_toks", wanted.get("max_tokens", 256)))
+        temperature = float(wanted.get("temperature", 0.0)) if wanted.get("do_sample", True) else 0.0
+        options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": float(wanted.get("top_p", 1.0))}
+        ids = np.asarray(self.tok_encode(text), np.int32)[-max(1, self.max_length - max_tokens) :]
+        return ids, options, (until,) if isinstance(until, str) else tuple(until)
+
+    def _sampled(self, batch: Sequence[tuple], options: dict[str, Any]) -> list[str]:
+        """The continuations of prepared requests that have the same options and stop strings."""
+        prompts = [prompt for _, prompt, _, _ in batch]
+        until = batch[0][3]
+
+        def ended(ids: Sequence[int]) -> bool:
+            return any(stop in self.tokens.decode(ids) for stop in until)
+
+        limits = {"stop_ids": self.tokens.stop_ids, "vocab_size": self.tokens.vocab_size, "ended": ended}
+        new = generate_batch(self.model, self.weights, prompts, multiple_of=64, **limits, **options)
+        texts = [self.tokens.decode(ids) for ids in new]
+        return [min((text.split(stop)[0] for stop in until if stop), key=len, default=text) for text in texts]

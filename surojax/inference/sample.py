@@ -1,0 +1,151 @@
+"""Sampling: continues prompts token by token, with a key/value cache.
+
+Shape suffixes: B batch, S new positions, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from surojax.data.tokenizer import Tokenizer
+from surojax.inference.forward import cached_logits, empty_cache
+from surojax.models.model import Model
+from surojax.placement.param import OUTER
+
+
+def pick(logits_BV: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:
+    """Picks one token per row, int32 `[B]`.
+
+    If the temperature is 0, it is the most likely token. Otherwise it is sampled at that temperature from the smallest
+    set of most likely tokens whose probabilities sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020).
+    """
+    if temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    logits_BV = logits_BV / temperature
+    if top_p < 1:
+        order_BV = jnp.argsort(-logits_BV, axis=-1)
+        probs_BV = jnp.take_along_axis(jax.nn.softmax(logits_BV, axis=-1), order_BV, axis=-1)
+        before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # total probability of the more likely tokens
+        kept_BV = jnp.take_along_axis(before_BV < top_p, jnp.argsort(order_BV, axis=-1), axis=-1)
+        logits_BV = jnp.where(kept_BV, logits_BV, -jnp.inf)
+    return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
+
+
+@functools.cache
+def _compiled(model: Model, vocab_size: int, temperature: float, top_p: float):
+    """The jitted function that adds tokens to the cache and picks the next one of each row."""
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def advance(weights, tokens_BS, cache, start, first_B, key):
+        logits_BV, cache = cached_logits(model, weights, tokens_BS, cache, start, first_B)
+        # Ids of rows that only pad the vocabulary are never sampled.
+        ids = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
+        logits_BV = jnp.where(ids < vocab_size, logits_BV, -jnp.inf)
+        return pick(logits_BV, key, temperature, top_p), cache
+
+    return advance
+
+
+def stream(
+    model: Model,
+    weights: dict,
+    prompts: Sequence[np.ndarray],
+    *,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    multiple_of: int = 1,
+) -> Iterator[np.ndarray]:
+    """Yields the next token of every prompt, int32 `[B]`, `max_tokens` times. Shorter prompts are padded on the left.
+
+    weights: work weights by section, in any sharding, quantised or not. prompts: token ids, 1-D and not empty.
+    vocab_size: ids of `vocab_size` and above are never sampled; None: all rows of the embedding can be sampled.
+    multiple_of: the padded length is one of this; programs are compiled per length.
+
+    Raises ValueError for an empty prompt, a negative temperature, or top_p outside (0, 1].
+    """
+    prompts = [np.asarray(prompt, np.int32) for prompt in prompts]
+    for prompt in prompts:
+        if prompt.ndim != 1 or not prompt.size:
+            raise ValueError(
+                f"prompt: expected token ids in one dimension, got shape {prompt.shape}; pass eos to start anew"
+            )
+    check_options(max_tokens, temperature, top_p)
+    length = -(-max(prompt.size for prompt in prompts) // multiple_of) * multiple_of
+    first_B = np.array([length - prompt.size for prompt in prompts], np.int32)
+    tokens_BS = np.zeros((len(prompts), length), np.int32)
+    for row, prompt in zip(tokens_BS, prompts, strict=True):
+        row[length - prompt.size :] = prompt
+    padded = jnp.asarray(first_B) if first_B.any() else None
+    advance = _compiled(model, vocab_size or model.vocab_size, float(temperature), float(top_p))
+    cache = empty_cache(model, len(prompts), length + max_tokens, weights[OUTER]["embed"].dtype)
+    key = jax.random.key(seed)
+    start = 0
+    tokens: jax.Array | np.ndarray = tokens_BS
+    for i in range(max_tokens):
+        next_B, cache = advance(weights, tokens, cache, start, padded, jax.random.fold_in(key, i))
+        start += tokens.shape[1]
+        tokens = next_B[:, None]
+        yield np.asarray(next_B)
+
+
+def generate(
+    model: Model, weights: dict, prompt: np.ndarray, *, stop_ids: Collection[int] = (), **options
+) -> Iterator[int]:
+    """Yields the token ids that continue one prompt, until one of `stop_ids` or `max_tokens`; options of `stream`."""
+    for (token,) in stream(model, weights, [prompt], **options):
+        if int(token) in stop_ids:
+            return
+        yield int(token)
+
+
+def never(ids: Sequence[int]) -> bool:
+    return False
+
+
+def generate_batch(
+    model: Model,
+    weights: dict,
+    prompts: Sequence[np.ndarray],
+    *,
+    stop_ids: Collection[int] = (),
+    ended: Callable[[Sequence[int]], bool] = never,
+    **options,
+) -> list[list[int]]:
+    """The token ids that continue each prompt, as `generate`, all prompts at once.
+
+    ended: whether a continuation, which then is not extended, has all that is wanted, such as a stop string.
+    """
+    found: list[list[int]] = [[] for _ in prompts]
+    running = set(range(len(prompts)))
+    for next_B in stream(model, weights, prompts, **options):
+        for row in sorted(running):
+            token = int(next_B[row])
+            if token not in stop_ids:
+                found[row].append(token)
+            if token in stop_ids or ended(found[row]):
+                running.remove(row)
+        if not running:
+            break
+    return found
+
+
+def complete(model: Model, weights: dict, tokenizer: Tokenizer, prompt: str, **options) -> str:
+    """The text that continues `prompt`; options of `stream`. An empty prompt starts a document."""
+    ids = tokenizer.encode(prompt) if prompt else np.array([tokenizer.eos_id])
+    limits = {"stop_ids": (tokenizer.eos_id,), "vocab_size": tokenizer.vocab_size}
+    return tokenizer.decode(list(generate(model, weights, ids, **limits, **options)))
+
+
+def check_options(max_tokens: int, temperature: float, top_p: float) -> None:
+    """Raises ValueError if an option is out of range."""
+    if not (max_tokens >= 0 and 0 <= temperature < float("inf") and 0 < top_p <= 1):
+        raise ValueError(
+            "expected max_tokens >= 0, temperature >= 0 and 0 < top_p <= 1, "
+            f"got {max_tokens}, {temperature} and {top_p}"
+        )

@@ -1,0 +1,118 @@
+"""Scores, questions, and the interface of the LM Evaluation Harness."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from small import CONFIG, drawn_params
+
+from surojax import ConfigError, evaluate
+from surojax.data.tokenizer import ByteTokenizer
+from surojax.inference.score import Request, Score, pair, score
+from surojax.models import llama
+from surojax.models.llama import Llama
+
+MODEL = llama.build(CONFIG)
+
+
+def ids_of(*sizes: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(CONFIG.vocab_size, size=size, dtype=np.int32) for size in sizes]
+
+
+def plain_logprobs(params, ids: np.ndarray) -> np.ndarray:
+    """Of every next token `[S, V]`."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(CONFIG, rngs=nnx.Rngs(0))))
+    return np.asarray(jax.nn.log_softmax(nnx.merge(graph, params)(jnp.asarray(ids)[None])[0]))
+
+
+def test_scores_are_those_of_the_plain_model():
+    """Of lengths that are padded differently, in two batches, in the order asked for (1e-5: order of float32 sums)."""
+    params = jax.tree.map(lambda w: 3 * w, drawn_params(CONFIG, 1))
+    contexts = ids_of(5, 1, 9, 3, 2)
+    requests = [Request(context, more) for context, more in zip(contexts, ids_of(2, 4, 1, 6, 3), strict=True)]
+    greedy = int(np.argmax(plain_logprobs(params, contexts[3])[-1]))
+    requests[3] = Request(contexts[3], np.array([greedy], np.int32))
+    found = score(MODEL, params, requests, batch_size=3, multiple_of=8)
+    for (context, continuation), (logprob, is_greedy) in zip(requests, found, strict=True):
+        logprobs = plain_logprobs(params, np.concatenate([context, continuation]))[context.size - 1 : -1]
+        np.testing.assert_allclose(logprob, logprobs[np.arange(continuation.size), continuation].sum(), atol=1e-4)
+        assert is_greedy == bool((logprobs.argmax(-1) == continuation).all())
+    assert [result.is_greedy for result in found] == [False, False, False, True, False]
+
+
+def test_logits_of_long_texts_are_computed_in_slices():
+    params = drawn_params(CONFIG, 1)
+    (text,) = ids_of(300)
+    (whole,) = score(MODEL, params, [Request(text[:1], text[1:])], batch_size=1, multiple_of=256)  # two slices
+    (again,) = score(MODEL, params, [Request(text[:1], text[1:])], batch_size=1, multiple_of=1)  # 299 tokens at once
+    logprobs = plain_logprobs(params, text)[:-1]
+    expected = logprobs[np.arange(299), text[1:]].sum()
+    np.testing.assert_allclose([whole.logprob, again.logprob], expected, rtol=1e-5)
+
+
+def test_empty_requests_are_refused():
+    with pytest.raises(ValueError, match="at least one token, got 0 and 2"):
+        score(MODEL, {}, [Request(*ids_of(0, 2))])
+
+
+class Merging(ByteTokenizer):
+    """Bytes, but "ab" is one token, 300."""
+
+    def encode(self, text: str) -> np.ndarray:
+        merged = np.frombuffer(text.encode().replace(b"ab", b"\x00"), np.uint8).astype(np.int32)
+        return np.where(merged == 0, 300, merged)
+
+
+def test_pairs_merge_no_token_across_the_seam():
+    words = Merging()
+    context, continuation = pair(words, "xa", "bc")
+    assert context.tolist() == [*b"xa"] and continuation.tolist() == [*b"bc"]
+    context, continuation = pair(words, "x ", "abc")
+    assert context.tolist() == [*b"x"] and continuation.tolist() == [32, 300, *b"c"]
+    context, continuation = pair(words, "", "ab")
+    assert context.tolist() == [words.eos_id] and continuation.tolist() == [300]
+    words.bos_id = 7
+    assert pair(words, "x", "y").context.tolist() == [7, *b"x"]
+
+
+def test_questions_are_answered_by_likelihood(tmp_path, monkeypatch):
+    """Two-byte letters make the longer choice win per byte, not per letter."""
+    file = tmp_path / "questions.jsonl"
+    rows = [("one", ["aa", "éé"], 1), ("two", ["b", "c"], 1)]
+    keys = ("question", "choices", "answer")
+    file.write_text("\n\n".join(json.dumps(dict(zip(keys, row, strict=True))) for row in rows))
+    questions = evaluate.read_questions(file)
+    assert [tuple(question) for question in questions] == [(q, tuple(c), a) for q, c, a in rows]
+    logprobs = {" aa": -2.0, " éé": -3.0, " b": -1.0, " c": -0.5}
+
+    def scores(model, weights, requests, *, batch_size):
+        texts = [bytes(request.continuation.tolist()).decode() for request in requests]
+        return [Score(logprobs[text], False) for text in texts]
+
+    monkeypatch.setattr(evaluate, "score", scores)
+    found = evaluate.answer(MODEL, {}, ByteTokenizer(), questions)
+    assert found == (0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "expected at least one question in .*, got none"),
+        ("{", r":1: expected .*, got a line that is no JSON"),
+        ('{"question": "x"}', r":1: expected .*, got '"),
+        ('\n{"question": "x", "choices": ["y"], "answer": 0}', r":2: expected .*two choices or more"),
+        ('{"question": "x", "choices": ["y", 3], "answer": 0}', r":1: expected .*two choices or more"),
+        ('{"question": "x", "choices": ["y", "z"], "answer": 2}', r":1: expected .*index below 2, got 2"),
+    ],
+)
+def test_bad_questions_are_refused(tmp_path, text, message):
+    file = tmp_path / "questions.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        evaluate.read_questions(file)
+    with pytest.raises(ConfigError, match="--questions: cannot read"):
+        evaluate.read_questions(tmp_path / "nowhere")
