@@ -1568,6 +1568,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "text",
         "tests/test_evaluate.py::test_the_harness",
     ),
+    Mutant(
+        "methods lose the name of their class",
+        "surojax/data/docstrings.py",
+        'f"{prefix}{node.name}."',
+        '""',
+        "tests/test_docstrings.py",
+    ),
     # -- Settings -----------------------------------------------------------------------------------------------------
     Mutant(
         "skip_last is skip_first",

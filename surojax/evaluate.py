@@ -21,7 +21,7 @@ import numpy as np
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import CheckpointError, ConfigError
 from surojax.generate import load
-from surojax.inference.score import Request, Score, pair, score
+from surojax.inference.score import Request, pair, score
 from surojax.models.model import Model
 
 

@@ -1,6 +1,9 @@
 """Scores, questions, and the interface of the LM Evaluation Harness."""
 
+import dataclasses
 import json
+import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ from small import CONFIG, drawn_params
 
 from surojax import ConfigError, evaluate
 from surojax.data.tokenizer import ByteTokenizer
+from surojax.inference import sample
 from surojax.inference.score import Request, Score, pair, score
 from surojax.models import llama
 from surojax.models.llama import Llama
@@ -23,9 +27,9 @@ def ids_of(*sizes: int) -> list[np.ndarray]:
     return [rng.integers(CONFIG.vocab_size, size=size, dtype=np.int32) for size in sizes]
 
 
-def plain_logprobs(params, ids: np.ndarray) -> np.ndarray:
+def plain_logprobs(params, ids: np.ndarray, config=CONFIG) -> np.ndarray:
     """Of every next token `[S, V]`."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(CONFIG, rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
     return np.asarray(jax.nn.log_softmax(nnx.merge(graph, params)(jnp.asarray(ids)[None])[0]))
 
 
@@ -116,3 +120,57 @@ def test_bad_questions_are_refused(tmp_path, text, message):
         evaluate.read_questions(file)
     with pytest.raises(ConfigError, match="--questions: cannot read"):
         evaluate.read_questions(tmp_path / "nowhere")
+
+
+TASK = """
+task: toy
+dataset_path: json
+dataset_kwargs: {data_files: {test: QUESTIONS}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+def test_the_harness(tmp_path, monkeypatch):
+    """A task of its own runs, and finds what `answer` finds; texts are continued up to a stop string."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("lm_eval")
+        from surojax.inference.harness import Harness
+    words = ByteTokenizer()
+    config = dataclasses.replace(CONFIG, vocab_size=320)
+    model = llama.build(config)
+    params = jax.tree.map(lambda w: 3 * w, drawn_params(config, 1))
+    rng = np.random.default_rng(3)
+    letters = lambda size: "".join(chr(c) for c in rng.integers(97, 123, size))
+    rows = [{"question": letters(9), "choices": [letters(n) for n in (3, 5, 4)], "answer": i % 3} for i in range(12)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "toy.yaml").write_text(TASK.replace("QUESTIONS", str(tmp_path / "questions.jsonl")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = evaluate.run_harness(
+            model, params, words, "toy", batch_size=4, max_length=64, include_path=str(tmp_path), bootstrap_iters=0
+        )["toy"]
+        with pytest.raises(ConfigError, match=r"^--tasks: lm_eval could not run nonsense"):
+            evaluate.run_harness(model, params, words, "nonsense", batch_size=4, max_length=64)
+    expected = evaluate.answer(model, params, words, evaluate.read_questions(tmp_path / "questions.jsonl"))
+    assert 0 < expected.plain < 1 and (found["acc,none"], found["acc_norm,none"]) == expected
+
+    harness = Harness(model, params, words, batch_size=2, max_length=64)
+    prompts = ["abc", "x", "hello there"]
+    greedy = [sample.complete(model, params, words, prompt, max_tokens=12, temperature=0) for prompt in prompts]
+    stop = greedy[0][3:5]
+    asked = [SimpleNamespace(args=(prompt, {"until": [stop], "max_gen_toks": 12})) for prompt in prompts]
+    assert harness.generate_until(asked, disable_tqdm=True) == [text.split(stop)[0] for text in greedy]
+    text = SimpleNamespace(args=("some text that is longer than the window" * 3,))
+    (rolling,) = harness.loglikelihood_rolling([text], disable_tqdm=True)
+    ids = np.array([words.eos_id, *text.args[0].encode()])
+    first, last = ids[:65], ids[-65:]  # the tokens after the first window are scored with as much context as fits
+    total = plain_logprobs(params, first[:-1], config)[np.arange(64), first[1:]].sum()
+    total += plain_logprobs(params, last[:-1], config)[np.arange(64), last[1:]][65 - ids.size :].sum()
+    np.testing.assert_allclose(rolling, total, rtol=1e-5)

@@ -1,0 +1,64 @@
+"""Questions and answers that need no download: what the functions of this Python's standard library do.
+
+The answer is the first paragraph of a function's docstring. Private names, and docstrings too short to say anything,
+are left out.
+"""
+
+import ast
+import inspect
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from surojax.errors import ConfigError
+
+NAME = "stdlib_docstrings"
+SHORTEST, LONGEST = 40, 600  # characters of an answer
+
+
+def read() -> Iterator[tuple[dict[str, str], str]]:
+    """Yields ({"prompt", "completion"}, its file and line) of every documented public function, in order of the files.
+
+    Raises ConfigError if this Python was installed without its source.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = False
+    seen: set[str] = set()
+    for path in sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")]):
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        if path.parts[-2] in ("site-packages", "dist-packages", "test", "idlelib", "lib2to3") or _private(module):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        for name, function in _functions(tree.body):
+            answer = _first_paragraph(ast.get_docstring(function))
+            if SHORTEST <= len(answer) <= LONGEST and answer not in seen:
+                seen.add(answer)
+                found = True
+                question = f"What does `{module}.{name}({ast.unparse(function.args)})` do?"
+                yield {"prompt": question, "completion": answer}, f"{path}:{function.lineno}"
+    if not found:
+        raise ConfigError(
+            f"{NAME}: expected Python source files below {root}, got none (an interpreter shipped without them); "
+            "use rows of your own"
+        )
+
+
+def _functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yields the public functions and methods of a module or class with their dotted names."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not _private(node.name):
+            yield from _functions(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _private(node.name):
+            yield f"{prefix}{node.name}", node
+
+
+def _private(name: str) -> bool:
+    return any(part.startswith("_") for part in name.split("."))
+
+
+def _first_paragraph(docstring: str | None) -> str:
+    """The first paragraph on one line; "" without a docstring."""
+    return " ".join(inspect.cleandoc(docstring or "").split("\n\n")[0].split())
