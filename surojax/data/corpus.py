@@ -4,7 +4,7 @@ A hash decides for each document: a hash of its path for the built-in corpus, a 
 split is therefore equal on every machine and in every run, adding a document does not change the side of another one,
 and all copies of a document are on one side.
 
-`surojax.data.batches` turns these documents into token arrays and batches.
+`surojax.data.prepare` turns these documents into tokens.
 """
 
 import glob
@@ -12,10 +12,11 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Protocol
 
 from surojax.errors import ConfigError
 
@@ -36,7 +37,7 @@ class Document:
 
 
 def read_documents(source: str, text_field: str) -> Iterator[Document]:
-    """Yields the documents of `source` (see `surojax.data.batches.load_corpora`), with the files sorted by path.
+    """Yields the documents of `source` (see `surojax.data.prepare.load_corpora`), with the files sorted by path.
 
     Raises ConfigError, which names the file and line, if something is missing, empty, or not text.
     """
@@ -47,41 +48,56 @@ def read_documents(source: str, text_field: str) -> Iterator[Document]:
         yield from _read_jsonl(path, text_field) if path.suffix.lower() == ".jsonl" else _read_txt(path)
 
 
-def hold_out(documents: Iterable[Document], fraction: float) -> Iterator[tuple[Document, bool]]:
+class Keyed(Protocol):
+    """Something with a 64-bit hash that decides whether it is held out."""
+
+    @property
+    def key(self) -> int: ...
+
+
+def hold_out[T: Keyed](
+    items: Iterable[T], fraction: float, split: Callable[[T], tuple[T, T] | None]
+) -> Iterator[tuple[T, bool]]:
     """Yields each document with True if it is held out, which it is if its key is below `fraction` * 2^64.
 
     If no document has such a key, the one with the smallest key is held out, with its copies. If there is only one
-    document, it is split and its end is held out.
+    document, it is split and its end is held out. split: returns both parts, or None: then nothing is held out.
     """
-    documents = iter(documents)
-    first = list(islice(documents, 2))
+    items = iter(items)
+    first = list(islice(items, 2))
     if len(first) == 1:
-        yield from zip(_split(first[0].text), (False, True), strict=True)
+        yield from zip(split(first[0]) or first, (False, True), strict=False)
         return
     threshold = int(fraction * 2**64)
     found = False
-    smallest: list[Document] = []  # not yielded before it is known whether another document is held out
-    for document in chain(first, documents):
-        if document.key < threshold:
+    smallest: list[T] = []  # not yielded before it is known whether another document is held out
+    for item in chain(first, items):
+        if item.key < threshold:
             found = True
-            yield document, True
+            yield item, True
         elif found:
-            yield document, False
-        elif not smallest or document.key < smallest[0].key:
+            yield item, False
+        elif not smallest or item.key < smallest[0].key:
             yield from ((other, False) for other in smallest)
-            smallest = [document]
-        elif document.key == smallest[0].key:
-            smallest.append(document)
+            smallest = [item]
+        elif item.key == smallest[0].key:
+            smallest.append(item)
         else:
-            yield document, False
-    yield from ((document, not found) for document in smallest)
+            yield item, False
+    yield from ((item, not found) for item in smallest)
 
 
-def _split(text: str) -> tuple[Document, Document]:
+def split_document(document: Document) -> tuple[Document, Document]:
     """Splits a text at 95 % of its length, or after the last line end between 90 % and 95 %."""
+    text = document.text
     split = int(len(text) * 0.95)
     split = text.rfind("\n", int(len(text) * 0.90), split) + 1 or split
     return _document(text[:split]), _document(text[split:])
+
+
+def key_of(content: bytes) -> int:
+    """Returns the 64-bit hash that decides whether a document with this content is held out."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 def _document(text: str, key: str | None = None) -> Document:
@@ -90,14 +106,22 @@ def _document(text: str, key: str | None = None) -> Document:
     Raises UnicodeEncodeError if `text` contains lone surrogates, which UTF-8 cannot encode.
     """
     content = text.encode("utf-8")
-    digest = hashlib.blake2b(content if key is None else key.encode("utf-8"), digest_size=8).digest()
-    return Document(text, len(content), int.from_bytes(digest, "big"))
+    return Document(text, len(content), key_of(content if key is None else key.encode("utf-8")))
+
+
+def source_files(source: str) -> list[Path]:
+    """Returns the files that `read_documents` reads, sorted. Raises ConfigError if something is missing."""
+    return _stdlib_files() if source == STDLIB else _expand(source)
+
+
+def _stdlib_files() -> list[Path]:
+    return sorted(_walk(Path(sysconfig.get_paths()["stdlib"]), ".py", skip=_NOT_LIBRARY))
 
 
 def _read_stdlib() -> Iterator[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
     seen: set[str] = set()  # a few files are copies of others; since paths are hashed, they could be on both sides
-    for path in sorted(_walk(root, ".py", skip=_NOT_LIBRARY)):
+    for path in _stdlib_files():
         try:
             text = path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError):
