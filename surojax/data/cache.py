@@ -122,6 +122,12 @@ class PartWriter:
         self.num_examples += 1
         self.num_bytes += num_bytes
 
+    @property
+    def num_bytes_written(self) -> int:
+        """Bytes in the files, those that are still buffered included."""
+        size = np.dtype(self.dtype).itemsize + ("trained" in self._files)
+        return self.num_tokens * size + (self.num_examples + 1) * 8
+
     def finish(self) -> dict[str, Any]:
         """Flushes the files to the disk; returns what `_open` needs to know of this part."""
         for file in self._files.values():
