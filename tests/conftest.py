@@ -63,11 +63,11 @@ def share_compiled_programs():
 
 def keep_out_of_home():
     """Let the test processes, and the commands they start, have a home folder of this run: data is cached there."""
-    if "SUROJAX_TESTS_HOME" not in os.environ:  # xdist's workers inherit the environment
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the environment
         folder = tempfile.TemporaryDirectory(prefix="surojax-tests-home-")
         _RUN.enter_context(folder)
         os.environ.setdefault("PYTHONUSERBASE", site.getuserbase())  # packages may be installed in the real one
-        os.environ["SUROJAX_TESTS_HOME"] = os.environ["HOME"] = folder.name
+        os.environ["HOME"] = folder.name
 
 
 _RUN = contextlib.ExitStack()
