@@ -54,7 +54,6 @@ from surojax.run.metrics import (
 )
 from surojax.step import state
 
-
 IDENTITY = ("model", "seed", "sequence_len", "sample_packing")  # fields that a run continues with, unchanged
 
 
@@ -406,7 +405,7 @@ def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: Co
 
 
 def evaluation_summary(output_dir: Path) -> str:
-    """Returns the first and the last evaluation of each set in `metrics.jsonl`, over all starts of the run, in lines."""
+    """Returns the first and the last evaluation of each set in `metrics.jsonl`, over all starts, in a line."""
     evals: dict[str, list[dict[str, Any]]] = {}
     for record in read_metrics(output_dir / METRICS_FILE):
         if record["log"] == "eval":

@@ -50,9 +50,7 @@ def sample_order(samples, count, *, batch_size=2, accumulation=1, seed=7, **opti
 
 
 def test_batch_shapes_and_dtypes():
-    with contextlib.closing(
-        batches(counting(50), batch_size=3, accumulation=2, seed=0)
-    ) as stream:
+    with contextlib.closing(batches(counting(50), batch_size=3, accumulation=2, seed=0)) as stream:
         batch = next(stream)
     assert set(batch) == {"inputs", "labels"}
     for array in batch.values():
@@ -131,9 +129,7 @@ def test_threads_start_before_the_first_batch_is_asked_for_and_end_with_the_iter
         return condition()
 
     before = threads()
-    closed, dropped = (
-        batches(counting(50), batch_size=2, accumulation=1, seed=0) for _ in range(2)
-    )
+    closed, dropped = (batches(counting(50), batch_size=2, accumulation=1, seed=0) for _ in range(2))
     assert len(threads() - before) == 2
     next(dropped)
     closed.close()
@@ -208,7 +204,7 @@ def test_evaluation_of_a_short_corpus():
     (batch,) = evaluation_batches(two, batch_size=2, max_batches=3)
     assert batch["labels"].tolist() == [[8, -1, -1, -1], [-1] * 4]
     assert batch["inputs"].tolist() == [[7, 8, 0, 0], [0] * 4]
-    with pytest.raises(ConfigError, match="short: expected .* less than two tokens"):
+    with pytest.raises(ConfigError, match=r"short: expected .* less than two tokens"):
         evaluation_batches(windows(np.array([7], np.uint16), "short", with_rest=True), batch_size=2)
     with pytest.raises(ConfigError, match="max_batches"):
         evaluation_batches(two, batch_size=2, max_batches=0)

@@ -53,7 +53,6 @@ def default_config() -> Config:
     c.system_prompt = ""  # for conversations that begin without one
     c.tokenizer = "bytes"  # "bytes", or a Hugging Face tokenizer.json
     c.sequence_len = 512  # tokens of a training sequence
-    c.sample_packing = False  # several documents in a row, separated by attention masks and positions
     c.per_device_batch_size = 1  # sequences per GPU and microbatch
     c.gradient_accumulation_steps = 1  # microbatches per step; effective batch = this x batch size x data-parallel GPUs
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from surojax.data import datasets
 from surojax.data.batches import Batch, Mixture, evaluation_batches
 from surojax.data.cache import Corpus
@@ -45,7 +43,7 @@ class Entries(NamedTuple):
 
     datasets: tuple[Dataset, ...] = ()
     weights: tuple[float, ...] | None = None
-    validation: Mapping[str, Dataset] = {}  # noqa: RUF012 - a default that is never changed
+    validation: Mapping[str, Dataset] = {}
 
 
 class Evaluated(NamedTuple):
@@ -96,7 +94,7 @@ def _parse(entry: Mapping[str, Any], where: str) -> Dataset:
     try:
         return datasets.parse(entry)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{where}: {str(error).removeprefix('datasets: ')}") from None
 
 
 def load(
@@ -158,9 +156,7 @@ class _Loader(NamedTuple):
         s = self.settings
         resolved = datasets.resolve(dataset)
         template = load_template(s.chat_template, self.tokenizer)
-        encoder = Encoder(
-            resolved, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt
-        )
+        encoder = Encoder(resolved, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
         if encoder.note:
             self.say(encoder.note)
         return load_dataset(

@@ -32,9 +32,8 @@ class Pieces(NamedTuple):
 def pieces(offsets: np.ndarray, sequence_len: int, *, on_long: str, continues: bool) -> Pieces:
     """Returns the spans of all examples that fit into rows of `sequence_len` tokens.
 
-    offsets: int64 [examples + 1]. on_long: what becomes of a longer example, "cut" or "drop". continues: a longer one is
-    cut into several pieces (text) instead of losing what exceeds the row (a conversation, which has lost its beginning
-    then).
+    offsets: int64 [examples + 1]. on_long: what becomes of a longer example, "cut" or "drop". continues: what is cut
+    off continues in further pieces (text); otherwise it is lost (a conversation, whose end means little alone).
     """
     lengths = np.diff(offsets)
     starts = np.asarray(offsets[:-1])[lengths > 0]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from surojax.data import datasets
+from surojax.data import datasets, files
 from surojax.data.cache import NO_ROOM, Corpus, Entry, NoRoom, PartWriter, cached, files_key
 from surojax.data.corpus import (
     HELD_OUT_FILES,
@@ -42,7 +42,7 @@ from surojax.errors import ConfigError
 DATA_CACHE = "~/.cache/surojax"
 TRAIN = "train"
 HELD_OUT = "held_out"
-ON_BAD_ROW = ("error", "skip")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 # A Hugging Face tokenizer needs about 50 times the memory of the text and uses one core per text. Long documents are
 # therefore split at line ends into pieces, and each group holds pieces for half of the cores, since two are encoded at
@@ -75,17 +75,22 @@ def load_corpora(
     """
 
     def load(source: str, fraction: float) -> Entry:
-        files = files_key(source_files(source))
+        sources = files_key(source_files(source))
         key = {
             "source": source,
-            "files": files,
+            "files": sources,
             "text_field": text_field,
             "tokenizer": [tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id],
             "piece_chars": _PIECE_CHARS,
             "held_out": fraction,
         }
         write = functools.partial(
-            _write_documents, source=source, text_field=text_field, tokenizer=tokenizer, fraction=fraction, files=files
+            _write_documents,
+            source=source,
+            text_field=text_field,
+            tokenizer=tokenizer,
+            fraction=fraction,
+            sources=sources,
         )
         return _report(cached(data_cache, key, write, name=source, say=say), say)
 
@@ -120,12 +125,12 @@ def load_dataset(
     out and says how many they are. Raises ConfigError as well if no row remains.
     """
     name = ",".join(dataset.path)
-    files = files_key(datasets.source_files(dataset))
+    sources = files_key(_files_of(dataset))
     settings = {key: value for key, value in asdict(dataset).items() if key != "weight"}
     fraction = HELD_OUT_FILES if holds_out else 0.0
     key = {
         "dataset": settings,
-        "files": files,
+        "files": sources,
         "encoder": encoder.fingerprint,
         "vocab_size": vocab_size,
         "held_out": fraction,
@@ -138,12 +143,17 @@ def load_dataset(
         vocab_size=vocab_size,
         fraction=fraction,
         on_bad_row=on_bad_row,
-        files=files,
+        sources=sources,
     )
     entry = _report(cached(data_cache, key, write, name=name, say=say), say)
     if skipped := entry.info["skipped"]:
         say(f"data: {name}: {skipped:,} rows cannot be used and are skipped; the first: {entry.info['first_skipped']}")
     return Prepared(entry.corpora[TRAIN], entry.corpora.get(HELD_OUT), dataset.type == "text")
+
+
+def _files_of(dataset: Dataset) -> list[Path]:
+    """Returns the files that the rows are read from; a set of the `datasets` library has none here."""
+    return [file for item in dataset.path for file in files.find(item, SUFFIXES) or ()]
 
 
 def _report(entry: Entry, say: Callable[[str], None]) -> Entry:
@@ -210,13 +220,15 @@ def _write_documents(
     text_field: str,
     tokenizer: Tokenizer,
     fraction: float,
-    files: list[tuple[str, int, int]],
+    sources: list[tuple[str, int, int]],
 ) -> dict[str, Any]:
     """Tokenises documents into `folder`, each followed by end-of-sequence; returns the meta data."""
     documents = read_documents(source, text_field)
-    marked = hold_out(documents, fraction, split_document) if fraction else ((document, False) for document in documents)
+    marked = (
+        hold_out(documents, fraction, split_document) if fraction else ((document, False) for document in documents)
+    )
     eos = np.array([tokenizer.eos_id])
-    source_bytes = sum(size for _, size, _ in files)
+    source_bytes = sum(size for _, size, _ in sources)
     groups = _groups(_pieces(marked), lambda piece: len(piece.text))
     with _Parts(
         folder, tokenizer.vocab_size, name=source, holds_out=bool(fraction), source_bytes=source_bytes
@@ -270,13 +282,13 @@ def _write_rows(
     vocab_size: int,
     fraction: float,
     on_bad_row: str,
-    files: list[tuple[str, int, int]],
+    sources: list[tuple[str, int, int]],
 ) -> dict[str, Any]:
     """Encodes rows into `folder`; returns the meta data."""
     name = ",".join(dataset.path)
     rows = map(_keyed, datasets.read(dataset))
     marked = hold_out(rows, fraction, lambda _: None) if fraction else ((row, False) for row in rows)
-    source_bytes = sum(size for _, size, _ in files)
+    source_bytes = sum(size for _, size, _ in sources)
     groups = _groups(marked, lambda item: item[0].num_bytes)
     skipped: list[BadRow] = []
     num_skipped = 0

@@ -186,8 +186,8 @@ def windows_or_rows(
         fate = "left out" if on_long == "drop" else "cut into several" if is_text else "cut at their end"
         untrained = f", {num_untrained} without a trained token are left out" if num_untrained else ""
         say(
-            f"data: {corpus.name}: {pieces.num_long:,} of {corpus.num_examples:,} examples are longer than sequence_len="
-            f"{sequence_len} and are {fate}{untrained}"
+            f"data: {corpus.name}: {pieces.num_long:,} of {corpus.num_examples:,} examples are longer than "
+            f"sequence_len={sequence_len} and are {fate}{untrained}"
         )
     if not len(pieces.starts):
         raise ConfigError(
