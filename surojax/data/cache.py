@@ -19,6 +19,7 @@ of any size takes as much memory as one batch of it.
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import mmap
@@ -184,8 +185,10 @@ def cached(
         return Entry(*corpora, target, True)
     with _writable(root):
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{target.name}.lock", wait=lambda holder: say(_waiting(name, holder))):
-            _remove_leftovers(root, target.name)
+        wait = functools.partial(_say_waiting, say, name)
+        with _locked(root / f"{target.name}.lock", wait) as is_locked:
+            if is_locked:
+                _remove_leftovers(root, target.name)
             if corpora := _open(target, name):
                 return Entry(*corpora, target, True)
             _write(target, text, write)
@@ -267,20 +270,25 @@ def files_key(paths: list[Path]) -> list[tuple[str, int, int]]:
 
 
 @contextlib.contextmanager
-def _locked(file: Path, wait: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock of a file within a `with` statement; if another process has it, calls `wait` and waits.
+def _locked(file: Path, wait: Callable[[str], None]) -> Iterator[bool]:
+    """Holds the lock of a file within a `with` statement; if another process has it, calls `wait` with its id and waits.
 
-    The system releases the lock when the process has ended, for whatever reason. On a file system without locks nothing
-    is locked.
+    The system releases the lock when the process has ended, for whatever reason. Yields False on a file system without
+    locks, where nothing is locked.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        if not _try_lock(descriptor):
-            wait(os.read(descriptor, 20).decode(errors="replace").strip() or "unknown")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        is_locked = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            is_locked = error.errno not in NO_LOCKS
+            if is_locked:
+                wait(os.read(descriptor, 20).decode(errors="replace").strip() or "unknown")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
+        yield is_locked
     finally:
         _close_lock(descriptor)
 
@@ -289,15 +297,6 @@ def _close_lock(descriptor: int) -> None:
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked child has the file open too
     os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    """Returns whether the lock is this process's now, or the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in NO_LOCKS
-    return True
 
 
 def _remove_leftovers(root: Path, own: str) -> None:
@@ -312,13 +311,13 @@ def _remove_leftovers(root: Path, own: str) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            pass  # a live process writes there, or the file system has no locks, which would tell
+            pass  # a live process writes there
         finally:
             _close_lock(descriptor)
 
 
-def _waiting(name: str, holder: str) -> str:
-    return f"data: process {holder} is tokenising {name} at the moment; waiting for it"
+def _say_waiting(say: Callable[[str], None], name: str, holder: str) -> None:
+    say(f"data: process {holder} is tokenising {name} at the moment; waiting for it")
 
 
 @contextlib.contextmanager

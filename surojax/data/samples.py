@@ -112,23 +112,12 @@ class Rows:
         for piece in self.plan.row(index).tolist():
             length = int(self.pieces.lengths[piece])
             here = slice(position, position + length)
-            inputs[here], labels[here] = self._inputs_and_labels(int(self.pieces.starts[piece]), length)
+            inputs[here], labels[here] = _inputs_and_labels(self.corpus, int(self.pieces.starts[piece]), length)
             starts[here] = position
             position += length
         starts[position:] = position
         sample = {"inputs": inputs, "labels": labels}
         return sample | {"starts": starts} if self.packed else sample
-
-    def _inputs_and_labels(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tokens of a piece and the label of each, int32 [length]."""
-        example = int(np.searchsorted(self.corpus.bounds, start, side="right"))
-        end = int(self.corpus.bounds[example])  # of the piece's document
-        tokens = self.corpus.tokens[start : min(start + length + 1, end)].astype(np.int32)
-        labels = np.full(length, IGNORED, np.int32)
-        labels[: len(tokens) - 1] = tokens[1:]
-        if self.corpus.trained is not None:
-            labels[: len(tokens) - 1][~self.corpus.trained[start + 1 : start + len(tokens)]] = IGNORED
-        return tokens[:length], labels
 
     def release(self) -> None:
         self.corpus.release()
@@ -181,7 +170,7 @@ def windows_or_rows(
     if is_text and not packed:
         return Windows(corpus, sequence_len)
     pieces = packing.pieces(corpus.bounds, sequence_len, on_long=on_long, continues=is_text)
-    pieces, num_untrained = _trained_pieces(corpus, pieces)
+    pieces, num_untrained = _with_labels(corpus, pieces, sequence_len)
     if pieces.num_long:
         fate = "left out" if on_long == "drop" else "cut into several" if is_text else "cut at their end"
         untrained = f", {num_untrained} without a trained token are left out" if num_untrained else ""
@@ -204,15 +193,26 @@ def windows_or_rows(
     return Rows(corpus, sequence_len, pieces, plan, fingerprint_of((corpus.fingerprint, *settings)), packed)
 
 
-def _trained_pieces(corpus: Corpus, pieces: packing.Pieces) -> tuple[packing.Pieces, int]:
-    """Leaves out the pieces that were cut and have no trained token left; returns the others and how many they are."""
-    if corpus.trained is None or not pieces.num_long:
+def _inputs_and_labels(corpus: Corpus, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of a piece and the label of each, int32 [length]."""
+    example = int(np.searchsorted(corpus.bounds, start, side="right"))
+    end = int(corpus.bounds[example])  # of the piece's document
+    tokens = corpus.tokens[start : min(start + length + 1, end)].astype(np.int32)
+    labels = np.full(length, IGNORED, np.int32)
+    labels[: len(tokens) - 1] = tokens[1:]
+    if corpus.trained is not None:
+        labels[: len(tokens) - 1][~corpus.trained[start + 1 : start + len(tokens)]] = IGNORED
+    return tokens[:length], labels
+
+
+def _with_labels(corpus: Corpus, pieces: packing.Pieces, sequence_len: int) -> tuple[packing.Pieces, int]:
+    """Leaves out what has no label after a cut; returns the other pieces, and how many it left out."""
+    if corpus.trained is None:
         return pieces, 0
-    trained = corpus.trained
     kept = np.ones(len(pieces.lengths), np.bool_)
-    for i in np.flatnonzero(pieces.lengths == pieces.lengths.max()):  # those that were cut are among the longest
-        start = pieces.starts[i]
-        kept[i] = trained[start + 1 : start + pieces.lengths[i]].any()
+    for i in np.flatnonzero(pieces.lengths == sequence_len):  # what was cut is as long as a row
+        _, labels = _inputs_and_labels(corpus, int(pieces.starts[i]), sequence_len)
+        kept[i] = (labels != IGNORED).any()
     return packing.Pieces(pieces.starts[kept], pieces.lengths[kept], pieces.num_long), int((~kept).sum())
 
 
