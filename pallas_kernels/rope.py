@@ -118,8 +118,8 @@ def _forward_mosaic(q, k, cos, sin, inverse: bool, cut: tiles.Heads, interpret: 
 def forward(
     q: Float[Array, "*batch S H h"],
     k: Float[Array, "*batch S K h"],
-    cos: Float[Array, "S half"],
-    sin: Float[Array, "S half"],
+    cos: Float[Array, "*rows S half"],
+    sin: Float[Array, "*rows S half"],
     *,
     inverse: bool = False,
     implementation: Implementation = None,
@@ -127,11 +127,20 @@ def forward(
 ) -> Rotated:
     """`Rotated(q, k, absmax_q, absmax_k)`: q and k rotated by the angles of their positions; inverse: rotated back.
 
-    q `[..., S, H, h]` and k `[..., S, K, h]` in bfloat16, float16 or float32, h even; cos and sin float32 `[S, h / 2]`.
-    It has no derivative; `rope` has one. Raises ValueError for other shapes and dtypes, and dispatch.Unserved if
+    q `[..., S, H, h]` and k `[..., S, K, h]` in bfloat16, float16 or float32, h even; cos and sin float32 `[S, h / 2]`,
+    or `[..., S, h / 2]` if rows have angles of their own, as several documents in a row do. It has no derivative; `rope` has one. Raises ValueError for other shapes and dtypes, and dispatch.Unserved if
     implementation="mosaic" and the kernel does not support the shape.
     """
     _check("rope", q, k, cos, sin)
+    if cos.ndim > 2:  # one long row
+        one = forward(
+            *(x.reshape(-1, *x.shape[-2:]) for x in (q, k)),
+            *(table.reshape(-1, table.shape[-1]) for table in (cos, sin)),
+            inverse=inverse,
+            implementation=implementation,
+            interpret=interpret,
+        )
+        return one._replace(q=one.q.reshape(q.shape), k=one.k.reshape(k.shape))
     if dispatch.choose("rope", implementation) == "mosaic":
         sizes = q.shape[-3], (q.shape[-2], k.shape[-2]), q.shape[-1] // 2, q.dtype
         cut = tiles.try_cut(implementation, tiles.heads, "rope", *sizes)
@@ -143,8 +152,8 @@ def forward(
 def rope(
     q: Float[Array, "*batch S H h"],
     k: Float[Array, "*batch S K h"],
-    cos: Float[Array, "S half"],
-    sin: Float[Array, "S half"],
+    cos: Float[Array, "*rows S half"],
+    sin: Float[Array, "*rows S half"],
     *,
     implementation: Implementation = None,
     interpret: bool = False,
@@ -180,7 +189,8 @@ def _check(op: str, q, k, cos, sin) -> None:
     expected = (*q.shape[:-2], "K", q.shape[-1])
     need(k.shape[:-2] == q.shape[:-2] and k.shape[-1] == q.shape[-1], op, "shape of k", expected, k.shape)
     need(k.dtype == q.dtype, op, "dtype of k", f"{q.dtype}, that of q", k.dtype)
-    half = (q.shape[-3], q.shape[-1] // 2)
+    shared = (q.shape[-3], q.shape[-1] // 2)
+    half = shared if cos.ndim <= 2 else (*q.shape[:-3], *shared)
     for name, a in (("cos", cos), ("sin", sin)):
         need(a.shape == half and a.dtype == f32, op, name, f"float32 {half}", f"{a.dtype} {a.shape}")
 

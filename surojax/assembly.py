@@ -126,13 +126,14 @@ def assemble(
     recompute_block: bool = True,
     lmhead_chunks: int = 1,
     z_loss: float = 0.0,
+    packed: bool = False,
 ) -> Assembly:
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
-    recompute_block, lmhead_chunks, z_loss: see `spec.Engine`.
+    recompute_block, lmhead_chunks, z_loss, packed: see `spec.Engine`.
     """
     of_classes = layouts(model.params, table, mesh)
-    engine = Engine(model, table, of_classes, recompute_block, lmhead_chunks, z_loss)
+    engine = Engine(model, table, of_classes, recompute_block, lmhead_chunks, z_loss, packed)
     precision = model.precision
     history = None
     if precision.delayed:
@@ -152,6 +153,7 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
         recompute_block=c.recompute_block,
         lmhead_chunks=c.lmhead_chunks,
         z_loss=c.z_loss,
+        packed=c.sample_packing,
     )
 
 

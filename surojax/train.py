@@ -25,7 +25,10 @@ from surojax.assembly import Assembly, from_config
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.config.flags import parse
-from surojax.data import batches as data
+from surojax.data import load as data
+from surojax.data.batches import Mixture, batches as training_batches
+from surojax.data.cache import Corpus
+from surojax.data.samples import check_length
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange.huggingface import resolved
@@ -46,9 +49,12 @@ from surojax.run.metrics import (
     MetricsLog,
     NonFiniteLoss,
     check_finite,
+    perplexity,
     read_metrics,
 )
 from surojax.step import state
+
+IDENTITY = ("model", "seed", "sequence_len", "sample_packing")  # fields that a run continues with, unchanged
 
 
 class Result(NamedTuple):
@@ -78,28 +84,33 @@ def train(config: Config) -> Result:
     run = from_config(c, mesh, total_steps=1)
     need = check_fit(c, run, devices)
     nvme.check(nvme.store_of(run.plan))
+    entries = data.parse_entries(c.datasets, c.validation_datasets)
     initial = open_weights(c, run.model)
     checkpoint.check_room(output_dir, run.plan)
 
     # -- Data ---------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(c.tokenizer)
-    corpus, held_out = load_corpora(c, tokenizer)
+    check_vocabulary(c, tokenizer)
     batch_size = c.per_device_batch_size * len(devices)
     samples_per_step = batch_size * c.gradient_accumulation_steps
-    data.check_length(corpus, c.sequence_len, samples_per_step)
-    total_steps = c.max_steps or c.num_epochs * data.samples_per_epoch(corpus, c.sequence_len) // samples_per_step
+    settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
+    sources = {"data": c.data, "eval_data": c.eval_data, "text_field": c.text_field}
+    evaluation = {"eval_batch_size": batch_size, "eval_batches": c.eval_batches}
+    samples, evaluated, held_out = data.load(entries, settings, tokenizer, **sources, **evaluation, say=say)
+    check_length(samples.all, samples_per_step)
+    total_steps = c.max_steps or c.num_epochs * len(samples) // samples_per_step
     check_schedule(c, total_steps)
 
     # -- Plan: shapes, shardings, memory; and the checkpoint to continue from -----------------------------------------
     run = from_config(c, mesh, total_steps)
-    identity = {"tokenizer": tokenizer.name, "data": corpus.fingerprint}
+    identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}
     newest = checkpoint.find(output_dir / checkpoint.FOLDER)
     resume = find_resume(c, output_dir, identity, samples_per_step)
     meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
     first_step = meta["step"]
-    samples = meta["samples"]
+    position = meta["samples"]
     describe(c, run, devices, need)
-    say(f"data: {corpus.name}, {len(corpus.tokens):,} tokens for training, {len(held_out.tokens):,} held out")
+    say(describe_data(samples, held_out))
     say(f"run: {total_steps} steps of {samples_per_step * c.sequence_len:,} tokens into {output_dir}")
 
     with contextlib.ExitStack() as until_end:
@@ -116,13 +127,12 @@ def train(config: Config) -> Result:
             )
 
         # -- Compile; a thread prepares the first batches meanwhile ---------------------------------------------------
-        batches = data.batches(
-            corpus,
-            sequence_len=c.sequence_len,
+        batches = training_batches(
+            samples,
             batch_size=batch_size,
             accumulation=c.gradient_accumulation_steps,
             seed=c.seed,
-            start_sample=samples,
+            start_sample=position,
         )
         until_end.enter_context(contextlib.closing(batches))
         compile_start = time.perf_counter()
@@ -133,8 +143,9 @@ def train(config: Config) -> Result:
         )
         tokens_shape = (c.gradient_accumulation_steps, batch_size, c.sequence_len)
         tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=batch_sharding(mesh))
-        train_step = run.train_step().lower(run.plan, tokens, tokens).compile(options)
-        evaluate = Evaluation(c, run, mesh, held_out)
+        arrays = run.engine.batch_arrays
+        train_step = run.train_step().lower(run.plan, *[tokens] * len(arrays)).compile(options)
+        evaluate = Evaluation(c, run, mesh, evaluated)
         say(f"compiled in {time.perf_counter() - compile_start:.1f} s")
 
         # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
@@ -174,10 +185,10 @@ def train(config: Config) -> Result:
         step = first_step
         for step in range(first_step + 1, total_steps + 1):
             batch = next(batches)
-            inputs, labels = jax.device_put((batch["inputs"], batch["labels"]), tokens.sharding)
+            on_devices = jax.device_put([batch[name] for name in arrays], tokens.sharding)
             with jax.transfer_guard("disallow"):
-                train_state, metrics = train_step(train_state, inputs, labels)
-            samples += samples_per_step
+                train_state, metrics = train_step(train_state, *on_devices)
+            position += samples_per_step
             report(deferred.push(step, metrics))
             # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in
             # files, a step has already ended when `train_step` returns.
@@ -192,10 +203,10 @@ def train(config: Config) -> Result:
             if evaluate_now or save_now:
                 report(deferred.flush())  # logs step n and checks that it is finite, before its checkpoint is written
                 if evaluate_now:
-                    history.append(log.eval(step, **evaluate(train_state.weights)))
+                    history += [log.eval(step, **scores) for scores in evaluate(train_state.weights)]
                 if save_now:
-                    position = {"step": step, "samples": samples, "samples_per_step": samples_per_step}
-                    checkpoints.save(train_state, position | {"config": c.to_dict(), **identity})
+                    progress = {"step": step, "samples": position, "samples_per_step": samples_per_step}
+                    checkpoints.save(train_state, progress | {"config": c.to_dict(), **identity})
                 deferred.restart_clock()
             if stopping and not final:
                 say(f"stopped by {stopping} after step {step} of {total_steps}; start again to continue")
@@ -221,17 +232,23 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def load_corpora(c: Config, tokenizer: Tokenizer) -> tuple[data.Corpus, data.Corpus]:
-    """Returns the training corpus and the evaluation corpus.
-
-    Raises ConfigError if the tokenizer has more ids than the model has embedding rows.
-    """
+def check_vocabulary(c: Config, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if the tokenizer has more ids than the model has embedding rows."""
     if tokenizer.vocab_size > c.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: expected at least {tokenizer.vocab_size} (of {tokenizer.name}), got "
             f"{c.model.vocab_size}; raise it"
         )
-    return data.load_corpora(c.data, eval_source=c.eval_data, tokenizer=tokenizer, text_field=c.text_field)
+
+
+def describe_data(samples: Mixture, held_out: Corpus) -> str:
+    """Returns a line with the size of the data; with weights, how often an epoch has each source."""
+    tokens = samples.all.num_tokens
+    text = f"data: {samples.all.name}, {tokens:,} tokens for training, {len(held_out.tokens):,} held out"
+    if samples.weights is None:
+        return text
+    shares = zip(samples.sources, samples.shares(), strict=True)
+    return f"{text}; an epoch has " + ", ".join(f"{source.name} {share:.2f} times" for source, share in shares)
 
 
 def check_schedule(c: Config, total_steps: int) -> None:
@@ -276,7 +293,7 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
     meta = checkpoint.read_meta(found)
     saved = checks.restored_config(meta["config"], checkpoint.written_by(meta))
     changed = checkpoint.differences(saved.to_dict(), c.to_dict())
-    fixed = {k: v for k, v in changed.items() if k.split(".")[0] in ("model", "seed", "sequence_len")}
+    fixed = {k: v for k, v in changed.items() if k.split(".")[0] in IDENTITY}
     fixed |= {k: (meta[k], v) for k, v in identity.items() if meta[k] != v}
     if fixed:
         what = ", ".join(f"{k} is {a!r} there and {b!r} here" for k, (a, b) in fixed.items())
@@ -323,28 +340,34 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
 
 
 class Evaluation:
-    """Computes the loss on held-out text: nats per token, and bits per byte, which are comparable across tokenizers."""
+    """Computes the loss on text held out from training and on validation datasets, all with one compiled step."""
 
-    def __init__(self, c: Config, run: Assembly, mesh: jax.sharding.Mesh, held_out: data.Corpus):
-        batch_size = c.per_device_batch_size * mesh.size
-        options = {"sequence_len": c.sequence_len, "batch_size": batch_size, "max_batches": c.eval_batches}
-        self.batches = list(data.evaluation_batches(held_out, **options))
-        self.bytes_per_token = held_out.bytes_per_token
+    def __init__(self, c: Config, run: Assembly, mesh: jax.sharding.Mesh, evaluated: list[data.Evaluated]):
+        self.evaluated = evaluated
+        self.arrays = run.engine.batch_arrays
         self.sharding = batch_sharding(mesh, accumulated=False)
-        tokens = jax.ShapeDtypeStruct((batch_size, c.sequence_len), np.int32, sharding=self.sharding)
+        shape = (c.per_device_batch_size * mesh.size, c.sequence_len)
+        tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.sharding)
         options = run.compiler_options(mesh.devices.flat[0].platform)
-        self.step = run.eval_step().lower(run.plan.weights, tokens, tokens).compile(options)
+        self.step = run.eval_step().lower(run.plan.weights, *[tokens] * len(self.arrays)).compile(options)
 
-    def __call__(self, weights) -> dict[str, float]:
+    def __call__(self, weights) -> list[dict[str, Any]]:
+        """Returns the arguments of `MetricsLog.eval` for each set."""
+        return [self.scores(weights, one) for one in self.evaluated]
+
+    def scores(self, weights, evaluated: data.Evaluated) -> dict[str, Any]:
+        """Returns {"name", "loss" (nats per token), "bits_per_byte" (comparable across tokenizers), "duration_s"}."""
         start = time.perf_counter()
         sums = []  # (sum of the losses, number of labels) of each batch
-        for batch in self.batches:
-            inputs, labels = jax.device_put((batch["inputs"], batch["labels"]), self.sharding)
+        for batch in evaluated.batches:
+            on_devices = jax.device_put([batch[name] for name in self.arrays], self.sharding)
             # One batch at a time: programs with collectives in flight can block each other on virtual CPU devices.
-            sums.append(jax.device_get(self.step(weights, inputs, labels)))
+            sums.append(jax.device_get(self.step(weights, *on_devices)))
         loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))
-        bits = loss / math.log(2) / self.bytes_per_token
-        return {"loss": loss, "bits_per_byte": bits, "duration_s": time.perf_counter() - start}
+        per_token = evaluated.bytes_per_token
+        bits = None if per_token is None else loss / math.log(2) / per_token
+        duration_s = time.perf_counter() - start
+        return {"name": evaluated.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s}
 
 
 class StopSignal:
@@ -372,7 +395,7 @@ class StopSignal:
         self.received = signal.Signals(number).name
 
 
-def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: data.Corpus) -> str:
+def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: Corpus) -> str:
     """Returns the prompt and the text that the model continues it with; control characters are escaped."""
     prompt = c.sample_prompt or tokenizer.decode(held_out.tokens[:64])
     options = {"max_tokens": c.sample_tokens, "temperature": c.sample_temperature, "seed": c.seed}
@@ -382,15 +405,21 @@ def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: da
 
 
 def evaluation_summary(output_dir: Path) -> str:
-    """Returns a line with the first and the last evaluation in `metrics.jsonl`, over all starts of the run."""
-    evals = [record for record in read_metrics(output_dir / METRICS_FILE) if record["log"] == "eval"]
-    if not evals:
-        return "evaluation: none yet"
-    first = evals[0]
-    last = evals[-1]
-    loss = f"{first['loss']:.4f} -> {last['loss']:.4f}"
-    bits = f"{first['bits_per_byte']:.4f} -> {last['bits_per_byte']:.4f}"
-    return f"evaluation: loss {loss}, {bits} bits per byte (steps {first['step']} -> {last['step']})"
+    """Returns the first and the last evaluation of each set in `metrics.jsonl`, over all starts, in a line."""
+    evals: dict[str, list[dict[str, Any]]] = {}
+    for record in read_metrics(output_dir / METRICS_FILE):
+        if record["log"] == "eval":
+            evals.setdefault(record.get("name", ""), []).append(record)
+    lines = []
+    for name, records in evals.items():
+        first = records[0]
+        last = records[-1]
+        text = f"evaluation{name and f' of {name}'}: loss {first['loss']:.4f} -> {last['loss']:.4f}"
+        if "bits_per_byte" in last:
+            text += f", {first['bits_per_byte']:.4f} -> {last['bits_per_byte']:.4f} bits per byte"
+        text += f", perplexity {perplexity(first['loss']):.4g} -> {perplexity(last['loss']):.4g}"
+        lines.append(f"{text} (steps {first['step']} -> {last['step']})")
+    return "\n".join(lines) or "evaluation: none yet"
 
 
 def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:

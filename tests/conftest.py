@@ -11,6 +11,7 @@ tests/test_on_gpu.py.
 import contextlib
 import gc
 import os
+import site
 import tempfile
 import threading
 
@@ -33,6 +34,7 @@ def pytest_configure(config):
             " --xla_cpu_parallel_codegen_split_count=1"
         )
         share_compiled_programs()
+        keep_out_of_home()
         gc.set_threshold(100_000)  # tracing makes many objects, of which hardly any is garbage
         worker = os.environ.get("PYTEST_XDIST_WORKER")
         if worker and hasattr(os, "sched_setaffinity"):
@@ -57,6 +59,15 @@ def share_compiled_programs():
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
+
+
+def keep_out_of_home():
+    """Let the test processes, and the commands they start, have a home folder of this run: data is cached there."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the environment
+        folder = tempfile.TemporaryDirectory(prefix="surojax-tests-home-")
+        _RUN.enter_context(folder)
+        os.environ.setdefault("PYTHONUSERBASE", site.getuserbase())  # packages may be installed in the real one
+        os.environ["HOME"] = folder.name
 
 
 _RUN = contextlib.ExitStack()

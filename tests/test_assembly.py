@@ -19,7 +19,10 @@ from surojax import assembly
 from surojax.assembly import architecture
 from surojax.config.checks import check
 from surojax.config.fields import default_config
-from surojax.data.batches import Corpus
+from surojax.data.batches import evaluation_batches
+from surojax.data.cache import Corpus
+from surojax.data.load import Evaluated
+from surojax.data.samples import Windows
 from surojax.models.llama import Llama
 from surojax.optim import normuon as muon
 from surojax.optim.optimizer import Moments
@@ -216,10 +219,12 @@ def test_evaluation_is_a_mean_over_tokens_and_its_bits_are_over_bytes():
     c = config(per_device_batch_size=2)
     run = assembly.from_config(c, mesh, total_steps=STEPS)
     ids = np.random.default_rng(0).integers(0, 64, 101)
-    evaluate = train.Evaluation(c, run, mesh, Corpus(ids.astype(np.uint16), 60, "", "held out"))
-    assert [b["inputs"].shape for b in evaluate.batches] == [(4, 16)] * 2
+    windows = Windows(Corpus(ids.astype(np.uint16), 60, "", "held out"), 16, with_rest=True)
+    batches = list(evaluation_batches(windows, batch_size=4))
+    assert [b["inputs"].shape for b in batches] == [(4, 16)] * 2
+    evaluate = train.Evaluation(c, run, mesh, [Evaluated("", batches, windows.corpus.bytes_per_token)])
     params = jax.tree.map(lambda w: 5 * w, drawn_params(architecture(c), 0))  # losses of tokens that are not all alike
-    found = evaluate(jax.device_put(params, jax.tree.map(lambda p: p.sharding, run.plan.weights)))
+    (found,) = evaluate(jax.device_put(params, jax.tree.map(lambda p: p.sharding, run.plan.weights)))
 
     windows = np.zeros((7, 16), np.int32)
     windows.ravel()[:100] = ids[:-1]

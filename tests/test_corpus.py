@@ -6,9 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from surojax.data import batches as data
-from surojax.data.batches import Corpus, load_corpora
+from surojax.data import prepare
+from surojax.data.cache import Corpus
 from surojax.data.corpus import read_documents
+from surojax.data.prepare import load_corpora
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
 from surojax.errors import ConfigError
 
@@ -157,8 +158,8 @@ def test_tokenizer_json_corpus_in_groups_and_pieces(tmp_path, monkeypatch):
     np.testing.assert_array_equal(whole.tokens, expected)
     assert whole.num_bytes == sum(map(len, texts)) and whole.bytes_per_token > 1.2
 
-    monkeypatch.setattr(data, "_PIECE_CHARS", 40)
-    monkeypatch.setattr(data, "_GROUP_CHARS", 500)
+    monkeypatch.setattr(prepare, "_PIECE_CHARS", 40)
+    monkeypatch.setattr(prepare, "_GROUP_CHARS", 500)
     cut, _ = load_corpora(str(path), eval_source=str(tmp_path / "eval.txt"), tokenizer=tokenizer)
     ends = np.flatnonzero(cut.tokens == tokenizer.eos_id)
     decoded = [tokenizer.decode(part) for part in np.split(cut.tokens, ends[:-1] + 1)]

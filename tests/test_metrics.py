@@ -45,7 +45,7 @@ def test_a_log_gets_plain_lines(tmp_path):
         "step  1/10  loss 2.2500  norm 1.500  lr 3.00e-04  10 tok/s  100,000.0 ms  mfu  0.2%  eta --:--",
         # The compiling step is not in the average: 8 steps of 0.5 s are left.
         "step  2/10  loss 2.1250  norm 1.250  lr 3.00e-04  2,000 tok/s  500.0 ms  mfu 50.0%  eta 00:04",
-        "eval 2  loss 2.0000  2.8850 bits per byte  250.0 ms",
+        "eval 2  loss 2.0000  2.8850 bits per byte  perplexity 7.389  250.0 ms",
         "checkpoint saved",
     ]
     assert all(c == "\n" or c.isprintable() for c in console.getvalue())
@@ -98,12 +98,16 @@ def test_records(tmp_path):
         step = log.step(1, loss=2.25, grad_norm=1.5, lr=3e-4, duration_s=0.5)
         evaluation = log.eval(1, loss=2.0, bits_per_byte=2.885, duration_s=0.25)
         assert read_metrics(tmp_path / "metrics.jsonl") == [step, evaluation]  # readable while the run goes on
-    first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        named = log.eval(1, loss=1000.0, duration_s=0.25, name="chats")
+    assert named["name"] == "chats" and named["perplexity"] == np.inf and "bits_per_byte" not in named
+    assert read_metrics(tmp_path / "metrics.jsonl")[2]["perplexity"] is None
+    first, second, _ = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert first == (
         '{"log":"step","step":1,"loss":2.25,"norm":1.5,"lr":0.0003,"tokens_per_second":2000.0,"duration_ms":500.0,'
         '"mfu":0.5}'
     )
-    assert second == '{"log":"eval","step":1,"loss":2.0,"bits_per_byte":2.885,"duration_ms":250.0}'
+    scores = '"loss":2.0,"bits_per_byte":2.885,"perplexity":7.38905609893065'
+    assert second == f'{{"log":"eval","step":1,{scores},"duration_ms":250.0}}'
 
 
 def test_float32_losses_come_back_bit_for_bit(tmp_path):
@@ -207,7 +211,7 @@ def test_tensorboard_events(tmp_path):
 
     scalars = [(e.step, v.tag, v.simple_value) for e in tensorboard_events(fresh) for v in e.summary.value]
     train = {f"train/{name}" for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second")}
-    assert {tag for _, tag, _ in scalars} == train | {"eval/loss", "eval/bits_per_byte"}
+    assert {tag for _, tag, _ in scalars} == train | {"eval/loss", "eval/bits_per_byte", "eval/perplexity"}
     assert [(step, value) for step, tag, value in scalars if tag == "train/loss"][1] == (2, 0.5)
     # TensorBoard hides what an earlier file says about step 5 and later.
     assert [e.step for e in tensorboard_events(resumed) if e.session_log.status] == [5]

@@ -225,14 +225,14 @@ def toy(compute: Compute = DEFAULT) -> Model:
         width, windows = LAYERS[name]
         graph = nnx.graphdef(abstract[name])
 
-        def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN):
+        def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
             x_BSD, square = nnx.merge(graph, w)(x_BSD, variant)
             return x_BSD, AUXILIARY * square if name == "wide" else None
 
-        def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN):
+        def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
             return jax.vjp(lambda w, x: block(w, x, None, variant), w, x_BSD)
 
-        def block_backward(w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN):
+        def block_backward(w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
             return *saved(d_result), None
 
         def init(seed, l):

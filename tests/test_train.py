@@ -95,7 +95,7 @@ def whole(tmp_path_factory, text):
 def test_a_second_run_in_the_same_folder_is_refused(config, tmp_path, monkeypatch):
     """Before anything is compiled, and the first one's files are left alone; a disk without locks is used without."""
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr(module.data, "batches", lambda *_, **__: pytest.fail("went on"))
+    monkeypatch.setattr(module, "training_batches", lambda *_, **__: pytest.fail("went on"))
     with locked(tmp_path / "run/lock", "output_dir"):
         with pytest.raises(ConfigError, match=rf"^output_dir: .*/run is used by another run \(process {os.getpid()}\)"):
             train(config)

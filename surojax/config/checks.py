@@ -100,7 +100,7 @@ RULES = (
         "-1 is all that dp_replicate_size leaves",
     ),
     Rule(
-        "output_dir data text_field tokenizer resume_from_checkpoint",
+        "output_dir data text_field data_cache tokenizer resume_from_checkpoint",
         lambda v: v.strip() != "",
         "text that is not empty",
         "leave it out for the default of --help",
@@ -112,6 +112,9 @@ CHOICES: dict[str, tuple] = {
     **dict.fromkeys(("model_dtype", "master_dtype", "accum_dtype", "opt_m_dtype", "opt_v_dtype"), FLOATS),
     "lr_scheduler_type": SCHEDULES,
     "optimizer": tuple(OPTIMIZERS),
+    "on_long": ("cut", "drop"),
+    "on_bad_row": ("error", "skip"),
+    "train_on": ("assistant", "last", "all"),
     "model.model_type": tuple(FAMILIES),
     **dict.fromkeys(("matmul_dtype", "gradient_dtype"), ("", *FLOATS)),
     "attention": IMPLEMENTATIONS,
@@ -141,6 +144,7 @@ def check(c: Config) -> None:
             values[name],
             change,
         )
+    _check_data(c)
     _check_model(c)
     _check_recipe(c)
     _check_schedule(c)
@@ -174,10 +178,27 @@ def _check_types(c: Config) -> None:
         if isinstance(value, str):
             bad = any((ord(char) < 32 and name != "sample_prompt") or 0xD800 <= ord(char) < 0xE000 for char in value)
             _need(not bad, name, "text without control characters, in UTF-8", value, "remove those that show as codes")
+        elif kind is tuple:
+            for i, entry in enumerate(value):
+                _need(isinstance(entry, dict), f"{name}[{i}]", "a dict", entry, "write dict(path=...)")
         elif kind is float:
             _need(math.isfinite(value), name, "a finite number", value, "--help shows the default")
         else:
             _need(value < 2**31, name, "less than 2^31", value, "lower it")
+
+
+def _check_data(c: Config) -> None:
+    defaults = default_config()
+    for name in ("data", "eval_data", "text_field") if c.datasets else ():
+        change = "leave it out; datasets and validation_datasets say it in their entries"
+        _need(c[name] == defaults[name], name, f"{defaults[name]!r} beside datasets", c[name], change)
+    for name in ("on_bad_row", "train_on", "chat_template", "system_prompt"):
+        expected = f"{defaults[name]!r} without datasets and validation_datasets, to whose rows it applies"
+        is_used = c.datasets or c.validation_datasets
+        _need(is_used or c[name] == defaults[name], name, expected, c[name], "leave it out, or set datasets")
+    expected = "'cut' without sample_packing and datasets: text then continues in the next row"
+    is_used = c.sample_packing or c.datasets or c.validation_datasets
+    _need(is_used or c.on_long == "cut", "on_long", expected, c.on_long, "leave it out, or set sample_packing")
 
 
 def _check_model(c: Config) -> None:

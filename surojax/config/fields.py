@@ -28,7 +28,7 @@ def default_config() -> Config:
     c.seed = 0  # determines the initial weights and the order of the data
     c.gpus = 1  # accelerators (or virtual CPU devices) to use; 0 = all available
     c.max_steps = 0  # optimizer steps; 0 = num_epochs passes over the data
-    c.num_epochs = 1  # passes over the training data when max_steps is 0
+    c.num_epochs = 1  # passes over the training data when max_steps is 0; a pass has as many samples as all datasets
     c.eval_steps = 100  # steps between evaluations; 0 = evaluate only at the end
     c.eval_batches = 20  # largest number of batches in an evaluation, spread over the held-out text
     c.save_steps = 500  # steps between checkpoints; 0 = write one only at the end
@@ -42,6 +42,15 @@ def default_config() -> Config:
     c.data = "stdlib"  # "stdlib" = this Python's own source, or .txt/.jsonl files: a path, folder, glob, comma list
     c.eval_data = ""  # files for evaluation, like data; "" = documents held out from data
     c.text_field = "text"  # field of a .jsonl line that contains the document
+    c.datasets = ()  # instead of data: a list of dict(path=..., weight=..., ...), see surojax/data/datasets.py
+    c.validation_datasets = ()  # each is evaluated by itself; a list like datasets, with an optional name
+    c.data_cache = "~/.cache/surojax"  # folder for tokenised data; what is in it may be deleted at any time
+    c.sample_packing = False  # several documents in a row, separated by attention masks and positions
+    c.on_long = "cut"  # examples longer than sequence_len: "cut" or "drop"; text without packing is never too long
+    c.on_bad_row = "error"  # rows of datasets that cannot be used: "error" = end the run, "skip" = leave out and count
+    c.train_on = "assistant"  # what the loss counts in conversations: "assistant", "last" (its last turn) or "all"
+    c.chat_template = ""  # "chatml", "llama3", "mistral", "gemma" or a Jinja file; "" = the tokenizer's own
+    c.system_prompt = ""  # for conversations that begin without one
     c.tokenizer = "bytes"  # "bytes", or a Hugging Face tokenizer.json
     c.sequence_len = 512  # tokens of a training sequence
     c.per_device_batch_size = 1  # sequences per GPU and microbatch
@@ -144,7 +153,7 @@ def default_config() -> Config:
 
 
 # KINDS: each type in words, for errors. WORDS_OF: words that a field takes in addition to True and False, see `either`.
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", tuple: "a list of dicts"}
 WORDS_OF: dict[str, tuple[str, ...]] = {"offload_optimizer": ("nvme",), "offload_master": ("nvme",)}
 RECOMPUTE_PARTS = ("recompute_norm", "recompute_swiglu", "recompute_ffn", "recompute_att")
 

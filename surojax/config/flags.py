@@ -124,6 +124,8 @@ def _override(config: Config, name: str, text: str | None) -> None:
         raise ConfigError(f"--config.{name} holds several fields: set one of {', '.join(inside)}")
     if name not in defaults:
         raise ConfigError(no_field(name))
+    if type(defaults[name]) is tuple:
+        raise ConfigError(f"--config.{name}: expected a config file to set this list, got a flag; set it in the file")
     optional = defaults[name] is None
     kind = bool if optional else type(defaults[name])
     owner = config.model if name.startswith("model.") else config

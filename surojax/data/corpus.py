@@ -4,19 +4,19 @@ A hash decides for each document: a hash of its path for the built-in corpus, a 
 split is therefore equal on every machine and in every run, adding a document does not change the side of another one,
 and all copies of a document are on one side.
 
-`surojax.data.batches` turns these documents into token arrays and batches.
+`surojax.data.prepare` turns these documents into tokens.
 """
 
-import glob
 import hashlib
 import json
-import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Protocol
 
+from surojax.data.files import NotText, decode, find, unreadable, walk
 from surojax.errors import ConfigError
 
 STDLIB = "stdlib"  # the source code of the interpreter's own standard library: real text that needs no download
@@ -36,7 +36,7 @@ class Document:
 
 
 def read_documents(source: str, text_field: str) -> Iterator[Document]:
-    """Yields the documents of `source` (see `surojax.data.batches.load_corpora`), with the files sorted by path.
+    """Yields the documents of `source` (see `surojax.data.prepare.load_corpora`), with the files sorted by path.
 
     Raises ConfigError, which names the file and line, if something is missing, empty, or not text.
     """
@@ -47,41 +47,56 @@ def read_documents(source: str, text_field: str) -> Iterator[Document]:
         yield from _read_jsonl(path, text_field) if path.suffix.lower() == ".jsonl" else _read_txt(path)
 
 
-def hold_out(documents: Iterable[Document], fraction: float) -> Iterator[tuple[Document, bool]]:
+class Keyed(Protocol):
+    """Something with a 64-bit hash that decides whether it is held out."""
+
+    @property
+    def key(self) -> int: ...
+
+
+def hold_out[T: Keyed](
+    items: Iterable[T], fraction: float, split: Callable[[T], tuple[T, T] | None]
+) -> Iterator[tuple[T, bool]]:
     """Yields each document with True if it is held out, which it is if its key is below `fraction` * 2^64.
 
     If no document has such a key, the one with the smallest key is held out, with its copies. If there is only one
-    document, it is split and its end is held out.
+    document, it is split and its end is held out. split: returns both parts, or None: then nothing is held out.
     """
-    documents = iter(documents)
-    first = list(islice(documents, 2))
+    items = iter(items)
+    first = list(islice(items, 2))
     if len(first) == 1:
-        yield from zip(_split(first[0].text), (False, True), strict=True)
+        yield from zip(split(first[0]) or first, (False, True), strict=False)
         return
     threshold = int(fraction * 2**64)
     found = False
-    smallest: list[Document] = []  # not yielded before it is known whether another document is held out
-    for document in chain(first, documents):
-        if document.key < threshold:
+    smallest: list[T] = []  # not yielded before it is known whether another document is held out
+    for item in chain(first, items):
+        if item.key < threshold:
             found = True
-            yield document, True
+            yield item, True
         elif found:
-            yield document, False
-        elif not smallest or document.key < smallest[0].key:
+            yield item, False
+        elif not smallest or item.key < smallest[0].key:
             yield from ((other, False) for other in smallest)
-            smallest = [document]
-        elif document.key == smallest[0].key:
-            smallest.append(document)
+            smallest = [item]
+        elif item.key == smallest[0].key:
+            smallest.append(item)
         else:
-            yield document, False
-    yield from ((document, not found) for document in smallest)
+            yield item, False
+    yield from ((item, not found) for item in smallest)
 
 
-def _split(text: str) -> tuple[Document, Document]:
+def split_document(document: Document) -> tuple[Document, Document]:
     """Splits a text at 95 % of its length, or after the last line end between 90 % and 95 %."""
+    text = document.text
     split = int(len(text) * 0.95)
     split = text.rfind("\n", int(len(text) * 0.90), split) + 1 or split
     return _document(text[:split]), _document(text[split:])
+
+
+def key_of(content: bytes) -> int:
+    """Returns the 64-bit hash that decides whether a document with this content is held out."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 def _document(text: str, key: str | None = None) -> Document:
@@ -90,14 +105,22 @@ def _document(text: str, key: str | None = None) -> Document:
     Raises UnicodeEncodeError if `text` contains lone surrogates, which UTF-8 cannot encode.
     """
     content = text.encode("utf-8")
-    digest = hashlib.blake2b(content if key is None else key.encode("utf-8"), digest_size=8).digest()
-    return Document(text, len(content), int.from_bytes(digest, "big"))
+    return Document(text, len(content), key_of(content if key is None else key.encode("utf-8")))
+
+
+def source_files(source: str) -> list[Path]:
+    """Returns the files that `read_documents` reads, sorted. Raises ConfigError if something is missing."""
+    return _stdlib_files() if source == STDLIB else _expand(source)
+
+
+def _stdlib_files() -> list[Path]:
+    return sorted(walk(Path(sysconfig.get_paths()["stdlib"]), ".py", skip=_NOT_LIBRARY))
 
 
 def _read_stdlib() -> Iterator[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
     seen: set[str] = set()  # a few files are copies of others; since paths are hashed, they could be on both sides
-    for path in sorted(_walk(root, ".py", skip=_NOT_LIBRARY)):
+    for path in _stdlib_files():
         try:
             text = path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError):
@@ -112,15 +135,6 @@ def _read_stdlib() -> Iterator[Document]:
         )
 
 
-def _walk(root: Path, *suffixes: str, skip: Iterable[str] = ()) -> Iterator[Path]:
-    """Yields the files below `root` that end in one of `suffixes`; skips hidden files and the folders in `skip`."""
-    for folder, subfolders, names in os.walk(root, onerror=_raise_unreadable):
-        subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
-        for name in names:
-            if name.lower().endswith(suffixes) and not name.startswith("."):
-                yield Path(folder, name)
-
-
 def _expand(source: str) -> list[Path]:
     """Returns the files that `source` names, sorted and without duplicates."""
     paths: set[Path] = set()
@@ -130,25 +144,13 @@ def _expand(source: str) -> list[Path]:
                 f"data source: expected '{STDLIB}' or paths separated by commas, got an empty one in {source!r}; "
                 "name a file or remove the extra comma"
             )
-        path = os.path.expanduser(item)
-        matches = [Path(path)] if os.path.exists(path) else list(map(Path, glob.glob(path, recursive=True)))
-        if not matches:
+        files = find(item, SUPPORTED)
+        if files is None:
             raise ConfigError(
                 f"{item}: expected a file, a folder or a glob that matches, got nothing of that name in {Path.cwd()}; "
                 f"correct the path, or use '{STDLIB}' for the built-in corpus"
             )
-        files = [file for match in matches for file in (_walk(match, *SUPPORTED) if match.is_dir() else [match])]
-        if not files:
-            raise ConfigError(
-                f"{item}: expected a folder with {' or '.join(SUPPORTED)} files, got none; add some or name another"
-            )
         paths.update(files)
-    for path in sorted(paths):
-        if path.suffix.lower() not in SUPPORTED:
-            raise ConfigError(
-                f"{path}: expected a file ending in {' or '.join(SUPPORTED)}, got '{path.suffix}'; "
-                "convert it (.jsonl: one JSON object with a text field per line) or leave it out"
-            )
     return sorted(paths)
 
 
@@ -157,7 +159,7 @@ def _read_txt(path: Path) -> Iterator[Document]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     text = _decode(content, path)
     if not text or text.isspace():
         raise ConfigError(f"{path}: expected text, got an empty file; remove it from the source or fill it")
@@ -177,7 +179,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Document]:
                     found = True
                     yield _parse(text, f"{path}:{number}", text_field)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     if not found:
         raise ConfigError(
             f"{path}: expected one JSON object per line, got an empty file; remove it from the source or fill it"
@@ -209,25 +211,8 @@ def _parse(line: str, where: str, text_field: str) -> Document:
 
 
 def _decode(content: bytes, path: Path, line: int | None = None, offset: int = 0) -> str:
-    """Decodes UTF-8, without the byte order mark; line ends are unchanged. `offset`: position of `content` in the file.
-
-    `line`: line number for the error; None: counted from the start of `content`.
-    """
+    """Decodes UTF-8 (see `files.decode`). `line`: its number, for the error; None: counted from the start."""
     try:
-        return content.decode("utf-8").removeprefix("\ufeff" if offset == 0 else "")
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1 if line is None else line
-        raise ConfigError(
-            f"{path}:{number}: expected UTF-8 text, got the byte 0x{content[error.start]:02x} at byte offset "
-            f"{offset + error.start}; convert the file (iconv -f latin1 -t utf-8) or leave it out"
-        ) from None
-
-
-def _raise_unreadable(error: OSError) -> None:
-    raise _unreadable(error.filename, error)
-
-
-def _unreadable(path: Path | str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{path}: expected a readable file or folder, got '{error.strerror}'; correct its path or permissions"
-    )
+        return decode(content, offset)
+    except NotText as error:
+        raise ConfigError(f"{path}:{line or error.line}: {error}") from None

@@ -20,13 +20,15 @@ def attend(
     v_BTKh: jax.Array,
     *,
     start: jax.Array | int | None = None,
+    starts: jax.Array | None = None,
     window: int = 0,
     implementation: str = "auto",
 ) -> jax.Array:
     """Causal attention softmax(q k^T / sqrt(h)) v: `[B, S, H, h]`.
 
     start: position of the first query if the keys are a cache of T positions; None: queries and keys have the same
-    positions. window: number of positions that a query attends to, its own and those before it (Beltagy et al. 2020);
+    positions. starts: int32 `[B, S]`, for each token the index in its row at which its document starts, if a row has
+    several: a query attends to its own document only. window: number of positions that a query attends to, its own and those before it (Beltagy et al. 2020);
     0: its own and all before it.
     implementation: "xla" runs on every backend and has the attention scores in memory. "cudnn" is flash attention on
     NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "auto" is cudnn if the default backend is a GPU, the heads
@@ -46,11 +48,14 @@ def attend(
         )
     # With XLA, the mask of a window is made from positions inside `library`. JAX's own mask would be saved as a
     # residual of each layer that has a window.
-    masked = start is not None or (window > 0 and implementation == "xla")
+    masked = start is not None or starts is not None or (window > 0 and implementation == "xla")
 
-    def library(q, k, v):
+    def library(q, k, v, starts):
         if masked:
-            mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None, None]
+            mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None]
+            if starts is not None:
+                mask = mask & same_document(starts)
+            mask = mask[:, None]
             return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
         local = (window - 1, 0) if window else None
         return jax.nn.dot_product_attention(
@@ -60,7 +65,7 @@ def attend(
     if implementation == "xla":
         # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster.
         library = jax.checkpoint(library, prevent_cse=False)
-    return library(q_BSHh, k_BTKh, v_BTKh)
+    return library(q_BSHh, k_BTKh, v_BTKh, starts)
 
 
 def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax.Array:
@@ -69,3 +74,9 @@ def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax
     key_1T = jnp.arange(keys)[None, :]
     causal_ST = key_1T <= query_S1
     return causal_ST & (key_1T > query_S1 - window) if window else causal_ST
+
+
+def same_document(starts_BS: jax.Array) -> jax.Array:
+    """A mask `[B, S, S]`: True if a key is not before the query's document. Causal attention needs no more."""
+    key_11S = jnp.arange(starts_BS.shape[1])[None, None, :]
+    return key_11S >= starts_BS[:, :, None]

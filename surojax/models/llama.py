@@ -122,7 +122,7 @@ class Outer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """tokens `[B, S]` -> logits `[B, S, V]`: the plain model."""
+    """tokens `[B, S]` -> logits `[B, S, V]`: the plain model. starts: of documents, see `Operations`."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=config.num_hidden_layers)
@@ -137,12 +137,14 @@ class Llama(nnx.Module):
         self.outer = Outer(config, rngs=rngs)
         self.blocks = stack(rngs)
 
-    def __call__(self, tokens_BS: jax.Array, *, recompute_block: bool = False) -> jax.Array:
+    def __call__(
+        self, tokens_BS: jax.Array, starts_BS: jax.Array | None = None, *, recompute_block: bool = False
+    ) -> jax.Array:
         variants = self.config.variants(DEFAULT.precision)
         graph, weights = nnx.split(self.blocks)
 
         def block(x_BSD, w, variant: Variant):
-            return nnx.merge(graph, w)(x_BSD, Operations(variant=variant))
+            return nnx.merge(graph, w)(x_BSD, Operations(variant=variant, starts=starts_BS))
 
         def layer(variant: Variant) -> Callable:
             one = functools.partial(block, variant=variant)
@@ -240,33 +242,34 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph) -> tuple[Call
     def in_fp8(variant: Variant) -> bool:
         return variant.recipe_enabled and precision.fp8
 
-    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN):
+    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
         if in_fp8(variant):
-            return llama_fp8.block(config, Operations(compute, variant), w, x_BSD, recipe_inputs), None
+            ops = Operations(compute, variant, starts=starts_BS)
+            return llama_fp8.block(config, ops, w, x_BSD, recipe_inputs), None
         seed = recipe_inputs if precision.recipe == "nvfp4" else None
-        x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant, seed))
+        x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant, seed, starts_BS))
         return x_BSD, None
 
-    def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN):
+    def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
         if in_fp8(variant):
-            x_BSD, saved = llama_fp8.forward(config, Operations(compute, variant), w, x_BSD, recipe_inputs)
+            ops = Operations(compute, variant, starts=starts_BS)
+            x_BSD, saved = llama_fp8.forward(config, ops, w, x_BSD, recipe_inputs)
             return (x_BSD, None), saved
 
-        def run(w, x_BSD):
-            return block(w, x_BSD, recipe_inputs, variant)
+        def run(w, x_BSD, starts_BS):
+            return block(w, x_BSD, recipe_inputs, variant, starts_BS)
 
-        return jax.vjp(run, w, x_BSD, saveable_args=(False, True))
+        return jax.vjp(run, w, x_BSD, starts_BS, saveable_args=(False, True, False))
 
-    def block_backward(w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN):
+    def block_backward(w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
         if in_fp8(variant):
             dy_BSD, _ = d_result
-            dw, dx_BSD, observed = llama_fp8.backward(
-                config, Operations(compute, variant), w, saved, dy_BSD, recipe_inputs
-            )
+            ops = Operations(compute, variant, starts=starts_BS)
+            dw, dx_BSD, observed = llama_fp8.backward(config, ops, w, saved, dy_BSD, recipe_inputs)
             return dw, dx_BSD, observed if precision.delayed else None
-        # As `saveable_args` asks for: weights are not among what is saved, they are fetched again.
-        saved.args_res = [w, saved.args_res[1]]
-        dw, dx_BSD = saved(d_result)
+        # As `saveable_args` asks for: neither weights nor starts are among what is saved. Weights are fetched again.
+        saved.args_res = [w, saved.args_res[1], starts_BS]
+        dw, dx_BSD, _ = saved(d_result)
         return dw, dx_BSD, fp8.unobserved(llama_fp8.SITES) if precision.delayed else None
 
     return block, block_forward, block_backward

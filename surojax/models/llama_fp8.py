@@ -16,13 +16,14 @@ and the block's gradients are in the model's dtype; gradients of scales of norms
 Shape suffixes: N tokens (B x S), D hidden size, F intermediate size; T at the end of a name: transposed.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import quantize, rms_norm, rope, swiglu
-from surojax.models.operations import Operations, rope_angles
+from surojax.models.operations import Operations, positions_in_documents, rope_angles
 from surojax.numerics.fp8 import E4M3, E5M2, Sites, product, scale_for
 from surojax.numerics.quantize import Quantized
 from surojax.numerics.recipes import Precision
@@ -148,7 +149,7 @@ def backward(config, ops: Operations, w: dict, saved, dy_BSD: jax.Array, scales:
     dy_ND = dy_BSD.reshape(-1, dy_BSD.shape[-1])
     d_mlp, d_mlp_norm, d_total = _mlp_backward(config, quantiser, w, mlp_saved, dy_ND)
     d_attention, d_attention_norm, dx = _attention_backward(
-        config, quantiser, w, attention_saved, d_total, dy_BSD.shape
+        config, quantiser, ops, w, attention_saved, d_total, dy_BSD.shape
     )
     dw = {"attention": d_attention, "attention_norm": d_attention_norm, "mlp": d_mlp, "mlp_norm": d_mlp_norm}
     return dw, dx.dx.reshape(dy_BSD.shape), quantiser.vector()
@@ -175,23 +176,24 @@ def _attention(config, quantiser: Quantiser, ops: Operations, w: dict, x_ND: jax
     def qk_norm(x, name: str):
         return rms_norm.forward(x, a[name], eps=eps, **options).y if config.qk_norm else x
 
-    def attend(q, k, v):
-        return ops.attend(q, k, v)[0]
+    def attend(q, k, v, starts):
+        return dataclasses.replace(ops, starts=starts).attend(q, k, v)[0]
 
     y, _ = quantiser.made("attention_input", norm_of_input)
     q, k, v = (split_heads(product(y, a[f"w{x}"], x_ND.dtype, plus=bias(f"b{x}"))) for x in "qkv")
-    rotated = rope.forward(qk_norm(q, "q_norm"), qk_norm(k, "k_norm"), *_angles(config, S), **options)
+    rotated = rope.forward(qk_norm(q, "q_norm"), qk_norm(k, "k_norm"), *_angles(config, ops, S), **options)
     if not saving:
-        out = quantiser.one("attention_output", attend(rotated.q, rotated.k, v).reshape(x_ND.shape[0], -1))
+        out = quantiser.one("attention_output", attend(rotated.q, rotated.k, v, ops.starts).reshape(x_ND.shape[0], -1))
         return product(out, a["wo"], x_ND.dtype), None
-    y_BSHh, attend_vjp = jax.vjp(attend, rotated.q, rotated.k, v)
+    saveable = (True, True, True, False)
+    y_BSHh, attend_vjp = jax.vjp(attend, rotated.q, rotated.k, v, ops.starts, saveable_args=saveable)
     out, output_T = quantiser.both("attention_output", y_BSHh.reshape(x_ND.shape[0], -1), E4M3)
     before_norm = (q, k) if config.qk_norm else (None, None)
     saved = AttentionSaved(x_ND, quantiser.transposed(y), *before_norm, attend_vjp, output_T)
     return product(out, a["wo"], x_ND.dtype), saved
 
 
-def _attention_backward(config, quantiser: Quantiser, w: dict, saved: AttentionSaved, d_total, shape):
+def _attention_backward(config, quantiser: Quantiser, ops: Operations, w: dict, saved: AttentionSaved, d_total, shape):
     """(gradients of the attention's weights, gradient of its norm's scale, result of the norm's backward pass).
 
     d_total: gradient of x + o, with its largest magnitude. The last result has the gradient of x and its largest
@@ -204,8 +206,9 @@ def _attention_backward(config, quantiser: Quantiser, w: dict, saved: AttentionS
     d_o, d_oT = quantiser.both("d_attention", d_total.dx, E5M2, d_total.absmax)
     dw = {"wo": product(d_oT, saved.output_T, dtype)}
     dy = product(d_o, quantiser.transposed(a["wo"]), dtype)
-    dq, dk, dv = saved.attend_vjp(dy.reshape(*shape[:2], -1, config.head_dim))
-    dq, dk, *absmax = rope.forward(dq, dk, *_angles(config, shape[1]), inverse=True, **options)
+    saved.attend_vjp.args_res = [*saved.attend_vjp.args_res[:3], ops.starts]
+    dq, dk, dv, _ = saved.attend_vjp(dy.reshape(*shape[:2], -1, config.head_dim))
+    dq, dk, *absmax = rope.forward(dq, dk, *_angles(config, ops, shape[1]), inverse=True, **options)
     if config.qk_norm:
         dq, dw["q_norm"], absmax[0] = rms_norm.backward(dq, saved.q, a["q_norm"], eps=eps, **options)
         dk, dw["k_norm"], absmax[1] = rms_norm.backward(dk, saved.k, a["k_norm"], eps=eps, **options)
@@ -265,6 +268,7 @@ def _mlp_backward(config, quantiser: Quantiser, w: dict, saved: MlpSaved, d_out_
     return dw, d_total.d_scale, d_total
 
 
-def _angles(config, S: int) -> tuple[jax.Array, jax.Array]:
-    """The angles of rope for positions 0 to S - 1."""
-    return rope_angles(config.head_dim, jnp.arange(S), config.rope_theta, config.rope_scaling)
+def _angles(config, ops: Operations, S: int) -> tuple[jax.Array, jax.Array]:
+    """The angles of rope for positions 0 to S - 1, or for those in the documents of each row."""
+    positions = jnp.arange(S) if ops.starts is None else positions_in_documents(ops.starts)
+    return rope_angles(config.head_dim, positions, config.rope_theta, config.rope_scaling)

@@ -96,14 +96,15 @@ class Segment:
     `Param`s of one layer. variants: of each layer.
 
     init: (seed, number of a layer in the segment; may be traced) -> its new float32 arrays.
-    block: (weights of a layer, x `[B, S, D]`, recipe_inputs, Variant) -> (x, auxiliary loss). recipe_inputs: scales
-    `[sites]` (fp8_hybrid), a seed uint32 (nvfp4), else None, which is enough for a pass without gradients. The
-    auxiliary loss is float32 [], a mean over these tokens that training adds to its loss, if the segment
+    block: (weights of a layer, x `[B, S, D]`, recipe_inputs, Variant, starts) -> (x, auxiliary loss). recipe_inputs:
+    scales `[sites]` (fp8_hybrid), a seed uint32 (nvfp4), else None, which is enough for a pass without gradients.
+    starts: int32 `[B, S]`, the index in its row at which each token's document starts, or None if a row is one
+    document. The auxiliary loss is float32 [], a mean over these tokens that training adds to its loss, if the segment
     `has_auxiliary_loss`, else None.
     block_forward: the same arguments -> ((x, auxiliary loss), saved), where saved is what the backward pass reads in
-    addition to the weights.
-    block_backward: (weights, saved, (dx, d auxiliary loss), recipe_inputs, Variant) -> (gradients of the weights, dx,
-    observed: largest magnitudes `[sites]` of fp8_hybrid, else None).
+    addition to the weights and starts.
+    block_backward: (weights, saved, (dx, d auxiliary loss), recipe_inputs, Variant, starts) -> (gradients of the
+    weights, dx, observed: largest magnitudes `[sites]` of fp8_hybrid, else None).
     cached_block: (weights, x, Cache, Variant) -> (x, Cache), for sampling; as recipe bf16, by XLA.
     """
 

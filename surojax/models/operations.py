@@ -140,16 +140,24 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.A
     return freq
 
 
-def rope_angles(head_dim: int, positions_S: jax.Array, theta: float, scaling: RopeScaling):
-    """(cosines, sines) of position x frequency, `[S, head_dim / 2]`, float32."""
-    angle = positions_S.astype(jnp.float32)[:, None] * rope_frequencies(head_dim, theta, scaling)[None, :]
+def rope_angles(head_dim: int, positions: jax.Array, theta: float, scaling: RopeScaling):
+    """(cosines, sines) of position x frequency, float32 `[S, head_dim / 2]`, or `[B, S, head_dim / 2]` if each row has
+    its own positions."""
+    frequencies = jnp.expand_dims(rope_frequencies(head_dim, theta, scaling), tuple(range(positions.ndim)))
+    angle = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angle), jnp.sin(angle)
 
 
+def positions_in_documents(starts_BS: jax.Array) -> jax.Array:
+    """The position of each token in its document, int32 `[B, S]`; see `Operations.starts`."""
+    return jnp.arange(starts_BS.shape[1], dtype=jnp.int32)[None, :] - starts_BS
+
+
 @functools.partial(save_inputs_only, static_argnums=(2, 3))
-def rope(x_BSHh: jax.Array, positions_S: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
-    """Rotate channel pairs (i, i + h/2) by position x frequency, in float32."""
-    cos, sin = (x[None, :, None, :] for x in rope_angles(x_BSHh.shape[-1], positions_S, theta, scaling))
+def rope(x_BSHh: jax.Array, positions: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
+    """Rotate channel pairs (i, i + h/2) by position x frequency, in float32. positions: `[S]` or `[B, S]`."""
+    angles = rope_angles(x_BSHh.shape[-1], positions, theta, scaling)
+    cos, sin = (x[..., None, :] if x.ndim == 3 else x[None, :, None, :] for x in angles)
     first, second = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BSHh.dtype)
@@ -168,12 +176,15 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 class Operations:
     """The operations of one layer, computed as `compute` and its variant say.
 
-    seed: uint32 [], of the recipe's random numbers (nvfp4).
+    seed: uint32 [], of the recipe's random numbers (nvfp4). starts: int32 `[B, S]`, for each token the index in its row
+    at which its document starts; None: a row is one document. Residuals that follow from starts are made again in the
+    backward pass.
     """
 
     compute: Compute = DEFAULT
     variant: Variant = PLAIN
     seed: jax.Array | None = None
+    starts: jax.Array | None = None
 
     @property
     def _by_xla(self) -> bool:
@@ -224,11 +235,16 @@ class Operations:
     def rotate(
         self, q_BSHh: jax.Array, k_BSKh: jax.Array, positions_S: jax.Array, theta: float, scaling: RopeScaling
     ) -> tuple[jax.Array, jax.Array]:
-        """`rope` of queries and keys."""
-        if self._by_xla:
-            return rope(q_BSHh, positions_S, theta, scaling), rope(k_BSKh, positions_S, theta, scaling)
-        cos_sin = rope_angles(q_BSHh.shape[-1], positions_S, theta, scaling)
-        return kernel_rope(q_BSHh, k_BSKh, *cos_sin, **self._kernel_options)
+        """`rope` of queries and keys; positions begin anew with each document of a row."""
+
+        def rotated(q_BSHh, k_BSKh, starts_BS):
+            positions = positions_S if starts_BS is None else positions_in_documents(starts_BS)
+            if self._by_xla:
+                return rope(q_BSHh, positions, theta, scaling), rope(k_BSKh, positions, theta, scaling)
+            tables = rope_angles(q_BSHh.shape[-1], positions, theta, scaling)
+            return kernel_rope(q_BSHh, k_BSKh, *tables, **self._kernel_options)
+
+        return recomputed(rotated, self.starts is not None)(q_BSHh, k_BSKh, self.starts)
 
     def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """silu(gate) * up."""
@@ -241,7 +257,7 @@ class Operations:
         window = self.variant.window
         if cache is None:
             how = self.compute.attention
-            return attend(q_BSHh, k_BSKh, v_BSKh, window=window, implementation=how), None
+            return attend(q_BSHh, k_BSKh, v_BSKh, starts=self.starts, window=window, implementation=how), None
         keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, k_BSKh, cache.start, 1)
         values = jax.lax.dynamic_update_slice_in_dim(cache.values, v_BSKh, cache.start, 1)
         y_BSHh = attend(q_BSHh, keys, values, start=cache.start, window=window, implementation="xla")

@@ -144,16 +144,27 @@ class MetricsLog:
         )
         return record
 
-    def eval(self, step: int, *, loss: float, bits_per_byte: float, duration_s: float) -> dict[str, Any]:
+    def eval(
+        self, step: int, *, loss: float, duration_s: float, bits_per_byte: float | None = None, name: str = ""
+    ) -> dict[str, Any]:
         """Report an evaluation after `step` steps (loss in nats per token) and return its record in `metrics.jsonl`.
 
-        {"log":"eval","step","loss","bits_per_byte","duration_ms"}
+        {"log":"eval","step","loss","perplexity","duration_ms"}, "bits_per_byte" if it is of text, and "name" if it is
+        of a validation dataset.
         """
-        scores = {"loss": loss, "bits_per_byte": bits_per_byte}
-        record = {"log": "eval", "step": step, **scores, "duration_ms": duration_s * 1e3}
+        scores = {"loss": loss}
+        if bits_per_byte is not None:
+            scores["bits_per_byte"] = bits_per_byte
+        scores["perplexity"] = perplexity(loss)
+        record = {"log": "eval", "step": step, **({"name": name} if name else {}), **scores}
+        record["duration_ms"] = duration_s * 1e3
         self._append(record)
-        self._scalars("eval", step, scores)
-        self.message(f"eval {step}  loss {loss:.4f}  {bits_per_byte:.4f} bits per byte  {duration_s * 1e3:,.1f} ms")
+        self._scalars(f"eval/{name}" if name else "eval", step, scores)
+        bits = "" if bits_per_byte is None else f"  {bits_per_byte:.4f} bits per byte"
+        self.message(
+            f"eval {step}{name and f' of {name}'}  loss {loss:.4f}{bits}  perplexity {scores['perplexity']:.4g}  "
+            f"{duration_s * 1e3:,.1f} ms"
+        )
         return record
 
     def message(self, text: str) -> None:
@@ -269,6 +280,11 @@ def check_finite(step: int, loss: float, grad_norm: float, last_checkpoint: Path
         f"step {step}: loss {loss}, gradient norm {grad_norm}; expected finite numbers, so the run stops here and "
         f"{saved}. Try a lower learning_rate, a longer warmup_steps, a smaller max_grad_norm, or model_dtype='float32'."
     )
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats per token; infinite if that is too large for a float."""
+    return math.exp(loss) if loss < 709 else math.inf if not math.isnan(loss) else loss
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -123,11 +123,12 @@ class BackwardCarry(NamedTuple):
 
 
 def loss_and_gradients(
-    engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array, *, history=None, step=0
+    engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array, starts_ABS=None, *, history=None, step=0
 ) -> Gradients:
     """Loss and gradients of all microbatches and devices.
 
     Labels < 0 are ignored and not counted, so the result does not depend on how a batch is split into microbatches.
+    starts_ABS: of documents, if the engine is packed, see `Segment`; else None.
     history: largest magnitudes in the last steps, see `fp8.history_shape`, which this step adds its own to; None for
     recipes that have none. step: number of the step, int32, which random numbers of a recipe follow from.
     """
@@ -143,12 +144,12 @@ def loss_and_gradients(
     recipe_inputs = recipe_inputs_of(engine, history, step, microbatches, scale)
 
     def microbatch(a, carry: MicrobatchCarry, *, last: bool) -> MicrobatchCarry:
-        inputs_BS, labels_BS = read((inputs_ABS, labels_ABS), a)
+        inputs_BS, labels_BS, starts_BS = read((inputs_ABS, labels_ABS, starts_ABS), a)
         of_layer = functools.partial(recipe_inputs, a)
         x_BSD = embed(outer, inputs_BS, sharded)
         passes: dict[str, Forward] = {}
         for name, layers in segments.items():
-            passes[name] = forward(engine, layers, x_BSD, carry.prefetched[name], of_layer)
+            passes[name] = forward(engine, layers, x_BSD, carry.prefetched[name], of_layer, starts_BS)
             x_BSD = passes[name].x_BSD
         loss, dx_BSD, d_outer = head(
             model,
@@ -166,7 +167,7 @@ def loss_and_gradients(
         prefetched = {}
         for name, layers in reversed(segments.items()):
             push_layer = functools.partial(push, engine, layers.segment, first=a == 0, last=last)
-            done, prefetched[name] = backward(engine, layers, done, passes[name], of_layer, push_layer)
+            done, prefetched[name] = backward(engine, layers, done, passes[name], of_layer, push_layer, starts_BS)
         d_outer = push_embed(done.grads.outer, inputs_BS, done.dx_BSD, sharded)
         grads = done.grads._replace(outer=d_outer)
         auxiliary = [carry.auxiliary, *(passed.auxiliary for passed in passes.values() if passed.auxiliary is not None)]
@@ -217,21 +218,24 @@ def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: ja
     return lambda a, l: None
 
 
-def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, prefetched, recipe_inputs: Callable) -> Forward:
+def forward(
+    engine: Engine, layers: Layers, x_BSD: jax.Array, prefetched, recipe_inputs: Callable, starts_BS
+) -> Forward:
     """All blocks of a segment. recipe_inputs: of the number of a layer."""
     segment = layers.segment
 
     def residuals_of(variant: Variant, x_BSD):
         stack = layers.prefetches[0].part.stack  # all layers of a segment have the same shapes
         layer = Layer(0, segment.start, variant, fetch(engine, segment, stack, 0, variant))
-        return block_forward(engine, segment, layer, x_BSD, recipe_inputs(layer.number))[1]
+        return block_forward(engine, segment, layer, x_BSD, recipe_inputs(layer.number), starts_BS)[1]
 
     variants = dict.fromkeys(segment.variants)
     saved = {variant: jax.eval_shape(functools.partial(residuals_of, variant), x_BSD) for variant in variants}
     residuals = Residuals(segment.num_layers, engine.table.residuals.home, saved)
 
     def one(layer: Layer, prefetched, carry: ForwardCarry):
-        (x_BSD, auxiliary), values = block_forward(engine, segment, layer, carry.x_BSD, recipe_inputs(layer.number))
+        inputs = recipe_inputs(layer.number)
+        (x_BSD, auxiliary), values = block_forward(engine, segment, layer, carry.x_BSD, inputs, starts_BS)
         kept = residuals.keep(carry.kept, values, layer.index)
         return ForwardCarry(x_BSD, add(carry.auxiliary, auxiliary), kept), prefetched
 
@@ -241,7 +245,13 @@ def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, prefetched, recipe
 
 
 def backward(
-    engine: Engine, layers: Layers, carry: BackwardCarry, passed: Forward, recipe_inputs: Callable, push_layer: Callable
+    engine: Engine,
+    layers: Layers,
+    carry: BackwardCarry,
+    passed: Forward,
+    recipe_inputs: Callable,
+    push_layer: Callable,
+    starts_BS,
 ):
     """(BackwardCarry, prefetched) after all blocks of a segment in reverse.
 
@@ -260,7 +270,8 @@ def backward(
             dx_BSD, gathered = jax.lax.optimization_barrier((dx_BSD, prefetched[0]))
             prefetched = gathered, *prefetched[1:]
         d_result = dx_BSD, carry.d_auxiliary if segment.has_auxiliary_loss else None
-        dw, dx_BSD, seen = block_backward(engine, segment, layer, saved, d_result, recipe_inputs(layer.number))
+        inputs = recipe_inputs(layer.number)
+        dw, dx_BSD, seen = block_backward(engine, segment, layer, saved, d_result, inputs, starts_BS)
         grads, squares = push_layer(grads, sums, dw, layer)
         observed = jax.tree.map(lambda old, new: old.at[layer.number].max(new), carry.observed, seen)
         carry = carry._replace(dx_BSD=dx_BSD, grads=grads, squares=add(carry.squares, squares), observed=observed)
@@ -271,7 +282,7 @@ def backward(
     return done._replace(deferred=None), prefetched
 
 
-def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array):
+def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array, starts_BS=None):
     """(summed loss in nats, labels counted) over all devices; forward only, without auxiliary losses."""
     outer = varying(weights[OUTER])
     sharded = engine.table.outer.sharded
@@ -280,7 +291,7 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
         layers = Layers(engine, segment, weights[segment.name])
 
         def block(layer: Layer, prefetched, x_BSD, segment=segment):
-            return segment.block(layer.weights, x_BSD, None, layer.variant)[0], prefetched
+            return segment.block(layer.weights, x_BSD, None, layer.variant, starts_BS)[0], prefetched
 
         x_BSD, _ = layers.loop(block, x_BSD, layers.first())
     total = loss(engine.model, outer, x_BSD, labels_BS, chunks=engine.lmhead_chunks, sharded=sharded)

@@ -46,8 +46,8 @@ class Program(NamedTuple):
 class FileStep:
     """The step of `train_step.make_train_step` for a state that is partly stored in a file; it has several programs.
 
-    gradients: (outer state, step, history, block weights, inputs, labels) -> (outer state, step, history, metrics,
-    update_inputs). It computes the gradients of all layers and updates the outer layers.
+    gradients: (outer state, step, history, block weights, *batch) -> (outer state, step, history, metrics,
+    update_inputs). batch: inputs, labels, and starts if the engine is packed. It computes the gradients of all layers and updates the outer layers.
 
     update_inputs: {"grads", "scalars", "l"}, the inputs that the update of each layer needs; l starts at 0.
 
@@ -78,7 +78,7 @@ class FileStep:
         """The part of a state, or of a plan, that belongs to the layers."""
         return section(state, self.segment.name)
 
-    def __call__(self, state: TrainState, inputs_ABS, labels_ABS):
+    def __call__(self, state: TrainState, *batch):
         """Runs a step. Raises NvmeError if the file cannot be read or written; the state cannot be used after that."""
         step = int(jax.device_get(state.step)) + 1
         num_layers = self.engine.model.num_layers
@@ -90,7 +90,7 @@ class FileStep:
         with ThreadPoolExecutor(1, "nvme-prefetch") as reader, ThreadPoolExecutor(1, "nvme-write-back") as writer:
             prefetched = reader.submit(self._read, 0)
             outer, steps_done, history, metrics, update_inputs = self.gradients(
-                section(state, OUTER), state.step, state.history, old.weights, inputs_ABS, labels_ABS
+                section(state, OUTER), state.step, state.history, old.weights, *batch
             )
             self.store.begin_update(step)
             for update_layer, (weights, start, stop) in zip(self.updates, parts(old.weights), strict=True):
@@ -112,13 +112,13 @@ class FileStep:
         sections = {self.segment.name: TensorState(joined(updated_weights), master, moments), OUTER: outer}
         return from_sections(steps_done, sections, history), metrics
 
-    def programs(self, inputs_ABS, labels_ABS) -> list[Program]:
+    def programs(self, *batch) -> list[Program]:
         """All programs of a step, with planned arrays as arguments."""
         plan = self.plan
         layers = self._section(plan)
         not_layers = (section(plan, OUTER), plan.step, plan.history)
         in_memory = self._pick(jax.tree.leaves((layers.master, layers.moments)), False)
-        arguments = (*not_layers, layers.weights, inputs_ABS, labels_ABS)
+        arguments = (*not_layers, layers.weights, *batch)
         found = [Program(self.gradients, arguments, 1, in_memory, layers_read=1)]
         weight_parts = parts(layers.weights)
         for update, part in zip(self.updates, weight_parts, strict=True):
@@ -127,10 +127,10 @@ class FileStep:
             found.append(Program(update, self._arguments(part), times, (not_layers, other_weights), layers_read=2))
         return found
 
-    def lower(self, plan: TrainState, inputs_ABS, labels_ABS) -> "FileStep":
+    def lower(self, plan: TrainState, *batch) -> "FileStep":
         """The step with all programs lowered. plan: the one that the step was made from."""
         assert jax.tree.structure(plan) == jax.tree.structure(self.plan), "a step is lowered for its own plan"
-        return self._with([x.function.lower(*x.arguments) for x in self.programs(inputs_ABS, labels_ABS)])
+        return self._with([x.function.lower(*x.arguments) for x in self.programs(*batch)])
 
     def compile(self, compiler_options=None) -> "FileStep":
         """The lowered step, compiled."""
@@ -170,18 +170,18 @@ class FileStep:
         engine = self.engine
         replicated = self.plan.step.sharding
 
-        def per_device(outer, step, history, blocks, inputs_ABS, labels_ABS):
+        def per_device(outer, step, history, blocks, *batch):
             weights = {self.segment.name: blocks, OUTER: outer.weights}
-            found = loss_and_gradients(engine, weights, inputs_ABS, labels_ABS, history=history, step=step)
+            found = loss_and_gradients(engine, weights, *batch, history=history, step=step)
             scalars = optim.scalars(self.optimizer, step, found.norm)
             metrics = {"loss": found.loss, "grad_norm": found.norm, "lr": scalars["lr"]}
             outer = update_outer(engine, self.optimizer, outer, found.grads, scalars)
             update_inputs = {"grads": found.grads[self.segment.name], "scalars": scalars, "l": jnp.int32(0)}
             return outer, step + 1, found.history, metrics, update_inputs
 
-        tokens = batch_sharding(self.mesh).spec
+        tokens = [batch_sharding(self.mesh).spec for _ in engine.batch_arrays]
         donated = (section(self.plan, OUTER), self.plan.step, self.plan.history)
-        in_specs = (*specs_of((*donated, self._section(self.plan).weights)), tokens, tokens)
+        in_specs = (*specs_of((*donated, self._section(self.plan).weights)), *tokens)
         out_specs = (*specs_of(donated), jax.P(), specs_of(self.update_inputs))
         sharded = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
         out_shardings = (*shardings(donated), replicated, shardings(self.update_inputs))

@@ -65,15 +65,15 @@ class Residuals:
         return structure.unflatten(read(kept.stack, l)), kept
 
 
-def block_forward(engine: Engine, segment: Segment, layer: Layer, x_BSD: jax.Array, recipe_inputs):
+def block_forward(engine: Engine, segment: Segment, layer: Layer, x_BSD: jax.Array, recipe_inputs, starts_BS):
     """((the block of x, its auxiliary loss), residuals: x itself if the block is recomputed)."""
     if engine.recompute_block:
-        return segment.block(layer.weights, x_BSD, recipe_inputs, layer.variant), x_BSD
-    return segment.block_forward(layer.weights, x_BSD, recipe_inputs, layer.variant)
+        return segment.block(layer.weights, x_BSD, recipe_inputs, layer.variant, starts_BS), x_BSD
+    return segment.block_forward(layer.weights, x_BSD, recipe_inputs, layer.variant, starts_BS)
 
 
-def block_backward(engine: Engine, segment: Segment, layer: Layer, saved, d_result, recipe_inputs):
+def block_backward(engine: Engine, segment: Segment, layer: Layer, saved, d_result, recipe_inputs, starts_BS):
     """(dw, dx, observed) from the residuals, see `Segment`."""
     if engine.recompute_block:
-        saved = segment.block_forward(layer.weights, saved, recipe_inputs, layer.variant)[1]
-    return segment.block_backward(layer.weights, saved, d_result, recipe_inputs, layer.variant)
+        saved = segment.block_forward(layer.weights, saved, recipe_inputs, layer.variant, starts_BS)[1]
+    return segment.block_backward(layer.weights, saved, d_result, recipe_inputs, layer.variant, starts_BS)

@@ -13,7 +13,7 @@ class Engine:
 
     layouts: of the model's parameters. recompute_block: the backward pass computes each block again from its input.
     lmhead_chunks: slices of tokens in head and loss. z_loss: weight of logsumexp(logits)^2 in the gradients, not in the
-    loss.
+    loss. packed: rows hold several documents, and a batch says where they start.
     """
 
     model: Model
@@ -22,8 +22,14 @@ class Engine:
     recompute_block: bool = True
     lmhead_chunks: int = 1
     z_loss: float = 0.0
+    packed: bool = False
 
     @property
     def params(self) -> dict:
         """The model's `Param`s by section."""
         return self.model.params
+
+    @property
+    def batch_arrays(self) -> tuple[str, ...]:
+        """The names of a batch's arrays, int32 `[A, B, S]`, in the order in which a step takes them."""
+        return ("inputs", "labels", "starts") if self.packed else ("inputs", "labels")

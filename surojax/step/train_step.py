@@ -23,6 +23,7 @@ from surojax.step.update import update
 def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> Callable:
     """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), float32 scalars.
 
+    A packed engine's step has one more argument: starts; see `Engine.batch_arrays`.
     The state is donated: its arrays are updated in place. loss: mean over all labels of the batch, in nats. grad_norm:
     the global norm before clipping. lr: the learning rate of this step. If layers are in a file, the result is a
     `FileStep`, which is called, lowered and compiled in the same way.
@@ -30,27 +31,28 @@ def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh
     if store_of(plan) is not None:
         return FileStep(engine, optimizer, plan, mesh)
 
-    def per_device(state: TrainState, inputs_ABS, labels_ABS):
-        found = loss_and_gradients(
-            engine, state.weights, inputs_ABS, labels_ABS, history=state.history, step=state.step
-        )
+    def per_device(state: TrainState, *batch):
+        found = loss_and_gradients(engine, state.weights, *batch, history=state.history, step=state.step)
         scalars = optim.scalars(optimizer, state.step, found.norm)
         metrics = {"loss": found.loss, "grad_norm": found.norm, "lr": scalars["lr"]}
         return update(engine, optimizer, state, found.grads, scalars, found.history), metrics
 
     spec = specs_of(plan)
-    tokens = batch_sharding(mesh).spec
-    step = jax.shard_map(per_device, mesh=mesh, in_specs=(spec, tokens, tokens), out_specs=(spec, jax.P()))
+    tokens = [batch_sharding(mesh).spec for _ in engine.batch_arrays]
+    step = jax.shard_map(per_device, mesh=mesh, in_specs=(spec, *tokens), out_specs=(spec, jax.P()))
     replicated = jax.NamedSharding(mesh, jax.P())
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings(plan), replicated))
 
 
 def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Callable:
-    """A jitted (weights, inputs `[B, S]`, labels) -> (summed loss in nats, number of labels)."""
-    tokens = batch_sharding(mesh, accumulated=False).spec
+    """A jitted (weights, inputs `[B, S]`, labels) -> (summed loss in nats, number of labels).
 
-    def per_device(weights, inputs_BS, labels_BS):
-        return evaluate(engine, weights, inputs_BS, labels_BS)
+    A packed engine's step has one more argument: starts.
+    """
+    tokens = [batch_sharding(mesh, accumulated=False).spec for _ in engine.batch_arrays]
 
-    in_specs = (specs_of(plan.weights), tokens, tokens)
+    def per_device(weights, *batch):
+        return evaluate(engine, weights, *batch)
+
+    in_specs = (specs_of(plan.weights), *tokens)
     return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=jax.P()))

@@ -1,0 +1,350 @@
+"""Tokenised data in files that are written once, mapped into memory, and found again by what they depend on.
+
+An entry of the cache is a folder, named by a hash of everything that its tokens depend on. It has `meta.json` and a
+folder for each part ("train", "held_out"):
+
+    tokens.bin    uint16, or uint32 if the vocabulary has more than 65,536 ids
+    trained.bin   a byte per token: 1 if the token is a target of the loss; absent if all are
+    offsets.bin   int64 [examples + 1]: example i is tokens[offsets[i] : offsets[i + 1]]
+
+An entry is written into a temporary folder beside it, `meta.json` last, flushed to the disk and renamed. A process that
+is killed therefore leaves a complete entry or none. A process that writes holds the entry's lock file; a second one
+waits for it and then uses what the first has written. A temporary folder whose lock is free was left by a process that
+ended, and the next run that writes removes it. Entries may be deleted at any time.
+
+Pages of a mapped file count as memory of the process until they are given back. `Corpus.release` does that, so a corpus
+of any size takes as much memory as one batch of it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from surojax.errors import ConfigError
+
+FORMAT = 1  # of the files; an entry of another format is written anew, under another name
+META = "meta.json"
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # on some network file systems
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokenised examples, one after the other. The arrays may be mapped files.
+
+    tokens: uint16 [tokens], or uint32 if the vocabulary has more than 65,536 ids. Documents end with end-of-sequence.
+    num_bytes: length of the documents' text in UTF-8, without the end-of-sequence tokens; 0 if they are not plain text.
+    fingerprint: first 16 hexadecimal digits of the SHA-256 of tokens, then trained and offsets if not all are trained.
+    name: source of the examples, for messages.
+    offsets: int64 [examples + 1], where each example starts and the last one ends; None: one example.
+    trained: bool [tokens], whether a token is a target of the loss; None: all are.
+    """
+
+    tokens: np.ndarray
+    num_bytes: int
+    fingerprint: str
+    name: str
+    offsets: np.ndarray | None = None
+    trained: np.ndarray | None = None
+    mappings: tuple[mmap.mmap, ...] = ()
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Mean bytes per token, which converts nats per token to bits per byte: `loss / log(2) / bytes_per_token`."""
+        return self.num_bytes / len(self.tokens)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of documents, conversations or other examples."""
+        return len(self.bounds) - 1
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """The offsets, also of a corpus that is one example: int64 [examples + 1]."""
+        return np.array([0, len(self.tokens)]) if self.offsets is None else self.offsets
+
+    def release(self) -> None:
+        """Gives the memory of mapped pages back. What is read again comes from the system's file cache."""
+        for mapping in self.mappings:
+            mapping.madvise(mmap.MADV_DONTNEED)
+
+
+class Entry(NamedTuple):
+    """An entry of the cache. info: what its writer returned. reused: it was there before."""
+
+    corpora: dict[str, Corpus]
+    info: dict[str, Any]
+    folder: Path
+    reused: bool
+
+
+@dataclass
+class PartWriter:
+    """Writes one part of an entry. `trained` is only written from the first example on that has untrained tokens."""
+
+    folder: Path
+    dtype: type[np.generic]
+    num_tokens: int = 0
+    num_examples: int = 0
+    num_bytes: int = 0
+    _files: dict[str, BinaryIO] = field(default_factory=dict)
+    _hashes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True)
+        self._append("tokens", np.zeros(0, self.dtype))
+        self._append("offsets", np.zeros(1, np.int64))
+
+    def append(self, ids: np.ndarray, trained: np.ndarray | None = None) -> None:
+        """Adds tokens to the example that is being written. trained: bool, as many; None: all are."""
+        if trained is not None and "trained" not in self._files:
+            for start in range(0, self.num_tokens, 1 << 20):
+                self._append("trained", np.ones(min(1 << 20, self.num_tokens - start), np.bool_))
+        if trained is not None or "trained" in self._files:
+            self._append("trained", np.ones(len(ids), np.bool_) if trained is None else trained.astype(np.bool_))
+        self._append("tokens", ids.astype(self.dtype))
+        self.num_tokens += len(ids)
+
+    def end_example(self, num_bytes: int = 0) -> None:
+        """Ends the example. num_bytes: length of its text in UTF-8, if it is plain text."""
+        self._append("offsets", np.array([self.num_tokens], np.int64))
+        self.num_examples += 1
+        self.num_bytes += num_bytes
+
+    @property
+    def num_bytes_written(self) -> int:
+        """Bytes in the files, those that are still buffered included."""
+        size = np.dtype(self.dtype).itemsize + ("trained" in self._files)
+        return self.num_tokens * size + (self.num_examples + 1) * 8
+
+    def finish(self) -> dict[str, Any]:
+        """Flushes the files to the disk; returns what `_open` needs to know of this part."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self.close()
+        digest = self._hashes["tokens"]
+        for name in ("trained", "offsets") if "trained" in self._files else ():
+            digest.update(self._hashes[name].digest())
+        sizes = {name: (self.folder / f"{name}.bin").stat().st_size for name in self._files}
+        return {
+            "dtype": np.dtype(self.dtype).name,
+            "tokens": self.num_tokens,
+            "examples": self.num_examples,
+            "bytes": self.num_bytes,
+            "fingerprint": digest.hexdigest()[:16],
+            "sizes": sizes,
+        }
+
+    def close(self) -> None:
+        """Closes the files, whether the part is complete or not."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # the error of the write that failed is the one to raise
+                file.close()
+
+    def _append(self, name: str, values: np.ndarray) -> None:
+        if name not in self._files:
+            self._files[name] = (self.folder / f"{name}.bin").open("wb", buffering=1 << 18)
+            self._hashes[name] = hashlib.sha256()
+        content = values.tobytes()
+        self._files[name].write(content)
+        self._hashes[name].update(content)
+
+
+def cached(
+    folder: str | Path,
+    key: Mapping[str, Any],
+    write: Callable[[Path], dict[str, Any]],
+    *,
+    name: str,
+    say: Callable[[str], None] = print,
+) -> Entry:
+    """Returns the entry of `key`, which is written if the cache does not have it.
+
+    folder: of the cache; created if it does not exist. key: everything that the entry depends on, as JSON. write: fills
+    a folder with parts and returns {"parts": {name: what its `finish` returned}, ...}. name: of the data, for messages.
+
+    Raises ConfigError if the folder cannot be written, or the disk is full; nothing remains then.
+    """
+    root = Path(folder).expanduser().absolute()
+    text = json.dumps({"format": FORMAT, **key}, sort_keys=True)
+    target = root / hashlib.sha256(text.encode()).hexdigest()[:20]
+    if corpora := _open(target, name):
+        return Entry(*corpora, target, True)
+    with _writable(root):
+        root.mkdir(parents=True, exist_ok=True)
+        wait = functools.partial(_say_waiting, say, name)
+        with _locked(root / f"{target.name}.lock", wait) as is_locked:
+            if is_locked:
+                _remove_leftovers(root, target.name)
+            if corpora := _open(target, name):
+                return Entry(*corpora, target, True)
+            _write(target, text, write)
+            corpora = _open(target, name)
+    assert corpora, f"{target} was written and cannot be opened"
+    return Entry(*corpora, target, False)
+
+
+def _write(target: Path, key: str, write: Callable[[Path], dict[str, Any]]) -> None:
+    """Writes an entry into a temporary folder and renames it."""
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        meta = json.dumps({**write(temporary), "key": json.loads(key)}, indent=1)
+        with (temporary / META).open("w") as file:
+            file.write(meta)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(target, ignore_errors=True)  # one that is damaged; a run that has it mapped keeps its pages
+        try:
+            temporary.rename(target)
+        except OSError:
+            if not _open(target, ""):  # without locks, another process may have been faster
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _open(target: Path, name: str) -> tuple[dict[str, Corpus], dict[str, Any]] | None:
+    """Returns the parts and the meta data of an entry; None if there is none or one of its files is not whole."""
+    try:
+        meta = json.loads((target / META).read_text())
+        return {part: _open_part(target / part, info, name, part) for part, info in meta["parts"].items()}, meta
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _open_part(folder: Path, info: dict[str, Any], name: str, part: str) -> Corpus:
+    dtypes = {"tokens": np.dtype(info["dtype"]), "trained": np.dtype(np.bool_), "offsets": np.dtype(np.int64)}
+    arrays = {}
+    mappings = []
+    for file, size in info["sizes"].items():
+        with (folder / f"{file}.bin").open("rb") as opened:
+            if os.fstat(opened.fileno()).st_size != size:
+                raise ValueError(f"{folder}/{file}.bin has another size than {size}")
+            if size:
+                mappings.append(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        arrays[file] = np.frombuffer(mappings[-1] if size else b"", dtypes[file])
+    return Corpus(
+        arrays["tokens"],
+        info["bytes"],
+        info["fingerprint"],
+        f"{name} (held out)" if part == "held_out" else name,
+        arrays["offsets"],
+        arrays.get("trained"),
+        tuple(mappings),
+    )
+
+
+def files_key(paths: list[Path]) -> list[tuple[str, int, int]]:
+    """Returns what identifies the content of files: absolute path, size and time of the last change, for each.
+
+    Raises ConfigError if one cannot be read.
+    """
+    found = []
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: expected a readable file, got {error.strerror!r}; correct its path or permissions"
+            ) from None
+        found.append((str(path.absolute()), stat.st_size, stat.st_mtime_ns))
+    return found
+
+
+# -- Locks and errors -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _locked(file: Path, wait: Callable[[str], None]) -> Iterator[bool]:
+    """Holds the lock of a file within a `with` statement; if another process has it, calls `wait` with its id and waits.
+
+    The system releases the lock when the process has ended, for whatever reason. Yields False on a file system without
+    locks, where nothing is locked.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        is_locked = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            is_locked = error.errno not in NO_LOCKS
+            if is_locked:
+                wait(os.read(descriptor, 20).decode(errors="replace").strip() or "unknown")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield is_locked
+    finally:
+        _close_lock(descriptor)
+
+
+def _close_lock(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked child has the file open too
+    os.close(descriptor)
+
+
+def _remove_leftovers(root: Path, own: str) -> None:
+    """Removes temporary folders of processes that have ended: their entry's lock is free, or this process's (`own`)."""
+    for folder in root.glob("*.tmp"):
+        entry = folder.name.partition(".")[0]
+        if entry == own:
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        descriptor = os.open(root / f"{entry}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # a live process writes there
+        finally:
+            _close_lock(descriptor)
+
+
+def _say_waiting(say: Callable[[str], None], name: str, holder: str) -> None:
+    say(f"data: process {holder} is tokenising {name} at the moment; waiting for it")
+
+
+@contextlib.contextmanager
+def _writable(root: Path) -> Iterator[None]:
+    """Within it, an OSError of the cache's own files becomes a ConfigError in one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM and isinstance(error, NoRoom):
+            need = error.needed
+        elif error.errno in NO_ROOM:
+            need = "more room"
+        else:
+            raise ConfigError(
+                f"data_cache: expected a folder that can be written, got {str(root)!r} ({error.strerror or error}); "
+                "choose another one"
+            ) from error
+        free = shutil.disk_usage(next(p for p in (root, *root.parents) if p.exists())).free
+        raise ConfigError(
+            f"data_cache: expected {need} in {root}, got a full disk ({free / 2**20:,.1f} MiB free without what was "
+            "written); free some, or choose another folder"
+        ) from error
+
+
+class NoRoom(OSError):
+    """The disk is full. needed: how much room all of the entry takes, in words."""
+
+    def __init__(self, error: OSError, needed: str):
+        super().__init__(error.errno, error.strerror)
+        self.needed = needed

@@ -1,0 +1,180 @@
+"""What a row's fields mean, by the type of its dataset: a text, a prompt with its completion, or a conversation.
+
+Roles and fields may have the names of ShareGPT's format; afterwards they have those of OpenAI's, which chat templates
+read. Each function raises NotARow if a field is missing or holds something else.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from surojax.data.datasets import MESSAGES, Dataset, field_names
+from surojax.data.rows import NotARow
+from surojax.data.templates import Message
+
+ROLES = ("system", "user", "assistant", "tool")
+OTHER_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool", "observation": "tool"}
+
+
+class Pair(NamedTuple):
+    """A prompt and the completion to learn.
+
+    system: "" if there is none. seam: what stands between the two if there is no chat template.
+    """
+
+    system: str
+    prompt: str
+    completion: str
+    seam: str
+
+    @property
+    def messages(self) -> list[Message]:
+        """The pair as a conversation."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [
+            *system,
+            {"role": "user", "content": self.prompt},
+            {"role": "assistant", "content": self.completion},
+        ]
+
+
+class Conversation(NamedTuple):
+    """Messages, each with a role of ROLES and a text as its content; tools: those that can be called, None if none."""
+
+    messages: list[Message]
+    tools: list[Any] | None
+
+
+def text(record: Mapping[str, Any], dataset: Dataset) -> str:
+    """Returns the text of a row."""
+    return _filled(record, dataset.text_field, "the text")
+
+
+def pair(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Pair:
+    """Returns the prompt and completion of an instruction; an input follows its instruction after a blank line."""
+    system = _system(record, dataset) or system_prompt
+    if dataset.prompt_field in record:
+        prompt = _filled(record, dataset.prompt_field, "the prompt")
+        return Pair(system, prompt, _filled(record, dataset.completion_field, "the completion"), "")
+    if dataset.instruction_field not in record:
+        raise NotARow(
+            f"expected the prompt in {dataset.prompt_field!r} or the instruction in {dataset.instruction_field!r}, got "
+            f"{field_names(record)}; name the fields in the dataset, or correct the row"
+        )
+    instruction = _filled(record, dataset.instruction_field, "the instruction")
+    more = _optional(record, dataset.input_field, "the input")
+    prompt = f"{instruction}\n\n{more}" if more else instruction
+    return Pair(system, prompt, _filled(record, dataset.output_field, "the output"), "\n\n")
+
+
+def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:
+    """Returns the messages and tools of a row. A system prompt becomes the first message if the row has none."""
+    names = (dataset.messages_field,) if dataset.messages_field else MESSAGES
+    found = [record[name] for name in names if record.get(name) is not None]
+    if not found:
+        raise NotARow(
+            f"expected messages in {' or '.join(map(repr, names))}, got {field_names(record)}; name the field in the "
+            "dataset, or correct the row"
+        )
+    if not isinstance(found[0], list):
+        raise NotARow(f"expected a list of messages, got a {type(found[0]).__name__}; correct the row")
+    if not found[0]:
+        raise NotARow("expected messages, got an empty list; remove the row")
+    messages = [_message(message, number, dataset) for number, message in enumerate(found[0], start=1)]
+
+    system = _system(record, dataset)
+    if messages[0]["role"] != "system":
+        system = system or system_prompt
+        messages = [{"role": "system", "content": system}, *messages] if system else messages
+    elif system and system != messages[0]["content"]:
+        raise NotARow(
+            f"expected one system prompt, got one in {dataset.system_field!r} and another in the messages; remove one"
+        )
+    return Conversation(messages, _tools(record, dataset))
+
+
+def _message(message: Any, number: int, dataset: Dataset) -> Message:
+    """Returns a message with `role` and `content`; its other fields stay, but for those that are null."""
+    if not isinstance(message, dict):
+        raise NotARow(f"expected message {number} as an object, got a {type(message).__name__}; correct the row")
+    role_field = dataset.role_field or ("role" if "role" in message else "from")
+    content_field = dataset.content_field or ("content" if "content" in message else "value")
+    if role_field not in message:
+        raise NotARow(
+            f"expected message {number} with its role in {role_field!r}, got {field_names(message)}; name the "
+            "role_field in the dataset, or correct the row"
+        )
+    role = message[role_field]
+    role = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
+    if role not in ROLES:
+        raise NotARow(
+            f"expected message {number} with a role of {', '.join((*ROLES, *OTHER_ROLES))}, got {role!r}; correct the "
+            "row"
+        )
+    others = {k: v for k, v in message.items() if v is not None and k not in (role_field, content_field)}
+    content = _content(message, content_field, number)
+    if role == "assistant" and not content.strip() and not others.get("tool_calls"):
+        raise NotARow(f"expected an answer as message {number}, got an empty one; correct or remove the row")
+    return others | {"role": role, "content": content}
+
+
+def _content(message: Mapping[str, Any], content_field: str, number: int) -> str:
+    """Returns the content of a message. Parts that are all text are joined; beside tool_calls it may be missing."""
+    content = message.get(content_field)
+    if content is None and message.get("tool_calls"):
+        return ""
+    if isinstance(content, str):
+        return content
+    got = f"a {type(content).__name__}" if content_field in message else field_names(message)
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if texts and len(texts) == len(parts):
+            return "".join(texts)
+        kinds = {str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content}
+        got = f"a list of {', '.join(sorted(kinds)) or 'nothing'}"
+    raise NotARow(f"expected message {number} with text in {content_field!r}, got {got}; correct or remove the row")
+
+
+def _tools(record: Mapping[str, Any], dataset: Dataset) -> list[Any] | None:
+    """Returns the tools of a row, which may be written as JSON; None if there are none."""
+    tools = record.get(dataset.tools_field)
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise NotARow(
+                f"expected a JSON list of tools in {dataset.tools_field!r}, got a string that is no JSON ({error}); "
+                "correct the row, or set another tools_field"
+            ) from None
+    if tools is not None and not isinstance(tools, list):
+        raise NotARow(
+            f"expected a list of tools in {dataset.tools_field!r}, got a {type(tools).__name__}; correct the row, or "
+            "set another tools_field"
+        )
+    return tools or None
+
+
+def _system(record: Mapping[str, Any], dataset: Dataset) -> str:
+    return _optional(record, dataset.system_field, "the system prompt") or dataset.system_prompt
+
+
+def _optional(record: Mapping[str, Any], field: str, what: str) -> str:
+    """Returns the text of a field, "" if it is missing or null."""
+    value = record.get(field)
+    if value is not None and not isinstance(value, str):
+        raise NotARow(f"expected {what} in {field!r} as a string, got a {type(value).__name__}; correct the row")
+    return value or ""
+
+
+def _filled(record: Mapping[str, Any], field: str, what: str) -> str:
+    """Returns the text of a field that has to be there and not blank."""
+    expected = f"expected {what} in {field!r}"
+    if field not in record:
+        raise NotARow(f"{expected}, got {field_names(record)}; name the field in the dataset, or correct the row")
+    value = record[field]
+    if not isinstance(value, str):
+        raise NotARow(f"{expected} as a string, got a {type(value).__name__}; correct or remove the row")
+    if not value or value.isspace():
+        raise NotARow(f"{expected}, got an empty one; remove the row")
+    return value

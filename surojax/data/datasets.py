@@ -1,0 +1,221 @@
+"""Datasets: what an entry of `datasets` says, and the rows of its files.
+
+A row is a record of named fields, with the place it comes from for messages. A row that cannot be read is a `BadRow`,
+in its place among the others: whether it ends the run or is counted is the caller's decision. What makes a whole
+dataset unusable (a path that does not exist, a damaged Parquet file) is a ConfigError.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from surojax.data import files, readers
+from surojax.data.rows import BadRow, Row
+from surojax.errors import ConfigError
+
+TYPES = ("auto", "text", "instruction", "conversation")
+MESSAGES = ("messages", "conversations")  # fields of a conversation, unless a dataset says another
+# Names of settings in Axolotl's configs and in those of Surogate, where ours is another.
+OTHER_NAMES = {
+    "field": "text_field",
+    "field_system": "system_field",
+    "field_instruction": "instruction_field",
+    "field_input": "input_field",
+    "field_output": "output_field",
+    "field_messages": "messages_field",
+    "field_tools": "tools_field",
+    "system_prompt_field": "system_field",
+    "name": "subset",
+}
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One entry of `datasets`. Settings that end in `_field` name the fields of its rows.
+
+    path: files, folders, globs, or one name of a set that the `datasets` library finds.
+    type: what a row is, one of TYPES; "auto": the fields of the first row decide.
+    split, subset: of a set that the `datasets` library finds; "": its training split, its only configuration.
+    samples: number of rows to read, from the first on; 0: all.
+    weight: relative share in a mixture of datasets.
+    prompt_field, completion_field: of an instruction; if a row has no such prompt, instruction_field, input_field (may
+      be missing or empty) and output_field are read.
+    messages_field: of a conversation; "": "messages", else "conversations".
+    role_field, content_field: of a message; "": "role", else "from"; "content", else "value".
+    system_field: system prompt of an instruction or conversation; may be missing.
+    tools_field: tools that a conversation's system prompt describes; may be missing.
+    system_prompt: for rows without one of their own; "": none.
+    """
+
+    path: tuple[str, ...]
+    type: str = "auto"
+    split: str = ""
+    subset: str = ""
+    samples: int = 0
+    weight: float = 1.0
+    text_field: str = "text"
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    instruction_field: str = "instruction"
+    input_field: str = "input"
+    output_field: str = "output"
+    messages_field: str = ""
+    role_field: str = ""
+    content_field: str = ""
+    system_field: str = "system"
+    tools_field: str = "tools"
+    system_prompt: str = ""
+
+    @property
+    def name(self) -> str:
+        """The paths, for messages."""
+        return ", ".join(self.path)
+
+
+def parse(entry: Mapping[str, Any]) -> Dataset:
+    """Returns the Dataset of an entry of `datasets`.
+
+    Axolotl's and Surogate's names of settings are understood as well, `message_property_mappings` among them. A path
+    is a string or a list of strings. Raises ConfigError for unknown settings or values.
+    """
+    if isinstance(entry, str) or not hasattr(entry, "items"):
+        raise ConfigError(f"datasets: expected entries like dict(path=...), got {entry!r}; write dict(path={entry!r})")
+    settings: dict[str, Any] = {}
+    for name, value in entry.items():
+        for ours, theirs in _settings_of(name, value):
+            if ours in settings:
+                raise ConfigError(f"datasets: {ours}: expected one value, got two, one as {name}; remove one of them")
+            settings[ours] = theirs
+    paths = settings.get("path")
+    paths = (paths,) if isinstance(paths, str) else paths
+    if not isinstance(paths, list | tuple) or not paths or not all(isinstance(p, str) and p.strip() for p in paths):
+        raise ConfigError(
+            f"datasets: path: expected a file, folder, glob or name, or a list of them, got {settings.get('path')!r}; "
+            "name the data"
+        )
+    settings["path"] = tuple(paths)
+    for name, value in settings.items():
+        settings[name] = _checked(name, value)
+    return Dataset(**settings)
+
+
+def _settings_of(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Returns the settings, under our names, that one of an entry means. Raises ConfigError for an unknown one."""
+    if name == "message_property_mappings":
+        fields = dict(value) if hasattr(value, "items") else {"": value}
+        if unknown := set(fields) - {"role", "content"}:
+            raise ConfigError(
+                f"datasets: {name}: expected names for role and content, got {sorted(unknown)}; remove the others"
+            )
+        return [(f"{ours}_field", theirs) for ours, theirs in fields.items()]
+    ours = OTHER_NAMES.get(name, name)
+    known = [field.name for field in dataclasses.fields(Dataset)]
+    if ours not in known:
+        close = difflib.get_close_matches(name, [*known, *OTHER_NAMES], n=1)
+        hint = f"did you mean {close[0]}?" if close else "remove it"
+        raise ConfigError(f"datasets: expected settings {', '.join(known)}, got {name!r}; {hint}")
+    return [(ours, value)]
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Returns the value of a setting. Raises ConfigError if it is not one that the setting takes."""
+    if name == "path":
+        return value
+    if name == "samples":
+        expected = "a number of rows, 0 for all"
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    elif name == "weight":
+        expected = "a number above 0"
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    elif name == "type":
+        expected = f"one of {', '.join(TYPES)}"
+        fits = value in TYPES
+    else:
+        expected = "a string"
+        fits = isinstance(value, str)
+    if not fits:
+        raise ConfigError(f"datasets: {name}: expected {expected}, got {value!r}; correct it")
+    return value
+
+
+def resolve(dataset: Dataset) -> Dataset:
+    """Returns the dataset with its type decided: by the first row that can be read, if the type is "auto".
+
+    Raises ConfigError if that row's fields fit no type, or there is none.
+    """
+    if dataset.type != "auto":
+        return dataset
+    bad = None
+    for row in read(dataset):
+        if isinstance(row, Row):
+            return dataclasses.replace(dataset, type=_type_of(row, dataset))
+        bad = bad or row
+    assert bad is not None, "read raises if there is no row"
+    raise ConfigError(f"{bad.where}: {bad.reason}")
+
+
+def _type_of(row: Row, dataset: Dataset) -> str:
+    messages = (dataset.messages_field,) if dataset.messages_field else MESSAGES
+    fields = row.record.keys()
+    if any(name in fields for name in messages):
+        return "conversation"
+    if {dataset.prompt_field, dataset.completion_field} <= fields:
+        return "instruction"
+    if {dataset.instruction_field, dataset.output_field} <= fields:
+        return "instruction"
+    if dataset.text_field in fields:
+        return "text"
+    conversation = " or ".join(messages)
+    instruction = f"{dataset.prompt_field} and {dataset.completion_field}"
+    other_instruction = f"{dataset.instruction_field} and {dataset.output_field}"
+    raise ConfigError(
+        f"{row.where}: expected a field {conversation} (a conversation), {instruction}, or {other_instruction} (an "
+        f"instruction), or {dataset.text_field} (text), got {field_names(row.record)}; set the dataset's type and the "
+        "names of its fields"
+    )
+
+
+def field_names(record: Mapping[str, Any]) -> str:
+    """Returns the first names of a record's fields, for messages."""
+    names = [repr(name) for name in record]
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "no fields"
+
+
+def read(dataset: Dataset) -> Iterator[Row | BadRow]:
+    """Yields the dataset's rows: paths in the order given, the files of each sorted, none of them twice.
+
+    A .txt file is one row with the field `text_field`; a .jsonl file has a row in each line that is not blank, a .json
+    file the same or one list of rows (then held in memory), a .csv file a header and a row in each further line. A
+    .parquet file is read in batches. Hidden files are skipped.
+
+    Raises ConfigError if something is missing or unreadable, or there is no row at all.
+    """
+    found = False
+    for row in islice(_rows(dataset), dataset.samples or None):
+        found = True
+        yield row
+    if not found:
+        raise ConfigError(f"{dataset.name}: expected rows, got none; add some, or leave the dataset out")
+
+
+def _rows(dataset: Dataset) -> Iterator[Row | BadRow]:
+    seen: set[Path] = set()
+    for item in dataset.path:
+        paths = files.find(item, readers.SUFFIXES)
+        if paths is None:
+            yield from readers.read_hub(item, dataset.subset, dataset.split or "train")
+            continue
+        if dataset.split or dataset.subset:
+            raise ConfigError(
+                f"{item}: expected no split and subset, which files do not have, got split={dataset.split!r}, "
+                f"subset={dataset.subset!r}; name the files in path"
+            )
+        for path in paths:
+            if path not in seen:
+                seen.add(path)
+                yield from readers.read_file(path, dataset.text_field)

@@ -1,0 +1,191 @@
+"""All data of a run: what it trains on, and what it is evaluated on, from the settings of its config.
+
+Training text comes from `data` (files or the standard library) or from `datasets` (entries for rows of any kind). It is
+evaluated on `eval_data`, or on what is held out of `data` or `datasets`, and on each of `validation_datasets`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from surojax.data import datasets
+from surojax.data.batches import Batch, Mixture, evaluation_batches
+from surojax.data.cache import Corpus
+from surojax.data.datasets import Dataset
+from surojax.data.examples import Encoder
+from surojax.data.prepare import DATA_CACHE, Prepared, load_corpora, load_dataset
+from surojax.data.samples import IGNORED, Samples, Windows, concatenated, windows_or_rows
+from surojax.data.templates import load_template
+from surojax.data.tokenizer import Tokenizer
+from surojax.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The fields of a config that say how rows become samples; see `config.fields`."""
+
+    sequence_len: int
+    sample_packing: bool = False
+    on_long: str = "cut"
+    on_bad_row: str = "error"
+    train_on: str = "assistant"
+    chat_template: str = ""
+    system_prompt: str = ""
+    data_cache: str = DATA_CACHE
+
+
+SETTINGS = tuple(field.name for field in fields(Settings))
+
+
+class Entries(NamedTuple):
+    """The checked entries of `datasets` and `validation_datasets`. weights: of datasets; None: none has one."""
+
+    datasets: tuple[Dataset, ...] = ()
+    weights: tuple[float, ...] | None = None
+    validation: Mapping[str, Dataset] = {}
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation reads. name: of a validation dataset, "" for text that is held out from training.
+
+    bytes_per_token: of plain text; None: the examples are something else.
+    """
+
+    name: str
+    batches: list[Batch]
+    bytes_per_token: float | None
+
+
+class Data(NamedTuple):
+    """The data of a run. held_out: the first corpus that is evaluated on; its beginning can be a prompt."""
+
+    train: Mixture
+    evaluated: list[Evaluated]
+    held_out: Corpus
+
+
+def parse_entries(entries: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]]) -> Entries:
+    """Returns the entries of a config. Raises ConfigError, which names the entry, for one that is wrong."""
+    with_weight = ["weight" in entry for entry in entries]
+    if any(with_weight) and not all(with_weight):
+        raise ConfigError(
+            f"datasets[{with_weight.index(False)}]: expected a weight, since another entry has one, got none; give one "
+            "to each, or to none: then every sample is seen once an epoch"
+        )
+    parsed = tuple(_parse(entry, f"datasets[{i}]") for i, entry in enumerate(entries))
+    weights = tuple(dataset.weight for dataset in parsed) if any(with_weight) else None
+    named: dict[str, Dataset] = {}
+    for i, entry in enumerate(validation):
+        where = f"validation_datasets[{i}]"
+        if "weight" in entry:
+            raise ConfigError(f"{where}: expected no weight, since each is evaluated by itself, got one; leave it out")
+        rest = dict(entry)
+        name = rest.pop("name", None)
+        dataset = _parse(rest, where)
+        name = Path(dataset.path[0]).stem if name is None else name
+        if not isinstance(name, str) or not name.strip() or name in named:
+            raise ConfigError(f"{where}: expected a name that no other entry has, got {name!r}; set name='...'")
+        named[name] = dataset
+    return Entries(parsed, weights, named)
+
+
+def _parse(entry: Mapping[str, Any], where: str) -> Dataset:
+    try:
+        return datasets.parse(entry)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {str(error).removeprefix('datasets: ')}") from None
+
+
+def load(
+    entries: Entries,
+    settings: Settings,
+    tokenizer: Tokenizer,
+    *,
+    data: str,
+    eval_data: str,
+    text_field: str,
+    eval_batch_size: int,
+    eval_batches: int,
+    say: Callable[[str], None] = print,
+) -> Data:
+    """Returns the samples to train on and the batches to evaluate on.
+
+    data, eval_data, text_field: see `prepare.load_corpora`; they are not read if there are `entries.datasets`.
+    eval_batch_size, eval_batches: samples of an evaluation batch, and the largest number of batches of a set.
+
+    Raises ConfigError for whatever is wrong with files, rows or settings, and for a set that is empty.
+    """
+    loader = _Loader(settings, tokenizer, say)
+    if entries.datasets:
+        prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
+    else:
+        corpora = load_corpora(
+            data,
+            eval_source=eval_data,
+            tokenizer=tokenizer,
+            text_field=text_field,
+            data_cache=settings.data_cache,
+            say=say,
+        )
+        prepared = [Prepared(*corpora, is_text=True)]
+    name = ", ".join(found.train.name for found in prepared)
+    train = Mixture([loader.samples(x.train, x.is_text) for x in prepared], entries.weights, name)
+
+    sets: dict[str, list[tuple[Corpus, bool]]] = {}
+    if held_out := [(x.held_out, x.is_text) for x in prepared if x.held_out is not None]:
+        sets[""] = held_out
+    for name, dataset in entries.validation.items():
+        found = loader.dataset(dataset, holds_out=False)
+        sets[name] = [(found.train, found.is_text)]
+    evaluated = [
+        _evaluated(name, corpora, loader, batch_size=eval_batch_size, max_batches=eval_batches)
+        for name, corpora in sets.items()
+    ]
+    return Data(train, evaluated, next(iter(sets.values()))[0][0])
+
+
+class _Loader(NamedTuple):
+    """Loads datasets and makes samples of them, all by the same settings."""
+
+    settings: Settings
+    tokenizer: Tokenizer
+    say: Callable[[str], None]
+
+    def dataset(self, dataset: Dataset, holds_out: bool) -> Prepared:
+        s = self.settings
+        resolved = datasets.resolve(dataset)
+        template = load_template(s.chat_template, self.tokenizer)
+        encoder = Encoder(resolved, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
+        if encoder.note:
+            self.say(encoder.note)
+        return load_dataset(
+            resolved,
+            encoder,
+            self.tokenizer.vocab_size,
+            holds_out=holds_out,
+            on_bad_row=s.on_bad_row,
+            data_cache=s.data_cache,
+            say=self.say,
+        )
+
+    def samples(self, corpus: Corpus, is_text: bool) -> Samples:
+        s = self.settings
+        return windows_or_rows(
+            corpus, s.sequence_len, packed=s.sample_packing, is_text=is_text, on_long=s.on_long, say=self.say
+        )
+
+
+def _evaluated(
+    name: str, corpora: list[tuple[Corpus, bool]], loader: _Loader, *, batch_size: int, max_batches: int
+) -> Evaluated:
+    sources = [loader.samples(corpus, is_text) for corpus, is_text in corpora]
+    sources = [Windows(x.corpus, x.sequence_len, with_rest=True) if isinstance(x, Windows) else x for x in sources]
+    samples = concatenated(sources, name)
+    batches = list(evaluation_batches(samples, batch_size=batch_size, max_batches=max_batches))
+    if not any((batch["labels"] != IGNORED).any() for batch in batches):
+        raise ConfigError(f"{samples.name}: expected tokens to evaluate the loss on, got none; add rows")
+    num_bytes = sum(corpus.num_bytes for corpus, _ in corpora)
+    is_text = all(is_text for _, is_text in corpora)
+    bytes_per_token = num_bytes / sum(len(corpus.tokens) for corpus, _ in corpora)
+    return Evaluated(name, batches, bytes_per_token if is_text and num_bytes else None)

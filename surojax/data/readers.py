@@ -1,0 +1,180 @@
+"""Reads rows: of one file, by its format, or of a set that the `datasets` library finds.
+
+A row that is broken on its own (a line that is no JSON, a byte that is no text) is a `BadRow`, and the next one is
+read. A file whose further rows cannot be found (a damaged Parquet file) is a ConfigError.
+"""
+
+import csv
+import importlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from surojax.data.files import NotText, decode, unreadable
+from surojax.data.rows import BadRow, Row
+from surojax.errors import ConfigError
+
+_PARQUET_ROWS = 256  # converted to Python objects at a time
+_CSV_CHARS = 2**31 - 1  # largest cell; the csv module's own limit is shorter than a document
+_NO_OBJECT = "expected a JSON object with the fields of a row"
+
+
+def read_file(path: Path, text_field: str) -> Iterator[Row | BadRow]:
+    """Yields the rows of a file whose name ends in one of SUFFIXES. text_field: the name that a .txt file's text gets.
+
+    Raises ConfigError if the file cannot be read to its end.
+    """
+    suffix = path.suffix.lower()
+    try:
+        yield from _read_txt(path, text_field) if suffix == ".txt" else _READERS[suffix](path)
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _read_txt(path: Path, text_field: str) -> Iterator[Row | BadRow]:
+    try:
+        text = decode(path.read_bytes())
+    except NotText as error:
+        yield BadRow(f"{path}:{error.line}", str(error))
+        return
+    if not text or text.isspace():
+        yield BadRow(str(path), "expected text, got an empty file; remove it from the dataset or fill it")
+        return
+    yield Row({text_field: text}, str(path))
+
+
+def _read_jsonl(path: Path) -> Iterator[Row | BadRow]:
+    """Yields a row for each line that is not blank. Reads one line at a time."""
+    offset = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _parse_line(line, f"{path}:{number}", offset)
+            offset += len(line)
+
+
+def _parse_line(line: bytes, where: str, offset: int) -> Row | BadRow:
+    try:
+        return _row_of(json.loads(decode(line, offset)), where)
+    except NotText as error:
+        return BadRow(where, str(error))
+    except (ValueError, RecursionError) as error:
+        return BadRow(where, f"{_NO_OBJECT}, got a line that is no JSON ({error}); correct or remove the line")
+
+
+def _row_of(record: Any, where: str) -> Row | BadRow:
+    if isinstance(record, dict):
+        return Row(record, where)
+    return BadRow(where, f'{_NO_OBJECT}, got a {type(record).__name__}; write {{"field": value, ...}}')
+
+
+def _read_json(path: Path) -> Iterator[Row | BadRow]:
+    """Yields the rows of one JSON list, which is held in memory, or those of lines, if the file does not begin so."""
+    with path.open("rb") as file:
+        first = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if first != b"[":
+        yield from _read_jsonl(path)
+        return
+    try:
+        records = json.loads(decode(path.read_bytes()))
+    except (NotText, ValueError, RecursionError) as error:
+        where = f"{path}:{error.line}" if isinstance(error, NotText) else path
+        raise ConfigError(
+            f"{where}: expected a JSON list of objects, got a file that is none ({error}); correct it, or write one "
+            "object per line into a .jsonl file"
+        ) from None
+    for number, record in enumerate(records, start=1):
+        yield _row_of(record, f"{path}, row {number}")
+
+
+def _read_csv(path: Path) -> Iterator[Row | BadRow]:
+    """Yields a row for each row under the header; a row with other than the header's number of cells is bad."""
+    csv.field_size_limit(_CSV_CHARS)
+    # A byte that is not UTF-8 becomes a surrogate, so that only its own row is bad.
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        reader = csv.reader(lines, strict=True)
+        header = None
+        while True:
+            where = f"{path}:{reader.line_num + 1}"
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                yield BadRow(where, f"expected comma-separated cells, got a row that is none ({error}); correct it")
+                continue
+            if cells is None:
+                return
+            if not cells:
+                continue
+            if header is None:
+                header = _checked_header(cells, where)
+                continue
+            yield _row_of_cells(header, cells, where)
+
+
+def _checked_header(cells: list[str], where: str) -> list[str]:
+    if len(set(cells)) < len(cells) or not all(cells):
+        raise ConfigError(f"{where}: expected a header with different names, got {', '.join(cells)}; correct it")
+    return cells
+
+
+def _row_of_cells(header: list[str], cells: list[str], where: str) -> Row | BadRow:
+    if len(cells) != len(header):
+        return BadRow(where, f"expected {len(header)} cells as in the header, got {len(cells)}; correct the row")
+    for name, cell in zip(header, cells, strict=True):
+        try:
+            cell.encode("utf-8")
+        except UnicodeEncodeError:
+            return BadRow(where, f"expected UTF-8 text in {name!r}, got other bytes; convert the file")
+    return Row(dict(zip(header, cells, strict=True)), where)
+
+
+def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
+    """Yields the rows of a Parquet file, a few at a time."""
+    import pyarrow  # imported here, since it takes a while and most runs read text
+    import pyarrow.parquet
+
+    number = itertools.count(1)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                for record in batch.to_pylist():
+                    yield Row(record, f"{path}, row {next(number)}")
+    except pyarrow.ArrowException as error:
+        raise ConfigError(
+            f"{path}: expected a Parquet file, got one that cannot be read ({_one_line(error)}); write it again"
+        ) from None
+
+
+_READERS = {".csv": _read_csv, ".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+SUFFIXES = (*_READERS, ".txt")
+
+
+def read_hub(name: str, subset: str, split: str) -> Iterator[Row]:
+    """Yields the rows of a split of a set that the `datasets` library finds, on the hub or in its cache.
+
+    Raises ConfigError, which says where it looked, if that library is not installed or finds nothing.
+    """
+    expected = f"{name}: expected a file, folder or glob, or a set that the datasets library finds"
+    nothing = f"got nothing of that name in {Path.cwd()}"
+    try:
+        library = importlib.import_module("datasets")  # not among surojax's dependencies
+    except ImportError:
+        raise ConfigError(
+            f"{expected}, {nothing}, and that library is not installed; correct the path, or pip install datasets"
+        ) from None
+    try:
+        rows = library.load_dataset(name, subset or None, split=split)
+    except Exception as error:  # its own, those of the network, and those of the files
+        cache = library.config.HF_DATASETS_CACHE
+        raise ConfigError(
+            f"{expected}, {nothing}, and from that library (cache {cache}): {_one_line(error)}; correct the name, "
+            "subset or split, or download the set's files and name them"
+        ) from None
+    for number, record in enumerate(rows, start=1):
+        yield Row(dict(record), f"{name} ({split}), row {number}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,247 @@
+"""Samples of a corpus, each a row of S positions: windows of text, examples in rows of their own, or packed examples.
+
+A sample is a dict of int32 arrays [S]: "inputs"; "labels", the next token or IGNORED; and in packed rows "starts", for
+each position the index in its row at which its document starts. A label is the next token of the same document if that
+token is a target of the loss. The rest of a row is padding: input 0, label IGNORED, a document of its own.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from surojax.data import packing
+from surojax.data.cache import Corpus
+from surojax.errors import ConfigError
+
+type Sample = dict[str, np.ndarray]
+
+IGNORED = -1  # label of a position that the loss ignores
+ON_LONG = ("cut", "drop")
+
+
+class Samples(Protocol):
+    """A source of samples. name, fingerprint: for messages and checkpoints. num_tokens: tokens that training sees."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+    def release(self) -> None:
+        """Gives the memory of what was read back."""
+        ...
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of S + 1 tokens over the concatenated documents: inputs are the first S of them, labels the last S.
+
+    Consecutive windows share one token. A rest that does not fill a window is left out, unless `with_rest`: then it is
+    padded.
+    """
+
+    corpus: Corpus
+    sequence_len: int
+    with_rest: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.corpus.name
+
+    @property
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.corpus.tokens)
+
+    def __len__(self) -> int:
+        num_labels = max(len(self.corpus.tokens) - 1, 0)
+        return -(-num_labels // self.sequence_len) if self.with_rest else num_labels // self.sequence_len
+
+    def __getitem__(self, index: int) -> Sample:
+        start = index * self.sequence_len
+        tokens = self.corpus.tokens[start : start + self.sequence_len + 1]
+        window = np.full(self.sequence_len + 1, IGNORED, np.int32)
+        window[: len(tokens)] = tokens
+        return {"inputs": np.maximum(window[:-1], 0), "labels": window[1:]}
+
+    def release(self) -> None:
+        self.corpus.release()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of whole examples, by a plan. packed: samples have "starts"."""
+
+    corpus: Corpus
+    sequence_len: int
+    pieces: packing.Pieces
+    plan: packing.Plan
+    fingerprint: str
+    packed: bool
+
+    @property
+    def name(self) -> str:
+        return self.corpus.name
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.pieces.lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: int) -> Sample:
+        inputs = np.zeros(self.sequence_len, np.int32)
+        labels = np.full(self.sequence_len, IGNORED, np.int32)
+        starts = np.empty(self.sequence_len, np.int32)
+        position = 0
+        for piece in self.plan.row(index).tolist():
+            length = int(self.pieces.lengths[piece])
+            here = slice(position, position + length)
+            inputs[here], labels[here] = _inputs_and_labels(self.corpus, int(self.pieces.starts[piece]), length)
+            starts[here] = position
+            position += length
+        starts[position:] = position
+        sample = {"inputs": inputs, "labels": labels}
+        return sample | {"starts": starts} if self.packed else sample
+
+    def release(self) -> None:
+        self.corpus.release()
+
+
+@dataclass(frozen=True)
+class Concatenated:
+    """The samples of several sources, one source after the other."""
+
+    sources: tuple[Samples, ...]
+    name: str
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of(source.fingerprint for source in self.sources)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(source.num_tokens for source in self.sources)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+    def __getitem__(self, index: int) -> Sample:
+        for source in self.sources:
+            if index < len(source):
+                return source[index]
+            index -= len(source)
+        raise IndexError(index)
+
+    def release(self) -> None:
+        for source in self.sources:
+            source.release()
+
+
+def windows_or_rows(
+    corpus: Corpus,
+    sequence_len: int,
+    *,
+    packed: bool,
+    is_text: bool = True,
+    on_long: str = "cut",
+    say: Callable[[str], None] = print,
+) -> Windows | Rows:
+    """Returns the samples of a corpus: windows of text that is not packed, else rows of examples.
+
+    is_text: the examples are plain text, so a long one continues in another row; else its end is cut off. Says how many
+    examples are longer than a row, and how much of packed rows is padding. Raises ConfigError if no example remains.
+    """
+    if is_text and not packed:
+        return Windows(corpus, sequence_len)
+    pieces = packing.pieces(corpus.bounds, sequence_len, on_long=on_long, continues=is_text)
+    pieces, num_untrained = _with_labels(corpus, pieces, sequence_len)
+    if pieces.num_long:
+        fate = "left out" if on_long == "drop" else "cut into several" if is_text else "cut at their end"
+        untrained = f", {num_untrained} without a trained token are left out" if num_untrained else ""
+        say(
+            f"data: {corpus.name}: {pieces.num_long:,} of {corpus.num_examples:,} examples are longer than "
+            f"sequence_len={sequence_len} and are {fate}{untrained}"
+        )
+    if not len(pieces.starts):
+        raise ConfigError(
+            f"{corpus.name}: expected examples of at most sequence_len={sequence_len} tokens, got none among "
+            f"{corpus.num_examples:,}; raise sequence_len, or set on_long='cut'"
+        )
+    arrange = packing.best_fit if packed else packing.one_per_row
+    plan = arrange(pieces.lengths, sequence_len)
+    say(
+        f"data: {corpus.name}: {len(pieces.starts):,} examples in {len(plan):,} rows of {sequence_len} tokens, "
+        f"{plan.padding:.1%} padding"
+    )
+    settings = (f"packed={packed}", f"on_long={on_long if pieces.num_long else None}")
+    return Rows(corpus, sequence_len, pieces, plan, fingerprint_of((corpus.fingerprint, *settings)), packed)
+
+
+def _inputs_and_labels(corpus: Corpus, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of a piece and the label of each, int32 [length]."""
+    example = int(np.searchsorted(corpus.bounds, start, side="right"))
+    end = int(corpus.bounds[example])  # of the piece's document
+    tokens = corpus.tokens[start : min(start + length + 1, end)].astype(np.int32)
+    labels = np.full(length, IGNORED, np.int32)
+    labels[: len(tokens) - 1] = tokens[1:]
+    if corpus.trained is not None:
+        labels[: len(tokens) - 1][~corpus.trained[start + 1 : start + len(tokens)]] = IGNORED
+    return tokens[:length], labels
+
+
+def _with_labels(corpus: Corpus, pieces: packing.Pieces, sequence_len: int) -> tuple[packing.Pieces, int]:
+    """Leaves out what has no label after a cut; returns the other pieces, and how many it left out."""
+    if corpus.trained is None:
+        return pieces, 0
+    kept = np.ones(len(pieces.lengths), np.bool_)
+    for i in np.flatnonzero(pieces.lengths == sequence_len):  # what was cut is as long as a row
+        _, labels = _inputs_and_labels(corpus, int(pieces.starts[i]), sequence_len)
+        kept[i] = (labels != IGNORED).any()
+    return packing.Pieces(pieces.starts[kept], pieces.lengths[kept], pieces.num_long), int((~kept).sum())
+
+
+def fingerprint_of(parts: Iterable[str]) -> str:
+    """Returns 16 hexadecimal digits that depend on every part and on their order."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def check_length(samples: Samples, batch: int) -> None:
+    """Raises ConfigError if there are fewer samples than `batch`, the number in one step."""
+    if isinstance(samples, Windows):
+        check_tokens(samples.corpus, samples.sequence_len, batch)
+    elif len(samples) < batch:
+        raise ConfigError(
+            f"{samples.name}: expected at least {batch:,} samples for one step, got {len(samples):,}; add data, or "
+            "lower the batch size"
+        )
+
+
+def check_tokens(corpus: Corpus, sequence_len: int, batch: int) -> None:
+    """Raises ConfigError if the corpus has fewer windows than `batch`, the number of samples in one step."""
+    needed = batch * sequence_len + 1
+    if len(corpus.tokens) < needed:
+        raise ConfigError(
+            f"{corpus.name}: expected at least {needed:,} tokens for one step of {batch} samples with sequence_len "
+            f"{sequence_len}, got {len(corpus.tokens):,}; add text, or lower sequence_len or the batch size"
+        )
+
+
+def concatenated(sources: Sequence[Samples], name: str) -> Samples:
+    """Returns the samples of all sources; a single source as it is."""
+    return sources[0] if len(sources) == 1 else Concatenated(tuple(sources), name)
