@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, TokenizerFiles, load_tokenizer
 from surojax.errors import ConfigError
 
 TEXT = "def greet(name):\r\n\treturn f'Grüße, {name} 👋🏽'  # 你好\n\x00"
@@ -139,12 +139,15 @@ def test_errors(tmp_path):
         assert name in error_of(tmp_path / name)
     no_eos = error_of(save_bpe(tmp_path / "tokenizer.json", special=("<unk>",)))
     assert "end-of-sequence" in no_eos and "</s>" in no_eos and "add_special_tokens" in no_eos
-    with pytest.raises(ConfigError, match="readable"):
-        HuggingFaceTokenizer(tmp_path)
+    (tmp_path / "model" / "tokenizer.json").mkdir(parents=True)
+    assert "readable" in error_of(tmp_path / "model")
 
 
 def test_both_are_tokenizers_and_bytes_need_no_library(bpe_file):
-    both: list[Tokenizer] = [ByteTokenizer(), HuggingFaceTokenizer(bpe_file)]  # pyright checks the protocol here
+    both: list[Tokenizer] = [
+        ByteTokenizer(),
+        HuggingFaceTokenizer(TokenizerFiles(bpe_file.read_text()), ""),
+    ]  # pyright checks the protocol here
     assert all(0 <= tokenizer.eos_id < tokenizer.vocab_size for tokenizer in both)
     code = (
         "import sys; from surojax.data.tokenizer import load_tokenizer; load_tokenizer('bytes'); "

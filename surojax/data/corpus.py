@@ -7,16 +7,15 @@ and all copies of a document are on one side.
 `surojax.data.batches` turns these documents into token arrays and batches.
 """
 
-import glob
 import hashlib
 import json
-import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
+from surojax.data.files import NotText, decode, find, unreadable, walk
 from surojax.errors import ConfigError
 
 STDLIB = "stdlib"  # the source code of the interpreter's own standard library: real text that needs no download
@@ -97,7 +96,7 @@ def _document(text: str, key: str | None = None) -> Document:
 def _read_stdlib() -> Iterator[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
     seen: set[str] = set()  # a few files are copies of others; since paths are hashed, they could be on both sides
-    for path in sorted(_walk(root, ".py", skip=_NOT_LIBRARY)):
+    for path in sorted(walk(root, ".py", skip=_NOT_LIBRARY)):
         try:
             text = path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError):
@@ -112,15 +111,6 @@ def _read_stdlib() -> Iterator[Document]:
         )
 
 
-def _walk(root: Path, *suffixes: str, skip: Iterable[str] = ()) -> Iterator[Path]:
-    """Yields the files below `root` that end in one of `suffixes`; skips hidden files and the folders in `skip`."""
-    for folder, subfolders, names in os.walk(root, onerror=_raise_unreadable):
-        subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
-        for name in names:
-            if name.lower().endswith(suffixes) and not name.startswith("."):
-                yield Path(folder, name)
-
-
 def _expand(source: str) -> list[Path]:
     """Returns the files that `source` names, sorted and without duplicates."""
     paths: set[Path] = set()
@@ -130,25 +120,13 @@ def _expand(source: str) -> list[Path]:
                 f"data source: expected '{STDLIB}' or paths separated by commas, got an empty one in {source!r}; "
                 "name a file or remove the extra comma"
             )
-        path = os.path.expanduser(item)
-        matches = [Path(path)] if os.path.exists(path) else list(map(Path, glob.glob(path, recursive=True)))
-        if not matches:
+        files = find(item, SUPPORTED)
+        if files is None:
             raise ConfigError(
                 f"{item}: expected a file, a folder or a glob that matches, got nothing of that name in {Path.cwd()}; "
                 f"correct the path, or use '{STDLIB}' for the built-in corpus"
             )
-        files = [file for match in matches for file in (_walk(match, *SUPPORTED) if match.is_dir() else [match])]
-        if not files:
-            raise ConfigError(
-                f"{item}: expected a folder with {' or '.join(SUPPORTED)} files, got none; add some or name another"
-            )
         paths.update(files)
-    for path in sorted(paths):
-        if path.suffix.lower() not in SUPPORTED:
-            raise ConfigError(
-                f"{path}: expected a file ending in {' or '.join(SUPPORTED)}, got '{path.suffix}'; "
-                "convert it (.jsonl: one JSON object with a text field per line) or leave it out"
-            )
     return sorted(paths)
 
 
@@ -157,7 +135,7 @@ def _read_txt(path: Path) -> Iterator[Document]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     text = _decode(content, path)
     if not text or text.isspace():
         raise ConfigError(f"{path}: expected text, got an empty file; remove it from the source or fill it")
@@ -177,7 +155,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Document]:
                     found = True
                     yield _parse(text, f"{path}:{number}", text_field)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     if not found:
         raise ConfigError(
             f"{path}: expected one JSON object per line, got an empty file; remove it from the source or fill it"
@@ -209,25 +187,8 @@ def _parse(line: str, where: str, text_field: str) -> Document:
 
 
 def _decode(content: bytes, path: Path, line: int | None = None, offset: int = 0) -> str:
-    """Decodes UTF-8, without the byte order mark; line ends are unchanged. `offset`: position of `content` in the file.
-
-    `line`: line number for the error; None: counted from the start of `content`.
-    """
+    """Decodes UTF-8 (see `files.decode`). `line`: its number, for the error; None: counted from the start."""
     try:
-        return content.decode("utf-8").removeprefix("\ufeff" if offset == 0 else "")
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1 if line is None else line
-        raise ConfigError(
-            f"{path}:{number}: expected UTF-8 text, got the byte 0x{content[error.start]:02x} at byte offset "
-            f"{offset + error.start}; convert the file (iconv -f latin1 -t utf-8) or leave it out"
-        ) from None
-
-
-def _raise_unreadable(error: OSError) -> None:
-    raise _unreadable(error.filename, error)
-
-
-def _unreadable(path: Path | str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{path}: expected a readable file or folder, got '{error.strerror}'; correct its path or permissions"
-    )
+        return decode(content, offset)
+    except NotText as error:
+        raise ConfigError(f"{path}:{line or error.line}: {error}") from None

@@ -2,17 +2,23 @@
 
 Bytes need no file and no training, encode any text without loss, and make losses comparable between models (bits per
 byte), so the built-in examples use them. Published models have their own `tokenizer.json`. It is read with the
-`tokenizers` library, which is imported only for that.
+`tokenizers` library, which is imported only for that. The files beside it in a model's folder say which tokens begin
+and end a document and how a conversation is written; a lone tokenizer.json does not, so there the names of its tokens
+decide.
 
-An encoder adds no special tokens: the code that builds a corpus appends one end-of-sequence token to each document. A
-Hugging Face tokenizer encodes text that spells a special token ("<|endoftext|>") as that token, as its authors meant.
+An encoder adds no special tokens: the code that builds documents does. A Hugging Face tokenizer encodes text that
+spells a special token ("<|endoftext|>") as that token, as its authors meant.
 """
 
 import hashlib
+import itertools
+import json
 import os
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,6 +36,8 @@ EOS_NAMES = (
     "<|im_end|>",
     "<|eot_id|>",
 )
+# Names of tokens with which a model ends its turn of a conversation, without ending the document.
+END_OF_TURN_NAMES = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>")
 
 
 class Tokenizer(Protocol):
@@ -46,6 +54,36 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def bos_id(self) -> int | None:
+        """The token that begins a document; None: there is none."""
+        ...
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether documents of this tokenizer begin with `bos_id`."""
+        ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end a sampled answer: `eos_id`, and those that end a turn of a conversation."""
+        ...
+
+    @property
+    def bos(self) -> str:
+        """Text of `bos_id`, for chat templates; "": there is none."""
+        ...
+
+    @property
+    def eos(self) -> str:
+        """Text of `eos_id`, for chat templates."""
+        ...
+
+    @property
+    def chat_template(self) -> str:
+        """The Jinja template of the tokenizer's own conversations; "": there is none."""
+        ...
+
+    @property
     def name(self) -> str:
         """Identifies the mapping from text to ids; stored in checkpoints to detect another tokenizer."""
         ...
@@ -58,16 +96,33 @@ class Tokenizer(Protocol):
         """Encodes every text, in order; in parallel if the tokenizer can."""
         ...
 
+    def sections(self, text: str) -> list[str]:
+        """Splits `text` where tokens cannot cross: the sections' ids, one after the other, are those of `text`."""
+        ...
+
+    def token_text(self, token: int) -> str:
+        """Text of one token, special ones included, for people to read."""
+        ...
+
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Text of `ids` (any integers). Special tokens and ids outside the vocabulary are skipped."""
         ...
 
 
 class ByteTokenizer:
-    """Encodes each byte of the UTF-8 text as an id from 0 to 255; id 256 is the end of a document."""
+    """Encodes each byte of the UTF-8 text as an id from 0 to 255; id 256 is the end of a document.
+
+    Special tokens of a chat template are spelled out as bytes, `bos` and `eos` among them.
+    """
 
     vocab_size: int = 257
     eos_id: int = 256
+    bos_id: int | None = None
+    adds_bos: bool = False
+    stop_ids: frozenset[int] = frozenset({256})
+    bos: str = "<s>"
+    eos: str = "</s>"
+    chat_template: str = ""
     name: str = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
@@ -77,6 +132,16 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes every text, in order."""
         return [self.encode(text) for text in texts]
+
+    def sections(self, text: str) -> list[str]:
+        """Returns `text` in one piece."""
+        return [text]
+
+    def token_text(self, token: int) -> str:
+        """The character of an ASCII byte, "\\x.." of another byte, "<end>" of the end of a document."""
+        if token >= 256:
+            return "<end>" if token == self.eos_id else ""
+        return chr(token) if token < 128 else f"\\x{token:02x}"
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD.
@@ -88,42 +153,66 @@ class ByteTokenizer:
         return values[(values >= 0) & (values < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-class HuggingFaceTokenizer:
-    """The tokenizer of a `tokenizer.json`, a file of every Hugging Face model folder.
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What the files of a tokenizer say.
 
-    Raises ConfigError if the file is missing or is not a tokenizer, or if no end-of-sequence token is found.
+    tokenizer: JSON text of a tokenizer.json. chat_template: Jinja text; "": none. bos, eos: texts of the tokens that
+    begin and end a document; "": unknown. stop_ids: tokens that end a sampled answer, as far as they are known.
+    adds_bos: whether documents begin with bos; None: the post-processor in `tokenizer` decides.
     """
 
-    def __init__(self, path: str | Path):
+    tokenizer: str
+    chat_template: str = ""
+    bos: str = ""
+    eos: str = ""
+    stop_ids: tuple[int, ...] = ()
+    adds_bos: bool | None = None
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer of a `tokenizer.json` and the files beside it.
+
+    source: where they come from, for messages.
+
+    Raises ConfigError if the text is no tokenizer, a token that the files name is missing, or no end-of-sequence token
+    is found.
+    """
+
+    def __init__(self, files: TokenizerFiles, source: str):
         import tokenizers  # imported here, so that byte-level runs neither need nor load it
 
-        content = _read(Path(path))
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            self._tokenizer = tokenizers.Tokenizer.from_str(files.tokenizer)
         except Exception as error:  # the library raises plain Exception for everything
             raise ConfigError(
-                f"{path}: expected a Hugging Face tokenizer.json, got a file the tokenizers library cannot read "
+                f"{source}: expected a Hugging Face tokenizer.json, got a file the tokenizers library cannot read "
                 f"({_one_line(error)}); download the model's tokenizer.json again"
             ) from None
         # Some published files store the truncation and padding of their last use; truncation would silently drop text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = 1 + max(vocabulary.values(), default=0)
-        self.eos_id: int = self._find_eos(vocabulary, path)
-        self.name: str = f"tokenizer.json:{hashlib.sha256(content).hexdigest()[:16]}"
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: id for id, token in added.items() if token.special}
+        stops = [token for token in files.stop_ids if self._tokenizer.id_to_token(token) is not None]
 
-    def _find_eos(self, vocabulary: dict[str, int], path: str | Path) -> int:
-        """Id of the first name of EOS_NAMES among the special tokens, or else in the vocabulary."""
-        special = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
-        for names in (special, vocabulary):  # special tokens first, since an ordinary token may be spelled "</s>"
-            for name in EOS_NAMES:
-                if name in names:
-                    return vocabulary[name]
-        raise ConfigError(
-            f"{path}: expected an end-of-sequence token named one of {', '.join(EOS_NAMES)}, got {len(vocabulary)} "
-            "tokens without one; add it to the tokenizer (tokenizers: add_special_tokens) and save it again"
+        self.vocab_size: int = 1 + max(vocabulary.values(), default=0)
+        self.eos_id: int = _find_eos(files.eos, stops, special, vocabulary, source)
+        self.eos: str = self._tokenizer.id_to_token(self.eos_id) or ""
+        self.bos_id: int | None = _find(files.bos, "bos", vocabulary, source) if files.bos else None
+        self.bos: str = files.bos
+        self.adds_bos: bool = self.bos_id is not None and (
+            self._tokenizer.encode("").ids[:1] == [self.bos_id] if files.adds_bos is None else files.adds_bos
         )
+        ends_of_turn = [special[name] for name in END_OF_TURN_NAMES if name in special]
+        self.stop_ids: frozenset[int] = frozenset([self.eos_id, *stops, *ends_of_turn])
+        self.chat_template: str = files.chat_template
+        self.name: str = f"tokenizer.json:{hashlib.sha256(files.tokenizer.encode('utf-8')).hexdigest()[:16]}"
+        # Text on the two sides of such a token is encoded separately. A token with `lstrip` takes spaces from its left.
+        separate = [t.content for t in added.values() if not (t.lstrip or t.single_word or t.normalized)]
+        longest_first = sorted(separate, key=len, reverse=True)
+        self._section_start = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`, int32 [tokens], without special tokens added."""
@@ -134,44 +223,140 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
+    def sections(self, text: str) -> list[str]:
+        """Splits `text` before each special token: the sections' ids, one after the other, are those of `text`."""
+        starts = [0, *(match.start() for match in self._section_start.finditer(text)), len(text)]
+        return [text[start:stop] for start, stop in itertools.pairwise(starts) if start < stop]
+
+    def token_text(self, token: int) -> str:
+        """Text of one token, special ones included; a part of a character as the tokenizer writes it."""
+        raw = self._tokenizer.id_to_token(token) or ""
+        if "▁" in raw:
+            return raw.replace("▁", " ")  # decoding a first token leaves out its space
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return raw if "\ufffd" in text else text
+
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Text of `ids`. Special tokens and ids outside the vocabulary are skipped."""
         values = _to_array(ids)
         return self._tokenizer.decode(values[(values >= 0) & (values < self.vocab_size)].tolist())
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
-    """Returns the tokenizer that `spec` names: "bytes", a tokenizer.json, or a folder that contains one.
+def _find(text: str, role: str, vocabulary: dict[str, int], source: str) -> int:
+    if text not in vocabulary:
+        raise ConfigError(
+            f"{source}: expected the {role} token {text!r} in the tokenizer's vocabulary, got {len(vocabulary)} tokens "
+            "without it; take tokenizer.json and tokenizer_config.json from the same model"
+        )
+    return vocabulary[text]
 
-    Raises ConfigError if there is no such tokenizer or its file cannot be used.
+
+def _find_eos(text: str, stops: list[int], special: dict[str, int], vocabulary: dict[str, int], source: str) -> int:
+    """Id of `text`; if that is "", the first of `stops`; if there is none, of the first name in EOS_NAMES."""
+    if text:
+        return _find(text, "eos", vocabulary, source)
+    if stops:
+        return stops[0]
+    for names in (special, vocabulary):  # special tokens first, since an ordinary token may be spelled "</s>"
+        for name in EOS_NAMES:
+            if name in names:
+                return names[name]
+    raise ConfigError(
+        f"{source}: expected an end-of-sequence token named one of {', '.join(EOS_NAMES)}, got {len(vocabulary)} "
+        "tokens without one; add it to the tokenizer (tokenizers: add_special_tokens) and save it again"
+    )
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """Returns the tokenizer that `spec` names: "bytes", a model's folder, a lone tokenizer.json, or a GGUF file.
+
+    Raises ConfigError if there is no such tokenizer or its files cannot be used.
     """
     if spec == "bytes":
         return ByteTokenizer()
     path = Path(os.path.expanduser(spec))
-    expected = "expected 'bytes', the path of a tokenizer.json, or a folder that holds one"
+    expected = "expected 'bytes', a tokenizer.json, a folder that holds one, or a .gguf file"
     if not spec or not os.path.exists(path):
         raise ConfigError(f"tokenizer: {expected}, got {spec!r}, which does not exist; correct the path or use 'bytes'")
     if path.is_dir():
-        path = path / "tokenizer.json"
-        if not path.exists():
+        if not (path / "tokenizer.json").exists():
             raise ConfigError(
                 f"tokenizer: {expected}, got the folder {spec!r} without that file; "
                 "point to the model's folder, or save a fast tokenizer there (save_pretrained)"
             )
-    elif path.suffix != ".json":
+        return HuggingFaceTokenizer(_read_folder(path), str(path / "tokenizer.json"))
+    if path.suffix == ".gguf":
+        from surojax.data import gguf_tokenizer  # imported here, since it needs the gguf library
+
+        return HuggingFaceTokenizer(gguf_tokenizer.read(path), str(path))
+    if path.suffix != ".json":
         raise ConfigError(
             f"tokenizer: {expected}, got {spec!r}; "
             "convert other formats (such as tokenizer.model) with transformers: AutoTokenizer(...).save_pretrained"
         )
-    return HuggingFaceTokenizer(path)
+    return HuggingFaceTokenizer(TokenizerFiles(_read(path)), str(path))
 
 
-def _read(path: Path) -> bytes:
+def _read_folder(folder: Path) -> TokenizerFiles:
+    """Reads tokenizer.json, and of the files beside it those that there are."""
+    settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    stop_ids = []
+    for name in ("config.json", "generation_config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        stop_ids += [id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int)]
+    adds_bos = settings.get("add_bos_token")
+    return TokenizerFiles(
+        _read(folder / "tokenizer.json"),
+        chat_template=_read_template(folder, settings.get("chat_template")),
+        bos=_token_text(settings.get("bos_token")),
+        eos=_token_text(settings.get("eos_token")),
+        stop_ids=tuple(dict.fromkeys(stop_ids)),
+        adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
+    )
+
+
+def _read_template(folder: Path, in_settings: Any) -> str:
+    """Returns the chat template; a file of its own goes before that of tokenizer_config.json, as in transformers."""
+    if (file := folder / "chat_template.jinja").exists():
+        return _read(file)
+    template = _read_json(folder / "chat_template.json").get("chat_template", in_settings)
+    if isinstance(template, list):  # several, by name
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template if isinstance(template, str) else ""
+
+
+def _token_text(token: Any) -> str:
+    """Text of a token as tokenizer_config.json has it: a string, an object with its content, or null."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Returns the file's object; empty if there is no such file."""
+    if not path.exists():
+        return {}
     try:
-        return path.read_bytes()
+        content = json.loads(_read(path))
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}: expected JSON, got a file that is none ({_one_line(error)}); download it again"
+        ) from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got a {type(content).__name__}; download it again")
+    return content
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{path}: expected a readable tokenizer.json, got {error.strerror}; correct the path or its permissions"
+            f"{path}: expected a readable {path.name}, got {error.strerror}; correct the path or its permissions"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: expected UTF-8 text, got the byte 0x{error.object[error.start]:02x} at byte offset "
+            f"{error.start}; download the file again"
         ) from None
 
 

@@ -1,0 +1,73 @@
+"""Finds files by path, folder or glob, and decodes their text."""
+
+import glob
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from surojax.errors import ConfigError
+
+
+def walk(root: Path, *suffixes: str, skip: Iterable[str] = ()) -> Iterator[Path]:
+    """Yields the files below `root` that end in one of `suffixes`; skips hidden files and the folders in `skip`."""
+    for folder, subfolders, names in os.walk(root, onerror=_raise_unreadable):
+        subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
+        for name in names:
+            if name.lower().endswith(suffixes) and not name.startswith("."):
+                yield Path(folder, name)
+
+
+def find(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
+    """Returns the files that a path, folder or glob names, sorted; None if nothing has that name.
+
+    Raises ConfigError if a folder holds no file that ends in one of `suffixes`, or a file does not.
+    """
+    path = os.path.expanduser(item)
+    matches = [Path(path)] if os.path.exists(path) else list(map(Path, glob.glob(path, recursive=True)))
+    if not matches:
+        return None
+    files = {file for match in matches for file in (walk(match, *suffixes) if match.is_dir() else [match])}
+    if not files:
+        raise ConfigError(
+            f"{item}: expected a folder with {' or '.join(suffixes)} files, got none; add some or name another"
+        )
+    for file in sorted(files):
+        if file.suffix.lower() not in suffixes:
+            raise ConfigError(
+                f"{file}: expected a file ending in {' or '.join(suffixes)}, got '{file.suffix}'; "
+                "convert it (.jsonl: one JSON object with a text field per line) or leave it out"
+            )
+    return sorted(files)
+
+
+def decode(content: bytes, offset: int = 0) -> str:
+    """Decodes UTF-8, without the byte order mark; line ends are unchanged. `offset`: position of `content` in the file.
+
+    Raises NotText.
+    """
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff" if offset == 0 else "")
+    except UnicodeDecodeError as error:
+        raise NotText(content, error.start, offset) from None
+
+
+class NotText(ValueError):
+    """Bytes are not UTF-8. The message says what was expected; line: number of the line within the content, from 1."""
+
+    def __init__(self, content: bytes, position: int, offset: int):
+        self.line = content.count(b"\n", 0, position) + 1
+        super().__init__(
+            f"expected UTF-8 text, got the byte 0x{content[position]:02x} at byte offset "
+            f"{offset + position}; convert the file (iconv -f latin1 -t utf-8) or leave it out"
+        )
+
+
+def unreadable(path: Path | str, error: OSError) -> ConfigError:
+    """Returns the error of a file or folder that the operating system does not let us read."""
+    return ConfigError(
+        f"{path}: expected a readable file or folder, got '{error.strerror}'; correct its path or permissions"
+    )
+
+
+def _raise_unreadable(error: OSError) -> None:
+    raise unreadable(error.filename, error)
