@@ -18,9 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax import assembly
-from surojax.config.checks import restored_config
+from surojax.config.checks import check, restored_config
+from surojax.config.fields import default_config
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
+from surojax.exchange import sources
+from surojax.exchange.weights import stacks
 from surojax.memory.host import Part, parts, read, write
 from surojax.models.model import Cache, Model, Segment, Variant, loop_over, runs
 from surojax.numerics.quantize import dequantise_all
@@ -157,27 +160,37 @@ def check_options(max_tokens: int, temperature: float, top_p: float) -> None:
 
 
 def load(path: str | Path, tokenizer: str = "") -> tuple[Model, dict, Tokenizer]:
-    """Returns (model, work weights on the first device, tokenizer) of a checkpoint.
+    """Returns (model, work weights on the first device, tokenizer) of a checkpoint or of another model.
 
-    path: a checkpoint, or the output_dir of a run, which means its newest checkpoint.
-    tokenizer: as in the config; "": the one in the checkpoint's config.
+    path: a checkpoint, the output_dir of a run, which means its newest checkpoint, a Hugging Face folder or name, or a
+    GGUF file. A checkpoint is computed in the run's `model_dtype`, another model in bfloat16 if it was stored in 16
+    bits, else in float32.
+    tokenizer: as in the config; "": the one in the checkpoint's config, or the model's own.
 
     Raises CheckpointError if the checkpoint is missing or unreadable, ConfigError if the tokenizer is not the one that
-    the model was trained with.
+    the model was trained with, or if another model cannot be read.
     """
+    sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
+    if sources.is_model(path):
+        c = sources.for_inference(default_config(), path, tokenizer)
+        check(c)
+        model = assembly.model(c)
+        weights = sources.open_weights(c, model)
+        assert weights is not None
+        return model, stacks(weights, model, c.model_dtype, sharding), load_tokenizer(c.tokenizer)
     if (found := checkpoint.find(path)) is None:
         raise CheckpointError(
-            f"--checkpoint: expected a checkpoint or a run's output_dir, got {str(path)!r}, which holds none"
+            f"--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file, got "
+            f"{str(path)!r}, which holds none"
         )
     meta = checkpoint.read_meta(found)
     c = restored_config(meta["config"], checkpoint.written_by(meta))
-    loaded_tokenizer = load_tokenizer(tokenizer or c.tokenizer)
+    loaded_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, found.parent.parent))
     if loaded_tokenizer.name != meta["tokenizer"]:
         raise ConfigError(
             f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, "
             f"got {loaded_tokenizer.name}"
         )
-    sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
     model = assembly.model(c)
     shapes = model.abstract_params(c.model_dtype)
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)

@@ -5,23 +5,10 @@ GGUF stores tokens, merges and kinds of tokens, and names the rule by which text
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from surojax.data.tokenizer import TokenizerFiles
 from surojax.errors import ConfigError
-
-
-class TokenizerFiles(NamedTuple):
-    """What a model's files say of its tokenizer.
-
-    tokenizer: JSON text of a tokenizer.json. chat_template: jinja, "" if there is none. bos, eos: texts of the tokens,
-    "" if unknown.
-    """
-
-    tokenizer: str
-    chat_template: str
-    bos: str
-    eos: str
-
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -66,13 +53,22 @@ def read(path: str | Path) -> TokenizerFiles:
         return tokens[id_] if id_ is not None and id_ < len(tokens) else ""
 
     bos = text_of("bos")
-    starts_with = bos if metadata.get("tokenizer.ggml.add_bos_token") else ""
+    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", RULES[rule] == LLAMA3))
+    starts_with = bos if adds_bos else ""
     try:
         tokenizer = _tokenizer(tokens, kinds, pairs, rule, starts_with)
     except Exception as error:  # the library raises plain Exception for everything
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{path}: expected a tokenizer, got one that is inconsistent ({reason}); {change}") from None
-    return TokenizerFiles(tokenizer, metadata.get("tokenizer.chat_template", ""), bos, text_of("eos"))
+    stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return TokenizerFiles(
+        tokenizer,
+        chat_template=metadata.get("tokenizer.chat_template", ""),
+        bos=bos,
+        eos=text_of("eos"),
+        stop_ids=tuple(dict.fromkeys(stop for stop in stops if stop is not None)),
+        adds_bos=adds_bos,
+    )
 
 
 def _metadata(path: Path) -> dict[str, Any]:

@@ -89,7 +89,11 @@ def _normal(fields: dict[str, Any]) -> dict[str, Any]:
 def _candidate(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     """A config.json of this family, as near to the fields as it comes."""
     fields = _normal(fields)
-    found = {key: fields[key] for key in COPIED} | {"model_type": family, "hidden_act": "silu", "attention_dropout": 0.0}
+    found = {key: fields[key] for key in COPIED} | {
+        "model_type": family,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+    }
     if family != "qwen2":  # its class has no such key
         found["head_dim"] = fields["head_dim"]
     if family == "llama":

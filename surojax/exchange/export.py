@@ -96,9 +96,7 @@ def export(
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
-        raise ConfigError(
-            f"export: cannot write {path} ({error.strerror or error}); choose another folder"
-        ) from error
+        raise ConfigError(f"export: cannot write {path} ({error.strerror or error}); choose another folder") from error
     return path
 
 
@@ -154,5 +152,7 @@ def _cast(tensors: Tensors, names: list[str], dtype: str) -> Iterator[np.ndarray
             with np.errstate(over="ignore"):  # reported below
                 tensor = tensor.astype(DTYPES[dtype])
         if not np.isfinite(tensor).all():
-            raise ConfigError(f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; use float32")
+            raise ConfigError(
+                f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; use float32"
+            )
         yield tensor

@@ -146,13 +146,17 @@ def config(contents: Contents) -> dict[str, Any]:
         if given.get(key, expected) != expected:
             raise ConfigError(f"model_path: {contents.path}: {key}: expected {expected}, got {given[key]}")
     tokens = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-    return found | tokens | {
-        "model_type": architecture,
-        "head_dim": head_dim,
-        "vocab_size": contents.tensors["token_embd.weight"].shape[0],
-        "tie_word_embeddings": "output.weight" not in contents.tensors,
-        "rope_scaling": _rope_scaling(contents, given, found, head_dim),
-    }
+    return (
+        found
+        | tokens
+        | {
+            "model_type": architecture,
+            "head_dim": head_dim,
+            "vocab_size": contents.tensors["token_embd.weight"].shape[0],
+            "tie_word_embeddings": "output.weight" not in contents.tensors,
+            "rope_scaling": _rope_scaling(contents, given, found, head_dim),
+        }
+    )
 
 
 def _rope_scaling(contents: Contents, given: dict, found: dict, head_dim: int) -> dict[str, Any] | None:

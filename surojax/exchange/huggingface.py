@@ -168,12 +168,12 @@ def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
     found = config.get("quantization_config")
     if found is None:
         return None
-    block = found.get("weight_block_size") if isinstance(found, dict) else None
-    if not block or found.get("quant_method") != "fp8":
-        method = found.get("quant_method", found) if isinstance(found, dict) else found
-        raise ConfigError(
-            "model_path: config.json: quantization_config: expected none, or quant_method 'fp8' with "
-            f"weight_block_size, got {method!r}; fetch the model before it was quantised"
-        )
-    rows, columns = block
-    return rows, columns
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    block = found.get("weight_block_size") if method == "fp8" else None
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block):
+        return block[0], block[1]
+    got = f"{method!r} without it" if method == "fp8" else repr(method)
+    raise ConfigError(
+        "model_path: config.json: quantization_config: expected none, or quant_method 'fp8' with weight_block_size, "
+        f"got {got}; fetch the model before it was quantised"
+    )

@@ -5,6 +5,7 @@ What comes after the first step needs nothing else of the model: when the origin
 """
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from surojax.exchange.weights import Tensors, Weights, check
 from surojax.models.model import Model
 
 KEPT = "model"  # folder in the output_dir of a run
+SOURCE = "source.json"  # in that folder: the model_path that its files are of
 
 
 def kept_in(output_dir: str | Path) -> Path:
@@ -22,17 +24,28 @@ def kept_in(output_dir: str | Path) -> Path:
     return Path(output_dir).expanduser() / KEPT
 
 
-def locate(model_path: str | Path, *, weights: bool, kept: Path | None = None) -> Path:
+def keeps(output_dir: str | Path, model_path: str) -> bool:
+    """Whether the small files that a run keeps are those of this model."""
+    try:
+        return json.loads((kept_in(output_dir) / SOURCE).read_text()) == {"model_path": model_path}
+    except (OSError, ValueError):
+        return False
+
+
+def is_model(source: str | Path) -> bool:
+    """Whether this names a Hugging Face folder, a GGUF file, or may name a model on the hub."""
+    path = Path(source).expanduser()
+    return gguf.is_gguf(path) or (path / "config.json").is_file() or (not path.exists() and hub.is_name(str(source)))
+
+
+def locate(model_path: str | Path, *, weights: bool) -> Path:
     """The folder or GGUF file of a model; one on the hub is fetched, or found in the cache.
 
-    weights: fetch the weights as well. kept: a folder that takes the model's place if there is no such model. Raises
-    ConfigError if there is no such model.
+    weights: fetch the weights as well. Raises ConfigError if the hub does not have it.
     """
     path = Path(model_path).expanduser()
-    if path.exists():
-        return path
-    if kept is not None and (kept / "config.json").is_file():
-        return kept
+    if path.exists() or gguf.is_gguf(path) or not hub.is_name(str(model_path)):
+        return path  # what is wrong with it is said when it is read
     return hub.fetch(str(model_path), weights=weights)
 
 
@@ -55,10 +68,14 @@ def resolved(c: Any) -> Any:
         if c.from_scratch:
             raise ConfigError("from_scratch: expected false without a model_path, got True; leave it out")
         return c
-    path = locate(c.model_path, weights=False, kept=kept_in(c.output_dir))
+    gone = not Path(c.model_path).expanduser().exists()
+    kept = gone and keeps(c.output_dir, c.model_path)
+    path = kept_in(c.output_dir) if kept else locate(c.model_path, weights=False)
     found = copy.deepcopy(c)
     found.model.update(settings(config_of(path)))
-    if c.tokenizer == "bytes" and (gguf.is_gguf(path) or (path / "tokenizer.json").is_file()):
+    has_tokenizer = gguf.is_gguf(path) or (path / "tokenizer.json").is_file()
+    tokenizer_gone = kept and not Path(c.tokenizer).expanduser().exists()
+    if has_tokenizer and (c.tokenizer == "bytes" or tokenizer_gone):
         found.tokenizer = str(path)
     return found
 
@@ -70,3 +87,26 @@ def open_weights(c: Any, model: Model) -> Tensors | None:
     weights = tensors_of(locate(c.model_path, weights=True))
     check(weights, model)
     return weights
+
+
+def for_inference(c: Any, source: str | Path, tokenizer: str = "") -> Any:
+    """A config that computes a model as it is stored: in bfloat16 if that is 16 bits, else in float32.
+
+    c: the default config. tokenizer: "" is the model's own. Raises ConfigError if it has none, or cannot be read.
+    """
+    c.model_path = str(source)
+    c.tokenizer = tokenizer or c.tokenizer
+    found = resolved(c)
+    if found.tokenizer == "bytes" and not tokenizer:
+        raise ConfigError(f"tokenizer: expected tokenizer.json in {source}, got none; pass --tokenizer")
+    config = config_of(locate(source, weights=False))
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    found.model_dtype = "bfloat16" if stored in ("bfloat16", "float16") else "float32"
+    return found
+
+
+def tokenizer_of(c: Any, output_dir: Path) -> str:
+    """The tokenizer of a run's config; what the run kept of it if the original is gone."""
+    kept = kept_in(output_dir)
+    gone = c.tokenizer != "bytes" and not Path(c.tokenizer).expanduser().exists()
+    return str(kept) if gone and (kept / "tokenizer.json").is_file() else c.tokenizer

@@ -4,6 +4,7 @@
 (stored.py).
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -185,3 +186,22 @@ def readers(weights: Tensors) -> tuple[Callable[[Segment, int], Any], Callable[[
         return jax.tree.map(lambda param: weights.read(name_of(param, None)), model.params[OUTER])
 
     return layer, outer
+
+
+def stacks(weights: Tensors, model: Model, dtype: str, sharding: jax.sharding.Sharding) -> dict:
+    """All weights by section in this dtype and sharding, of segments as stacks `[L, ...]`.
+
+    Host memory holds one stack at a time.
+    """
+
+    def stack(segment: Segment, param: Param) -> jax.Array:
+        found = np.empty((segment.num_layers, *param.shape), dtype)
+        for l in range(segment.num_layers):
+            found[l] = weights.read(name_of(param, segment.start + l))
+        return jax.device_put(found, sharding)
+
+    def outer(param: Param) -> jax.Array:
+        return jax.device_put(weights.read(name_of(param, None)).astype(dtype), sharding)
+
+    of_segments = {s.name: jax.tree.map(functools.partial(stack, s), s.params) for s in model.segments}
+    return of_segments | {OUTER: jax.tree.map(outer, model.outer_params)}
