@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from surojax.data.tokenizer import Tokenizer
+from surojax.data.templates import NAMES as TEMPLATES
 from surojax.errors import CheckpointError, ConfigError
-from surojax.generate import load
+from surojax.inference.load import Trained, load
 from surojax.inference.score import Request, pair, score
-from surojax.models.model import Model
 
 
 class Question(NamedTuple):
@@ -70,14 +69,12 @@ def _question(line: str, where: str) -> Question:
     return Question(row["question"], tuple(choices), answer)
 
 
-def answer(
-    model: Model, weights: dict, tokenizer: Tokenizer, questions: Sequence[Question], *, batch_size: int = 8
-) -> Accuracy:
+def answer(trained: Trained, questions: Sequence[Question], *, batch_size: int = 8) -> Accuracy:
     """How many of the questions a model answers right."""
     requests: list[Request] = []
     for question in questions:
-        requests += [pair(tokenizer, question.question, f" {choice}") for choice in question.choices]
-    scores = iter(score(model, weights, requests, batch_size=batch_size))
+        requests += [pair(trained.tokenizer, question.question, f" {choice}") for choice in question.choices]
+    scores = iter(score(trained.model, trained.weights, requests, batch_size=batch_size))
     right = np.zeros(2)
     for question in questions:
         logprobs = np.array([next(scores).logprob for _ in question.choices])
@@ -87,9 +84,7 @@ def answer(
 
 
 def run_harness(
-    model: Model,
-    weights: dict,
-    tokenizer: Tokenizer,
+    trained: Trained,
     tasks: str,
     *,
     batch_size: int,
@@ -110,7 +105,7 @@ def run_harness(
 
     from surojax.inference.harness import Harness
 
-    adapted = Harness(model, weights, tokenizer, batch_size=batch_size, max_length=max_length)
+    adapted = Harness(trained, batch_size=batch_size, max_length=max_length)
     try:
         manager = TaskManager(include_path=include_path)
         found = lm_eval.simple_evaluate(model=adapted, tasks=tasks.split(","), task_manager=manager, **options)
@@ -121,11 +116,11 @@ def run_harness(
     return found["results"]
 
 
-def _by_tasks(args: argparse.Namespace, loaded: tuple[Model, dict, Tokenizer]) -> dict[str, Any]:
+def _by_tasks(args: argparse.Namespace, trained: Trained) -> dict[str, Any]:
     """Runs and prints the harness' tasks of a command line."""
     options = {"limit": args.limit, "num_fewshot": args.num_fewshot, "apply_chat_template": args.chat}
     limits = {"batch_size": args.batch_size, "max_length": args.max_length, "include_path": args.include_path}
-    found = run_harness(*loaded, args.tasks, **limits, **options)
+    found = run_harness(trained, args.tasks, **limits, **options)
     for task, results in found.items():
         values = {name.removesuffix(",none"): value for name, value in results.items() if isinstance(value, float)}
         print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
@@ -147,6 +142,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="first questions of each task only")
     parser.add_argument("--num-fewshot", type=int, help="examples before each question; default: the task's own")
     parser.add_argument("--chat", action="store_true", help="--tasks: put questions into the model's chat template")
+    parser.add_argument(
+        "--chat-template", default="", help=f"--chat: {', '.join(TEMPLATES)} or a file; default: the model's own"
+    )
     parser.add_argument("--batch-size", type=int, default=8, help="texts computed together (default 8)")
     parser.add_argument("--max-length", type=int, default=2048, help="longest text, in tokens (default 2048)")
     parser.add_argument(
@@ -161,15 +159,15 @@ def main(argv: list[str] | None = None) -> None:
                 f"{args.max_length} and {args.limit}"
             )
         questions = read_questions(args.questions)[: args.limit] if args.questions else []
-        loaded = load(args.checkpoint, args.tokenizer)
+        trained = load(args.checkpoint, args.tokenizer, args.chat_template)
         if args.questions:
-            found = answer(*loaded, questions, batch_size=args.batch_size)._asdict()
+            found = answer(trained, questions, batch_size=args.batch_size)._asdict()
             print(
                 f"{args.questions}: {len(questions)} questions, right by log probability {found['plain']:.4f}, "
                 f"per byte {found['normalised']:.4f}"
             )
         else:
-            found = _by_tasks(args, loaded)
+            found = _by_tasks(args, trained)
         if args.json:
             Path(args.json).write_text(json.dumps(found, indent=1, default=str) + "\n")
     except (ConfigError, CheckpointError, OSError) as error:

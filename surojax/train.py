@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from surojax import convert
 from surojax.assembly import Assembly, from_config
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
@@ -31,8 +32,8 @@ from surojax.data.cache import Corpus
 from surojax.data.samples import check_length
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
-from surojax.exchange.huggingface import resolved
-from surojax.exchange.weights import open_weights, readers
+from surojax.exchange.sources import keeps, open_weights, resolved
+from surojax.exchange.weights import readers
 from surojax.inference.sample import complete
 from surojax.memory import nvme
 from surojax.memory.lock import locked
@@ -85,7 +86,9 @@ def train(config: Config) -> Result:
     need = check_fit(c, run, devices)
     nvme.check(nvme.store_of(run.plan))
     entries = data.parse_entries(c.datasets, c.validation_datasets)
-    initial = open_weights(c, run.model)
+    newest = checkpoint.find(output_dir / checkpoint.FOLDER)
+    continues = newest is not None or c.resume_from_checkpoint not in ("auto", "no")
+    initial = None if continues else open_weights(c, run.model)
     checkpoint.check_room(output_dir, run.plan)
 
     # -- Data ---------------------------------------------------------------------------------------------------------
@@ -104,7 +107,6 @@ def train(config: Config) -> Result:
     # -- Plan: shapes, shardings, memory; and the checkpoint to continue from -----------------------------------------
     run = from_config(c, mesh, total_steps)
     identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}
-    newest = checkpoint.find(output_dir / checkpoint.FOLDER)
     resume = find_resume(c, output_dir, identity, samples_per_step)
     meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
     first_step = meta["step"]
@@ -125,6 +127,8 @@ def train(config: Config) -> Result:
             raise CheckpointError(
                 f"another run wrote checkpoints into {output_dir} while this one started; start again"
             )
+        if c.model_path and not (resume and keeps(output_dir, c.model_path)):
+            convert.keep(c)
 
         # -- Compile; a thread prepares the first batches meanwhile ---------------------------------------------------
         batches = training_batches(
@@ -157,7 +161,7 @@ def train(config: Config) -> Result:
             say(f"continuing from {resume}")
         elif initial:
             train_state = run.load_state(*readers(initial))
-            say(f"starting from {initial.folder}")
+            say(f"starting from {initial.path}")
         else:
             train_state = run.init_state(c.seed)
 
@@ -436,10 +440,15 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the command line, train, and print how to continue. An error exits with one line and a code above 0."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m surojax.train", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--export", metavar="DIR", help="write the trained model there, as a Hugging Face folder")
     again = shlex.join(["python", "-m", "surojax.train", *argv])
     try:
-        c, _ = parse(argv, parser)
+        c, args = parse(argv, parser)
+        if args.export is not None:
+            convert.check_exportable(resolved(c), args.export)
         result = train(c)
+        if args.export is not None and result.finished and result.checkpoint:
+            say(f"exported: {convert.convert(result.checkpoint, args.export)}")
     except (ConfigError, CheckpointError, NonFiniteLoss) as error:
         sys.exit(f"surojax.train: error: {'; '.join([str(error), *getattr(error, '__notes__', ())])}")
     except OSError as error:

@@ -44,7 +44,7 @@ from surojax.assembly import from_config
 from surojax.config import Config, checks, default_config, fields as configs
 from surojax.config.flags import parse
 from surojax.errors import ConfigError
-from surojax.exchange.huggingface import resolved
+from surojax.exchange.sources import resolved
 from surojax.memory import nvme
 from surojax.placement import table as placement
 from surojax.placement.layout import batch_sharding

@@ -17,7 +17,8 @@ from surojax import ConfigError, default_config, train
 from surojax.assembly import architecture, from_config
 from surojax.config.checks import check
 from surojax.exchange import weights as files
-from surojax.exchange.huggingface import read_config, resolved, settings
+from surojax.exchange.huggingface import read_config, settings
+from surojax.exchange.sources import open_weights, resolved
 from surojax.placement.mesh import make_mesh
 
 
@@ -91,7 +92,11 @@ def test_keys_that_are_left_out_have_the_values_of_the_class():
         ({"logit_softcap": 30.0}, r"config.json has logit_softcap, which may change what the model computes"),
         ({"hidden_act": "gelu"}, r"hidden_act: expected 'silu', got 'gelu'"),
         ({"attention_bias": True}, r"attention_bias: expected False, got True"),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config: expected None"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"quantization_config: expected none, or quant_method 'fp8' with weight_block_size, got 'gptq'; fetch",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"with weight_block_size, got 'fp8' without it"),
         ({"rope_parameters": {"rope_type": "yarn"}}, r"rope_type: expected default, linear, llama3, got 'yarn'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, r"got \['beta', 'factor'\]"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"rope_type none"),
@@ -133,7 +138,7 @@ def test_weights_arrive_to_the_bit_under_every_placement(tmp_path, case, placed)
     changes = PLACED[placed] | ({"nvme_path": str(tmp_path)} if placed == "nvme" else {})
     c = config(write(tmp_path / "model", case, shards=3), **changes)
     run = from_config(c, make_mesh(jax.devices()[: c.gpus]), total_steps=1)
-    weights = files.open_weights(c, run.model)
+    weights = open_weights(c, run.model)
     assert weights is not None
     alive: list[weakref.ref] = []
     most = 0
@@ -184,7 +189,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, tensors, message):
     c = config(write(tmp_path / "model", "llama", tensors=tensors))
     model = from_config(c, make_mesh(jax.devices()[:1]), total_steps=1).model
     with pytest.raises(ConfigError, match=rf"^model_path: .*{message}"):
-        files.open_weights(c, model)
+        open_weights(c, model)
 
 
 def test_damaged_folders_are_refused(tmp_path):
@@ -250,7 +255,7 @@ def test_from_scratch_takes_sizes_only(tmp_path):
     folder = write(tmp_path / "model", "qwen2")
     c = config(folder, from_scratch=True)
     run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=1)
-    assert files.open_weights(c, run.model) is None and run.model.vocab_size == 96
+    assert open_weights(c, run.model) is None and run.model.vocab_size == 96
     c = default_config()
     assert resolved(c) is c
     c.from_scratch = True

@@ -27,6 +27,7 @@ from surojax.config import flags
 from surojax.config.checks import restored_config
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference import sample as inference
+from surojax.inference.load import load
 from surojax.memory.lock import locked
 from surojax.models.llama import Llama
 from surojax.run import checkpoint
@@ -360,7 +361,7 @@ def planned_weights(model):
 
 def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
     """Greedily: each token is the likeliest that the plain model finds with the checkpoint's weights."""
-    model, weights, tokenizer = generate.load(whole)
+    model, weights, tokenizer, _ = load(whole)
     c = restored_config(checkpoint.read_meta(whole / "checkpoints/12")["config"])
     assert not np.allclose(weights["outer"]["norm"], 1, atol=1e-3)  # training has moved what was 1 at the beginning
     generate.main(["--checkpoint", str(whole), "--prompt", "abc", "--max-tokens", "8", "--temperature", "0"])

@@ -6,7 +6,6 @@ never computed with less than its config says. Keys may be absent if they have t
 and `rope_theta` with `rope_scaling` (before).
 """
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,6 @@ REQUIRED: dict[str, tuple] = {
     "mlp_bias": (False,),
     "attention_dropout": (0, None),
     "partial_rotary_factor": (1, None),
-    "quantization_config": (None,),
     "pretraining_tp": (1,),
 }
 # Keys that do not change the arithmetic, or that are read for another key.
@@ -54,7 +52,7 @@ OTHERS = frozenset(
     "architectures model_type torch_dtype dtype transformers_version use_cache max_position_embeddings _name_or_path "
     "bos_token_id eos_token_id pad_token_id rope_parameters rope_scaling use_sliding_window max_window_layers "
     "layer_types output_attentions output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder "
-    "id2label label2id problem_type".split()
+    "id2label label2id problem_type quantization_config".split()
 )
 SIZES = tuple(name for name in LLAMA if name not in ("rope_theta", "sliding_window"))
 
@@ -114,6 +112,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
     for key, allowed in REQUIRED.items():
         if key in config and config[key] not in allowed:
             raise ConfigError(f"model_path: config.json: {key}: expected {allowed[0]!r}, got {config[key]!r}")
+    block_size(config)
     given = DEFAULTS[family] | config
     found = {name: given[name] for name in SIZES}
     found["num_key_value_heads"] = given["num_key_value_heads"] or given["num_attention_heads"]
@@ -161,18 +160,20 @@ def _window(family: str, given: dict[str, Any]) -> dict[str, int]:
     )
 
 
-def resolved(c: Any) -> Any:
-    """A config with the `model` fields, and the tokenizer if it is the default, of the model at `model_path`.
+def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of a float8 matrix that have one scale; None if no weights are quantised.
 
-    c: a ConfigDict; the same one if it names no model. Raises ConfigError for a folder without a model that is known.
+    Raises ConfigError for quantised weights of another kind.
     """
-    if not c.model_path:
-        if c.from_scratch:
-            raise ConfigError("from_scratch: expected false without a model_path, got True; leave it out")
-        return c
-    found = copy.deepcopy(c)
-    found.model.update(settings(read_config(c.model_path)))
-    tokenizer = Path(c.model_path).expanduser() / "tokenizer.json"
-    if c.tokenizer == "bytes" and tokenizer.is_file():
-        found.tokenizer = str(tokenizer)
-    return found
+    found = config.get("quantization_config")
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    block = found.get("weight_block_size") if method == "fp8" else None
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block):
+        return block[0], block[1]
+    got = f"{method!r} without it" if method == "fp8" else repr(method)
+    raise ConfigError(
+        "model_path: config.json: quantization_config: expected none, or quant_method 'fp8' with weight_block_size, "
+        f"got {got}; fetch the model before it was quantised"
+    )

@@ -1,73 +1,143 @@
-"""Weights in safetensors files, read tensor by tensor into a training state of any placement."""
+"""Weights under Hugging Face's names, read tensor by tensor into a training state of any placement.
 
+`Tensors` is what has them: a folder with safetensors files (`Weights`, here), a GGUF file (gguf.py), or a checkpoint
+(stored.py).
+"""
+
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import ml_dtypes
 import numpy as np
-import safetensors
 
 from surojax.errors import ConfigError
-from surojax.exchange.huggingface import NAMES
+from surojax.exchange.huggingface import NAMES, block_size, read_config
+from surojax.exchange.shards import Shard
 from surojax.models.model import Model, Segment
 from surojax.placement.param import OUTER, Param
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+AGAIN = "fetch the model again"
+FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+SCALES = "_scale_inv"  # appended to the name of a matrix in float8
 
 
-class Weights:
-    """The tensors of a folder with safetensors files; each is read from the disk when it is asked for.
+class Tensors(Protocol):
+    """Tensors under Hugging Face's names, each read when it is asked for. path: of their folder or file."""
 
-    Raises ConfigError if a file of the index is missing or damaged, and if a tensor is not there.
-    """
-
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder).expanduser()
-        files = self._files()
-        self._handles: dict[str, Any] = {name: self._open(name) for name in sorted(set(files.values()))}
-        tensors = {name: set(handle.keys()) for name, handle in self._handles.items()}
-        self._handle_of = {}
-        for tensor, file in files.items():
-            if tensor not in tensors[file]:
-                raise ConfigError(f"model_path: {INDEX} names {tensor} in {file}, which does not have it; {AGAIN}")
-            self._handle_of[tensor] = self._handles[file]
-
-    def _files(self) -> dict[str, str]:
-        """The file of each tensor."""
-        index = self.folder / INDEX
-        if index.is_file():
-            try:
-                return dict(json.loads(index.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"model_path: cannot read {index} ({error!r}); {AGAIN}") from error
-        if not (self.folder / SINGLE).is_file():
-            raise ConfigError(f"model_path: expected {SINGLE} or {INDEX} in {self.folder}, got neither; {AGAIN}")
-        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
-
-    def _open(self, name: str):
-        try:
-            return safetensors.safe_open(self.folder / name, framework="numpy")
-        except (OSError, safetensors.SafetensorError) as error:
-            raise ConfigError(f"model_path: cannot read {self.folder / name} ({error}); {AGAIN}") from error
+    path: Path
 
     @property
     def names(self) -> set[str]:
-        return set(self._handle_of)
+        """The names of all tensors."""
+        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle_of[name].get_slice(name).get_shape())
+        """The shape of a tensor, without reading it."""
+        ...
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in the dtype that it is stored in."""
+        """A tensor, in any float dtype. Raises ConfigError or CheckpointError if it cannot be read."""
+        ...
+
+
+class Weights:
+    """The tensors of a folder with safetensors files; matrices in float8 are multiplied with their blocks' scales.
+
+    Raises ConfigError if a file of the index is missing or damaged, and if a tensor or its scales are not there.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder).expanduser()
+        files = self._files()
+        shards = {name: self._open(name) for name in sorted(set(files.values()))}
+        self._shard_of: dict[str, Shard] = {}
+        for tensor, file in files.items():
+            if tensor not in shards[file].entries:
+                raise ConfigError(f"model_path: {INDEX} names {tensor} in {file}, which does not have it; {AGAIN}")
+            self._shard_of[tensor] = shards[file]
+        self._in_float8 = {name for name in self._shard_of if self._entry(name).dtype in FLOAT8}
+        self._block = self._check_scales() if self._in_float8 else (1, 1)
+
+    def _files(self) -> dict[str, str]:
+        """The file of each tensor."""
+        index = self.path / INDEX
+        if index.is_file():
+            try:
+                return dict(json.loads(index.read_text())["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"model_path: cannot read {index} ({error!r}); {AGAIN}") from error
+        if not (self.path / SINGLE).is_file():
+            raise ConfigError(f"model_path: expected {SINGLE} or {INDEX} in {self.path}, got neither; {AGAIN}")
+        return dict.fromkeys(self._open(SINGLE).entries, SINGLE)
+
+    def _open(self, name: str) -> Shard:
         try:
-            return self._handle_of[name].get_tensor(name)
-        except safetensors.SafetensorError as error:
-            raise ConfigError(f"model_path: cannot read {name} in {self.folder} ({error}); {AGAIN}") from error
+            return Shard(self.path / name)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+            raise ConfigError(f"model_path: cannot read {self.path / name} ({reason}); {AGAIN}") from error
+
+    def _check_scales(self) -> tuple[int, int]:
+        """The size of the blocks that have a scale. Raises ConfigError unless every matrix in float8 has its scales."""
+        block = block_size(read_config(self.path))
+        for name in sorted(self._in_float8):
+            if block is None:
+                raise ConfigError(
+                    f"model_path: {self.path} has {name} in float8, and config.json no quantization_config that says "
+                    f"how it is scaled; {AGAIN}"
+                )
+            if name + SCALES not in self._shard_of:
+                raise ConfigError(f"model_path: {self.path} has {name} in float8 without {name + SCALES}; {AGAIN}")
+            shape = self._entry(name).shape
+            expected = tuple(-(-size // of_block) for size, of_block in zip(shape, block, strict=False))
+            found = self._entry(name + SCALES).shape
+            if len(shape) != 2 or found != expected:
+                raise ConfigError(
+                    f"model_path: {name + SCALES}: expected {[*expected]} scales of blocks {[*block]} for "
+                    f"{[*shape]}, got {[*found]}; {AGAIN}"
+                )
+        assert block is not None
+        return block
+
+    def _entry(self, name: str):
+        return self._shard_of[name].entries[name]
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors but the scales of float8."""
+        return self._shard_of.keys() - {name + SCALES for name in self._in_float8}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self._entry(name).shape
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in the dtype that it is stored in, or in float32 if that is float8."""
+        if name not in self._in_float8:
+            return self._read(name)
+        scales = self._read(name + SCALES).astype(np.float32)
+        return dequantised(self._read(name), scales, self._block)
+
+    def _read(self, name: str) -> np.ndarray:
+        try:
+            return self._shard_of[name].read(name)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"model_path: cannot read {name} in {self.path} ({reason}); {AGAIN}") from error
 
 
-AGAIN = "fetch the model again"
+def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """A float8 matrix times the scale of each block, float32. The blocks at the ends may be smaller."""
+    found = matrix.astype(np.float32)
+    rows, columns = block
+    for i, of_rows in enumerate(scales):
+        found[i * rows : (i + 1) * rows] *= np.repeat(of_rows, columns)[: found.shape[1]]
+    return found
 
 
 def name_of(param: Param, layer: int | None) -> str:
@@ -75,21 +145,29 @@ def name_of(param: Param, layer: int | None) -> str:
     return NAMES[param.name].format(l=layer)
 
 
-def check(weights: Weights, model: Model) -> None:
-    """Raises ConfigError unless the files have exactly the model's tensors, in its shapes."""
-    expected = {name_of(param, None): param.shape for param in jax.tree.leaves(model.outer_params)}
+def shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's tensors by name: embedding, layer after layer, then the others."""
+    outer = {name_of(param, None): param.shape for param in jax.tree.leaves(model.outer_params)}
+    found = {NAMES["embed"]: outer.pop(NAMES["embed"])}
     for segment in model.segments:
         for l in range(segment.start, segment.start + segment.num_layers):
-            expected |= {name_of(param, l): param.shape for param in jax.tree.leaves(segment.params)}
-    if missing := sorted(expected.keys() - weights.names):
-        raise ConfigError(f"model_path: expected {missing[0]} in {weights.folder}, got no such tensor; {AGAIN}")
+            found |= {name_of(param, l): param.shape for param in jax.tree.leaves(segment.params)}
+    return found | outer
+
+
+def check(weights: Tensors, model: Model) -> None:
+    """Raises ConfigError unless the files have exactly the model's tensors, in its shapes."""
+    expected = shapes(model)
+    names = weights.names
+    if missing := sorted(expected.keys() - names):
+        raise ConfigError(f"model_path: expected {missing[0]} in {weights.path}, got no such tensor; {AGAIN}")
     # A tied head is the embedding, and the frequencies of old checkpoints follow from rope_theta.
-    unused = {name for name in weights.names - expected.keys() if not name.endswith("rotary_emb.inv_freq")}
+    unused = {name for name in names - expected.keys() if not name.endswith("rotary_emb.inv_freq")}
     if model.head == "embed":
         unused.discard(NAMES["head"])
     if unused:
         raise ConfigError(
-            f"model_path: {weights.folder} has {min(unused)}, which a model with this config.json does not use"
+            f"model_path: {weights.path} has {min(unused)}, which a model with this config.json does not use"
         )
     for name, shape in expected.items():
         if weights.shape(name) != shape:
@@ -98,16 +176,7 @@ def check(weights: Weights, model: Model) -> None:
             )
 
 
-def open_weights(c: Any, model: Model) -> Weights | None:
-    """The weights that a config starts from, opened and checked; None if it draws new ones. Raises ConfigError."""
-    if not c.model_path or c.from_scratch:
-        return None
-    weights = Weights(c.model_path)
-    check(weights, model)
-    return weights
-
-
-def readers(weights: Weights) -> tuple[Callable[[Segment, int], Any], Callable[[Model], dict]]:
+def readers(weights: Tensors) -> tuple[Callable[[Segment, int], Any], Callable[[Model], dict]]:
     """Functions (segment, l) -> the arrays of its layer l, and model -> those of the outer layers."""
 
     def layer(segment: Segment, l: int):
@@ -117,3 +186,22 @@ def readers(weights: Weights) -> tuple[Callable[[Segment, int], Any], Callable[[
         return jax.tree.map(lambda param: weights.read(name_of(param, None)), model.params[OUTER])
 
     return layer, outer
+
+
+def stacks(weights: Tensors, model: Model, dtype: str, sharding: jax.sharding.Sharding) -> dict:
+    """All weights by section in this dtype and sharding, of segments as stacks `[L, ...]`.
+
+    Host memory holds one stack at a time.
+    """
+
+    def stack(segment: Segment, param: Param) -> jax.Array:
+        found = np.empty((segment.num_layers, *param.shape), dtype)
+        for l in range(segment.num_layers):
+            found[l] = weights.read(name_of(param, segment.start + l))
+        return jax.device_put(found, sharding)
+
+    def outer(param: Param) -> jax.Array:
+        return jax.device_put(weights.read(name_of(param, None)).astype(dtype), sharding)
+
+    of_segments = {s.name: jax.tree.map(functools.partial(stack, s), s.params) for s in model.segments}
+    return of_segments | {OUTER: jax.tree.map(outer, model.outer_params)}

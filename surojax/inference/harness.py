@@ -12,23 +12,23 @@ from lm_eval import utils  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 from tqdm import tqdm
 
-from surojax.data.tokenizer import Tokenizer
+from surojax.data.templates import Template
+from surojax.errors import ConfigError
+from surojax.inference.load import Trained
 from surojax.inference.sample import generate_batch
 from surojax.inference.score import Request, score
-from surojax.models.model import Model
 
 
 class Harness(TemplateLM):
-    """A model with its weights and tokenizer as the harness calls it.
+    """A model as the harness calls it.
 
     batch_size: texts computed together. max_length: tokens of a text; of a longer one the end is used.
     """
 
-    def __init__(self, model: Model, weights: dict, tokenizer: Tokenizer, *, batch_size: int, max_length: int):
+    def __init__(self, trained: Trained, *, batch_size: int, max_length: int):
         super().__init__()
-        self.model = model
-        self.weights = weights
-        self.tokens = tokenizer
+        self.trained = trained
+        self.tokens = trained.tokenizer
         self.batch_size = batch_size
         self.max_length = max_length
 
@@ -49,21 +49,27 @@ class Harness(TemplateLM):
         """Ids of a text, after the tokenizer's first token if it has one and the text does not begin with it."""
         ids = self.tokens.encode(string).tolist()
         bos = self.tokens.bos_id
-        begins = bos is not None and add_special_tokens is not False and ids[:1] != [bos]
+        begins = self.tokens.adds_bos and add_special_tokens is not False and ids[:1] != [bos]
         return [bos, *ids] if begins else ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokens.render(chat_history, add_generation_prompt=add_generation_prompt)
+        return self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return self.tokens.chat_template if chat_template else ""
+        return self._template.text if chat_template else ""
+
+    @property
+    def _template(self) -> Template:
+        if self.trained.template is None:
+            raise ConfigError("--chat: expected a chat template, which the model does not have; give --chat-template")
+        return self.trained.template
 
     def _loglikelihood_tokens(self, requests: Sequence, **kwargs) -> list[tuple[float, bool]]:
         pairs = []
         for _, context, continuation in requests:
             context = context[-max(1, self.max_length - len(continuation)) :]
             pairs.append(Request(np.asarray(context, np.int32), np.asarray(continuation, np.int32)))
-        scores = score(self.model, self.weights, pairs, batch_size=self.batch_size)
+        scores = score(self.trained.model, self.trained.weights, pairs, batch_size=self.batch_size)
         return [(found.logprob, found.is_greedy) for found in scores]
 
     def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
@@ -111,6 +117,6 @@ class Harness(TemplateLM):
             return any(stop in self.tokens.decode(ids) for stop in until)
 
         limits = {"stop_ids": self.tokens.stop_ids, "vocab_size": self.tokens.vocab_size, "ended": ended}
-        new = generate_batch(self.model, self.weights, prompts, multiple_of=64, **limits, **options)
+        new = generate_batch(self.trained.model, self.trained.weights, prompts, multiple_of=64, **limits, **options)
         texts = [self.tokens.decode(ids) for ids in new]
         return [min((text.split(stop)[0] for stop in until if stop), key=len, default=text) for text in texts]

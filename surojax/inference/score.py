@@ -43,7 +43,7 @@ def pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
     kept = context.rstrip(" ")
     continuation = context[len(kept) :] + continuation
     begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-    before = [] if kept and tokenizer.bos_id is None else [begin]
+    before = [] if kept and not tokenizer.adds_bos else [begin]
     ids = tokenizer.encode(kept) if kept else np.empty(0, np.int32)
     whole = tokenizer.encode(kept + continuation)
     merged = not np.array_equal(whole[: ids.size], ids)

@@ -24,7 +24,7 @@ from surojax.assembly import Assembly, compute, from_config
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
-from surojax.exchange.huggingface import resolved
+from surojax.exchange.sources import resolved
 from surojax.models.attention import attend, fits_cudnn
 from surojax.numerics.quantize import is_quantized
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe

@@ -82,7 +82,7 @@ def steps_in(folder: Path) -> list[Path]:
 
 def read_meta(path: Path) -> dict[str, Any]:
     """Returns the item `meta` of a checkpoint. Raises CheckpointError if a file is damaged or missing."""
-    with _readable(path):
+    with readable(path):
         _check_files(path)
         return json.loads((path / "meta" / "metadata").read_text())
 
@@ -203,7 +203,7 @@ def restore(path: Path, plan: TrainState) -> TrainState:
     written.
     """
     meta = read_meta(path)
-    with _readable(path):
+    with readable(path):
         _check_moments(path, plan.moments, meta)
         loaded = _load(path, {"master": plan.master, "moments": plan.moments})
         weights = _work_weights(loaded["master"], plan)
@@ -253,7 +253,7 @@ def _work_weights(master, plan: TrainState):
 def restore_weights(path: Path, plan: dict) -> dict:
     """Returns only the weights in a checkpoint, in the dtype and sharding of `plan`. Raises CheckpointError."""
     meta = read_meta(path)
-    with _readable(path):
+    with readable(path):
         weights = _load(path, {"master": plan})["master"]
         _verify(meta, weights=weights)
     return weights
@@ -454,7 +454,7 @@ def _reason(error: BaseException) -> str:
     return text if len(text) <= 400 else f"{text[:150]} ... {text[-230:]}"
 
 
-def _readable(path: Path) -> _Translate:
+def readable(path: Path) -> _Translate:
     """Translates the errors of reading a checkpoint."""
     others = [p for p in steps_in(path.parent) if p != path]
     change = f"to continue from {others[-1]}, move it away" if others else "there is no other beside it"

@@ -1,0 +1,175 @@
+"""Writes a model as a Hugging Face folder: a run's, a checkpoint's, another folder's, or a GGUF file's.
+
+    python -m surojax.convert --checkpoint runs/tiny --out FOLDER [--dtype float32]
+    python -m surojax.convert --check FOLDER [--python INTERPRETER]
+
+The second compares logits and losses with those of transformers, if an interpreter has it with torch.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from surojax import assembly
+from surojax.config import checks
+from surojax.config.fields import Config, default_config
+from surojax.data import gguf_tokenizer
+from surojax.data.tokenizer import load_tokenizer
+from surojax.errors import CheckpointError, ConfigError
+from surojax.exchange import config_json, gguf, small_files
+from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
+from surojax.exchange.huggingface import read_config
+from surojax.exchange.small_files import CONFIG, GENERATION, TOKENIZER_FILES, Files
+from surojax.exchange.sources import SOURCE, is_model, kept_in, locate, open_weights, resolved
+from surojax.exchange.stored import CheckpointTensors
+from surojax.exchange.weights import Tensors
+from surojax.models.model import Model
+from surojax.run import checkpoint
+
+
+class Opened(NamedTuple):
+    """A model that can be exported. config, files: of its folder."""
+
+    model: Model
+    tensors: Tensors
+    config: dict[str, Any]
+    files: Files
+
+
+def convert(source: str | Path, folder: str | Path, *, dtype: str = "bfloat16", tokenizer: str = "") -> Path:
+    """Writes the model of a run, a checkpoint, a Hugging Face folder, a GGUF file or the hub; returns its folder.
+
+    tokenizer: as in a config; "": the model's own. Raises ConfigError or CheckpointError; then nothing is written.
+    """
+    check_dtype(dtype)
+    check_folder(folder)
+    opened = open_model(source, tokenizer)
+    config = config_json.completed(opened.config, dtype)
+    return export(opened.tensors, opened.model, config, opened.files, folder, dtype=dtype)
+
+
+def open_model(source: str | Path, tokenizer: str = "") -> Opened:
+    """Opens what `convert` takes; reads settings and small files, no tensor."""
+    found = None if is_model(source) else checkpoint.find(source)
+    if found is not None:
+        return _open_checkpoint(found, tokenizer)
+    if not is_model(source):
+        raise ConfigError(
+            f"--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file, got "
+            f"{str(source)!r}, which is none"
+        )
+    c = default_config()
+    c.model_path = str(source)
+    c.tokenizer = tokenizer or c.tokenizer
+    c = resolved(c)
+    checks.check(c)
+    model = assembly.model(c)
+    weights = open_weights(c, model)
+    assert weights is not None
+    return Opened(model, weights, *folder_files(c))
+
+
+def _open_checkpoint(found: Path, tokenizer: str) -> Opened:
+    meta = checkpoint.read_meta(found)
+    c = checks.restored_config(meta["config"], checkpoint.written_by(meta))
+    kept = kept_in(found.parent.parent)
+    c.model_path = str(kept) if (kept / CONFIG).is_file() else c.model_path
+    c.tokenizer = tokenizer or (str(kept) if (kept / "tokenizer.json").is_file() else c.tokenizer)
+    model = assembly.model(c)
+    return Opened(model, CheckpointTensors(found, model), *folder_files(c))
+
+
+def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
+    """(config.json, the other small files) for a model with the fields and the tokenizer of a resolved config.
+
+    They are those of the model at `model_path`, if it says the same, else they are made. Raises ConfigError if the
+    model is of no family of Hugging Face.
+    """
+    fields = c.model.to_dict()
+    files = tokenizer_files(c.tokenizer)
+    if c.model_path:
+        source = locate(c.model_path, weights=False)
+        if gguf.is_gguf(source):
+            said = gguf.config(gguf.open_file(source))
+            tokens = {key: said[key] for key in ("bos_token_id", "eos_token_id")}
+            generation = {GENERATION: encoded({key: id_ for key, id_ in tokens.items() if id_ is not None})}
+            return config_json.made(fields, said["max_position_embeddings"], tokens), files | generation
+        found = read_config(source)
+        if config_json.agrees(found, fields):
+            return found, files | small_files.read(source, (GENERATION,))
+    tokenizer = load_tokenizer(c.tokenizer)
+    tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return config_json.made(fields, c.sequence_len, tokens), files
+
+
+def tokenizer_files(spec: str) -> Files:
+    """The tokenizer's files of a model's folder, for a `tokenizer` of a config; none for bytes."""
+    if spec == "bytes":
+        return {}
+    path = Path(spec).expanduser()
+    if gguf.is_gguf(path):
+        found = gguf_tokenizer.read(path)
+        said = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": found.bos or None,
+            "eos_token": found.eos or None,
+            "add_bos_token": found.adds_bos,
+            "clean_up_tokenization_spaces": False,
+        }
+        template = {"chat_template.jinja": found.chat_template.encode()} if found.chat_template else {}
+        said |= {"chat_template": found.chat_template} if found.chat_template else {}
+        return {"tokenizer.json": found.tokenizer.encode(), "tokenizer_config.json": encoded(said)} | template
+    if path.is_dir():
+        return small_files.read(path, TOKENIZER_FILES)
+    return {"tokenizer.json": small_files.read(path.parent, (path.name,))[path.name]}
+
+
+def check_exportable(c: Config, folder: str | Path) -> None:
+    """Raises ConfigError if the model of a resolved config cannot be exported to this folder."""
+    checks.check(c)
+    check_folder(folder)
+    folder_files(c)
+
+
+def keep(c: Config) -> None:
+    """Keeps the small files of the model at `model_path` in the output_dir of a run; see `sources`. Raises OSError.
+
+    c: a resolved config, whose tokenizer is kept with them.
+    """
+    kept = kept_in(c.output_dir)
+    config, files = folder_files(c)
+    kept.mkdir(parents=True, exist_ok=True)
+    (kept / SOURCE).unlink(missing_ok=True)  # it is there if the others are
+    small_files.write(kept, files | {CONFIG: encoded(config)})
+    small_files.write(kept, {SOURCE: encoded({"model_path": c.model_path})})
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and convert. An error prints one line and exits with code 1."""
+    parser = argparse.ArgumentParser(prog="python -m surojax.convert", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--checkpoint", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder, a .gguf file"
+    )
+    parser.add_argument("--out", metavar="DIR", help="the folder to write, new or empty")
+    parser.add_argument("--dtype", default="bfloat16", help=f"{', '.join(DTYPES)} (default bfloat16)")
+    parser.add_argument(
+        "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
+    )
+
+    def refuse(message: str):
+        raise ConfigError(f"{message}; see --help")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    try:
+        args = parser.parse_args(argv)
+        if args.checkpoint is None or args.out is None:
+            raise ConfigError("expected --checkpoint MODEL and --out DIR, got one or none of them; see --help")
+        path = convert(args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer)
+        print(f"written: {path}")
+    except (ConfigError, CheckpointError) as error:
+        sys.exit(f"surojax.convert: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Models out: a folder that transformers loads, with safetensors files, config.json and the model's small files.
+
+Tensors are read, cast and written one at a time. The folder is made under another name beside the one that was asked
+for and renamed at the end, so a run that is killed leaves nothing that looks like a model.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from surojax.errors import ConfigError
+from surojax.exchange import shards, small_files
+from surojax.exchange.small_files import Files
+from surojax.exchange.weights import INDEX, SINGLE, Tensors, shapes
+from surojax.models.model import Model
+
+DTYPES: dict[str, np.dtype] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+SHARD_BYTES = 5 * 10**9
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ConfigError if no export has this dtype."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
+
+
+def check_folder(folder: str | Path) -> Path:
+    """Returns the absolute path of a folder to export to. Writes nothing.
+
+    Raises ConfigError if it exists and is not empty, or cannot be made.
+    """
+    path = Path(folder).expanduser().absolute()
+    change = "choose another folder"
+    try:
+        if path.is_dir() and any(path.iterdir()):
+            raise ConfigError(f"export: expected a folder that is new or empty, got {str(folder)!r}; {change}")
+        nearest = next(p for p in (path.parent, *path.parent.parents) if p.exists(follow_symlinks=False))
+        problem = None if nearest.is_dir() else f"{nearest} is no folder"
+        if path.exists(follow_symlinks=False) and not path.is_dir():
+            problem = "it is a file"
+        if problem is None and not os.access(nearest, os.W_OK | os.X_OK):
+            problem = f"{nearest} cannot be written"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise ConfigError(f"export: expected a folder that can be made, got {str(folder)!r} ({problem}); {change}")
+    return path
+
+
+def export(
+    tensors: Tensors,
+    model: Model,
+    config: dict,
+    files: Files,
+    folder: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes a model's folder, and returns its path.
+
+    tensors: of which those of `model` are written, in `dtype`. config: the content of config.json, which says the
+    dtype as well (`config_json`). files: what else the folder has. shard_bytes: largest size of a safetensors file,
+    unless one tensor is larger.
+
+    Raises ConfigError if the folder is not empty, cannot be written or has no room, or if a number is beyond the dtype;
+    what reading the tensors raises. The folder does not exist then.
+    """
+    check_dtype(dtype)
+    path = check_folder(folder)
+    expected = shapes(model)
+    parts = _parts(expected, DTYPES[dtype].itemsize, shard_bytes)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_room(path, sum(_bytes(shape, DTYPES[dtype]) for shape in expected.values()))
+        unfinished.mkdir()
+        try:
+            for file, names in parts.items():
+                part = {name: expected[name] for name in names}
+                shards.write(unfinished / file, part, DTYPES[dtype], _cast(tensors, names, dtype))
+            if len(parts) > 1:
+                (unfinished / INDEX).write_text(_index(parts, expected, DTYPES[dtype]))
+            small_files.write(unfinished, files | {small_files.CONFIG: encoded(config)})
+            unfinished.replace(path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(f"export: cannot write {path} ({error.strerror or error}); choose another folder") from error
+    return path
+
+
+def encoded(content: dict) -> bytes:
+    """A small JSON file."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _check_room(path: Path, need: int) -> None:
+    free = shutil.disk_usage(path.parent).free
+    if need > free:
+        raise ConfigError(
+            f"export: expected {need / 2**20:,.1f} MiB free for {path}, got {free / 2**20:,.1f} MiB; free some, or "
+            "choose another folder"
+        )
+
+
+def _parts(expected: dict[str, tuple[int, ...]], itemsize: int, shard_bytes: int) -> dict[str, list[str]]:
+    """The names of the tensors in each file, in order; a file is full before the next one begins."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, shape in expected.items():
+        more = math.prod(shape) * itemsize
+        if parts[-1] and size + more > shard_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += more
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{i:05}-of-{len(parts):05}.safetensors": names for i, names in enumerate(parts, start=1)}
+
+
+def _index(parts: dict[str, list[str]], expected: dict[str, tuple[int, ...]], dtype: np.dtype) -> str:
+    """The index that says which file has a tensor."""
+    total = {
+        "total_size": sum(_bytes(shape, dtype) for shape in expected.values()),
+        "total_parameters": sum(math.prod(shape) for shape in expected.values()),
+    }
+    weight_map = {name: file for file, names in parts.items() for name in names}
+    return json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def _cast(tensors: Tensors, names: list[str], dtype: str) -> Iterator[np.ndarray]:
+    """The tensors in this dtype, one after another. Raises ConfigError if a number is too large for it."""
+    for name in names:
+        tensor = tensors.read(name)
+        if tensor.dtype != DTYPES[dtype]:
+            with np.errstate(over="ignore"):  # reported below
+                tensor = tensor.astype(DTYPES[dtype])
+        if not np.isfinite(tensor).all():
+            raise ConfigError(
+                f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; use float32"
+            )
+        yield tensor

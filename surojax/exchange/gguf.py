@@ -1,0 +1,270 @@
+"""GGUF files, the format of llama.cpp: settings and tensors of the Llama and Qwen families, in Hugging Face's words.
+
+`config` makes a config.json of the metadata, which `huggingface.settings` reads as any other, with its refusals. The
+tensors appear under Hugging Face's names, dequantised to float32 when they are read.
+
+llama.cpp rotates neighbouring channels of a head (0 and 1, 2 and 3), Hugging Face those half a head apart (0 and h/2).
+Files of the Llama family therefore have the rows of queries and keys in another order: row 2 i + j of a head is row
+i + j h/2 of Hugging Face. Files of the Qwen families keep Hugging Face's order.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+
+from surojax.errors import ConfigError
+from surojax.exchange.huggingface import NAMES
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+PERMUTED = ("llama",)
+AGAIN = "fetch the file again"
+OUTER_NAMES = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "head"}
+LAYER_NAMES = {
+    "attn_norm.weight": "attention_norm",
+    "ffn_norm.weight": "mlp_norm",
+    "attn_q.weight": "attention.wq",
+    "attn_k.weight": "attention.wk",
+    "attn_v.weight": "attention.wv",
+    "attn_output.weight": "attention.wo",
+    "attn_q.bias": "attention.bq",
+    "attn_k.bias": "attention.bk",
+    "attn_v.bias": "attention.bv",
+    "attn_q_norm.weight": "attention.q_norm",
+    "attn_k_norm.weight": "attention.k_norm",
+    "ffn_gate.weight": "mlp.w_gate",
+    "ffn_up.weight": "mlp.w_up",
+    "ffn_down.weight": "mlp.w_down",
+}
+FREQUENCIES = "rope_freqs.weight"  # what rope_scaling llama3 divides each frequency by
+# Keys of the metadata after the architecture's name, and theirs in config.json.
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+OTHERS = frozenset(
+    "attention.key_length attention.value_length rope.dimension_count rope.scaling.type rope.scaling.factor "
+    "rope.scaling.original_context_length rope.scaling.finetuned vocab_size expert_count expert_used_count".split()
+)
+
+
+class Stored(NamedTuple):
+    """The place of one tensor in a file. shape: as Hugging Face has it, [out, in]."""
+
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+class Contents(NamedTuple):
+    """What a file says before its tensors: metadata by key, and where each tensor is, by the file's names."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Stored]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is one of a GGUF file; it need not exist."""
+    return path.suffix == ".gguf"
+
+
+def open_file(path: Path) -> Contents:
+    """The contents of a file of a family that is known. Raises ConfigError if it is damaged or of another one."""
+    try:
+        found = _parsed(path, path.stat().st_mtime_ns)
+    except Exception as error:  # the library raises what a damaged file happens to cause
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"model_path: cannot read {path} as GGUF ({reason[:200]}); {AGAIN}") from error
+    architecture = found.metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"model_path: {path}: expected general.architecture {', '.join(ARCHITECTURES)}, got {architecture!r}; "
+            "other architectures are not known"
+        )
+    if found.metadata.get("split.count", 1) > 1:
+        raise ConfigError(
+            f"model_path: {path}: expected a file with the entire model, got one of "
+            f"{found.metadata['split.count']} parts; join them (llama-gguf-split --merge)"
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _parsed(path: Path, modified: int) -> Contents:
+    """The contents of a file; parsing takes seconds. modified: its time, so that a new file is parsed anew."""
+    reader = gguf.GGUFReader(path)
+    metadata = {key: field.contents() for key, field in reader.fields.items() if field.types}
+    tensors = {}
+    for tensor in reader.tensors:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        tensors[tensor.name] = Stored(tensor.tensor_type, shape, int(tensor.data_offset), int(tensor.n_bytes))
+    return Contents(path, metadata, tensors)
+
+
+def config(contents: Contents) -> dict[str, Any]:
+    """A config.json that says what the metadata says. Raises ConfigError for a key that is missing or not known."""
+    metadata = contents.metadata
+    architecture = metadata["general.architecture"]
+    given = {
+        key.removeprefix(f"{architecture}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    if unknown := sorted(given.keys() - SIZES.keys() - OTHERS):
+        raise ConfigError(
+            f"model_path: {contents.path} has {', '.join(unknown)}, which may change what the model computes and is "
+            f"not known for {architecture}"
+        )
+    given.setdefault("attention.head_count_kv", given.get("attention.head_count"))
+    given.setdefault("rope.freq_base", 10000.0)
+    missing = [key for key in SIZES if given.get(key) is None]
+    missing += [name for name in OUTER_NAMES if name not in contents.tensors and name != "output.weight"]
+    if missing:
+        raise ConfigError(f"model_path: expected {missing[0]} in {contents.path}, got none; {AGAIN}")
+    found = {theirs: given[ours] for ours, theirs in SIZES.items()}
+    heads = found["num_attention_heads"]
+    if not all(isinstance(found[key], int) for key in ("num_attention_heads", "num_key_value_heads")):
+        raise ConfigError(f"model_path: {contents.path}: expected equal layers, got head counts {heads}")
+    head_dim = given.get("attention.key_length", found["hidden_size"] // heads)
+    for key, expected in {
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim,
+        "expert_count": 0,
+    }.items():
+        if given.get(key, expected) != expected:
+            raise ConfigError(f"model_path: {contents.path}: {key}: expected {expected}, got {given[key]}")
+    tokens = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    return (
+        found
+        | tokens
+        | {
+            "model_type": architecture,
+            "head_dim": head_dim,
+            "vocab_size": contents.tensors["token_embd.weight"].shape[0],
+            "tie_word_embeddings": "output.weight" not in contents.tensors,
+            "rope_scaling": _rope_scaling(contents, given, found, head_dim),
+        }
+    )
+
+
+def _rope_scaling(contents: Contents, given: dict, found: dict, head_dim: int) -> dict[str, Any] | None:
+    """The rope_scaling of a config.json; None if there is none."""
+    if FREQUENCIES in contents.tensors:
+        return _llama3(contents, found["rope_theta"], head_dim)
+    kind = given.get("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": given.get("rope.scaling.factor")}
+    original = given.get("rope.scaling.original_context_length")
+    if kind != "linear" and original is not None:
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _llama3(contents: Contents, theta: float, head_dim: int) -> dict[str, Any]:
+    """The rope_scaling of Llama 3.1 and later with which a file's divisors of the frequencies agree.
+
+    Files have these numbers only. Every Llama 3 has the values here, and another factor. Raises ConfigError if the
+    divisors do not follow from them.
+    """
+    divisors_F = _read(contents, FREQUENCIES).reshape(-1)
+    factor, low, high, original = float(divisors_F.max()), 1.0, 4.0, 8192
+    wavelengths_F = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    kept_F = np.clip((original / wavelengths_F - low) / (high - low), 0, 1)
+    expected_F = 1 / (kept_F + (1 - kept_F) / factor)
+    if expected_F.shape != divisors_F.shape or not np.allclose(divisors_F, expected_F, rtol=1e-4):
+        raise ConfigError(
+            f"model_path: {contents.path}: expected {FREQUENCIES} of Llama 3 (low_freq_factor {low}, high_freq_factor "
+            f"{high}, original length {original}), got others; fetch the model as safetensors"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _read(contents: Contents, name: str) -> np.ndarray:
+    """A tensor as the file has it, float32. Raises ConfigError."""
+    stored = contents.tensors[name]
+    try:
+        with contents.path.open("rb") as file:
+            raw = np.fromfile(file, np.uint8, stored.bytes, offset=stored.offset)
+        return gguf.quants.dequantize(raw.reshape(*stored.shape[:-1], -1), stored.kind).reshape(stored.shape)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model_path: cannot read {name} in {contents.path} ({error}); {AGAIN}") from error
+
+
+def unpermuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of queries or keys `[heads x head_dim, ...]` of the Llama family in Hugging Face's order."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+class GgufTensors:
+    """The tensors of a GGUF file under Hugging Face's names. Raises ConfigError if one cannot be dequantised."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._contents = open_file(path)
+        self._head_dim = config(self._contents)["head_dim"]
+        self._permuted = self._contents.metadata["general.architecture"] in PERMUTED
+        self._theirs = {}
+        for name, stored in self._contents.tensors.items():
+            if name != FREQUENCIES:
+                self._theirs[huggingface_name(name)] = name
+                _check_type(path, name, stored.kind)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self._theirs)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self._contents.tensors[self._theirs[name]].shape
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, float32."""
+        theirs = self._theirs[name]
+        found = _read(self._contents, theirs)
+        if self._permuted and theirs.split(".")[2:3] in (["attn_q"], ["attn_k"]):
+            return unpermuted(found, self._head_dim)
+        return found
+
+
+def huggingface_name(name: str) -> str:
+    """Hugging Face's name of a tensor; the same one if it is not known, so that it is refused as unused."""
+    if name in OUTER_NAMES:
+        return NAMES[OUTER_NAMES[name]]
+    blk, _, rest = name.partition(".")
+    l, _, of_layer = rest.partition(".")
+    if blk == "blk" and of_layer in LAYER_NAMES:
+        return NAMES[LAYER_NAMES[of_layer]].format(l=l)
+    return name
+
+
+def _check_type(path: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:
+    """Raises ConfigError if tensors of this type cannot be dequantised."""
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"model_path: {path} has {name} as {kind.name}, which is not read; fetch the model in another "
+            "quantisation, such as Q8_0"
+        ) from error

@@ -1,0 +1,33 @@
+"""Models on the Hugging Face hub, fetched into its cache, or found there without a network."""
+
+import re
+from pathlib import Path
+
+from surojax.errors import ConfigError
+from surojax.exchange.small_files import SMALL_FILES
+
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def is_name(model_path: str) -> bool:
+    """Whether this may be the name of a model, as owner/name."""
+    return NAME.fullmatch(model_path) is not None and not model_path.startswith(".")
+
+
+def fetch(name: str, *, weights: bool) -> Path:
+    """The folder in the cache with a model's small files, and its safetensors files if `weights`.
+
+    name: owner/name. Raises ConfigError if the hub cannot be asked and the cache does not have them.
+    """
+    import huggingface_hub  # imported here, so that runs without it do not wait for it
+
+    wanted = [*SMALL_FILES, *(("*.safetensors", "*.safetensors.index.json") if weights else ())]
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # the network library's own, the library's, OSError for a full disk
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"model_path: expected a model's folder or its name on the hub, got {name!r}: there is no such folder, "
+            f"the cache {huggingface_hub.constants.HF_HUB_CACHE} does not have it, and the hub said: {reason[:200]}; "
+            "fetch it where there is a network, and give its folder"
+        ) from error

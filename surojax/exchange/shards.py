@@ -1,0 +1,114 @@
+"""Files in the safetensors format: where every tensor is, and then the tensors.
+
+    8 bytes    length of the header, little endian
+    header     JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}}, offsets from the end of the header
+    the rest   the tensors' bytes, row by row, little endian
+
+Tensors are read and written one at a time, with plain reads and writes. What is read through a memory map stays in
+resident memory, and the safetensors library gives numpy no float8.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+NUMPY_DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F64": np.float64,
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "I64": np.int64,
+        "I32": np.int32,
+        "I16": np.int16,
+        "I8": np.int8,
+        "U8": np.uint8,
+        "BOOL": np.bool_,
+    }.items()
+}
+NAMES_OF_DTYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+MAX_HEADER = 100 << 20  # bytes, as the safetensors library has it
+
+
+class Entry(NamedTuple):
+    """The place of one tensor: where its bytes begin in the file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class Shard:
+    """A safetensors file, open for reading. Raises OSError if it cannot be read, ValueError if it is damaged."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.entries: dict[str, Entry] = {}
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(MAX_HEADER, size - 8):
+                raise ValueError(f"its header says {length} bytes, the file has {size}")
+            header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError(f"its header is {type(header).__name__}, not an object")
+        header.pop("__metadata__", None)
+        end = 8 + length
+        for name, entry in header.items():
+            self.entries[name], after = _entry(name, entry, 8 + length)
+            end = max(end, after)
+        if end != size:
+            raise ValueError(f"its header says {end} bytes, the file has {size}")
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in the dtype that it is stored in. Raises OSError, or ValueError if the file became shorter."""
+        dtype, shape, start = self.entries[name]
+        with self.path.open("rb") as file:
+            found = np.fromfile(file, dtype, math.prod(shape), offset=start)
+        return found.reshape(shape)
+
+
+def _entry(name: str, entry: dict, data: int) -> tuple[Entry, int]:
+    """(the place of a tensor, where its bytes end), from the header; data: where the tensors begin."""
+    try:
+        shape = tuple(int(size) for size in entry["shape"])
+        begin, end = entry["data_offsets"]
+        given = entry["dtype"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"its header says nothing useful of {name}: {error!r}") from error
+    if given not in NUMPY_DTYPES:
+        raise ValueError(f"{name} has the dtype {given}, which is not known")
+    dtype = NUMPY_DTYPES[given]
+    if min(begin, *shape, 0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name} of shape {[*shape]} in {given} has {end - begin} bytes")
+    return Entry(dtype, shape, data + begin), data + end
+
+
+def write(path: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, tensors: Iterable[np.ndarray]) -> None:
+    """Writes a file with these tensors, of one dtype. Raises OSError.
+
+    shapes: by name. tensors: in the same order, of that dtype; the next one is asked for when the last one is written.
+    """
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES_OF_DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
+            assert tensor.shape == shape and tensor.dtype == dtype, (name, tensor.shape, tensor.dtype)
+            file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+        file.flush()
+        os.fsync(file.fileno())

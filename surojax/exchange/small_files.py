@@ -1,0 +1,40 @@
+"""The small files of a model's folder: settings, tokenizer, chat template, generation config."""
+
+from pathlib import Path
+
+from surojax.errors import ConfigError
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+SMALL_FILES = (CONFIG, GENERATION, *TOKENIZER_FILES)
+
+type Files = dict[str, bytes]  # contents by name
+
+
+def read(folder: Path, names: tuple[str, ...]) -> Files:
+    """The contents of those of these files that are in a folder. Raises ConfigError if one cannot be read."""
+    found = {}
+    for name in names:
+        file = folder / name
+        if file.is_file():
+            try:
+                found[name] = file.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"cannot read {file} ({error.strerror}); check its permissions") from error
+    return found
+
+
+def write(folder: Path, files: Files) -> None:
+    """Writes files into a folder that exists. Raises OSError."""
+    for name, content in files.items():
+        (folder / name).write_bytes(content)

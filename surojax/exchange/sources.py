@@ -1,0 +1,112 @@
+"""Where a model comes from: a folder of Hugging Face, a GGUF file, or a name on the hub.
+
+A run keeps the small files of its model (settings, tokenizer, chat template) in the folder `model` of its output_dir.
+What comes after the first step needs nothing else of the model: when the original is gone, these take its place.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from surojax.errors import ConfigError
+from surojax.exchange import gguf, hub
+from surojax.exchange.huggingface import read_config, settings
+from surojax.exchange.weights import Tensors, Weights, check
+from surojax.models.model import Model
+
+KEPT = "model"  # folder in the output_dir of a run
+SOURCE = "source.json"  # in that folder: the model_path that its files are of
+
+
+def kept_in(output_dir: str | Path) -> Path:
+    """The folder that keeps the small files of a run's model."""
+    return Path(output_dir).expanduser() / KEPT
+
+
+def keeps(output_dir: str | Path, model_path: str) -> bool:
+    """Whether the small files that a run keeps are those of this model."""
+    try:
+        return json.loads((kept_in(output_dir) / SOURCE).read_text()) == {"model_path": model_path}
+    except (OSError, ValueError):
+        return False
+
+
+def is_model(source: str | Path) -> bool:
+    """Whether this names a Hugging Face folder, a GGUF file, or may name a model on the hub."""
+    path = Path(source).expanduser()
+    return gguf.is_gguf(path) or (path / "config.json").is_file() or (not path.exists() and hub.is_name(str(source)))
+
+
+def locate(model_path: str | Path, *, weights: bool) -> Path:
+    """The folder or GGUF file of a model; one on the hub is fetched, or found in the cache.
+
+    weights: fetch the weights as well. Raises ConfigError if the hub does not have it.
+    """
+    path = Path(model_path).expanduser()
+    if path.exists() or gguf.is_gguf(path) or not hub.is_name(str(model_path)):
+        return path  # what is wrong with it is said when it is read
+    return hub.fetch(str(model_path), weights=weights)
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """The config.json of a folder, or what a GGUF file says in its words. Raises ConfigError."""
+    return gguf.config(gguf.open_file(path)) if gguf.is_gguf(path) else read_config(path)
+
+
+def tensors_of(path: Path) -> Tensors:
+    """The tensors of a folder or a GGUF file. Raises ConfigError if a file is missing or damaged."""
+    return gguf.GgufTensors(path) if gguf.is_gguf(path) else Weights(path)
+
+
+def resolved(c: Any) -> Any:
+    """A config with the `model` fields, and the tokenizer if it is the default, of the model at `model_path`.
+
+    c: a ConfigDict; the same one if it names no model. Raises ConfigError for a folder without a model that is known.
+    """
+    if not c.model_path:
+        if c.from_scratch:
+            raise ConfigError("from_scratch: expected false without a model_path, got True; leave it out")
+        return c
+    gone = not Path(c.model_path).expanduser().exists()
+    kept = gone and keeps(c.output_dir, c.model_path)
+    path = kept_in(c.output_dir) if kept else locate(c.model_path, weights=False)
+    found = copy.deepcopy(c)
+    found.model.update(settings(config_of(path)))
+    has_tokenizer = gguf.is_gguf(path) or (path / "tokenizer.json").is_file()
+    tokenizer_gone = kept and not Path(c.tokenizer).expanduser().exists()
+    if has_tokenizer and (c.tokenizer == "bytes" or tokenizer_gone):
+        found.tokenizer = str(path)
+    return found
+
+
+def open_weights(c: Any, model: Model) -> Tensors | None:
+    """The weights that a config starts from, opened and checked; None if it draws new ones. Raises ConfigError."""
+    if not c.model_path or c.from_scratch:
+        return None
+    weights = tensors_of(locate(c.model_path, weights=True))
+    check(weights, model)
+    return weights
+
+
+def for_inference(c: Any, source: str | Path, tokenizer: str = "") -> Any:
+    """A config that computes a model as it is stored: in bfloat16 if that is 16 bits, else in float32.
+
+    c: the default config. tokenizer: "" is the model's own. Raises ConfigError if it has none, or cannot be read.
+    """
+    c.model_path = str(source)
+    c.tokenizer = tokenizer or c.tokenizer
+    found = resolved(c)
+    if found.tokenizer == "bytes" and not tokenizer:
+        raise ConfigError(f"tokenizer: expected tokenizer.json in {source}, got none; pass --tokenizer")
+    config = config_of(locate(source, weights=False))
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    found.model_dtype = "bfloat16" if stored in ("bfloat16", "float16") else "float32"
+    return found
+
+
+def tokenizer_of(c: Any, output_dir: Path) -> str:
+    """The tokenizer of a run's config; what the run kept of it if the original is gone."""
+    kept = kept_in(output_dir)
+    gone = c.tokenizer != "bytes" and not Path(c.tokenizer).expanduser().exists()
+    return str(kept) if gone and (kept / "tokenizer.json").is_file() else c.tokenizer

@@ -1,0 +1,41 @@
+"""A checkpoint's master weights under Hugging Face's names."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from surojax.exchange.weights import name_of
+from surojax.models.model import Model
+from surojax.placement.param import OUTER
+from surojax.run.stored import StoredMaster
+
+
+class CheckpointTensors:
+    """The tensors of a checkpoint of this model; see `weights.Tensors`."""
+
+    def __init__(self, path: Path, model: Model):
+        self.path = path
+        self._master = StoredMaster(path)
+        self._ours: dict[str, tuple[str, int | None]] = {
+            name_of(param, None): (f"{OUTER}.{param.name}", None) for param in jax.tree.leaves(model.outer_params)
+        }
+        for segment in model.segments:
+            for param in jax.tree.leaves(segment.params):
+                for l in range(segment.num_layers):
+                    self._ours[name_of(param, segment.start + l)] = (f"{segment.name}.{param.name}", l)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self._ours)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        ours, l = self._ours[name]
+        shape = self._master.shape(ours)
+        return shape if l is None else shape[1:]
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor in the dtype of the master weights."""
+        return self._master.read(*self._ours[name])

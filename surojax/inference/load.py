@@ -1,0 +1,68 @@
+"""Opens a trained model: a run's, a checkpoint's, a Hugging Face folder's, or a GGUF file's."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from surojax import assembly
+from surojax.config.checks import check, restored_config
+from surojax.config.fields import default_config
+from surojax.data.templates import Template, load_template
+from surojax.data.tokenizer import Tokenizer, load_tokenizer
+from surojax.errors import CheckpointError, ConfigError
+from surojax.exchange import sources
+from surojax.exchange.weights import stacks
+from surojax.models.model import Model
+from surojax.placement.mesh import find_devices
+from surojax.run import checkpoint
+
+
+class Trained(NamedTuple):
+    """A model in use. weights: work weights by section. template: of conversations; None: there is none."""
+
+    model: Model
+    weights: dict
+    tokenizer: Tokenizer
+    template: Template | None
+
+
+def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trained:
+    """Opens a checkpoint, or another model, with its work weights on the first device.
+
+    path: a checkpoint, the output_dir of a run, which means its newest checkpoint, a Hugging Face folder or name, or a
+    GGUF file. A checkpoint is computed in the run's `model_dtype`, another model in bfloat16 if it was stored in 16
+    bits, else in float32.
+    tokenizer, chat_template: as in the config; "": those in the checkpoint's config, or the model's own.
+
+    Raises CheckpointError if the checkpoint is missing or unreadable, ConfigError if the tokenizer is not the one that
+    the model was trained with, or if another model cannot be read.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
+    if sources.is_model(path):
+        c = sources.for_inference(default_config(), path, tokenizer)
+        check(c)
+        model = assembly.model(c)
+        weights = sources.open_weights(c, model)
+        assert weights is not None
+        found_tokenizer = load_tokenizer(c.tokenizer)
+        template = load_template(chat_template, found_tokenizer)
+        return Trained(model, stacks(weights, model, c.model_dtype, sharding), found_tokenizer, template)
+    if (found := checkpoint.find(path)) is None:
+        raise CheckpointError(
+            f"--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file, got "
+            f"{str(path)!r}, which holds none"
+        )
+    meta = checkpoint.read_meta(found)
+    c = restored_config(meta["config"], checkpoint.written_by(meta))
+    found_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, found.parent.parent))
+    if found_tokenizer.name != meta["tokenizer"]:
+        raise ConfigError(
+            f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, "
+            f"got {found_tokenizer.name}"
+        )
+    model = assembly.model(c)
+    shapes = model.abstract_params(c.model_dtype)
+    plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)
+    template = load_template(chat_template or c.chat_template, found_tokenizer)
+    return Trained(model, checkpoint.restore_weights(found, plan), found_tokenizer, template)

@@ -1,0 +1,63 @@
+"""The master weights of a checkpoint, read one layer of one array at a time, without a plan or devices."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from surojax.run.checkpoint import read_meta, readable
+
+PIECE = 1 << 22  # words of which the checksum is computed at a time
+
+
+class StoredMaster:
+    """Master weights by name, "blocks.attention.wq" or "outer.embed"; see `checkpoint` for the files.
+
+    Raises CheckpointError if a file is damaged or missing. The checksum of an array is compared when the last of its
+    layers is read.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.meta = read_meta(path)
+        self._arrays: dict[str, Any] = {}
+        self._sums: dict[str, dict[int, int]] = {}
+
+    def _array(self, name: str) -> Any:
+        """An array, opened but not read."""
+        if name not in self._arrays:
+            store = {"driver": "ocdbt", "base": f"file://{self.path / 'master'}", "path": f"{name}/"}
+            self._arrays[name] = ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
+        return self._arrays[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of an array; a segment's begins with the number of its layers."""
+        with readable(self.path):
+            return tuple(self._array(name).shape)
+
+    def read(self, name: str, l: int | None) -> np.ndarray:
+        """Layer l of a segment's array, or an outer array (l is None), in the dtype of the master weights."""
+        with readable(self.path):
+            array = self._array(name)
+            found = np.asarray((array if l is None else array[l]).read().result())
+            start = 0 if l is None else l * math.prod(array.shape[1:])
+            sums = self._sums.setdefault(name, {})
+            sums[l or 0] = _sum(found, start)
+            key = f"master/{name.replace('.', '/')} {found.dtype}"
+            complete = l is None or len(sums) == array.shape[0]
+            if complete and self.meta["checksums"][key] != sum(sums.values()) % 2**32:
+                raise ValueError(f"{key} is damaged: not the checksum it was written with")
+            return found
+
+
+def _sum(x: np.ndarray, start: int) -> int:
+    """The part of an array's checksum (see checksum.py) from these words, of which the first has the index `start`."""
+    words = np.ascontiguousarray(x).reshape(-1).view(f"u{x.dtype.itemsize}")
+    total = 0
+    for i in range(0, words.size, PIECE):
+        piece = words[i : i + PIECE].astype(np.uint32)
+        index = np.arange(start + i, start + i + piece.size, dtype=np.uint64).astype(np.uint32)
+        total += int(np.sum(piece * (2 * index + 1), dtype=np.uint32))
+    return total % 2**32
