@@ -15,6 +15,7 @@ from small import CONFIG, drawn_params
 from surojax import ConfigError, evaluate
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference import sample
+from surojax.inference.load import Trained
 from surojax.inference.score import Request, Score, pair, score
 from surojax.models import llama
 from surojax.models.llama import Llama
@@ -79,7 +80,7 @@ def test_pairs_merge_no_token_across_the_seam():
     assert context.tolist() == [*b"x"] and continuation.tolist() == [32, 300, *b"c"]
     context, continuation = pair(words, "", "ab")
     assert context.tolist() == [words.eos_id] and continuation.tolist() == [300]
-    words.bos_id = 7
+    words.bos_id, words.adds_bos = 7, True
     assert pair(words, "x", "y").context.tolist() == [7, *b"x"]
 
 
@@ -98,7 +99,7 @@ def test_questions_are_answered_by_likelihood(tmp_path, monkeypatch):
         return [Score(logprobs[text], False) for text in texts]
 
     monkeypatch.setattr(evaluate, "score", scores)
-    found = evaluate.answer(MODEL, {}, ByteTokenizer(), questions)
+    found = evaluate.answer(Trained(MODEL, {}, ByteTokenizer(), None), questions)
     assert found == (0.5, 1.0)
 
 
@@ -146,6 +147,7 @@ def test_the_harness(tmp_path, monkeypatch):
     config = dataclasses.replace(CONFIG, vocab_size=320)
     model = llama.build(config)
     params = jax.tree.map(lambda w: 3 * w, drawn_params(config, 1))
+    trained = Trained(model, params, words, None)
     rng = np.random.default_rng(3)
     letters = lambda size: "".join(chr(c) for c in rng.integers(97, 123, size))
     rows = [{"question": letters(9), "choices": [letters(n) for n in (3, 5, 4)], "answer": i % 3} for i in range(12)]
@@ -154,14 +156,14 @@ def test_the_harness(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = evaluate.run_harness(
-            model, params, words, "toy", batch_size=4, max_length=64, include_path=str(tmp_path), bootstrap_iters=0
+            trained, "toy", batch_size=4, max_length=64, include_path=str(tmp_path), bootstrap_iters=0
         )["toy"]
         with pytest.raises(ConfigError, match=r"^--tasks: lm_eval could not run nonsense"):
-            evaluate.run_harness(model, params, words, "nonsense", batch_size=4, max_length=64)
-    expected = evaluate.answer(model, params, words, evaluate.read_questions(tmp_path / "questions.jsonl"))
+            evaluate.run_harness(trained, "nonsense", batch_size=4, max_length=64)
+    expected = evaluate.answer(trained, evaluate.read_questions(tmp_path / "questions.jsonl"))
     assert 0 < expected.plain < 1 and (found["acc,none"], found["acc_norm,none"]) == expected
 
-    harness = Harness(model, params, words, batch_size=2, max_length=64)
+    harness = Harness(trained, batch_size=2, max_length=64)
     prompts = ["abc", "x", "hello there"]
     greedy = [sample.complete(model, params, words, prompt, max_tokens=12, temperature=0) for prompt in prompts]
     stop = greedy[0][3:5]

@@ -61,6 +61,29 @@ def test_sampling_follows_seed_and_stops_at_eos():
     assert run(0, stop_ids=[run(0)[2]]) == run(0)[:2]
 
 
+@pytest.mark.parametrize("config", [CONFIG, MISTRAL], ids=["llama", "mistral"])
+def test_a_batch_is_its_prompts_alone(config):
+    """Prompts of several lengths, padded on the left: greedily the same tokens, each up to its own end."""
+    params = jax.tree.map(lambda w: 3 * w, drawn_params(config, 1))
+    model = llama.build(config)
+    prompts = [np.array(ids) for ids in ([3, 1, 4, 1, 5, 9, 2, 6, 5], [2], [7, 1, 8, 2])]
+    alone = [list(sample.generate(model, params, prompt, max_tokens=6, temperature=0)) for prompt in prompts]
+    options = {"max_tokens": 6, "temperature": 0}
+    assert sample.generate_batch(model, params, prompts, **options) == alone
+    assert sample.generate_batch(model, params, prompts, multiple_of=8, **options) == alone
+    stop = alone[0][2]
+    cut = [ids[: ids.index(stop)] if stop in ids else ids for ids in alone]
+    assert sample.generate_batch(model, params, prompts, stop_ids=[stop], **options) == cut
+    asked = []
+
+    def ended(ids):
+        asked.append(len(ids))
+        return len(ids) == 2
+
+    assert sample.generate_batch(model, params, prompts, ended=ended, **options) == [ids[:2] for ids in alone]
+    assert max(asked) == 2
+
+
 def test_nucleus_keeps_the_smallest_set():
     logits = jnp.log(jnp.array([[0.5, 0.05, 0.3, 0.15]]))
     draw = lambda p: {int(sample.pick(logits, jax.random.key(i), 1.0, p)[0]) for i in range(200)}

@@ -67,7 +67,7 @@ class Harness(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence, **kwargs) -> list[tuple[float, bool]]:
         pairs = []
         for _, context, continuation in requests:
-            context = context[-max(1, self.max_length - len(continuation)) :]
+            context = context[-max(1, self.max_length + 1 - len(continuation)) :]  # the last token is no input
             pairs.append(Request(np.asarray(context, np.int32), np.asarray(continuation, np.int32)))
         scores = score(self.trained.model, self.trained.weights, pairs, batch_size=self.batch_size)
         return [(found.logprob, found.is_greedy) for found in scores]

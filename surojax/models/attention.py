@@ -54,7 +54,7 @@ def attend(
         if masked:
             mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None]
             if starts is not None:
-                mask = mask & same_document(starts)
+                mask = mask & same_document(starts, k.shape[1])
             mask = mask[:, None]
             return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
         local = (window - 1, 0) if window else None
@@ -76,7 +76,7 @@ def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax
     return causal_ST & (key_1T > query_S1 - window) if window else causal_ST
 
 
-def same_document(starts_BS: jax.Array) -> jax.Array:
-    """A mask `[B, S, S]`: True if a key is not before the query's document. Causal attention needs no more."""
-    key_11S = jnp.arange(starts_BS.shape[1])[None, None, :]
-    return key_11S >= starts_BS[:, :, None]
+def same_document(starts_BS: jax.Array, keys: int) -> jax.Array:
+    """A mask `[B, S, T]`: True if a key is not before the query's document. Causal attention needs no more."""
+    key_11T = jnp.arange(keys)[None, None, :]
+    return key_11T >= starts_BS[:, :, None]

@@ -204,7 +204,8 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
         return linear(normed(by_xla, outer, x), outer[head]).astype(jnp.float32)
 
     def cached_block(w, x_BSD, cache: Cache, variant: Variant):
-        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant), cache)
+        starts_BS = None if cache.first is None else jnp.broadcast_to(cache.first[:, None], x_BSD.shape[:2])
+        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant, starts=starts_BS), cache)
 
     block, block_forward, block_backward = _block_functions(config, compute, graph)
     segment = Segment(

@@ -238,7 +238,7 @@ class Operations:
         """`rope` of queries and keys; positions begin anew with each document of a row."""
 
         def rotated(q_BSHh, k_BSKh, starts_BS):
-            positions = positions_S if starts_BS is None else positions_in_documents(starts_BS)
+            positions = positions_S if starts_BS is None else positions_S[None, :] - starts_BS
             if self._by_xla:
                 return rope(q_BSHh, positions, theta, scaling), rope(k_BSKh, positions, theta, scaling)
             tables = rope_angles(q_BSHh.shape[-1], positions, theta, scaling)
@@ -260,5 +260,7 @@ class Operations:
             return attend(q_BSHh, k_BSKh, v_BSKh, starts=self.starts, window=window, implementation=how), None
         keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, k_BSKh, cache.start, 1)
         values = jax.lax.dynamic_update_slice_in_dim(cache.values, v_BSKh, cache.start, 1)
-        y_BSHh = attend(q_BSHh, keys, values, start=cache.start, window=window, implementation="xla")
-        return y_BSHh, Cache(keys, values, cache.start)
+        y_BSHh = attend(
+            q_BSHh, keys, values, start=cache.start, starts=self.starts, window=window, implementation="xla"
+        )
+        return y_BSHh, cache._replace(keys=keys, values=values)
