@@ -8,33 +8,11 @@ import argparse
 import sys
 from typing import NoReturn
 
-import numpy as np
-
-from surojax.data.templates import NAMES as TEMPLATES, Template
-from surojax.data.tokenizer import Tokenizer
+from surojax.data.templates import NAMES as TEMPLATES
 from surojax.errors import CheckpointError, ConfigError
 from surojax.inference.load import load
+from surojax.inference.prompts import message_ids, text_ids
 from surojax.inference.sample import check_options, generate_batch
-
-
-def text_ids(tokenizer: Tokenizer, prompt: str) -> np.ndarray:
-    """The ids of a text to continue; an empty one starts a document."""
-    ids = tokenizer.encode(prompt)
-    if tokenizer.adds_bos and ids[:1].tolist() != [tokenizer.bos_id]:
-        return np.concatenate([[tokenizer.bos_id], ids])
-    return ids if ids.size else np.array([tokenizer.eos_id])
-
-
-def message_ids(tokenizer: Tokenizer, template: Template | None, message: str, system: str = "") -> np.ndarray:
-    """The ids of a conversation up to where the answer to a message begins. Raises ConfigError without a template."""
-    if template is None:
-        raise ConfigError(
-            f"--chat: expected a chat template, which the model does not have; give --chat-template: "
-            f"{', '.join(TEMPLATES)} or a file"
-        )
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": message})
-    return tokenizer.encode(template.render(messages, add_generation_prompt=True))
 
 
 def _exit_with(message: str) -> NoReturn:
@@ -76,10 +54,11 @@ def main(argv: list[str] | None = None) -> None:
         check_options(args.max_tokens, args.temperature, args.top_p)
         if (args.system or args.chat_template) and not args.chat:
             raise ConfigError("--system, --chat-template: expected --chat with them, got none; add it")
-        model, weights, tokenizer, template = load(args.checkpoint, args.tokenizer, args.chat_template)
+        trained = load(args.checkpoint, args.tokenizer, args.chat_template)
+        model, weights, tokenizer, _ = trained
         prompts = args.prompt or [""]
         if args.chat:
-            ids = [message_ids(tokenizer, template, prompt, args.system) for prompt in prompts]
+            ids = [message_ids(trained, prompt, args.system) for prompt in prompts]
         else:
             ids = [text_ids(tokenizer, prompt) for prompt in prompts]
         found = generate_batch(

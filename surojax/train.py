@@ -34,7 +34,8 @@ from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange.sources import keeps, open_weights, resolved
 from surojax.exchange.weights import readers
-from surojax.inference.sample import complete
+from surojax.inference.load import Trained
+from surojax.inference.prompts import complete
 from surojax.memory import nvme
 from surojax.memory.lock import locked
 from surojax.placement.layout import batch_sharding, replicated_matrices
@@ -403,7 +404,7 @@ def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: Co
     """Returns the prompt and the text that the model continues it with; control characters are escaped."""
     prompt = c.sample_prompt or tokenizer.decode(held_out.tokens[:64])
     options = {"max_tokens": c.sample_tokens, "temperature": c.sample_temperature, "seed": c.seed}
-    text = complete(run.model, weights, tokenizer, prompt, **options)
+    text = complete(Trained(run.model, weights, tokenizer, None), prompt, **options)
     shown = (x if x.isprintable() or x in "\n\t" else x.encode("unicode_escape").decode() for x in text)
     return f"--- prompt\n{prompt}\n--- continuation\n{''.join(shown)}\n---"
 

@@ -8,7 +8,7 @@ from surojax.data.docstrings import read
 
 
 def test_answers_are_the_first_paragraphs():
-    rows = {row["prompt"]: (row["completion"], where) for row, where in read()}
+    rows = {row.record["prompt"]: (row.record["completion"], row.where) for row in read()}
     assert len(rows) > 1000
     answer, where = rows["What does `textwrap.dedent(text)` do?"]
     paragraph = (inspect.getdoc(textwrap.dedent) or "").split("\n\n")[0]
@@ -20,7 +20,7 @@ def test_answers_are_the_first_paragraphs():
 
 
 def test_private_names_and_short_answers_are_left_out():
-    rows = [row for row, _ in read()]
+    rows = [row.record for row in read()]
     names = [row["prompt"].removeprefix("What does `").split("(")[0] for row in rows]
     assert not [name for name in names if any(part.startswith("_") for part in name.split("."))]
     assert all(40 <= len(row["completion"]) <= 600 for row in rows)

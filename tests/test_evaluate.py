@@ -14,8 +14,8 @@ from small import CONFIG, drawn_params
 
 from surojax import ConfigError, evaluate
 from surojax.data.tokenizer import ByteTokenizer
-from surojax.inference import sample
 from surojax.inference.load import Trained
+from surojax.inference.prompts import complete
 from surojax.inference.score import Request, Score, pair, score
 from surojax.models import llama
 from surojax.models.llama import Llama
@@ -165,7 +165,7 @@ def test_the_harness(tmp_path, monkeypatch):
 
     harness = Harness(trained, batch_size=2, max_length=64)
     prompts = ["abc", "x", "hello there"]
-    greedy = [sample.complete(model, params, words, prompt, max_tokens=12, temperature=0) for prompt in prompts]
+    greedy = [complete(trained, prompt, max_tokens=12, temperature=0) for prompt in prompts]
     stop = greedy[0][3:5]
     asked = [SimpleNamespace(args=(prompt, {"until": [stop], "max_gen_toks": 12})) for prompt in prompts]
     assert harness.generate_until(asked, disable_tqdm=True) == [text.split(stop)[0] for text in greedy]

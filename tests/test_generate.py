@@ -13,6 +13,8 @@ from surojax import generate
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference import sample
 from surojax.inference.forward import cached_logits, empty_cache
+from surojax.inference.load import Trained
+from surojax.inference.prompts import complete
 from surojax.models import llama
 from surojax.models.llama import Llama
 
@@ -117,7 +119,7 @@ def test_bad_options_are_refused(options, message):
 
 def test_complete_starts_a_document_for_an_empty_prompt():
     config = dataclasses.replace(CONFIG, vocab_size=320)
-    text = sample.complete(llama.build(config), drawn_params(config, 0), ByteTokenizer(), "", max_tokens=5)
+    text = complete(Trained(llama.build(config), drawn_params(config, 0), ByteTokenizer(), None), "", max_tokens=5)
     assert isinstance(text, str)
 
 

@@ -26,7 +26,7 @@ from surojax.assembly import architecture
 from surojax.config import flags
 from surojax.config.checks import restored_config
 from surojax.data.tokenizer import ByteTokenizer
-from surojax.inference import sample as inference
+from surojax.inference import prompts
 from surojax.inference.load import load
 from surojax.memory.lock import locked
 from surojax.models.llama import Llama
@@ -404,7 +404,7 @@ def test_what_is_sampled_is_what_the_command_line_and_the_config_say(whole, conf
         asked.append((prompt.tolist(), options))
         return iter([104, 105])
 
-    monkeypatch.setattr(inference, "generate", spy_on_one)
+    monkeypatch.setattr(prompts, "generate", spy_on_one)
 
     config.sample_prompt, config.sample_tokens, config.sample_temperature, config.seed = "abcd", 9, 0.5, 4
     run = SimpleNamespace(model=None)

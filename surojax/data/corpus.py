@@ -110,17 +110,18 @@ def _document(text: str, key: str | None = None) -> Document:
 
 def source_files(source: str) -> list[Path]:
     """Returns the files that `read_documents` reads, sorted. Raises ConfigError if something is missing."""
-    return _stdlib_files() if source == STDLIB else _expand(source)
+    return stdlib_files() if source == STDLIB else _expand(source)
 
 
-def _stdlib_files() -> list[Path]:
+def stdlib_files() -> list[Path]:
+    """The source files of the interpreter's standard library, sorted; without tests and installed packages."""
     return sorted(walk(Path(sysconfig.get_paths()["stdlib"]), ".py", skip=_NOT_LIBRARY))
 
 
 def _read_stdlib() -> Iterator[Document]:
     root = Path(sysconfig.get_paths()["stdlib"])
     seen: set[str] = set()  # a few files are copies of others; since paths are hashed, they could be on both sides
-    for path in _stdlib_files():
+    for path in stdlib_files():
         try:
             text = path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError):

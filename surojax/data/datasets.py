@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from surojax.data import files, readers
+from surojax.data import docstrings, files, readers
 from surojax.data.rows import BadRow, Row
 from surojax.errors import ConfigError
 
@@ -38,7 +38,8 @@ OTHER_NAMES = {
 class Dataset:
     """One entry of `datasets`. Settings that end in `_field` name the fields of its rows.
 
-    path: files, folders, globs, or one name of a set that the `datasets` library finds.
+    path: files, folders, globs, "stdlib_docstrings" (questions about Python that need no download), or one name of a set
+      that the `datasets` library finds.
     type: what a row is, one of TYPES; "auto": the fields of the first row decide.
     split, subset: of a set that the `datasets` library finds; "": its training split, its only configuration.
     samples: number of rows to read, from the first on; 0: all.
@@ -206,6 +207,9 @@ def read(dataset: Dataset) -> Iterator[Row | BadRow]:
 def _rows(dataset: Dataset) -> Iterator[Row | BadRow]:
     seen: set[Path] = set()
     for item in dataset.path:
+        if item == docstrings.NAME:
+            yield from docstrings.read()
+            continue
         paths = files.find(item, readers.SUFFIXES)
         if paths is None:
             yield from readers.read_hub(item, dataset.subset, dataset.split or "train")

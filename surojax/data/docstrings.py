@@ -10,23 +10,25 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from surojax.data.corpus import stdlib_files
+from surojax.data.rows import Row
 from surojax.errors import ConfigError
 
 NAME = "stdlib_docstrings"
 SHORTEST, LONGEST = 40, 600  # characters of an answer
 
 
-def read() -> Iterator[tuple[dict[str, str], str]]:
-    """Yields ({"prompt", "completion"}, its file and line) of every documented public function, in order of the files.
+def read() -> Iterator[Row]:
+    """Yields a row {"prompt", "completion"} for every documented public function, in order of the files.
 
     Raises ConfigError if this Python was installed without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = False
     seen: set[str] = set()
-    for path in sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")]):
+    for path in stdlib_files():
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        if path.parts[-2] in ("site-packages", "dist-packages", "test", "idlelib", "lib2to3") or _private(module):
+        if _private(module):
             continue
         try:
             tree = ast.parse(path.read_bytes())
@@ -38,7 +40,7 @@ def read() -> Iterator[tuple[dict[str, str], str]]:
                 seen.add(answer)
                 found = True
                 question = f"What does `{module}.{name}({ast.unparse(function.args)})` do?"
-                yield {"prompt": question, "completion": answer}, f"{path}:{function.lineno}"
+                yield Row({"prompt": question, "completion": answer}, f"{path}:{function.lineno}")
     if not found:
         raise ConfigError(
             f"{NAME}: expected Python source files below {root}, got none (an interpreter shipped without them); "

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from surojax.data import datasets, files
+from surojax.data import datasets, docstrings, files
 from surojax.data.cache import NO_ROOM, Corpus, Entry, NoRoom, PartWriter, cached, files_key
 from surojax.data.corpus import (
     HELD_OUT_FILES,
@@ -33,6 +33,7 @@ from surojax.data.corpus import (
     read_documents,
     source_files,
     split_document,
+    stdlib_files,
 )
 from surojax.data.datasets import BadRow, Dataset, Row
 from surojax.data.examples import Encoder, Example
@@ -153,7 +154,10 @@ def load_dataset(
 
 def _files_of(dataset: Dataset) -> list[Path]:
     """Returns the files that the rows are read from; a set of the `datasets` library has none here."""
-    return [file for item in dataset.path for file in files.find(item, SUFFIXES) or ()]
+    found: list[Path] = []
+    for item in dataset.path:
+        found += stdlib_files() if item == docstrings.NAME else files.find(item, SUFFIXES) or ()
+    return found
 
 
 def _report(entry: Entry, say: Callable[[str], None]) -> Entry:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax.data.tokenizer import Tokenizer
 from surojax.inference.forward import cached_logits, empty_cache
 from surojax.models.model import Model
 from surojax.placement.param import OUTER
@@ -133,13 +132,6 @@ def generate_batch(
         if not running:
             break
     return found
-
-
-def complete(model: Model, weights: dict, tokenizer: Tokenizer, prompt: str, **options) -> str:
-    """The text that continues `prompt`; options of `stream`. An empty prompt starts a document."""
-    ids = tokenizer.encode(prompt) if prompt else np.array([tokenizer.eos_id])
-    limits = {"stop_ids": (tokenizer.eos_id,), "vocab_size": tokenizer.vocab_size}
-    return tokenizer.decode(list(generate(model, weights, ids, **limits, **options)))
 
 
 def check_options(max_tokens: int, temperature: float, top_p: float) -> None:

@@ -1,0 +1,48 @@
+"""From texts and messages to texts: what a model continues, and what it answers."""
+
+import numpy as np
+
+from surojax.data.templates import NAMES as TEMPLATES
+from surojax.data.tokenizer import Tokenizer
+from surojax.errors import ConfigError
+from surojax.inference.load import Trained
+from surojax.inference.sample import generate
+
+
+def text_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """The ids of a text to continue; an empty one starts a document."""
+    ids = tokenizer.encode(text)
+    if tokenizer.adds_bos and ids[:1].tolist() != [tokenizer.bos_id]:
+        return np.concatenate([[tokenizer.bos_id], ids])
+    return ids if ids.size else np.array([tokenizer.eos_id])
+
+
+def message_ids(trained: Trained, message: str, system: str = "") -> np.ndarray:
+    """The ids of a conversation up to where the answer to a message begins. system: before it; "": none.
+
+    Raises ConfigError if the model has no chat template.
+    """
+    if trained.template is None:
+        raise ConfigError(
+            "expected a chat template, which the model does not have; give chat_template: "
+            f"{', '.join(TEMPLATES)} or a file"
+        )
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": message})
+    return trained.tokenizer.encode(trained.template.render(messages, add_generation_prompt=True))
+
+
+def complete(trained: Trained, text: str, **options) -> str:
+    """The text that continues a text; options of `sample.stream`."""
+    return _sampled(trained, text_ids(trained.tokenizer, text), **options)
+
+
+def answer(trained: Trained, message: str, system: str = "", **options) -> str:
+    """The answer to a message; options of `sample.stream`. Raises ConfigError if the model has no chat template."""
+    return _sampled(trained, message_ids(trained, message, system), **options)
+
+
+def _sampled(trained: Trained, prompt: np.ndarray, **options) -> str:
+    model, weights, tokenizer, _ = trained
+    limits = {"stop_ids": tokenizer.stop_ids, "vocab_size": tokenizer.vocab_size}
+    return tokenizer.decode(list(generate(model, weights, prompt, **limits, **options)))
