@@ -151,6 +151,14 @@ def test_a_name_that_is_no_path_is_a_set_of_the_library(library):
     assert "unknown/set" in message and "/the/cache" in message and "no set unknown/set" in message
 
 
+def test_a_path_that_does_not_exist_is_no_set(tmp_path, library):
+    names = (tmp_path / "nowhere", "nowhere/*.txt", "./some/set", "~/set", "data/train.jsonl", "a/b/c", "train.parquet")
+    for name in names:
+        message = error_of(rows, name)
+        assert f"{name}: expected a file, a folder or a glob that matches" in message and "library" not in message
+    assert library == []
+
+
 def test_without_the_library_the_error_says_where_it_looked(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
@@ -241,13 +249,13 @@ def test_a_type_that_cannot_be_decided(tmp_path):
 
 
 def test_bad_lines_do_not_end_the_file(tmp_path):
-    lines = [b'{"text": "fine"}', b'{"text": ', b"[1]", b'{"text": "\xe9"}', b"[" * 100_000, b'{"text": "end"}']
+    lines = [b'{"text": "fine"}', b'{"text": ', b"[1]", b"  ", b'{"text": "\xe9"}', b"[" * 100_000, b'{"text": "end"}']
     path = write(tmp_path / "a.jsonl", b"\n".join(lines))
     found = rows(path)
-    assert [row.where for row in found] == [f"{path}:{line}" for line in range(1, 7)]
+    assert [row.where for row in found] == [f"{path}:{line}" for line in (1, 2, 3, 5, 6, 7)]
     assert found[0].record == {"text": "fine"} and found[5].record == {"text": "end"}
     assert "a line that is no JSON" in reason_of(found[1]) and "got a list" in reason_of(found[2])
-    assert "expected UTF-8 text, got the byte 0xe9 at byte offset 41" in reason_of(found[3])
+    assert "expected UTF-8 text, got the byte 0xe9 at byte offset 44" in reason_of(found[3])
     assert "a line that is no JSON" in reason_of(found[4])
 
 
