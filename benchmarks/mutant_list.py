@@ -1597,15 +1597,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the token that ends an answer is not trained",
         "surojax/data/examples.py",
-        "return np.arange(len(ids)) <= (stops[-1]",
-        "return np.arange(len(ids)) < (stops[-1]",
+        "return np.arange(len(is_stop)) <= (last[0]",
+        "return np.arange(len(is_stop)) < (last[0]",
         "tests/test_examples.py::test_ids_and_mask_equal_transformers",
     ),
     Mutant(
         "an answer ends at the first token that could end it",
         "surojax/data/examples.py",
-        "(stops[-1] if len(stops)",
-        "(stops[0] if len(stops)",
+        "np.flatnonzero(is_stop)[-1:]",
+        "np.flatnonzero(is_stop)[:1]",
         "tests/test_examples.py::test_a_spelled_end_of_turn_does_not_end_an_answer_early",
     ),
     Mutant(

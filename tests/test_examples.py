@@ -333,6 +333,9 @@ def test_a_template_that_leaves_something_out():
     users = template("{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     assert "without that of the system, 'Be.'" in reason_of(talk("a", "b", system=" Be. "), template=users)
     assert isinstance(encode(talk("a", "b"), template=users), Example)
+    questions = template("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    assert "to show the answer, got a text without it" in reason_of(talk("a", "b"), template=questions)
+    assert "to show the answer" in reason_of(talk("", "b"), template=template("{{ '' }}"), train_on="all")
     tools = talk("a", "b") | {"tools": [{"name": "look"}]}
     assert "expected no tools, which t.jinja does not show, got 1" in reason_of(tools, template=users)
     assert isinstance(encode(tools, dataclasses.replace(TALK, tools_field=""), template=users), Example)

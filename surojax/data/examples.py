@@ -83,6 +83,8 @@ class Encoder:
         self._template = template
         self._train_on = train_on
         self._system_prompt = system_prompt
+        self._is_stop = np.zeros(tokenizer.vocab_size, bool)
+        self._is_stop[list(tokenizer.stop_ids)] = True
         self._shows_tools = template is not None and template.shows_tools
         self.note: str = pieces.note(template, train_on) if template and dataset.type == "conversation" else ""
         self.fingerprint: str = self._fingerprint()
@@ -150,8 +152,8 @@ class Encoder:
 
     def _example(self, draft: Draft, ids_of_pieces: list[np.ndarray]) -> Example:
         """Returns the example of a draft; ids_of_pieces: int32 [tokens] of each piece."""
-        stop_ids = np.array(sorted(self._tokenizer.stop_ids), np.int32)
-        is_open = not np.isin(ids_of_pieces[-1], stop_ids).any()
+        stops = [self._is_stop[ids] for ids in ids_of_pieces]
+        is_open = not stops[-1].any()
         has_eos = draft.eos == "always" or (draft.eos == "if_open" and is_open)
         bos = np.array([self._tokenizer.bos_id] if draft.has_bos else [], np.int32)
         eos = np.array([self._tokenizer.eos_id] if has_eos else [], np.int32)
@@ -160,14 +162,14 @@ class Encoder:
             return Example(ids, None)
         masks = [np.full(len(part), piece.trained) for piece, part in zip(draft.pieces, ids_of_pieces, strict=True)]
         if draft.eos != "always":
-            masks = [mask & _to_the_last(stop_ids, part) for mask, part in zip(masks, ids_of_pieces, strict=True)]
+            masks = [mask & _to_the_last(is_stop) for mask, is_stop in zip(masks, stops, strict=True)]
         return Example(ids, np.concatenate([np.zeros(len(bos), bool), *masks, np.ones(len(eos), bool)]))
 
 
-def _to_the_last(stop_ids: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Returns a mask of the ids up to the last one that ends an answer, after which sampling stops; else of all."""
-    stops = np.flatnonzero(np.isin(ids, stop_ids))
-    return np.arange(len(ids)) <= (stops[-1] if len(stops) else len(ids))
+def _to_the_last(is_stop: np.ndarray) -> np.ndarray:
+    """Returns a mask of the tokens up to the last one that ends an answer, after which sampling stops; else of all."""
+    last = np.flatnonzero(is_stop)[-1:]
+    return np.arange(len(is_stop)) <= (last[0] if len(last) else len(is_stop))
 
 
 def _check_unicode(draft: Draft) -> None:

@@ -61,7 +61,12 @@ def conversation_pieces(conversation: Conversation, template: Template, train_on
         pieces += [Piece(whole[done : len(before)], everything), Piece(whole[len(before) : len(after)], True)]
         done = len(after)
     pieces.append(Piece(whole[done:], everything))
-    return tuple(piece for piece in pieces if piece.text)
+    filled = tuple(piece for piece in pieces if piece.text)
+    if not any(piece.trained for piece in filled):
+        raise NotARow(
+            f"expected {template.source} to show the answer, got a text without it; choose another chat_template"
+        )
+    return filled
 
 
 def _check_shown(messages: list[Message], whole: str, template: Template) -> None:
