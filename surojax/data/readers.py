@@ -8,6 +8,7 @@ import csv
 import importlib
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from surojax.data.rows import BadRow, Row
 from surojax.errors import ConfigError
 
 _PARQUET_ROWS = 256  # converted to Python objects at a time
+_PARQUET_BYTES = 1 << 20  # of each column, read at a time
 _CSV_CHARS = 2**31 - 1  # largest cell; the csv module's own limit is shorter than a document
 _NO_OBJECT = "expected a JSON object with the fields of a row"
 
@@ -137,7 +139,8 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
 
     number = itertools.count(1)
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # Without these two, all row groups that were read stay in memory.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PARQUET_BYTES) as file:
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
                 for record in batch.to_pylist():
                     yield Row(record, f"{path}, row {next(number)}")
@@ -149,15 +152,19 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
 
 _READERS = {".csv": _read_csv, ".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 SUFFIXES = (*_READERS, ".txt")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def read_hub(name: str, subset: str, split: str) -> Iterator[Row]:
     """Yields the rows of a split of a set that the `datasets` library finds, on the hub or in its cache.
 
-    Raises ConfigError, which says where it looked, if that library is not installed or finds nothing.
+    Raises ConfigError, which says where it looked, if `name` is a path, or that library is not installed or finds
+    nothing.
     """
-    expected = f"{name}: expected a file, folder or glob, or a set that the datasets library finds"
     nothing = f"got nothing of that name in {Path.cwd()}"
+    if not _HUB_NAME.fullmatch(name) or name.lower().endswith(SUFFIXES):
+        raise ConfigError(f"{name}: expected a file, a folder or a glob that matches, {nothing}; correct the path")
+    expected = f"{name}: expected a file, folder or glob, or a set that the datasets library finds"
     try:
         library = importlib.import_module("datasets")  # not among surojax's dependencies
     except ImportError:
