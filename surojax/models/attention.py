@@ -28,8 +28,8 @@ def attend(
 
     start: position of the first query if the keys are a cache of T positions; None: queries and keys have the same
     positions. starts: int32 `[B, S]`, for each token the index in its row at which its document starts, if a row has
-    several: a query attends to its own document only. window: number of positions that a query attends to, its own and those before it (Beltagy et al. 2020);
-    0: its own and all before it.
+    several: a query attends to its own document only. window: number of positions that a query attends to, its own and
+    those before it (Beltagy et al. 2020); 0: its own and all before it.
     implementation: "xla" runs on every backend and has the attention scores in memory. "cudnn" is flash attention on
     NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "auto" is cudnn if the default backend is a GPU, the heads
     fit (`fits_cudnn`) and `start` is None; else xla.
