@@ -379,5 +379,11 @@ def _check(q, k, v, starts, window: int) -> None:
     need(k.ndim == 4 and k.shape == (B, S, k.shape[2], h) and H % k.shape[2] == 0, op, "k", (B, S, "K", h), k.shape)
     need(v.shape == k.shape, op, "v", k.shape, v.shape)
     need(q.dtype == k.dtype == v.dtype, op, "dtype of k and v", q.dtype, (k.dtype, v.dtype))
-    need(starts.shape == (B, S) and starts.dtype == i32, op, "starts", f"int32 {(B, S)}", f"{starts.dtype} {starts.shape}")
+    need(
+        starts.shape == (B, S) and starts.dtype == i32,
+        op,
+        "starts",
+        f"int32 {(B, S)}",
+        f"{starts.dtype} {starts.shape}",
+    )
     need(window >= 0, op, "window", "0 or more", window)
