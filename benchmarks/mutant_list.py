@@ -107,8 +107,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "blocks in float8 forget their window",
         LLAMA,
-        "llama_fp8.forward(config, Operations(compute, variant),",
-        "llama_fp8.forward(config, Operations(compute),",
+        "            ops = Operations(compute, variant, starts=starts_BS)\n            x_BSD, saved",
+        "            ops = Operations(compute, starts=starts_BS)\n            x_BSD, saved",
         "tests/test_fp8.py::test_without_rounding_the_written_out_block_is_reverse_mode",
     ),
     Mutant(
@@ -284,8 +284,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "query heads take the wrong key heads",
         "surojax/models/attention.py",
-        "return library(q_BSHh, k_BTKh, v_BTKh)",
-        "return library(q_BSHh, k_BTKh[:, :, ::-1], v_BTKh[:, :, ::-1])",
+        "return library(q_BSHh, k_BTKh, v_BTKh, starts)",
+        "return library(q_BSHh, k_BTKh[:, :, ::-1], v_BTKh[:, :, ::-1], starts)",
         f"{PARITY} -k llama]",
     ),
     Mutant(
@@ -369,8 +369,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: gradients are not turned back",
         LLAMA_FP8,
-        "*_angles(config, shape[1]), inverse=True, **options)",
-        "*_angles(config, shape[1]), **options)",
+        "*_angles(config, ops, shape[1]), inverse=True, **options)",
+        "*_angles(config, ops, shape[1]), **options)",
         f"{BLOCK_FP8} -k llama and fp8_current",
     ),
     Mutant(
@@ -667,8 +667,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "evaluation forgets which blocks are skipped",
         "surojax/step/engine.py",
-        "return segment.block(layer.weights, x_BSD, None, layer.variant)[0], prefetched",
-        "return segment.block(layer.weights, x_BSD, None)[0], prefetched",
+        "return segment.block(layer.weights, x_BSD, None, layer.variant, starts_BS)[0], prefetched",
+        "return segment.block(layer.weights, x_BSD, None, starts_BS=starts_BS)[0], prefetched",
         "tests/test_fp8.py::test_skipped_blocks_compute_as_recipe_bf16 -k mxfp8",
     ),
     Mutant(
