@@ -96,8 +96,10 @@ def _candidate(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     }
     if family != "qwen2":  # its class has no such key
         found["head_dim"] = fields["head_dim"]
+    if family in ("llama", "qwen3"):
+        found["attention_bias"] = False  # of all four projections; ours is qwen2's, of three
     if family == "llama":
-        found |= {"attention_bias": False, "mlp_bias": False}
+        found["mlp_bias"] = False
     window = fields["sliding_window"] or None
     if family == "mistral":
         found["sliding_window"] = window

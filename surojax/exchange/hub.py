@@ -19,7 +19,7 @@ def fetch(name: str, *, weights: bool) -> Path:
 
     name: owner/name. Raises ConfigError if the hub cannot be asked and the cache does not have them.
     """
-    import huggingface_hub  # imported here, so that runs without it do not wait for it
+    import huggingface_hub.constants  # imported here, so that runs without it do not wait for it
 
     wanted = [*SMALL_FILES, *(("*.safetensors", "*.safetensors.index.json") if weights else ())]
     try:

@@ -1,0 +1,348 @@
+"""Models out: to the bit what came in, and files that the safetensors library and transformers' keys agree with.
+
+That transformers loads the exports with equal logits is recorded by fixtures/check_exports.py.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import zlib
+from pathlib import Path
+
+import chex
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from small import quick_at
+from test_huggingface import before_5, config, hf_config, save_tokenizer, stored, write
+from test_parity import CASES
+
+from surojax import CheckpointError, ConfigError, convert, default_config, generate, train
+from surojax.assembly import from_config
+from surojax.exchange import config_json, export as exporting, sources
+from surojax.exchange.huggingface import settings
+from surojax.exchange.weights import INDEX, SINGLE, Weights, readers
+from surojax.placement.mesh import make_mesh
+
+
+def tensors_in(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder, as the safetensors library reads them."""
+    found: dict[str, np.ndarray] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        part = safetensors.numpy.load_file(file)
+        assert not part.keys() & found.keys()
+        found |= part
+    return found
+
+
+def fields(folder: Path, **changes):
+    """The `model` fields that a run from this folder has."""
+    return config(folder, **changes).model.to_dict()
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 1, 5))
+def test_in_and_out_is_equal_to_the_bit(tmp_path, case):
+    """Names, values, and a config.json that reads back as the same model; and of bfloat16 as well."""
+    folder = write(tmp_path / "in", case, shards=2)
+    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    found = tensors_in(out)
+    chex.assert_trees_all_equal(found, stored(case))
+    assert fields(out) == fields(folder)
+    said = json.loads((out / "config.json").read_text())
+    assert said["dtype"] == said["torch_dtype"] == "float32" and said["architectures"][0].endswith("ForCausalLM")
+    halves = {name: array.astype(ml_dtypes.bfloat16) for name, array in stored(case).items()}
+    folder = write(tmp_path / "halves", case, tensors=halves)
+    chex.assert_trees_all_equal(tensors_in(convert.convert(folder, tmp_path / "out16")), halves)
+
+
+@pytest.mark.parametrize("dtype", exporting.DTYPES)
+def test_the_dtype_is_the_one_that_was_asked_for(tmp_path, dtype):
+    """Rounded to the nearest as jax rounds."""
+    out = convert.convert(write(tmp_path / "in", "llama"), tmp_path / "out", dtype=dtype)
+    expected = {name: np.asarray(jax.numpy.asarray(x).astype(dtype)) for name, x in stored("llama").items()}
+    chex.assert_trees_all_equal(tensors_in(out), expected)
+    assert json.loads((out / "config.json").read_text())["dtype"] == dtype
+
+
+def test_files_are_as_large_as_asked_for(tmp_path):
+    """A file ends before it is too large; the index says where each tensor is; one alone may be larger."""
+    folder = write(tmp_path / "in", "llama")
+    opened = convert.open_model(folder)
+    limit = 20_000
+    out = exporting.export(opened.tensors, opened.model, {}, {}, tmp_path / "out", dtype="float32", shard_bytes=limit)
+    index = json.loads((out / INDEX).read_text())
+    assert not (out / SINGLE).exists()
+    files = sorted(set(index["weight_map"].values()))
+    assert files == sorted(file.name for file in out.glob("*.safetensors")) and len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    sizes = []
+    for file in files:
+        part = safetensors.numpy.load_file(out / file)
+        assert {name for name, at in index["weight_map"].items() if at == file} == part.keys()
+        sizes.append(sum(array.nbytes for array in part.values()))
+        assert sizes[-1] <= limit or len(part) == 1
+    assert index["metadata"]["total_size"] == sum(sizes) == sum(x.nbytes for x in stored("llama").values())
+    assert all(a + b > limit for a, b in itertools.pairwise(sizes))  # no file ends early
+    chex.assert_trees_all_equal(tensors_in(out), stored("llama"))
+    with safetensors.safe_open(out / files[0], framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_tied_head_is_written_once(tmp_path):
+    """Also if the folder that came in has it twice."""
+    twice = stored("llama3_rope")
+    twice["lm_head.weight"] = twice["model.embed_tokens.weight"]
+    out = convert.convert(write(tmp_path / "in", "llama3_rope", tensors=twice), tmp_path / "out")
+    assert "lm_head.weight" not in tensors_in(out)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_spellings_of_rope_are_written(tmp_path, case):
+    """transformers 4 reads rope_theta and rope_scaling, 5 rope_parameters, whichever the source had."""
+    new = hf_config(case)
+    old = before_5(hf_config(case))
+    for source in (new, old):
+        out = config_json.completed(source, "bfloat16")
+        assert {k: v for k, v in out["rope_parameters"].items()} == new["rope_parameters"]
+        assert (out["rope_theta"], out.get("rope_scaling")) == (old["rope_theta"], old["rope_scaling"])
+        assert settings(out) == settings(source)
+
+
+def test_parameters_by_kind_of_layer_stay_as_they_are():
+    by_kind = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    assert "rope_theta" not in config_json.completed({"rope_parameters": by_kind}, "float32")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_config_is_made_of_the_fields(case):
+    """What transformers' classes would write for the same model, as far as it changes the arithmetic."""
+    model = default_config().model.to_dict() | settings(hf_config(case))
+    made = config_json.made(model, 512, {"bos_token_id": None, "eos_token_id": 7})
+    theirs = hf_config(case)
+    same = {key for key in theirs if key not in ("dtype", "transformers_version", "use_cache", "pad_token_id")}
+    same -= {"bos_token_id", "eos_token_id", "pretraining_tp", "max_window_layers", "layer_types", "head_dim"}
+    if not theirs.get("use_sliding_window", True):
+        same -= {"sliding_window", "use_sliding_window"}
+    assert {key: made.get(key) for key in same} == {key: theirs[key] for key in same}
+    assert made["eos_token_id"] == 7 and made["max_position_embeddings"] == 512
+    if case == "qwen3_windows":
+        assert made["layer_types"] == theirs["layer_types"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attention_bias": True, "qk_norm": True}, r"qwen2 does not have qk_norm=True"),
+        ({"sliding_window": 8, "sliding_window_pattern": 2}, r"mistral does not have sliding_window_pattern=2"),
+        ({"attention_bias": True, "head_dim": 16}, r"llama does not have attention_bias=True"),
+    ],
+)
+def test_a_model_of_no_family_is_refused_by_name(changes, message):
+    model = default_config().model.to_dict() | changes
+    with pytest.raises(ConfigError, match=f"^export: expected fields of a family.*: {message}$"):
+        config_json.made(model, 512, {})
+
+
+# -- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+def files_under(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path):
+    folder = write(tmp_path / "in", "llama")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"^export: expected a folder that is new or empty, got .*; choose another"):
+        convert.convert(folder, tmp_path / "out")
+    assert files_under(tmp_path / "out") == {"mine.txt"}
+    (tmp_path / "out" / "mine.txt").unlink()
+    convert.convert(folder, tmp_path / "out")  # an empty one is taken
+    assert files_under(tmp_path) == {"in", "in/config.json", f"in/{SINGLE}", "out", "out/config.json", f"out/{SINGLE}"}
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    folder = write(tmp_path / "in", "llama")
+    (tmp_path / "file").write_text("")
+    before = files_under(tmp_path)
+    with pytest.raises(ConfigError, match=r"^export: expected a folder that can be made, .*\(it is a file\)"):
+        convert.convert(folder, tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"^export: expected a folder that can be made, .*file is no folder\)"):
+        convert.convert(folder, tmp_path / "file" / "out")
+    monkeypatch.setattr(exporting.os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(ConfigError, match=r"^export: expected a folder that can be made, .*cannot be written\)"):
+        convert.convert(folder, tmp_path / "out")
+    monkeypatch.undo()
+    monkeypatch.setattr(exporting.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 1000))
+    with pytest.raises(ConfigError, match=r"^export: expected 0\.1 MiB free for .*, got 0\.0 MiB"):
+        convert.convert(folder, tmp_path / "out")
+    assert files_under(tmp_path) == before
+
+
+def test_unknown_dtypes_and_numbers_beyond_them_are_refused(tmp_path):
+    tensors = stored("llama") | {"model.norm.weight": np.full(32, 1e6, np.float32)}
+    folder = write(tmp_path / "in", "llama", tensors=tensors)
+    with pytest.raises(ConfigError, match=r"^--dtype: expected one of bfloat16, float16, float32, got 'int4'"):
+        convert.convert(folder, tmp_path / "out", dtype="int4")
+    with pytest.raises(
+        ConfigError, match=r"^--dtype: expected numbers within float16, got larger .* model\.norm\.weight"
+    ):
+        convert.convert(folder, tmp_path / "out", dtype="float16")
+    assert files_under(tmp_path) == {"in", "in/config.json", f"in/{SINGLE}"}
+
+
+def test_what_is_damaged_while_it_is_read_leaves_nothing(tmp_path):
+    folder = write(tmp_path / "in", "llama")
+    opened = convert.open_model(folder)
+    whole = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=r"^model_path: cannot read .*; fetch the model again$"):
+        exporting.export(opened.tensors, opened.model, {}, {}, tmp_path / "out", dtype="float32")
+    assert files_under(tmp_path) == {"in", "in/config.json", f"in/{SINGLE}"}
+
+
+def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path):
+    """kill -9 after the third tensor; the same command then writes all of it."""
+    folder = write(tmp_path / "in", "llama")
+    code = f"""
+        import os, signal
+        from surojax import convert
+        from surojax.exchange.weights import Weights
+        read, count = Weights.read, [0]
+        def killed(self, name):
+            count[0] += 1
+            if count[0] == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return read(self, name)
+        Weights.read = killed
+        convert.main(["--checkpoint", {str(folder)!r}, "--out", {str(tmp_path / "out")!r}])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = [path for path in tmp_path.iterdir() if path.name != "in"]
+    assert len(left) == 1 and left[0].name.endswith(".unfinished") and not (left[0] / "config.json").exists()
+    convert.convert(folder, tmp_path / "out")
+    Weights(tmp_path / "out")
+
+
+# -- Runs -------------------------------------------------------------------------------------------------------------
+
+
+def run_config(tmp_path: Path, folder: Path, **changes):
+    text = " ".join(f"w{i * i % 60}" for i in range(3000))
+    (tmp_path / "text.txt").write_text("\n\n".join([text] * 3))
+    c = default_config()
+    c.update({"model_path": str(folder), "model_dtype": "float32", "data": str(tmp_path / "text.txt")})
+    c.update({"output_dir": str(tmp_path / "run"), "sequence_len": 16, "max_steps": 2, "learning_rate": 1e-2})
+    c.update({"sample_tokens": 0, "eval_batches": 1} | changes)
+    return c
+
+
+def test_a_run_is_exported_and_goes_on_without_its_model(tmp_path):
+    """The export has the master weights to the bit and the model's own files; a lost original is not needed again."""
+    folder = write(tmp_path / "in", "qwen2")
+    save_tokenizer(folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "chat_template": "{{ messages }}"}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    c = run_config(tmp_path, folder)
+    result = train(c)
+    folder.rename(tmp_path / "elsewhere")
+
+    out = convert.convert(tmp_path / "run", tmp_path / "out", dtype="float32")
+    chex.assert_trees_all_equal(read_master(out), jax.device_get(result.state.master))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (tmp_path / "elsewhere" / name).read_bytes()
+    assert fields(out) == result_fields(tmp_path)
+
+    _, weights, _ = generate.load(tmp_path / "run")
+    chex.assert_trees_all_equal(jax.device_get(weights), jax.device_get(result.state.weights))
+    _, weights, _ = generate.load(out)
+    chex.assert_trees_all_equal(jax.device_get(weights), jax.device_get(result.state.weights))
+    c.max_steps = 3
+    assert int(train(c).state.step) == 3
+    c.model_path = str(tmp_path / "another")
+    with pytest.raises(ConfigError, match=r"expected a folder with config\.json, got .*another"):
+        train(c)
+
+
+def read_master(folder: Path) -> dict:
+    """The weights of an exported folder as a run that starts from it has them."""
+    run = from_config(config(folder), make_mesh(jax.devices()[:1]), total_steps=1)
+    return jax.device_get(run.load_state(*readers(Weights(folder))).master)
+
+
+def result_fields(tmp_path: Path) -> dict:
+    return fields(tmp_path / "elsewhere")
+
+
+def test_the_command_trains_and_exports(tmp_path, capsys, monkeypatch):
+    """A model without a source: config.json is made; the folder is refused before training starts."""
+    (tmp_path / "config.py").write_text(
+        textwrap.dedent(f"""
+        from surojax import default_config
+
+        def get_config():
+            c = default_config()
+            c.model.update({{"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}})
+            c.model.update({{"num_attention_heads": 2, "num_key_value_heads": 1, "attention_bias": True}})
+            c.update({{"data": {str(tmp_path / "text.txt")!r}, "output_dir": {str(tmp_path / "run")!r}}})
+            c.update({{"max_steps": 1, "sequence_len": 16, "sample_tokens": 0, "eval_batches": 1}})
+            return c
+        """)
+    )
+    (tmp_path / "text.txt").write_text("\n\n".join("once upon a time " * 20 for _ in range(4)))
+    from surojax.train import main
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    arguments = ["--config", str(tmp_path / "config.py"), "--export"]
+    with pytest.raises(SystemExit, match=r"export: expected a folder that is new or empty"):
+        main([*arguments, str(tmp_path / "full")])
+    with pytest.raises(SystemExit, match=r"export: .*qwen2 does not have qk_norm=True"):
+        main([*arguments, str(tmp_path / "out"), "--config.model.qk_norm"])
+    assert not (tmp_path / "run").exists()
+    main([*arguments, str(tmp_path / "out")])
+    assert f"exported: {tmp_path / 'out'}" in capsys.readouterr().out
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (said["model_type"], said["eos_token_id"], said["max_position_embeddings"]) == ("qwen2", 256, 16)
+    found = tensors_in(tmp_path / "out")
+    assert found["model.layers.1.self_attn.q_proj.bias"].dtype == ml_dtypes.bfloat16
+    _, weights, _ = generate.load(tmp_path / "run")  # bfloat16, cast from the master weights
+    expected = np.asarray(weights["blocks"]["mlp"]["w_up"])
+    np.testing.assert_array_equal(found["model.layers.1.mlp.up_proj.weight"], expected[1])
+
+    damage(tmp_path / "run" / "checkpoints" / "1" / "master")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        convert.convert(tmp_path / "run", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def damage(item: Path) -> None:
+    """Flips a bit of the largest file, and makes the list of files agree, which has no checksum of large ones."""
+    file = max((path for path in item.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    listed = item.parent / "files.json"
+    found = json.loads(listed.read_text())
+    found[str(file.relative_to(item.parent))].pop("crc32", None)
+    found[str(file.relative_to(item.parent))]["crc32"] = zlib.crc32(bytes(content))
+    listed.write_text(json.dumps(found))
+    os.sync()
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face"):
+        convert.convert(tmp_path, tmp_path / "out")
+    with pytest.raises(SystemExit, match=r"^surojax\.convert: error: expected --checkpoint MODEL and --out DIR"):
+        convert.main([])
+    assert sources.is_model("owner/name") and not sources.is_model(tmp_path)
