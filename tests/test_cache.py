@@ -236,16 +236,14 @@ def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(source, tmp_path
 
 def test_a_folder_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ConfigError, match="data_cache: expected a folder that can be written, got '.*file/cache' .*choose"
-    ):
+    with pytest.raises(ConfigError, match=r"data_cache: expected a folder that can be written, got '.*file/cache'"):
         load(source, tmp_path / "file" / "cache")
 
 
 def test_bad_data_leaves_nothing(source, tmp_path):
     with source.open("a") as file:
         file.write("no json\n")
-    with pytest.raises(ConfigError, match=r"text.jsonl:41: expected"):
+    with pytest.raises(ConfigError, match=r"text\.jsonl:41: expected"):
         load(source, tmp_path / "cache")
     assert not entries(tmp_path / "cache")
 

@@ -163,7 +163,7 @@ def test_every_token_of_packed_text_is_there_once_and_predicted_from_its_documen
     assert predicted == Counter(pair for d in documents for pair in itertools.pairwise(d))
 
 
-# --- order, mixtures, resuming -----------------------------------------------------------------------------------------
+# --- order, mixtures, resuming ---------------------------------------------------------------------------------------
 
 
 def numbered_rows(count: int, first: int, packed: bool = False) -> Rows | Windows:

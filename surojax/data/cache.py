@@ -271,7 +271,7 @@ def files_key(paths: list[Path]) -> list[tuple[str, int, int]]:
 
 @contextlib.contextmanager
 def _locked(file: Path, wait: Callable[[str], None]) -> Iterator[bool]:
-    """Holds the lock of a file within a `with` statement; if another process has it, calls `wait` with its id and waits.
+    """Holds the lock of a file in a `with` statement; if another process has it, calls `wait` with its id and waits.
 
     The system releases the lock when the process has ended, for whatever reason. Yields False on a file system without
     locks, where nothing is locked.
