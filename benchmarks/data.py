@@ -174,8 +174,8 @@ def measure_waiting(steps: int) -> None:
     step = statistics.median(durations)
     wait = statistics.median(waits)
     print(
-        f"tiny: a step takes {step * 1e3:.1f} ms (median), next(batches) {wait * 1e6:.0f} us, which is {wait / step:.2%}; "
-        f"of all time {sum(waits) / sum(durations):.2%}"
+        f"tiny: a step takes {step * 1e3:.1f} ms (median), next(batches) {wait * 1e6:.0f} us, which is "
+        f"{wait / step:.2%}; of all time {sum(waits) / sum(durations):.2%}"
     )
 
 
