@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -154,3 +155,122 @@ def test_both_are_tokenizers_and_bytes_need_no_library(bpe_file):
         "assert 'tokenizers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- The files of a model's folder ------------------------------------------------------------------------------------
+
+
+def save_folder(folder, files, special=("<unk>", "<s>", "</s>", "<|im_end|>", "<|eot_id|>"), prepare=lambda t: None):
+    """A model's folder with a tokenizer and these files: text, or what is written as JSON."""
+    folder.mkdir()
+    save_bpe(folder / "tokenizer.json", special=special, prepare=prepare)
+    for name, content in files.items():
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return str(folder)
+
+
+CONFIG = "tokenizer_config.json"
+GENERATION = "generation_config.json"
+
+
+@pytest.mark.parametrize(
+    "files, eos",
+    [
+        ({}, 2),  # </s>, by its name
+        ({CONFIG: {"eos_token": "<|im_end|>"}}, 3),
+        ({CONFIG: {"eos_token": {"content": "<|im_end|>", "special": True}}}, 3),
+        ({CONFIG: {"eos_token": None}, "config.json": {"eos_token_id": 4}}, 4),
+        ({"config.json": {"eos_token_id": [4, 3]}}, 4),
+        ({GENERATION: {"eos_token_id": 3}}, 3),
+        ({CONFIG: {"eos_token": "<|eot_id|>"}, GENERATION: {"eos_token_id": 3}, "config.json": {"eos_token_id": 2}}, 4),
+        ({"special_tokens_map.json": {"eos_token": "<|im_end|>"}}, 3),
+        ({"special_tokens_map.json": {"eos_token": "<|im_end|>"}, CONFIG: {"eos_token": "<|eot_id|>"}}, 4),
+        ({GENERATION: {"eos_token_id": 50_000}}, 2),  # a row that pads the embedding
+    ],
+)
+def test_eos_is_what_the_files_say(tmp_path, files, eos):
+    tokenizer = load_tokenizer(save_folder(tmp_path / "model", files))
+    assert tokenizer.eos_id == eos and tokenizer.eos == ["<unk>", "<s>", "</s>", "<|im_end|>", "<|eot_id|>"][eos]
+    lone = load_tokenizer(str(tmp_path / "model" / "tokenizer.json"))
+    assert lone.name == tokenizer.name and lone.eos_id == 2  # as before the other files were read
+
+
+def test_answers_end_with_eos_and_with_ends_of_turns(tmp_path):
+    plain = load_tokenizer(save_folder(tmp_path / "plain", {}, special=("</s>", "<a>", "<b>")))
+    assert plain.stop_ids == {0}
+    ordinary = lambda t: t.add_tokens(["<|im_end|>"])  # not a special one: a text may spell it
+    assert load_tokenizer(save_folder(tmp_path / "o", {}, special=("</s>",), prepare=ordinary)).stop_ids == {0}
+    listed = {GENERATION: {"eos_token_id": [1, 2]}, "config.json": {"eos_token_id": 0}}
+    assert load_tokenizer(save_folder(tmp_path / "listed", listed, special=("</s>", "<a>", "<b>"))).stop_ids == {
+        0,
+        1,
+        2,
+    }
+    assert load_tokenizer(save_folder(tmp_path / "turns", {})).stop_ids == {2, 3, 4}
+    assert ByteTokenizer().stop_ids == {256}
+
+
+def test_bos_is_added_if_the_tokenizer_adds_it(tmp_path):
+    from tokenizers import processors
+
+    def adds(tokenizer):
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+
+    def bos(name, files, prepare=lambda t: None):
+        tokenizer = load_tokenizer(save_folder(tmp_path / name, files, prepare=prepare))
+        return tokenizer.bos_id, tokenizer.adds_bos
+
+    assert bos("none", {}, adds) == (None, False)
+    assert bos("null", {CONFIG: {"bos_token": None}}, adds) == (None, False)
+    assert bos("named", {CONFIG: {"bos_token": "<s>"}}) == (1, False)
+    assert bos("added", {CONFIG: {"bos_token": "<s>"}}, adds) == (1, True)
+    assert bos("asked", {CONFIG: {"bos_token": "<s>", "add_bos_token": True}}) == (1, True)
+    assert bos("refused", {CONFIG: {"bos_token": "<s>", "add_bos_token": False}}, adds) == (1, False)
+    assert bos("other", {CONFIG: {"bos_token": "<unk>"}}, adds) == (0, False)  # it adds another one
+
+
+def test_chat_templates_of_a_folder(tmp_path):
+    def template(name, files):
+        return load_tokenizer(save_folder(tmp_path / name, files)).chat_template
+
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert template("none", {}) == ""
+    assert template("config", {CONFIG: {"chat_template": "a"}}) == "a"
+    assert template("several", {CONFIG: {"chat_template": several}}) == "plain"
+    assert template("json", {CONFIG: {"chat_template": "a"}, "chat_template.json": {"chat_template": "b"}}) == "b"
+    files = {CONFIG: {"chat_template": "a"}, "chat_template.json": {"chat_template": "b"}, "chat_template.jinja": "ü"}
+    assert template("jinja", files) == "ü"
+
+
+def test_errors_of_a_folder(tmp_path):
+    def message(name, files):
+        return error_of(save_folder(tmp_path / name, files))
+
+    assert "expected the eos token '<end>'" in message("eos", {CONFIG: {"eos_token": "<end>"}})
+    assert "expected the bos token '<start>'" in message("bos", {CONFIG: {"bos_token": "<start>"}})
+    assert f"{CONFIG}: expected JSON" in message("broken", {CONFIG: "{"})
+    assert f"{GENERATION}: expected a JSON object, got a list" in message("list", {GENERATION: []})
+
+
+def test_a_gguf_file_has_a_reader_of_its_own(tmp_path, bpe_file, monkeypatch):
+    """The reader is replaced: what counts here is that its files become a tokenizer, and that nothing else is read."""
+    read = lambda path: TokenizerFiles(bpe_file.read_text(), "template", bos="<s>", eos="</s>", adds_bos=True)
+    monkeypatch.setitem(sys.modules, "surojax.data.gguf_tokenizer", types.SimpleNamespace(read=read))
+    monkeypatch.setattr("surojax.data.gguf_tokenizer", types.SimpleNamespace(read=read), raising=False)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    tokenizer = load_tokenizer(str(path))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.adds_bos, tokenizer.chat_template) == (1, 2, True, "template")
+    assert tokenizer.bos == "<s>" and tokenizer.name == load_tokenizer(str(bpe_file)).name
+
+
+def test_token_texts(bpe_file):
+    tokenizer = load_tokenizer(str(bpe_file))
+    ids = tokenizer.encode("the cat\n")
+    assert "".join(map(tokenizer.token_text, ids)) == "the cat\n"
+    assert tokenizer.token_text(2) == "</s>" and tokenizer.token_text(9999) == ""
+    assert [tokenizer.token_text(i) for i in tokenizer.encode("ü")] == [
+        "Ã",
+        "¼",
+    ]  # halves, as the tokenizer writes them
+    assert [ByteTokenizer().token_text(i) for i in (104, 195, 256, 300)] == ["h", "\\xc3", "<end>", ""]

@@ -52,7 +52,7 @@ def text(record: Mapping[str, Any], dataset: Dataset) -> str:
 
 def pair(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Pair:
     """Returns the prompt and completion of an instruction; an input follows its instruction after a blank line."""
-    system = _system(record, dataset) or system_prompt
+    system = _system(record, dataset) or dataset.system_prompt or system_prompt
     if dataset.prompt_field in record:
         prompt = _filled(record, dataset.prompt_field, "the prompt")
         return Pair(system, prompt, _filled(record, dataset.completion_field, "the completion"), "")
@@ -84,7 +84,7 @@ def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str
 
     system = _system(record, dataset)
     if messages[0]["role"] != "system":
-        system = system or system_prompt
+        system = system or dataset.system_prompt or system_prompt
         messages = [{"role": "system", "content": system}, *messages] if system else messages
     elif system and system != messages[0]["content"]:
         raise NotARow(
@@ -156,7 +156,7 @@ def _tools(record: Mapping[str, Any], dataset: Dataset) -> list[Any] | None:
 
 
 def _system(record: Mapping[str, Any], dataset: Dataset) -> str:
-    return _optional(record, dataset.system_field, "the system prompt") or dataset.system_prompt
+    return _optional(record, dataset.system_field, "the system prompt")
 
 
 def _optional(record: Mapping[str, Any], field: str, what: str) -> str:

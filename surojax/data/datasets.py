@@ -20,6 +20,21 @@ from surojax.errors import ConfigError
 
 TYPES = ("auto", "text", "instruction", "conversation")
 MESSAGES = ("messages", "conversations")  # fields of a conversation, unless a dataset says another
+# The types of rows that read a setting; the others read every row.
+USES = {
+    "text_field": ("text",),
+    "prompt_field": ("instruction",),
+    "completion_field": ("instruction",),
+    "instruction_field": ("instruction",),
+    "input_field": ("instruction",),
+    "output_field": ("instruction",),
+    "messages_field": ("conversation",),
+    "role_field": ("conversation",),
+    "content_field": ("conversation",),
+    "tools_field": ("conversation",),
+    "system_field": ("instruction", "conversation"),
+    "system_prompt": ("instruction", "conversation"),
+}
 # Names of settings in Axolotl's configs and in those of Surogate, where ours is another.
 OTHER_NAMES = {
     "field": "text_field",
@@ -101,7 +116,22 @@ def parse(entry: Mapping[str, Any]) -> Dataset:
     settings["path"] = tuple(paths)
     for name, value in settings.items():
         settings[name] = _checked(name, value)
-    return Dataset(**settings)
+    dataset = Dataset(**settings)
+    if dataset.type != "auto":
+        _check_uses(dataset, "datasets")
+    return dataset
+
+
+def _check_uses(dataset: Dataset, where: str) -> None:
+    """Raises ConfigError if a setting differs from its default that rows of the dataset's type do not read."""
+    for field in dataclasses.fields(Dataset):
+        value = getattr(dataset, field.name)
+        types = USES.get(field.name)
+        if types and dataset.type not in types and value != field.default:
+            raise ConfigError(
+                f"{where}: {field.name}: expected rows of type {' or '.join(types)}, which read it, got {value!r} for "
+                f"rows of type {dataset.type}; correct the type or remove the setting"
+            )
 
 
 def _settings_of(name: str, value: Any) -> list[tuple[str, Any]]:
@@ -153,7 +183,9 @@ def resolve(dataset: Dataset) -> Dataset:
     bad = None
     for row in read(dataset):
         if isinstance(row, Row):
-            return dataclasses.replace(dataset, type=_type_of(row, dataset))
+            resolved = dataclasses.replace(dataset, type=_type_of(row, dataset))
+            _check_uses(resolved, row.where)
+            return resolved
         bad = bad or row
     assert bad is not None, "read raises if there is no row"
     raise ConfigError(f"{bad.where}: {bad.reason}")

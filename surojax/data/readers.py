@@ -8,6 +8,7 @@ import csv
 import importlib
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,15 +150,19 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
 
 _READERS = {".csv": _read_csv, ".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 SUFFIXES = (*_READERS, ".txt")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def read_hub(name: str, subset: str, split: str) -> Iterator[Row]:
     """Yields the rows of a split of a set that the `datasets` library finds, on the hub or in its cache.
 
-    Raises ConfigError, which says where it looked, if that library is not installed or finds nothing.
+    Raises ConfigError, which says where it looked, if `name` is a path, or that library is not installed or finds
+    nothing.
     """
-    expected = f"{name}: expected a file, folder or glob, or a set that the datasets library finds"
     nothing = f"got nothing of that name in {Path.cwd()}"
+    if not _HUB_NAME.fullmatch(name) or name.lower().endswith(SUFFIXES):
+        raise ConfigError(f"{name}: expected a file, a folder or a glob that matches, {nothing}; correct the path")
+    expected = f"{name}: expected a file, folder or glob, or a set that the datasets library finds"
     try:
         library = importlib.import_module("datasets")  # not among surojax's dependencies
     except ImportError:

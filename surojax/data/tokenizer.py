@@ -11,7 +11,6 @@ spells a special token ("<|endoftext|>") as that token, as its authors meant.
 """
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -96,8 +95,8 @@ class Tokenizer(Protocol):
         """Encodes every text, in order; in parallel if the tokenizer can."""
         ...
 
-    def sections(self, text: str) -> list[str]:
-        """Splits `text` where tokens cannot cross: the sections' ids, one after the other, are those of `text`."""
+    def section_starts(self, text: str) -> list[int]:
+        """Offsets at which `text` can be cut into parts whose ids, one after the other, are those of `text`."""
         ...
 
     def token_text(self, token: int) -> str:
@@ -133,9 +132,9 @@ class ByteTokenizer:
         """Encodes every text, in order."""
         return [self.encode(text) for text in texts]
 
-    def sections(self, text: str) -> list[str]:
-        """Returns `text` in one piece."""
-        return [text]
+    def section_starts(self, text: str) -> list[int]:
+        """Returns no offsets: a text costs nothing to encode."""
+        return []
 
     def token_text(self, token: int) -> str:
         """The character of an ASCII byte, "\\x.." of another byte, "<end>" of the end of a document."""
@@ -212,7 +211,7 @@ class HuggingFaceTokenizer:
         # Text on the two sides of such a token is encoded separately. A token with `lstrip` takes spaces from its left.
         separate = [t.content for t in added.values() if not (t.lstrip or t.single_word or t.normalized)]
         longest_first = sorted(separate, key=len, reverse=True)
-        self._section_start = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`, int32 [tokens], without special tokens added."""
@@ -223,10 +222,9 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
-    def sections(self, text: str) -> list[str]:
-        """Splits `text` before each special token: the sections' ids, one after the other, are those of `text`."""
-        starts = [0, *(match.start() for match in self._section_start.finditer(text)), len(text)]
-        return [text[start:stop] for start, stop in itertools.pairwise(starts) if start < stop]
+    def section_starts(self, text: str) -> list[int]:
+        """Offsets of the special tokens in `text`, on whose two sides it is encoded separately."""
+        return [match.start() for match in self._special.finditer(text)]
 
     def token_text(self, token: int) -> str:
         """Text of one token, special ones included; a part of a character as the tokenizer writes it."""

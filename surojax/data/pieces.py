@@ -1,0 +1,94 @@
+"""From messages to pieces of text, each trained or not.
+
+Where an answer begins and ends follows from rendering the conversation up to it, without and with it: it begins where
+the chat template's generation prompt ends. Some templates write an answer differently once the conversation goes on
+(they leave out its thinking): such an answer is part of the later prompts, and not trained.
+"""
+
+from typing import NamedTuple
+
+from surojax.data.conversations import Conversation, Pair
+from surojax.data.rows import NotARow
+from surojax.data.templates import Message, Template
+
+
+class Piece(NamedTuple):
+    """A part of a document's text. trained: whether the loss counts its tokens."""
+
+    text: str
+    trained: bool
+
+
+def plain_pieces(pair: Pair, train_on: str) -> tuple[Piece, ...]:
+    """Returns a prompt and its completion as pieces, for a tokenizer without a chat template."""
+    system = f"{pair.system}\n\n" if pair.system else ""
+    return Piece(system + pair.prompt + pair.seam, train_on == "all"), Piece(pair.completion, True)
+
+
+def conversation_pieces(conversation: Conversation, template: Template, train_on: str) -> tuple[Piece, ...]:
+    """Returns the rendered conversation as pieces; the answers that `train_on` asks for, or all pieces, are trained.
+
+    What follows the last answer is left out, unless everything is trained. Raises NotARow if there is no answer, the
+    template refuses the conversation or leaves out a message, or its generation prompt does not begin an answer.
+    """
+    messages, tools = conversation
+    everything = train_on == "all"
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not everything:
+        if not answers:
+            raise NotARow("expected a message of the assistant to train on, got none; remove the row")
+        messages = messages[: answers[-1] + 1]
+    whole = template.render(messages, tools)
+    _check_shown(messages, whole, template)
+
+    pieces = []
+    done = 0
+    for i in answers[-1:] if train_on == "last" else answers:
+        after = whole if i == len(messages) - 1 else template.render(messages[: i + 1], tools)
+        if not whole.startswith(after):
+            after = after.removesuffix(template.eos)  # some templates end the last message with it, whoever speaks
+        if not whole.startswith(after):
+            continue
+        before = template.render(messages[:i], tools, add_generation_prompt=True)
+        if not after.startswith(before) or len(before) < done:
+            if everything:
+                continue
+            same = next((k for k, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+            raise NotARow(
+                f"expected an answer to begin with the generation prompt of {template.source}, got "
+                f"{after[same : same + 30]!r} in place of {before[same : same + 30]!r}; choose another chat_template"
+            )
+        pieces += [Piece(whole[done : len(before)], everything), Piece(whole[len(before) : len(after)], True)]
+        done = len(after)
+    pieces.append(Piece(whole[done:], everything))
+    filled = tuple(piece for piece in pieces if piece.text)
+    if not any(piece.trained for piece in filled):
+        raise NotARow(
+            f"expected {template.source} to show the answer, got a text without it; choose another chat_template"
+        )
+    return filled
+
+
+def _check_shown(messages: list[Message], whole: str, template: Template) -> None:
+    """Raises NotARow if the template leaves out what a user or the system prompt says."""
+    for message in messages:
+        if message["role"] in ("system", "user") and message["content"].strip() not in whole:
+            raise NotARow(
+                f"expected {template.source} to show every message, got a text without that of the {message['role']}, "
+                f"{message['content'].strip()[:30]!r}; choose another chat_template"
+            )
+
+
+def note(template: Template, train_on: str) -> str:
+    """Returns one line if the template rewrites earlier answers, so that they are not trained; else ""."""
+    if train_on != "assistant":
+        return ""
+    for answer, which in (("b", "earlier answers"), ("<think>a</think>b", "earlier answers with <think>")):
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        try:
+            pieces = conversation_pieces(Conversation(turns * 2, None), template, train_on)
+        except NotARow:
+            return ""
+        if sum(piece.trained for piece in pieces) < 2:
+            return f"{template.source} rewrites {which} once a conversation goes on: only the last one is trained"
+    return ""

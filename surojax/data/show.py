@@ -1,0 +1,45 @@
+"""Batches for people to read: each token with its document, and with the label that the loss asks for there.
+
+Legend: S sequence.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from surojax.data.tokenizer import Tokenizer
+
+_GREEN = "\x1b[32m"
+_DIM = "\x1b[2m"
+_PLAIN = "\x1b[0m"
+
+
+def table(
+    inputs: np.ndarray, labels: np.ndarray, starts: np.ndarray | None, tokenizer: Tokenizer, color: bool
+) -> Iterator[str]:
+    """Yields the lines of a table, for each row a heading and a line per token, as the model will see them.
+
+    inputs, labels: integers [..., S], a label below 0 is ignored. starts: integers [..., S], the index at which the
+    document of each token begins; None: each row is one document. color: green where the loss counts, dim elsewhere.
+    """
+    length = inputs.shape[-1]
+    starts = np.zeros_like(inputs) if starts is None else starts
+    rows = zip(inputs.reshape(-1, length), labels.reshape(-1, length), starts.reshape(-1, length), strict=True)
+    for number, (inputs_S, labels_S, starts_S) in enumerate(rows):
+        documents_S = np.cumsum(np.append(0, np.diff(starts_S) != 0))
+        trained = np.count_nonzero(labels_S >= 0)
+        yield f"row {number}: {documents_S[-1] + 1} documents, {trained} of {length} tokens have a label"
+        yield f"{'position':>8} {'document':>8} {'token':>7} {'text':<20} label"
+        for index in range(length):
+            label = int(labels_S[index])
+            line = (
+                f"{index - starts_S[index]:>8} {documents_S[index]:>8} {inputs_S[index]:>7} "
+                f"{_escaped(inputs_S[index], tokenizer):<20} "
+                + (f"{label} {_escaped(label, tokenizer)}" if label >= 0 else "ignored")
+            )
+            yield f"{_GREEN if label >= 0 else _DIM}{line}{_PLAIN}" if color else line
+
+
+def _escaped(token: int, tokenizer: Tokenizer) -> str:
+    """Returns a token's text in quotes, with escapes for what a terminal would not show as it is."""
+    return repr(tokenizer.token_text(int(token)))

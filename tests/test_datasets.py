@@ -1,0 +1,309 @@
+"""Rows from files of every format, and one line for everything that can be wrong with an entry, a file or a row."""
+
+import json
+import sys
+import types
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from surojax.data.datasets import Dataset, parse, read, resolve
+from surojax.data.rows import BadRow, Row
+from surojax.errors import ConfigError
+
+TEXTS = ['one, "two"', "zwei\nlines ü 🎈", "x" * 200_000]
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content, encoding="utf-8")
+    return path
+
+
+def rows(path, **settings):
+    return list(read(parse({"path": str(path)} | settings)))
+
+
+def error_of(function, *arguments, **keywords) -> str:
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments, **keywords)
+    message = str(caught.value)
+    assert "\n" not in message and "expected" in message and "got" in message and ";" in message
+    return message
+
+
+def reason_of(row) -> str:
+    assert isinstance(row, BadRow)
+    assert row.reason.startswith("expected ") and ", got " in row.reason and ";" in row.reason
+    assert "\n" not in row.reason
+    return row.reason
+
+
+# -- Formats ----------------------------------------------------------------------------------------------------------
+
+
+def save_jsonl(path):
+    write(path, "".join(json.dumps({"id": i, "text": text}) + "\n\n" for i, text in enumerate(TEXTS)))
+    return [f"{path}:{line}" for line in (1, 3, 5)]
+
+
+def save_json_list(path):
+    write(path, "\n " + json.dumps([{"id": i, "text": text} for i, text in enumerate(TEXTS)], indent=1))
+    return [f"{path}, row {row}" for row in (1, 2, 3)]
+
+
+def save_parquet(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pyarrow.table({"id": [0, 1, 2], "text": TEXTS})
+    pyarrow.parquet.write_table(table, path, row_group_size=2)
+    return [f"{path}, row {row}" for row in (1, 2, 3)]
+
+
+def save_csv(path):
+    quoted = ['"' + text.replace('"', '""') + '"' for text in TEXTS]
+    write(path, "\ufeffid,text\r\n" + "\r\n".join(f"{i},{text}" for i, text in enumerate(quoted)))
+    return [f"{path}:{line}" for line in (2, 3, 5)]  # the second text has two lines
+
+
+@pytest.mark.parametrize(
+    "name, save",
+    [
+        ("a.jsonl", save_jsonl),
+        ("lines.json", save_jsonl),
+        ("list.json", save_json_list),
+        ("a.parquet", save_parquet),
+        ("a.CSV", save_csv),
+    ],
+)
+def test_every_format_gives_the_same_rows(tmp_path, name, save):
+    where = save(tmp_path / name)
+    found = rows(tmp_path / name)
+    assert [row.record["text"] for row in found] == TEXTS
+    assert [int(row.record["id"]) for row in found] == [0, 1, 2]
+    assert [row.where for row in found] == where
+    assert len(rows(tmp_path / name, samples=2)) == 2
+
+
+def test_a_text_file_is_one_row(tmp_path):
+    path = write(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\n\r\ntwo \xc3\xbc")
+    assert rows(path, text_field="body") == [Row({"body": "one\r\n\r\ntwo ü"}, str(path))]
+
+
+def test_folders_globs_and_lists(tmp_path, monkeypatch):
+    for name in ("b/2.txt", "b/deep/3.txt", "a/1.txt", ".hidden/4.txt", "b/.5.txt", "b/readme.md"):
+        write(tmp_path / name, name)
+    names = lambda found: [row.record["text"] for row in found]
+    assert names(rows(tmp_path)) == ["a/1.txt", "b/2.txt", "b/deep/3.txt"]
+    assert names(rows(tmp_path / "*" / "*.txt")) == ["a/1.txt", "b/2.txt"]
+    both = [str(tmp_path / "b"), str(tmp_path / "a/1.txt"), str(tmp_path / "**/*.txt")]
+    assert names(read(parse({"path": both}))) == ["b/2.txt", "b/deep/3.txt", "a/1.txt"]  # none of them twice
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert names(rows("~/a")) == ["a/1.txt"]
+
+
+def test_parquet_is_read_in_batches(tmp_path, monkeypatch):
+    """The records in memory are those of one batch: the second row is there while the file's end is still unread."""
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 1000}), path, row_group_size=100)
+    made = []
+
+    class Batches(pyarrow.parquet.ParquetFile):
+        def iter_batches(self, **options):
+            for batch in super().iter_batches(**options):
+                made.append(batch.num_rows)
+                yield batch
+
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", Batches)
+    reader = read(parse({"path": str(path)}))
+    assert next(reader).record == {"text": "a"} and sum(made) <= 256
+    assert len(list(reader)) == 999 and sum(made) == 1000
+
+
+# -- Sets of the hub --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A stand-in for the `datasets` library, which is not installed: it knows one set."""
+    asked = []
+
+    def load_dataset(name, subset, *, split):
+        asked.append((name, subset, split))
+        if name != "known/set":
+            raise FileNotFoundError(f"no set\n{name}")
+        return [{"text": "one"}, {"text": "two"}]
+
+    config = types.SimpleNamespace(HF_DATASETS_CACHE="/the/cache")
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, config=config))
+    return asked
+
+
+def test_a_name_that_is_no_path_is_a_set_of_the_library(library):
+    found = rows("known/set", split="train[:2]", subset="en")
+    assert found[1] == Row({"text": "two"}, "known/set (train[:2]), row 2")
+    rows("known/set")
+    assert library == [("known/set", "en", "train[:2]"), ("known/set", None, "train")]
+    message = error_of(rows, "unknown/set")
+    assert "unknown/set" in message and "/the/cache" in message and "no set unknown/set" in message
+
+
+def test_a_path_that_does_not_exist_is_no_set(tmp_path, library):
+    names = (tmp_path / "nowhere", "nowhere/*.txt", "./some/set", "~/set", "data/train.jsonl", "a/b/c", "train.parquet")
+    for name in names:
+        message = error_of(rows, name)
+        assert f"{name}: expected a file, a folder or a glob that matches" in message and "library" not in message
+    assert library == []
+
+
+def test_without_the_library_the_error_says_where_it_looked(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    message = error_of(rows, "some/set")
+    assert str(tmp_path) in message and "some/set" in message and "pip install datasets" in message
+
+
+# -- Entries ----------------------------------------------------------------------------------------------------------
+
+
+def test_entries():
+    assert parse({"path": "a.txt"}) == Dataset(("a.txt",))
+    entry = {"path": ["a", "b"], "type": "text", "samples": 3, "weight": 2, "text_field": "body"}
+    assert parse(entry) == Dataset(("a", "b"), type="text", samples=3, weight=2, text_field="body")
+
+
+def test_names_of_other_programs():
+    axolotl = {"path": "a", "type": "conversation", "field_messages": "turns", "field_tools": "t", "field_system": "s"}
+    axolotl |= {"message_property_mappings": {"role": "from", "content": "value"}, "name": "en"}
+    expected = Dataset(("a",), type="conversation", messages_field="turns", tools_field="t", system_field="s")
+    assert parse(axolotl) == Dataset(**vars(expected) | dict(role_field="from", content_field="value", subset="en"))
+    assert parse({"path": "a", "field": "body"}).text_field == "body"
+    assert parse({"path": "a", "system_prompt_field": "s", "field_output": "o"}).output_field == "o"
+
+
+ENTRY_ERRORS = [
+    ({"path": "a", "typ": "text"}, "'typ'; did you mean type?"),
+    ({"path": "a", "zzz": 1}, "'zzz'; remove it"),
+    ({}, "path: expected a file"),
+    ({"path": []}, "path: expected a file"),
+    ({"path": ["a", ""]}, "path: expected a file"),
+    ({"path": 5}, "path: expected a file"),
+    ({"path": "a", "type": "chat"}, "type: expected one of auto, text, instruction, conversation, got 'chat'"),
+    ({"path": "a", "samples": -1}, "samples: expected a number of rows"),
+    ({"path": "a", "samples": True}, "samples: expected a number of rows"),
+    ({"path": "a", "samples": 1.5}, "samples: expected a number of rows"),
+    ({"path": "a", "weight": 0}, "weight: expected a number above 0"),
+    ({"path": "a", "weight": float("inf")}, "weight: expected a number above 0"),
+    ({"path": "a", "weight": float("nan")}, "weight: expected a number above 0"),
+    ({"path": "a", "split": None}, "split: expected a string, got None"),
+    ({"path": "a", "text_field": ["a"]}, "text_field: expected a string"),
+    ({"path": "a", "field": "a", "text_field": "b"}, "text_field: expected one value, got two"),
+    ({"path": "a", "message_property_mappings": {"roles": "r"}}, "expected names for role and content"),
+    ({"path": "a", "message_property_mappings": "role"}, "expected names for role and content"),
+    ({"path": "a", "type": "text", "messages_field": "m"}, "messages_field: expected rows of type conversation"),
+    ({"path": "a", "type": "text", "system_prompt": "m"}, "expected rows of type instruction or conversation"),
+    ("a.txt", "write dict(path='a.txt')"),
+]
+
+
+@pytest.mark.parametrize("entry, said", ENTRY_ERRORS, ids=map(str, range(len(ENTRY_ERRORS))))
+def test_errors_of_entries(entry, said):
+    assert said in error_of(parse, entry)
+
+
+# -- The type of a dataset --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "record, expected",
+    [
+        ({"text": "a"}, "text"),
+        ({"text": "a", "messages": []}, "conversation"),
+        ({"conversations": [], "id": 1}, "conversation"),
+        ({"prompt": "a", "completion": "b", "text": "c"}, "instruction"),
+        ({"instruction": "a", "input": "", "output": "b", "text": "c"}, "instruction"),
+    ],
+)
+def test_the_first_row_decides_the_type(tmp_path, record, expected):
+    path = write(tmp_path / "a.jsonl", "{broken\n" + json.dumps(record) + "\n" + json.dumps({"text": "a"}))
+    assert resolve(parse({"path": str(path)})).type == expected
+    assert resolve(parse({"path": str(path), "type": "text"})).type == "text"
+
+
+def test_a_type_that_cannot_be_decided(tmp_path):
+    path = write(tmp_path / "a.jsonl", "{broken\n" + json.dumps({"prompt": "a", "body": "b"}))
+    message = error_of(resolve, parse({"path": str(path)}))
+    assert f"{path}:2: expected a field messages or conversations" in message and "got 'prompt', 'body'" in message
+    assert "prompt and completion" in message and "set the dataset's type" in message
+    assert resolve(parse({"path": str(path), "completion_field": "body"})).type == "instruction"
+    only_text = write(tmp_path / "b.jsonl", json.dumps({"text": "a"}))
+    message = error_of(resolve, parse({"path": str(only_text), "messages_field": "turns"}))
+    assert f"{only_text}:1: messages_field: expected rows of type conversation" in message and "type text" in message
+    assert "a line that is no JSON" in error_of(resolve, parse({"path": str(write(tmp_path / "c.jsonl", "{"))}))
+
+
+# -- Bad files and rows -----------------------------------------------------------------------------------------------
+
+
+def test_bad_lines_do_not_end_the_file(tmp_path):
+    lines = [b'{"text": "fine"}', b'{"text": ', b"[1]", b"  ", b'{"text": "\xe9"}', b"[" * 100_000, b'{"text": "end"}']
+    path = write(tmp_path / "a.jsonl", b"\n".join(lines))
+    found = rows(path)
+    assert [row.where for row in found] == [f"{path}:{line}" for line in (1, 2, 3, 5, 6, 7)]
+    assert found[0].record == {"text": "fine"} and found[5].record == {"text": "end"}
+    assert "a line that is no JSON" in reason_of(found[1]) and "got a list" in reason_of(found[2])
+    assert "expected UTF-8 text, got the byte 0xe9 at byte offset 44" in reason_of(found[3])
+    assert "a line that is no JSON" in reason_of(found[4])
+
+
+def test_bad_items_of_a_list(tmp_path):
+    path = write(tmp_path / "a.json", '[{"text": "a"}, 5]')
+    assert "got a int" in reason_of(rows(path)[1]) and rows(path)[1].where == f"{path}, row 2"
+    for content in ('[{"text": "a"}, ', b'[{"text": "\xff"}]', "[" * 100_000):
+        message = error_of(rows, write(path, content))
+        assert str(path) in message and "expected a JSON list of objects" in message
+
+
+def test_bad_text_files(tmp_path):
+    blank = write(tmp_path / "a.txt", " \n\t\n")
+    latin = write(tmp_path / "b.txt", b"one\nzwei \xfc")
+    found = rows(tmp_path)
+    assert found[0].where == str(blank) and "got an empty file" in reason_of(found[0])
+    assert found[1].where == f"{latin}:2" and "0xfc at byte offset 9" in reason_of(found[1])
+
+
+def test_bad_csv_rows(tmp_path):
+    path = write(tmp_path / "a.csv", b'a,b\n1,2\n\n1,2,3\n"x"y,2\n\xff,2\n5,6\n"never closed,1\n')
+    found = rows(path)
+    assert [row.where for row in found] == [f"{path}:{line}" for line in (2, 4, 5, 6, 7, 8)]
+    assert found[0].record == {"a": "1", "b": "2"} and found[4].record == {"a": "5", "b": "6"}
+    assert "expected 2 cells as in the header, got 3" in reason_of(found[1])
+    assert "expected comma-separated cells" in reason_of(found[2])
+    assert "expected UTF-8 text in 'a'" in reason_of(found[3])
+    assert "expected comma-separated cells" in reason_of(found[5])
+    assert "a header with different names, got a, a" in error_of(rows, write(path, "a,a\n1,2\n"))
+
+
+def test_a_damaged_parquet_file(tmp_path):
+    path = tmp_path / "a.parquet"
+    save_parquet(path)
+    content = path.read_bytes()
+    for broken in (content[: len(content) // 2], b"", b"not parquet"):
+        message = error_of(rows, write(path, broken))
+        assert str(path) in message and "expected a Parquet file" in message
+
+
+def test_errors_of_files(tmp_path):
+    assert "got none" in error_of(rows, write(tmp_path / "a.jsonl", "\n\n"))
+    assert "got none" in error_of(rows, write(tmp_path / "a.csv", "a,b\n"))
+    assert "'.md'" in error_of(rows, write(tmp_path / "a.md", "text"))
+    (tmp_path / "empty").mkdir()
+    assert "expected a folder with .csv or .json" in error_of(rows, tmp_path / "empty")
+    (tmp_path / "folder.txt").mkdir()
+    assert "got none" in error_of(rows, tmp_path / "folder.txt")
+    path = write(tmp_path / "a.txt", "text")
+    assert "expected no split and subset" in error_of(rows, path, split="train")
+    assert "expected no split and subset" in error_of(rows, path, subset="en")
