@@ -128,8 +128,9 @@ def forward(
     """`Rotated(q, k, absmax_q, absmax_k)`: q and k rotated by the angles of their positions; inverse: rotated back.
 
     q `[..., S, H, h]` and k `[..., S, K, h]` in bfloat16, float16 or float32, h even; cos and sin float32 `[S, h / 2]`,
-    or `[..., S, h / 2]` if rows have angles of their own, as several documents in a row do. It has no derivative; `rope` has one. Raises ValueError for other shapes and dtypes, and dispatch.Unserved if
-    implementation="mosaic" and the kernel does not support the shape.
+    or `[..., S, h / 2]` if rows have angles of their own, as several documents in a row do. It has no derivative;
+    `rope` has one. Raises ValueError for other shapes and dtypes, and dispatch.Unserved if implementation="mosaic" and
+    the kernel does not support the shape.
     """
     _check("rope", q, k, cos, sin)
     if cos.ndim > 2:  # one long row

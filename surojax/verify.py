@@ -112,6 +112,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("recompute_parts", SAVED | PARTS, expect="saved"),
     Setting("lmhead_chunks", {"lmhead_chunks": 8}, expect="order"),
     Setting("gradient_accumulation_steps", {}, expect="order", split=2),
+    Setting("sample_packing", {"sample_packing": True}, expect="order"),
     # Host memory
     *(Setting(name, {name: True}) for name in OFFLOADS),
     Setting("offload_all", ALL),
@@ -164,6 +165,7 @@ NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings o
 RESET = (  # fields that have their defaults in every row that does not change them
     *(name for name in placement.SETTINGS if name not in NUMBERS),
     *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
+    "sample_packing",
 )
 
 
@@ -303,8 +305,8 @@ def chosen(table: dict[str, Setting], only: Sequence[str] | None) -> list[Settin
     return [s for name, s in table.items() if name in wanted]
 
 
-def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
-    """Returns ([(inputs, labels) of each step, int32 `[B, S]`], number of microbatches), used by every row.
+def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.ndarray, ...]], int]:
+    """Returns ([(inputs, labels, starts) of each step, int32 `[B, S]`], number of microbatches), used by every row.
 
     B is the config's sequences per step, rounded up so that each microbatch divides evenly over 8 devices, over the
     config's own number of devices, and on one device into two.
@@ -319,7 +321,8 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.nda
     def batch():
         # Some tokens are frequent. The model learns their frequencies in the first steps, so every update shows.
         inputs = (c.model.vocab_size * rng.random(shape) ** 3).astype(np.int32)
-        return inputs, np.where(rng.random(shape) < 0.05, np.int32(-1), np.roll(inputs, -1, axis=-1))
+        labels = np.where(rng.random(shape) < 0.05, np.int32(-1), np.roll(inputs, -1, axis=-1))
+        return inputs, labels, np.zeros_like(inputs)  # each row is one document
 
     return [batch() for _ in range(steps)], microbatches
 
@@ -357,13 +360,14 @@ def trained(c: Config, s: Setting, batches: list, microbatches: int, devices: Se
         sharding = batch_sharding(mesh)
         shape = (microbatches, sequences // microbatches, c.sequence_len)
         tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-        step = run.train_step().lower(run.plan, tokens, tokens).compile(run.compiler_options(devices[0].platform))
+        arrays = [tokens for _ in run.engine.batch_arrays]
+        step = run.train_step().lower(run.plan, *arrays).compile(run.compiler_options(devices[0].platform))
         state = run.init_state(c.seed)
         curve = []
         for batch in batches:
             # One step at a time: programs with collectives in flight can block each other on virtual CPU devices.
-            inputs, labels = jax.block_until_ready(jax.device_put([x.reshape(shape) for x in batch], sharding))
-            state, metrics = jax.block_until_ready(step(state, inputs, labels))
+            arrays = jax.block_until_ready(jax.device_put([x.reshape(shape) for x in batch[: len(arrays)]], sharding))
+            state, metrics = jax.block_until_ready(step(state, *arrays))
             curve.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         return curve
 

@@ -99,6 +99,7 @@ class Small:
         recompute_block: bool = True,
         lmhead_chunks: int = 1,
         z_loss: float = 0.0,
+        packed: bool = False,
         seed: int = 0,
         m_dtype: str = "float32",
         optimizer=optim.adamw,
@@ -115,6 +116,7 @@ class Small:
             recompute_block=recompute_block,
             lmhead_chunks=lmhead_chunks,
             z_loss=z_loss,
+            packed=packed,
         )
         self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer
         self.step = self.run.train_step()
@@ -184,11 +186,13 @@ def new_moments(optimizer: optim.Optimizer, arrays: dict) -> dict:
 
 
 def plain_loss(config: LlamaConfig):
-    """(params, inputs `[..., S]`, labels) -> mean loss of the plain model: what the engine must equal."""
+    """(params, inputs `[..., S]`, labels, starts) -> mean loss of the plain model: what the engine must equal."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
 
-    def loss(params, inputs, labels):
-        logits = nnx.merge(graph, params)(inputs.reshape(-1, inputs.shape[-1]))
+    def loss(params, inputs, labels, starts=None):
+        rows = (-1, inputs.shape[-1])
+        starts = None if starts is None else starts.reshape(rows)
+        logits = nnx.merge(graph, params)(inputs.reshape(rows), starts)
         return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)) / (labels >= 0).sum()
 
     return loss

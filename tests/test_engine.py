@@ -37,9 +37,9 @@ def engine_gradients(small: Small, batch):
     token_spec = batch_sharding(small.mesh).spec
     out = (jax.P(), specs(small.engine.layouts.master), jax.P())
     f = jax.shard_map(
-        lambda w, i, l: loss_and_gradients(small.engine, w, i, l)[:3],
+        lambda w, *batch: loss_and_gradients(small.engine, w, *batch)[:3],
         mesh=small.mesh,
-        in_specs=(spec, token_spec, token_spec),
+        in_specs=(spec, *(token_spec for _ in batch)),
         out_specs=out,
     )
     loss, grads, norm = jax.jit(f)(small.state.weights, *small.put(batch))

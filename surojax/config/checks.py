@@ -23,7 +23,7 @@ from surojax.config.fields import (
     warmup_steps,
 )
 from surojax.errors import ConfigError
-from surojax.models.attention import IMPLEMENTATIONS
+from surojax.models.attention import IMPLEMENTATIONS, fits_mosaic
 from surojax.models.families import FAMILIES
 from surojax.models.operations import ROPE_USES
 from surojax.numerics.blockscaled import WIDTHS
@@ -216,6 +216,12 @@ def _check_model(c: Config) -> None:
         change = "set attention='xla', or change it"
         _need(c.model_dtype == "bfloat16", "model_dtype", "bfloat16 with attention='cudnn'", c.model_dtype, change)
         _need(h % 8 == 0 and h <= 256, "model.head_dim", "a multiple of 8 up to 256 with cudnn", h, change)
+        expected = "'auto', 'mosaic' or 'xla' with sample_packing"
+        _need(not c.sample_packing, "attention", expected, c.attention, "cuDNN does not separate documents")
+    if c.attention == "mosaic":
+        expected = "bfloat16 heads of a multiple of 16 up to 128 channels with attention='mosaic'"
+        change = "use attention='auto'"
+        _need(fits_mosaic(c.model_dtype, h), "model.head_dim", expected, f"{c.model_dtype} of {h}", change)
     _check_window(m.sliding_window, m.sliding_window_pattern, m.num_hidden_layers)
     kind = m.rope_scaling
     defaults = default_config().model

@@ -88,7 +88,7 @@ def default_config() -> Config:
     c.accum_dtype = "float32"  # gradient accumulators
     c.opt_m_dtype = "float32"  # first moments (adamw8bit: only those of vectors) and the momentum of normuon
     c.opt_v_dtype = "float32"  # second moments (adamw8bit: only those of vectors; normuon: only those of adamw)
-    c.attention = "auto"  # "auto", "xla", or "cudnn" (flash attention, NVIDIA, 16-bit)
+    c.attention = "auto"  # "auto", "xla", or flash attention (NVIDIA, 16-bit): "cudnn", or "mosaic" for sample_packing
     c.kernels = "xla"  # between products: "xla" = XLA's fusions, "mosaic" = our kernels (NVIDIA), "auto" = ours on GPUs
 
     # Recipe: the blocks' matrix products

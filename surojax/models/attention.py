@@ -6,12 +6,31 @@ Shape suffixes: B batch, S query positions, T key positions, H query heads, K ke
 import jax
 import jax.numpy as jnp
 
-IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+from pallas_kernels import attention as kernel, dispatch
+
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "mosaic")
 
 
 def fits_cudnn(dtype, head_dim: int) -> bool:
     """True if cuDNN's flash attention supports heads of this dtype and size on NVIDIA GPUs of sm_80 and newer."""
     return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128
+
+
+def fits_mosaic(dtype, head_dim: int) -> bool:
+    """True if our flash attention supports heads of this dtype and size on NVIDIA GPUs of sm_80 and newer."""
+    return kernel.fits(dtype, head_dim)
+
+
+def chosen(implementation: str, dtype, head_dim: int, *, gpu: bool, packed: bool) -> str:
+    """The meaning of "auto" for heads of this dtype and size: the flash attention of a GPU if it takes them, else xla.
+
+    packed: a row has several documents, which cuDNN separates by an S x S bias only.
+    """
+    if implementation != "auto":
+        return implementation
+    if packed:
+        return "mosaic" if gpu and fits_mosaic(dtype, head_dim) else "xla"
+    return "cudnn" if gpu and fits_cudnn(dtype, head_dim) else "xla"
 
 
 def attend(
@@ -28,26 +47,32 @@ def attend(
 
     start: position of the first query if the keys are a cache of T positions; None: queries and keys have the same
     positions. starts: int32 `[B, S]`, for each token the index in its row at which its document starts, if a row has
-    several: a query attends to its own document only. window: number of positions that a query attends to, its own and those before it (Beltagy et al. 2020);
-    0: its own and all before it.
+    several: a query attends to its own document only. window: number of positions that a query attends to, its own and
+    those before it (Beltagy et al. 2020); 0: its own and all before it.
     implementation: "xla" runs on every backend and has the attention scores in memory. "cudnn" is flash attention on
-    NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "auto" is cudnn if the default backend is a GPU, the heads
-    fit (`fits_cudnn`) and `start` is None; else xla.
-    Raises ValueError for another name, and NotImplementedError if cudnn does not support the dtype.
+    NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "mosaic" is flash attention within documents, on the same
+    GPUs (pallas_kernels/attention.py). "auto" is what `chosen` says for the default backend; xla if `start` is given.
+    Raises ValueError for another name, and NotImplementedError if cudnn does not support the dtype or gets documents.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
     half = q_BSHh.dtype in (jnp.bfloat16, jnp.float16)
-    flash = start is None and fits_cudnn(q_BSHh.dtype, q_BSHh.shape[-1])
     if implementation == "auto":
-        implementation = "cudnn" if jax.default_backend() == "gpu" and flash else "xla"
+        packed = starts is not None
+        gpu = start is None and _on_gpu(packed)
+        implementation = chosen("auto", q_BSHh.dtype, q_BSHh.shape[-1], gpu=gpu, packed=packed)
     if implementation == "cudnn" and not half:
         raise NotImplementedError(
             f"cudnn attention: expected bfloat16 or float16, got {q_BSHh.dtype}; "
             "use model_dtype='bfloat16' or attention='xla'"
         )
-    # With XLA, the mask of a window is made from positions inside `library`. JAX's own mask would be saved as a
-    # residual of each layer that has a window.
+    if implementation == "cudnn" and starts is not None:
+        raise NotImplementedError(f"cudnn attention: expected one document in a row, got several; {USE_AUTO}")
+    if implementation == "mosaic":
+        starts = jnp.zeros(q_BSHh.shape[:2], jnp.int32) if starts is None else starts
+        return kernel.attention(q_BSHh, k_BTKh, v_BTKh, starts, window=window, implementation="mosaic")
+    # With XLA, the mask of a window or of documents is made from positions inside `library`. JAX's own mask would be
+    # saved as a residual of each layer that has a window.
     masked = start is not None or starts is not None or (window > 0 and implementation == "xla")
 
     def library(q, k, v, starts):
@@ -55,8 +80,7 @@ def attend(
             mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None]
             if starts is not None:
                 mask = mask & same_document(starts)
-            mask = mask[:, None]
-            return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+            return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation=implementation)
         local = (window - 1, 0) if window else None
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=True, local_window_size=local, implementation=implementation
@@ -66,6 +90,14 @@ def attend(
         # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster.
         library = jax.checkpoint(library, prevent_cse=False)
     return library(q_BSHh, k_BTKh, v_BTKh, starts)
+
+
+USE_AUTO = "use attention='auto', or 'xla', which has S x S scores in memory"
+
+
+def _on_gpu(packed: bool) -> bool:
+    """Whether the program is for a GPU; packed: for one that the kernel supports."""
+    return dispatch.choose("attention", None) == "mosaic" if packed else jax.default_backend() == "gpu"
 
 
 def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax.Array:

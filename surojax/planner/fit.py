@@ -29,6 +29,7 @@ from pallas_kernels import dispatch
 from surojax import assembly
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
+from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment, runs
 from surojax.numerics import quantize
 from surojax.numerics.quantize import is_quantized
@@ -185,10 +186,11 @@ def _segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeSt
     compute = run.model.compute
     layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, engine.table.weights.dtype), segment.params)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
-    saved, scores = _block_bytes(run.model, segment, layer, x, platform)
+    packed = engine.packed
+    saved, scores = _block_bytes(run.model, segment, layer, x, platform, packed)
     # The backward pass has all residuals of a layer in memory at once, even if they are recomputed.
     plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute()))
-    all_saved = saved if plain is run.model else _block_bytes(plain, segment, layer, x, platform)[0]
+    all_saved = saved if plain is run.model else _block_bytes(plain, segment, layer, x, platform, packed)[0]
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
     grads = jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes)
@@ -225,8 +227,10 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
     return size
 
 
-def _block_bytes(model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct, platform: str) -> tuple[int, int]:
-    """(bytes of the block's residuals without its weights, bytes of attention scores in its backward pass)."""
+def _block_bytes(
+    model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct, platform: str, packed: bool
+) -> tuple[int, int]:
+    """(bytes of the block's residuals without its weights, bytes that attention needs in its backward pass)."""
     B, S, _ = x.shape
     itemsize = x.dtype.itemsize
     compute = model.compute
@@ -238,10 +242,14 @@ def _block_bytes(model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct,
     layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
     variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
     saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x, None, variant)[1], layer, x))
-    heads = B * S * segment.heads.query
-    if compute.attention == "cudnn" or (compute.attention == "auto" and platform != "cpu" and itemsize == 2):
-        # Flash attention saves its output and one float32 sum per row, and no scores.
-        return saved + (0 if compute.recompute.att else heads * (segment.heads.channels * itemsize + 4)), 0
+    sizes = segment.heads
+    heads = B * S * sizes.query
+    flash = chosen(compute.attention, x.dtype, sizes.channels, gpu=platform != "cpu", packed=packed)
+    if flash != "xla":
+        # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
+        # queries, keys and the gradient of its output.
+        copies = B * S * (2 * sizes.query + sizes.key_value) * sizes.channels * itemsize if flash == "mosaic" else 0
+        return saved + (0 if compute.recompute.att else heads * (sizes.channels * itemsize + 4)), copies
     return saved, (4 if platform == "cpu" else 2) * heads * S * 4
 
 
@@ -255,8 +263,9 @@ def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None 
     platform = devices[0].platform
     kind = devices[0].device_kind
     n = len(devices)
-    if c.attention == "cudnn" and platform != "gpu":
-        raise ConfigError(f"attention: expected 'auto' or 'xla' on {kind}, got 'cudnn'; cuDNN needs an NVIDIA GPU")
+    if c.attention in ("cudnn", "mosaic") and platform != "gpu":
+        why = f"{c.attention!r}; flash attention needs an NVIDIA GPU"
+        raise ConfigError(f"attention: expected 'auto' or 'xla' on {kind}, got {why}")
     check_copy_engine(run.engine.table.copy_engine, platform)
     check_recipe(run.model.precision, kind, devices[0])
     if c.kernels == "mosaic":
@@ -291,7 +300,7 @@ def check_kernels(c: Config, mesh: Mesh, device) -> None:
     shape = (c.gradient_accumulation_steps, c.per_device_batch_size * mesh.size, c.sequence_len)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
     try:
-        jax.eval_shape(run.train_step(), run.plan, tokens, tokens)
+        jax.eval_shape(run.train_step(), run.plan, *(tokens for _ in run.engine.batch_arrays))
     except dispatch.Unserved as error:
         raise unserved(error) from error
 

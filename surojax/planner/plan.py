@@ -25,7 +25,7 @@ from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
 from surojax.exchange.huggingface import resolved
-from surojax.models.attention import attend, fits_cudnn
+from surojax.models.attention import attend, chosen
 from surojax.numerics.quantize import is_quantized
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement import table as placement
@@ -48,6 +48,8 @@ class Plan:
     gpu: str
     gpus: int
     parameters: int
+    attention: str  # its implementation: "cudnn", "mosaic" or "xla"
+    packed: bool  # rows hold several documents
     mesh: dict[str, int]  # size of each axis
     estimate: bool  # True if nothing was compiled
     fits: bool
@@ -109,6 +111,8 @@ def _plan(c: Config, gpu: str, host_memory: float | None) -> Plan:
     return Plan(
         gpu=gpu,
         gpus=n,
+        attention=c.attention,
+        packed=c.sample_packing,
         fits=fits,
         nvme_bytes=in_files,
         nvme_read_bytes=in_files,  # a step reads and writes the entire file once
@@ -139,7 +143,7 @@ def checked(config: Config, gpu: str) -> Config:
     mesh_shape(config.gpus, dp_replicate_size=config.dp_replicate_size, dp_shard_size=config.dp_shard_size)
     c = copy.deepcopy(config)  # copy_and_resolve_references would drop the types that `config.either` allows
     if c.attention == "auto":
-        c.attention = "cudnn" if fits_cudnn(c.model_dtype, configs.head_dim(c)) else "xla"
+        c.attention = chosen("auto", c.model_dtype, configs.head_dim(c), gpu=True, packed=c.sample_packing)
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
     check_recipe(compute(c).precision, f"a {gpu}", GPUS[gpu])
@@ -208,9 +212,13 @@ def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
 
     queries = heads(c.model.num_attention_heads)
     keys = heads(c.model.num_key_value_heads)
-    attention = functools.partial(attend, implementation=c.attention)
+    starts = jax.ShapeDtypeStruct(queries.shape[:2], np.int32) if c.sample_packing else None
+
+    def attention(starts, *heads):
+        return jax.vjp(functools.partial(attend, starts=starts, implementation=c.attention), *heads)[0]
+
     try:
-        jax.eval_shape(lambda q, k, v: jax.vjp(attention, q, k, v)[0], queries, keys, keys)
+        jax.eval_shape(attention, starts, queries, keys, keys)
     except NotImplementedError as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
@@ -223,9 +231,10 @@ def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> li
     shape = (batch.microbatches, batch.sequences * mesh.size, batch.sequence_len)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh.abstract_mesh))
     train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh)
+    arrays = [tokens for _ in run.engine.batch_arrays]
     if isinstance(train_step, FileStep):
-        return train_step.programs(tokens, tokens)
-    return [Program(train_step, (run.plan, tokens, tokens), 1)]
+        return train_step.programs(*arrays)
+    return [Program(train_step, (run.plan, *arrays), 1)]
 
 
 def others(run: Assembly, program: Program, home: Home) -> int:

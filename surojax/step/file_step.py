@@ -47,7 +47,8 @@ class FileStep:
     """The step of `train_step.make_train_step` for a state that is partly stored in a file; it has several programs.
 
     gradients: (outer state, step, history, block weights, *batch) -> (outer state, step, history, metrics,
-    update_inputs). batch: inputs, labels, and starts if the engine is packed. It computes the gradients of all layers and updates the outer layers.
+    update_inputs). It computes the gradients of all layers and updates the outer layers. batch: see
+    `Engine.batch_arrays`.
 
     update_inputs: {"grads", "scalars", "l"}, the inputs that the update of each layer needs; l starts at 0.
 

@@ -1,0 +1,389 @@
+"""Causal attention within the documents of a row: flash attention (Dao 2023, FlashAttention-2) with O(S) masks.
+
+`starts[i]` is the index at which the document of token i starts. A query at i attends to the keys from first[i] to i,
+where first[i] = max(starts[i], i - window + 1) with a window, else starts[i]. So one number per query is all of the
+mask, and since first never decreases, tiles of keys before it, or of queries after the document, are skipped: the time
+is that of the documents, not of the square of the row.
+
+    forward, per tile of queries:     s = q k^T scale, o = softmax(s) v, lse = log(sum(exp(s)))
+    backward, per tile of queries:    p = exp(s - lse), ds = p (do v^T - sum(do o)) scale, dq = ds k
+    backward, per tile of keys:       dk = ds^T q, dv = p^T do, summed over the query heads that share them
+
+Nothing of size S x S is in memory. Dtypes: products of 16-bit operands are summed in float32; p and ds are rounded to
+the dtype of q before they are multiplied; softmax is float32. Tensor cores read their second operand with neighbours of
+the summed dimension in one register, so tensors that are summed over positions are transposed beforehand by XLA.
+
+Shape suffixes: B batch, S positions, H query heads, K key/value heads, h head dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import dispatch, tiles
+from pallas_kernels.dispatch import Implementation, need
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+f32 = jnp.float32
+i32 = jnp.int32
+HALF = (jnp.bfloat16, jnp.float16)
+ROWS = 64  # of a program's tile: 16 for each of its four warps
+COLUMNS = 32  # of the tiles that it goes through
+HIDDEN = -1e30  # the score of a key that is not seen; finite, so that a tile without any key leaves no NaN
+LARGEST_HEAD = 128  # with more channels the two gradients of a tile of keys do not fit into registers
+
+
+def fits(dtype, head_dim: int) -> bool:
+    """Whether the kernel takes heads of this dtype and size."""
+    return jnp.dtype(dtype) in HALF and head_dim % 16 == 0 and head_dim <= LARGEST_HEAD
+
+
+def first_seen(starts_BS: jax.Array, window: int) -> jax.Array:
+    """The index of the first key that each query attends to, int32 `[B, S]`; it never decreases along a row."""
+    if not window:
+        return starts_BS
+    index_1S = jnp.arange(starts_BS.shape[1], dtype=i32)[None, :]
+    return jnp.maximum(starts_BS, index_1S - (window - 1))
+
+
+# --- reference --------------------------------------------------------------------------------------------------------
+
+
+def reference(q, k, v, starts, window: int = 0) -> jax.Array:
+    """Softmax over a mask `[B, S, S]`, in jnp."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    s = jnp.einsum("bshc,bthc->bhst", q, k, preferred_element_type=f32) * q.shape[-1] ** -0.5
+    index = jnp.arange(q.shape[1])
+    first = first_seen(starts, window)
+    seen = (index[None, None, :] <= index[None, :, None]) & (index[None, None, :] >= first[:, :, None])
+    p = jax.nn.softmax(jnp.where(seen[:, None], s, HIDDEN), axis=-1)
+    return jnp.einsum("bhst,bthc->bshc", p.astype(q.dtype), v, preferred_element_type=f32).astype(q.dtype)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+class Products:
+    """Matrix products of tiles in registers by the instruction that every GPU since sm_80 has (mma.sync).
+
+    A product's result has the layout `sums`, its operands have layouts of their own. Pallas' interpreter has neither
+    these layouts nor the instruction, and computes the same in float32.
+    """
+
+    def __init__(self, dtype, interpret: bool):
+        self.dtype = dtype
+        self.interpret = interpret
+        self.left = plgpu.Layout.MMA_LHS(dtype)
+        self.right = plgpu.Layout.MMA_RHS(dtype)
+        self.sums = plgpu.Layout.MMA_ACC(dtype)
+
+    def filled(self, value: float, *shape: int) -> jax.Array:
+        """A float32 tile `[rows, columns]`, or a vector `[rows]`, of one value."""
+        layout = self.sums if len(shape) == 2 else self.sums.reduce(1)
+        x = jnp.full(shape, value, f32)
+        return x if self.interpret else plgpu.layout_cast(x, layout)
+
+    def index(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        """Indices along an axis of a tile, int32."""
+        if self.interpret:
+            return jax.lax.broadcasted_iota(i32, shape, axis)
+        return plgpu.broadcasted_iota(i32, shape, axis, layout=self.sums)
+
+    def rows(self, ref, at) -> jax.Array:
+        """The tile ref[at] `[rows, summed]` as a left operand."""
+        return tiles.load(ref, at, self.left)
+
+    def columns(self, ref, at) -> jax.Array:
+        """The tile ref[at] `[columns, summed]` as a right operand `[summed, columns]`."""
+        if self.interpret:
+            return ref[at].T
+        return plgpu.load(ref.at[at].transpose((1, 0)), layout=self.right, optimized=False)
+
+    def vector(self, ref, at, axis: int) -> jax.Array:
+        """A vector with a value for each row (axis 0) or column (axis 1) of a tile."""
+        return tiles.load(ref, at, self.sums.reduce(1 - axis))
+
+    def plus(self, total, left, right) -> jax.Array:
+        """total + left @ right, float32."""
+        if self.interpret:
+            return total + jnp.dot(left.astype(f32), right.astype(f32))
+        return plgpu.mma(total, left, right)
+
+    def operand(self, x) -> jax.Array:
+        """A result of a product, rounded, as a left operand. Each thread has the same numbers in the same order."""
+        x = x.astype(self.dtype)
+        if self.interpret:
+            return x
+
+        @plgpu.inline_mgpu(
+            arg_types=(self.sums,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=self.left)
+        )
+        def as_left(_, array):
+            layout = self.left.to_mgpu()
+            registers = array.registers.reshape(layout.registers_shape(array.shape))
+            return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=array.is_signed)
+
+        return as_left(x)
+
+
+def _over(vector, like, axis: int) -> jax.Array:
+    """A vector repeated to the shape of a tile, whose dimension `axis` it has."""
+    return jax.lax.broadcast_in_dim(vector, like.shape, (axis,))
+
+
+def _launch(kernel, operands, out, grid, interpret: bool):
+    return dispatch.launch(
+        kernel,
+        operands,
+        op="attention",
+        out=out,
+        grid=grid,
+        names=("tile", "head", "row"),
+        interpret=interpret,
+        # Nothing is passed between threads, and no kernel reads what it has written. Layouts of products are only
+        # accepted as they are by the semantics of single lanes.
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )
+
+
+def _program():
+    """(row of the batch, head, tile) of this program."""
+    return tuple(jax.lax.axis_index(name) for name in ("row", "head", "tile"))
+
+
+def _forward_mosaic(q, k, v, first, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """(o, lse `[B, H, S]`)."""
+    B, S, H, h = q.shape
+    group = H // k.shape[2]
+    scale = h**-0.5
+    products = Products(q.dtype, interpret)
+
+    def kernel(q_ref, k_ref, vT_ref, first_ref, o_ref, lse_ref):
+        b, head, tile = _program()
+        shared = head // group
+        rows = pl.ds(tile * ROWS, ROWS)
+        q = products.rows(q_ref, (b, rows, head))
+        first = products.vector(first_ref, (b, rows), 0)
+        query = products.index((ROWS, COLUMNS), 0) + tile * ROWS
+        key = products.index((ROWS, COLUMNS), 1)
+
+        def step(j, carry):
+            o, top, total = carry
+            columns = pl.ds(j * COLUMNS, COLUMNS)
+            s = products.plus(products.filled(0, ROWS, COLUMNS), q, products.columns(k_ref, (b, columns, shared)))
+            seen = (key + j * COLUMNS <= query) & (key + j * COLUMNS >= _over(first, s, 0))
+            s = jnp.where(seen, s * scale, HIDDEN)
+            new = jnp.maximum(top, jnp.max(s, axis=1))
+            shrunk = jnp.exp(top - new)
+            p = jnp.where(seen, jnp.exp(s - _over(new, s, 0)), 0.0)
+            vT = products.columns(vT_ref, (b, shared, slice(None), columns))
+            o = products.plus(o * _over(shrunk, o, 0), products.operand(p), vT)
+            return o, new, total * shrunk + jnp.sum(p, axis=1)
+
+        start = first_ref[b, tile * ROWS] // COLUMNS
+        stop = (tile + 1) * (ROWS // COLUMNS)
+        carry = products.filled(0, ROWS, h), products.filled(HIDDEN, ROWS), products.filled(0, ROWS)
+        o, top, total = jax.lax.fori_loop(start, stop, step, carry)
+        tiles.store(o_ref, (b, rows, head), (o / _over(total, o, 0)).astype(q_ref.dtype))
+        tiles.store(lse_ref, (b, head, rows), top + jnp.log(total))
+
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, H, S), f32)
+    return _launch(kernel, (q, k, _transposed(v), first), out, (S // ROWS, H, B), interpret)
+
+
+def _queries_mosaic(q, k, v, first, lse, delta, do, interpret: bool) -> jax.Array:
+    """dq."""
+    B, S, H, h = q.shape
+    group = H // k.shape[2]
+    scale = h**-0.5
+    products = Products(q.dtype, interpret)
+
+    def kernel(q_ref, do_ref, k_ref, kT_ref, v_ref, first_ref, lse_ref, delta_ref, dq_ref):
+        b, head, tile = _program()
+        shared = head // group
+        rows = pl.ds(tile * ROWS, ROWS)
+        q, do = (products.rows(ref, (b, rows, head)) for ref in (q_ref, do_ref))
+        lse, delta = (products.vector(ref, (b, head, rows), 0) for ref in (lse_ref, delta_ref))
+        first = products.vector(first_ref, (b, rows), 0)
+        query = products.index((ROWS, COLUMNS), 0) + tile * ROWS
+        key = products.index((ROWS, COLUMNS), 1)
+
+        def step(j, dq):
+            columns = pl.ds(j * COLUMNS, COLUMNS)
+            zero = products.filled(0, ROWS, COLUMNS)
+            s = products.plus(zero, q, products.columns(k_ref, (b, columns, shared)))
+            dp = products.plus(zero, do, products.columns(v_ref, (b, columns, shared)))
+            seen = (key + j * COLUMNS <= query) & (key + j * COLUMNS >= _over(first, s, 0))
+            p = jnp.where(seen, jnp.exp(s * scale - _over(lse, s, 0)), 0.0)
+            ds = p * (dp - _over(delta, dp, 0)) * scale
+            kT = products.columns(kT_ref, (b, shared, slice(None), columns))
+            return products.plus(dq, products.operand(ds), kT)
+
+        start = first_ref[b, tile * ROWS] // COLUMNS
+        stop = (tile + 1) * (ROWS // COLUMNS)
+        dq = jax.lax.fori_loop(start, stop, step, products.filled(0, ROWS, h))
+        tiles.store(dq_ref, (b, rows, head), dq.astype(q_ref.dtype))
+
+    operands = q, do, k, _transposed(k), v, first, lse, delta
+    return _launch(kernel, operands, jax.ShapeDtypeStruct(q.shape, q.dtype), (S // ROWS, H, B), interpret)
+
+
+def _keys_mosaic(q, k, v, first, lse, delta, do, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """(dk, dv): a program has a tile of keys, and goes through the queries of all heads that see some of them."""
+    B, S, H, h = q.shape
+    group = H // k.shape[2]
+    scale = h**-0.5
+    products = Products(q.dtype, interpret)
+    # Queries before `ends` see a key of the tile or come before it; no later one does, since `first` never decreases.
+    last_key = jnp.arange(ROWS - 1, S, ROWS, dtype=i32)
+    ends = jnp.sum(first[:, None, :] <= last_key[None, :, None], axis=-1, dtype=i32)
+
+    def kernel(k_ref, v_ref, q_ref, qT_ref, do_ref, doT_ref, first_ref, ends_ref, lse_ref, delta_ref, dk_ref, dv_ref):
+        b, shared, tile = _program()
+        rows = pl.ds(tile * ROWS, ROWS)
+        k, v = (products.rows(ref, (b, rows, shared)) for ref in (k_ref, v_ref))
+        key = products.index((ROWS, COLUMNS), 0) + tile * ROWS
+        query = products.index((ROWS, COLUMNS), 1)
+        start = tile * (ROWS // COLUMNS)
+        count = (ends_ref[b, tile] + COLUMNS - 1) // COLUMNS - start
+
+        def step(number, carry):
+            dk, dv = carry
+            head = shared * group + number // count
+            j = start + number % count
+            columns = pl.ds(j * COLUMNS, COLUMNS)
+            zero = products.filled(0, ROWS, COLUMNS)
+            s = products.plus(zero, k, products.columns(q_ref, (b, columns, head)))
+            dp = products.plus(zero, v, products.columns(do_ref, (b, columns, head)))
+            first = products.vector(first_ref, (b, columns), 1)
+            lse, delta = (products.vector(ref, (b, head, columns), 1) for ref in (lse_ref, delta_ref))
+            seen = (key <= query + j * COLUMNS) & (key >= _over(first, s, 1))
+            p = jnp.where(seen, jnp.exp(s * scale - _over(lse, s, 1)), 0.0)
+            ds = p * (dp - _over(delta, dp, 1)) * scale
+            dv = products.plus(dv, products.operand(p), products.columns(doT_ref, (b, head, slice(None), columns)))
+            dk = products.plus(dk, products.operand(ds), products.columns(qT_ref, (b, head, slice(None), columns)))
+            return dk, dv
+
+        carry = products.filled(0, ROWS, h), products.filled(0, ROWS, h)
+        dk, dv = jax.lax.fori_loop(0, group * count, step, carry)
+        tiles.store(dk_ref, (b, rows, shared), dk.astype(k_ref.dtype))
+        tiles.store(dv_ref, (b, rows, shared), dv.astype(v_ref.dtype))
+
+    out = jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)
+    operands = k, v, q, _transposed(q), do, _transposed(do), first, ends, lse, delta
+    return _launch(kernel, operands, out, (S // ROWS, k.shape[2], B), interpret)
+
+
+def _transposed(x_BSHh: jax.Array) -> jax.Array:
+    """`[B, H, h, S]`, in which neighbouring positions are neighbours in memory."""
+    return x_BSHh.transpose(0, 2, 3, 1)
+
+
+# --- public -----------------------------------------------------------------------------------------------------------
+
+
+class Saved(NamedTuple):
+    """Residuals: the operands, the result, and float32 `lse` `[B, H, S]`."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    starts: jax.Array
+    o: jax.Array
+    lse: jax.Array
+
+
+def attention(
+    q: Float[Array, "B S H h"],
+    k: Float[Array, "B S K h"],
+    v: Float[Array, "B S K h"],
+    starts: Int[Array, "B S"],
+    *,
+    window: int = 0,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Float[Array, "B S H h"]:
+    """softmax(q k^T / sqrt(h)) v over the keys of the query's document up to its own, differentiable; see above.
+
+    window: number of latest positions that a query attends to, its own included; 0: all. starts: int32, nondecreasing
+    in a row. Raises ValueError for other shapes and dtypes, and dispatch.Unserved if implementation="mosaic" and the
+    kernel does not take the heads: 16-bit, a multiple of 16 up to 128 channels.
+    """
+    _check(q, k, v, starts, window)
+    expected = f"16-bit heads of a multiple of 16 up to {LARGEST_HEAD} channels"
+    got = f"{q.dtype} of {q.shape[-1]}"
+    if dispatch.chosen("attention", implementation, fits(q.dtype, q.shape[-1]), expected, got):
+        return _attention(q, k, v, starts, window, interpret)
+    return reference(q, k, v, starts, window)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q, k, v, starts, window: int, interpret: bool):
+    return _attention_fwd(q, k, v, starts, window, interpret)[0]
+
+
+def _attention_fwd(q, k, v, starts, window: int, interpret: bool):
+    S = q.shape[1]
+    o, lse = _forward_mosaic(*_whole_tiles(q, k, v, starts, window), interpret)
+    o, lse = o[:, :S], lse[:, :, :S]
+    return o, Saved(q, k, v, starts, o, lse)
+
+
+def _attention_bwd(window: int, interpret: bool, saved: Saved, do):
+    S = do.shape[1]
+    delta = jnp.einsum("bshc,bshc->bhs", saved.o, do, preferred_element_type=f32)
+    operands = _whole_tiles(saved.q, saved.k, saved.v, saved.starts, window)
+    extra = operands[0].shape[1] - S
+    lse, delta = (_padded(x, 2, extra) for x in (saved.lse, delta))
+    operands = *operands, lse, delta, _padded(do, 1, extra)
+    dq = _queries_mosaic(*operands, interpret)
+    dk, dv = _keys_mosaic(*operands, interpret)
+    return dq[:, :S], dk[:, :S], dv[:, :S], None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _whole_tiles(q, k, v, starts, window: int) -> tuple[Any, ...]:
+    """(q, k, v, first) with as many positions as whole tiles have. The added ones see themselves only."""
+    extra = -q.shape[1] % ROWS
+    first = first_seen(starts, window)
+    if extra:
+        added = jnp.arange(q.shape[1], q.shape[1] + extra, dtype=i32)
+        first = jnp.concatenate([first, jnp.broadcast_to(added[None, :], (q.shape[0], extra))], axis=1)
+    return *(_padded(x, 1, extra) for x in (q, k, v)), first
+
+
+def _padded(x, axis: int, extra: int):
+    """x with zeros added at the end of an axis."""
+    return jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)]) if extra else x
+
+
+def _check(q, k, v, starts, window: int) -> None:
+    """Raises ValueError for wrong shapes and dtypes."""
+    op = "attention"
+    need(q.ndim == 4 and q.size > 0, op, "q", "[B, S, H, h], not empty", q.shape)
+    B, S, H, h = q.shape
+    need(k.ndim == 4 and k.shape == (B, S, k.shape[2], h) and H % k.shape[2] == 0, op, "k", (B, S, "K", h), k.shape)
+    need(v.shape == k.shape, op, "v", k.shape, v.shape)
+    need(q.dtype == k.dtype == v.dtype, op, "dtype of k and v", q.dtype, (k.dtype, v.dtype))
+    need(
+        starts.shape == (B, S) and starts.dtype == i32,
+        op,
+        "starts",
+        f"int32 {(B, S)}",
+        f"{starts.dtype} {starts.shape}",
+    )
+    need(window >= 0, op, "window", "0 or more", window)
