@@ -415,7 +415,7 @@ def evaluation_summary(output_dir: Path) -> str:
         first = records[0]
         last = records[-1]
         text = f"evaluation{name and f' of {name}'}: loss {first['loss']:.4f} -> {last['loss']:.4f}"
-        if "bits_per_byte" in last:
+        if "bits_per_byte" in first and "bits_per_byte" in last:
             text += f", {first['bits_per_byte']:.4f} -> {last['bits_per_byte']:.4f} bits per byte"
         text += f", perplexity {perplexity(first['loss']):.4g} -> {perplexity(last['loss']):.4g}"
         lines.append(f"{text} (steps {first['step']} -> {last['step']})")

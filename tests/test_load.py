@@ -128,6 +128,9 @@ def test_held_out_text_and_validation_datasets_beside_data(tmp_path):
     assert found.train.all.name == "stdlib" and len(found.held_out.tokens) > 1e5
     for one in found.evaluated:
         assert one.bytes_per_token is not None and 0.9 < one.bytes_per_token <= 1
+    documents = "".join(row["text"] + " " for row in texts(5))  # with its end, each has one token more
+    labels = np.concatenate([batch["labels"] for batch in found.evaluated[1].batches])
+    assert (labels >= 0).sum() == len(documents) - 1  # every token but the first is predicted once
 
 
 def test_rows_that_cannot_be_used_end_the_run_or_are_counted(tmp_path):

@@ -119,7 +119,8 @@ def source_files(source: str) -> list[Path]:
 
 
 def _stdlib_files() -> list[Path]:
-    return sorted(walk(Path(sysconfig.get_paths()["stdlib"]), ".py", skip=_NOT_LIBRARY))
+    files = walk(Path(sysconfig.get_paths()["stdlib"]), ".py", skip=_NOT_LIBRARY)
+    return sorted(path for path in files if path.is_file())
 
 
 def _read_stdlib() -> Iterator[Document]:

@@ -79,7 +79,7 @@ def load_corpora(
     def load(source: str, fraction: float) -> Entry:
         sources = files_key(source_files(source))
         key = {
-            "source": source,
+            "stdlib": source == STDLIB,
             "files": sources,
             "text_field": text_field,
             "tokenizer": [tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id],
@@ -127,11 +127,12 @@ def load_dataset(
     out and says how many they are. Raises ConfigError as well if no row remains.
     """
     sources = files_key(_files_of(dataset))
-    settings = {key: value for key, value in asdict(dataset).items() if key != "weight"}
+    settings = {key: value for key, value in asdict(dataset).items() if key not in ("path", "weight")}
     fraction = HELD_OUT_FILES if holds_out else 0.0
     key = {
         "dataset": settings,
         "files": sources,
+        "sets": [item for item in dataset.path if files.find(item, SUFFIXES) is None],
         "encoder": encoder.fingerprint,
         "vocab_size": vocab_size,
         "held_out": fraction,
