@@ -1409,8 +1409,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a file that changed in place is not tokenised again",
         "surojax/data/cache.py",
-        "found.append((str(path.absolute()), stat.st_size, stat.st_mtime_ns))",
-        "found.append((str(path.absolute()), stat.st_size, 0))",
+        "{stat.st_size}\\n{stat.st_mtime_ns}\\n",
+        "{stat.st_size}\\n",
         "tests/test_cache.py::test_it_depends_on_all_that_changes_tokens",
     ),
     Mutant(

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from surojax.data import datasets, files
-from surojax.data.cache import NO_ROOM, Corpus, Entry, NoRoom, PartWriter, cached, files_key
+from surojax.data.cache import HELD_OUT, NO_ROOM, TRAIN, Corpus, Entry, Files, NoRoom, PartWriter, cached, identify
 from surojax.data.corpus import (
     HELD_OUT_FILES,
     HELD_OUT_STDLIB,
@@ -43,8 +43,6 @@ from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
 
 DATA_CACHE = "~/.cache/surojax"
-TRAIN = "train"
-HELD_OUT = "held_out"
 
 # A Hugging Face tokenizer needs about 50 times the memory of the text and uses one core per text. Long documents are
 # therefore split at line ends into pieces, and each group holds pieces for half of the cores, since two are encoded at
@@ -77,7 +75,7 @@ def load_corpora(
     """
 
     def load(source: str, fraction: float) -> Entry:
-        sources = files_key(source_files(source))
+        sources = identify(source_files(source))
         key = {
             "stdlib": source == STDLIB,
             "files": sources,
@@ -126,7 +124,7 @@ def load_dataset(
     on_bad_row: "error" raises ConfigError with the file and line of a row that cannot be used; "skip" leaves such rows
     out and says how many they are. Raises ConfigError as well if no row remains.
     """
-    sources = files_key(_files_of(dataset))
+    sources = identify(_files_of(dataset))
     settings = {key: value for key, value in asdict(dataset).items() if key not in ("path", "weight")}
     fraction = HELD_OUT_FILES if holds_out else 0.0
     key = {
@@ -223,7 +221,7 @@ def _write_documents(
     text_field: str,
     tokenizer: Tokenizer,
     fraction: float,
-    sources: list[tuple[str, int, int]],
+    sources: Files,
 ) -> dict[str, Any]:
     """Tokenises documents into `folder`, each followed by end-of-sequence; returns the meta data."""
     documents = read_documents(source, text_field)
@@ -231,10 +229,9 @@ def _write_documents(
         hold_out(documents, fraction, split_document) if fraction else ((document, False) for document in documents)
     )
     eos = np.array([tokenizer.eos_id])
-    source_bytes = sum(size for _, size, _ in sources)
     groups = _groups(_pieces(marked), lambda piece: len(piece.text))
     with _Parts(
-        folder, tokenizer.vocab_size, name=source, holds_out=bool(fraction), source_bytes=source_bytes
+        folder, tokenizer.vocab_size, name=source, holds_out=bool(fraction), source_bytes=sources.num_bytes
     ) as parts:
         for group, encoded in _in_threads(groups, lambda group: tokenizer.encode_batch([x.text for x in group])):
             for piece, ids in zip(group, encoded, strict=True):
@@ -285,17 +282,18 @@ def _write_rows(
     vocab_size: int,
     fraction: float,
     on_bad_row: str,
-    sources: list[tuple[str, int, int]],
+    sources: Files,
 ) -> dict[str, Any]:
     """Encodes rows into `folder`; returns the meta data."""
     rows = map(_keyed, datasets.read(dataset))
     split = functools.partial(_split_row, text_field=dataset.text_field if dataset.type == "text" else None)
     marked = hold_out(rows, fraction, split) if fraction else ((row, False) for row in rows)
-    source_bytes = sum(size for _, size, _ in sources)
     groups = _groups(marked, lambda item: item[0].num_bytes)
     skipped: list[BadRow] = []
     num_skipped = 0
-    with _Parts(folder, vocab_size, name=dataset.name, holds_out=bool(fraction), source_bytes=source_bytes) as parts:
+    with _Parts(
+        folder, vocab_size, name=dataset.name, holds_out=bool(fraction), source_bytes=sources.num_bytes
+    ) as parts:
         for group, encoded in _in_threads(groups, lambda group: encoder.encode([keyed.row for keyed, _ in group])):
             for (keyed, is_held_out), example in zip(group, encoded, strict=True):
                 parts.bytes_read += keyed.num_bytes
