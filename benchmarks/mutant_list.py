@@ -1610,6 +1610,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_datasets.py::test_every_format_gives_the_same_rows",
     ),
     Mutant(
+        "row groups stay in memory",
+        "surojax/data/readers.py",
+        "pre_buffer=False",
+        "pre_buffer=True",
+        "tests/test_datasets.py::test_parquet_is_read_in_parts",
+    ),
+    Mutant(
         "a .csv row may lack cells",
         "surojax/data/readers.py",
         "if len(cells) != len(header):",

@@ -105,22 +105,19 @@ def test_folders_globs_and_lists(tmp_path, monkeypatch):
     assert names(rows("~/a")) == ["a/1.txt"]
 
 
-def test_parquet_is_read_in_batches(tmp_path, monkeypatch):
-    """The records in memory are those of one batch: the second row is there while the file's end is still unread."""
+def test_parquet_is_read_in_parts(tmp_path):
+    """Of a file with 20 row groups of 1 MB, less than eight are in memory."""
     path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 1000}), path, row_group_size=100)
-    made = []
-
-    class Batches(pyarrow.parquet.ParquetFile):
-        def iter_batches(self, **options):
-            for batch in super().iter_batches(**options):
-                made.append(batch.num_rows)
-                yield batch
-
-    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", Batches)
-    reader = read(parse({"path": str(path)}))
-    assert next(reader).record == {"text": "a"} and sum(made) <= 256
-    assert len(list(reader)) == 999 and sum(made) == 1000
+    texts = pyarrow.table({"text": [f"{i:010}" * 1000 for i in range(2000)]})
+    pyarrow.parquet.write_table(texts, path, row_group_size=100, compression=None, use_dictionary=False)
+    assert path.stat().st_size > 20e6
+    del texts
+    before = pyarrow.total_allocated_bytes()
+    allocated = []
+    for row in read(parse({"path": str(path)})):
+        assert isinstance(row, Row) and len(row.record["text"]) == 10_000
+        allocated.append(pyarrow.total_allocated_bytes() - before)
+    assert len(allocated) == 2000 and 0 < max(allocated) < 8e6
 
 
 # -- Sets of the hub --------------------------------------------------------------------------------------------------

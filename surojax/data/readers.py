@@ -18,6 +18,7 @@ from surojax.data.rows import BadRow, Row
 from surojax.errors import ConfigError
 
 _PARQUET_ROWS = 256  # converted to Python objects at a time
+_PARQUET_BYTES = 1 << 20  # of each column, read at a time
 _CSV_CHARS = 2**31 - 1  # largest cell; the csv module's own limit is shorter than a document
 _NO_OBJECT = "expected a JSON object with the fields of a row"
 
@@ -138,7 +139,8 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
 
     number = itertools.count(1)
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # Without these two, all row groups that were read stay in memory.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PARQUET_BYTES) as file:
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
                 for record in batch.to_pylist():
                     yield Row(record, f"{path}, row {next(number)}")

@@ -273,7 +273,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     path = Path(os.path.expanduser(spec))
-    expected = "expected 'bytes', a tokenizer.json, a folder that holds one, or a .gguf file"
+    expected = "expected 'bytes', the path of a tokenizer.json or a .gguf file, or a folder with a tokenizer.json"
     if not spec or not os.path.exists(path):
         raise ConfigError(f"tokenizer: {expected}, got {spec!r}, which does not exist; correct the path or use 'bytes'")
     if path.is_dir():
