@@ -82,6 +82,84 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if False:\n",
         "tests/test_huggingface.py::test_tensors_that_do_not_fit_are_refused -k tensors1",
     ),
+    # -- Documents in a row -------------------------------------------------------------------------------------------
+    Mutant(
+        "a document sees the last token of the one before",
+        "surojax/models/attention.py",
+        "return key_11S >= starts_BS[:, :, None]",
+        "return key_11S >= starts_BS[:, :, None] - 1",
+        "tests/test_packing.py::test_no_gradient_crosses_documents -k bf16-xla-12",
+    ),
+    Mutant(
+        "positions go on from document to document",
+        OPERATIONS,
+        "[None, :] - starts_BS",
+        "[None, :] + 0 * starts_BS",
+        "tests/test_packing.py::test_positions_begin_anew",
+    ),
+    Mutant(
+        "fp8: starts are saved for each layer",
+        LLAMA_FP8,
+        "return dataclasses.replace(ops, starts=starts).attend(q, k, v)[0]",
+        "return ops.attend(q, k, v)[0]",
+        "tests/test_packing.py::test_nothing_about_documents_is_saved_for_each_layer -k fp8_hybrid",
+    ),
+    Mutant(
+        "fp8: positions go on from document to document",
+        LLAMA_FP8,
+        "jnp.arange(S) if ops.starts is None else positions_in_documents(ops.starts)",
+        "jnp.arange(S)",
+        "tests/test_packing.py::test_float8_rotates_by_positions_in_documents",
+    ),
+    Mutant(
+        "blocks are recomputed without their documents",
+        "surojax/step/residuals.py",
+        "saved, recipe_inputs, layer.variant, starts_BS)[1]",
+        "saved, recipe_inputs, layer.variant)[1]",
+        "tests/test_packing.py::test_the_engine_equals_the_plain_model -k config0",
+    ),
+    Mutant(
+        "evaluation forgets the documents",
+        "surojax/step/engine.py",
+        "return segment.block(layer.weights, x_BSD, None, layer.variant, starts_BS)[0], prefetched",
+        "return segment.block(layer.weights, x_BSD, None, layer.variant)[0], prefetched",
+        "tests/test_packing.py::test_evaluation_counts_and_sums_the_documents",
+    ),
+    Mutant(
+        "a packed run is planned with cuDNN's attention",
+        "surojax/planner/plan.py",
+        "gpu=True, packed=c.sample_packing)",
+        "gpu=True, packed=False)",
+        "tests/test_plan.py::test_packed_rows_have_flash_attention_and_the_plan_says_so",
+    ),
+    Mutant(
+        "kernel: keys have gradients from later documents",
+        "pallas_kernels/attention.py",
+        " & (key >= _over(first, s, 1))",
+        "",
+        "tests/test_kernel_attention.py::test_no_gradient_crosses_documents",
+    ),
+    Mutant(
+        "kernel: the last queries of a document give no gradient to its keys",
+        "pallas_kernels/attention.py",
+        "(ends_ref[b, tile] + COLUMNS - 1) // COLUMNS - start",
+        "ends_ref[b, tile] // COLUMNS - start",
+        "tests/test_kernel_attention.py::test_kernel -k 40",
+    ),
+    Mutant(
+        "kernel: a window is one key wider",
+        "pallas_kernels/attention.py",
+        "jnp.maximum(starts_BS, index_1S - (window - 1))",
+        "jnp.maximum(starts_BS, index_1S - window)",
+        "tests/test_kernel_attention.py::test_the_reference_is_the_mask_written_out",
+    ),
+    Mutant(
+        "rope kernel: all rows have the first one's angles",
+        "pallas_kernels/rope.py",
+        "*(table.reshape(-1, table.shape[-1]) for table in (cos, sin)),",
+        "*(jnp.concatenate([table[0]] * len(table)) for table in (cos, sin)),",
+        "tests/test_kernel_rope.py::test_rows_with_angles_of_their_own",
+    ),
     # -- Segments and variants ----------------------------------------------------------------------------------------
     Mutant(
         "a window is one position wider",
@@ -107,8 +185,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "blocks in float8 forget their window",
         LLAMA,
-        "llama_fp8.forward(config, Operations(compute, variant),",
-        "llama_fp8.forward(config, Operations(compute),",
+        "            ops = Operations(compute, variant, starts=starts_BS)\n            x_BSD, saved",
+        "            ops = Operations(compute, starts=starts_BS)\n            x_BSD, saved",
         "tests/test_fp8.py::test_without_rounding_the_written_out_block_is_reverse_mode",
     ),
     Mutant(
@@ -284,8 +362,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "query heads take the wrong key heads",
         "surojax/models/attention.py",
-        "return library(q_BSHh, k_BTKh, v_BTKh)",
-        "return library(q_BSHh, k_BTKh[:, :, ::-1], v_BTKh[:, :, ::-1])",
+        "return library(q_BSHh, k_BTKh, v_BTKh, starts)",
+        "return library(q_BSHh, k_BTKh[:, :, ::-1], v_BTKh[:, :, ::-1], starts)",
         f"{PARITY} -k llama]",
     ),
     Mutant(
@@ -369,8 +447,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: gradients are not turned back",
         LLAMA_FP8,
-        "*_angles(config, shape[1]), inverse=True, **options)",
-        "*_angles(config, shape[1]), **options)",
+        "*_angles(config, ops, shape[1]), inverse=True, **options)",
+        "*_angles(config, ops, shape[1]), **options)",
         f"{BLOCK_FP8} -k llama and fp8_current",
     ),
     Mutant(
@@ -667,8 +745,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "evaluation forgets which blocks are skipped",
         "surojax/step/engine.py",
-        "return segment.block(layer.weights, x_BSD, None, layer.variant)[0], prefetched",
-        "return segment.block(layer.weights, x_BSD, None)[0], prefetched",
+        "return segment.block(layer.weights, x_BSD, None, layer.variant, starts_BS)[0], prefetched",
+        "return segment.block(layer.weights, x_BSD, None, starts_BS=starts_BS)[0], prefetched",
         "tests/test_fp8.py::test_skipped_blocks_compute_as_recipe_bf16 -k mxfp8",
     ),
     Mutant(

@@ -5,9 +5,11 @@ where first[i] = max(starts[i], i - window + 1) with a window, else starts[i]. S
 mask, and since first never decreases, tiles of keys before it, or of queries after the document, are skipped: the time
 is that of the documents, not of the square of the row.
 
-    forward, per tile of queries:     s = q k^T scale, o = softmax(s) v, lse = log(sum(exp(s)))
-    backward, per tile of queries:    p = exp(s - lse), ds = p (do v^T - sum(do o)) scale, dq = ds k
+    forward, per tile of queries:     s = score(q k^T), o = softmax(s) v, lse = log(sum(exp(s)))
+    backward, per tile of queries:    p = exp(s - lse), ds = p (do v^T - sum(do o)) score', dq = ds k
     backward, per tile of keys:       dk = ds^T q, dv = p^T do, summed over the query heads that share them
+
+score(x) is x scale, or softcap tanh(x scale / softcap) (Gemma 2).
 
 Nothing of size S x S is in memory. Dtypes: products of 16-bit operands are summed in float32; p and ds are rounded to
 the dtype of q before they are multiplied; softmax is float32. Tensor cores read their second operand with neighbours of
@@ -47,6 +49,26 @@ def fits(dtype, head_dim: int) -> bool:
     return jnp.dtype(dtype) in HALF and head_dim % 16 == 0 and head_dim <= LARGEST_HEAD
 
 
+class Rule(NamedTuple):
+    """What a score is, and how far back a query sees: see `attention`."""
+
+    window: int
+    scale: float
+    softcap: float
+
+    def score(self, x) -> jax.Array:
+        """The scores of products x of queries and keys."""
+        x = x * self.scale
+        return self.softcap * jnp.tanh(x * (1 / self.softcap)) if self.softcap else x
+
+    def slope(self, scores) -> Any:
+        """The derivative of `score`, from its results."""
+        if not self.softcap:
+            return self.scale
+        part = scores * (1 / self.softcap)
+        return self.scale * (1 - part * part)
+
+
 def first_seen(starts_BS: jax.Array, window: int) -> jax.Array:
     """The index of the first key that each query attends to, int32 `[B, S]`; it never decreases along a row."""
     if not window:
@@ -58,13 +80,13 @@ def first_seen(starts_BS: jax.Array, window: int) -> jax.Array:
 # --- reference --------------------------------------------------------------------------------------------------------
 
 
-def reference(q, k, v, starts, window: int = 0) -> jax.Array:
+def reference(q, k, v, starts, rule: Rule) -> jax.Array:
     """Softmax over a mask `[B, S, S]`, in jnp."""
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    s = jnp.einsum("bshc,bthc->bhst", q, k, preferred_element_type=f32) * q.shape[-1] ** -0.5
+    s = rule.score(jnp.einsum("bshc,bthc->bhst", q, k, preferred_element_type=f32))
     index = jnp.arange(q.shape[1])
-    first = first_seen(starts, window)
+    first = first_seen(starts, rule.window)
     seen = (index[None, None, :] <= index[None, :, None]) & (index[None, None, :] >= first[:, :, None])
     p = jax.nn.softmax(jnp.where(seen[:, None], s, HIDDEN), axis=-1)
     return jnp.einsum("bhst,bthc->bshc", p.astype(q.dtype), v, preferred_element_type=f32).astype(q.dtype)
@@ -163,11 +185,10 @@ def _program():
     return tuple(jax.lax.axis_index(name) for name in ("row", "head", "tile"))
 
 
-def _forward_mosaic(q, k, v, first, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def _forward_mosaic(q, k, v, first, rule: Rule, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """(o, lse `[B, H, S]`)."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
-    scale = h**-0.5
     products = Products(q.dtype, interpret)
 
     def kernel(q_ref, k_ref, vT_ref, first_ref, o_ref, lse_ref):
@@ -184,7 +205,7 @@ def _forward_mosaic(q, k, v, first, interpret: bool) -> tuple[jax.Array, jax.Arr
             columns = pl.ds(j * COLUMNS, COLUMNS)
             s = products.plus(products.filled(0, ROWS, COLUMNS), q, products.columns(k_ref, (b, columns, shared)))
             seen = (key + j * COLUMNS <= query) & (key + j * COLUMNS >= _over(first, s, 0))
-            s = jnp.where(seen, s * scale, HIDDEN)
+            s = jnp.where(seen, rule.score(s), HIDDEN)
             new = jnp.maximum(top, jnp.max(s, axis=1))
             shrunk = jnp.exp(top - new)
             p = jnp.where(seen, jnp.exp(s - _over(new, s, 0)), 0.0)
@@ -203,11 +224,10 @@ def _forward_mosaic(q, k, v, first, interpret: bool) -> tuple[jax.Array, jax.Arr
     return _launch(kernel, (q, k, _transposed(v), first), out, (S // ROWS, H, B), interpret)
 
 
-def _queries_mosaic(q, k, v, first, lse, delta, do, interpret: bool) -> jax.Array:
+def _queries_mosaic(q, k, v, first, lse, delta, do, rule: Rule, interpret: bool) -> jax.Array:
     """dq."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
-    scale = h**-0.5
     products = Products(q.dtype, interpret)
 
     def kernel(q_ref, do_ref, k_ref, kT_ref, v_ref, first_ref, lse_ref, delta_ref, dq_ref):
@@ -226,8 +246,9 @@ def _queries_mosaic(q, k, v, first, lse, delta, do, interpret: bool) -> jax.Arra
             s = products.plus(zero, q, products.columns(k_ref, (b, columns, shared)))
             dp = products.plus(zero, do, products.columns(v_ref, (b, columns, shared)))
             seen = (key + j * COLUMNS <= query) & (key + j * COLUMNS >= _over(first, s, 0))
-            p = jnp.where(seen, jnp.exp(s * scale - _over(lse, s, 0)), 0.0)
-            ds = p * (dp - _over(delta, dp, 0)) * scale
+            s = rule.score(s)
+            p = jnp.where(seen, jnp.exp(s - _over(lse, s, 0)), 0.0)
+            ds = p * (dp - _over(delta, dp, 0)) * rule.slope(s)
             kT = products.columns(kT_ref, (b, shared, slice(None), columns))
             return products.plus(dq, products.operand(ds), kT)
 
@@ -240,11 +261,10 @@ def _queries_mosaic(q, k, v, first, lse, delta, do, interpret: bool) -> jax.Arra
     return _launch(kernel, operands, jax.ShapeDtypeStruct(q.shape, q.dtype), (S // ROWS, H, B), interpret)
 
 
-def _keys_mosaic(q, k, v, first, lse, delta, do, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def _keys_mosaic(q, k, v, first, lse, delta, do, rule: Rule, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """(dk, dv): a program has a tile of keys, and goes through the queries of all heads that see some of them."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
-    scale = h**-0.5
     products = Products(q.dtype, interpret)
     # Queries before `ends` see a key of the tile or come before it; no later one does, since `first` never decreases.
     last_key = jnp.arange(ROWS - 1, S, ROWS, dtype=i32)
@@ -270,8 +290,9 @@ def _keys_mosaic(q, k, v, first, lse, delta, do, interpret: bool) -> tuple[jax.A
             first = products.vector(first_ref, (b, columns), 1)
             lse, delta = (products.vector(ref, (b, head, columns), 1) for ref in (lse_ref, delta_ref))
             seen = (key <= query + j * COLUMNS) & (key >= _over(first, s, 1))
-            p = jnp.where(seen, jnp.exp(s * scale - _over(lse, s, 1)), 0.0)
-            ds = p * (dp - _over(delta, dp, 1)) * scale
+            s = rule.score(s)
+            p = jnp.where(seen, jnp.exp(s - _over(lse, s, 1)), 0.0)
+            ds = p * (dp - _over(delta, dp, 1)) * rule.slope(s)
             dv = products.plus(dv, products.operand(p), products.columns(doT_ref, (b, head, slice(None), columns)))
             dk = products.plus(dk, products.operand(ds), products.columns(qT_ref, (b, head, slice(None), columns)))
             return dk, dv
@@ -312,44 +333,48 @@ def attention(
     starts: Int[Array, "B S"],
     *,
     window: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> Float[Array, "B S H h"]:
-    """softmax(q k^T / sqrt(h)) v over the keys of the query's document up to its own, differentiable; see above.
+    """softmax(score(q k^T)) v over the keys of the query's document up to its own, differentiable; see above.
 
-    window: number of latest positions that a query attends to, its own included; 0: all. starts: int32, nondecreasing
-    in a row. Raises ValueError for other shapes and dtypes, and dispatch.Unserved if implementation="mosaic" and the
-    kernel does not take the heads: 16-bit, a multiple of 16 up to 128 channels.
+    starts: int32, nondecreasing in a row. window: number of latest positions that a query attends to, its own included;
+    0: all. scale: None: 1 / sqrt(h). softcap: 0: none. Raises ValueError for other shapes and dtypes, and
+    dispatch.Unserved if implementation="mosaic" and the kernel does not take the heads: 16-bit, a multiple of 16 up to
+    128 channels.
     """
     _check(q, k, v, starts, window)
-    expected = f"16-bit heads of a multiple of 16 up to {LARGEST_HEAD} channels"
+    rule = Rule(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    expected = f"expected 16-bit heads of a multiple of 16 up to {LARGEST_HEAD} channels"
     got = f"{q.dtype} of {q.shape[-1]}"
     if dispatch.chosen("attention", implementation, fits(q.dtype, q.shape[-1]), expected, got):
-        return _attention(q, k, v, starts, window, interpret)
-    return reference(q, k, v, starts, window)
+        return _attention(q, k, v, starts, rule, interpret)
+    return reference(q, k, v, starts, rule)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q, k, v, starts, window: int, interpret: bool):
-    return _attention_fwd(q, k, v, starts, window, interpret)[0]
+def _attention(q, k, v, starts, rule: Rule, interpret: bool):
+    return _attention_fwd(q, k, v, starts, rule, interpret)[0]
 
 
-def _attention_fwd(q, k, v, starts, window: int, interpret: bool):
+def _attention_fwd(q, k, v, starts, rule: Rule, interpret: bool):
     S = q.shape[1]
-    o, lse = _forward_mosaic(*_whole_tiles(q, k, v, starts, window), interpret)
+    o, lse = _forward_mosaic(*_whole_tiles(q, k, v, starts, rule.window), rule, interpret)
     o, lse = o[:, :S], lse[:, :, :S]
     return o, Saved(q, k, v, starts, o, lse)
 
 
-def _attention_bwd(window: int, interpret: bool, saved: Saved, do):
+def _attention_bwd(rule: Rule, interpret: bool, saved: Saved, do):
     S = do.shape[1]
     delta = jnp.einsum("bshc,bshc->bhs", saved.o, do, preferred_element_type=f32)
-    operands = _whole_tiles(saved.q, saved.k, saved.v, saved.starts, window)
+    operands = _whole_tiles(saved.q, saved.k, saved.v, saved.starts, rule.window)
     extra = operands[0].shape[1] - S
     lse, delta = (_padded(x, 2, extra) for x in (saved.lse, delta))
     operands = *operands, lse, delta, _padded(do, 1, extra)
-    dq = _queries_mosaic(*operands, interpret)
-    dk, dv = _keys_mosaic(*operands, interpret)
+    dq = _queries_mosaic(*operands, rule, interpret)
+    dk, dv = _keys_mosaic(*operands, rule, interpret)
     return dq[:, :S], dk[:, :S], dv[:, :S], None
 
 

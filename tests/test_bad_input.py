@@ -128,7 +128,9 @@ def field_cases() -> list[tuple[str, str]]:
     kernels=mosaic              | kernels: expected 'xla' or 'auto' on cpu, got 'mosaic'; they are for NVIDIA GPUs
     kernels=triton              | kernels: expected one of auto, xla, mosaic, got 'triton'
     z_loss=-1                   | z_loss: expected 0 or more
-    attention=flash             | attention: expected one of auto, xla, cudnn, got 'flash'
+    attention=flash             | attention: expected one of auto, xla, cudnn, mosaic, got 'flash'
+    sample_packing=true attention=cudnn | attention: expected 'auto', 'mosaic' or 'xla' with sample_packing, got 'cudnn'
+    attention=mosaic model_dtype=float32 | model.head_dim: expected bfloat16 heads of a multiple of 16 up to 128
     attention=cudnn             | model_dtype: expected bfloat16 with attention='cudnn', got 'float32'
     attention=cudnn model_dtype=bfloat16 | attention: expected 'auto' or 'xla' on cpu, got 'cudnn'
     zero_level=0                | zero_level: expected one of 1, 2, 3, got 0

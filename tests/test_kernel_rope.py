@@ -48,6 +48,20 @@ def test_kernel(sizes):
 
 
 @pytest.mark.parametrize("how", [KERNEL, REFERENCE])
+def test_rows_with_angles_of_their_own(how):
+    """Bit for bit each row alone, forward and back."""
+    q, k, cos, sin = data((3,), 9, 8, 4, 64, bf16)
+    tables = [jnp.stack([jnp.roll(a, row, axis=0) for row in range(3)]) for a in (cos, sin)]
+    both = lambda *a: jax.vjp(lambda q, k: op.rope(q, k, *a[2:], **how), *a[:2])[1](a[:2])
+    for f in (lambda *a: op.forward(*a, **how)[:2], both):
+        found = jax.jit(f)(q, k, *tables)
+        for row in range(3):
+            alone = jax.jit(f)(q[row : row + 1], k[row : row + 1], *(table[row] for table in tables))
+            for got, expected in zip(found, alone, strict=True):
+                np.testing.assert_array_equal(got[row : row + 1], expected)
+
+
+@pytest.mark.parametrize("how", [KERNEL, REFERENCE])
 def test_quarter_turns_are_exact(how):
     """With cos 0 and sin 1 halves are exchanged and one changes its sign; nothing is rounded."""
     q, k, cos, sin = data((1,), 8, 4, 2, 128, bf16)

@@ -10,9 +10,10 @@ import pytest
 from small import CONFIG, Small, drawn_params, plain_loss, quick_at, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, QWEN, engine_gradients
 
-from surojax.models import attention, llama
+from surojax.models import attention, llama, llama_fp8
 from surojax.models.attention import attend
 from surojax.models.model import PLAIN, Compute, Recompute, Segment, Variant
+from surojax.models.operations import Operations, RopeScaling, positions_in_documents
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
 from surojax.step.weights import quantise_with_one_scale
@@ -217,6 +218,34 @@ def test_attention_against_each_document_alone(window):
     for row, column, length in ((0, 0, 5), (0, 5, 6), (0, 11, 5), (1, 0, 15), (1, 15, 1)):
         part = np.s_[row : row + 1, column : column + length]
         np.testing.assert_allclose(found[part], attend(q[part], k[part], v[part], window=window), atol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", ["xla", "auto"])
+def test_positions_begin_anew(kernels):
+    """Bit for bit the rotation of each document alone. Attention would not tell: its scores are relative."""
+    q, k = (jax.random.normal(jax.random.key(i), (2, 16, heads, 8)) for i, heads in enumerate((4, 2)))
+    starts = np.stack([starts_of((5, 6, 5)), starts_of((15, 1))])
+    compute = Compute(precision=Precision(kernels=kernels))
+
+    def rotated(q, k, starts=None):
+        return Operations(compute, starts=starts).rotate(q, k, jnp.arange(q.shape[1]), 1e4, RopeScaling())
+
+    found = jax.jit(rotated)(q, k, starts)
+    for row, column, length in ((0, 0, 5), (0, 5, 6), (0, 11, 5), (1, 0, 15), (1, 15, 1)):
+        part = np.s_[row : row + 1, column : column + length]
+        for got, expected in zip(found, jax.jit(rotated)(q[part], k[part]), strict=True):
+            np.testing.assert_array_equal(got[part], expected)
+    np.testing.assert_array_equal(positions_in_documents(jnp.asarray(starts))[0], [*range(5), *range(6), *range(5)])
+
+
+def test_float8_rotates_by_positions_in_documents():
+    """The written-out block makes the tables of both passes by itself: those of each row are of its documents."""
+    starts = jnp.asarray(np.stack([starts_of((5, 11)), starts_of((16,))]))
+    cos, sin = llama_fp8._angles(WIDE, Operations(starts=starts), 16)
+    whole = llama_fp8._angles(WIDE, Operations(), 16)
+    for table, expected in zip((cos, sin), whole, strict=True):
+        np.testing.assert_array_equal(table[0], jnp.concatenate([expected[:5], expected[:11]]))
+        np.testing.assert_array_equal(table[1], expected)
 
 
 # --- what is saved, and where -----------------------------------------------------------------------------------------

@@ -680,6 +680,21 @@ def test_what_fits_leaves_the_driver_its_part(monkeypatch):
 
 
 @needs_compiler
+def test_packed_rows_have_flash_attention_and_the_plan_says_so(planned):
+    """Compiled with the starts of documents. In float32, which the kernel does not take, XLA has the scores."""
+    packed = config(**TINY | {"sample_packing": True})
+    p = planned(packed)
+    text = report.table(p)
+    assert p.attention == "mosaic" and "documents in a row: flash attention within each" in text
+    assert p.collectives == planned(config(**TINY)).collectives
+    packed.model_dtype = "float32"
+    assert planner.checked(packed, FIRST).attention == "xla"
+    by_xla = report.table(dataclasses.replace(p, attention="xla"))
+    assert "documents in a row: attention by XLA, with S x S scores in memory" in by_xla
+    assert "documents in a row" not in report.table(planned(config(**TINY)))
+
+
+@needs_compiler
 def test_attention_that_the_gpu_does_not_have_is_refused():
     with pytest.raises(ConfigError, match=r"attention: .* got 'cudnn' \(.*head dim.*; use 'xla'"):
         planner.plan(config(**TINY | {"model.head_dim": 256, "attention": "cudnn"}), aot.kind() or FIRST)

@@ -125,7 +125,7 @@ def test_every_row_compares_two_different_things():
         shape = (row.dp_replicate_size, s.devices // row.dp_replicate_size)
         engine = assembly.from_config(row, jax.sharding.AbstractMesh(shape, DATA), 1).engine
         recompute = [row[name] for name in verifier.configs.RECOMPUTE_PARTS]
-        return engine.table, shape, engine.recompute_block, recompute, engine.lmhead_chunks, s.split
+        return engine.table, shape, engine.recompute_block, recompute, engine.lmhead_chunks, engine.packed, s.split
 
     for s in SETTINGS[1:]:
         assert drawn(s) != drawn(table[s.like]), s.name

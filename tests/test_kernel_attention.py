@@ -1,0 +1,186 @@
+"""Flash attention within documents: in Pallas' interpreter against a mask written out, and compiled for GPUs."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import KERNEL, needs, quick_at
+
+from pallas_kernels import attention as op, dispatch
+from surojax.models import llama
+from surojax.models.attention import attend, chosen
+from surojax.models.model import Compute
+from surojax.planner import aot
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+
+
+def starts_of(lengths) -> np.ndarray:
+    """int32 `[S]`: the index at which each token's document starts, for the lengths of a row's documents."""
+    ends = np.cumsum(lengths)
+    return np.repeat(ends - lengths, lengths).astype(np.int32)
+
+
+def data(lengths, H: int, K: int, h: int, dtype=bf16):
+    """(q, k, v, gradient of the result, starts) for the documents' lengths of each row."""
+    starts = np.stack([starts_of(row) for row in lengths])
+    q, k, v, do = (
+        jax.random.normal(jax.random.key(i), (*starts.shape, n, h), dtype) for i, n in enumerate((H, K, K, H))
+    )
+    return q, k, v, do, starts
+
+
+def written_out(q, k, v, starts, window: int, scale: float | None = None, softcap: float = 0.0):
+    """Softmax over the keys that a query sees, listed pair by pair; float32."""
+    S = q.shape[1]
+    pairs = [[[s[i] <= t <= i and (not window or t > i - window) for t in range(S)] for i in range(S)] for s in starts]
+    q, k, v = (x.astype(f32) for x in (q, k, v))
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bshc,bthc->bhst", q, k) * (scale or 1 / np.sqrt(q.shape[-1]))
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+    weights = jax.nn.softmax(jnp.where(np.array(pairs)[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhst,bthc->bshc", weights, v)
+
+
+def with_gradients(f, q, k, v, do):
+    o, vjp = jax.vjp(f, q, k, v)
+    return o, *vjp(do.astype(o.dtype))
+
+
+CASES = [
+    ([(70, 3, 77), (150,)], 4, 2, 32, 0, {}),  # 150 positions are not whole tiles; documents end within tiles
+    ([(70, 3, 77), (150,)], 4, 2, 32, 40, {}),  # a window that is shorter than some documents
+    ([(64, 64)], 3, 1, 16, 0, {}),  # documents end with tiles; one head is shared by all
+    ([(1,) * 30 + (34,)], 2, 2, 48, 0, {}),
+    ([(20, 44)], 2, 1, 16, 0, {"scale": 0.5, "softcap": 2.0}),  # scores up to 10 times the cap
+    ([(5, 123)], 2, 1, 128, 2, {}),  # a query sees two keys
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths, H, K, h, window, scores", quick_at(CASES, 1))
+def test_kernel(lengths, H, K, h, window, scores):
+    q, k, v, do, starts = data(lengths, H, K, h)
+    kernel = lambda q, k, v: op.attention(q, k, v, starts, window=window, **scores, **KERNEL)
+    found = jax.jit(functools.partial(with_gradients, kernel))(q, k, v, do)
+    expected = with_gradients(lambda q, k, v: written_out(q, k, v, starts, window, **scores), q, k, v, do)
+    for got, want in zip(found, expected, strict=True):
+        # p and ds are rounded to bfloat16 before they are multiplied, the results once more: 2^-8 of each number, of
+        # which a few errors add up. A key too many or too few is off by its share of the sum.
+        assert got.dtype == bf16 and got.shape == want.shape
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        np.testing.assert_allclose(got, want, rtol=2**-6, atol=2**-7 * np.abs(want).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 50])
+def test_no_gradient_crosses_documents(window):
+    """Exactly zero for queries, keys and values, where one tile has parts of both documents."""
+    q, k, v, do, starts = data([(70, 58)], 2, 1, 16)
+    for document in (0, 70):
+        mine = (starts == document)[..., None, None]
+        kernel = lambda q, k, v: op.attention(q, k, v, starts, window=window, **KERNEL)
+        _, *grads = jax.jit(functools.partial(with_gradients, kernel))(q, k, v, jnp.where(mine, do, 0))
+        for grad in grads:
+            np.testing.assert_array_equal(np.asarray(grad, np.float32)[:, ~mine[0, :, 0, 0]], 0)
+            assert (np.abs(np.asarray(grad, np.float32)[:, mine[0, :, 0, 0]]) > 0).any()
+
+
+@pytest.mark.gpu
+@needs(2)
+def test_each_device_has_rows_of_its_own():
+    """Inside shard_map, whose types say that results vary over the devices."""
+    q, k, v, do, starts = data([(20, 44), (64,)], 2, 1, 16)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def per_device(q, k, v, do, starts):
+        return with_gradients(lambda q, k, v: op.attention(q, k, v, starts, **KERNEL), q, k, v, do)
+
+    rows = jax.P("data")
+    shard = jax.shard_map(per_device, mesh=mesh, in_specs=(rows,) * 5, out_specs=(rows,) * 4)
+    for got, want in zip(jax.jit(shard)(q, k, v, do, starts), jax.jit(per_device)(q, k, v, do, starts), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_the_reference_is_the_mask_written_out():
+    q, k, v, do, starts = data([(7, 9), (16,)], 4, 2, 8, f32)
+    for how in ({"window": 0}, {"window": 4, "scale": 0.5, "softcap": 2.0}):
+        found = with_gradients(lambda q, k, v, how=how: op.attention(q, k, v, starts, **how), q, k, v, do)
+        expected = with_gradients(lambda q, k, v, how=how: written_out(q, k, v, starts, **how), q, k, v, do)
+        for got, want in zip(found, expected, strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_what_the_kernel_does_not_take_is_refused():
+    q, k, v, _, starts = data([(7, 9)], 4, 2, 8)
+    with pytest.raises(dispatch.Unserved, match="attention: expected 16-bit heads of a multiple of 16 up to 128"):
+        op.attention(q, k, v, starts, implementation="mosaic")
+    for wrong in (starts[:, 1:], starts.astype(np.int16)):
+        with pytest.raises(ValueError, match=r"attention: starts: expected int32 \(1, 16\), got"):
+            op.attention(q, k, v, jnp.asarray(wrong))
+    with pytest.raises(ValueError, match="attention: k: expected"):
+        op.attention(q, k[:, :, :, :4], v, starts)
+    with pytest.raises(NotImplementedError, match="cudnn attention: expected one document in a row, got several; use"):
+        attend(q, k, v, starts=jnp.asarray(starts), implementation="cudnn")
+
+
+def test_auto_is_flash_attention_where_a_gpu_has_it():
+    assert chosen("auto", "bfloat16", 128, gpu=True, packed=True) == "mosaic"
+    assert chosen("auto", "bfloat16", 128, gpu=True, packed=False) == "cudnn"
+    for dtype, head_dim, gpu in (("float32", 128, True), ("bfloat16", 256, True), ("bfloat16", 128, False)):
+        assert chosen("auto", dtype, head_dim, gpu=gpu, packed=True) == "xla"
+    assert chosen("auto", "bfloat16", 40, gpu=True, packed=True) == "xla"
+    assert chosen("auto", "bfloat16", 40, gpu=True, packed=False) == "cudnn"
+
+
+# --- compiled for GPUs ------------------------------------------------------------------------------------------------
+
+KINDS = ["rtx4090", "h200", "b200", "a100", "rtx5090"]
+S = 704  # no other size of the block below, nor a sum of several
+BLOCK = llama.LlamaConfig(64, 256, 640, 1, 8, 2, 64, sliding_window=100, sliding_window_pattern=2)
+
+
+def compile_block(kind: str, implementation: str) -> dict:
+    """Forward and backward of a packed block for a GPU: the calls of libraries and kernels, and arrays of S x S."""
+    mesh = jax.sharding.Mesh(np.array(aot.devices(kind, 1)), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.NamedSharding(mesh.abstract_mesh, jax.P())
+    (segment,) = llama.build(BLOCK, Compute(attention=implementation)).segments
+    array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+    w = jax.tree.map(lambda p: array(p.shape, bf16), segment.params)
+    x = array((2, S, 256), bf16)
+
+    def passes(w, x, starts, dy):
+        (y, _), saved = segment.block_forward(w, x, None, segment.variants[0], starts)
+        return y, segment.block_backward(w, saved, (dy, None), None, segment.variants[0], starts)[:2]
+
+    compiled = aot.compile_for(jax.jit(passes), (w, x, array((2, S), jnp.int32), x), mesh)
+    calls = re.findall(r'custom_call_target="([^"]*)"', compiled.text)
+    squares = set(re.findall(rf"\w+\[[\d,]*\b{S},{S}\]", compiled.text))
+    return {"kernels": sum("mosaic" in call for call in calls), "squares": sorted(squares)}
+
+
+@pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
+@pytest.mark.parametrize("kind, implementation", quick_at([*((kind, "auto") for kind in KINDS), ("rtx4090", "xla")], 0))
+def test_a_packed_block_has_no_array_of_s_by_s(kind, implementation):
+    """The kernel is called three times: forward, for dq, and for dk and dv. XLA's attention has the scores."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
+    ran = subprocess.run([sys.executable, __file__, kind, implementation], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    if implementation == "xla":
+        assert found["kernels"] == 0 and any("f16" in square or "f32" in square for square in found["squares"])
+    else:
+        assert found == {"kernels": 3, "squares": []}
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_block(*sys.argv[1:])))
