@@ -113,7 +113,7 @@ def train(config: Config) -> Result:
     first_step = meta["step"]
     position = meta["samples"]
     describe(c, run, devices, need)
-    say(describe_data(samples, held_out))
+    say(describe_data(samples, evaluated, held_out))
     say(f"run: {total_steps} steps of {samples_per_step * c.sequence_len:,} tokens into {output_dir}")
 
     with contextlib.ExitStack() as until_end:
@@ -246,14 +246,17 @@ def check_vocabulary(c: Config, tokenizer: Tokenizer) -> None:
         )
 
 
-def describe_data(samples: Mixture, held_out: Corpus) -> str:
+def describe_data(samples: Mixture, evaluated: list[data.Evaluated], held_out: Corpus) -> str:
     """Returns a line with the size of the data; with weights, how often an epoch has each source."""
-    tokens = samples.all.num_tokens
-    text = f"data: {samples.all.name}, {tokens:,} tokens for training, {len(held_out.tokens):,} held out"
-    if samples.weights is None:
-        return text
-    shares = zip(samples.sources, samples.shares(), strict=True)
-    return f"{text}; an epoch has " + ", ".join(f"{source.name} {share:.2f} times" for source, share in shares)
+    text = f"data: {samples.all.name}, {samples.all.num_tokens:,} tokens for training"
+    if not evaluated[0].name:
+        text += f", {len(held_out.tokens):,} held out"
+    if names := ", ".join(one.name for one in evaluated if one.name):
+        text += f"; evaluated on {names}"
+    if samples.weights is not None:
+        shares = zip(samples.sources, samples.shares(), strict=True)
+        text += "; an epoch has " + ", ".join(f"{source.name} {share:.2f} times" for source, share in shares)
+    return text
 
 
 def check_schedule(c: Config, total_steps: int) -> None:
@@ -420,7 +423,7 @@ def evaluation_summary(output_dir: Path) -> str:
         first = records[0]
         last = records[-1]
         text = f"evaluation{name and f' of {name}'}: loss {first['loss']:.4f} -> {last['loss']:.4f}"
-        if "bits_per_byte" in last:
+        if "bits_per_byte" in first and "bits_per_byte" in last:
             text += f", {first['bits_per_byte']:.4f} -> {last['bits_per_byte']:.4f} bits per byte"
         text += f", perplexity {perplexity(first['loss']):.4g} -> {perplexity(last['loss']):.4g}"
         lines.append(f"{text} (steps {first['step']} -> {last['step']})")

@@ -236,16 +236,14 @@ def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(source, tmp_path
 
 def test_a_folder_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ConfigError, match="data_cache: expected a folder that can be written, got '.*file/cache' .*choose"
-    ):
+    with pytest.raises(ConfigError, match=r"data_cache: expected a folder that can be written, got '.*file/cache'"):
         load(source, tmp_path / "file" / "cache")
 
 
 def test_bad_data_leaves_nothing(source, tmp_path):
     with source.open("a") as file:
         file.write("no json\n")
-    with pytest.raises(ConfigError, match=r"text.jsonl:41: expected"):
+    with pytest.raises(ConfigError, match=r"text\.jsonl:41: expected"):
         load(source, tmp_path / "cache")
     assert not entries(tmp_path / "cache")
 
@@ -267,7 +265,7 @@ source, folder, packed = sys.argv[1:]
 for warm in ("small.jsonl", source):  # imports and threads are not data
     before = peak()
     corpus, _ = load_corpora(warm, eval_source="small.jsonl", tokenizer=ByteTokenizer(), data_cache=folder)
-    samples = windows_or_rows(corpus, 1024, packed=packed == "packed")
+    samples = windows_or_rows(corpus, 8192, packed=packed == "packed")
     with contextlib.closing(batches(samples, batch_size=8, accumulation=1, seed=0, num_epochs=1)) as stream:
         total = sum(int(batch["inputs"].astype(np.int64).sum()) for batch in stream)
 print(peak() - before, len(corpus.tokens))
@@ -278,7 +276,7 @@ print(peak() - before, len(corpus.tokens))
     ("megabytes", "most", "packed"), quick_at([(150, 100, "no"), (1000, 300, "no"), (1000, 300, "packed")], 0)
 )
 def test_resident_memory_while_tokenising_and_training(tmp_path, megabytes, most, packed):
-    """All pages of the tokens are read: 300 MB of them with 150 MB of text, and 2 GB with 1 GB."""
+    """All pages of the tokens are read: 120 MB of them with 60 MB of text, and 2 GB with 1 GB."""
     line = json.dumps({"text": "some words of no meaning, " * 400}) + "\n"
     for name, size in (("small.jsonl", 2), ("large.jsonl", megabytes)):
         with (tmp_path / name).open("w") as file:

@@ -36,6 +36,8 @@ from surojax.errors import ConfigError
 
 FORMAT = 1  # of the files; an entry of another format is written anew, under another name
 META = "meta.json"
+TRAIN = "train"
+HELD_OUT = "held_out"
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # on some network file systems
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -208,12 +210,9 @@ def _write(target: Path, key: str, write: Callable[[Path], dict[str, Any]]) -> N
             file.write(meta)
             file.flush()
             os.fsync(file.fileno())
-        shutil.rmtree(target, ignore_errors=True)  # one that is damaged; a run that has it mapped keeps its pages
-        try:
+        if _open(target, "") is None:  # without locks, another process may have been faster
+            shutil.rmtree(target, ignore_errors=True)  # one that is damaged; a run that has it mapped keeps its pages
             temporary.rename(target)
-        except OSError:
-            if not _open(target, ""):  # without locks, another process may have been faster
-                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -242,19 +241,25 @@ def _open_part(folder: Path, info: dict[str, Any], name: str, part: str) -> Corp
         arrays["tokens"],
         info["bytes"],
         info["fingerprint"],
-        f"{name} (held out)" if part == "held_out" else name,
+        f"{name} (held out)" if part == HELD_OUT else name,
         arrays["offsets"],
         arrays.get("trained"),
         tuple(mappings),
     )
 
 
-def files_key(paths: list[Path]) -> list[tuple[str, int, int]]:
-    """Returns what identifies the content of files: absolute path, size and time of the last change, for each.
+class Files(NamedTuple):
+    """Identifies the content of files. digest: of their absolute paths, sizes and times of the last change."""
 
-    Raises ConfigError if one cannot be read.
-    """
-    found = []
+    digest: str
+    count: int
+    num_bytes: int
+
+
+def identify(paths: list[Path]) -> Files:
+    """Returns what identifies the content of these files, in this order. Raises ConfigError if one cannot be read."""
+    digest = hashlib.sha256()
+    num_bytes = 0
     for path in paths:
         try:
             stat = path.stat()
@@ -262,8 +267,9 @@ def files_key(paths: list[Path]) -> list[tuple[str, int, int]]:
             raise ConfigError(
                 f"{path}: expected a readable file, got {error.strerror!r}; correct its path or permissions"
             ) from None
-        found.append((str(path.absolute()), stat.st_size, stat.st_mtime_ns))
-    return found
+        digest.update(f"{path.absolute()}\n{stat.st_size}\n{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+        num_bytes += stat.st_size
+    return Files(digest.hexdigest(), len(paths), num_bytes)
 
 
 # -- Locks and errors -------------------------------------------------------------------------------------------------
@@ -271,7 +277,7 @@ def files_key(paths: list[Path]) -> list[tuple[str, int, int]]:
 
 @contextlib.contextmanager
 def _locked(file: Path, wait: Callable[[str], None]) -> Iterator[bool]:
-    """Holds the lock of a file within a `with` statement; if another process has it, calls `wait` with its id and waits.
+    """Holds the lock of a file in a `with` statement; if another process has it, calls `wait` with its id and waits.
 
     The system releases the lock when the process has ended, for whatever reason. Yields False on a file system without
     locks, where nothing is locked.

@@ -87,11 +87,16 @@ def hold_out[T: Keyed](
 
 
 def split_document(document: Document) -> tuple[Document, Document]:
+    """Splits a document where `split_text` splits its text."""
+    first, second = split_text(document.text)
+    return _document(first), _document(second)
+
+
+def split_text(text: str) -> tuple[str, str]:
     """Splits a text at 95 % of its length, or after the last line end between 90 % and 95 %."""
-    text = document.text
     split = int(len(text) * 0.95)
     split = text.rfind("\n", int(len(text) * 0.90), split) + 1 or split
-    return _document(text[:split]), _document(text[split:])
+    return text[:split], text[split:]
 
 
 def key_of(content: bytes) -> int:
@@ -115,7 +120,8 @@ def source_files(source: str) -> list[Path]:
 
 def stdlib_files() -> list[Path]:
     """The source files of the interpreter's standard library, sorted; without tests and installed packages."""
-    return sorted(walk(Path(sysconfig.get_paths()["stdlib"]), ".py", skip=_NOT_LIBRARY))
+    files = walk(Path(sysconfig.get_paths()["stdlib"]), ".py", skip=_NOT_LIBRARY)
+    return sorted(path for path in files if path.is_file())
 
 
 def _read_stdlib() -> Iterator[Document]:

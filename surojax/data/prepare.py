@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from surojax.data import datasets, docstrings, files
-from surojax.data.cache import NO_ROOM, Corpus, Entry, NoRoom, PartWriter, cached, files_key
+from surojax.data.cache import HELD_OUT, NO_ROOM, TRAIN, Corpus, Entry, Files, NoRoom, PartWriter, cached, identify
 from surojax.data.corpus import (
     HELD_OUT_FILES,
     HELD_OUT_STDLIB,
@@ -33,17 +33,17 @@ from surojax.data.corpus import (
     read_documents,
     source_files,
     split_document,
+    split_text,
     stdlib_files,
 )
-from surojax.data.datasets import BadRow, Dataset, Row
+from surojax.data.datasets import Dataset
 from surojax.data.examples import Encoder, Example
+from surojax.data.readers import SUFFIXES
+from surojax.data.rows import BadRow, Row
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
 
 DATA_CACHE = "~/.cache/surojax"
-TRAIN = "train"
-HELD_OUT = "held_out"
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 # A Hugging Face tokenizer needs about 50 times the memory of the text and uses one core per text. Long documents are
 # therefore split at line ends into pieces, and each group holds pieces for half of the cores, since two are encoded at
@@ -76,9 +76,9 @@ def load_corpora(
     """
 
     def load(source: str, fraction: float) -> Entry:
-        sources = files_key(source_files(source))
+        sources = identify(source_files(source))
         key = {
-            "source": source,
+            "stdlib": source == STDLIB,
             "files": sources,
             "text_field": text_field,
             "tokenizer": [tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id],
@@ -125,13 +125,13 @@ def load_dataset(
     on_bad_row: "error" raises ConfigError with the file and line of a row that cannot be used; "skip" leaves such rows
     out and says how many they are. Raises ConfigError as well if no row remains.
     """
-    name = ",".join(dataset.path)
-    sources = files_key(_files_of(dataset))
-    settings = {key: value for key, value in asdict(dataset).items() if key != "weight"}
+    sources = identify(_files_of(dataset))
+    settings = {key: value for key, value in asdict(dataset).items() if key not in ("path", "weight")}
     fraction = HELD_OUT_FILES if holds_out else 0.0
     key = {
         "dataset": settings,
         "files": sources,
+        "sets": [item for item in dataset.path if files.find(item, SUFFIXES) is None],
         "encoder": encoder.fingerprint,
         "vocab_size": vocab_size,
         "held_out": fraction,
@@ -146,9 +146,10 @@ def load_dataset(
         on_bad_row=on_bad_row,
         sources=sources,
     )
-    entry = _report(cached(data_cache, key, write, name=name, say=say), say)
+    entry = _report(cached(data_cache, key, write, name=dataset.name, say=say), say)
     if skipped := entry.info["skipped"]:
-        say(f"data: {name}: {skipped:,} rows cannot be used and are skipped; the first: {entry.info['first_skipped']}")
+        first = entry.info["first_skipped"]
+        say(f"data: {dataset.name}: {skipped:,} rows cannot be used and are skipped; the first: {first}")
     return Prepared(entry.corpora[TRAIN], entry.corpora.get(HELD_OUT), dataset.type == "text")
 
 
@@ -224,7 +225,7 @@ def _write_documents(
     text_field: str,
     tokenizer: Tokenizer,
     fraction: float,
-    sources: list[tuple[str, int, int]],
+    sources: Files,
 ) -> dict[str, Any]:
     """Tokenises documents into `folder`, each followed by end-of-sequence; returns the meta data."""
     documents = read_documents(source, text_field)
@@ -232,10 +233,9 @@ def _write_documents(
         hold_out(documents, fraction, split_document) if fraction else ((document, False) for document in documents)
     )
     eos = np.array([tokenizer.eos_id])
-    source_bytes = sum(size for _, size, _ in sources)
     groups = _groups(_pieces(marked), lambda piece: len(piece.text))
     with _Parts(
-        folder, tokenizer.vocab_size, name=source, holds_out=bool(fraction), source_bytes=source_bytes
+        folder, tokenizer.vocab_size, name=source, holds_out=bool(fraction), source_bytes=sources.num_bytes
     ) as parts:
         for group, encoded in _in_threads(groups, lambda group: tokenizer.encode_batch([x.text for x in group])):
             for piece, ids in zip(group, encoded, strict=True):
@@ -286,17 +286,18 @@ def _write_rows(
     vocab_size: int,
     fraction: float,
     on_bad_row: str,
-    sources: list[tuple[str, int, int]],
+    sources: Files,
 ) -> dict[str, Any]:
     """Encodes rows into `folder`; returns the meta data."""
-    name = ",".join(dataset.path)
     rows = map(_keyed, datasets.read(dataset))
-    marked = hold_out(rows, fraction, lambda _: None) if fraction else ((row, False) for row in rows)
-    source_bytes = sum(size for _, size, _ in sources)
+    split = functools.partial(_split_row, text_field=dataset.text_field if dataset.type == "text" else None)
+    marked = hold_out(rows, fraction, split) if fraction else ((row, False) for row in rows)
     groups = _groups(marked, lambda item: item[0].num_bytes)
     skipped: list[BadRow] = []
     num_skipped = 0
-    with _Parts(folder, vocab_size, name=name, holds_out=bool(fraction), source_bytes=source_bytes) as parts:
+    with _Parts(
+        folder, vocab_size, name=dataset.name, holds_out=bool(fraction), source_bytes=sources.num_bytes
+    ) as parts:
         for group, encoded in _in_threads(groups, lambda group: encoder.encode([keyed.row for keyed, _ in group])):
             for (keyed, is_held_out), example in zip(group, encoded, strict=True):
                 parts.bytes_read += keyed.num_bytes
@@ -310,11 +311,13 @@ def _write_rows(
         found = parts.finish()
     if not found[TRAIN]["examples"]:
         first = f" ({skipped[0].where}: {skipped[0].reason})" if skipped else ""
-        raise ConfigError(f"{name}: expected rows to train on, got none, {num_skipped:,} skipped{first}; correct them")
+        raise ConfigError(
+            f"{dataset.name}: expected rows that can be used, got none, {num_skipped:,} skipped{first}; correct them"
+        )
     if fraction and not found[HELD_OUT]["examples"]:
         raise ConfigError(
-            f"{name}: expected at least two different rows, to train on one part and evaluate on the other, got "
-            f"{found[TRAIN]['examples']:,}; add rows, or set validation_datasets"
+            f"{dataset.name}: expected at least two different rows, to train on one part and evaluate on the other, "
+            f"got {found[TRAIN]['examples']:,}; add rows, or set validation_datasets"
         )
     first_skipped = f"{skipped[0].where}: {skipped[0].reason}" if skipped else ""
     return {"parts": found, "skipped": num_skipped, "first_skipped": first_skipped}
@@ -329,6 +332,15 @@ def _text_bytes(row: Row | BadRow, dataset: Dataset) -> int:
     """Length of a row's text in UTF-8; 0 if the row is not plain text."""
     text = row.record.get(dataset.text_field) if isinstance(row, Row) and dataset.type == "text" else None
     return len(text.encode("utf-8")) if isinstance(text, str) else 0
+
+
+def _split_row(keyed: _Keyed, text_field: str | None) -> tuple[_Keyed, _Keyed] | None:
+    """Splits a row of text, as `split_document` splits a document; None if the row is something else."""
+    row = keyed.row
+    if isinstance(row, BadRow) or text_field is None or not isinstance(row.record.get(text_field), str):
+        return None
+    first, second = (Row({**row.record, text_field: part}, row.where) for part in split_text(row.record[text_field]))
+    return _keyed(first), _keyed(second)
 
 
 def _keyed(row: Row | BadRow) -> _Keyed:

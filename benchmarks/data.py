@@ -1,0 +1,198 @@
+"""Data preparation: tokens per second, resident memory, and whether training waits for batches.
+
+    python benchmarks/data.py [--megabytes 60] [--pairs 3] [--steps 60]
+
+Compares our preparation, from a .jsonl file to the files of the cache, with `tokenizers` alone: `encode_batch_fast` on
+all cores, on texts that are in memory already, whose ids are thrown away. Both take the same documents (this Python's
+standard library, several times) and the same byte-level BPE, in processes of their own, one after the other, in pairs.
+
+Then it trains configs/tiny.py for some steps and measures the time within `next(batches)`.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from surojax.data.corpus import read_documents
+from surojax.data.load import Settings, load, parse_entries
+from surojax.data.prepare import load_corpora
+from surojax.data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parent.parent
+VOCABULARY = 16_000
+GROUP_BYTES = 4 << 20  # of texts that `tokenizers` alone gets in one call
+
+
+def write_inputs(folder: Path, megabytes: int) -> None:
+    """Writes text.jsonl and a tokenizer.json that was trained on a part of it."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    documents = [document.text for document in read_documents("stdlib", "text")]
+    size = 0
+    with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
+        while size < megabytes * 10**6:
+            for document in documents:
+                size += file.write(json.dumps({"text": f"# {size}\n{document}"}) + "\n")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(documents[::8], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def peak_mib() -> float:
+    """Largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def measure_tokenizers(folder: Path) -> dict[str, float]:
+    """`tokenizers` alone; reading and parsing are not timed."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    groups = [[]]
+    size = 0
+    for line in (folder / "text.jsonl").open(encoding="utf-8"):
+        groups[-1].append(json.loads(line)["text"])
+        size += len(groups[-1][-1])
+        if size > GROUP_BYTES:
+            groups.append([])
+            size = 0
+    started = time.perf_counter()
+    tokens = 0
+    for group in groups:
+        tokens += sum(len(encoding) for encoding in tokenizer.encode_batch_fast(group, add_special_tokens=False))
+    return {"tokens": tokens, "seconds": time.perf_counter() - started, "added_mib": 0.0}
+
+
+def measure_text(folder: Path) -> dict[str, float]:
+    """Ours, by `--config.data=text.jsonl`."""
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+    source = str(folder / "text.jsonl")
+    before = peak_mib()
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=folder) as cache:
+        train, held_out = load_corpora(source, tokenizer=tokenizer, data_cache=cache)
+        seconds = time.perf_counter() - started
+        again = time.perf_counter()
+        load_corpora(source, tokenizer=tokenizer, data_cache=cache)
+        reused = time.perf_counter() - again
+    tokens = len(train.tokens) + len(held_out.tokens) - train.num_examples - held_out.num_examples
+    return {"tokens": tokens, "seconds": seconds, "added_mib": peak_mib() - before, "reused_s": reused}
+
+
+def measure_dataset(folder: Path) -> dict[str, float]:
+    """Ours, by an entry of `datasets`, and the plan that packs it."""
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+    entries = parse_entries([{"path": str(folder / "text.jsonl")}], ())
+    sources = {"data": "", "eval_data": "", "text_field": "", "eval_batch_size": 1, "eval_batches": 1}
+    before = peak_mib()
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=folder) as cache:
+        settings = Settings(sequence_len=1024, sample_packing=True, data_cache=cache)
+        found = load(entries, settings, tokenizer, **sources)
+        seconds = time.perf_counter() - started
+    tokens = found.train.sources[0].num_tokens + len(found.held_out.tokens)
+    return {"tokens": tokens, "seconds": seconds, "added_mib": peak_mib() - before}
+
+
+MEASURES = {"tokenizers": measure_tokenizers, "data": measure_text, "datasets": measure_dataset}
+
+
+def compare(megabytes: int, pairs: int) -> None:
+    """Prints tokens per second of each way, the medians of `pairs` processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_inputs(Path(folder), megabytes)
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in MEASURES}
+        for _ in range(pairs):
+            for name, results in found.items():
+                command = [sys.executable, __file__, "--measure", name, "--folder", folder]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                results.append(json.loads(done.stdout.splitlines()[-1]))
+    alone = [one["tokens"] / one["seconds"] for one in found["tokenizers"]]
+    for name, results in found.items():
+        speeds = [one["tokens"] / one["seconds"] for one in results]
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(speeds, alone, strict=True))
+        added = max(one["added_mib"] for one in results)
+        reused = f", reused in {max(one['reused_s'] for one in results):.3f} s" if "reused_s" in results[0] else ""
+        print(
+            f"{name:10}  {statistics.median(speeds):12,.0f} tokens/s  {ratio:6.1%} of tokenizers alone  "
+            f"{added:6.0f} MiB added{reused}"
+        )
+
+
+class Timed:
+    """An iterator that adds up the time within `next`, but for the first, which compilation overlaps."""
+
+    def __init__(self, steps: Iterator):
+        self.steps = steps
+        self.waits: list[float] = []
+
+    def __next__(self):
+        started = time.perf_counter()
+        batch = next(self.steps)
+        self.waits.append(time.perf_counter() - started)
+        return batch
+
+    def close(self) -> None:
+        self.steps.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def measure_waiting(steps: int) -> None:
+    """Prints the share of a step's time that the tiny run waits for data."""
+    from surojax.config import flags
+
+    module = importlib.import_module("surojax.train")
+    c = flags.load(str(ROOT / "configs" / "tiny.py"))
+    plain = module.training_batches
+    timed = []
+
+    def batches(*args, **keywords):
+        timed.append(Timed(plain(*args, **keywords)))
+        return timed[0]
+
+    module.training_batches = batches
+    with tempfile.TemporaryDirectory() as folder:
+        c.max_steps, c.eval_steps, c.save_steps, c.sample_tokens, c.warmup_steps = steps, 0, 0, 0, 0
+        c.output_dir = folder
+        with contextlib.redirect_stdout(io.StringIO()):
+            history = module.train(c).history
+    durations = [record["duration_ms"] / 1e3 for record in history if record["log"] == "step"][1:]
+    waits = timed[0].waits[1:]
+    step = statistics.median(durations)
+    wait = statistics.median(waits)
+    print(
+        f"tiny: a step takes {step * 1e3:.1f} ms (median), next(batches) {wait * 1e6:.0f} us, which is "
+        f"{wait / step:.2%}; of all time {sum(waits) / sum(durations):.2%}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--megabytes", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--measure", choices=MEASURES, help="one way, in this process")
+    parser.add_argument("--folder", type=Path)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(MEASURES[args.measure](args.folder)))
+        return
+    compare(args.megabytes, args.pairs)
+    measure_waiting(args.steps)
+
+
+if __name__ == "__main__":
+    main()

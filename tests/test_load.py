@@ -1,0 +1,228 @@
+"""From the entries of a config to the data of a run: datasets of every type, validation, what is held out, refused."""
+
+import contextlib
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from surojax.data import prepare
+from surojax.data.batches import batches
+from surojax.data.load import Data, Settings, load, parse_entries
+from surojax.data.tokenizer import ByteTokenizer
+from surojax.errors import ConfigError
+
+BYTES = ByteTokenizer()
+
+
+def write(path: Path, rows: list) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def texts(count: int, word: str = "text") -> list[dict]:
+    return [{"text": f"{word} number {i} and so on"} for i in range(count)]
+
+
+def questions(count: int) -> list[dict]:
+    return [{"prompt": f"What is {i} + {i}?", "completion": f"It is {2 * i}."} for i in range(count)]
+
+
+def chats(count: int) -> list[dict]:
+    turns = lambda i: [("user", f"Hello {i}"), ("assistant", f"Hi {i}!"), ("user", "Bye"), ("assistant", "See you.")]
+    return [{"messages": [{"role": role, "content": text} for role, text in turns(i)]} for i in range(count)]
+
+
+def load_entries(tmp_path, entries, validation=(), said=None, **settings) -> Data:
+    settings = {"sequence_len": 64, "data_cache": str(tmp_path / "cache")} | settings
+    return load(
+        parse_entries(entries, validation),
+        Settings(**settings),
+        BYTES,
+        data="stdlib",
+        eval_data="",
+        text_field="text",
+        eval_batch_size=4,
+        eval_batches=50,
+        say=(said if said is not None else []).append,
+    )
+
+
+def documents_of(samples) -> list[str]:
+    """The documents of rows, by where their inputs begin and end; one in a row that is not packed."""
+    found = []
+    for i in range(len(samples)):
+        sample = samples[i]
+        starts = sample.get("starts", np.zeros(len(sample["inputs"]), np.int32))
+        for start in sorted(set(starts.tolist())):
+            ids = sample["inputs"][starts == start]
+            if ids.any():
+                found.append(BYTES.decode(ids[ids > 0]))
+    return found
+
+
+def trained_of(sample) -> str:
+    labels = sample["labels"]
+    return BYTES.decode(labels[labels >= 0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_kind_of_row_becomes_samples(tmp_path, packed):
+    """Nothing is held out if there are validation datasets. The loss is on completions and answers alone."""
+    entries = [
+        {"path": write(tmp_path / "texts.jsonl", texts(30))},
+        {"path": write(tmp_path / "questions.jsonl", questions(20))},
+        {"path": write(tmp_path / "chats.jsonl", chats(10))},
+    ]
+    validation = [{"path": entries[1]["path"], "samples": 3}]
+    options = {"sample_packing": packed, "chat_template": "chatml", "sequence_len": 256}
+    found = load_entries(tmp_path, entries, validation, **options)
+    text, question, chat = found.train.sources
+    if packed:
+        assert sorted(documents_of(text)) == sorted(row["text"] for row in texts(30))
+    else:
+        windows = [BYTES.decode(text[i]["inputs"]) for i in range(len(text))]
+        assert "".join(windows).startswith("text number 0 and so ontext number 1 and so on")
+    trained = [trained_of(question[i]) for i in range(len(question))]
+    assert sum(text.count("It is") for text in trained) == 20 and not any("What" in text for text in trained)
+    assert sum(document.count("Hello") for document in documents_of(chat)) == 10
+    answers = "".join(trained_of(chat[i]) for i in range(len(chat)))
+    assert answers.count("Hi") == 10 and answers.count("See you.") == 10 and "Hello" not in answers
+    assert (len(question) < 20) == packed and ("starts" in chat[0]) == packed
+    (evaluated,) = found.evaluated
+    assert evaluated.name == "questions" and evaluated.bytes_per_token is None
+    labels = np.concatenate([batch["labels"] for batch in evaluated.batches])
+    assert BYTES.decode(labels[labels >= 0]).count("It is") == 3
+
+
+def test_without_validation_a_part_of_each_dataset_is_held_out(tmp_path):
+    entries = [
+        {"path": write(tmp_path / "a.jsonl", texts(500))},
+        {"path": write(tmp_path / "b.jsonl", questions(300))},
+    ]
+    found = load_entries(tmp_path, entries, sequence_len=128, sample_packing=True)
+    trained = [document for source in found.train.sources for document in documents_of(source)]
+    (evaluated,) = found.evaluated
+    assert evaluated.name == "" and evaluated.bytes_per_token is None  # not all of it is text
+    inputs = BYTES.decode(np.concatenate([batch["inputs"] for batch in evaluated.batches]))
+    held_out_texts, held_out_questions = inputs.count("text number"), inputs.count("What is")
+    assert 1 <= held_out_texts <= 20 and 1 <= held_out_questions <= 15
+    assert len(trained) == 800 - held_out_texts - held_out_questions
+    again = load_entries(tmp_path, [entries[0]], sequence_len=128, sample_packing=True)
+    assert sorted(documents_of(again.train.sources[0])) == sorted(x for x in trained if x.startswith("text"))
+    assert again.evaluated[0].bytes_per_token is not None and 0.9 < again.evaluated[0].bytes_per_token < 1
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"line {i}\n" for i in range(1000)))
+    one = load_entries(tmp_path, [{"path": str(book)}], sequence_len=128)
+    prompt = BYTES.decode(one.held_out.tokens[:64])
+    assert prompt.startswith("line 9") and one.train.sources[0].num_tokens > 18 * len(one.held_out.tokens)
+
+
+def test_held_out_text_and_validation_datasets_beside_data(tmp_path):
+    path = write(tmp_path / "v.jsonl", texts(5))
+    validation = [{"path": path}, {"path": path, "name": "again"}]
+    found = load_entries(tmp_path, (), validation)
+    assert [x.name for x in found.evaluated] == ["", "v", "again"]
+    assert found.train.all.name == "stdlib" and len(found.held_out.tokens) > 1e5
+    for one in found.evaluated:
+        assert one.bytes_per_token is not None and 0.9 < one.bytes_per_token <= 1
+    documents = "".join(row["text"] + " " for row in texts(5))  # with its end, each has one token more
+    labels = np.concatenate([batch["labels"] for batch in found.evaluated[1].batches])
+    assert (labels >= 0).sum() == len(documents) - 1  # every token but the first is predicted once
+
+
+def test_rows_that_cannot_be_used_end_the_run_or_are_counted(tmp_path):
+    path = write(tmp_path / "a.jsonl", [*questions(9), {"prompt": "no answer"}, "no json", *questions(20)[9:]])
+    with pytest.raises(ConfigError, match=r"a\.jsonl:10: expected"):
+        load_entries(tmp_path, [{"path": path}])
+    assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
+    for _ in range(2):  # tokenised, and from the cache
+        said = []
+        found = load_entries(tmp_path, [{"path": path}], [{"path": path}], said, on_bad_row="skip")
+        assert len(found.train) == 20
+        line = next(line for line in said if "skipped" in line)
+        assert line.startswith(f"data: {path}: 2 rows cannot be used and are skipped; the first: {path}:10: expected")
+    with pytest.raises(ConfigError, match=r"a\.jsonl:10: expected"):  # not from the cache of the other setting
+        load_entries(tmp_path, [{"path": path}], [{"path": path}])
+
+
+def test_sets_that_are_empty_are_refused(tmp_path):
+    good = [{"path": write(tmp_path / "good.jsonl", questions(9))}]
+    bad = [{"path": write(tmp_path / "bad.jsonl", [{"prompt": 1, "completion": "x"}] * 3), "type": "instruction"}]
+    expected = r"bad\.jsonl: expected rows that can be used, got none, 3 skipped \(.*bad\.jsonl:1: expected"
+    with pytest.raises(ConfigError, match=expected):
+        load_entries(tmp_path, bad, on_bad_row="skip")
+    with pytest.raises(ConfigError, match=expected):
+        load_entries(tmp_path, good, bad, on_bad_row="skip")
+    one = [{"path": write(tmp_path / "one.jsonl", questions(1))}]
+    with pytest.raises(
+        ConfigError, match=r"one\.jsonl: expected at least two different rows.* got 1; add rows, or set"
+    ):
+        load_entries(tmp_path, one)
+    with pytest.raises(ConfigError, match=r"expected examples of at most sequence_len=8 tokens, got none among 9"):
+        load_entries(tmp_path, good, good, sequence_len=8, on_long="drop")
+
+
+def test_what_the_policy_changes_is_tokenised_anew(tmp_path, monkeypatch):
+    """And a cached dataset is not read again, but for its first row, which decides its type."""
+    entries = [{"path": write(tmp_path / "chats.jsonl", chats(10))}]
+    folders = lambda: {p.name for p in (tmp_path / "cache").iterdir() if p.is_dir()}
+    found = set()
+    for number, options in enumerate(
+        [{}, {"train_on": "last"}, {"chat_template": "llama3"}, {"system_prompt": "Be brief."}], start=1
+    ):
+        options = {"chat_template": "chatml", "sequence_len": 256} | options
+        found.add(load_entries(tmp_path, entries, entries, **options).train.fingerprint)
+        assert len(folders()) == len(found) == number
+    file = tmp_path / "mine.jinja"
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    file.write_text(template + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    load_entries(tmp_path, entries, entries, chat_template=str(file), sequence_len=256)
+    file.write_text(template.replace("/", "-") + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    load_entries(tmp_path, entries, entries, chat_template=str(file), sequence_len=256)
+    assert len(folders()) == 6
+    monkeypatch.setattr(prepare, "_write_rows", lambda *_, **__: pytest.fail("read again"))
+    load_entries(tmp_path, entries, entries, chat_template=str(file), sequence_len=256)
+    load_entries(tmp_path, [{**entries[0], "weight": 3}], entries, chat_template=str(file), sequence_len=256)
+
+
+def test_a_stream_of_weighted_packed_datasets_goes_on_anywhere(tmp_path):
+    """With all that is between files and batches."""
+    entries = [
+        {"path": write(tmp_path / "a.jsonl", texts(200)), "weight": 0.7},
+        {"path": write(tmp_path / "b.jsonl", questions(100)), "weight": 0.3},
+    ]
+    said = []
+
+    def stream(start: int, count: int, batch_size: int, accumulation: int) -> np.ndarray:
+        found = load_entries(tmp_path, entries, said=said, sample_packing=True)
+        with contextlib.closing(
+            batches(found.train, batch_size=batch_size, accumulation=accumulation, seed=3, start_sample=start)
+        ) as steps:
+            taken = itertools.islice(steps, count // (batch_size * accumulation))
+            rows = [np.concatenate([x[name].reshape(-1, 64) for name in sorted(x)], axis=1) for x in taken]
+        return np.concatenate(rows)
+
+    whole = stream(0, 120, 1, 1)
+    np.testing.assert_array_equal(stream(24, 96, 4, 2), whole[24:])
+    np.testing.assert_array_equal(stream(30, 90, 3, 1), whole[30:])
+    assert sum("into the cache" in line for line in said) == 2
+
+
+WRONG = [
+    ([{"path": "a", "wieght": 1}], (), r"datasets\[0\]: expected settings .*'wieght'; did you mean weight"),
+    ([{"path": "a", "weight": 1}, {"path": "b"}], (), r"datasets\[1\]: expected a weight"),
+    ([{"path": "a", "weight": 0}], (), r"datasets\[0\]: weight: expected a number above 0, got 0"),
+    ([], [{"path": "a", "name": ""}], r"validation_datasets\[0\]: expected a name that no other entry has, got ''"),
+    ([], [{"path": "x/a.jsonl"}, {"path": "y/a.txt"}], r"validation_datasets\[1\]: expected a name .*'a'; set name="),
+    ([], [{"path": "a", "weight": 2}], r"validation_datasets\[0\]: expected no weight"),
+    ([], [{"type": "text"}], r"validation_datasets\[0\]: path: expected a file"),
+]
+
+
+@pytest.mark.parametrize(("entries", "validation", "message"), WRONG, ids=range(len(WRONG)))
+def test_entries_that_are_wrong_are_named(entries, validation, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_entries(entries, validation)
