@@ -168,6 +168,7 @@ def field_cases() -> list[tuple[str, str]]:
     model.rope_partial_rotary_factor=1.5 | rope_partial_rotary_factor: expected a fraction up to 1
     model.rope_local_base_freq=10000 | rope_local_base_freq: expected 0 without a window, whose layers use it
     model.no_rope_layer_interval=9 model.num_hidden_layers=8 | no_rope_layer_interval: expected at most num_hidden
+    model.rope_llama_4_scaling_beta=0.1 model.no_rope_layer_interval=2 | rope_llama_4_scaling_beta: expected 0 with
     model.hidden_act=gelu       | model.hidden_act: expected one of silu, gelu_pytorch_tanh, got 'gelu'; did you mean
     model.hidden_act=gelu_pytorch_tanh kernels=mosaic | model.hidden_act: expected 'silu' with kernels='mosaic'
     attention=cudnn model_dtype=bfloat16 model.attn_logit_softcapping=50 | attn_logit_softcapping: expected 0 with

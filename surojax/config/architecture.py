@@ -65,6 +65,10 @@ def _check_rope(c: Config, h: int) -> None:
     if kind != "none":
         change = "it is the new context length divided by the old one"
         need(m.rope_factor > 1, "model.rope_factor", f"more than 1 with rope_scaling={kind!r}", m.rope_factor, change)
+    if m.rope_llama_4_scaling_beta:
+        alike = not m.rope_local_base_freq and not m.no_rope_layer_interval
+        expected = "0 with rope_local_base_freq or no_rope_layer_interval: it is of layers that all rotate alike"
+        need(alike, "model.rope_llama_4_scaling_beta", expected, m.rope_llama_4_scaling_beta, "leave one of them out")
     low = m.rope_low_freq_factor
     high = m.rope_high_freq_factor
     need(low > 0, "model.rope_low_freq_factor", "more than 0", low, "Llama 3 uses 1")

@@ -91,17 +91,18 @@ def _rope(family: str, given: dict[str, Any], *, windows: bool) -> dict[str, Any
     found["rope_partial_rotary_factor"] = float(
         rope.pop("partial_rotary_factor", given.get("partial_rotary_factor")) or 1
     )
-    original = rope.get("original_max_position_embeddings", given.get("max_position_embeddings"))
+    longest = given.get("max_position_embeddings")
+    original = rope.get("original_max_position_embeddings", longest)
     if family == "ministral3":
         rope.pop("max_position_embeddings", None)  # says again what config.json says
         if beta := rope.pop("llama_4_scaling_beta", 0.0):
             found |= {"rope_llama_4_scaling_beta": beta, "rope_original_max_position_embeddings": original}
     if kind in ("llama3", "yarn"):
         rope["original_max_position_embeddings"] = original
-    if kind == "yarn":
-        rope = _yarn(rope, given.get("max_position_embeddings"))
-    if rope.keys() != set(ROPE_USES[kind]):
-        raise ConfigError(f"model_path: config.json: rope_type {kind}: expected {ROPE_USES[kind]}, got {sorted(rope)}")
+    rope = _yarn(rope, longest) if kind == "yarn" else rope
+    said = sorted(name for name, value in rope.items() if value is not None)
+    if set(said) != set(ROPE_USES[kind]):
+        raise ConfigError(f"model_path: config.json: rope_type {kind}: expected {ROPE_USES[kind]}, got {said}")
     return found | {f"rope_{name}": rope[name] for name in ROPE_USES[kind]}
 
 
@@ -118,24 +119,22 @@ def _rope_by_layer_type(rope: dict[str, Any], base: float) -> tuple[float, dict[
     return base, full
 
 
-def _yarn(rope: dict[str, Any], max_position_embeddings: int | None) -> dict[str, Any]:
-    """YaRN's parameters with all that transformers infers."""
-    rope = {"beta_fast": None, "beta_slow": None, "truncate": True, "factor": None, "attention_factor": None} | rope
-    factor = rope["factor"]
-    if factor is None and max_position_embeddings:
-        factor = max_position_embeddings / rope["original_max_position_embeddings"]
-    numerator = rope.pop("mscale", None)
-    denominator = rope.pop("mscale_all_dim", None)
-    magnitude = rope["attention_factor"]
-    if magnitude is None and numerator and denominator:
-        stretch = 0.1 * math.log(max(factor, 1))
+def _yarn(rope: dict[str, Any], longest: int | None) -> dict[str, Any]:
+    """YaRN's parameters with all that transformers infers. longest: the new context length, if it is known."""
+    found = {"truncate": True} | rope
+    original = found.get("original_max_position_embeddings")
+    if found.get("factor") is None and longest and original:
+        found["factor"] = longest / original
+    numerator = found.pop("mscale", None)
+    denominator = found.pop("mscale_all_dim", None)
+    magnitude = found.get("attention_factor")
+    if magnitude is None and numerator and denominator and found.get("factor"):
+        stretch = 0.1 * math.log(max(found["factor"], 1))
         magnitude = (numerator * stretch + 1) / (denominator * stretch + 1)
-    return rope | {
-        "factor": factor,
-        "attention_factor": magnitude or 0.0,
-        "beta_fast": float(rope["beta_fast"] or 32),
-        "beta_slow": float(rope["beta_slow"] or 1),
-    }
+    found["attention_factor"] = magnitude or 0.0
+    found["beta_fast"] = float(found.get("beta_fast") or 32)
+    found["beta_slow"] = float(found.get("beta_slow") or 1)
+    return found
 
 
 def _layers_without_rope(given: dict[str, Any]) -> dict[str, int]:

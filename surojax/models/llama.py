@@ -34,9 +34,10 @@ class LlamaConfig:
 
     sliding_window: the number of latest positions that a token attends to, its own included; 0: all of them.
     sliding_window_pattern: n, if every n-th layer attends to all positions (Gemma 3: 6, gpt-oss: 2); 0: none does
-    (Mistral).
-    rope_local_base_freq: the base of rotary embeddings in layers with a window, which are not scaled; 0: as in the
-    other layers. no_rope_layer_interval: n, if every n-th layer has no rotary embedding (SmolLM3: 4); 0: all have it.
+    (Mistral). rope_local_base_freq: the base of rotary embeddings in layers with a window, whose frequencies are not
+    stretched; 0: as in the other layers. no_rope_layer_interval: n, if every n-th layer has no rotary embedding
+    (SmolLM3: 4); 0: all have it.
+
     qk_norm: RMSNorm on each head's queries and keys. norm_plus_one: norms scale by 1 + weight. sandwich_norms: norms
     also on what attention and MLP add to the residual stream. scale_embedding: by sqrt(hidden_size).
     query_pre_attn_scalar: attention scores are divided by its square root; 0: head_dim. attn_logit_softcapping,
@@ -88,9 +89,10 @@ class LlamaConfig:
 
     def rotary(self, variant: Variant) -> tuple[float, RopeScaling]:
         """The base of a layer's rotary embedding, and what it has in addition."""
+        fraction = self.rope_scaling.partial_rotary_factor
         of_layers = {
             "global": (self.rope_theta, self.rope_scaling),
-            "local": (self.rope_local_base_freq, RopeScaling()),
+            "local": (self.rope_local_base_freq, RopeScaling(partial_rotary_factor=fraction)),
             "none": (self.rope_theta, NO_ROTATION),
         }
         return of_layers[variant.rotary]
@@ -133,7 +135,6 @@ class Block(nnx.Module):
     def __call__(self, x_BSD: jax.Array, ops: Operations, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
         """(the block of x `[B, S, D]`, the cache extended by S positions)."""
         again = ops.compute.recompute
-
         how = self.config.rms_norm_eps, self.config.norm_plus_one
 
         def attention(y_BSD, norm=None):

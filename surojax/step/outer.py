@@ -40,8 +40,7 @@ def local_rows(table_vD: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def embed(outer: dict, tokens_BS: jax.Array, sharded: bool, scale: float = 1.0) -> jax.Array:
-    """Embeddings `[B, S, D]` of the tokens, times a scale that is rounded to their dtype first, as published models
-    were trained."""
+    """Embeddings `[B, S, D]` of the tokens, times a scale; it is rounded to their dtype first, as in transformers."""
     x_BSD = _rows(outer, tokens_BS, sharded)
     return x_BSD if scale == 1 else x_BSD * jnp.asarray(scale, x_BSD.dtype)
 
