@@ -172,6 +172,19 @@ def test_layers_without_rotary_embedding():
     assert of(no_rope_layer_interval=9) == 0 and of(no_rope_layers=[0] * 5) == 1
 
 
+def test_keys_of_published_models():
+    """Those of gemma-2-9b, SmolLM3-3B and Devstral 2 that say nothing new."""
+    of = lambda family, **keys: settings({"model_type": family} | keys)
+    said_again = {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 4096}
+    assert of("gemma2", **said_again) == of("gemma2")
+    assert of("smollm3", max_window_layers=28, pretraining_tp=2, use_sliding_window=False) == of("smollm3")
+    rope = {"type": "yarn", "rope_type": "yarn", "rope_theta": 1e6, "factor": 64.0, "beta_fast": 4.0, "beta_slow": 1.0}
+    rope |= {"mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0}
+    found = of("ministral3", rope_parameters=rope | {"original_max_position_embeddings": 4096})
+    assert (found["rope_factor"], found["rope_attention_factor"]) == (64.0, 0.0)  # 0: 0.1 ln(factor) + 1
+    assert found["rope_beta_fast"] == 4.0 and "rope_llama_4_scaling_beta" not in found
+
+
 def test_windows_of_gemma():
     """Every second layer of Gemma 2 and every sixth of Gemma 3 is without one, and has the global base."""
     pattern = lambda family, **keys: settings({"model_type": family} | keys)["sliding_window_pattern"]

@@ -106,7 +106,7 @@ OF_GEMMA = {
     "use_bidirectional_attention": (False, None),
 }
 REQUIRED_OF: dict[str, dict[str, tuple]] = {
-    "gemma2": OF_GEMMA,
+    "gemma2": OF_GEMMA | {"sliding_window_size": (4096,)},  # in gemma-2-9b; transformers does not read it
     "gemma3_text": OF_GEMMA | {"attn_logit_softcapping": (None,)},  # transformers does not compute it
 }
 # Keys that do not change the arithmetic, or that are read for another key.
