@@ -8,7 +8,8 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange.huggingface import DEFAULTS, settings
+from surojax.exchange.families import DEFAULTS
+from surojax.exchange.huggingface import settings
 from surojax.models.operations import ROPE_USES
 
 ARCHITECTURES = {

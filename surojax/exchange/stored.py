@@ -18,12 +18,12 @@ class CheckpointTensors:
         self.path = path
         self._master = StoredMaster(path)
         self._ours: dict[str, tuple[str, int | None]] = {
-            name_of(param, None): (f"{OUTER}.{param.name}", None) for param in jax.tree.leaves(model.outer_params)
+            name_of(param): (f"{OUTER}.{param.name}", None) for param in jax.tree.leaves(model.outer_params)
         }
         for segment in model.segments:
             for param in jax.tree.leaves(segment.params):
                 for l in range(segment.num_layers):
-                    self._ours[name_of(param, segment.start + l)] = (f"{segment.name}.{param.name}", l)
+                    self._ours[name_of(param, segment, l)] = (f"{segment.name}.{param.name}", l)
 
     @property
     def names(self) -> set[str]:

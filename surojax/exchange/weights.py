@@ -15,7 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange.huggingface import NAMES, block_size, read_config
+from surojax.exchange.families import NAMES, tensor_names
+from surojax.exchange.huggingface import block_size, read_config
 from surojax.exchange.shards import Shard
 from surojax.models.model import Model, Segment
 from surojax.placement.param import OUTER, Param
@@ -140,18 +141,20 @@ def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) 
     return found
 
 
-def name_of(param: Param, layer: int | None) -> str:
-    """The name of a parameter in the files; layer: its number in the model, None for an outer one."""
-    return NAMES[param.name].format(l=layer)
+def name_of(param: Param, segment: Segment | None = None, l: int = 0) -> str:
+    """The name of a parameter in the files: of layer l of a segment, or of an outer layer."""
+    if segment is None:
+        return NAMES[param.name]
+    return tensor_names(segment.params)[param.name].format(l=segment.start + l)
 
 
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's tensors by name: embedding, layer after layer, then the others."""
-    outer = {name_of(param, None): param.shape for param in jax.tree.leaves(model.outer_params)}
+    outer = {name_of(param): param.shape for param in jax.tree.leaves(model.outer_params)}
     found = {NAMES["embed"]: outer.pop(NAMES["embed"])}
     for segment in model.segments:
-        for l in range(segment.start, segment.start + segment.num_layers):
-            found |= {name_of(param, l): param.shape for param in jax.tree.leaves(segment.params)}
+        for l in range(segment.num_layers):
+            found |= {name_of(param, segment, l): param.shape for param in jax.tree.leaves(segment.params)}
     return found | outer
 
 
@@ -180,10 +183,10 @@ def readers(weights: Tensors) -> tuple[Callable[[Segment, int], Any], Callable[[
     """Functions (segment, l) -> the arrays of its layer l, and model -> those of the outer layers."""
 
     def layer(segment: Segment, l: int):
-        return jax.tree.map(lambda param: weights.read(name_of(param, segment.start + l)), segment.params)
+        return jax.tree.map(lambda param: weights.read(name_of(param, segment, l)), segment.params)
 
     def outer(model: Model) -> dict:
-        return jax.tree.map(lambda param: weights.read(name_of(param, None)), model.params[OUTER])
+        return jax.tree.map(lambda param: weights.read(name_of(param)), model.params[OUTER])
 
     return layer, outer
 
@@ -197,11 +200,11 @@ def stacks(weights: Tensors, model: Model, dtype: str, sharding: jax.sharding.Sh
     def stack(segment: Segment, param: Param) -> jax.Array:
         found = np.empty((segment.num_layers, *param.shape), dtype)
         for l in range(segment.num_layers):
-            found[l] = weights.read(name_of(param, segment.start + l))
+            found[l] = weights.read(name_of(param, segment, l))
         return jax.device_put(found, sharding)
 
     def outer(param: Param) -> jax.Array:
-        return jax.device_put(weights.read(name_of(param, None)).astype(dtype), sharding)
+        return jax.device_put(weights.read(name_of(param)).astype(dtype), sharding)
 
     of_segments = {s.name: jax.tree.map(functools.partial(stack, s), s.params) for s in model.segments}
     return of_segments | {OUTER: jax.tree.map(outer, model.outer_params)}

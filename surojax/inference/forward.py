@@ -6,7 +6,6 @@ V vocabulary, D hidden size.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from surojax.memory.host import Part, parts, read, write
 from surojax.models.model import Cache, Model, Segment, Variant, loop_over, runs
 from surojax.numerics.quantize import dequantise_all
 from surojax.placement.param import OUTER
+from surojax.step.outer import embed
 
 
 def each_layer(segment: Segment, stacks, dtype, layer: Callable, carry):
@@ -50,7 +50,7 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
     start: number of positions that are already in the cache. first_B: where the texts of the rows begin, see `Cache`.
     """
-    x_BSD = weights[OUTER]["embed"][tokens_BS]
+    x_BSD = embed(weights[OUTER], tokens_BS, sharded=False, scale=model.embedding_scale)
     extended = {}
     for segment in model.segments:
 
@@ -67,7 +67,7 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
 def hidden(model: Model, weights, tokens_BS: jax.Array) -> jax.Array:
     """What the head reads of whole sequences, before the final norm: `[B, S, D]`."""
-    x_BSD: Any = weights[OUTER]["embed"][tokens_BS]
+    x_BSD = embed(weights[OUTER], tokens_BS, sharded=False, scale=model.embedding_scale)
     for segment in model.segments:
 
         def layer(l, w, variant: Variant, x_BSD, segment=segment):

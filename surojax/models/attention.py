@@ -3,6 +3,8 @@
 Shape suffixes: B batch, S query positions, T key positions, H query heads, K key/value heads, h head dimension.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -21,14 +23,15 @@ def fits_mosaic(dtype, head_dim: int) -> bool:
     return kernel.fits(dtype, head_dim)
 
 
-def chosen(implementation: str, dtype, head_dim: int, *, gpu: bool, packed: bool) -> str:
+def chosen(implementation: str, dtype, head_dim: int, *, gpu: bool, packed: bool, softcap: bool = False) -> str:
     """The meaning of "auto" for heads of this dtype and size: the flash attention of a GPU if it takes them, else xla.
 
-    packed: a row has several documents, which cuDNN separates by an S x S bias only.
+    packed: a row has several documents, which cuDNN separates by an S x S bias only. softcap: scores have a softcap,
+    which cuDNN does not compute.
     """
     if implementation != "auto":
         return implementation
-    if packed:
+    if packed or softcap:
         return "mosaic" if gpu and fits_mosaic(dtype, head_dim) else "xla"
     return "cudnn" if gpu and fits_cudnn(dtype, head_dim) else "xla"
 
@@ -41,49 +44,61 @@ def attend(
     start: jax.Array | int | None = None,
     starts: jax.Array | None = None,
     window: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Causal attention softmax(q k^T / sqrt(h)) v: `[B, S, H, h]`.
+    """Causal attention softmax(scale q k^T) v: `[B, S, H, h]`.
 
     start: position of the first query if the keys are a cache of T positions; None: queries and keys have the same
     positions. starts: int32 `[B, S]`, for each token the index in its row at which its document starts, if a row has
     several: a query attends to its own document only. window: number of positions that a query attends to, its own and
     those before it (Beltagy et al. 2020); 0: its own and all before it.
-    implementation: "xla" runs on every backend and has the attention scores in memory. "cudnn" is flash attention on
-    NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "mosaic" is flash attention within documents, on the same
-    GPUs (pallas_kernels/attention.py). "auto" is what `chosen` says for the default backend; xla if `start` is given.
-    Raises ValueError for another name, and NotImplementedError if cudnn does not support the dtype or gets documents.
+    scale: of the scores; None: 1 / sqrt(h). softcap: scores s become softcap tanh(s / softcap) (Gemma 2); 0: not.
+    implementation: "xla" runs on every backend and has the attention scores in memory, `[B, H, S, T]` of one layer at a
+    time. "cudnn" is flash attention on NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "mosaic" is flash
+    attention with documents and softcaps, on the same GPUs (pallas_kernels/attention.py). "auto" is what `chosen` says
+    for the default backend; xla if `start` is given.
+    Raises ValueError for another name, and NotImplementedError if cudnn does not support the dtype, or gets documents
+    or a softcap.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
     half = q_BSHh.dtype in (jnp.bfloat16, jnp.float16)
     if implementation == "auto":
         packed = starts is not None
-        gpu = start is None and _on_gpu(packed)
-        implementation = chosen("auto", q_BSHh.dtype, q_BSHh.shape[-1], gpu=gpu, packed=packed)
+        gpu = start is None and _on_gpu(packed or softcap > 0)
+        implementation = chosen("auto", q_BSHh.dtype, q_BSHh.shape[-1], gpu=gpu, packed=packed, softcap=softcap > 0)
     if implementation == "cudnn" and not half:
         raise NotImplementedError(
             f"cudnn attention: expected bfloat16 or float16, got {q_BSHh.dtype}; "
             "use model_dtype='bfloat16' or attention='xla'"
         )
-    if implementation == "cudnn" and starts is not None:
-        raise NotImplementedError(f"cudnn attention: expected one document in a row, got several; {USE_AUTO}")
+    if implementation == "cudnn" and (starts is not None or softcap):
+        got = f"a softcap of {softcap}" if softcap else "several documents in a row"
+        raise NotImplementedError(
+            f"cudnn attention: expected one document in a row and no softcap, got {got}; {USE_AUTO}"
+        )
     if implementation == "mosaic":
         starts = jnp.zeros(q_BSHh.shape[:2], jnp.int32) if starts is None else starts
-        return kernel.attention(q_BSHh, k_BTKh, v_BTKh, starts, window=window, implementation="mosaic")
+        scores: Any = {"window": window, "scale": scale, "softcap": softcap}
+        return kernel.attention(q_BSHh, k_BTKh, v_BTKh, starts, implementation="mosaic", **scores)
     # With XLA, the mask of a window or of documents is made from positions inside `library`. JAX's own mask would be
     # saved as a residual of each layer that has a window.
-    masked = start is not None or starts is not None or (window > 0 and implementation == "xla")
+    masked = start is not None or starts is not None or softcap > 0 or (window > 0 and implementation == "xla")
 
     def library(q, k, v, starts):
         if masked:
             mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None]
             if starts is not None:
                 mask = mask & same_document(starts, k.shape[1])
-            return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation=implementation)
+            if softcap:
+                return with_softcap(q, k, v, mask[:, None], q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+            mask = mask[:, None]
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation=implementation)
         local = (window - 1, 0) if window else None
         return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=local, implementation=implementation
+            q, k, v, is_causal=True, local_window_size=local, scale=scale, implementation=implementation
         )
 
     if implementation == "xla":
@@ -95,9 +110,26 @@ def attend(
 USE_AUTO = "use attention='auto', or 'xla', which has S x S scores in memory"
 
 
-def _on_gpu(packed: bool) -> bool:
-    """Whether the program is for a GPU; packed: for one that the kernel supports."""
-    return dispatch.choose("attention", None) == "mosaic" if packed else jax.default_backend() == "gpu"
+def _on_gpu(ours: bool) -> bool:
+    """Whether the program is for a GPU; ours: for one that our kernel supports."""
+    return dispatch.choose("attention", None) == "mosaic" if ours else jax.default_backend() == "gpu"
+
+
+def with_softcap(
+    q_BSHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, mask_B1ST: jax.Array, scale: float, softcap: float
+) -> jax.Array:
+    """softmax(softcap tanh(scale q k^T / softcap)) v of the keys that the mask shows, with float32 scores.
+
+    A query that sees no key, such as one of padding, gets a mean of all values.
+    """
+    B, S, H, h = q_BSHh.shape
+    K = k_BTKh.shape[2]
+    q_BSKGh = q_BSHh.reshape(B, S, K, H // K, h)
+    scores_BKGST = scale * jnp.einsum("BSKGh,BTKh->BKGST", q_BSKGh, k_BTKh, preferred_element_type=jnp.float32)
+    scores_BKGST = softcap * jnp.tanh(scores_BKGST / softcap)
+    shown_BKGST = jnp.where(mask_B1ST[:, :, None], scores_BKGST, jnp.finfo(jnp.float32).min)
+    weights_BKGST = jax.nn.softmax(shown_BKGST, axis=-1).astype(v_BTKh.dtype)
+    return jnp.einsum("BKGST,BTKh->BSKGh", weights_BKGST, v_BTKh).reshape(B, S, H, h)
 
 
 def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax.Array:

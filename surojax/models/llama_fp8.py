@@ -271,4 +271,4 @@ def _mlp_backward(config, quantiser: Quantiser, w: dict, saved: MlpSaved, d_out_
 def _angles(config, ops: Operations, S: int) -> tuple[jax.Array, jax.Array]:
     """The angles of rope for positions 0 to S - 1, or for those in the documents of each row."""
     positions = jnp.arange(S) if ops.starts is None else positions_in_documents(ops.starts)
-    return rope_angles(config.head_dim, positions, config.rope_theta, config.rope_scaling)
+    return rope_angles(config.head_dim, positions, *config.rotary(ops.variant))

@@ -94,9 +94,12 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
 
     itemsize = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
     logits = itemsize * (batch * sequence_len // engine.lmhead_chunks) * model.vocab_size
+    capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
     vocabulary = model.vocab_size // (run.mesh.shape[SHARD] if table.outer.sharded else 1)
     head_gradient = itemsize * vocabulary * model.hidden_size
-    head = logits + max(logits, head_gradient)  # first the logits with their gradient, then with the head's gradient
+    head = (
+        capped + logits + max(logits, head_gradient)
+    )  # first the logits with their gradient, then with the head's gradient
     activations = sum(segment.activations for segment in segments)
 
     def by_home(tree) -> dict[str, int]:
@@ -234,6 +237,7 @@ def _block_bytes(
     B, S, _ = x.shape
     itemsize = x.dtype.itemsize
     compute = model.compute
+    heads_of = segment.heads
     # Residuals are the same with every kernel. "auto" never raises; `check_kernels` reports what is not supported.
     kernels = "xla" if compute.precision.kernels == "xla" else "auto"
     precision = dataclasses.replace(compute.precision, kernels=kernels)
@@ -242,14 +246,16 @@ def _block_bytes(
     layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
     variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
     saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x, None, variant)[1], layer, x))
-    sizes = segment.heads
-    heads = B * S * sizes.query
-    flash = chosen(compute.attention, x.dtype, sizes.channels, gpu=platform != "cpu", packed=packed)
+    heads = B * S * heads_of.query
+    kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
+    flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
-        copies = B * S * (2 * sizes.query + sizes.key_value) * sizes.channels * itemsize if flash == "mosaic" else 0
-        return saved + (0 if compute.recompute.att else heads * (sizes.channels * itemsize + 4)), copies
+        copies = (
+            B * S * (2 * heads_of.query + heads_of.key_value) * heads_of.channels * itemsize if flash == "mosaic" else 0
+        )
+        return saved + (0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)), copies
     return saved, (4 if platform == "cpu" else 2) * heads * S * 4
 
 

@@ -143,7 +143,8 @@ def checked(config: Config, gpu: str) -> Config:
     mesh_shape(config.gpus, dp_replicate_size=config.dp_replicate_size, dp_shard_size=config.dp_shard_size)
     c = copy.deepcopy(config)  # copy_and_resolve_references would drop the types that `config.either` allows
     if c.attention == "auto":
-        c.attention = chosen("auto", c.model_dtype, configs.head_dim(c), gpu=True, packed=c.sample_packing)
+        kind: Any = {"packed": c.sample_packing, "softcap": c.model.attn_logit_softcapping > 0}
+        c.attention = chosen("auto", c.model_dtype, configs.head_dim(c), gpu=True, **kind)
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
     check_recipe(compute(c).precision, f"a {gpu}", GPUS[gpu])
