@@ -2182,8 +2182,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a cached layer reads the first layer's positions",
         "surojax/inference/forward.py",
-        "Cache(*read(stacks, l), start, first_B)",
-        "Cache(*read(stacks, 0), start, first_B)",
+        "keys, values = read(stacks, l)",
+        "keys, values = read(stacks, 0)",
         GENERATE,
     ),
     # -- Scores -------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ OTHER_NAMES = {
 class Dataset:
     """One entry of `datasets`. Settings that end in `_field` name the fields of its rows.
 
-    path: files, folders, globs, "stdlib_docstrings" (questions about Python that need no download), or one name of a set
+    path: files, folders, globs, "stdlib_docstrings" (questions about Python, with no download), or one name of a set
       that the `datasets` library finds.
     type: what a row is, one of TYPES; "auto": the fields of the first row decide.
     split, subset: of a set that the `datasets` library finds; "": its training split, its only configuration.

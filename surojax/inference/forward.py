@@ -56,7 +56,8 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
         def layer(l, w, variant: Variant, carry, segment=segment):
             x_BSD, stacks = carry
-            before = Cache(*read(stacks, l), start, first_B)
+            keys, values = read(stacks, l)
+            before = Cache(keys, values, start, first_B)
             x_BSD, after = segment.cached_block(w, x_BSD, before, variant)
             return x_BSD, write(stacks, (after.keys, after.values), l)
 

@@ -49,8 +49,9 @@ class Harness(TemplateLM):
         """Ids of a text, after the tokenizer's first token if it has one and the text does not begin with it."""
         ids = self.tokens.encode(string).tolist()
         bos = self.tokens.bos_id
-        begins = self.tokens.adds_bos and add_special_tokens is not False and ids[:1] != [bos]
-        return [bos, *ids] if begins else ids
+        if bos is None or not self.tokens.adds_bos or add_special_tokens is False or ids[:1] == [bos]:
+            return ids
+        return [bos, *ids]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return self._template.render(chat_history, add_generation_prompt=add_generation_prompt)

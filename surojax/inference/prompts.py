@@ -12,7 +12,7 @@ from surojax.inference.sample import generate
 def text_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """The ids of a text to continue; an empty one starts a document."""
     ids = tokenizer.encode(text)
-    if tokenizer.adds_bos and ids[:1].tolist() != [tokenizer.bos_id]:
+    if tokenizer.bos_id is not None and tokenizer.adds_bos and ids[:1].tolist() != [tokenizer.bos_id]:
         return np.concatenate([[tokenizer.bos_id], ids])
     return ids if ids.size else np.array([tokenizer.eos_id])
 

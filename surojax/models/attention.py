@@ -75,10 +75,9 @@ def attend(
             "use model_dtype='bfloat16' or attention='xla'"
         )
     if implementation == "cudnn" and (starts is not None or softcap):
+        expected = "expected one document in a row and no softcap"
         got = f"a softcap of {softcap}" if softcap else "several documents in a row"
-        raise NotImplementedError(
-            f"cudnn attention: expected one document in a row and no softcap, got {got}; {USE_AUTO}"
-        )
+        raise NotImplementedError(f"cudnn attention: {expected}, got {got}; {USE_AUTO}")
     if implementation == "mosaic":
         starts = jnp.zeros(q_BSHh.shape[:2], jnp.int32) if starts is None else starts
         scores: Any = {"window": window, "scale": scale, "softcap": softcap}
@@ -87,19 +86,18 @@ def attend(
     # saved as a residual of each layer that has a window.
     masked = start is not None or starts is not None or softcap > 0 or (window > 0 and implementation == "xla")
 
+    how: Any = {"scale": scale, "implementation": implementation}
+
     def library(q, k, v, starts):
-        if masked:
-            mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None]
-            if starts is not None:
-                mask = mask & same_document(starts, k.shape[1])
-            if softcap:
-                return with_softcap(q, k, v, mask[:, None], q.shape[-1] ** -0.5 if scale is None else scale, softcap)
-            mask = mask[:, None]
-            return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation=implementation)
-        local = (window - 1, 0) if window else None
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=local, scale=scale, implementation=implementation
-        )
+        if not masked:
+            local = (window - 1, 0) if window else None
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, **how)
+        mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None]
+        if starts is not None:
+            mask = mask & same_document(starts, k.shape[1])
+        if softcap:
+            return with_softcap(q, k, v, mask[:, None], q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], **how)
 
     if implementation == "xla":
         # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster.

@@ -19,7 +19,7 @@ moments in host memory while a checkpoint is written.
 import dataclasses
 import math
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -252,10 +252,9 @@ def _block_bytes(
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
-        copies = (
-            B * S * (2 * heads_of.query + heads_of.key_value) * heads_of.channels * itemsize if flash == "mosaic" else 0
-        )
-        return saved + (0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)), copies
+        copied = (2 * heads_of.query + heads_of.key_value) * heads_of.channels if flash == "mosaic" else 0
+        kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
+        return saved + kept, B * S * copied * itemsize
     return saved, (4 if platform == "cpu" else 2) * heads * S * 4
 
 
