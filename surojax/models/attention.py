@@ -83,10 +83,10 @@ def attend(
 
     def library(q, k, v, starts):
         if masked:
-            mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None]
+            mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None, None]
             if starts is not None:
                 mask = mask & same_document(starts)
-            return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation=implementation)
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
         local = (window - 1, 0) if window else None
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=True, local_window_size=local, implementation=implementation
@@ -110,6 +110,6 @@ def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax
 
 
 def same_document(starts_BS: jax.Array) -> jax.Array:
-    """A mask `[B, S, S]`: True if a key is not before the query's document. Causal attention needs no more."""
-    key_11S = jnp.arange(starts_BS.shape[1])[None, None, :]
-    return key_11S >= starts_BS[:, :, None]
+    """A mask `[B, 1, S, S]`: True if a key is not before the query's document. Causal attention needs no more."""
+    key_111S = jnp.arange(starts_BS.shape[1])[None, None, None, :]
+    return key_111S >= starts_BS[:, None, :, None]
