@@ -86,8 +86,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a document sees the last token of the one before",
         "surojax/models/attention.py",
-        "return key_11T >= starts_BS[:, :, None]",
-        "return key_11T >= starts_BS[:, :, None] - 1",
+        "return key_111T >= starts_BS[:, None, :, None]",
+        "return key_111T >= starts_BS[:, None, :, None] - 1",
         "tests/test_packing.py::test_no_gradient_crosses_documents -k bf16-xla-12",
     ),
     Mutant(

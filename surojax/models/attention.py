@@ -36,6 +36,14 @@ def chosen(implementation: str, dtype, head_dim: int, *, gpu: bool, packed: bool
     return "cudnn" if gpu and fits_cudnn(dtype, head_dim) else "xla"
 
 
+def chosen_here(implementation: str, dtype, head_dim: int, *, packed: bool, softcap: bool = False) -> str:
+    """`chosen` for the device that programs are made for: `jax.default_device`, or else the default backend's."""
+    # cuDNN is asked by `jax.nn` for what it supports; the kernel knows the GPUs that it is compiled for.
+    ours = packed or softcap
+    gpu = dispatch.choose("attention", None) == "mosaic" if ours else jax.default_backend() == "gpu"
+    return chosen(implementation, dtype, head_dim, gpu=gpu, packed=packed, softcap=softcap)
+
+
 def attend(
     q_BSHh: jax.Array,
     k_BTKh: jax.Array,
@@ -57,8 +65,8 @@ def attend(
     scale: of the scores; None: 1 / sqrt(h). softcap: scores s become softcap tanh(s / softcap) (Gemma 2); 0: not.
     implementation: "xla" runs on every backend and has the attention scores in memory, `[B, H, S, T]` of one layer at a
     time. "cudnn" is flash attention on NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "mosaic" is flash
-    attention with documents and softcaps, on the same GPUs (pallas_kernels/attention.py). "auto" is what `chosen` says
-    for the default backend; xla if `start` is given.
+    attention with documents and softcaps, on the same GPUs (pallas_kernels/attention.py). "auto" is what
+    `chosen_here` says; xla if `start` is given.
     Raises ValueError for another name, and NotImplementedError if cudnn does not support the dtype, or gets documents
     or a softcap.
     """
@@ -66,9 +74,9 @@ def attend(
         raise ValueError(f"attention implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
     half = q_BSHh.dtype in (jnp.bfloat16, jnp.float16)
     if implementation == "auto":
-        packed = starts is not None
-        gpu = start is None and _on_gpu(packed or softcap > 0)
-        implementation = chosen("auto", q_BSHh.dtype, q_BSHh.shape[-1], gpu=gpu, packed=packed, softcap=softcap > 0)
+        heads = q_BSHh.dtype, q_BSHh.shape[-1]
+        kind: Any = {"packed": starts is not None, "softcap": softcap > 0}
+        implementation = "xla" if start is not None else chosen_here("auto", *heads, **kind)
     if implementation == "cudnn" and not half:
         raise NotImplementedError(
             f"cudnn attention: expected bfloat16 or float16, got {q_BSHh.dtype}; "
@@ -92,12 +100,12 @@ def attend(
         if not masked:
             local = (window - 1, 0) if window else None
             return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, **how)
-        mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None]
+        mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None, None]
         if starts is not None:
             mask = mask & same_document(starts, k.shape[1])
         if softcap:
-            return with_softcap(q, k, v, mask[:, None], q.shape[-1] ** -0.5 if scale is None else scale, softcap)
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], **how)
+            return with_softcap(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, **how)
 
     if implementation == "xla":
         # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster.
@@ -106,11 +114,6 @@ def attend(
 
 
 USE_AUTO = "use attention='auto', or 'xla', which has S x S scores in memory"
-
-
-def _on_gpu(ours: bool) -> bool:
-    """Whether the program is for a GPU; ours: for one that our kernel supports."""
-    return dispatch.choose("attention", None) == "mosaic" if ours else jax.default_backend() == "gpu"
 
 
 def with_softcap(
@@ -139,6 +142,6 @@ def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax
 
 
 def same_document(starts_BS: jax.Array, keys: int) -> jax.Array:
-    """A mask `[B, S, T]`: True if a key is not before the query's document. Causal attention needs no more."""
-    key_11T = jnp.arange(keys)[None, None, :]
-    return key_11T >= starts_BS[:, :, None]
+    """A mask `[B, 1, S, T]`: True if a key is not before the query's document. Causal attention needs no more."""
+    key_111T = jnp.arange(keys)[None, None, None, :]
+    return key_111T >= starts_BS[:, None, :, None]

@@ -200,8 +200,8 @@ def rope_angles(head_dim: int, positions: jax.Array, theta: float, scaling: Rope
 
     Both are times `scaling.magnitude`.
     """
-    frequencies = jnp.expand_dims(rope_frequencies(head_dim, theta, scaling), tuple(range(positions.ndim)))
-    angle = positions.astype(jnp.float32)[..., None] * frequencies
+    position = positions.astype(jnp.float32)[..., None]
+    angle = position * jnp.expand_dims(rope_frequencies(head_dim, theta, scaling), tuple(range(positions.ndim)))
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return (cos, sin) if scaling.magnitude == 1 else (scaling.magnitude * cos, scaling.magnitude * sin)
 
