@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax import assembly
+from surojax import assembly, parity
 from surojax.config import checks
 from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
@@ -156,6 +156,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
     )
+    parser.add_argument(
+        "--check", metavar="MODEL", help="compare a Hugging Face folder or .gguf file with transformers"
+    )
+    parser.add_argument("--python", default=sys.executable, help="--check: an interpreter with transformers and torch")
 
     def refuse(message: str):
         raise ConfigError(f"{message}; see --help")
@@ -163,6 +167,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.error = refuse  # type: ignore[method-assign]
     try:
         args = parser.parse_args(argv)
+        if args.check is not None:
+            for name in ("checkpoint", "out", "tokenizer"):
+                if getattr(args, name):
+                    raise ConfigError(f"--check: expected no --{name}, got one; leave one of them out")
+            report = parity.compare(args.check, args.python)
+            print(parity.table(report))
+            sys.exit(not report.passed)
         if args.checkpoint is None or args.out is None:
             raise ConfigError("expected --checkpoint MODEL and --out DIR, got one or none of them; see --help")
         path = convert(args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer)

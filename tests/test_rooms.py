@@ -12,7 +12,7 @@ import surojax
 PACKAGE = Path(surojax.__file__).parent
 # A room imports rooms to its left only.
 ORDER = "numerics placement parallel memory models optim step run exchange config assembly planner commands".split()
-COMMANDS = ("train", "plan", "verify", "generate", "convert")
+COMMANDS = ("train", "plan", "verify", "generate", "convert", "parity")
 ANYWHERE = ("errors", "sizes")
 ALONE = {"data", "config.fields"}  # these import `errors` only
 

@@ -197,7 +197,8 @@ def stacks(weights: Tensors, model: Model, dtype: str, sharding: jax.sharding.Sh
     def stack(segment: Segment, param: Param) -> jax.Array:
         found = np.empty((segment.num_layers, *param.shape), dtype)
         for l in range(segment.num_layers):
-            found[l] = weights.read(name_of(param, segment.start + l))
+            name = name_of(param, segment.start + l)
+            found[l] = weights.read(name)
         return jax.device_put(found, sharding)
 
     def outer(param: Param) -> jax.Array:
