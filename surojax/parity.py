@@ -104,12 +104,12 @@ def compare(source: str | Path, python: str = sys.executable) -> Report:
     model = assembly.model(c)
     weights = sources.open_weights(c, model)
     assert weights is not None
+    texts: list[str] = []
     if c.tokenizer == "bytes":
-        texts = []
         ids = list(np.random.default_rng(0).integers(0, model.vocab_size, (len(TEXTS), TOKENS)))
     else:
         tokenizer = load_tokenizer(c.tokenizer)
-        texts = list(TEXTS)
+        texts = [*TEXTS]
         ids = [tokenizer.encode(text)[:TOKENS] for text in texts]
     theirs = _theirs(weights.path, texts, [of_text.tolist() for of_text in ids], python)
     sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
