@@ -120,9 +120,10 @@ def tokenizer_files(spec: str) -> Files:
         template = {"chat_template.jinja": found.chat_template.encode()} if found.chat_template else {}
         said |= {"chat_template": found.chat_template} if found.chat_template else {}
         return {"tokenizer.json": found.tokenizer.encode(), "tokenizer_config.json": encoded(said)} | template
-    if path.is_dir():
-        return small_files.read(path, TOKENIZER_FILES)
-    return {"tokenizer.json": small_files.read(path.parent, (path.name,))[path.name]}
+    load_tokenizer(spec)  # says what is wrong with it
+    if path.is_dir() or path.name == "tokenizer.json":
+        return small_files.read(path if path.is_dir() else path.parent, TOKENIZER_FILES)
+    return {"tokenizer.json": path.read_bytes()}
 
 
 def check_exportable(c: Config, folder: str | Path) -> None:
