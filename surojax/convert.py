@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax import assembly
+from surojax import assembly, parity
 from surojax.config import checks
 from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
@@ -120,9 +120,10 @@ def tokenizer_files(spec: str) -> Files:
         template = {"chat_template.jinja": found.chat_template.encode()} if found.chat_template else {}
         said |= {"chat_template": found.chat_template} if found.chat_template else {}
         return {"tokenizer.json": found.tokenizer.encode(), "tokenizer_config.json": encoded(said)} | template
-    if path.is_dir():
-        return small_files.read(path, TOKENIZER_FILES)
-    return {"tokenizer.json": small_files.read(path.parent, (path.name,))[path.name]}
+    load_tokenizer(spec)  # says what is wrong with it
+    if path.is_dir() or path.name == "tokenizer.json":
+        return small_files.read(path if path.is_dir() else path.parent, TOKENIZER_FILES)
+    return {"tokenizer.json": path.read_bytes()}
 
 
 def check_exportable(c: Config, folder: str | Path) -> None:
@@ -156,6 +157,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
     )
+    parser.add_argument(
+        "--check", metavar="MODEL", help="compare a Hugging Face folder or .gguf file with transformers"
+    )
+    parser.add_argument("--python", default=sys.executable, help="--check: an interpreter with transformers and torch")
 
     def refuse(message: str):
         raise ConfigError(f"{message}; see --help")
@@ -163,6 +168,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.error = refuse  # type: ignore[method-assign]
     try:
         args = parser.parse_args(argv)
+        if args.check is not None:
+            for name in ("checkpoint", "out", "tokenizer"):
+                if getattr(args, name):
+                    raise ConfigError(f"--check: expected no --{name}, got one; leave one of them out")
+            report = parity.compare(args.check, args.python)
+            print(parity.table(report))
+            sys.exit(not report.passed)
         if args.checkpoint is None or args.out is None:
             raise ConfigError("expected --checkpoint MODEL and --out DIR, got one or none of them; see --help")
         path = convert(args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer)

@@ -454,8 +454,12 @@ def main(argv: list[str] | None = None) -> None:
         if args.export is not None:
             convert.check_exportable(resolved(c), args.export)
         result = train(c)
-        if args.export is not None and result.finished and result.checkpoint:
-            say(f"exported: {convert.convert(result.checkpoint, args.export)}")
+        if args.export is not None and result.checkpoint:
+            say(
+                f"exported: {convert.convert(result.checkpoint, args.export)}"
+                if result.finished
+                else "not exported yet"
+            )
     except (ConfigError, CheckpointError, NonFiniteLoss) as error:
         sys.exit(f"surojax.train: error: {'; '.join([str(error), *getattr(error, '__notes__', ())])}")
     except OSError as error:

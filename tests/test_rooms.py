@@ -14,13 +14,13 @@ PACKAGE = Path(surojax.__file__).parent
 ORDER = (
     "numerics placement parallel memory models optim step run exchange config assembly inference planner commands"
 ).split()
-COMMANDS = ("train", "plan", "verify", "generate", "evaluate", "convert")
+COMMANDS = ("train", "plan", "verify", "generate", "evaluate", "convert", "parity")
 ANYWHERE = ("errors", "sizes")
 ALONE = {"data", "config.fields"}  # these import `errors` only
 
 
 def room_of(parts: tuple[str, ...]) -> str:
-    return "commands" if parts[0] in COMMANDS else parts[0]
+    return "commands" if parts[0] in COMMANDS or parts[-1] == "__main__" else parts[0]
 
 
 def imports(file: Path) -> set[tuple[str, ...]]:

@@ -1,0 +1,185 @@
+"""Our logits against those of transformers, for the same files: `python -m surojax.convert --check FOLDER`.
+
+transformers and torch run in a process of their own, of this interpreter or of another one, which gets a script through
+its standard input. They are never imported here.
+"""
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from surojax import assembly
+from surojax.config.checks import check
+from surojax.config.fields import default_config
+from surojax.data.tokenizer import load_tokenizer
+from surojax.errors import ConfigError
+from surojax.exchange import gguf, sources
+from surojax.exchange.weights import stacks
+from surojax.generate import cached_logits, empty_cache
+from surojax.models.model import Model
+from surojax.placement.mesh import find_devices
+
+LIMIT = 1e-4  # of the largest logit, in float32
+TOKENS = 48  # of each text; longer ones are cut
+TEXTS = (
+    "The capital of France is Paris. The capital of Germany is Berlin, which has 3.7 million inhabitants.",
+    "def area(width, height):\n    # in square metres\n    return width * height\n\n\nprint(area(12, 3.5))\n",
+    "Größe, naïveté, 中文 and العربية: what is written otherwise, counts as well. 1234567890 = 10 digits!",
+    "And then she said: \"If it's raining tomorrow, we'll stay at home\" -- but it was not, and they did not.",
+)
+INSTALL = "pip install torch transformers (and gguf, accelerate for a GGUF file), or --python INTERPRETER that has them"
+THEIRS = """
+import json, sys
+
+request = json.load(open(sys.argv[1], encoding="utf-8"))
+try:
+    import numpy, torch, transformers
+except ImportError as error:
+    sys.exit(f"MISSING {error.name}")
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+file = {"gguf_file": request["file"]} if request["file"] else {}
+tokenizer = AutoTokenizer.from_pretrained(request["folder"], **file) if request["texts"] else None
+dtype = {"dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype": torch.float32}
+model = AutoModelForCausalLM.from_pretrained(request["folder"], attn_implementation="eager", **dtype, **file).eval()
+found = {"versions": numpy.array(f"transformers {transformers.__version__}, torch {torch.__version__}")}
+for i, ids in enumerate(request["ids"]):
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+        found[f"loss{i}"] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).numpy()
+    found[f"logits{i}"] = logits.numpy()
+    if tokenizer is not None:
+        ids = tokenizer(request["texts"][i], add_special_tokens=False).input_ids[: len(ids)]
+    found[f"ids{i}"] = numpy.array(ids)
+numpy.savez(sys.argv[2], **found)
+"""
+
+
+class Row(NamedTuple):
+    """One text: its tokens, the losses in nats per token, the largest difference of logits and the largest logit."""
+
+    text: str
+    tokens: int
+    loss: float
+    loss_theirs: float
+    difference: float
+    largest: float
+    same_ids: bool
+
+
+class Report(NamedTuple):
+    """The result of `compare`. versions: of what was compared with."""
+
+    versions: str
+    rows: list[Row]
+
+    @property
+    def worst(self) -> float:
+        """The largest difference of logits, relative to the largest logit."""
+        return max(row.difference for row in self.rows) / max(row.largest for row in self.rows)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the logits are within LIMIT and all texts have the same tokens."""
+        return self.worst <= LIMIT and all(row.same_ids for row in self.rows)
+
+
+def compare(source: str | Path, python: str = sys.executable) -> Report:
+    """Compares logits and losses of a few texts, in float32; without a tokenizer, of random tokens.
+
+    source: a Hugging Face folder or name, or a GGUF file. python: an interpreter with transformers and torch. Raises
+    ConfigError if it has none, if the model cannot be read, or if transformers cannot load it.
+    """
+    c = default_config()
+    c.update({"model_path": str(source), "model_dtype": "float32"})
+    c = sources.resolved(c)
+    check(c)
+    model = assembly.model(c)
+    weights = sources.open_weights(c, model)
+    assert weights is not None
+    texts: list[str] = []
+    if c.tokenizer == "bytes":
+        ids = list(np.random.default_rng(0).integers(0, model.vocab_size, (len(TEXTS), TOKENS)))
+    else:
+        tokenizer = load_tokenizer(c.tokenizer)
+        texts = [*TEXTS]
+        ids = [tokenizer.encode(text)[:TOKENS] for text in texts]
+    theirs = _theirs(weights.path, texts, [of_text.tolist() for of_text in ids], python)
+    sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
+    with jax.default_matmul_precision("highest"):
+        ours = _logits(model, stacks(weights, model, "float32", sharding), ids)
+    rows = []
+    for i, (of_text, logits_SV) in enumerate(zip(ids, ours, strict=True)):
+        expected_SV = theirs[f"logits{i}"]
+        same = np.array_equal(theirs[f"ids{i}"], of_text)
+        difference = float(np.max(np.abs(logits_SV - expected_SV)))
+        largest = float(np.max(np.abs(expected_SV)))
+        text = texts[i] if texts else f"random tokens {i + 1}"
+        losses = _loss(logits_SV, of_text), float(theirs[f"loss{i}"])
+        rows.append(Row(text, len(of_text), *losses, difference, largest, same))
+    return Report(str(theirs["versions"]), rows)
+
+
+def _logits(model: Model, weights: dict, ids: list[np.ndarray]) -> list[np.ndarray]:
+    """Logits `[S, V]` of each text, token by token, as sampling computes them."""
+    advance = jax.jit(lambda weights, tokens, cache, start: cached_logits(model, weights, tokens, cache, start))
+    found = []
+    for of_text in ids:
+        cache = empty_cache(model, 1, TOKENS, "float32")
+        rows = []
+        for start, token in enumerate(of_text):
+            logits_BV, cache = advance(weights, np.array([[token]], np.int32), cache, start)
+            rows.append(np.asarray(logits_BV[0]))
+        found.append(np.stack(rows))
+    return found
+
+
+def _loss(logits_SV: np.ndarray, ids: np.ndarray) -> float:
+    """Mean cross-entropy in nats of all tokens but the first."""
+    logits_SV = logits_SV[:-1].astype(np.float64)
+    top_S1 = logits_SV.max(axis=1, keepdims=True)
+    total_S = top_S1[:, 0] + np.log(np.exp(logits_SV - top_S1).sum(axis=1))
+    return float(np.mean(total_S - logits_SV[np.arange(len(logits_SV)), ids[1:]])) if len(ids) > 1 else math.nan
+
+
+def _theirs(path: Path, texts: list[str], ids: list[list[int]], python: str) -> dict[str, np.ndarray]:
+    """What the script THEIRS saves. Raises ConfigError if it cannot run."""
+    folder, file = (path.parent, path.name) if gguf.is_gguf(path) else (path, "")
+    request = {"folder": str(folder.absolute()), "file": file, "texts": texts, "ids": ids}
+    with tempfile.TemporaryDirectory() as temporary:
+        asked, answered = Path(temporary) / "request.json", Path(temporary) / "answer.npz"
+        asked.write_text(json.dumps(request))
+        try:
+            command = [python, "-", str(asked), str(answered)]
+            done = subprocess.run(command, input=THEIRS, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise ConfigError(f"--python: expected an interpreter, got {python!r} ({error.strerror})") from error
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        if last.startswith("MISSING "):
+            name = last.removeprefix("MISSING ")
+            raise ConfigError(f"--check: expected transformers with torch, got a Python without {name}; {INSTALL}")
+        if done.returncode:
+            raise ConfigError(f"--check: transformers cannot compute {path}: {last[:300]}")
+        with np.load(answered) as found:
+            return dict(found)
+
+
+def table(report: Report) -> str:
+    """The report as lines of text."""
+    lines = [
+        f"compared with {report.versions}, in float32",
+        f"{'text':40} {'tokens':>6} {'loss':>10} {'theirs':>10} {'logits differ':>14}",
+    ]
+    for row in report.rows:
+        text = " ".join(row.text.split()).encode("ascii", "backslashreplace").decode()
+        differ = f"{row.difference / row.largest:14.1e}" if row.same_ids else "  other tokens"
+        lines.append(f"{text[:40]:40} {row.tokens:6} {row.loss:10.6f} {row.loss_theirs:10.6f} {differ}")
+    verdict = "passed" if report.passed else "failed"
+    return "\n".join([*lines, f"{verdict}: {report.worst:.1e} of the largest logit, at most {LIMIT:.0e} is expected"])

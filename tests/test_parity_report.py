@@ -1,0 +1,93 @@
+"""The report of `convert --check`: our side against stored logits, the other side played by a script.
+
+That it passes with transformers itself is recorded in docs/LOG.md; no test needs torch.
+"""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from test_huggingface import config, write
+from test_parity import REFERENCE, TOLERANCE, load_config, load_tree
+
+from surojax import ConfigError, assembly, convert, parity
+from surojax.models.llama import Llama
+
+
+def interpreter(path: Path, body: str) -> str:
+    """An executable in place of a Python with transformers; `body` has `request`, `ids` and `answer(**arrays)`."""
+    path.write_text(
+        textwrap.dedent(f"""\
+        #!{sys.executable}
+        import json, sys
+        import numpy as np
+        assert sys.argv[1] == "-" and "AutoModelForCausalLM" in sys.stdin.read()
+        request = json.load(open(sys.argv[2]))
+        ids = request["ids"]
+        answer = lambda **arrays: np.savez(sys.argv[3], versions=np.array("transformers 0.1"), **arrays)
+        """)
+        + textwrap.dedent(body)
+    )
+    path.chmod(0o700)
+    return str(path)
+
+
+def plain_logits(case: str, ids: np.ndarray) -> np.ndarray:
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(load_config(case), rngs=nnx.Rngs(0))))
+    weights = jax.tree.map(jax.numpy.asarray, load_tree(case, "weight", 2))
+    return np.asarray(nnx.merge(graph, weights)(ids))
+
+
+def test_our_logits_and_losses_are_those_of_transformers(tmp_path):
+    case = "llama3_rope"
+    model = assembly.model(config(write(tmp_path / "model", case)))
+    ids = list(REFERENCE[f"{case}/tokens"])
+    found = parity._logits(model, jax.tree.map(jax.numpy.asarray, load_tree(case, "weight", 2)), ids)
+    expected = REFERENCE[f"{case}/logits"]
+    assert np.max(np.abs(found - expected)) < TOLERANCE * np.max(np.abs(expected))
+    loss = np.mean([parity._loss(logits, of_text) for logits, of_text in zip(expected, ids, strict=True)])
+    assert abs(loss - REFERENCE[f"{case}/loss"]) < 1e-6 * loss
+
+
+def test_the_report_passes_and_fails(tmp_path, capsys):
+    """Equal logits pass with code 0; one logit that is off by more than the limit, or other tokens, with 1."""
+    folder = write(tmp_path / "model", "llama")
+    ids = np.random.default_rng(0).integers(0, 96, (4, parity.TOKENS))
+    np.save(tmp_path / "logits.npy", plain_logits("llama", ids))
+    body = f"""
+    assert request["folder"] == {str(folder)!r} and request["file"] == "" and request["texts"] == []
+    logits = np.load({str(tmp_path / "logits.npy")!r})
+    logits[2, 5, 7] += SHIFT * np.abs(logits).max()
+    ids[1][3] += OTHER
+    answer(**{{f"logits{{i}}": logits[i] for i in range(4)}}, **{{f"ids{{i}}": np.array(ids[i]) for i in range(4)}},
+           **{{f"loss{{i}}": np.array(1.5) for i in range(4)}})
+    """
+    for shift, other, code in (("5e-5", "0", 0), ("2e-4", "0", 1), ("0", "1", 1)):
+        python = interpreter(tmp_path / "python", body.replace("SHIFT", shift).replace("OTHER", other))
+        with pytest.raises(SystemExit) as end:
+            convert.main(["--check", str(folder), "--python", python])
+        assert end.value.code == code
+        said = capsys.readouterr().out
+        assert "compared with transformers 0.1, in float32" in said and "1.500000" in said
+        assert ("passed: " in said) == (code == 0) and ("other tokens" in said) == (other == "1")
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("sys.exit('MISSING torch')", r"--check: expected transformers with torch, got a Python without torch; pip"),
+        ("raise RuntimeError('no such kernel')", r"--check: transformers cannot compute .*: RuntimeError: no such"),
+    ],
+)
+def test_what_transformers_cannot_do_is_said_in_one_line(tmp_path, body, message):
+    folder = write(tmp_path / "model", "llama")
+    with pytest.raises(ConfigError, match=rf"^{message}[^\n]*$"):
+        parity.compare(folder, interpreter(tmp_path / "python", body))
+    with pytest.raises(ConfigError, match=r"^--python: expected an interpreter, got .*nowhere' \(No such file"):
+        parity.compare(folder, str(tmp_path / "nowhere"))
+    with pytest.raises(SystemExit, match=r"error: --check: expected no --out, got one"):
+        convert.main(["--check", str(folder), "--out", "x"])
