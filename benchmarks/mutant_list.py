@@ -71,8 +71,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every layer has the first one's weights",
         "surojax/exchange/weights.py",
-        "name_of(param, segment.start + l, names)",
-        "name_of(param, segment.start, names)",
+        "weights.read(name_of(param, segment, l)), segment",
+        "weights.read(name_of(param, segment, 0)), segment",
         "tests/test_huggingface.py::test_weights_arrive_to_the_bit_under_every_placement -k qwen2-1",
     ),
     Mutant(
@@ -93,8 +93,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "positions go on from document to document",
         OPERATIONS,
-        "[None, :] - starts_BS",
-        "[None, :] + 0 * starts_BS",
+        "index_S[None, :] - starts_BS",
+        "index_S[None, :] + 0 * starts_BS",
         "tests/test_packing.py::test_positions_begin_anew",
     ),
     Mutant(
@@ -107,8 +107,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: positions go on from document to document",
         LLAMA_FP8,
-        "jnp.arange(S) if ops.starts is None else positions_in_documents(ops.starts)",
-        "jnp.arange(S)",
+        "positions_of(S, ops.starts)",
+        "positions_of(S)",
         "tests/test_packing.py::test_float8_rotates_by_positions_in_documents",
     ),
     Mutant(
@@ -128,8 +128,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a packed run is planned with cuDNN's attention",
         "surojax/planner/plan.py",
-        "gpu=True, packed=c.sample_packing)",
-        "gpu=True, packed=False)",
+        '"packed": c.sample_packing',
+        '"packed": False',
         "tests/test_plan.py::test_packed_rows_have_flash_attention_and_the_plan_says_so",
     ),
     Mutant(
@@ -283,8 +283,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "queries do not grow with their position",
         OPERATIONS,
-        "jnp.log(1 + lengths_S)",
-        "jnp.log(1 + 0 * lengths_S)",
+        "jnp.log(1 + lengths)",
+        "jnp.log(1 + 0 * lengths)",
         f"{PARITY} -k ministral3",
     ),
     Mutant(
@@ -332,15 +332,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "sampling does not scale the embedding",
         "surojax/inference/forward.py",
-        "sharded=False, scale=model.embedding_scale",
-        "sharded=False",
+        "scale=model.embedding_scale)\n    extended",
+        "scale=1.0)\n    extended",
         "tests/test_generate.py::test_cache_equals_the_plain_model -k gemma",
     ),
     Mutant(
         "the estimate takes flash attention for scores with a softcap",
         "surojax/planner/fit.py",
-        "and not heads_of.softcapped",
-        "",
+        '"softcap": heads_of.softcapped}',
+        '"softcap": False}',
         "tests/test_families.py::test_the_estimate_counts_what_a_softcap_keeps_in_memory",
     ),
     Mutant(
@@ -506,14 +506,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a report passes whatever the tokens are",
-        "surojax/parity.py",
+        "surojax/inference/parity.py",
         "all(row.same_ids for row in self.rows)",
         "True",
         "tests/test_parity_report.py::test_the_report_passes_and_fails",
     ),
     Mutant(
         "losses of a report are of the token itself",
-        "surojax/parity.py",
+        "surojax/inference/parity.py",
         "np.arange(len(logits_SV)), ids[1:]",
         "np.arange(len(logits_SV)), ids[:-1]",
         "tests/test_parity_report.py::test_our_logits_and_losses_are_those_of_transformers",

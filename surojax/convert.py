@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax import assembly, parity
+from surojax import assembly
 from surojax.config import checks
 from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
@@ -24,6 +24,7 @@ from surojax.exchange.small_files import CONFIG, GENERATION, TOKENIZER_FILES, Fi
 from surojax.exchange.sources import SOURCE, is_model, kept_in, locate, open_weights, resolved
 from surojax.exchange.stored import CheckpointTensors
 from surojax.exchange.weights import Tensors
+from surojax.inference import parity
 from surojax.models.model import Model
 from surojax.run import checkpoint
 

@@ -98,7 +98,7 @@ def test_the_embedding_is_scaled_by_a_rounded_root():
 
 
 def test_the_estimate_counts_what_a_softcap_keeps_in_memory():
-    """Scores of one layer on GPUs, since flash attention has no softcap, and logits before the cap."""
+    """Transposed copies of heads for our flash attention, scores for heads that it does not take, uncapped logits."""
     large = {"sequence_len": 2048, "per_device_batch_size": 4, "model_dtype": "bfloat16", "lmhead_chunks": 64}
 
     def space(**changes) -> int:
@@ -106,8 +106,8 @@ def test_the_estimate_counts_what_a_softcap_keeps_in_memory():
         return fit.estimate(planned(c), c.per_device_batch_size, c.sequence_len)["working space"]
 
     scores = 4 * 8 * 2048 * 2048 * 4  # of 4 sequences and 8 heads, float32
-    capped = space(**{"model.attn_logit_softcapping": 50.0})
-    assert space() < scores < capped
-    assert space(**{"model.head_dim": 160}) > scores  # nor has it heads of more than 128 channels
+    capped = {"model.attn_logit_softcapping": 50.0}
+    assert space() < space(**capped) < scores < space(**capped | {"model.head_dim": 160})
+    assert space(**{"model.head_dim": 160}) > scores  # nor has cuDNN heads of more than 128 channels
     logits = {"vocab_size": 32000, "lmhead_chunks": 1}
     assert space(**logits, **{"model.final_logit_softcapping": 30.0}) - space(**logits) == 4 * 2048 * 32000 * 2

@@ -13,7 +13,7 @@ from test_engine import ORDER_OF_SUMS, QWEN, engine_gradients
 from surojax.models import attention, llama, llama_fp8
 from surojax.models.attention import attend
 from surojax.models.model import PLAIN, Compute, Recompute, Segment, Variant
-from surojax.models.operations import Operations, RopeScaling, positions_in_documents
+from surojax.models.operations import Operations, RopeScaling, positions_of
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
 from surojax.step.weights import quantise_with_one_scale
@@ -191,7 +191,7 @@ def test_no_gradient_crosses_documents(recipe, kernels, window):
 
 def test_a_mask_that_is_off_by_one_is_noticed(monkeypatch):
     """The test above fails if a query sees the last token of the document before its own."""
-    monkeypatch.setattr(attention, "same_document", lambda starts: right(starts - 1))
+    monkeypatch.setattr(attention, "same_document", lambda starts, keys: right(starts - 1, keys))
     with pytest.raises(AssertionError):
         test_no_gradient_crosses_documents("bf16", "xla", 0)
 
@@ -228,14 +228,14 @@ def test_positions_begin_anew(kernels):
     compute = Compute(precision=Precision(kernels=kernels))
 
     def rotated(q, k, starts=None):
-        return Operations(compute, starts=starts).rotate(q, k, jnp.arange(q.shape[1]), 1e4, RopeScaling())
+        return Operations(compute, starts=starts).rotate(q, k, 0, 1e4, RopeScaling())
 
     found = jax.jit(rotated)(q, k, starts)
     for row, column, length in ((0, 0, 5), (0, 5, 6), (0, 11, 5), (1, 0, 15), (1, 15, 1)):
         part = np.s_[row : row + 1, column : column + length]
         for got, expected in zip(found, jax.jit(rotated)(q[part], k[part]), strict=True):
             np.testing.assert_array_equal(got[part], expected)
-    np.testing.assert_array_equal(positions_in_documents(jnp.asarray(starts))[0], [*range(5), *range(6), *range(5)])
+    np.testing.assert_array_equal(positions_of(16, jnp.asarray(starts))[0], [*range(5), *range(6), *range(5)])
 
 
 def test_float8_rotates_by_positions_in_documents():

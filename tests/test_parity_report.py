@@ -14,7 +14,8 @@ from flax import nnx
 from test_huggingface import config, write
 from test_parity import REFERENCE, TOLERANCE, load_config, load_tree
 
-from surojax import ConfigError, assembly, convert, parity
+from surojax import ConfigError, assembly, convert
+from surojax.inference import parity
 from surojax.models.llama import Llama
 
 

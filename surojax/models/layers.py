@@ -75,14 +75,13 @@ class Attention(nnx.Module):
         """(attention of x `[B, S, D]`, or of norm(x), which is then recomputed; the cache extended by S positions)."""
         c = self.config
         B, S, _ = x_BSD.shape
-        positions_S = jnp.arange(S) if cache is None else cache.start + jnp.arange(S)
         biases = (self.bq, self.bk, self.bv) if c.attention_bias else (None, None, None)
         projected = ops.linears(x_BSD, (self.wq, self.wk, self.wv), biases, norm)
         q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projected)
         if c.qk_norm:
             q = ops.norm(q, self.q_norm[...], c.rms_norm_eps, c.norm_plus_one)
             k = ops.norm(k, self.k_norm[...], c.rms_norm_eps, c.norm_plus_one)
-        q, k = ops.rotate(q, k, positions_S, *c.rotary(ops.variant))
+        q, k = ops.rotate(q, k, 0 if cache is None else cache.start, *c.rotary(ops.variant))
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
         y_BSHh, cache = ops.attend(q, k, v, cache, scale=scale, softcap=c.attn_logit_softcapping)
         return ops.linear(y_BSHh.reshape(B, S, -1), self.wo), cache

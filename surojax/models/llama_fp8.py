@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import quantize, rms_norm, rope, swiglu
-from surojax.models.operations import Operations, positions_in_documents, rope_angles
+from surojax.models.operations import Operations, positions_of, rope_angles
 from surojax.numerics.fp8 import E4M3, E5M2, Sites, product, scale_for
 from surojax.numerics.quantize import Quantized
 from surojax.numerics.recipes import Precision
@@ -270,5 +270,4 @@ def _mlp_backward(config, quantiser: Quantiser, w: dict, saved: MlpSaved, d_out_
 
 def _angles(config, ops: Operations, S: int) -> tuple[jax.Array, jax.Array]:
     """The angles of rope for positions 0 to S - 1, or for those in the documents of each row."""
-    positions = jnp.arange(S) if ops.starts is None else positions_in_documents(ops.starts)
-    return rope_angles(config.head_dim, positions, *config.rotary(ops.variant))
+    return rope_angles(config.head_dim, positions_of(S, ops.starts), *config.rotary(ops.variant))

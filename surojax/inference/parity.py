@@ -22,9 +22,10 @@ from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import ConfigError
 from surojax.exchange import gguf, sources
 from surojax.exchange.weights import stacks
-from surojax.generate import cached_logits, empty_cache
+from surojax.inference.forward import hidden
 from surojax.models.model import Model
 from surojax.placement.mesh import find_devices
+from surojax.placement.param import OUTER
 
 LIMIT = 1e-4  # of the largest logit, in float32
 TOKENS = 48  # of each text; longer ones are cut
@@ -113,8 +114,7 @@ def compare(source: str | Path, python: str = sys.executable) -> Report:
         ids = [tokenizer.encode(text)[:TOKENS] for text in texts]
     theirs = _theirs(weights.path, texts, [of_text.tolist() for of_text in ids], python)
     sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
-    with jax.default_matmul_precision("highest"):
-        ours = _logits(model, stacks(weights, model, "float32", sharding), ids)
+    ours = _logits(model, stacks(weights, model, "float32", sharding), ids)
     rows = []
     for i, (of_text, logits_SV) in enumerate(zip(ids, ours, strict=True)):
         expected_SV = theirs[f"logits{i}"]
@@ -128,17 +128,14 @@ def compare(source: str | Path, python: str = sys.executable) -> Report:
 
 
 def _logits(model: Model, weights: dict, ids: list[np.ndarray]) -> list[np.ndarray]:
-    """Logits `[S, V]` of each text, token by token, as sampling computes them."""
-    advance = jax.jit(lambda weights, tokens, cache, start: cached_logits(model, weights, tokens, cache, start))
-    found = []
-    for of_text in ids:
-        cache = empty_cache(model, 1, TOKENS, "float32")
-        rows = []
-        for start, token in enumerate(of_text):
-            logits_BV, cache = advance(weights, np.array([[token]], np.int32), cache, start)
-            rows.append(np.asarray(logits_BV[0]))
-        found.append(np.stack(rows))
-    return found
+    """Logits `[S, V]` of each text."""
+
+    @jax.jit
+    def logits(weights, ids_1S):
+        return model.logits(weights[OUTER], hidden(model, weights, ids_1S)[0])
+
+    with jax.default_matmul_precision("highest"):
+        return [np.asarray(logits(weights, of_text[None])) for of_text in ids]
 
 
 def _loss(logits_SV: np.ndarray, ids: np.ndarray) -> float:
