@@ -3,6 +3,8 @@
 Shape suffixes: B batch, S query positions, T key positions, H query heads, K key/value heads, h head dimension.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -81,16 +83,16 @@ def attend(
     # saved as a residual of each layer that has a window.
     masked = start is not None or starts is not None or (window > 0 and implementation == "xla")
 
+    options: dict[str, Any] = {"implementation": implementation}
+
     def library(q, k, v, starts):
         if masked:
             mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None, None]
             if starts is not None:
                 mask = mask & same_document(starts)
-            return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
         local = (window - 1, 0) if window else None
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=local, implementation=implementation
-        )
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, **options)
 
     if implementation == "xla":
         # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster.
