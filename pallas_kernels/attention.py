@@ -155,7 +155,7 @@ class Products:
             registers = array.registers.reshape(layout.registers_shape(array.shape))
             return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=array.is_signed)
 
-        return as_left(x)
+        return as_left(x)  # pyright: ignore[reportCallIssue]
 
 
 def _over(vector, like, axis: int) -> jax.Array:
@@ -372,23 +372,24 @@ def _attention_bwd(rule: Rule, interpret: bool, saved: Saved, do):
     operands = _whole_tiles(saved.q, saved.k, saved.v, saved.starts, rule.window)
     extra = operands[0].shape[1] - S
     lse, delta = (_padded(x, 2, extra) for x in (saved.lse, delta))
-    operands = *operands, lse, delta, _padded(do, 1, extra)
-    dq = _queries_mosaic(*operands, rule, interpret)
-    dk, dv = _keys_mosaic(*operands, rule, interpret)
+    gradients = lse, delta, _padded(do, 1, extra)
+    dq = _queries_mosaic(*operands, *gradients, rule, interpret)
+    dk, dv = _keys_mosaic(*operands, *gradients, rule, interpret)
     return dq[:, :S], dk[:, :S], dv[:, :S], None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _whole_tiles(q, k, v, starts, window: int) -> tuple[Any, ...]:
+def _whole_tiles(q, k, v, starts, window: int) -> tuple[Any, Any, Any, Any]:
     """(q, k, v, first) with as many positions as whole tiles have. The added ones see themselves only."""
     extra = -q.shape[1] % ROWS
     first = first_seen(starts, window)
     if extra:
         added = jnp.arange(q.shape[1], q.shape[1] + extra, dtype=i32)
         first = jnp.concatenate([first, jnp.broadcast_to(added[None, :], (q.shape[0], extra))], axis=1)
-    return *(_padded(x, 1, extra) for x in (q, k, v)), first
+    q, k, v = (_padded(x, 1, extra) for x in (q, k, v))
+    return q, k, v, first
 
 
 def _padded(x, axis: int, extra: int):

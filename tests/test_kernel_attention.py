@@ -81,7 +81,7 @@ def test_kernel(lengths, H, K, h, window, scores):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("window", quick_at([(0,), (50,)], 1))
 def test_no_gradient_crosses_documents(window):
     """Exactly zero for queries, keys and values, where one tile has parts of both documents."""
     q, k, v, do, starts = data([(70, 58)], 2, 1, 16)
@@ -95,6 +95,7 @@ def test_no_gradient_crosses_documents(window):
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 @needs(2)
 def test_each_device_has_rows_of_its_own():
     """Inside shard_map, whose types say that results vary over the devices."""

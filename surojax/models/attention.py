@@ -93,19 +93,18 @@ def attend(
     # With XLA, the mask of a window or of documents is made from positions inside `library`. JAX's own mask would be
     # saved as a residual of each layer that has a window.
     masked = start is not None or starts is not None or softcap > 0 or (window > 0 and implementation == "xla")
-
-    how: Any = {"scale": scale, "implementation": implementation}
+    options: dict[str, Any] = {"scale": scale, "implementation": implementation}
 
     def library(q, k, v, starts):
         if not masked:
             local = (window - 1, 0) if window else None
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, **how)
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, **options)
         mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None, None]
         if starts is not None:
             mask = mask & same_document(starts, k.shape[1])
         if softcap:
             return with_softcap(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, **how)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
 
     if implementation == "xla":
         # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster.
