@@ -7,3 +7,9 @@ class ConfigError(ValueError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; nothing was overwritten."""
+
+
+def need(ok: bool, field: str, expected: str, got, change: str) -> None:
+    """Raises ConfigError if `ok` is false."""
+    if not ok:
+        raise ConfigError(f"{field}: expected {expected}, got {got!r}; {change}")

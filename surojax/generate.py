@@ -30,6 +30,7 @@ from surojax.numerics.quantize import dequantise_all
 from surojax.placement.mesh import find_devices
 from surojax.placement.param import OUTER
 from surojax.run import checkpoint
+from surojax.step.outer import embed
 
 
 def empty_cache(model: Model, batch: int, length: int, dtype) -> dict[str, tuple[jax.Array, jax.Array]]:
@@ -57,7 +58,7 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
         x_BSD, extended = segment.cached_block(w, x_BSD, Cache(keys, values, start), variant)
         return x_BSD, write(stacks, (extended.keys, extended.values), l)
 
-    x_BSD = weights[OUTER]["embed"][tokens_BS]
+    x_BSD = embed(weights[OUTER], tokens_BS, sharded=False, scale=model.embedding_scale)
     extended = {}
     for segment in model.segments:
         carry = x_BSD, cache[segment.name]

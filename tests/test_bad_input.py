@@ -54,7 +54,7 @@ def field_cases() -> list[tuple[str, str]]:
     text = """
     max_step=3                  | no field 'max_step': did you mean 'max_steps'?
     hidden_size=64              | no field 'hidden_size': did you mean 'model.hidden_size'?
-    model.hidden=64             | no field 'model.hidden': did you mean 'model.hidden_size'?
+    model.hidden_siz=64         | no field 'model.hidden_siz': did you mean 'model.hidden_size'?
     lr=1e-3                     | no field 'lr': --help lists
     model=3                     | --config.model holds several fields: set one of model.attention_bias
     max_steps=ten               | --config.max_steps: expected a whole number, got 'ten'
@@ -161,7 +161,18 @@ def field_cases() -> list[tuple[str, str]]:
     model.head_dim=15           | expected an even number, since channels rotate in pairs, got 15; use 16
     model.head_dim=-1           | model.head_dim: expected 0 or more
     model.rms_norm_eps=0        | model.rms_norm_eps: expected more than 0
-    model.rope_scaling=yarn     | model.rope_scaling: expected one of none, linear, llama3, got 'yarn'
+    model.rope_scaling=ntk      | model.rope_scaling: expected one of none, linear, llama3, yarn, got 'ntk'
+    model.rope_beta_fast=8      | expected 32.0 with rope_scaling='none', which does not use it, got 8.0
+    model.rope_scaling=yarn model.rope_factor=4 model.rope_beta_slow=64 | rope_beta_fast: expected more than rope_beta
+    model.rope_partial_rotary_factor=0.3 | rope_partial_rotary_factor: expected a fraction up to 1 that leaves an even
+    model.rope_partial_rotary_factor=1.5 | rope_partial_rotary_factor: expected a fraction up to 1
+    model.rope_local_base_freq=10000 | rope_local_base_freq: expected 0 without a window, whose layers use it
+    model.no_rope_layer_interval=9 model.num_hidden_layers=8 | no_rope_layer_interval: expected at most num_hidden
+    model.rope_llama_4_scaling_beta=0.1 model.no_rope_layer_interval=2 | rope_llama_4_scaling_beta: expected 0 with
+    model.hidden_act=gelu       | model.hidden_act: expected one of silu, gelu_pytorch_tanh, got 'gelu'; did you mean
+    model.hidden_act=gelu_pytorch_tanh kernels=mosaic | model.hidden_act: expected 'silu' with kernels='mosaic'
+    attention=cudnn model_dtype=bfloat16 model.attn_logit_softcapping=50 | attn_logit_softcapping: expected 0 with
+    recipe=fp8_hybrid model.sandwich_norms=true | model.sandwich_norms: expected False with recipe='fp8_hybrid', whose
     model.rope_factor=8         | expected 1.0 with rope_scaling='none', which does not use it, got 8.0
     model.rope_scaling=linear   | model.rope_factor: expected more than 1 with rope_scaling='linear', got 1.0
     model.rope_scaling=linear model.rope_factor=2 model.rope_low_freq_factor=2 | rope_low_freq_factor: expected 1.0
@@ -221,7 +232,7 @@ START = "from surojax.config.fields import default_config\ndef get_config():\n  
         ("c.max_step = 5", ":4: config has no field 'max_step': did you mean 'max_steps'?"),
         ("c['max_step'] = 5", ":4: config has no field 'max_step': did you mean 'max_steps'?"),
         ("c.update(max_step=5)", ":4: config has no field 'max_step': did you mean 'max_steps'?"),
-        ("c.model.hidden = 5", ":4: config has no field 'hidden': did you mean 'model.hidden_size'?"),
+        ("c.model.hidden_siz = 5", ":4: config has no field 'hidden_siz': did you mean 'model.hidden_size'?"),
         ("c.seed = c.max_step", ":4: config has no field 'max_step': did you mean 'max_steps'?"),
         ("c.max_steps = '10'", ":4: max_steps: expected a whole number, got 10 of type str; its type is int"),
         ("c.max_steps = 1e3", ":4: max_steps: expected a whole number, got 1000.0 of type float; its type is int"),

@@ -16,6 +16,7 @@ from surojax.models import llama, llama_fp8
 from surojax.models.llama_fp8 import SITE_NAMES, SITES
 from surojax.models.loss import cross_entropy
 from surojax.models.model import Compute, Segment, Variant
+from surojax.models.operations import RopeScaling
 from surojax.numerics import fp8
 from surojax.numerics.quantize import Quantized, has_one_scale, quantise_whole, scale_for
 from surojax.numerics.recipes import Precision
@@ -88,11 +89,16 @@ def test_the_written_out_block_against_reverse_mode(recipe, extras):
         assert (observed > 0).all() and observed[SITE_NAMES.index("d_mlp")] == jnp.max(jnp.abs(dy))
 
 
-@pytest.mark.parametrize("window", [0, 5])
-def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch, window):
+YARN = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=8)
+
+
+@pytest.mark.parametrize(
+    "variant", [Variant(), Variant(window=5), Variant(rotary="none")], ids=["yarn", "window", "no_rotary"]
+)
+def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch, variant):
     """Every cast left out, all is float32: each output and gradient agrees to the order of sums (1e-5 of the largest),
     where float8's own error would hide a wrong norm or bias."""
-    base = dataclasses.replace(WIDE, num_hidden_layers=1, attention_bias=True, qk_norm=True)
+    base = dataclasses.replace(WIDE, num_hidden_layers=1, attention_bias=True, qk_norm=True, rope_scaling=YARN)
     w = jax.tree.map(lambda x: x[0], drawn_params(base, 0)["blocks"])
     x, dy = (jax.random.normal(jax.random.key(i), (2, 16, 64)) for i in (1, 2))
     exact = SimpleNamespace(
@@ -105,7 +111,6 @@ def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch, win
     monkeypatch.setattr(llama_fp8, "scale_for", lambda absmax, dtype: jnp.float32(1))
 
     def both(model, w):
-        variant = Variant(window=window)
         (y, _), saved = model.block_forward(w, x, None, variant)
         dw, dx, _ = model.block_backward(w, saved, (dy, None), None, variant)
         return y, model.block(w, x, None, variant)[0], dw, dx

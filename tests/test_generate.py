@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from small import CONFIG, drawn_params, tokens
+from test_engine import GEMMA, MINISTRAL, SMOLLM
 
 from surojax import generate
 from surojax.data.tokenizer import ByteTokenizer
@@ -24,10 +25,19 @@ def plain_logits(config, params, ids):
 
 
 MISTRAL = dataclasses.replace(CONFIG, sliding_window=4)
-GEMMA = dataclasses.replace(CONFIG, num_hidden_layers=7, sliding_window=4, sliding_window_pattern=3)
+WINDOWS = dataclasses.replace(CONFIG, num_hidden_layers=7, sliding_window=4, sliding_window_pattern=3)
+CONFIGS = {
+    "llama": CONFIG,
+    "qwen": QWEN,
+    "mistral": MISTRAL,
+    "windows": WINDOWS,
+    "gemma": GEMMA,
+    "smollm": SMOLLM,
+    "ministral": dataclasses.replace(MINISTRAL, sliding_window=4),
+}
 
 
-@pytest.mark.parametrize("config", [CONFIG, QWEN, MISTRAL, GEMMA], ids=["llama", "qwen", "mistral", "gemma"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_cache_equals_the_plain_model(config):
     """A prompt of five at once, then token by token: logits as from the whole (1e-5: order of float32 sums)."""
     params, (ids, _) = drawn_params(config, 1), tokens(12)

@@ -1,5 +1,6 @@
 """Hugging Face models in: settings, names, files, and refusals. Logits are compared in test_parity.py."""
 
+import dataclasses
 import json
 import weakref
 from pathlib import Path
@@ -17,8 +18,10 @@ from surojax import ConfigError, default_config, train
 from surojax.assembly import architecture, from_config
 from surojax.config.checks import check
 from surojax.exchange import weights as files
+from surojax.exchange.families import DEFAULTS
 from surojax.exchange.huggingface import read_config, settings
 from surojax.exchange.sources import open_weights, resolved
+from surojax.models.llama import LlamaConfig
 from surojax.placement.mesh import make_mesh
 
 
@@ -52,7 +55,8 @@ def write(folder: Path, case: str, *, shards: int = 1, tensors: dict | None = No
 
 def config(folder: Path | str, **changes):
     c = default_config()
-    c.update({"model_path": str(folder), "model_dtype": "float32"} | changes)
+    c.update({"model_path": str(folder), "model_dtype": "float32"})
+    c.update_from_flattened_dict(changes)
     c = resolved(c)
     check(c)
     return c
@@ -63,17 +67,38 @@ def test_settings_are_those_of_the_case(case):
     """As transformers 5 writes them, and as versions before it did."""
     c = default_config()
     for found in (hf_config(case), before_5(hf_config(case))):
-        c.model.update(settings(found))
+        c.model.update(default_config().model.to_dict() | settings(found))
         check(c)
-        assert architecture(c) == load_config(case)
+        assert rounded(architecture(c)) == rounded(load_config(case))
+
+
+def rounded(config: LlamaConfig) -> LlamaConfig:
+    """With an attention factor that is the same however it was computed."""
+    factor = round(config.rope_scaling.attention_factor, 12)
+    return dataclasses.replace(config, rope_scaling=dataclasses.replace(config.rope_scaling, attention_factor=factor))
 
 
 def before_5(found: dict[str, Any]) -> dict[str, Any]:
     rope = found.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     found["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        found["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     found["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     found["torch_dtype"] = "float32"
     return found
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_keys_that_are_left_out_have_the_values_of_transformers(family):
+    """Its config class without arguments, as the fixture has it."""
+    of_class = settings(json.loads(str(REFERENCE["defaults.json"]))[family])
+    found = settings({"model_type": family})
+    for fields in (found, of_class):
+        fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+    assert found == of_class
 
 
 def test_keys_that_are_left_out_have_the_values_of_the_class():
@@ -85,10 +110,23 @@ def test_keys_that_are_left_out_have_the_values_of_the_class():
     assert settings({"model_type": "qwen3"})["head_dim"] == 128
 
 
+GEMMA2 = {"model_type": "gemma2", "hidden_act": "absent"}
+GEMMA3 = {"model_type": "gemma3_text", "hidden_act": "absent"}
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "gpt2"}, r"expected model_type llama, mistral, qwen2, qwen3, got 'gpt2'"),
+        ({"model_type": "gpt2"}, r"expected model_type llama, mistral, .*, gemma3_text, got 'gpt2'"),
+        ({"model_type": "gemma3", "text_config": {}}, r"expected a text model, got model_type 'gemma3', whose text"),
+        (GEMMA2 | {"hidden_activation": "silu"}, r"hidden_activation: expected 'gelu_pytorch_tanh'"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping: expected None"),
+        (
+            GEMMA3 | {"use_bidirectional_attention": True},
+            r"use_bidirectional_attention: expected F",
+        ),
+        ({"attn_logit_softcapping": 50.0}, r"config.json has attn_logit_softcapping, which may change"),
+        ({"model_type": "smollm3", "no_rope_layers": [0, 1]}, r"no_rope_layers: expected 0 for every n-th layer and 1"),
         ({"logit_softcap": 30.0}, r"config.json has logit_softcap, which may change what the model computes"),
         ({"hidden_act": "gelu"}, r"hidden_act: expected 'silu', got 'gelu'"),
         ({"attention_bias": True}, r"attention_bias: expected False, got True"),
@@ -97,9 +135,19 @@ def test_keys_that_are_left_out_have_the_values_of_the_class():
             r"quantization_config: expected none, or quant_method 'fp8' with weight_block_size, got 'gptq'; fetch",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, r"with weight_block_size, got 'fp8' without it"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, r"rope_type: expected default, linear, llama3, got 'yarn'"),
+        ({"rope_parameters": {"rope_type": "ntk"}}, r"rope_type: expected default, linear, llama3, yarn, got 'ntk'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"got 'dynamic', whose frequencies follow"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, r"got 'longrope', which has other frequencies"),
+        ({"rope_parameters": {"rope_type": "linear"}}, r"rope_type linear: expected \('factor',\), got \[\]"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}},
+            r"rope_type linear: .*llama_4_scaling_beta",
+        ),
+        (
+            GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+            r"expected rope_type default for sliding_attention, .*'yarn'",
+        ),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, r"got \['beta', 'factor'\]"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"rope_type none"),
     ],
 )
 def test_what_is_not_computed_is_refused(tmp_path, changes, message):
@@ -122,6 +170,46 @@ def test_windows_by_layer():
         settings(first)
 
 
+def test_layers_without_rotary_embedding():
+    """As a list, which may be longer than the layers, or every n-th layer; n beyond the layers is none."""
+    of = lambda **keys: settings({"model_type": "smollm3", "num_hidden_layers": 5} | keys)["no_rope_layer_interval"]
+    assert of() == 4 and of(no_rope_layers=[1, 1, 0, 1, 1, 0]) == 3 and of(no_rope_layers=[1] * 5) == 0
+    assert of(no_rope_layer_interval=9) == 0 and of(no_rope_layers=[0] * 5) == 1
+
+
+def test_keys_of_published_models():
+    """Those of gemma-2-9b, SmolLM3-3B and Devstral 2 that say nothing new."""
+    of = lambda family, **keys: settings({"model_type": family} | keys)
+    said_again = {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 4096}
+    assert of("gemma2", **said_again) == of("gemma2")
+    assert of("smollm3", max_window_layers=28, pretraining_tp=2, use_sliding_window=False) == of("smollm3")
+    rope = {"type": "yarn", "rope_type": "yarn", "rope_theta": 1e6, "factor": 64.0, "beta_fast": 4.0, "beta_slow": 1.0}
+    rope |= {"mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0}
+    found = of("ministral3", rope_parameters=rope | {"original_max_position_embeddings": 4096})
+    assert (found["rope_factor"], found["rope_attention_factor"]) == (64.0, 0.0)  # 0: 0.1 ln(factor) + 1
+    assert found["rope_beta_fast"] == 4.0 and "rope_llama_4_scaling_beta" not in found
+
+
+def test_windows_of_gemma():
+    """Every second layer of Gemma 2 and every sixth of Gemma 3 is without one, and has the global base."""
+    pattern = lambda family, **keys: settings({"model_type": family} | keys)["sliding_window_pattern"]
+    assert pattern("gemma2") == 2 and pattern("gemma3_text") == 6
+    assert pattern("gemma3_text", sliding_window_pattern=3) == 3
+    found = settings({"model_type": "gemma3_text", "sliding_window": None})
+    assert (found["sliding_window"], found["rope_local_base_freq"]) == (0, 0.0)
+
+
+def test_model_fields_beside_a_model_path_are_refused(tmp_path):
+    """Unless they say the same, as in a config that a checkpoint restores."""
+    folder = write(tmp_path / "model", "gemma2")
+    again = resolved(config(folder))
+    assert again == config(folder) and again.model.sandwich_norms
+    for name, value in (("num_hidden_layers", 2), ("qk_norm", True), ("final_logit_softcapping", 30.0)):
+        with pytest.raises(ConfigError, match=rf"^model\.{name}: expected .*, got {value}; leave it out$"):
+            config(folder, **{f"model.{name}": value})
+    assert config(folder, **{"model.num_hidden_layers": 4}).model.num_hidden_layers == 4
+
+
 PLACED: dict[str, dict[str, Any]] = {
     "1": {},
     "4": {"gpus": 4, "zero_level": 3, "offload_master": True, "offload_weights": True},
@@ -131,7 +219,8 @@ PLACED: dict[str, dict[str, Any]] = {
 
 @needs(4)
 @pytest.mark.parametrize(
-    "case, placed", quick_at([(case, placed) for case in ("llama3_rope", "qwen2") for placed in PLACED], 1, 3, 5)
+    "case, placed",
+    quick_at([(case, placed) for case in ("llama3_rope", "qwen2", "gemma3") for placed in PLACED], 1, 3, 5, 7),
 )
 def test_weights_arrive_to_the_bit_under_every_placement(tmp_path, case, placed):
     """A tied head and biases; read from three files, one layer in memory at a time."""
@@ -153,7 +242,7 @@ def test_weights_arrive_to_the_bit_under_every_placement(tmp_path, case, placed)
 
     weights.read = counted
     state = run.load_state(*files.readers(weights))
-    expected = load_tree(case, "weight", 2)
+    expected = load_tree(case, "weight", c.model.num_hidden_layers)
     chex.assert_trees_all_equal(jax.device_get(state.weights), expected)
     if placed != "nvme":
         chex.assert_trees_all_equal(jax.device_get(state.master), expected)

@@ -66,6 +66,33 @@ def test_a_window_hides_what_is_older():
     np.testing.assert_array_equal(visible(5, 2, 9, 0), np.tri(9, dtype=bool)[5:7])
 
 
+@pytest.mark.parametrize("start", [None, 5])
+def test_attention_scores_are_scaled_and_capped(start):
+    """Against softmax over scores written out position by position, and its gradients."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 9, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+    seen = np.array([[j <= i and j > i - 4 for j in range(9)] for i in range(9)])
+    rows = slice(None) if start is None else slice(start, start + 2)
+
+    def formula(q, k, v):
+        scores = 0.7 * jnp.einsum("bshc,bthc->bhst", q, jnp.repeat(k, 2, axis=2))
+        scores = 1.5 * jnp.tanh(scores / 1.5)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bhst,bthc->bshc", weights, jnp.repeat(v, 2, axis=2))[:, rows]
+
+    def ours(q, k, v, **how):
+        return attend(q[:, rows], k, v, start=start, window=4, scale=0.7, softcap=1.5, **how)
+
+    expected = formula(q, k, v)
+    np.testing.assert_allclose(ours(q, k, v), expected, atol=1e-6)
+    weight = jax.random.normal(jax.random.key(3), expected.shape)
+    gradients = (jax.grad(lambda *x, f=f: jnp.sum(weight * f(*x)), argnums=(0, 1, 2))(q, k, v) for f in (ours, formula))
+    for found, gradient in zip(*gradients, strict=True):
+        np.testing.assert_allclose(found, gradient, atol=2e-6)
+    half = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    with pytest.raises(NotImplementedError, match=r"^cudnn attention: expected no softcap, got 1\.5"):
+        ours(*half, implementation="cudnn")
+
+
 @pytest.mark.parametrize("config", WINDOWS, ids=["mistral", "gemma"])
 def test_training_sees_the_window(config):
     """The loss does not change with a token that all windows have left behind, as it does in a model without."""

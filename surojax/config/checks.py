@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from surojax.config.architecture import check_fp8_blocks, check_model
 from surojax.config.fields import (
     KINDS,
     RECOMPUTE_PARTS,
@@ -22,10 +23,10 @@ from surojax.config.fields import (
     no_field,
     warmup_steps,
 )
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, need as _need
 from surojax.models.attention import IMPLEMENTATIONS
 from surojax.models.families import FAMILIES
-from surojax.models.operations import ROPE_USES
+from surojax.models.operations import ACTIVATIONS, ROPE_USES
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, BLOCK_SCALED_PRODUCTS, KERNELS, RECIPES
 from surojax.optim.optimizer import SCHEDULES
@@ -56,14 +57,17 @@ RULES = (
     Rule(
         "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
         "resident_layers weight_decay z_loss max_grad_norm muon_learning_rate model.head_dim "
-        "model.sliding_window model.sliding_window_pattern "
+        "model.sliding_window model.sliding_window_pattern model.no_rope_layer_interval model.rope_attention_factor "
+        "model.rope_llama_4_scaling_beta model.rope_local_base_freq model.query_pre_attn_scalar "
+        "model.attn_logit_softcapping model.final_logit_softcapping "
         "skip_quant_first_layers skip_quant_last_layers",
         lambda v: v >= 0,
         "0 or more",
         "--help says what 0 means",
     ),
     Rule(
-        "learning_rate adamw_epsilon model.rms_norm_eps model.rope_theta model.initializer_range",
+        "learning_rate adamw_epsilon model.rms_norm_eps model.rope_theta model.initializer_range "
+        "model.rope_beta_slow model.rope_partial_rotary_factor",
         lambda v: v > 0,
         "more than 0",
         "--help shows the default",
@@ -121,6 +125,7 @@ CHOICES: dict[str, tuple] = {
     "zero_level": ZERO_LEVELS,
     "zero_quantized_weights": WEIGHT_FORMATS,
     "model.rope_scaling": tuple(ROPE_USES),
+    "model.hidden_act": tuple(ACTIVATIONS),
 }
 
 
@@ -141,17 +146,11 @@ def check(c: Config) -> None:
             values[name],
             change,
         )
-    _check_model(c)
+    check_model(c)
     _check_recipe(c)
     _check_schedule(c)
     _check_optimizer(c)
     _check_sizes(c)
-
-
-def _need(ok: bool, field: str, expected: str, got, change: str) -> None:
-    """Raises ConfigError if `ok` is false."""
-    if not ok:
-        raise ConfigError(f"{field}: expected {expected}, got {got!r}; {change}")
 
 
 def _check_types(c: Config) -> None:
@@ -178,46 +177,6 @@ def _check_types(c: Config) -> None:
             _need(math.isfinite(value), name, "a finite number", value, "--help shows the default")
         else:
             _need(value < 2**31, name, "less than 2^31", value, "lower it")
-
-
-def _check_model(c: Config) -> None:
-    m = c.model
-    heads = m.num_attention_heads
-    kv = m.num_key_value_heads
-    near = math.gcd(heads, kv)
-    _need(heads % kv == 0, "model.num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv, f"use {near}")
-    if not m.head_dim:
-        expected = f"a multiple of num_attention_heads={heads}"
-        _need(m.hidden_size % heads == 0, "model.hidden_size", expected, m.hidden_size, "or set model.head_dim")
-    h = head_dim(c)
-    _need(h % 2 == 0, "model.head_dim", "an even number, since channels rotate in pairs", h, f"use {h + 1}")
-    if c.attention == "cudnn":
-        change = "set attention='xla', or change it"
-        _need(c.model_dtype == "bfloat16", "model_dtype", "bfloat16 with attention='cudnn'", c.model_dtype, change)
-        _need(h % 8 == 0 and h <= 256, "model.head_dim", "a multiple of 8 up to 256 with cudnn", h, change)
-    _check_window(m.sliding_window, m.sliding_window_pattern, m.num_hidden_layers)
-    kind = m.rope_scaling
-    defaults = default_config().model
-    for name in (f"rope_{field}" for field in ROPE_USES["llama3"] if field not in ROPE_USES[kind]):
-        expected = f"{defaults[name]} with rope_scaling={kind!r}, which does not use it"
-        _need(m[name] == defaults[name], f"model.{name}", expected, m[name], "leave it out, or set model.rope_scaling")
-    if kind != "none":
-        change = "it is the new context length divided by the old one"
-        _need(m.rope_factor > 1, "model.rope_factor", f"more than 1 with rope_scaling={kind!r}", m.rope_factor, change)
-    low = m.rope_low_freq_factor
-    high = m.rope_high_freq_factor
-    _need(low > 0, "model.rope_low_freq_factor", "more than 0", low, "Llama 3 uses 1")
-    _need(high > low, "model.rope_high_freq_factor", f"more than rope_low_freq_factor={low}", high, "Llama 3 uses 4")
-
-
-def _check_window(window: int, pattern: int, num_layers: int) -> None:
-    name = "model.sliding_window_pattern"
-    if not window:
-        _need(pattern == 0, name, "0 without a window", pattern, "set model.sliding_window, or leave it out")
-    elif pattern:
-        expected = f"2 to num_hidden_layers={num_layers}, or 0"
-        change = "0 gives all layers the window; to give it to none, leave model.sliding_window out"
-        _need(2 <= pattern <= num_layers, name, expected, pattern, change)
 
 
 def _check_recipe(c: Config) -> None:
@@ -254,6 +213,7 @@ def _check_recipe(c: Config) -> None:
 
 
 def _check_fp8(c: Config, skipped: int) -> None:
+    check_fp8_blocks(c)
     for name, width in _widths(c).items():
         expected = f"a multiple of 16 with recipe={c.recipe!r}, which float8 products need"
         _need(width % 16 == 0, name, expected, width, f"use {-(-width // 16) * 16}")

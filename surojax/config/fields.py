@@ -53,7 +53,7 @@ def default_config() -> Config:
     )
     c.from_scratch = False  # model_path: take the model's sizes only, and draw new weights
     c.model = ml_collections.ConfigDict()
-    c.model.model_type = "llama"  # family: llama (with Mistral, Qwen2 and Qwen3, by the fields below)
+    c.model.model_type = "llama"  # family: llama (with Mistral, Qwen, SmolLM3 and Gemma, by the fields below)
     c.model.vocab_size = 32000  # rows of the embedding; at least the tokenizer's vocabulary
     c.model.hidden_size = 768  # width of the residual stream
     c.model.intermediate_size = 2048  # width inside the MLP
@@ -63,14 +63,29 @@ def default_config() -> Config:
     c.model.head_dim = 0  # channels of a head; 0 = hidden_size / num_attention_heads
     c.model.rms_norm_eps = 1e-5  # added to the mean square in RMSNorm
     c.model.rope_theta = 10000.0  # base of the rotary frequencies
-    c.model.rope_scaling = "none"  # "none", "linear" (position interpolation) or "llama3"
-    c.model.rope_factor = 1.0  # how much longer the context becomes, for linear and llama3
+    c.model.rope_scaling = "none"  # "none", "linear" (position interpolation), "llama3" or "yarn"
+    c.model.rope_factor = 1.0  # how much longer the context becomes, for linear, llama3 and yarn
     c.model.rope_low_freq_factor = 1.0  # llama3: wavelengths above original length / this are stretched
     c.model.rope_high_freq_factor = 4.0  # llama3: wavelengths below original length / this are kept
-    c.model.rope_original_max_position_embeddings = 8192  # llama3: context length before stretching
+    c.model.rope_original_max_position_embeddings = 8192  # llama3, yarn: context length before stretching
+    c.model.rope_attention_factor = 0.0  # yarn: multiplies queries and keys; 0 = 0.1 ln(rope_factor) + 1
+    c.model.rope_beta_fast = 32.0  # yarn: frequencies that turn more often in the original context are kept
+    c.model.rope_beta_slow = 1.0  # yarn: frequencies that turn less often in it are stretched
+    c.model.rope_truncate = True  # yarn: the bounds between these are rounded to whole pairs of channels
+    c.model.rope_partial_rotary_factor = 1.0  # fraction of a head's channels that rotate
+    c.model.rope_llama_4_scaling_beta = 0.0  # queries grow by beta ln(1 + floor(position / original length)); 0 = not
+    c.model.rope_local_base_freq = 0.0  # base of the layers with a window, unscaled (Gemma 3); 0 = as the other layers
+    c.model.no_rope_layer_interval = 0  # every n-th layer has no rotary embedding (SmolLM3: 4); 0 = all have it
     c.model.tie_word_embeddings = False  # the head shares the embedding's weights
     c.model.attention_bias = False  # bias on queries, keys and values (Qwen2)
-    c.model.qk_norm = False  # RMSNorm on each head's queries and keys (Qwen3)
+    c.model.qk_norm = False  # RMSNorm on each head's queries and keys (Qwen3, Gemma 3)
+    c.model.norm_plus_one = False  # RMSNorm multiplies by 1 + its weights, which start at 0 (Gemma)
+    c.model.sandwich_norms = False  # RMSNorm also on what attention and MLP add to the residual stream (Gemma 2, 3)
+    c.model.hidden_act = "silu"  # of the MLP's gate: "silu" or "gelu_pytorch_tanh" (Gemma)
+    c.model.scale_embedding = False  # the embedding is multiplied by sqrt(hidden_size) (Gemma)
+    c.model.query_pre_attn_scalar = 0.0  # attention scores are divided by its square root; 0 = head_dim
+    c.model.attn_logit_softcapping = 0.0  # attention scores become cap x tanh(score / cap) (Gemma 2: 50); 0 = not
+    c.model.final_logit_softcapping = 0.0  # likewise the logits (Gemma 2: 30); 0 = not
     c.model.sliding_window = 0  # latest positions that a token attends to (Mistral: 4096); 0 = all of them
     c.model.sliding_window_pattern = 0  # every n-th layer attends to all positions (Gemma 3: 6, gpt-oss: 2); 0 = none
     c.model.initializer_range = 0.02  # standard deviation of the initial weights

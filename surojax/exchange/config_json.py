@@ -8,7 +8,7 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange.huggingface import DEFAULTS, settings
+from surojax.exchange.huggingface import settings
 from surojax.models.operations import ROPE_USES
 
 ARCHITECTURES = {
@@ -16,7 +16,12 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
+MADE = ("llama", "mistral", "qwen2", "qwen3")  # the families of which a config.json is made without a source
 COPIED = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads rms_norm_eps "
     "rope_theta tie_word_embeddings initializer_range"
@@ -34,23 +39,19 @@ def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
 def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
     """The same with `rope_parameters` (transformers 5) and `rope_theta`, `rope_scaling` (4).
 
-    Parameters by kind of layer have no older spelling, and stay as they are.
+    Gemma 3's, which differ by kind of layer, are spelled so differently that they stay as they are.
     """
     parameters = config.get("rope_parameters")
+    beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    if "rope_local_base_freq" in config or any(isinstance(value, dict) for value in (parameters or {}).values()):
+        return config
     if parameters is None:
         scaling = dict(config.get("rope_scaling") or {})
         kind = scaling.pop("type", "default")
-        theta = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-        return config | {"rope_parameters": {"rope_type": kind} | scaling | theta} if scaling or theta else config
-    if any(isinstance(value, dict) for value in parameters.values()):
-        return config
+        return config | ({"rope_parameters": {"rope_type": kind} | scaling | beside} if scaling or beside else {})
     scaling = dict(parameters)
-    theta = scaling.pop("rope_theta", config.get("rope_theta"))
-    fraction = scaling.pop("partial_rotary_factor", None)
-    older: dict[str, Any] = {"rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}
-    older |= {} if theta is None else {"rope_theta": theta}
-    older |= {} if fraction is None else {"partial_rotary_factor": fraction}
-    return config | older
+    beside |= {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
+    return config | beside | {"rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}
 
 
 def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | None]) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | Non
     """
     wanted = _normal(fields)
     differences: dict[str, list[str]] = {}
-    for family in ARCHITECTURES:
+    for family in MADE:
         candidate = _candidate(family, fields) | {"max_position_embeddings": max_positions} | tokens
         found = _normal(settings(candidate))
         if found == wanted:
@@ -70,7 +71,7 @@ def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | Non
     nearest = min(differences, key=lambda family: len(differences[family]))
     what = ", ".join(f"{key}={wanted[key]!r}" for key in differences[nearest])
     raise ConfigError(
-        f"export: expected fields of a family of Hugging Face ({', '.join(ARCHITECTURES)}), got a model that is none: "
+        f"export: expected fields of a family of Hugging Face ({', '.join(MADE)}), got a model that is none: "
         f"{nearest} does not have {what}"
     )
 
@@ -110,6 +111,7 @@ def _candidate(family: str, fields: dict[str, Any]) -> dict[str, Any]:
         found |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0, "layer_types": types}
     kind = fields["rope_scaling"]
     scaling = {"rope_type": kind} | {name: fields[f"rope_{name}"] for name in ROPE_USES.get(kind, ())}
+    if not scaling.get("attention_factor", 1):
+        del scaling["attention_factor"]  # it follows from the factor
     found["rope_scaling"] = None if kind == "none" else scaling
-    assert family in DEFAULTS
     return _with_both_ropes(found) | {"architectures": [ARCHITECTURES[family]]}

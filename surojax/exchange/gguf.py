@@ -18,7 +18,7 @@ import gguf
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange.huggingface import NAMES
+from surojax.exchange.families import NAMES
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PERMUTED = ("llama",)

@@ -2,81 +2,18 @@
 
 A key of `config.json` that would change the arithmetic and is not known here is refused with its name, so a model is
 never computed with less than its config says. Keys may be absent if they have the value of transformers' config class;
-`DEFAULTS` has those of each family. Both spellings of the rotary embedding are read: `rope_parameters` (transformers 5)
-and `rope_theta` with `rope_scaling` (before).
+`families.DEFAULTS` has those of each family. Both spellings of the rotary embedding are read: `rope_parameters`
+(transformers 5), and `rope_theta` with `rope_scaling` and `rope_local_base_freq` (before).
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from surojax.errors import ConfigError
+from surojax.exchange.families import DEFAULTS, IMPLIED, OTHERS, REFUSED_ROPE, REQUIRED, REQUIRED_OF, SIZES
 from surojax.models.operations import ROPE_USES
-
-# The values that transformers' config classes give to keys that config.json leaves out.
-LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,  # as many as query heads
-    "head_dim": None,  # hidden_size / num_attention_heads
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "sliding_window": None,
-}
-MISTRAL = LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096}
-QWEN2 = LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "sliding_window": 4096}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "qwen2": QWEN2,
-    "qwen3": QWEN2 | {"head_dim": 128},
-}
-# The `model` fields that a family implies.
-IMPLIED: dict[str, dict[str, Any]] = {"qwen2": {"attention_bias": True}, "qwen3": {"qk_norm": True}}
-# Keys that must have one of these values, since nothing else is computed here.
-REQUIRED: dict[str, tuple] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "attention_dropout": (0, None),
-    "partial_rotary_factor": (1, None),
-    "pretraining_tp": (1,),
-}
-# Keys that do not change the arithmetic, or that are read for another key.
-OTHERS = frozenset(
-    "architectures model_type torch_dtype dtype transformers_version use_cache max_position_embeddings _name_or_path "
-    "bos_token_id eos_token_id pad_token_id rope_parameters rope_scaling use_sliding_window max_window_layers "
-    "layer_types output_attentions output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder "
-    "id2label label2id problem_type quantization_config".split()
-)
-SIZES = tuple(name for name in LLAMA if name not in ("rope_theta", "sliding_window"))
-
-# Our names of tensors, and theirs; `{l}` is the number of the layer.
-LAYER = "model.layers.{l}."
-NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "attention_norm": LAYER + "input_layernorm.weight",
-    "mlp_norm": LAYER + "post_attention_layernorm.weight",
-    "attention.wq": LAYER + "self_attn.q_proj.weight",
-    "attention.wk": LAYER + "self_attn.k_proj.weight",
-    "attention.wv": LAYER + "self_attn.v_proj.weight",
-    "attention.wo": LAYER + "self_attn.o_proj.weight",
-    "attention.bq": LAYER + "self_attn.q_proj.bias",
-    "attention.bk": LAYER + "self_attn.k_proj.bias",
-    "attention.bv": LAYER + "self_attn.v_proj.bias",
-    "attention.q_norm": LAYER + "self_attn.q_norm.weight",
-    "attention.k_norm": LAYER + "self_attn.k_norm.weight",
-    "mlp.w_gate": LAYER + "mlp.gate_proj.weight",
-    "mlp.w_up": LAYER + "mlp.up_proj.weight",
-    "mlp.w_down": LAYER + "mlp.down_proj.weight",
-}
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -99,55 +36,141 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def settings(config: dict[str, Any]) -> dict[str, Any]:
     """The `model` fields of a config.json. Raises ConfigError for a family, a key or a value that is not computed."""
     family = config.get("model_type")
+    if "text_config" in config:
+        raise ConfigError(
+            f"model_path: expected a text model, got model_type {family!r}, whose text model is one of several parts "
+            "(text_config), and the others would be lost; give a folder with the text model alone"
+        )
     if family not in DEFAULTS:
         raise ConfigError(
             f"model_path: expected model_type {', '.join(DEFAULTS)}, got {family!r}; other architectures are not known"
         )
-    known = {*DEFAULTS[family], *REQUIRED, *OTHERS}
+    required = REQUIRED | REQUIRED_OF.get(family, {})
+    known = {*DEFAULTS[family], *required, *OTHERS}
     if unknown := sorted(config.keys() - known):
         raise ConfigError(
             f"model_path: config.json has {', '.join(unknown)}, which may change what the model computes and is not "
             f"known for {family}"
         )
-    for key, allowed in REQUIRED.items():
+    for key, allowed in required.items():
         if key in config and config[key] not in allowed:
             raise ConfigError(f"model_path: config.json: {key}: expected {allowed[0]!r}, got {config[key]!r}")
     block_size(config)
     given = DEFAULTS[family] | config
-    found = {name: given[name] for name in SIZES}
+    if scaling := config.get("rope_scaling"):
+        parameters = config.get("rope_parameters")
+        if parameters and _of_scaling(parameters) != _of_scaling(scaling):
+            raise ConfigError("model_path: config.json: expected rope_scaling or rope_parameters, got both")
+        given["rope_parameters"] = parameters  # and not those of the class
+    found = {name: 0 if given[name] is None else given[name] for name in SIZES if name in given}
     found["num_key_value_heads"] = given["num_key_value_heads"] or given["num_attention_heads"]
-    found["head_dim"] = given["head_dim"] or 0
-    return found | _rope(given) | _window(family, given) | IMPLIED.get(family, {}) | {"model_type": "llama"}
+    found |= _window(family, given)
+    found |= _rope(family, given, windows=found["sliding_window"] > 0)
+    return found | _layers_without_rope(given) | IMPLIED.get(family, {}) | {"model_type": "llama"}
 
 
-def _rope(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the rotary embedding."""
+def _of_scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    """What `rope_scaling` and `rope_parameters` both say, if a config.json has both."""
+    found = {"rope_type": rope.get("type", "default")} | rope
+    return {name: found[name] for name in found if name not in ("type", "rope_theta", "partial_rotary_factor")}
+
+
+def _rope(family: str, given: dict[str, Any], *, windows: bool) -> dict[str, Any]:
+    """The fields of the rotary embedding. windows: some layers have a window."""
     rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", given["rope_theta"])
+    found = {}
+    if "rope_local_base_freq" in given:
+        base = given["rope_local_base_freq"]
+        if rope.keys() & {"full_attention", "sliding_attention"}:
+            base, rope = _rope_by_layer_type(rope, base)
+        found["rope_local_base_freq"] = float(base) if windows else 0.0
+    found["rope_theta"] = float(rope.pop("rope_theta", given["rope_theta"]))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     kind = "none" if kind in ("default", None) else kind
     if kind not in ROPE_USES:
         expected = ", ".join(("default", *(name for name in ROPE_USES if name != "none")))
-        raise ConfigError(f"model_path: config.json: rope_type: expected {expected}, got {kind!r}")
-    if rope.pop("partial_rotary_factor", 1) != 1 or rope.keys() - set(ROPE_USES[kind]):
-        raise ConfigError(f"model_path: config.json: rope_type {kind}: expected {ROPE_USES[kind]}, got {sorted(rope)}")
-    found = {"rope_theta": float(theta), "rope_scaling": kind}
-    if kind == "llama3":
-        rope.setdefault("original_max_position_embeddings", given.get("max_position_embeddings"))
+        raise ConfigError(
+            f"model_path: config.json: rope_type: expected {expected}, got {kind!r}{REFUSED_ROPE.get(kind, '')}"
+        )
+    found["rope_scaling"] = kind
+    found["rope_partial_rotary_factor"] = float(
+        rope.pop("partial_rotary_factor", given.get("partial_rotary_factor")) or 1
+    )
+    longest = given.get("max_position_embeddings")
+    original = rope.get("original_max_position_embeddings", longest)
+    if family == "ministral3":
+        rope.pop("max_position_embeddings", None)  # says again what config.json says
+        if beta := rope.pop("llama_4_scaling_beta", 0.0):
+            found |= {"rope_llama_4_scaling_beta": beta, "rope_original_max_position_embeddings": original}
+    if kind in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = original
+    rope = _yarn(rope, longest) if kind == "yarn" else rope
+    said = sorted(name for name, value in rope.items() if value is not None)
+    if set(said) != set(ROPE_USES[kind]):
+        raise ConfigError(f"model_path: config.json: rope_type {kind}: expected {ROPE_USES[kind]}, got {said}")
     return found | {f"rope_{name}": rope[name] for name in ROPE_USES[kind]}
+
+
+def _rope_by_layer_type(rope: dict[str, Any], base: float) -> tuple[float, dict[str, Any]]:
+    """(base in layers with a window, parameters of the others). base: in layers with a window if nothing is said."""
+    local = dict(rope.pop("sliding_attention", None) or {})
+    full = dict(rope.pop("full_attention", None) or {})
+    base = local.pop("rope_theta", base)
+    if local not in ({}, {"rope_type": "default"}) or rope:
+        raise ConfigError(
+            "model_path: config.json: rope_parameters: expected rope_type default for sliding_attention, and nothing "
+            f"beside it and full_attention, got {local | rope}"
+        )
+    return base, full
+
+
+def _yarn(rope: dict[str, Any], longest: int | None) -> dict[str, Any]:
+    """YaRN's parameters with all that transformers infers. longest: the new context length, if it is known."""
+    found = {"truncate": True} | rope
+    original = found.get("original_max_position_embeddings")
+    if found.get("factor") is None and longest and original:
+        found["factor"] = longest / original
+    numerator = found.pop("mscale", None)
+    denominator = found.pop("mscale_all_dim", None)
+    magnitude = found.get("attention_factor")
+    if magnitude is None and numerator and denominator and found.get("factor"):
+        stretch = 0.1 * math.log(max(found["factor"], 1))
+        magnitude = (numerator * stretch + 1) / (denominator * stretch + 1)
+    found["attention_factor"] = magnitude or 0.0
+    found["beta_fast"] = float(found.get("beta_fast") or 32)
+    found["beta_slow"] = float(found.get("beta_slow") or 1)
+    return found
+
+
+def _layers_without_rope(given: dict[str, Any]) -> dict[str, int]:
+    """The field of the layers without rotary embedding."""
+    if "no_rope_layer_interval" not in given:
+        return {}
+    layers = given["num_hidden_layers"]
+    interval = given["no_rope_layer_interval"]
+    rotated = given["no_rope_layers"]  # 1 for a layer with rotary embedding
+    for n in [interval] if rotated is None else range(layers + 1):
+        without = [n > 0 and (l + 1) % n == 0 for l in range(layers)]
+        if rotated is None or [not has for has in rotated[:layers]] == without:
+            return {"no_rope_layer_interval": n if any(without) else 0}
+    raise ConfigError(
+        f"model_path: config.json: no_rope_layers: expected 0 for every n-th layer and 1 for the others, got {rotated}"
+    )
 
 
 def _window(family: str, given: dict[str, Any]) -> dict[str, int]:
     """The fields of the sliding window."""
     window = given["sliding_window"]
-    if family in ("qwen2", "qwen3") and not given.get("use_sliding_window", False):
+    if family in ("qwen2", "qwen3", "smollm3") and not given.get("use_sliding_window", False):
         window = None
     layers = given["num_hidden_layers"]
     types = given.get("layer_types")
     if types is None and window and family in ("qwen2", "qwen3"):
         first = given.get("max_window_layers", 28)
         types = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
+    if types is None and (n := given.get("sliding_window_pattern")):
+        types = ["sliding_attention" if (l + 1) % n else "full_attention" for l in range(layers)]
     if not window or (types and all(kind == "full_attention" for kind in types)):
         return {"sliding_window": 0, "sliding_window_pattern": 0}
     for pattern in range(layers + 1):

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.exchange import gguf, hub
 from surojax.exchange.huggingface import read_config, settings
@@ -62,7 +63,8 @@ def tensors_of(path: Path) -> Tensors:
 def resolved(c: Any) -> Any:
     """A config with the `model` fields, and the tokenizer if it is the default, of the model at `model_path`.
 
-    c: a ConfigDict; the same one if it names no model. Raises ConfigError for a folder without a model that is known.
+    c: a ConfigDict; the same one if it names no model. Raises ConfigError for a folder without a model that is known,
+    and for `model` fields that say something else.
     """
     if not c.model_path:
         if c.from_scratch:
@@ -72,7 +74,15 @@ def resolved(c: Any) -> Any:
     kept = gone and keeps(c.output_dir, c.model_path)
     path = kept_in(c.output_dir) if kept else locate(c.model_path, weights=False)
     found = copy.deepcopy(c)
-    found.model.update(settings(config_of(path)))
+    defaults = default_config().model.to_dict()
+    fields = defaults | settings(config_of(path))
+    for name, value in fields.items():
+        if c.model[name] not in (value, defaults[name]):
+            raise ConfigError(
+                f"model.{name}: expected {value!r}, as config.json in model_path says, got {c.model[name]!r}; "
+                "leave it out"
+            )
+    found.model.update(fields)
     has_tokenizer = gguf.is_gguf(path) or (path / "tokenizer.json").is_file()
     tokenizer_gone = kept and not Path(c.tokenizer).expanduser().exists()
     if has_tokenizer and (c.tokenizer == "bytes" or tokenizer_gone):

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from surojax.exchange.families import tensor_names
 from surojax.exchange.weights import name_of
 from surojax.models.model import Model
 from surojax.placement.param import OUTER
@@ -21,9 +22,10 @@ class CheckpointTensors:
             name_of(param, None): (f"{OUTER}.{param.name}", None) for param in jax.tree.leaves(model.outer_params)
         }
         for segment in model.segments:
+            names = tensor_names(segment.params)
             for param in jax.tree.leaves(segment.params):
                 for l in range(segment.num_layers):
-                    self._ours[name_of(param, segment.start + l)] = (f"{segment.name}.{param.name}", l)
+                    self._ours[name_of(param, segment.start + l, names)] = (f"{segment.name}.{param.name}", l)
 
     @property
     def names(self) -> set[str]:

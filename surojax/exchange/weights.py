@@ -15,7 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange.huggingface import NAMES, block_size, read_config
+from surojax.exchange.families import NAMES, tensor_names
+from surojax.exchange.huggingface import block_size, read_config
 from surojax.exchange.shards import Shard
 from surojax.models.model import Model, Segment
 from surojax.placement.param import OUTER, Param
@@ -140,9 +141,9 @@ def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) 
     return found
 
 
-def name_of(param: Param, layer: int | None) -> str:
+def name_of(param: Param, layer: int | None, names: dict[str, str] = NAMES) -> str:
     """The name of a parameter in the files; layer: its number in the model, None for an outer one."""
-    return NAMES[param.name].format(l=layer)
+    return names[param.name].format(l=layer)
 
 
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
@@ -150,8 +151,9 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     outer = {name_of(param, None): param.shape for param in jax.tree.leaves(model.outer_params)}
     found = {NAMES["embed"]: outer.pop(NAMES["embed"])}
     for segment in model.segments:
+        names = tensor_names(segment.params)
         for l in range(segment.start, segment.start + segment.num_layers):
-            found |= {name_of(param, l): param.shape for param in jax.tree.leaves(segment.params)}
+            found |= {name_of(param, l, names): param.shape for param in jax.tree.leaves(segment.params)}
     return found | outer
 
 
@@ -180,7 +182,8 @@ def readers(weights: Tensors) -> tuple[Callable[[Segment, int], Any], Callable[[
     """Functions (segment, l) -> the arrays of its layer l, and model -> those of the outer layers."""
 
     def layer(segment: Segment, l: int):
-        return jax.tree.map(lambda param: weights.read(name_of(param, segment.start + l)), segment.params)
+        names = tensor_names(segment.params)
+        return jax.tree.map(lambda param: weights.read(name_of(param, segment.start + l, names)), segment.params)
 
     def outer(model: Model) -> dict:
         return jax.tree.map(lambda param: weights.read(name_of(param, None)), model.params[OUTER])
@@ -195,9 +198,10 @@ def stacks(weights: Tensors, model: Model, dtype: str, sharding: jax.sharding.Sh
     """
 
     def stack(segment: Segment, param: Param) -> jax.Array:
+        names = tensor_names(segment.params)
         found = np.empty((segment.num_layers, *param.shape), dtype)
         for l in range(segment.num_layers):
-            name = name_of(param, segment.start + l)
+            name = name_of(param, segment.start + l, names)
             found[l] = weights.read(name)
         return jax.device_put(found, sharding)
 

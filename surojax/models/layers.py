@@ -40,6 +40,12 @@ def vector(rngs: nnx.Rngs, size: int, axis: str, initializer) -> nnx.Param:
     return parameter(rngs, (size,), (axis,), initializer, Kind.VECTOR)
 
 
+def norm_weight(rngs: nnx.Rngs, config, size: int, axis: str) -> nnx.Param:
+    """The weight of an RMSNorm, which at first scales by 1."""
+    initial = nnx.initializers.zeros if config.norm_plus_one else nnx.initializers.ones
+    return vector(rngs, size, axis, initial)
+
+
 class Attention(nnx.Module):
     """Causal self-attention with grouped key/value heads, optional QKV bias (Qwen2) and per-head QK-norm (Qwen3)."""
 
@@ -60,8 +66,8 @@ class Attention(nnx.Module):
             self.bk = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
             self.bv = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
         if c.qk_norm:
-            self.q_norm = vector(rngs, c.head_dim, "head_dim", nnx.initializers.ones)
-            self.k_norm = vector(rngs, c.head_dim, "head_dim", nnx.initializers.ones)
+            self.q_norm = norm_weight(rngs, c, c.head_dim, "head_dim")
+            self.k_norm = norm_weight(rngs, c, c.head_dim, "head_dim")
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | None = None
@@ -74,15 +80,16 @@ class Attention(nnx.Module):
         projected = ops.linears(x_BSD, (self.wq, self.wk, self.wv), biases, norm)
         q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projected)
         if c.qk_norm:
-            q = ops.norm(q, self.q_norm[...], c.rms_norm_eps)
-            k = ops.norm(k, self.k_norm[...], c.rms_norm_eps)
-        q, k = ops.rotate(q, k, positions_S, c.rope_theta, c.rope_scaling)
-        y_BSHh, cache = ops.attend(q, k, v, cache)
+            q = ops.norm(q, self.q_norm[...], c.rms_norm_eps, c.norm_plus_one)
+            k = ops.norm(k, self.k_norm[...], c.rms_norm_eps, c.norm_plus_one)
+        q, k = ops.rotate(q, k, positions_S, *c.rotary(ops.variant))
+        scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
+        y_BSHh, cache = ops.attend(q, k, v, cache, scale=scale, softcap=c.attn_logit_softcapping)
         return ops.linear(y_BSHh.reshape(B, S, -1), self.wo), cache
 
 
 class SwiGLU(nnx.Module):
-    """(silu(x Wg^T) * x Wu^T) Wd^T (Shazeer 2020)."""
+    """(silu(x Wg^T) * x Wu^T) Wd^T (Shazeer 2020), or with another activation in place of silu."""
 
     def __init__(self, config, *, rngs: nnx.Rngs):
         c = config
@@ -90,6 +97,7 @@ class SwiGLU(nnx.Module):
         F = c.intermediate_size
         normal = nnx.initializers.normal(c.initializer_range)
         out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
+        self.activation = c.hidden_act
         self.w_gate = parameter(rngs, (F, D), ("mlp", "embed"), normal, product=4)
         self.w_up = parameter(rngs, (F, D), ("mlp", "embed"), normal, product=5)
         self.w_down = parameter(rngs, (D, F), ("embed", "mlp"), out, product=6)
@@ -99,6 +107,6 @@ class SwiGLU(nnx.Module):
         gate_BSF, up_BSF = ops.linears(x_BSD, (self.w_gate, self.w_up), (None, None), norm)
 
         def down(gate_BSF, up_BSF):
-            return ops.linear(ops.gated(gate_BSF, up_BSF), self.w_down)
+            return ops.linear(ops.gated(gate_BSF, up_BSF, self.activation), self.w_down)
 
         return recomputed(down, ops.compute.recompute.swiglu)(gate_BSF, up_BSF)

@@ -1,4 +1,4 @@
-"""The Llama family (Llama 1-3, Mistral, Qwen2, Qwen3) as one Flax NNX module, and as a `Model` for the engine.
+"""The Llama family (Llama 1-3, Mistral, Qwen, SmolLM3, Gemma) as one Flax NNX module, and as a `Model` for the engine.
 
 Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, L layers.
 
@@ -9,6 +9,7 @@ one layer at a time. Both compute `Block`. Parameters are `{"blocks": stacked [L
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from surojax.models import llama_fp8
-from surojax.models.layers import Attention, SwiGLU, parameter, vector
+from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
 from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Heads, Model, Segment, Variant, collect_params
-from surojax.models.operations import Operations, RopeScaling, linear, recomputed
+from surojax.models.operations import NO_ROTATION, Operations, RopeScaling, linear, recomputed, softcapped
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
 from surojax.placement.param import OUTER, Kind
@@ -29,11 +30,18 @@ BLOCKS = "blocks"  # the one segment
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The architecture, named as in a Hugging Face `config.json`; `qk_norm` is what makes a Qwen3.
+    """The architecture, named as in a Hugging Face `config.json` if that has a name for it.
 
     sliding_window: the number of latest positions that a token attends to, its own included; 0: all of them.
     sliding_window_pattern: n, if every n-th layer attends to all positions (Gemma 3: 6, gpt-oss: 2); 0: none does
-    (Mistral).
+    (Mistral). rope_local_base_freq: the base of rotary embeddings in layers with a window, whose frequencies are not
+    stretched; 0: as in the other layers. no_rope_layer_interval: n, if every n-th layer has no rotary embedding
+    (SmolLM3: 4); 0: all have it.
+
+    qk_norm: RMSNorm on each head's queries and keys. norm_plus_one: norms scale by 1 + weight. sandwich_norms: norms
+    also on what attention and MLP add to the residual stream. scale_embedding: by sqrt(hidden_size).
+    query_pre_attn_scalar: attention scores are divided by its square root; 0: head_dim. attn_logit_softcapping,
+    final_logit_softcapping: caps of attention scores and logits, see `operations.softcapped`; 0: none.
     """
 
     vocab_size: int
@@ -49,20 +57,50 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     qk_norm: bool = False
+    norm_plus_one: bool = False
+    sandwich_norms: bool = False
+    hidden_act: str = "silu"
+    scale_embedding: bool = False
+    query_pre_attn_scalar: float = 0.0
+    attn_logit_softcapping: float = 0.0
+    final_logit_softcapping: float = 0.0
+    rope_local_base_freq: float = 0.0
     sliding_window: int = 0
     sliding_window_pattern: int = 0
+    no_rope_layer_interval: int = 0
     initializer_range: float = 0.02
 
     def variants(self, precision: Precision) -> tuple[Variant, ...]:
-        """The `Variant` of each layer: whether the recipe is enabled, and the attention window."""
+        """The `Variant` of each layer: whether the recipe is enabled, the attention window, the rotary embedding."""
 
         def window(l: int) -> int:
             pattern = self.sliding_window_pattern
             attends_to_all = pattern and (l + 1) % pattern == 0
             return 0 if attends_to_all else self.sliding_window
 
+        def rotary(l: int) -> str:
+            interval = self.no_rope_layer_interval
+            if interval and (l + 1) % interval == 0:
+                return "none"
+            return "local" if self.rope_local_base_freq and window(l) else "global"
+
         L = self.num_hidden_layers
-        return tuple(Variant(precision.enabled(l, L), window(l)) for l in range(L))
+        return tuple(Variant(precision.enabled(l, L), window(l), rotary(l)) for l in range(L))
+
+    def rotary(self, variant: Variant) -> tuple[float, RopeScaling]:
+        """The base of a layer's rotary embedding, and what it has in addition."""
+        fraction = self.rope_scaling.partial_rotary_factor
+        of_layers = {
+            "global": (self.rope_theta, self.rope_scaling),
+            "local": (self.rope_local_base_freq, RopeScaling(partial_rotary_factor=fraction)),
+            "none": (self.rope_theta, NO_ROTATION),
+        }
+        return of_layers[variant.rotary]
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the embedding is multiplied by."""
+        return math.sqrt(self.hidden_size) if self.scale_embedding else 1.0
 
 
 def from_settings(settings: dict[str, Any]) -> LlamaConfig:
@@ -75,37 +113,52 @@ def from_settings(settings: dict[str, Any]) -> LlamaConfig:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): the one definition, for training, sampling and the reference."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): the one definition, for training, sampling and the reference.
+
+    With sandwich norms, x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
+    """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.eps = config.rms_norm_eps
-        self.attention_norm = vector(rngs, config.hidden_size, "embed", nnx.initializers.ones)
+        self.config = config
+
+        def norm() -> nnx.Param:
+            return norm_weight(rngs, config, config.hidden_size, "embed")
+
+        self.attention_norm = norm()
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = vector(rngs, config.hidden_size, "embed", nnx.initializers.ones)
+        self.mlp_norm = norm()
         self.mlp = SwiGLU(config, rngs=rngs)
+        if config.sandwich_norms:
+            self.attention_out_norm = norm()
+            self.mlp_out_norm = norm()
 
     def __call__(self, x_BSD: jax.Array, ops: Operations, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
         """(the block of x `[B, S, D]`, the cache extended by S positions)."""
         again = ops.compute.recompute
+        how = self.config.rms_norm_eps, self.config.norm_plus_one
 
         def attention(y_BSD, norm=None):
-            return self.attention(y_BSD, ops, norm, cache)
+            attended_BSD, extended = self.attention(y_BSD, ops, norm, cache)
+            if self.config.sandwich_norms:
+                attended_BSD = ops.norm(attended_BSD, self.attention_out_norm[...], *how)
+            return attended_BSD, extended
 
         def mlp(y_BSD, norm=None):
-            return self.mlp(y_BSD, ops, norm)
+            y_BSD = self.mlp(y_BSD, ops, norm)
+            return ops.norm(y_BSD, self.mlp_out_norm[...], *how) if self.config.sandwich_norms else y_BSD
 
         def attention_norm(x_BSD):
-            return ops.norm(x_BSD, self.attention_norm[...], self.eps)
+            return ops.norm(x_BSD, self.attention_norm[...], *how)
 
         def mlp_norm(x_BSD):
-            return ops.norm(x_BSD, self.mlp_norm[...], self.eps)
+            return ops.norm(x_BSD, self.mlp_norm[...], *how)
 
         if again.norm:
             attended_BSD, cache = recomputed(lambda x_BSD: attention(x_BSD, attention_norm), again.att)(x_BSD)
             x_BSD = x_BSD + attended_BSD
             return x_BSD + recomputed(lambda x_BSD: mlp(x_BSD, mlp_norm), again.ffn)(x_BSD), cache
         attended_BSD, cache = recomputed(attention, again.att)(attention_norm(x_BSD))
-        y_BSD, x_BSD = ops.add_and_norm(x_BSD, attended_BSD, self.mlp_norm[...], self.eps)
+        y_BSD, x_BSD = ops.add_and_norm(x_BSD, attended_BSD, self.mlp_norm[...], *how)
         return x_BSD + recomputed(mlp, again.ffn)(y_BSD), cache
 
 
@@ -116,7 +169,7 @@ class Outer(nnx.Module):
         normal = nnx.initializers.normal(config.initializer_range)
         shape = (config.vocab_size, config.hidden_size)
         self.embed = parameter(rngs, shape, ("vocab", "embed"), normal, Kind.TABLE)
-        self.norm = vector(rngs, config.hidden_size, "embed", nnx.initializers.ones)
+        self.norm = norm_weight(rngs, config, config.hidden_size, "embed")
         if not config.tie_word_embeddings:
             self.head = parameter(rngs, shape, ("vocab", "embed"), normal, Kind.TABLE)
 
@@ -148,14 +201,17 @@ class Llama(nnx.Module):
             one = functools.partial(block, variant=variant)
             return jax.checkpoint(one) if recompute_block else one
 
+        c = self.config
         x_BSD = self.outer.embed[...][tokens_BS]
+        x_BSD = c.embedding_scale * x_BSD if c.scale_embedding else x_BSD
         if len(set(variants)) == 1:
             x_BSD, _ = jax.lax.scan(layer(variants[0]), x_BSD, weights)
         else:
             for l, variant in enumerate(variants):
                 x_BSD, _ = layer(variant)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
-        x_BSD = Operations().norm(x_BSD, self.outer.norm[...], self.config.rms_norm_eps)
-        return linear(x_BSD, (self.outer.embed if self.config.tie_word_embeddings else self.outer.head)[...])
+        x_BSD = Operations().norm(x_BSD, self.outer.norm[...], c.rms_norm_eps, c.norm_plus_one)
+        logits_BSV = linear(x_BSD, (self.outer.embed if c.tie_word_embeddings else self.outer.head)[...])
+        return softcapped(logits_BSV, c.final_logit_softcapping) if c.final_logit_softcapping else logits_BSV
 
 
 def init_layer(config: LlamaConfig, seed: int | jax.Array, l: int | jax.Array) -> dict:
@@ -196,10 +252,11 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
     by_xla = Compute(attention="xla")
 
     def normed(compute: Compute, outer, x):
-        return Operations(compute).norm(x, outer["norm"], config.rms_norm_eps)
+        return Operations(compute).norm(x, outer["norm"], config.rms_norm_eps, config.norm_plus_one)
 
     def logits(outer, x):
-        return linear(normed(by_xla, outer, x), outer[head]).astype(jnp.float32)
+        z = linear(normed(by_xla, outer, x), outer[head]).astype(jnp.float32)
+        return softcapped(z, config.final_logit_softcapping) if config.final_logit_softcapping else z
 
     def cached_block(w, x_BSD, cache: Cache, variant: Variant):
         return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant), cache)
@@ -210,7 +267,12 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
         start=0,
         params=params[BLOCKS],
         variants=config.variants(compute.precision),
-        heads=Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim),
+        heads=Heads(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            softcapped=config.attn_logit_softcapping > 0,
+        ),
         init=functools.partial(init_layer, config),
         block=block,
         block_forward=block_forward,
@@ -230,6 +292,8 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
         final=functools.partial(normed, compute),
         logits=logits,
         rebuild=functools.partial(_build, config),
+        embedding_scale=config.embedding_scale,
+        logit_softcap=config.final_logit_softcapping,
     )
 
 

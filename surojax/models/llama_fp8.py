@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import quantize, rms_norm, rope, swiglu
+from surojax.models.model import Variant
 from surojax.models.operations import Operations, rope_angles
 from surojax.numerics.fp8 import E4M3, E5M2, Sites, product, scale_for
 from surojax.numerics.quantize import Quantized
@@ -148,7 +149,7 @@ def backward(config, ops: Operations, w: dict, saved, dy_BSD: jax.Array, scales:
     dy_ND = dy_BSD.reshape(-1, dy_BSD.shape[-1])
     d_mlp, d_mlp_norm, d_total = _mlp_backward(config, quantiser, w, mlp_saved, dy_ND)
     d_attention, d_attention_norm, dx = _attention_backward(
-        config, quantiser, w, attention_saved, d_total, dy_BSD.shape
+        config, quantiser, ops.variant, w, attention_saved, d_total, dy_BSD.shape
     )
     dw = {"attention": d_attention, "attention_norm": d_attention_norm, "mlp": d_mlp, "mlp_norm": d_mlp_norm}
     return dw, dx.dx.reshape(dy_BSD.shape), quantiser.vector()
@@ -180,7 +181,7 @@ def _attention(config, quantiser: Quantiser, ops: Operations, w: dict, x_ND: jax
 
     y, _ = quantiser.made("attention_input", norm_of_input)
     q, k, v = (split_heads(product(y, a[f"w{x}"], x_ND.dtype, plus=bias(f"b{x}"))) for x in "qkv")
-    rotated = rope.forward(qk_norm(q, "q_norm"), qk_norm(k, "k_norm"), *_angles(config, S), **options)
+    rotated = rope.forward(qk_norm(q, "q_norm"), qk_norm(k, "k_norm"), *_angles(config, ops.variant, S), **options)
     if not saving:
         out = quantiser.one("attention_output", attend(rotated.q, rotated.k, v).reshape(x_ND.shape[0], -1))
         return product(out, a["wo"], x_ND.dtype), None
@@ -191,7 +192,7 @@ def _attention(config, quantiser: Quantiser, ops: Operations, w: dict, x_ND: jax
     return product(out, a["wo"], x_ND.dtype), saved
 
 
-def _attention_backward(config, quantiser: Quantiser, w: dict, saved: AttentionSaved, d_total, shape):
+def _attention_backward(config, quantiser: Quantiser, variant: Variant, w: dict, saved: AttentionSaved, d_total, shape):
     """(gradients of the attention's weights, gradient of its norm's scale, result of the norm's backward pass).
 
     d_total: gradient of x + o, with its largest magnitude. The last result has the gradient of x and its largest
@@ -205,7 +206,7 @@ def _attention_backward(config, quantiser: Quantiser, w: dict, saved: AttentionS
     dw = {"wo": product(d_oT, saved.output_T, dtype)}
     dy = product(d_o, quantiser.transposed(a["wo"]), dtype)
     dq, dk, dv = saved.attend_vjp(dy.reshape(*shape[:2], -1, config.head_dim))
-    dq, dk, *absmax = rope.forward(dq, dk, *_angles(config, shape[1]), inverse=True, **options)
+    dq, dk, *absmax = rope.forward(dq, dk, *_angles(config, variant, shape[1]), inverse=True, **options)
     if config.qk_norm:
         dq, dw["q_norm"], absmax[0] = rms_norm.backward(dq, saved.q, a["q_norm"], eps=eps, **options)
         dk, dw["k_norm"], absmax[1] = rms_norm.backward(dk, saved.k, a["k_norm"], eps=eps, **options)
@@ -265,6 +266,6 @@ def _mlp_backward(config, quantiser: Quantiser, w: dict, saved: MlpSaved, d_out_
     return dw, d_total.d_scale, d_total
 
 
-def _angles(config, S: int) -> tuple[jax.Array, jax.Array]:
-    """The angles of rope for positions 0 to S - 1."""
-    return rope_angles(config.head_dim, jnp.arange(S), config.rope_theta, config.rope_scaling)
+def _angles(config, variant: Variant, S: int) -> tuple[jax.Array, jax.Array]:
+    """The cosines and sines of rope for positions 0 to S - 1."""
+    return rope_angles(config.head_dim, jnp.arange(S), *config.rotary(variant))

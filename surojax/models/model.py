@@ -57,11 +57,13 @@ class Variant(NamedTuple):
     """Properties of one layer that are static: they are known when the program is compiled.
 
     recipe_enabled: the recipe's numbers are used; if not, the layer computes as recipe bf16 does. window: latest
-    positions that a token attends to, its own included; 0: all of them.
+    positions that a token attends to, its own included; 0: all of them. rotary: which of the model's rotary embeddings
+    turns queries and keys: "global", "local" (of layers with a window, if they have their own), or "none".
     """
 
     recipe_enabled: bool = True
     window: int = 0
+    rotary: str = "global"
 
 
 PLAIN = Variant()
@@ -69,11 +71,12 @@ DEFAULT = Compute()
 
 
 class Heads(NamedTuple):
-    """Sizes of a layer's attention."""
+    """Sizes of a layer's attention. softcapped: of its scores, which flash attention does not compute."""
 
     query: int
     key_value: int
     channels: int
+    softcapped: bool = False
 
 
 class Cache(NamedTuple):
@@ -152,6 +155,9 @@ class Model:
 
     init_outer: seed -> new float32 arrays. final: (outer, x) -> x normed for the head. logits: (outer, x `[..., D]`) ->
     `[..., V]` float32, by XLA. rebuild: Compute -> this model computed so.
+
+    embedding_scale: what the embedding is multiplied by, rounded to its dtype first. logit_softcap: the head's products
+    z become cap tanh(z / cap); 0: they are the logits.
     """
 
     vocab_size: int
@@ -166,6 +172,8 @@ class Model:
     final: Callable
     logits: Callable
     rebuild: Callable
+    embedding_scale: float = 1.0
+    logit_softcap: float = 0.0
 
     @property
     def precision(self) -> Precision:

@@ -95,20 +95,33 @@ def recomputed(f: Callable, enabled: bool = True) -> Callable:
     return save_inputs_only(f) if enabled else f
 
 
-@functools.partial(save_inputs_only, static_argnums=2)
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
+@functools.partial(save_inputs_only, static_argnums=(2, 3))
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False) -> jax.Array:
+    """x / rms(x) * scale over the last dimension, computed in float32 (Zhang and Sennrich 2019).
+
+    The scale is the weight, or 1 + weight (Gemma).
+    """
+    scale = weight.astype(jnp.float32)
+    scale = 1 + scale if plus_one else scale
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (y * jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))).astype(x.dtype)
+    return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than the model was first trained on.
+    """What a rotary embedding has in addition to its base; the names are those of Hugging Face's `rope_parameters`.
 
-    kind: "none", "linear" (all frequencies divided by `factor`; Chen et al. 2023, Position Interpolation) or "llama3"
-    (only wavelengths longer than the original context are; Llama 3.1 model card and transformers' rope utilities).
+    kind: how the frequencies are stretched for contexts longer than the model was first trained on: "none", "linear"
+    (all frequencies divided by `factor`; Chen et al. 2023, Position Interpolation), "llama3" (only wavelengths longer
+    than the original context are; Llama 3.1 model card and transformers' rope utilities) or "yarn" (those that make
+    fewer turns in the original context than `beta_fast`, entirely from `beta_slow` on; Peng et al. 2023,
+    arXiv:2309.00071).
+
+    attention_factor: yarn multiplies the rotated queries and keys by it; 0: by 0.1 ln(factor) + 1, its authors' choice.
+    truncate: yarn rounds the bounds between its bands to whole pairs of channels. partial_rotary_factor: the fraction
+    of a head's channels, its first ones, that rotate. llama_4_scaling_beta: queries at position p are multiplied by
+    1 + beta ln(1 + floor(p / original length)) (Llama 4, Ministral 3).
     """
 
     kind: str = "none"
@@ -116,6 +129,23 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    partial_rotary_factor: float = 1.0
+    llama_4_scaling_beta: float = 0.0
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1
+
+    def channels(self, head_dim: int) -> int:
+        """Number of a head's channels that rotate."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
 # The sizes of a RopeScaling that each kind uses.
@@ -123,7 +153,10 @@ ROPE_USES: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
 }
+# Turns nothing: every angle is 0. Layers without rotary embedding save the same residuals as the others with it.
+NO_ROTATION = RopeScaling("linear", factor=math.inf)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.Array:
@@ -137,13 +170,36 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.A
         span = scaling.high_freq_factor - scaling.low_freq_factor
         keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
         return keep * freq + (1 - keep) * freq / scaling.factor
+    if scaling.kind == "yarn":
+        first, last = yarn_bounds(head_dim, theta, scaling)
+        stretched = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - first) / (last - first), 0.0, 1.0)
+        return stretched * freq / scaling.factor + (1 - stretched) * freq
     return freq
 
 
+def yarn_bounds(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
+    """The pairs of channels between which YaRN blends: those before are kept, those after are stretched."""
+
+    def pair(turns: float) -> float:
+        """The pair, not rounded, that makes so many turns in the original context."""
+        original = scaling.original_max_position_embeddings
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = pair(scaling.beta_fast)
+    last = pair(scaling.beta_slow)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, head_dim - 1)
+    return first, last if last != first else last + 0.001
+
+
 def rope_angles(head_dim: int, positions_S: jax.Array, theta: float, scaling: RopeScaling):
-    """(cosines, sines) of position x frequency, `[S, head_dim / 2]`, float32."""
+    """(cosines, sines) of position x frequency, `[S, head_dim / 2]`, float32, times `magnitude`."""
     angle = positions_S.astype(jnp.float32)[:, None] * rope_frequencies(head_dim, theta, scaling)[None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return (cos, sin) if scaling.magnitude == 1 else (scaling.magnitude * cos, scaling.magnitude * sin)
 
 
 @functools.partial(save_inputs_only, static_argnums=(2, 3))
@@ -155,10 +211,29 @@ def rope(x_BSHh: jax.Array, positions_S: jax.Array, theta: float, scaling: RopeS
     return rotated.astype(x_BSHh.dtype)
 
 
-@save_inputs_only
-def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up (Shazeer 2020)."""
-    return jax.nn.silu(gate) * up
+def scale_by_position(q_BSHh: jax.Array, positions_S: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Queries times 1 + beta ln(1 + floor(position / original length))."""
+    lengths_S = jnp.floor(positions_S.astype(jnp.float32) / scaling.original_max_position_embeddings)
+    scale_S = 1 + scaling.llama_4_scaling_beta * jnp.log(1 + lengths_S)
+    return q_BSHh * scale_S.astype(q_BSHh.dtype)[None, :, None, None]
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+@functools.partial(save_inputs_only, static_argnums=2)
+def gated(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
+    """activation(gate) * up (Shazeer 2020)."""
+    return ACTIVATIONS[activation](gate) * up
+
+
+@functools.partial(save_inputs_only, static_argnums=1)
+def softcapped(x: jax.Array, cap: float) -> jax.Array:
+    """cap tanh(x / cap), computed in float32: x, smoothly limited to less than the cap (Gemma 2)."""
+    return (cap * jnp.tanh(x.astype(jnp.float32) / cap)).astype(x.dtype)
 
 
 # --- what a block calls -----------------------------------------------------------------------------------------------
@@ -204,45 +279,69 @@ class Operations:
 
         return recomputed(project, norm is not None)(x)
 
-    def norm(self, x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    def norm(self, x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False) -> jax.Array:
         """`rms_norm`."""
         if self._by_xla:
-            return rms_norm(x, scale, eps)
+            return rms_norm(x, weight, eps, plus_one)
+        scale = 1 + weight.astype(jnp.float32) if plus_one else weight
         y: Any = kernel_rms_norm(x, scale, eps=eps, **self._kernel_options)
         return y
 
     def add_and_norm(
-        self, x: jax.Array, residual: jax.Array, scale: jax.Array, eps: float
+        self, x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """(`norm` of the sum, x + residual): one pass of the kernel."""
         if self._by_xla:
             total = x + residual
-            return self.norm(total, scale, eps), total
+            return self.norm(total, weight, eps, plus_one), total
+        scale = 1 + weight.astype(jnp.float32) if plus_one else weight
         found: Any = kernel_rms_norm(x, scale, residual, eps=eps, **self._kernel_options)
         return found
 
     def rotate(
         self, q_BSHh: jax.Array, k_BSKh: jax.Array, positions_S: jax.Array, theta: float, scaling: RopeScaling
     ) -> tuple[jax.Array, jax.Array]:
-        """`rope` of queries and keys."""
+        """`rope` of queries and keys, of the channels that rotate; queries scaled by their position."""
+        if scaling.llama_4_scaling_beta:
+            unscaled = dataclasses.replace(scaling, llama_4_scaling_beta=0.0)
+            q_BSHh, k_BSKh = self.rotate(q_BSHh, k_BSKh, positions_S, theta, unscaled)
+            return scale_by_position(q_BSHh, positions_S, scaling), k_BSKh
+        if (turned := scaling.channels(q_BSHh.shape[-1])) < q_BSHh.shape[-1]:
+            of_turned = dataclasses.replace(scaling, partial_rotary_factor=1.0)
+            q, k = self.rotate(q_BSHh[..., :turned], k_BSKh[..., :turned], positions_S, theta, of_turned)
+            q_BSHh = jnp.concatenate([q, q_BSHh[..., turned:]], axis=-1)
+            return q_BSHh, jnp.concatenate([k, k_BSKh[..., turned:]], axis=-1)
         if self._by_xla:
             return rope(q_BSHh, positions_S, theta, scaling), rope(k_BSKh, positions_S, theta, scaling)
         cos_sin = rope_angles(q_BSHh.shape[-1], positions_S, theta, scaling)
         return kernel_rope(q_BSHh, k_BSKh, *cos_sin, **self._kernel_options)
 
-    def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """silu(gate) * up."""
-        return gated(gate, up) if self._by_xla else kernel_swiglu(gate, up, **self._kernel_options)
+    def gated(self, gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
+        """activation(gate) * up; the kernel is for silu."""
+        if self._by_xla or activation != "silu":
+            return gated(gate, up, activation)
+        return kernel_swiglu(gate, up, **self._kernel_options)
 
     def attend(
-        self, q_BSHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, cache: Cache | None = None
+        self,
+        q_BSHh: jax.Array,
+        k_BSKh: jax.Array,
+        v_BSKh: jax.Array,
+        cache: Cache | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
     ) -> tuple[jax.Array, Cache | None]:
-        """(causal attention `[B, S, H, h]` within the window, over the cached positions too; the extended cache)."""
+        """(causal attention `[B, S, H, h]` within the window, over the cached positions too; the extended cache).
+
+        scale, softcap: of the scores, see `attention.attend`.
+        """
+        scores: Any = {"scale": scale, "softcap": softcap}
         window = self.variant.window
         if cache is None:
             how = self.compute.attention
-            return attend(q_BSHh, k_BSKh, v_BSKh, window=window, implementation=how), None
+            return attend(q_BSHh, k_BSKh, v_BSKh, window=window, implementation=how, **scores), None
         keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, k_BSKh, cache.start, 1)
         values = jax.lax.dynamic_update_slice_in_dim(cache.values, v_BSKh, cache.start, 1)
-        y_BSHh = attend(q_BSHh, keys, values, start=cache.start, window=window, implementation="xla")
+        y_BSHh = attend(q_BSHh, keys, values, start=cache.start, window=window, implementation="xla", **scores)
         return y_BSHh, Cache(keys, values, cache.start)

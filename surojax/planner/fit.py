@@ -29,6 +29,7 @@ from pallas_kernels import dispatch
 from surojax import assembly
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
+from surojax.models.attention import fits_cudnn
 from surojax.models.model import Model, Recompute, Segment, runs
 from surojax.numerics import quantize
 from surojax.numerics.quantize import is_quantized
@@ -93,9 +94,12 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
 
     itemsize = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
     logits = itemsize * (batch * sequence_len // engine.lmhead_chunks) * model.vocab_size
+    capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
     vocabulary = model.vocab_size // (run.mesh.shape[SHARD] if table.outer.sharded else 1)
     head_gradient = itemsize * vocabulary * model.hidden_size
-    head = logits + max(logits, head_gradient)  # first the logits with their gradient, then with the head's gradient
+    head = (
+        capped + logits + max(logits, head_gradient)
+    )  # first the logits with their gradient, then with the head's gradient
     activations = sum(segment.activations for segment in segments)
 
     def by_home(tree) -> dict[str, int]:
@@ -230,6 +234,7 @@ def _block_bytes(model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct,
     B, S, _ = x.shape
     itemsize = x.dtype.itemsize
     compute = model.compute
+    heads_of = segment.heads
     # Residuals are the same with every kernel. "auto" never raises; `check_kernels` reports what is not supported.
     kernels = "xla" if compute.precision.kernels == "xla" else "auto"
     precision = dataclasses.replace(compute.precision, kernels=kernels)
@@ -238,10 +243,11 @@ def _block_bytes(model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct,
     layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
     variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
     saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x, None, variant)[1], layer, x))
-    heads = B * S * segment.heads.query
-    if compute.attention == "cudnn" or (compute.attention == "auto" and platform != "cpu" and itemsize == 2):
+    heads = B * S * heads_of.query
+    fits = fits_cudnn(x.dtype, heads_of.channels) and not heads_of.softcapped
+    if compute.attention == "cudnn" or (compute.attention == "auto" and platform != "cpu" and fits):
         # Flash attention saves its output and one float32 sum per row, and no scores.
-        return saved + (0 if compute.recompute.att else heads * (segment.heads.channels * itemsize + 4)), 0
+        return saved + (0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)), 0
     return saved, (4 if platform == "cpu" else 2) * heads * S * 4
 
 

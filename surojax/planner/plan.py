@@ -139,7 +139,8 @@ def checked(config: Config, gpu: str) -> Config:
     mesh_shape(config.gpus, dp_replicate_size=config.dp_replicate_size, dp_shard_size=config.dp_shard_size)
     c = copy.deepcopy(config)  # copy_and_resolve_references would drop the types that `config.either` allows
     if c.attention == "auto":
-        c.attention = "cudnn" if fits_cudnn(c.model_dtype, configs.head_dim(c)) else "xla"
+        flash = fits_cudnn(c.model_dtype, configs.head_dim(c)) and not c.model.attn_logit_softcapping
+        c.attention = "cudnn" if flash else "xla"
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
     check_recipe(compute(c).precision, f"a {gpu}", GPUS[gpu])

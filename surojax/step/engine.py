@@ -145,7 +145,7 @@ def loss_and_gradients(
     def microbatch(a, carry: MicrobatchCarry, *, last: bool) -> MicrobatchCarry:
         inputs_BS, labels_BS = read((inputs_ABS, labels_ABS), a)
         of_layer = functools.partial(recipe_inputs, a)
-        x_BSD = embed(outer, inputs_BS, sharded)
+        x_BSD = embed(outer, inputs_BS, sharded, model.embedding_scale)
         passes: dict[str, Forward] = {}
         for name, layers in segments.items():
             passes[name] = forward(engine, layers, x_BSD, carry.prefetched[name], of_layer)
@@ -167,7 +167,7 @@ def loss_and_gradients(
         for name, layers in reversed(segments.items()):
             push_layer = functools.partial(push, engine, layers.segment, first=a == 0, last=last)
             done, prefetched[name] = backward(engine, layers, done, passes[name], of_layer, push_layer)
-        d_outer = push_embed(done.grads.outer, inputs_BS, done.dx_BSD, sharded)
+        d_outer = push_embed(done.grads.outer, inputs_BS, done.dx_BSD, sharded, model.embedding_scale)
         grads = done.grads._replace(outer=d_outer)
         auxiliary = [carry.auxiliary, *(passed.auxiliary for passed in passes.values() if passed.auxiliary is not None)]
         total = functools.reduce(add, auxiliary)
@@ -275,7 +275,7 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
     """(summed loss in nats, labels counted) over all devices; forward only, without auxiliary losses."""
     outer = varying(weights[OUTER])
     sharded = engine.table.outer.sharded
-    x_BSD = embed(outer, inputs_BS, sharded)
+    x_BSD = embed(outer, inputs_BS, sharded, engine.model.embedding_scale)
     for segment in engine.model.segments:
         layers = Layers(engine, segment, weights[segment.name])
 

@@ -19,13 +19,15 @@ Shape suffixes: B batch, S sequence, D hidden size, C slices of tokens, N tokens
 a slice on all devices of `dp_shard`, V vocabulary, v rows of the vocabulary on one device.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cross_entropy as kernel
 from surojax.models.loss import sharded_cross_entropy
 from surojax.models.model import Model
-from surojax.models.operations import linear
+from surojax.models.operations import linear, softcapped
 from surojax.parallel.collectives import varying
 from surojax.placement.mesh import SHARD
 from surojax.step.gradients import add
@@ -37,8 +39,14 @@ def local_rows(table_vD: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Arra
     return rows, (rows >= 0) & (rows < table_vD.shape[0])
 
 
-def embed(outer: dict, tokens_BS: jax.Array, sharded: bool) -> jax.Array:
-    """Embeddings `[B, S, D]` of the tokens."""
+def embed(outer: dict, tokens_BS: jax.Array, sharded: bool, scale: float = 1.0) -> jax.Array:
+    """Embeddings `[B, S, D]` of the tokens, times a scale; it is rounded to their dtype first, as in transformers."""
+    x_BSD = _rows(outer, tokens_BS, sharded)
+    return x_BSD if scale == 1 else x_BSD * jnp.asarray(scale, x_BSD.dtype)
+
+
+def _rows(outer: dict, tokens_BS: jax.Array, sharded: bool) -> jax.Array:
+    """The rows `[B, S, D]` of the embedding that belong to the tokens."""
     if not sharded:
         return outer["embed"][tokens_BS]
     tokens = jax.lax.all_gather(tokens_BS, SHARD, axis=0, tiled=True)
@@ -47,9 +55,10 @@ def embed(outer: dict, tokens_BS: jax.Array, sharded: bool) -> jax.Array:
     return jax.lax.psum_scatter(x, SHARD, scatter_dimension=0, tiled=True)
 
 
-def push_embed(grads: dict, tokens_BS: jax.Array, dx_BSD: jax.Array, sharded: bool) -> dict:
+def push_embed(grads: dict, tokens_BS: jax.Array, dx_BSD: jax.Array, sharded: bool, scale: float = 1.0) -> dict:
     """Adds the gradient of `embed` to the accumulators of the outer layers; returns all of them."""
     table = grads["embed"]
+    dx_BSD = dx_BSD if scale == 1 else dx_BSD * jnp.asarray(scale, dx_BSD.dtype)
     rows = tokens_BS
     if sharded:
         tokens, dx_BSD = (jax.lax.all_gather(v, SHARD, axis=0, tiled=True) for v in (tokens_BS, dx_BSD))
@@ -104,8 +113,9 @@ def loss(model: Model, outer: dict, x_BSD, labels_BS, *, chunks: int, sharded: b
     def chunk(c, total):
         if sharded:
             y_MD, labels_M, mine_M = _gather_slice(model.final(outer, x_CND[c]), labels_CN[c])
-            return total + sharded_cross_entropy(linear(y_MD, outer[model.head]), labels_M, mine_M, SHARD)[0]
-        logits_NV = linear(model.final(outer, x_CND[c]), outer[model.head])
+            logits_Mv, _ = _logits(model, y_MD, outer[model.head])
+            return total + sharded_cross_entropy(logits_Mv, labels_M, mine_M, SHARD)[0]
+        logits_NV, _ = _logits(model, model.final(outer, x_CND[c]), outer[model.head])
         return total - jnp.sum(kernel.logprob(logits_NV, labels_CN[c], implementation=model.precision.implementation))
 
     return jax.lax.fori_loop(0, chunks, chunk, varying(jnp.float32(0)))
@@ -114,11 +124,11 @@ def loss(model: Model, outer: dict, x_BSD, labels_BS, *, chunks: int, sharded: b
 def _replicated_slice(model: Model, used: dict, x_ND, labels_N, scale, z_loss: float):
     """(summed loss, gradients of `used`, gradient of x) of a slice of tokens, if the head is replicated."""
     y_ND, final_vjp, table_VD = _final(model, used, x_ND)
-    logits_NV = linear(y_ND, table_VD)
+    logits_NV, capped_vjp = _logits(model, y_ND, table_VD)
     out = kernel.loss_and_gradient(
         logits_NV, labels_N, scale, z_loss=z_loss, in_place=True, implementation=model.precision.implementation
     )
-    d_table_VD, dy_ND = _products(out.d_logits, y_ND, table_VD)
+    d_table_VD, dy_ND = _products(capped_vjp(out.d_logits), y_ND, table_VD)
     d_others, dx_ND = final_vjp(dy_ND)
     return -jnp.sum(out.logprob), d_others | {model.head: d_table_VD}, dx_ND
 
@@ -127,6 +137,15 @@ def _final(model: Model, used: dict, x_ND):
     """(x after the final norm, the norm's vjp, the head's matrix)."""
     others = {name: w for name, w in used.items() if name != model.head}
     return *jax.vjp(model.final, others, x_ND), used[model.head]
+
+
+def _logits(model: Model, y_ND: jax.Array, table_VD: jax.Array) -> tuple[jax.Array, Callable]:
+    """(logits `[N, V]`, a function from their gradient to that of the product of y and the head's matrix)."""
+    product_NV = linear(y_ND, table_VD)
+    if not model.logit_softcap:
+        return product_NV, lambda d_logits_NV: d_logits_NV
+    logits_NV, vjp = jax.vjp(lambda z_NV: softcapped(z_NV, model.logit_softcap), product_NV)
+    return logits_NV, lambda d_logits_NV: vjp(d_logits_NV)[0]
 
 
 def _products(d_logits_Mv, y_MD, table_vD):
@@ -145,8 +164,9 @@ def _sharded_slice(model: Model, used: dict, x_ND, labels_N, scale, z_loss: floa
     """`_replicated_slice` for a sharded head; the loss is this device's term of the sum over all devices."""
     y_ND, final_vjp, table_vD = _final(model, used, x_ND)
     y_MD, labels_M, mine_M = _gather_slice(y_ND, labels_N)
-    value, d_logits_Mv = sharded_cross_entropy(linear(y_MD, table_vD), labels_M, mine_M, SHARD, z_loss)
-    d_table_vD, dy_MD = _products((d_logits_Mv * scale).astype(table_vD.dtype), y_MD, table_vD)
+    logits_Mv, capped_vjp = _logits(model, y_MD, table_vD)
+    value, d_logits_Mv = sharded_cross_entropy(logits_Mv, labels_M, mine_M, SHARD, z_loss)
+    d_table_vD, dy_MD = _products(capped_vjp((d_logits_Mv * scale).astype(table_vD.dtype)), y_MD, table_vD)
     dy_ND = jax.lax.psum_scatter(dy_MD, SHARD, scatter_dimension=0, tiled=True)
     d_others, dx_ND = final_vjp(dy_ND)
     return value, d_others | {model.head: d_table_vD}, dx_ND
