@@ -104,10 +104,7 @@ def test_a_tied_head_is_written_once(tmp_path):
     assert "lm_head.weight" not in tensors_in(out)
 
 
-BY_KIND = ("gemma3", "gemma3_softcap")  # rotary embeddings that differ by kind of layer
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case not in BY_KIND])
+@pytest.mark.parametrize("case", CASES)
 def test_both_spellings_of_rope_are_written(case):
     """transformers 4 reads rope_theta and rope_scaling, 5 rope_parameters, whichever the source had."""
     new = hf_config(case)
@@ -115,17 +112,12 @@ def test_both_spellings_of_rope_are_written(case):
     for source in (new, old):
         out = config_json.completed(source, "bfloat16")
         assert out["rope_parameters"] == new["rope_parameters"]
-        for key in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
+        for key in ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"):
             assert out.get(key) == old.get(key), key
         assert settings(out) == settings(source)
-
-
-@pytest.mark.parametrize("case", BY_KIND)
-def test_parameters_by_kind_of_layer_stay_as_they_are(case):
-    for source in (hf_config(case), before_5(hf_config(case))):
-        out = config_json.completed(source, "float32")
-        assert {key for key in out if key.startswith("rope")} == {key for key in source if key.startswith("rope")}
-        assert settings(out) == settings(source)
+    out["rope_scaling"] = {"rope_type": "linear", "factor": 3.0}
+    with pytest.raises(ConfigError, match="expected rope_scaling or rope_parameters, got both"):
+        settings(out)
 
 
 OTHERS = ("yarn", "yarn_mscale", "partial_rotary")  # written with all that transformers infers, or not at all

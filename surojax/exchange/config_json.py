@@ -39,18 +39,23 @@ def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
 def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
     """The same with `rope_parameters` (transformers 5) and `rope_theta`, `rope_scaling` (4).
 
-    Gemma 3's, which differ by kind of layer, are spelled so differently that they stay as they are.
+    Gemma 3's parameters differ by kind of layer, and are `rope_local_base_freq` beside these (4).
     """
     parameters = config.get("rope_parameters")
     beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
-    if "rope_local_base_freq" in config or any(isinstance(value, dict) for value in (parameters or {}).values()):
-        return config
+    local = config.get("rope_local_base_freq")
     if parameters is None:
         scaling = dict(config.get("rope_scaling") or {})
         kind = scaling.pop("type", "default")
-        return config | ({"rope_parameters": {"rope_type": kind} | scaling | beside} if scaling or beside else {})
-    scaling = dict(parameters)
+        both = {"rope_type": kind} | scaling | beside
+        if local is not None:
+            of_windows = {"rope_type": "default", "rope_theta": local}
+            return config | {"rope_parameters": {"full_attention": both, "sliding_attention": of_windows}}
+        return config | ({"rope_parameters": both} if scaling or beside else {})
+    scaling = dict(parameters.get("full_attention", parameters))
     beside |= {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
+    if "rope_theta" in parameters.get("sliding_attention", {}):
+        beside["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
     return config | beside | {"rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}
 
 

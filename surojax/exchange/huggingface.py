@@ -71,6 +71,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def _of_scaling(rope: dict[str, Any]) -> dict[str, Any]:
     """What `rope_scaling` and `rope_parameters` both say, if a config.json has both."""
+    rope = rope.get("full_attention", rope)
     found = {"rope_type": rope.get("type", "default")} | rope
     return {name: found[name] for name in found if name not in ("type", "rope_theta", "partial_rotary_factor")}
 
