@@ -209,6 +209,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_export.py::test_a_run_is_exported_and_goes_on_without_its_model",
     ),
     Mutant(
+        "a model of 16 bits is computed in 32",
+        "surojax/exchange/sources.py",
+        'stored in ("bfloat16", "float16")',
+        'stored in ("float8",)',
+        "tests/test_export.py::test_a_folder_is_sampled_from_in_its_own_dtype -k bfloat16",
+    ),
+    Mutant(
+        "config.json may say two rotary embeddings",
+        "surojax/exchange/huggingface.py",
+        "if parameters and _of_scaling(parameters) != _of_scaling(scaling):",
+        "if False:",
+        "tests/test_export.py::test_both_spellings_of_rope_are_written -k yarn]",
+    ),
+    Mutant(
         "a run takes what it kept of another model",
         "surojax/exchange/sources.py",
         '== {"model_path": model_path}',

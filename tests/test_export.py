@@ -350,3 +350,20 @@ def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(SystemExit, match=r"^surojax\.convert: error: expected --checkpoint MODEL and --out DIR"):
         convert.main([])
     assert sources.is_model("owner/name") and not sources.is_model(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_folder_is_sampled_from_in_its_own_dtype(tmp_path, dtype):
+    """16 bits as bfloat16; without a tokenizer it says what to give."""
+    folder = convert.convert(write(tmp_path / "in", "llama"), tmp_path / "out", dtype=dtype)
+    with pytest.raises(
+        ConfigError, match=r"^tokenizer: expected tokenizer\.json in .*out, got none; pass --tokenizer$"
+    ):
+        generate.load(folder)
+    save_tokenizer(folder / "tokenizer.json")
+    _, weights, _ = generate.load(folder)
+    computed = "float32" if dtype == "float32" else "bfloat16"
+    found = weights["blocks"]["mlp"]["w_up"]
+    assert found.dtype == computed
+    expected = np.asarray(jax.numpy.asarray(stored("llama")["model.layers.1.mlp.up_proj.weight"]).astype(dtype))
+    np.testing.assert_array_equal(found[1], expected.astype(computed))
