@@ -458,8 +458,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "transformers 4 gets no rope_theta",
         "surojax/exchange/config_json.py",
-        'older |= {} if theta is None else {"rope_theta": theta}',
-        "older |= {}",
+        "return config | beside | ",
+        "return config | ",
         "tests/test_export.py::test_both_spellings_of_rope_are_written",
     ),
     Mutant(
@@ -2403,6 +2403,20 @@ MUTANTS: tuple[Mutant, ...] = (
         'f"{prefix}{node.name}."',
         '""',
         "tests/test_docstrings.py",
+    ),
+    Mutant(
+        "a model of 16 bits is computed in 32",
+        "surojax/exchange/sources.py",
+        'stored in ("bfloat16", "float16")',
+        'stored in ("float8",)',
+        "tests/test_export.py::test_a_folder_is_sampled_from_in_its_own_dtype -k bfloat16",
+    ),
+    Mutant(
+        "config.json may say two rotary embeddings",
+        "surojax/exchange/huggingface.py",
+        "if parameters and _of_scaling(parameters) != _of_scaling(scaling):",
+        "if False:",
+        "tests/test_export.py::test_both_spellings_of_rope_are_written -k yarn]",
     ),
     # -- Settings -----------------------------------------------------------------------------------------------------
     Mutant(

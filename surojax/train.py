@@ -468,7 +468,12 @@ def main(argv: list[str] | None = None) -> None:
         print(f"surojax.train: aborted; continue with: {again}", file=sys.stderr)
         sys.exit(130)  # what shells expect after Ctrl-C
     say(f"sample: python -m surojax.generate --checkpoint {shlex.quote(str(c.output_dir))} --prompt TEXT")
-    say(f"resume: {again}" + (f" --config.max_steps={2 * int(result.state.step)}" if result.finished else ""))
+    elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
+    say(
+        f"resume: {again}"
+        + (f" --config.max_steps={2 * int(result.state.step)}" if result.finished else "")
+        + elsewhere
+    )
 
 
 if __name__ == "__main__":

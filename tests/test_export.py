@@ -105,23 +105,27 @@ def test_a_tied_head_is_written_once(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_both_spellings_of_rope_are_written(tmp_path, case):
+def test_both_spellings_of_rope_are_written(case):
     """transformers 4 reads rope_theta and rope_scaling, 5 rope_parameters, whichever the source had."""
     new = hf_config(case)
     old = before_5(hf_config(case))
     for source in (new, old):
         out = config_json.completed(source, "bfloat16")
-        assert {k: v for k, v in out["rope_parameters"].items()} == new["rope_parameters"]
-        assert (out["rope_theta"], out.get("rope_scaling")) == (old["rope_theta"], old["rope_scaling"])
+        assert out["rope_parameters"] == new["rope_parameters"]
+        for key in ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"):
+            assert out.get(key) == old.get(key), key
         assert settings(out) == settings(source)
+    out["rope_scaling"] = {"rope_type": "linear", "factor": 3.0}
+    with pytest.raises(ConfigError, match="expected rope_scaling or rope_parameters, got both"):
+        settings(out)
 
 
-def test_parameters_by_kind_of_layer_stay_as_they_are():
-    by_kind = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    assert "rope_theta" not in config_json.completed({"rope_parameters": by_kind}, "float32")
+OTHERS = ("yarn", "yarn_mscale", "partial_rotary")  # written with all that transformers infers, or not at all
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if hf_config(case)["model_type"] in config_json.MADE and case not in OTHERS]
+)
 def test_a_config_is_made_of_the_fields(case):
     """What transformers' classes would write for the same model, as far as it changes the arithmetic."""
     model = default_config().model.to_dict() | settings(hf_config(case))
@@ -346,3 +350,20 @@ def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(SystemExit, match=r"^surojax\.convert: error: expected --checkpoint MODEL and --out DIR"):
         convert.main([])
     assert sources.is_model("owner/name") and not sources.is_model(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_folder_is_sampled_from_in_its_own_dtype(tmp_path, dtype):
+    """16 bits as bfloat16; without a tokenizer it says what to give."""
+    folder = convert.convert(write(tmp_path / "in", "llama"), tmp_path / "out", dtype=dtype)
+    with pytest.raises(
+        ConfigError, match=r"^tokenizer: expected tokenizer\.json in .*out, got none; pass --tokenizer$"
+    ):
+        generate.load(folder)
+    save_tokenizer(folder / "tokenizer.json")
+    _, weights, _ = generate.load(folder)
+    computed = "float32" if dtype == "float32" else "bfloat16"
+    found = weights["blocks"]["mlp"]["w_up"]
+    assert found.dtype == computed
+    expected = np.asarray(jax.numpy.asarray(stored("llama")["model.layers.1.mlp.up_proj.weight"]).astype(dtype))
+    np.testing.assert_array_equal(found[1], expected.astype(computed))

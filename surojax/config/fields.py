@@ -57,9 +57,7 @@ def default_config() -> Config:
     c.gradient_accumulation_steps = 1  # microbatches per step; effective batch = this x batch size x data-parallel GPUs
 
     # Model
-    c.model_path = (
-        ""  # Hugging Face folder or name, or .gguf file, to start from; sets the model fields; "" = new weights
-    )
+    c.model_path = ""  # model to start from: Hugging Face folder or name, .gguf file; sets the model fields; "" = none
     c.from_scratch = False  # model_path: take the model's sizes only, and draw new weights
     c.model = ml_collections.ConfigDict()
     c.model.model_type = "llama"  # family: llama (with Mistral, Qwen, SmolLM3 and Gemma, by the fields below)

@@ -8,7 +8,6 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange.families import DEFAULTS
 from surojax.exchange.huggingface import settings
 from surojax.models.operations import ROPE_USES
 
@@ -17,7 +16,12 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
+MADE = ("llama", "mistral", "qwen2", "qwen3")  # the families of which a config.json is made without a source
 COPIED = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads rms_norm_eps "
     "rope_theta tie_word_embeddings initializer_range"
@@ -35,23 +39,24 @@ def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
 def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
     """The same with `rope_parameters` (transformers 5) and `rope_theta`, `rope_scaling` (4).
 
-    Parameters by kind of layer have no older spelling, and stay as they are.
+    Gemma 3's parameters differ by kind of layer, and are `rope_local_base_freq` beside these (4).
     """
     parameters = config.get("rope_parameters")
+    beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    local = config.get("rope_local_base_freq")
     if parameters is None:
         scaling = dict(config.get("rope_scaling") or {})
         kind = scaling.pop("type", "default")
-        theta = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-        return config | {"rope_parameters": {"rope_type": kind} | scaling | theta} if scaling or theta else config
-    if any(isinstance(value, dict) for value in parameters.values()):
-        return config
-    scaling = dict(parameters)
-    theta = scaling.pop("rope_theta", config.get("rope_theta"))
-    fraction = scaling.pop("partial_rotary_factor", None)
-    older: dict[str, Any] = {"rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}
-    older |= {} if theta is None else {"rope_theta": theta}
-    older |= {} if fraction is None else {"partial_rotary_factor": fraction}
-    return config | older
+        both = {"rope_type": kind} | scaling | beside
+        if local is not None:
+            of_windows = {"rope_type": "default", "rope_theta": local}
+            return config | {"rope_parameters": {"full_attention": both, "sliding_attention": of_windows}}
+        return config | ({"rope_parameters": both} if scaling or beside else {})
+    scaling = dict(parameters.get("full_attention", parameters))
+    beside |= {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
+    if "rope_theta" in parameters.get("sliding_attention", {}):
+        beside["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+    return config | beside | {"rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}
 
 
 def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | None]) -> dict[str, Any]:
@@ -62,7 +67,7 @@ def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | Non
     """
     wanted = _normal(fields)
     differences: dict[str, list[str]] = {}
-    for family in ARCHITECTURES:
+    for family in MADE:
         candidate = _candidate(family, fields) | {"max_position_embeddings": max_positions} | tokens
         found = _normal(settings(candidate))
         if found == wanted:
@@ -71,7 +76,7 @@ def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | Non
     nearest = min(differences, key=lambda family: len(differences[family]))
     what = ", ".join(f"{key}={wanted[key]!r}" for key in differences[nearest])
     raise ConfigError(
-        f"export: expected fields of a family of Hugging Face ({', '.join(ARCHITECTURES)}), got a model that is none: "
+        f"export: expected fields of a family of Hugging Face ({', '.join(MADE)}), got a model that is none: "
         f"{nearest} does not have {what}"
     )
 
@@ -111,6 +116,7 @@ def _candidate(family: str, fields: dict[str, Any]) -> dict[str, Any]:
         found |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0, "layer_types": types}
     kind = fields["rope_scaling"]
     scaling = {"rope_type": kind} | {name: fields[f"rope_{name}"] for name in ROPE_USES.get(kind, ())}
+    if not scaling.get("attention_factor", 1):
+        del scaling["attention_factor"]  # it follows from the factor
     found["rope_scaling"] = None if kind == "none" else scaling
-    assert family in DEFAULTS
     return _with_both_ropes(found) | {"architectures": [ARCHITECTURES[family]]}

@@ -113,8 +113,8 @@ OTHERS = frozenset(
     "architectures model_type torch_dtype dtype transformers_version use_cache max_position_embeddings _name_or_path "
     "bos_token_id eos_token_id pad_token_id rope_parameters rope_scaling partial_rotary_factor use_sliding_window "
     "max_window_layers layer_types output_attentions output_hidden_states return_dict chunk_size_feed_forward "
-    "is_encoder_decoder id2label label2id problem_type quantization_config pretraining_tp cache_implementation "
-    "_sliding_window_pattern".split()
+    "is_encoder_decoder id2label label2id problem_type pretraining_tp cache_implementation "
+    "_sliding_window_pattern quantization_config".split()
 )
 # Keys that are `model` fields with the same name and meaning; null means 0.
 SIZES = (

@@ -58,14 +58,22 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
     block_size(config)
     given = DEFAULTS[family] | config
     if scaling := config.get("rope_scaling"):
-        if config.get("rope_parameters", scaling) != scaling:
+        parameters = config.get("rope_parameters")
+        if parameters and _of_scaling(parameters) != _of_scaling(scaling):
             raise ConfigError("model_path: config.json: expected rope_scaling or rope_parameters, got both")
-        given["rope_parameters"] = None  # and not those of the class
+        given["rope_parameters"] = parameters  # and not those of the class
     found = {name: 0 if given[name] is None else given[name] for name in SIZES if name in given}
     found["num_key_value_heads"] = given["num_key_value_heads"] or given["num_attention_heads"]
     found |= _window(family, given)
     found |= _rope(family, given, windows=found["sliding_window"] > 0)
     return found | _layers_without_rope(given) | IMPLIED.get(family, {}) | {"model_type": "llama"}
+
+
+def _of_scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    """What `rope_scaling` and `rope_parameters` both say, if a config.json has both."""
+    rope = rope.get("full_attention", rope)
+    found = {"rope_type": rope.get("type", "default")} | rope
+    return {name: found[name] for name in found if name not in ("type", "rope_theta", "partial_rotary_factor")}
 
 
 def _rope(family: str, given: dict[str, Any], *, windows: bool) -> dict[str, Any]:

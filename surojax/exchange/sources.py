@@ -79,7 +79,8 @@ def resolved(c: Any) -> Any:
     for name, value in fields.items():
         if c.model[name] not in (value, defaults[name]):
             raise ConfigError(
-                f"model.{name}: expected {value!r}, as model_path says, got {c.model[name]!r}; leave it out"
+                f"model.{name}: expected {value!r}, as config.json in model_path says, got {c.model[name]!r}; "
+                "leave it out"
             )
     found.model.update(fields)
     has_tokenizer = gguf.is_gguf(path) or (path / "tokenizer.json").is_file()
