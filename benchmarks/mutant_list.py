@@ -1765,6 +1765,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_examples.py::test_the_system_prompt_is_that_of_the_row_the_dataset_or_the_run",
     ),
     Mutant(
+        "the names that a dataset gives its fields do not decide",
+        "surojax/data/conversations.py",
+        "        return bool(dataset.differing(*PROMPT_FIELDS))\n",
+        "        pass\n",
+        "tests/test_examples.py::test_instructions_with_a_template_are_conversations",
+    ),
+    Mutant(
         "an empty answer is learnt",
         "surojax/data/conversations.py",
         'if role == "assistant" and not content.strip() and',

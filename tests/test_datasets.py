@@ -202,6 +202,7 @@ ENTRY_ERRORS = [
     ({"path": "a", "message_property_mappings": "role"}, "expected names for role and content"),
     ({"path": "a", "type": "text", "messages_field": "m"}, "messages_field: expected rows of type conversation"),
     ({"path": "a", "type": "text", "system_prompt": "m"}, "expected rows of type instruction or conversation"),
+    ({"path": "a", "prompt_field": "q", "output_field": "a"}, "got prompt_field and output_field"),
     ("a.txt", "write dict(path='a.txt')"),
 ]
 

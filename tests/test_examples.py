@@ -356,6 +356,12 @@ def test_instructions_with_a_template_are_conversations():
     assert example(alpaca, PAIRS).ids.tolist() == expected
     assert example({"prompt": "Q\n\nmore", "completion": "A", "system": "Be."}, PAIRS).ids.tolist() == expected
     assert example(alpaca | {"input": "", "system": None}, PAIRS).ids.tolist() == example(talk("Q", "A")).ids.tolist()
+    assert example(alpaca | {"prompt": "shown to people"}, PAIRS).ids.tolist() == expected
+    both = {"prompt": "Q", "completion": "A", "ask": "no", "instruction": "no", "output": "no"}
+    assert example(both, PAIRS).ids.tolist() == example(talk("Q", "A")).ids.tolist()
+    asked = Dataset(("x",), type="instruction", instruction_field="ask")
+    assert example(both, asked).ids.tolist() == example(talk("no", "no")).ids.tolist()
+    assert "got 'prompt', 'completion'" in reason_of({"prompt": "Q", "completion": "A"}, asked)
     named = Dataset(("x",), type="instruction", prompt_field="q", completion_field="a")
     assert (
         example({"q": "Q", "a": "A", "instruction": "no"}, named).ids.tolist() == example(talk("Q", "A")).ids.tolist()

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from surojax.data.datasets import MESSAGES, Dataset, field_names
+from surojax.data.datasets import INSTRUCTION_FIELDS, MESSAGES, PROMPT_FIELDS, Dataset, field_names
 from surojax.data.rows import NotARow
 from surojax.data.templates import Message
 
@@ -53,7 +53,7 @@ def text(record: Mapping[str, Any], dataset: Dataset) -> str:
 def pair(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Pair:
     """Returns the prompt and completion of an instruction; an input follows its instruction after a blank line."""
     system = _system(record, dataset) or dataset.system_prompt or system_prompt
-    if dataset.prompt_field in record:
+    if _reads_prompt(record, dataset):
         prompt = _filled(record, dataset.prompt_field, "the prompt")
         return Pair(system, prompt, _filled(record, dataset.completion_field, "the completion"), "")
     if dataset.instruction_field not in record:
@@ -65,6 +65,14 @@ def pair(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Pai
     more = _optional(record, dataset.input_field, "the input")
     prompt = f"{instruction}\n\n{more}" if more else instruction
     return Pair(system, prompt, _filled(record, dataset.output_field, "the output"), "\n\n")
+
+
+def _reads_prompt(record: Mapping[str, Any], dataset: Dataset) -> bool:
+    """Whether a row is read as a prompt and its completion: as the dataset's names say, else as its own fields do."""
+    if dataset.differing(*PROMPT_FIELDS) or dataset.differing(*INSTRUCTION_FIELDS):
+        return bool(dataset.differing(*PROMPT_FIELDS))
+    is_whole = dataset.completion_field in record or dataset.instruction_field not in record
+    return dataset.prompt_field in record and is_whole
 
 
 def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:

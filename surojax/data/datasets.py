@@ -20,6 +20,8 @@ from surojax.errors import ConfigError
 
 TYPES = ("auto", "text", "instruction", "conversation")
 MESSAGES = ("messages", "conversations")  # fields of a conversation, unless a dataset says another
+PROMPT_FIELDS = ("prompt_field", "completion_field")
+INSTRUCTION_FIELDS = ("instruction_field", "input_field", "output_field")
 # The types of rows that read a setting; the others read every row.
 USES = {
     "text_field": ("text",),
@@ -58,8 +60,9 @@ class Dataset:
     split, subset: of a set that the `datasets` library finds; "": its training split, its only configuration.
     samples: number of rows to read, from the first on; 0: all.
     weight: relative share in a mixture of datasets.
-    prompt_field, completion_field: of an instruction; if a row has no such prompt, instruction_field, input_field (may
-      be missing or empty) and output_field are read.
+    prompt_field, completion_field: of an instruction, in one form.
+    instruction_field, input_field (may be missing or empty), output_field: of an instruction, in another form. A row
+      that has both is read in the form whose fields are named here, else in the first.
     messages_field: of a conversation; "": "messages", else "conversations".
     role_field, content_field: of a message; "": "role", else "from"; "content", else "value".
     system_field: system prompt of an instruction or conversation; may be missing.
@@ -91,6 +94,11 @@ class Dataset:
         """The paths, for messages."""
         return ", ".join(self.path)
 
+    def differing(self, *names: str) -> list[str]:
+        """Returns those of the settings that do not have their defaults."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return [name for name in names if getattr(self, name) != defaults[name]]
+
 
 def parse(entry: Mapping[str, Any]) -> Dataset:
     """Returns the Dataset of an entry of `datasets`.
@@ -117,6 +125,12 @@ def parse(entry: Mapping[str, Any]) -> Dataset:
     for name, value in settings.items():
         settings[name] = _checked(name, value)
     dataset = Dataset(**settings)
+    named = dataset.differing(*PROMPT_FIELDS), dataset.differing(*INSTRUCTION_FIELDS)
+    if all(named):
+        raise ConfigError(
+            f"datasets: expected names for a prompt and its completion, or for an instruction, got {named[0][0]} and "
+            f"{named[1][0]}; remove those that the rows do not have"
+        )
     if dataset.type != "auto":
         _check_uses(dataset, "datasets")
     return dataset
@@ -124,13 +138,11 @@ def parse(entry: Mapping[str, Any]) -> Dataset:
 
 def _check_uses(dataset: Dataset, where: str) -> None:
     """Raises ConfigError if a setting differs from its default that rows of the dataset's type do not read."""
-    for field in dataclasses.fields(Dataset):
-        value = getattr(dataset, field.name)
-        types = USES.get(field.name)
-        if types and dataset.type not in types and value != field.default:
+    for name in dataset.differing(*USES):
+        if dataset.type not in USES[name]:
             raise ConfigError(
-                f"{where}: {field.name}: expected rows of type {' or '.join(types)}, which read it, got {value!r} for "
-                f"rows of type {dataset.type}; correct the type or remove the setting"
+                f"{where}: {name}: expected rows of type {' or '.join(USES[name])}, which read it, got "
+                f"{getattr(dataset, name)!r} for rows of type {dataset.type}; correct the type or remove the setting"
             )
 
 

@@ -38,7 +38,7 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Draft:
+class _Draft:
     """A document before it is tokenised.
 
     has_bos: whether the beginning-of-sequence token precedes the pieces. eos: when the end-of-sequence token follows.
@@ -113,10 +113,10 @@ class Encoder:
         Holds all rows in memory, and for long texts about 50 times their size: pass some megabytes at a time.
         """
         drafts = [self._draft(row) for row in rows]
-        encoded = iter(encode_pieces([draft.pieces for draft in drafts if isinstance(draft, Draft)], self._tokenizer))
-        return [self._example(draft, next(encoded)) if isinstance(draft, Draft) else draft for draft in drafts]
+        encoded = iter(encode_pieces([draft.pieces for draft in drafts if isinstance(draft, _Draft)], self._tokenizer))
+        return [self._example(draft, next(encoded)) if isinstance(draft, _Draft) else draft for draft in drafts]
 
-    def _draft(self, row: Row | BadRow) -> Draft | BadRow:
+    def _draft(self, row: Row | BadRow) -> _Draft | BadRow:
         if isinstance(row, BadRow):
             return row
         try:
@@ -126,19 +126,19 @@ class Encoder:
         except NotARow as error:
             return BadRow(row.where, str(error))
 
-    def _draft_of(self, row: Row) -> Draft:
+    def _draft_of(self, row: Row) -> _Draft:
         dataset = self._dataset
         has_bos = self._tokenizer.adds_bos
         if dataset.type == "text":
-            return Draft((Piece(conversations.text(row.record, dataset), True),), has_bos, "always")
+            return _Draft((Piece(conversations.text(row.record, dataset), True),), has_bos, "always")
         if dataset.type == "conversation":
             return self._talk(conversations.conversation(row.record, dataset, self._system_prompt))
         pair = conversations.pair(row.record, dataset, self._system_prompt)
         if self._template is not None:
             return self._talk(Conversation(pair.messages, None))
-        return Draft(pieces.plain_pieces(pair, self._train_on), has_bos, "always")
+        return _Draft(pieces.plain_pieces(pair, self._train_on), has_bos, "always")
 
-    def _talk(self, conversation: Conversation) -> Draft:
+    def _talk(self, conversation: Conversation) -> _Draft:
         template = self._template
         assert template is not None, "checked by __init__"
         if conversation.tools and not self._shows_tools:
@@ -148,9 +148,9 @@ class Encoder:
             )
         parts = pieces.conversation_pieces(conversation, template, self._train_on)
         ends_with_answer = self._train_on != "all" or conversation.messages[-1]["role"] == "assistant"
-        return Draft(parts, False, "if_open" if ends_with_answer else "never")
+        return _Draft(parts, False, "if_open" if ends_with_answer else "never")
 
-    def _example(self, draft: Draft, ids_of_pieces: list[np.ndarray]) -> Example:
+    def _example(self, draft: _Draft, ids_of_pieces: list[np.ndarray]) -> Example:
         """Returns the example of a draft; ids_of_pieces: int32 [tokens] of each piece."""
         stops = [self._is_stop[ids] for ids in ids_of_pieces]
         is_open = not stops[-1].any()
@@ -172,7 +172,7 @@ def _to_the_last(is_stop: np.ndarray) -> np.ndarray:
     return np.arange(len(is_stop)) <= (last[0] if len(last) else len(is_stop))
 
 
-def _check_unicode(draft: Draft) -> None:
+def _check_unicode(draft: _Draft) -> None:
     """Raises NotARow if a text contains half a surrogate pair, which UTF-8 cannot encode."""
     for piece in draft.pieces:
         try:
