@@ -86,8 +86,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a document sees the last token of the one before",
         "surojax/models/attention.py",
-        "return key_11S >= starts_BS[:, :, None]",
-        "return key_11S >= starts_BS[:, :, None] - 1",
+        "return key_111S >= starts_BS[:, None, :, None]",
+        "return key_111S >= starts_BS[:, None, :, None] - 1",
         "tests/test_packing.py::test_no_gradient_crosses_documents -k bf16-xla-12",
     ),
     Mutant(
@@ -100,9 +100,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: starts are saved for each layer",
         LLAMA_FP8,
-        "return dataclasses.replace(ops, starts=starts).attend(q, k, v)[0]",
-        "return ops.attend(q, k, v)[0]",
+        "saveable = (True, True, True, False)",
+        "saveable = (True, True, True, True)",
         "tests/test_packing.py::test_nothing_about_documents_is_saved_for_each_layer -k fp8_hybrid",
+    ),
+    Mutant(
+        "starts are saved for each layer",
+        LLAMA,
+        "saveable_args=(False, True, False))",
+        "saveable_args=(False, True, True))",
+        "tests/test_packing.py::test_nothing_about_documents_is_saved_for_each_layer -k bf16",
     ),
     Mutant(
         "fp8: positions go on from document to document",

@@ -36,9 +36,10 @@ from surojax.exchange.weights import open_weights, readers
 from surojax.generate import complete
 from surojax.memory import nvme
 from surojax.memory.lock import locked
+from surojax.models.attention import chosen_here
 from surojax.placement.layout import batch_sharding, replicated_matrices
 from surojax.placement.mesh import find_devices, make_mesh
-from surojax.planner import gpus, traffic
+from surojax.planner import gpus, report as planned, traffic
 from surojax.planner.advice import summed
 from surojax.planner.fit import check_fit, compare, estimate_host, host_temporaries, memory_limit
 from surojax.run import checkpoint
@@ -337,6 +338,8 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     for memory, needs in (("memory", need), ("host memory", host)):
         if needs:
             say(f"{memory} per device: {summed(needs, digits=2)}")
+    if run.engine.packed:
+        say(planned.documents(chosen_here(c.attention, c.model_dtype, configs.head_dim(c), packed=True)))
     shards = run.mesh.shape["dp_shard"]
     if shards > 1 and (replicated := replicated_matrices(run.params, run.engine.layouts.master)):
         say(f"note: replicated on every device, since {shards} divides none of their dimensions: {replicated}")

@@ -33,6 +33,13 @@ def chosen(implementation: str, dtype, head_dim: int, *, gpu: bool, packed: bool
     return "cudnn" if gpu and fits_cudnn(dtype, head_dim) else "xla"
 
 
+def chosen_here(implementation: str, dtype, head_dim: int, *, packed: bool) -> str:
+    """`chosen` for the device that programs are made for: `jax.default_device`, or else the default backend's."""
+    # cuDNN is asked by `jax.nn` for what it supports; the kernel knows the GPUs that it is compiled for.
+    gpu = dispatch.choose("attention", None) == "mosaic" if packed else jax.default_backend() == "gpu"
+    return chosen(implementation, dtype, head_dim, gpu=gpu, packed=packed)
+
+
 def attend(
     q_BSHh: jax.Array,
     k_BTKh: jax.Array,
@@ -51,16 +58,15 @@ def attend(
     those before it (Beltagy et al. 2020); 0: its own and all before it.
     implementation: "xla" runs on every backend and has the attention scores in memory. "cudnn" is flash attention on
     NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "mosaic" is flash attention within documents, on the same
-    GPUs (pallas_kernels/attention.py). "auto" is what `chosen` says for the default backend; xla if `start` is given.
+    GPUs (pallas_kernels/attention.py). "auto" is what `chosen_here` says; xla if `start` is given.
     Raises ValueError for another name, and NotImplementedError if cudnn does not support the dtype or gets documents.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"attention implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}")
     half = q_BSHh.dtype in (jnp.bfloat16, jnp.float16)
     if implementation == "auto":
-        packed = starts is not None
-        gpu = start is None and _on_gpu(packed)
-        implementation = chosen("auto", q_BSHh.dtype, q_BSHh.shape[-1], gpu=gpu, packed=packed)
+        heads = q_BSHh.dtype, q_BSHh.shape[-1]
+        implementation = "xla" if start is not None else chosen_here("auto", *heads, packed=starts is not None)
     if implementation == "cudnn" and not half:
         raise NotImplementedError(
             f"cudnn attention: expected bfloat16 or float16, got {q_BSHh.dtype}; "
@@ -77,10 +83,10 @@ def attend(
 
     def library(q, k, v, starts):
         if masked:
-            mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None]
+            mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None, None]
             if starts is not None:
                 mask = mask & same_document(starts)
-            return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation=implementation)
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
         local = (window - 1, 0) if window else None
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=True, local_window_size=local, implementation=implementation
@@ -95,11 +101,6 @@ def attend(
 USE_AUTO = "use attention='auto', or 'xla', which has S x S scores in memory"
 
 
-def _on_gpu(packed: bool) -> bool:
-    """Whether the program is for a GPU; packed: for one that the kernel supports."""
-    return dispatch.choose("attention", None) == "mosaic" if packed else jax.default_backend() == "gpu"
-
-
 def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax.Array:
     """A mask `[S, T]`: True if a query attends to a key. Key t has position t; the first query has position `start`."""
     query_S1 = start + jnp.arange(queries)[:, None]
@@ -109,6 +110,6 @@ def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax
 
 
 def same_document(starts_BS: jax.Array) -> jax.Array:
-    """A mask `[B, S, S]`: True if a key is not before the query's document. Causal attention needs no more."""
-    key_11S = jnp.arange(starts_BS.shape[1])[None, None, :]
-    return key_11S >= starts_BS[:, :, None]
+    """A mask `[B, 1, S, S]`: True if a key is not before the query's document. Causal attention needs no more."""
+    key_111S = jnp.arange(starts_BS.shape[1])[None, None, None, :]
+    return key_111S >= starts_BS[:, None, :, None]

@@ -143,8 +143,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.A
 def rope_angles(head_dim: int, positions: jax.Array, theta: float, scaling: RopeScaling):
     """(cosines, sines) of position x frequency, float32 `[S, head_dim / 2]`, or `[B, S, head_dim / 2]` if each row has
     its own positions."""
-    frequencies = jnp.expand_dims(rope_frequencies(head_dim, theta, scaling), tuple(range(positions.ndim)))
-    angle = positions.astype(jnp.float32)[..., None] * frequencies
+    position = positions.astype(jnp.float32)[..., None]
+    angle = position * jnp.expand_dims(rope_frequencies(head_dim, theta, scaling), tuple(range(positions.ndim)))
     return jnp.cos(angle), jnp.sin(angle)
 
 

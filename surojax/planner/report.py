@@ -9,11 +9,15 @@ from surojax.planner.gpus import GPUS
 from surojax.planner.plan import Plan
 
 RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
-# How documents are separated in a packed row.
 ATTENTION = {
     "mosaic": "flash attention within each (kernel of pallas_kernels), whose memory grows with S",
     "xla": "attention by XLA, with S x S scores in memory; bfloat16 heads of up to 128 channels have a kernel without",
 }
+
+
+def documents(attention: str) -> str:
+    """A line that says how the documents of a packed row are separated, by this implementation of attention."""
+    return f"documents in a row: {ATTENTION[attention]}"
 
 
 def table(p: Plan) -> str:
@@ -23,7 +27,7 @@ def table(p: Plan) -> str:
     if p.estimate:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the step: {aot.EXTRA}")
     if p.packed:
-        lines.append(f"documents in a row: {ATTENTION[p.attention]}")
+        lines.append(documents(p.attention))
     totals = [p.device_bytes, p.host_bytes, p.nvme_bytes]
     name, unit = memory_unit(max(totals))
     rows = {kind: [sizes[home.name] for home in HOMES] for kind, sizes in p.classes.items()}
