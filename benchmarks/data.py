@@ -164,7 +164,7 @@ def measure_waiting(steps: int) -> None:
         timed.append(Timed(plain(*args, **keywords)))
         return timed[0]
 
-    module.training_batches = batches
+    vars(module)["training_batches"] = batches
     with tempfile.TemporaryDirectory() as folder:
         c.max_steps, c.eval_steps, c.save_steps, c.sample_tokens, c.warmup_steps = steps, 0, 0, 0, 0
         c.output_dir = folder
