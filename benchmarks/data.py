@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import io
 import json
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -53,8 +53,9 @@ def write_inputs(folder: Path, megabytes: int) -> None:
 
 
 def peak_mib() -> float:
-    """Largest resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    """Largest resident memory of this process so far (Linux). getrusage would count the process that started it."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) / 2**10 if found else 0.0
 
 
 def measure_tokenizers(folder: Path) -> dict[str, float]:
@@ -163,7 +164,7 @@ def measure_waiting(steps: int) -> None:
         timed.append(Timed(plain(*args, **keywords)))
         return timed[0]
 
-    module.training_batches = batches
+    vars(module)["training_batches"] = batches
     with tempfile.TemporaryDirectory() as folder:
         c.max_steps, c.eval_steps, c.save_steps, c.sample_tokens, c.warmup_steps = steps, 0, 0, 0, 0
         c.output_dir = folder

@@ -103,7 +103,7 @@ def corpus_of(examples: list[list[int]], trained: list[list[int]] | None = None,
 
 def test_a_packed_row_by_hand():
     """Label: the next token of the same document, if it is trained; a document ends with no label."""
-    corpus = corpus_of([[11, 12, 13], [21, 22, 23, 24]], [[0, 1, 1], [0, 0, 1, 0]])
+    corpus = corpus_of([[11, 12, 13], [21, 22, 23, 24]], [[0, 1, 1], [1, 0, 1, 0]])
     rows = windows_or_rows(corpus, 9, packed=True, is_text=False)
     assert len(rows) == 1
     row = {name: array.tolist() for name, array in rows[0].items()}

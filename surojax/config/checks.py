@@ -177,7 +177,7 @@ def _check_types(c: Config) -> None:
         if isinstance(value, str):
             bad = any((ord(char) < 32 and name != "sample_prompt") or 0xD800 <= ord(char) < 0xE000 for char in value)
             _need(not bad, name, "text without control characters, in UTF-8", value, "remove those that show as codes")
-        elif kind is tuple:
+        elif isinstance(value, tuple):
             for i, entry in enumerate(value):
                 _need(isinstance(entry, dict), f"{name}[{i}]", "a dict", entry, "write dict(path=...)")
         elif kind is float:
