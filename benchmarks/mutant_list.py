@@ -71,8 +71,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every layer has the first one's weights",
         "surojax/exchange/weights.py",
-        "weights.read(name_of(param, segment.start + l))",
-        "weights.read(name_of(param, segment.start))",
+        "name_of(param, segment.start + l, names)",
+        "name_of(param, segment.start, names)",
         "tests/test_huggingface.py::test_weights_arrive_to_the_bit_under_every_placement -k qwen2-1",
     ),
     Mutant(
@@ -83,10 +83,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_huggingface.py::test_tensors_that_do_not_fit_are_refused -k tensors1",
     ),
     Mutant(
-        "Gemma's norms before and after the MLP exchanged",
+        "Gemma's norms have Llama's names",
         "surojax/exchange/families.py",
-        '"post_mlp_norm": LAYER + "post_feed',
-        '"post_mlp_norm": LAYER + "pre_feed',
+        'return SANDWICH_NAMES if "attention_out_norm" in ours else NAMES',
+        "return NAMES",
         "tests/test_huggingface.py::test_weights_arrive_to_the_bit_under_every_placement -k gemma3-1",
     ),
     Mutant(
@@ -149,8 +149,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the norm of the MLP's output has the scale of the attention's",
         LLAMA,
-        "ops.norm(y_BSD, self.post_mlp_norm[...], *how)",
-        "ops.norm(y_BSD, self.post_attention_norm[...], *how)",
+        "ops.norm(y_BSD, self.mlp_out_norm[...], *how)",
+        "ops.norm(y_BSD, self.attention_out_norm[...], *how)",
         f"{PARITY} -k gemma2_untied",
     ),
     Mutant(
@@ -474,7 +474,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the MLP's norm has the attention's scale",
         LLAMA,
-        "ops.add_and_norm(x_BSD, attended_BSD, before_mlp[...], *how)",
+        "ops.add_and_norm(x_BSD, attended_BSD, self.mlp_norm[...], *how)",
         "ops.add_and_norm(x_BSD, attended_BSD, self.attention_norm[...], *how)",
         f"{PARITY} -k llama]",
     ),

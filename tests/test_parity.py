@@ -39,9 +39,9 @@ BLOCK = {
     "mlp.down_proj.weight": "mlp.w_down",
 }
 SANDWICH = BLOCK | {
-    "post_attention_layernorm.weight": "post_attention_norm",
-    "pre_feedforward_layernorm.weight": "pre_mlp_norm",
-    "post_feedforward_layernorm.weight": "post_mlp_norm",
+    "post_attention_layernorm.weight": "attention_out_norm",
+    "pre_feedforward_layernorm.weight": "mlp_norm",
+    "post_feedforward_layernorm.weight": "mlp_out_norm",
 }
 OUTER = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "head"}
 

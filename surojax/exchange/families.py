@@ -5,6 +5,8 @@
 
 from typing import Any
 
+import jax
+
 # The values that transformers' config classes give to keys that config.json leaves out.
 LLAMA = {
     "vocab_size": 32000,
@@ -136,9 +138,6 @@ NAMES = {
     "head": "lm_head.weight",
     "attention_norm": LAYER + "input_layernorm.weight",
     "mlp_norm": LAYER + "post_attention_layernorm.weight",
-    "post_attention_norm": LAYER + "post_attention_layernorm.weight",  # of Gemma, and what it is called
-    "pre_mlp_norm": LAYER + "pre_feedforward_layernorm.weight",
-    "post_mlp_norm": LAYER + "post_feedforward_layernorm.weight",
     "attention.wq": LAYER + "self_attn.q_proj.weight",
     "attention.wk": LAYER + "self_attn.k_proj.weight",
     "attention.wv": LAYER + "self_attn.v_proj.weight",
@@ -152,3 +151,14 @@ NAMES = {
     "mlp.w_up": LAYER + "mlp.up_proj.weight",
     "mlp.w_down": LAYER + "mlp.down_proj.weight",
 }
+SANDWICH_NAMES = NAMES | {
+    "attention_out_norm": LAYER + "post_attention_layernorm.weight",
+    "mlp_norm": LAYER + "pre_feedforward_layernorm.weight",
+    "mlp_out_norm": LAYER + "post_feedforward_layernorm.weight",
+}
+
+
+def tensor_names(params) -> dict[str, str]:
+    """The names of tensors in a model with these `Param`s; Gemma's norms have others."""
+    ours = {param.name for param in jax.tree.leaves(params)}
+    return SANDWICH_NAMES if "attention_out_norm" in ours else NAMES

@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 
 from surojax.errors import ConfigError
-from surojax.exchange.families import NAMES
+from surojax.exchange.families import NAMES, tensor_names
 from surojax.models.model import Model, Segment
 from surojax.placement.param import OUTER, Param
 
@@ -70,17 +70,18 @@ class Weights:
 AGAIN = "fetch the model again"
 
 
-def name_of(param: Param, layer: int | None) -> str:
+def name_of(param: Param, layer: int | None, names: dict[str, str] = NAMES) -> str:
     """The name of a parameter in the files; layer: its number in the model, None for an outer one."""
-    return NAMES[param.name].format(l=layer)
+    return names[param.name].format(l=layer)
 
 
 def check(weights: Weights, model: Model) -> None:
     """Raises ConfigError unless the files have exactly the model's tensors, in its shapes."""
     expected = {name_of(param, None): param.shape for param in jax.tree.leaves(model.outer_params)}
     for segment in model.segments:
+        names = tensor_names(segment.params)
         for l in range(segment.start, segment.start + segment.num_layers):
-            expected |= {name_of(param, l): param.shape for param in jax.tree.leaves(segment.params)}
+            expected |= {name_of(param, l, names): param.shape for param in jax.tree.leaves(segment.params)}
     if missing := sorted(expected.keys() - weights.names):
         raise ConfigError(f"model_path: expected {missing[0]} in {weights.folder}, got no such tensor; {AGAIN}")
     # A tied head is the embedding, and the frequencies of old checkpoints follow from rope_theta.
@@ -111,7 +112,8 @@ def readers(weights: Weights) -> tuple[Callable[[Segment, int], Any], Callable[[
     """Functions (segment, l) -> the arrays of its layer l, and model -> those of the outer layers."""
 
     def layer(segment: Segment, l: int):
-        return jax.tree.map(lambda param: weights.read(name_of(param, segment.start + l)), segment.params)
+        names = tensor_names(segment.params)
+        return jax.tree.map(lambda param: weights.read(name_of(param, segment.start + l, names)), segment.params)
 
     def outer(model: Model) -> dict:
         return jax.tree.map(lambda param: weights.read(name_of(param, None)), model.params[OUTER])

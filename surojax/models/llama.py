@@ -126,43 +126,39 @@ class Block(nnx.Module):
 
         self.attention_norm = norm()
         self.attention = Attention(config, rngs=rngs)
-        if config.sandwich_norms:
-            self.post_attention_norm = norm()
-            self.pre_mlp_norm = norm()
-            self.post_mlp_norm = norm()
-        else:
-            self.mlp_norm = norm()
+        self.mlp_norm = norm()
         self.mlp = SwiGLU(config, rngs=rngs)
+        if config.sandwich_norms:
+            self.attention_out_norm = norm()
+            self.mlp_out_norm = norm()
 
     def __call__(self, x_BSD: jax.Array, ops: Operations, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
         """(the block of x `[B, S, D]`, the cache extended by S positions)."""
         again = ops.compute.recompute
         how = self.config.rms_norm_eps, self.config.norm_plus_one
-        sandwich = self.config.sandwich_norms
-        before_mlp = self.pre_mlp_norm if sandwich else self.mlp_norm
 
         def attention(y_BSD, norm=None):
             attended_BSD, extended = self.attention(y_BSD, ops, norm, cache)
-            if sandwich:
-                attended_BSD = ops.norm(attended_BSD, self.post_attention_norm[...], *how)
+            if self.config.sandwich_norms:
+                attended_BSD = ops.norm(attended_BSD, self.attention_out_norm[...], *how)
             return attended_BSD, extended
 
         def mlp(y_BSD, norm=None):
             y_BSD = self.mlp(y_BSD, ops, norm)
-            return ops.norm(y_BSD, self.post_mlp_norm[...], *how) if sandwich else y_BSD
+            return ops.norm(y_BSD, self.mlp_out_norm[...], *how) if self.config.sandwich_norms else y_BSD
 
         def attention_norm(x_BSD):
             return ops.norm(x_BSD, self.attention_norm[...], *how)
 
         def mlp_norm(x_BSD):
-            return ops.norm(x_BSD, before_mlp[...], *how)
+            return ops.norm(x_BSD, self.mlp_norm[...], *how)
 
         if again.norm:
             attended_BSD, cache = recomputed(lambda x_BSD: attention(x_BSD, attention_norm), again.att)(x_BSD)
             x_BSD = x_BSD + attended_BSD
             return x_BSD + recomputed(lambda x_BSD: mlp(x_BSD, mlp_norm), again.ffn)(x_BSD), cache
         attended_BSD, cache = recomputed(attention, again.att)(attention_norm(x_BSD))
-        y_BSD, x_BSD = ops.add_and_norm(x_BSD, attended_BSD, before_mlp[...], *how)
+        y_BSD, x_BSD = ops.add_and_norm(x_BSD, attended_BSD, self.mlp_norm[...], *how)
         return x_BSD + recomputed(mlp, again.ffn)(y_BSD), cache
 
 
