@@ -98,12 +98,11 @@ def measure_dataset(folder: Path) -> dict[str, float]:
     """Ours, by an entry of `datasets`, and the plan that packs it."""
     tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
     entries = parse_entries([{"path": str(folder / "text.jsonl")}], ())
-    sources = {"data": "", "eval_data": "", "text_field": "", "eval_batch_size": 1, "eval_batches": 1}
     before = peak_mib()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as cache:
-        settings = Settings(sequence_len=1024, sample_packing=True, data_cache=cache)
-        found = load(entries, settings, tokenizer, **sources)
+        settings = Settings(sequence_len=1024, eval_batches=1, sample_packing=True, data_cache=cache)
+        found = load(entries, settings, tokenizer, eval_batch_size=1)
         seconds = time.perf_counter() - started
     tokens = found.train.sources[0].num_tokens + len(found.held_out.tokens)
     return {"tokens": tokens, "seconds": seconds, "added_mib": peak_mib() - before}

@@ -27,7 +27,7 @@ from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.data import load as data
-from surojax.data.batches import Mixture, batches as training_batches
+from surojax.data.batches import batches as training_batches
 from surojax.data.cache import Corpus
 from surojax.data.samples import check_length
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
@@ -95,13 +95,12 @@ def train(config: Config) -> Result:
 
     # -- Data ---------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(c.tokenizer)
-    check_vocabulary(c, tokenizer)
+    checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
     batch_size = c.per_device_batch_size * len(devices)
     samples_per_step = batch_size * c.gradient_accumulation_steps
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
-    sources = {"data": c.data, "eval_data": c.eval_data, "text_field": c.text_field}
-    evaluation = {"eval_batch_size": batch_size, "eval_batches": c.eval_batches}
-    samples, evaluated, held_out = data.load(entries, settings, tokenizer, **sources, **evaluation, say=say)
+    found = data.load(entries, settings, tokenizer, eval_batch_size=batch_size, say=say)
+    samples = found.train
     check_length(samples.all, samples_per_step)
     total_steps = c.max_steps or c.num_epochs * len(samples) // samples_per_step
     check_schedule(c, total_steps)
@@ -114,7 +113,7 @@ def train(config: Config) -> Result:
     first_step = meta["step"]
     position = meta["samples"]
     describe(c, run, devices, need)
-    say(describe_data(samples, evaluated, held_out))
+    say(found.describe())
     say(f"run: {total_steps} steps of {samples_per_step * c.sequence_len:,} tokens into {output_dir}")
 
     with contextlib.ExitStack() as until_end:
@@ -151,7 +150,7 @@ def train(config: Config) -> Result:
         tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=batch_sharding(mesh))
         arrays = run.engine.batch_arrays
         train_step = run.train_step().lower(run.plan, *[tokens] * len(arrays)).compile(options)
-        evaluate = Evaluation(c, run, mesh, evaluated)
+        evaluate = Evaluation(c, run, mesh, found.evaluated)
         say(f"compiled in {time.perf_counter() - compile_start:.1f} s")
 
         # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
@@ -188,6 +187,9 @@ def train(config: Config) -> Result:
                 history.append(log.step(done.step, **done.values, duration_s=done.duration_s))
                 check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last)
 
+        if initial:  # the loss that fine-tuning starts from
+            history += [log.eval(first_step, **scores) for scores in evaluate(train_state.weights)]
+            deferred.restart_clock()
         step = first_step
         for step in range(first_step + 1, total_steps + 1):
             batch = next(batches)
@@ -222,7 +224,7 @@ def train(config: Config) -> Result:
         checkpoints.wait()
         finished = step == total_steps
         if finished and c.sample_tokens:
-            say(sample(c, run, train_state.weights, tokenizer, held_out))
+            say(sample(c, run, train_state.weights, tokenizer, found.held_out))
         say(f"{step - first_step} steps in {time.perf_counter() - started:.0f} s")
         if comparison := compare(need, train_step, devices[0]):
             say(comparison)
@@ -236,28 +238,6 @@ def say(text: str) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
-
-
-def check_vocabulary(c: Config, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the tokenizer has more ids than the model has embedding rows."""
-    if tokenizer.vocab_size > c.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: expected at least {tokenizer.vocab_size} (of {tokenizer.name}), got "
-            f"{c.model.vocab_size}; raise it"
-        )
-
-
-def describe_data(samples: Mixture, evaluated: list[data.Evaluated], held_out: Corpus) -> str:
-    """Returns a line with the size of the data; with weights, how often an epoch has each source."""
-    text = f"data: {samples.all.name}, {samples.all.num_tokens:,} tokens for training"
-    if not evaluated[0].name:
-        text += f", {len(held_out.tokens):,} held out"
-    if names := ", ".join(one.name for one in evaluated if one.name):
-        text += f"; evaluated on {names}"
-    if samples.weights is not None:
-        shares = zip(samples.sources, samples.shares(), strict=True)
-        text += "; an epoch has " + ", ".join(f"{source.name} {share:.2f} times" for source, share in shares)
-    return text
 
 
 def check_schedule(c: Config, total_steps: int) -> None:

@@ -36,18 +36,9 @@ def chats(count: int) -> list[dict]:
 
 
 def load_entries(tmp_path, entries, validation=(), said=None, **settings) -> Data:
-    settings = {"sequence_len": 64, "data_cache": str(tmp_path / "cache")} | settings
-    return load(
-        parse_entries(entries, validation),
-        Settings(**settings),
-        BYTES,
-        data="stdlib",
-        eval_data="",
-        text_field="text",
-        eval_batch_size=4,
-        eval_batches=50,
-        say=(said if said is not None else []).append,
-    )
+    settings = {"sequence_len": 64, "eval_batches": 50, "data_cache": str(tmp_path / "cache")} | settings
+    say = (said if said is not None else []).append
+    return load(parse_entries(entries, validation), Settings(**settings), BYTES, eval_batch_size=4, say=say)
 
 
 def documents_of(samples) -> list[str]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, drawn_params, plain_loss, quick_at, tokens, worst_relative
-from test_engine import ORDER_OF_SUMS, QWEN, engine_gradients
+from test_engine import GEMMA as GEMMA_3, MINISTRAL, ORDER_OF_SUMS, QWEN, engine_gradients
 
 from surojax.models import attention, llama, llama_fp8
 from surojax.models.attention import attend
@@ -76,7 +76,7 @@ def test_the_documents_of_the_tests():
     np.testing.assert_array_equal(starts_of((2, 3, 1)), [0, 0, 2, 2, 2, 5])
 
 
-@pytest.mark.parametrize("config", quick_at([(CONFIG,), (MISTRAL,), (GEMMA,), (QWEN,)], 2))
+@pytest.mark.parametrize("config", quick_at([(CONFIG,), (MISTRAL,), (GEMMA,), (QWEN,), (GEMMA_3,), (MINISTRAL,)], 2, 5))
 def test_loss_and_gradients_are_those_of_separate_rows(config):
     params = drawn_params(config, 0)
     f = jax.jit(jax.value_and_grad(plain_loss(config)))
@@ -107,6 +107,8 @@ def reference(config):
             (MISTRAL, 2, {"zero_level": 3, "recompute_block": False, "offload_residual": True}),
             (CONFIG, 4, {"zero_level": 3, "resident_layers": 1, "offload_weights": True}),
             (QWEN, 4, {"shard_outer": True, "lmhead_chunks": 4}),
+            (GEMMA_3, 4, {"zero_level": 3, **ALL}),
+            (MINISTRAL, 1, {"recompute_block": False}),
         ],
         0,
     ),

@@ -186,6 +186,12 @@ def _check_types(c: Config) -> None:
             _need(value < 2**31, name, "less than 2^31", value, "lower it")
 
 
+def check_vocabulary(c: Config, size: int, name: str) -> None:
+    """Raises ConfigError if a tokenizer has more ids than the model has embedding rows. size, name: the tokenizer's."""
+    expected = f"at least {size} (of {name})"
+    _need(size <= c.model.vocab_size, "model.vocab_size", expected, c.model.vocab_size, "raise it")
+
+
 def _check_data(c: Config) -> None:
     defaults = default_config()
     for name in ("data", "eval_data", "text_field") if c.datasets else ():

@@ -29,7 +29,9 @@ def prepare(c: Config, *, rows: int = 0, color: bool = False) -> None:
     checks.check(c)
     tokenizer = load_tokenizer(c.tokenizer)
     checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
-    found = data.load(c, tokenizer, eval_batch_size=c.per_device_batch_size)
+    entries = data.parse_entries(c.datasets, c.validation_datasets)
+    settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
+    found = data.load(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size)
     print(found.describe())
     if not rows:
         return

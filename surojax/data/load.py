@@ -23,9 +23,13 @@ from surojax.errors import ConfigError
 
 @dataclass(frozen=True)
 class Settings:
-    """The fields of a config that say how rows become samples; see `config.fields`."""
+    """The fields of a config that say what is read and how it becomes samples; see `config.fields`."""
 
     sequence_len: int
+    data: str = "stdlib"
+    eval_data: str = ""
+    text_field: str = "text"
+    eval_batches: int = 20
     sample_packing: bool = False
     on_long: str = "cut"
     on_bad_row: str = "error"
@@ -63,6 +67,18 @@ class Data(NamedTuple):
     train: Mixture
     evaluated: list[Evaluated]
     held_out: Corpus
+
+    def describe(self) -> str:
+        """A line with the size of the data; with weights, how often an epoch has each source."""
+        text = f"data: {self.train.all.name}, {self.train.all.num_tokens:,} tokens for training"
+        if not self.evaluated[0].name:
+            text += f", {len(self.held_out.tokens):,} held out"
+        if names := ", ".join(one.name for one in self.evaluated if one.name):
+            text += f"; evaluated on {names}"
+        if self.train.weights is not None:
+            shares = zip(self.train.sources, self.train.shares(), strict=True)
+            text += "; an epoch has " + ", ".join(f"{source.name} {share:.2f} times" for source, share in shares)
+        return text
 
 
 def parse_entries(entries: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]]) -> Entries:
@@ -102,17 +118,12 @@ def load(
     settings: Settings,
     tokenizer: Tokenizer,
     *,
-    data: str,
-    eval_data: str,
-    text_field: str,
     eval_batch_size: int,
-    eval_batches: int,
     say: Callable[[str], None] = print,
 ) -> Data:
     """Returns the samples to train on and the batches to evaluate on.
 
-    data, eval_data, text_field: see `prepare.load_corpora`; they are not read if there are `entries.datasets`.
-    eval_batch_size, eval_batches: samples of an evaluation batch, and the largest number of batches of a set.
+    `settings.data` is not read if there are `entries.datasets`. eval_batch_size: samples of an evaluation batch.
 
     Raises ConfigError for whatever is wrong with files, rows or settings, and for a set that is empty.
     """
@@ -121,10 +132,10 @@ def load(
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
     else:
         corpora = load_corpora(
-            data,
-            eval_source=eval_data,
+            settings.data,
+            eval_source=settings.eval_data,
             tokenizer=tokenizer,
-            text_field=text_field,
+            text_field=settings.text_field,
             data_cache=settings.data_cache,
             say=say,
         )
@@ -139,7 +150,7 @@ def load(
         found = loader.dataset(dataset, holds_out=False)
         sets[name] = [(found.train, found.is_text)]
     evaluated = [
-        _evaluated(name, corpora, loader, batch_size=eval_batch_size, max_batches=eval_batches)
+        _evaluated(name, corpora, loader, batch_size=eval_batch_size, max_batches=settings.eval_batches)
         for name, corpora in sets.items()
     ]
     return Data(train, evaluated, next(iter(sets.values()))[0][0])
