@@ -2418,6 +2418,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "if False:",
         "tests/test_export.py::test_both_spellings_of_rope_are_written -k yarn]",
     ),
+    Mutant(
+        "a chat template of the command line is ignored",
+        "surojax/inference/load.py",
+        "load_template(chat_template or c.chat_template, found_tokenizer)",
+        "load_template(c.chat_template, found_tokenizer)",
+        "tests/test_train.py::test_a_runs_template_and_another",
+    ),
+    Mutant(
+        "texts begin without the tokenizer's first token",
+        "surojax/inference/prompts.py",
+        "return np.concatenate([[tokenizer.bos_id], ids])",
+        "return ids",
+        "tests/test_prompts.py::test_texts_begin_as_the_tokenizer_says",
+    ),
+    Mutant(
+        "an answer sees no system message",
+        "surojax/inference/prompts.py",
+        "if system else []",
+        "if False else []",
+        "tests/test_prompts.py::test_messages_are_written_by_the_template",
+    ),
+    Mutant(
+        "the samples shown are not those that a run begins with",
+        "surojax/data/__main__.py",
+        "seed=c.seed)",
+        "seed=c.seed + 1)",
+        "tests/test_data_command.py",
+    ),
     # -- Settings -----------------------------------------------------------------------------------------------------
     Mutant(
         "skip_last is skip_first",

@@ -23,9 +23,9 @@ def get_config():
     c.model_dtype = "float32"  # CPUs have no fast bfloat16
     c.sequence_len = 256
     c.per_device_batch_size = 4
-    c.max_steps = 60
+    c.max_steps = 40
     c.eval_steps = 20
-    c.save_steps = 30
+    c.save_steps = 20
     c.eval_batches = 4
     c.learning_rate = 1e-4
     c.warmup_steps = 5

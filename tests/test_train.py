@@ -377,6 +377,12 @@ def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
     chex.assert_trees_all_equal(weights, newest)
 
 
+def test_a_runs_template_and_another(whole):
+    assert load(whole).template is None
+    template = load(whole, chat_template="chatml").template
+    assert template is not None and template.source == "chat_template chatml"
+
+
 def test_what_is_sampled_is_what_the_command_line_and_the_config_say(whole, config, capsys, monkeypatch):
     """Every option has a value that is not its default."""
     asked = []

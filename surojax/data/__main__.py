@@ -35,13 +35,10 @@ def prepare(c: Config, *, rows: int = 0, color: bool = False) -> None:
     print(found.describe())
     if not rows:
         return
-    stream = batches(found.train, batch_size=1, accumulation=1, seed=c.seed)
-    with contextlib.closing(stream):
-        for number in range(rows):
-            batch = {name: array[0, 0] for name, array in next(stream).items()}
-            print(f"--- sample {number}")
-            for line in table(batch["inputs"], batch["labels"], batch.get("starts"), tokenizer, color=color):
-                print(line)
+    with contextlib.closing(batches(found.train, batch_size=rows, accumulation=1, seed=c.seed)) as stream:
+        batch = {name: array[0] for name, array in next(stream).items()}
+    for line in table(batch["inputs"], batch["labels"], batch.get("starts"), tokenizer, color=color):
+        print(line)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,0 +1,62 @@
+"""`python -m surojax.data`: what it prepares and shows is what a run begins with."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+
+from surojax import default_config
+from surojax.data.__main__ import main, prepare
+from surojax.data.batches import batches
+from surojax.data.load import SETTINGS, Settings, load, parse_entries
+from surojax.data.show import table
+from surojax.data.tokenizer import ByteTokenizer
+
+
+@pytest.fixture
+def config(tmp_path):
+    c = default_config()
+    c.model.vocab_size = 320
+    c.sequence_len = 64
+    rows = [{"prompt": f"What is {i}?", "completion": f"It is {i}."} for i in range(300)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    c.datasets = (dict(path=str(tmp_path / "rows.jsonl")),)
+    c.data_cache = str(tmp_path / "cache")
+    c.sample_packing = True
+    return c
+
+
+def test_the_samples_shown_are_the_runs_first(config, capsys):
+    prepare(config, rows=2)
+    shown = capsys.readouterr().out
+    settings = Settings(**{name: config[name] for name in SETTINGS})
+    found = load(
+        parse_entries(config.datasets, ()), settings, ByteTokenizer(), eval_batch_size=1, say=lambda line: None
+    )
+    stream = batches(found.train, batch_size=2, accumulation=1, seed=config.seed)
+    with contextlib.closing(stream):
+        batch = next(stream)
+    samples = [batch[name][0] for name in ("inputs", "labels", "starts")]
+    assert shown.endswith("\n".join(table(*samples, ByteTokenizer(), color=False)) + "\n")
+    assert "tokens for training" in shown and not np.array_equal(*batch["inputs"][0, :2])
+
+
+def test_the_command_prepares(tmp_path, capsys):
+    file = tmp_path / "config.py"
+    file.write_text("from surojax import default_config\n\n\ndef get_config():\n    return default_config()\n")
+    (tmp_path / "text.txt").write_text("a line of text\n" * 400)
+    data = [f"--config.data={tmp_path}/text.txt", f"--config.data_cache={tmp_path}/cache", "--config.sequence_len=16"]
+    main(["--config", str(file), *data])
+    first = capsys.readouterr().out
+    assert "into the cache" in first and "position" not in first
+    main(["--config", str(file), *data, "--debug", "1"])
+    assert "from the cache" in (again := capsys.readouterr().out) and "row 0: " in again
+    for wrong, message in (
+        (["--debug", "-1"], "--debug: expected a number of samples, got -1"),
+        (["--config.model.vocab_size=100"], "model.vocab_size: expected at least 257"),
+        ([f"--config.data={tmp_path}/nowhere"], "nowhere: expected a file"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["--config", str(file), *data, *wrong])
+        assert message in str(end.value) and "\n" not in str(end.value)
