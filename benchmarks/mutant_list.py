@@ -1698,8 +1698,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "hlo: loops inside each other count once",
         "surojax/planner/hlo.py",
-        '_called(i, "body")[0], times * _trips(i))\n',
-        '_called(i, "body")[0], _trips(i))\n',
+        'called(i, "body")[0], times * trips(i))\n',
+        'called(i, "body")[0], trips(i))\n',
         "tests/test_hlo.py::test_collectives_are_counted_as_often_as_they_run_by_axis",
     ),
     Mutant(

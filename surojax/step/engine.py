@@ -217,6 +217,7 @@ def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: ja
     return lambda a, l: None
 
 
+@jax.named_scope("forward")
 def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, prefetched, recipe_inputs: Callable) -> Forward:
     """All blocks of a segment. recipe_inputs: of the number of a layer."""
     segment = layers.segment
@@ -240,6 +241,7 @@ def forward(engine: Engine, layers: Layers, x_BSD: jax.Array, prefetched, recipe
     return Forward(done.x_BSD, done.auxiliary, residuals, done.kept, prefetched)
 
 
+@jax.named_scope("backward")
 def backward(
     engine: Engine, layers: Layers, carry: BackwardCarry, passed: Forward, recipe_inputs: Callable, push_layer: Callable
 ):

@@ -34,6 +34,7 @@ class Tensor(NamedTuple):
     grad: Any
 
 
+@jax.named_scope("update")
 def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scalars: Scalars, history) -> TrainState:
     """The state after one optimizer step; runs per device on shards, one tensor after another."""
     sections: dict[str, TensorState] = {}
