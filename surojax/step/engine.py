@@ -47,6 +47,7 @@ from surojax.step.gradients import (
     Accumulators,
     accumulators,
     add,
+    begin_backward,
     finish,
     push,
     read_accumulator,
@@ -148,7 +149,8 @@ def loss_and_gradients(
         x_BSD = embed(outer, inputs_BS, sharded)
         passes: dict[str, Forward] = {}
         for name, layers in segments.items():
-            passes[name] = forward(engine, layers, x_BSD, carry.prefetched[name], of_layer)
+            prefetched = layers.turn(carry.prefetched[name], a, reverse=False)
+            passes[name] = forward(engine, layers, x_BSD, prefetched, of_layer)
             x_BSD = passes[name].x_BSD
         loss, dx_BSD, d_outer = head(
             model,
@@ -166,7 +168,9 @@ def loss_and_gradients(
         prefetched = {}
         for name, layers in reversed(segments.items()):
             push_layer = functools.partial(push, engine, layers.segment, first=a == 0, last=last)
-            done, prefetched[name] = backward(engine, layers, done, passes[name], of_layer, push_layer)
+            passed = passes[name]._replace(prefetched=layers.turn(passes[name].prefetched, a, reverse=True))
+            done = done._replace(grads=begin_backward(layers.segment, done.grads, a))
+            done, prefetched[name] = backward(engine, layers, done, passed, of_layer, push_layer)
         d_outer = push_embed(done.grads.outer, inputs_BS, done.dx_BSD, sharded)
         grads = done.grads._replace(outer=d_outer)
         auxiliary = [carry.auxiliary, *(passed.auxiliary for passed in passes.values() if passed.auxiliary is not None)]
