@@ -45,9 +45,7 @@ def predict(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, tokens: 
         reason = f"what a {gpu.name} reaches of its peaks is not in surojax/planner/gpus.py"
         return Prediction(host_transfers=transfers, not_predicted=reason)
     found = simulate(program(module, gpu, mesh_shape))
-    least = found.seconds
-    if transfers["kernel"]:
-        least = simulate(program(module, gpu, mesh_shape, copies_only=True)).seconds
+    least = simulate(program(module, gpu, mesh_shape, copies_only=True)).seconds
     exposed = dict.fromkeys(TRANSFERS, 0.0)
     by_loop: dict[str, dict[str, float]] = {}
     for (loop, kind), seconds in found.exposed.items():
