@@ -67,16 +67,15 @@ def test_slices_beyond_a_stack_are_of_the_nearest_layer(monkeypatch, clamped_by_
     monkeypatch.setattr(offload, "COPY_ENGINES_CLAMP", clamped_by_slices)
     stack = jnp.arange(8.0).reshape(4, 2)
 
-    def shifted(stack):
-        """Every layer written one further down, the last one also in its own place."""
+    @jax.jit
+    def at(l):
         host = offload.put(stack, HOST)
+        return offload.read(host, l), offload.put(offload.write(host, jnp.full(2, -1.0), l), DEVICE)
 
-        def layer(l, carry):
-            return offload.write(carry, offload.read(host, l + 1), l - 1)
-
-        return offload.put(jax.lax.fori_loop(0, 5, layer, host), DEVICE)
-
-    np.testing.assert_array_equal(jax.jit(shifted)(stack), stack[np.array([2, 3, 3, 3])])
+    for l, nearest in ((-1, 0), (0, 0), (2, 2), (3, 3), (4, 3)):
+        layer, written = at(l)
+        np.testing.assert_array_equal(layer, stack[nearest])
+        np.testing.assert_array_equal(written, stack.at[nearest].set(-1.0))
 
 
 @pytest.mark.full

@@ -132,12 +132,15 @@ def test_each_kind_of_work_by_hand(line, kind, seconds):
 
 
 def test_products_take_whole_waves():
-    """Three tiles on two multiprocessors take two waves, unless a split of the k loop fills both."""
+    """A tile alone leaves a multiprocessor idle, unless a split of the k loop fills both. On three, the best for one
+    large tile are eight parts: two smaller tiles, each split in four, in three waves."""
     two = dataclasses.replace(GPU, sm_count=2, bf16_flops=4.0 * TILE, memory_bandwidth=2e15)
     time = lambda m, k=64: costs.product_time(two, ROUND, m, 128, k)
     assert time(256) == pytest.approx(0.5, rel=1e-3)  # one tile, split in two
     assert time(512) == pytest.approx(1.0, rel=1e-3)
     assert time(768) == pytest.approx(1.5, rel=1e-3)
+    three = dataclasses.replace(two, sm_count=3, bf16_flops=6.0 * TILE)
+    assert costs.product_time(three, ROUND, 256, 128, 64) == pytest.approx(3 * 0.125 / 0.95, rel=1e-3)
     whole = dataclasses.replace(two, memory_bandwidth=1.0)  # sums of parts cost too much
     moved = 2 * (768 * 64 + 64 * 128 + 768 * 128) / 0.5
     assert costs.product_time(whole, ROUND, 768, 128, 64) == pytest.approx(moved)
