@@ -37,7 +37,7 @@ PASS = "pass"  # a kernel bound by device memory
 DEVICE_COPY = "device copy"
 GATHER = "gather"
 REDUCE = "reduce"
-TRANSFERS = (GATHER, REDUCE, HOST_IN, HOST_OUT)
+TRANSFERS: tuple[str, ...] = (GATHER, REDUCE, HOST_IN, HOST_OUT)
 OF_COLLECTIVE = {
     "all-gather": GATHER,
     "collective-permute": GATHER,

@@ -124,7 +124,7 @@ class Prefetch:
         """What is prefetched before position 0: the result of each stage."""
         return tuple(self._prefetched(i, 0) for i in range(self.stages))
 
-    def _prefetched(self, i: int, p: int):
+    def _prefetched(self, i: int, p: jax.Array | int):
         """The i-th of what is prefetched before position p: its weights, then the next position's shards."""
         return self.copy_in(p + 1) if i else self.gather(self.copy_in(p))
 
