@@ -1,6 +1,7 @@
-"""Plans a run without the GPUs: the memory and traffic that it needs, and a lower bound of the time of a step.
+"""Plans a run without the GPUs: the memory and traffic that it needs, and the predicted time of a step.
 
-    python -m surojax.plan --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--json FILE] [--host-memory GIB]
+    python -m surojax.plan --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--json FILE] [--host-memory GIB] \
+        [--trace FILE]
 
 `surojax.planner.plan.plan(config, gpu)` is the function behind this command.
 """
@@ -21,7 +22,7 @@ from surojax.planner.plan import plan
 from surojax.planner.report import table
 
 
-def check_json_path(path: str) -> Path:
+def check_path(option: str, path: str) -> Path:
     """Returns the file to write. Raises ConfigError if it cannot be written, before any work is done."""
     file = Path(path).expanduser()
     problem = "a folder" if file.is_dir() else ""
@@ -33,7 +34,9 @@ def check_json_path(path: str) -> Path:
         except OSError as error:
             problem = error.strerror or str(error)
     if problem:
-        raise ConfigError(f"--json: expected a file that can be written, got {path!r} ({problem}); choose another path")
+        raise ConfigError(
+            f"{option}: expected a file that can be written, got {path!r} ({problem}); choose another path"
+        )
     return file
 
 
@@ -43,19 +46,24 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m surojax.plan", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu", metavar="NAME", help=f"the GPU to plan for: {', '.join(GPUS)}")
     parser.add_argument("--json", metavar="FILE", help="write the plan there, as JSON")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write a trace of the simulated step there, for ui.perfetto.dev"
+    )
     parser.add_argument("--host-memory", metavar="GIB", type=float, help="host memory for all GPUs, to check as well")
     try:
         c, args = parse(argv, parser)
-        file = check_json_path(args.json) if args.json is not None else None
+        file = check_path("--json", args.json) if args.json is not None else None
+        trace = check_path("--trace", args.trace) if args.trace is not None else None
         if args.gpu is None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
         if args.host_memory is not None and not args.host_memory > 0:
             raise ConfigError(f"--host-memory: expected GiB, more than 0, got {args.host_memory}; leave it out")
-        found = plan(c, args.gpu, host_memory=args.host_memory)
+        found = plan(c, args.gpu, host_memory=args.host_memory, trace=str(trace) if trace else None)
         print(table(found))
         if file:
             file.write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
-            print(f"written: {file}")
+        for written in filter(None, (file, trace)):
+            print(f"written: {written}")
     except (ConfigError, OSError) as error:
         sys.exit(f"surojax.plan: error: {error}")
 

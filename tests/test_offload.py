@@ -18,9 +18,9 @@ from surojax.errors import ConfigError
 from surojax.inference.sample import generate
 from surojax.memory import host as offload
 from surojax.models import llama
-from surojax.models.model import Compute, Recompute
+from surojax.models.model import DEFAULT, Compute, Recompute, runs
 from surojax.placement import table as placement
-from surojax.placement.home import HOST
+from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding
 from surojax.run.checkpoint import FOLDER, Checkpoints, restore, steps_in
 from surojax.step import engine, train_step as step
@@ -49,6 +49,40 @@ def test_resident_layers_change_no_bit(devices, resident, recompute_block):
     ):
         assert {(x.sharding.memory_kind, x.shape[0]) for x in jax.tree.leaves(part.stack)} == {(kind, layers)}
     assert small.train(BATCHES) == plain(devices, recompute_block)
+
+
+@pytest.mark.parametrize("devices", quick_at([(1,), (4,)], 0))
+def test_runs_of_layers_inside_a_stack_fetch_their_own(devices):
+    """A run ends inside its stack: what comes behind it there is not the layer that its next pass begins with."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4, sliding_window=8, sliding_window_pattern=3)
+    assert len(runs(config.variants(DEFAULT.precision))) > 1
+    options = {"config": config, "zero_level": 3 if devices > 1 else 1}
+    expected = Small(devices, **options).train(BATCHES[:2])
+    assert Small(devices, offload_weights=True, **options).train(BATCHES[:2]) == expected
+
+
+@pytest.mark.parametrize("clamped_by_slices", [True, False])
+def test_slices_beyond_a_stack_are_of_the_nearest_layer(monkeypatch, clamped_by_slices):
+    """Whether slices clamp their index, or have to be told to, as with jaxlib 0.11."""
+    monkeypatch.setattr(offload, "COPY_ENGINES_CLAMP", clamped_by_slices)
+    stack = jnp.arange(8.0).reshape(4, 2)
+
+    @jax.jit
+    def at(l):
+        host = offload.put(stack, HOST)
+        return offload.read(host, l), offload.put(offload.write(host, jnp.full(2, -1.0), l), DEVICE)
+
+    for l, nearest in ((-1, 0), (0, 0), (2, 2), (3, 3), (4, 3)):
+        layer, written = at(l)
+        np.testing.assert_array_equal(layer, stack[nearest])
+        np.testing.assert_array_equal(written, stack.at[nearest].set(-1.0))
+
+
+@pytest.mark.full
+def test_losses_are_the_same_if_slices_do_not_clamp(monkeypatch):
+    """As with jaxlib 0.11: what is clamped here would otherwise be copied from beyond the stack."""
+    monkeypatch.setattr(offload, "COPY_ENGINES_CLAMP", False)
+    assert Small(4, zero_level=3, resident_layers=1, **ALL).train(BATCHES) == plain(4, True)
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ from surojax.config import flags
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.placement.mesh import DATA, make_mesh
-from surojax.planner import advice, aot, fit, plan as planner, report, traffic
+from surojax.planner import advice, aot, costs, fit, hlo, plan as planner, report, traffic
 from surojax.planner.advice import GiB
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import Transfer
@@ -266,14 +266,14 @@ def test_groups_of_gpus_sum_their_shards_once(planned):
 def test_host_copies_are_counted(planned):
     """Moments go to the device and back once a step; nothing else does.
 
-    `host.sweep` asks for a layer ahead: it reads the last layer twice more, first as what stands in for layer -1,
-    and at the end in place of one that would follow it, and writes it once more.
+    `host.sweep` asks for a layer ahead: it reads the last layer once more at the end, in place of one that would follow
+    it, and writes the first layer once more, which stands in for layer -1.
     """
     p = planned(config(gpus=1, offload_optimizer=True, **BLOCKS))
     moments, per_parameter, vocabulary = p.classes["moments"]["host"], 2 + 2, 2 * 512 * 256
     assert moments == per_parameter * p.parameters and p.host_temp_bytes == 0
     layer = per_parameter * (p.parameters - vocabulary - 256) // 64
-    assert (p.h2d_bytes, p.d2h_bytes) == (moments + 2 * layer, moments + layer)
+    assert (p.h2d_bytes, p.d2h_bytes) == (moments + layer, moments + layer)
 
 
 @needs_compiler
@@ -396,12 +396,19 @@ KEYS = {
     "d2h_bytes": int,
     "step_time_bound_s": float,
     "bound_by": str,
+    "exposed_s": dict,
+    "exposed_by_loop_s": dict,
+    "host_transfers": dict,
+    "not_predicted": str,
 }
+PREDICTED = {"predicted_step_s": float, "predicted_range_s": list, "tokens_per_s_per_gpu": float, "mfu": float}
 
 
 def check_schema(found: dict):
     for key, kind in KEYS.items():
         assert type(found[key]) is kind, key
+    for key, kind in PREDICTED.items():
+        assert type(found[key]) is (type(None) if found["not_predicted"] else kind), key
     table = {"weights", "outer", "grads", "master", "moments", "residuals"}
     assert found["classes"].keys() >= table
     assert all(row.keys() == {"device", "host", "nvme"} for row in found["classes"].values())
@@ -413,10 +420,34 @@ def check_schema(found: dict):
 def compiled_step(gpus: int, **changes) -> str:
     """The compiled step, for FIRST, of a model with five layers."""
     c = config(gpus=gpus, **BLOCKS | {"model.num_hidden_layers": 5} | changes)
-    mesh = make_mesh(aot.devices(FIRST, gpus))
+    mesh = make_mesh(aot.devices(FIRST, gpus), dp_replicate_size=c.dp_replicate_size)
     run = from_config(planner.checked(c, FIRST), mesh.abstract_mesh, total_steps=10)
-    (program,) = planner.programs(run, mesh, traffic.Batch(1, 64, 2))
+    (program,) = planner.programs(run, mesh, traffic.Batch(1, 64, c.gradient_accumulation_steps))
     return aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text
+
+
+PLACED_IN_HOST = [
+    (1, ALL),
+    (4, ALL | SHARDED),
+    *((gpus, {"zero_level": 3 if gpus > 1 else 1, name: True}) for gpus in (1, 4) for name in OFFLOADS),
+    (4, {"zero_level": 1, "offload_weights": True, "offload_master": True}),
+    (4, {"zero_level": 2, "offload_weights": True, "offload_grads": True}),
+    (4, ALL | {"zero_level": 3, "dp_replicate_size": 2}),
+    (1, ALL | {"resident_layers": 2}),
+    (4, ALL | {"zero_level": 3, "resident_layers": 2}),
+    (4, QUANTS_IN_HOST),
+    (1, ALL | {"recompute_block": False}),
+    (1, ALL | {"optimizer": "adamw8bit"}),
+    (4, ALL | {"zero_level": 3, "optimizer": "normuon"}),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpus, changes", quick_at(PLACED_IN_HOST, 0, 1), ids=str)
+def test_copy_engines_do_all_host_transfers_in_loops(gpus, changes):
+    """No kernel that occupies the multiprocessors, in the layer loops, the update's and the one over microbatches."""
+    found = costs.host_transfers(hlo.parse(compiled_step(gpus, gradient_accumulation_steps=3, **changes)))
+    assert found["kernel"] == 0 < found["copy_engine"]
 
 
 @needs_compiler
@@ -500,10 +531,10 @@ def test_where_jax_has_not_loaded_its_plugin_another_process_plans(monkeypatch, 
         raise NotImplementedError("topology not implemented for cuda")
 
     monkeypatch.setattr(aot.topologies, "get_topology_desc", not_loaded)
-    monkeypatch.setattr(planner, "plan_in_subprocess", lambda c, gpu, host_memory: (gpu, host_memory))
+    monkeypatch.setattr(planner, "plan_in_subprocess", lambda c, gpu, host_memory, trace: (gpu, host_memory))
     assert planner.plan(config(**TINY), FIRST, host_memory=8) == (FIRST, 8)
     # That process asks no other one.
-    request = json.dumps({"config": config(**TINY).to_dict(), "gpu": FIRST, "host_memory": None})
+    request = json.dumps({"config": config(**TINY).to_dict(), "gpu": FIRST, "host_memory": None, "trace": None})
     monkeypatch.setattr(planner.sys, "stdin", io.StringIO(request))
     planner.serve()
     assert "JAX does not load its CUDA plugin" in json.loads(capsys.readouterr().out)["error"]
@@ -540,7 +571,9 @@ def test_without_the_compiler_there_is_an_estimate(tmp_path, monkeypatch, capsys
     assert "ESTIMATE" in out and "pip install 'surojax[plan]'" in out and "fits" in out
     found = json.loads((tmp_path / "plan.json").read_text())
     check_schema(found)
-    assert found["estimate"] and found["gpus"] == 4
+    assert found["estimate"] and found["gpus"] == 4 and found["predicted_step_s"] is None
+    assert "no time is predicted: an estimate" in out
+    assert "nothing was compiled" in refused([*argv, "--trace", str(tmp_path / "trace.json")])
     assert found["h2d_bytes"] == found["d2h_bytes"] == found["classes"]["master"]["host"] > 0
     assert all(x["bytes"] == x["textbook_bytes"] for x in found["collectives"])
 
@@ -589,7 +622,7 @@ def test_times_are_bytes_over_rates():
 
 
 def test_flops_count_recomputation():
-    """6 N and attention per token, a third more in the blocks when they are computed again (7B: N = 6.6e9)."""
+    """6 N and attention per token; once more the blocks that are computed again, but the down projection (7B)."""
     c = config(gpus=1)
     flops = []
     for c.recompute_block in (False, True):
@@ -598,9 +631,26 @@ def test_flops_count_recomputation():
         assert found.keys() == {"bfloat16"}
         flops.append(found["bfloat16"] / 4096)
     n, head, attention = 6_607_077_376, 32000 * 4096, 6 * 32 * 4096 * 2048
-    assert flops == [6 * n + attention, 6 * n + attention + 2 * (n - head) + attention / 3]
+    assert flops == [6 * n + attention, 6 * n + attention + 2 * (n - head - DOWN) + attention / 3]
 
 
+@needs_compiler
+@pytest.mark.parametrize("recompute_block", [True, False])
+def test_flops_of_products_are_those_of_the_compiled_step(recompute_block):
+    """XLA drops the recomputed down projection, whose result no gradient needs."""
+    c = config(gpus=1, recompute_block=recompute_block, **BLOCKS | {"model.num_hidden_layers": 5})
+    run = from_config(planner.checked(c, FIRST), MESH, total_steps=10)
+    attention = 5 * 2 * 64 * 256 * (4 if recompute_block else 3)  # per token; cuDNN's, not a matrix product
+    module = hlo.parse(compiled_step(1, recompute_block=recompute_block))
+    found = 0
+    for i, times, computation in hlo.executed(module):
+        fused = [(x, module[name]) for name in hlo.called(i, "calls") for x in module[name].values()]
+        products = [pair for pair in [(i, computation), *fused] if "__cublas" in pair[0].attributes]
+        found += times * sum(2 * math.prod(costs.product_sizes(*pair)) for pair in products)
+    assert found == 128 * (sum(traffic.token_flops(run, 64, again=recompute_block).values()) - attention)
+
+
+DOWN = 32 * 4096 * 11008
 HEAD = 6 * 32000 * 4096 + 6 * 32 * 4096 * 2048  # of llama7b per token, and attention: in model_dtype
 MATRICES = 32 * (4 * 4096**2 + 3 * 4096 * 11008)  # of its blocks; forward, in the forward pass again, and backward
 
@@ -626,7 +676,7 @@ def test_products_count_in_the_numbers_that_they_have(changes, expected):
     run = from_config(c, jax.sharding.AbstractMesh((1, 2), DATA), total_steps=10)
     assert traffic.token_flops(run, 2048) == pytest.approx(expected)
     again = traffic.token_flops(run, 2048, again=True)
-    assert sum(again.values()) - sum(expected.values()) == 2 * MATRICES + 2 * 32 * 4096 * 2048
+    assert sum(again.values()) - sum(expected.values()) == 2 * (MATRICES - DOWN) + 2 * 32 * 4096 * 2048
     # The best that MFU can be measured against: the time of these products, each at its own rate.
     rates = {"float32": 1125e12, "bfloat16": 2250e12, "float8": 4500e12, "float4": 9000e12}
     fastest = sum(size / rates[dtype] for dtype, size in expected.items())
@@ -639,7 +689,10 @@ def test_recomputed_products_count_in_the_numbers_of_the_recipe():
     """The forward pass again: its matrices in float8, its attention in model_dtype."""
     run = from_config(config(gpus=1, recipe="fp8_current"), MESH, total_steps=10)
     attention = 2 * 32 * 4096 * 2048
-    assert traffic.token_flops(run, 2048, again=True) == {"bfloat16": HEAD + attention, "float8": 8 * MATRICES}
+    assert traffic.token_flops(run, 2048, again=True) == {
+        "bfloat16": HEAD + attention,
+        "float8": 8 * MATRICES - 2 * DOWN,
+    }
 
 
 def test_what_does_not_fit_comes_with_what_would(monkeypatch):
@@ -737,11 +790,21 @@ def test_the_command_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
     file = write_config(tmp_path, **TINY, model_dtype="bfloat16")
     target = tmp_path / "plan.json"
     monkeypatch.setattr(aot, "_kinds", {FIRST})  # as if this process had compiled for another one
+    trace = tmp_path / "trace.json"
     argv = ["--config", file, "--gpu", "h200", "--config.gpus=2", "--json", str(target), "--host-memory=8"]
-    out = command(argv, capsys)
+    out = command([*argv, "--trace", str(trace)], capsys)
     found = json.loads(target.read_text())
     check_schema(found)
     assert not found["estimate"] and "ESTIMATE" not in out
+    step, (low, high) = found["predicted_step_s"], found["predicted_range_s"]
+    assert found["step_time_bound_s"] < step and low < step < high and 0 < found["mfu"] < 1
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(64 / step)
+    assert f"predicted: {1000 * step:,.1f} ms a step" in out and f"written: {trace}" in out
+    assert found["exposed_s"].keys() >= {"gather", "reduce", "host in", "host out"}
+    for label, row in found["exposed_by_loop_s"].items():
+        assert f"\n  {label} " in out and all(seconds <= step for seconds in row.values())
+    ends = [x["ts"] + x["dur"] for x in json.loads(trace.read_text())["traceEvents"] if x["ph"] == "X"]
+    assert max(ends) == pytest.approx(1e6 * step, rel=1e-6)
     assert f"{1000 * found['step_time_bound_s']:.3f} ms" in out and "2 x NVIDIA H200" in out
     for name in found["classes"]:
         assert f"\n  {name} " in out

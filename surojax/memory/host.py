@@ -2,6 +2,12 @@
 
 XLA makes each read or write an asynchronous copy of that part only: reading layer l of a stack in host memory copies
 one layer. An array's type says which memory it is in, so code that reads and writes layers need not know.
+
+A copy engine does it only if XLA proves that the offset is linear in the loop's counter. Otherwise a kernel does, whose
+threads wait for host memory on the multiprocessors that the loop's products need (docs/LOG.md, 2026-11-22). So loops
+that read ahead or write behind name layer l + 1 or l - 1 as it is, although the last or first one lies beyond the
+stack: a modulo, minimum or maximum is not linear, and slices clamp their index anyway. For a fixed layer inside a loop
+there is `index_in_loop`.
 """
 
 from collections.abc import Sequence
@@ -9,9 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxlib.version import __version_info__ as jaxlib_version
 
 from surojax.numerics.rounding import materialised
 from surojax.placement.home import DEVICE, Home
+
+# XLA of jaxlib 0.11 takes offsets as linear without regard to the stack's ends. That of 0.12 clamps what it copies.
+COPY_ENGINES_CLAMP = jaxlib_version >= (0, 12)
 
 
 class Split(NamedTuple):
@@ -78,23 +88,38 @@ def move(x: jax.Array, space) -> jax.Array:
 
 
 def read(tree, l: jax.Array | int):
-    """Layer l of stacked arrays `[L, ...]`, in device memory."""
+    """Layer l of stacked arrays `[L, ...]`, or the one nearest to it, in device memory."""
 
     def one(x):
-        layer = jax.lax.dynamic_index_in_dim(x, l, 0, keepdims=False, allow_negative_indices=False)
+        layer = jax.lax.dynamic_index_in_dim(x, _index(x, l), 0, keepdims=False, allow_negative_indices=False)
         return move(layer, DEVICE.space)
 
     return jax.tree.map(one, tree)
 
 
 def write(tree, new, l: jax.Array | int):
-    """Stacked arrays with layer l replaced by `new`, in the memory that they are in; in place if the compiler can."""
+    """Stacked arrays with layer l, or the one nearest to it, replaced by `new`, in the memory that they are in.
+
+    In place if the compiler can.
+    """
 
     def one(x, layer):
         layer = move(layer.astype(x.dtype), jax.typeof(x).memory_space)
-        return jax.lax.dynamic_update_index_in_dim(x, layer, l, 0, allow_negative_indices=False)
+        return jax.lax.dynamic_update_index_in_dim(x, layer, _index(x, l), 0, allow_negative_indices=False)
 
     return jax.tree.map(one, tree, new)
+
+
+def _index(stack: jax.Array, l: jax.Array | int) -> jax.Array | int:
+    """The index to slice a stack at for the layer nearest to l: l itself, if slices clamp it."""
+    if COPY_ENGINES_CLAMP or jax.typeof(stack).memory_space == DEVICE.space:
+        return l
+    return jnp.clip(l, 0, len(stack) - 1)
+
+
+def index_in_loop(l: int, counter: jax.Array | int) -> jax.Array:
+    """Index l, computed from the counter of the loop around it: a constant is not an offset that XLA finds linear."""
+    return l + jnp.minimum(counter, 0)
 
 
 def on_device(tree) -> bool:
@@ -137,16 +162,16 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
     def layer(i, carry: SweepCarry) -> SweepCarry:
         # A loop stores its carry in memory. XLA removes a loop over one layer, so the barriers have to do that.
         arguments = materialised(carry.arguments)
-        before = (i - 1) % n
-        after = jnp.minimum(i + 1, n - 1)
+        before = i - 1
+        after = i + 1
         output, new = carry.results
         outputs = write(carry.outputs, output, before)
         state, copied_in = _exchange(carry.state, new, start + before, start + after)
         following = (copied_in, read(inputs, start + after))
         return SweepCarry(outputs, state, following, materialised(function(*arguments)))
 
-    # The first iteration writes results to the last layer: the values that this layer already has.
-    unchanged = read(outputs, n - 1), read(state, stop - 1)
+    # The first iteration writes what is there already: there is no layer before the first one.
+    unchanged = read(outputs, 0), read(state, max(start - 1, 0))
     carry = SweepCarry(outputs, state, read((state, inputs), start), unchanged)
     carry = jax.lax.fori_loop(0, n, layer, carry)
     output, new = carry.results
@@ -154,7 +179,7 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
 
 
 def _exchange(stacks, new, before, after):
-    """(stacks with layer `before` replaced by `new`, their layer `after`).
+    """(stacks with the layer nearest to `before` replaced by `new`, the layer nearest to `after`).
 
     The two are different layers, or the same layer if its values already equal `new`. A stack is not read and written
     at the same time. Every second stack is read first, so that both directions of the host link are busy.

@@ -281,6 +281,7 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
         block_forward=block_forward,
         block_backward=block_backward,
         cached_block=cached_block,
+        last_products=() if config.sandwich_norms else (params[BLOCKS]["mlp"]["w_down"],),
     )
     return Model(
         vocab_size=config.vocab_size,

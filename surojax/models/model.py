@@ -109,6 +109,8 @@ class Segment:
     block_backward: (weights, saved, (dx, d auxiliary loss), recipe_inputs, Variant, starts) -> (gradients of the
     weights, dx, observed: largest magnitudes `[sites]` of fp8_hybrid, else None).
     cached_block: (weights, x, Cache, Variant) -> (x, Cache), for sampling; as recipe bf16, by XLA.
+    last_products: the matrices whose products are only added to the block's result. No gradient needs these products,
+    so a recomputed block leaves them out.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Segment:
     block_backward: Callable
     cached_block: Callable
     has_auxiliary_loss: bool = False
+    last_products: tuple[Param, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -136,6 +139,11 @@ class Segment:
     def matmul_size(self) -> int:
         """Parameters of one layer that multiply every token."""
         return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params) if p.kind is Kind.MATRIX)
+
+    @property
+    def recomputed_matmul_size(self) -> int:
+        """Those of `matmul_size` that multiply every token once more if the block is recomputed."""
+        return self.matmul_size - sum(math.prod(p.shape) for p in self.last_products)
 
     def attention_flops(self, sequence_len: int) -> float:
         """FLOPs of the layers' two attention products per token, forward: half of the square, or the window's band."""

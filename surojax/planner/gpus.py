@@ -14,7 +14,22 @@ descriptions of the a100, h100, h200 and b200, and for other models from the doc
 of a streaming multiprocessor are those of its compute capability (CUDA C++ Programming Guide, "Compute Capabilities").
 
 Link rates are per direction, after line coding; copies of pinned memory reach 80 to 90 % of them. So every rate is an
-upper bound, and times derived from rates are lower bounds. This file imports no jax.
+upper bound, and times derived from rates are lower bounds.
+
+`Rates` say what programs reach of these bounds. None has been measured by us. Where a figure comes from:
+
+* products: fitted, one constant for each GPU, to rows that LLMQ publishes (benchmarks/calibrate.py prints them): RTX
+  4090, RTX 5060 Ti, RTX 5090, L40S, H100. More than 1 on cards that boost above the clock of their data sheet. H200 and
+  B200: assumed to be the H100's. A100: "80 to 90 %" in FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+* attention: H100: cuDNN's causal forward pass at 1k and 2k tokens in FlashAttention-3 (Shah et al. 2024,
+  arXiv:2407.08608), 391 and 450 of 989 TFLOP/s; backward passes reach 0.8 to 0.9 of that. H200 and B200: assumed to be
+  the H100's. A100: FlashAttention-2's figures for 2k tokens. Others: assumed; 3 to 8 % of the time of LLMQ's rows.
+* link: H100: 360 of 450 GB/s, which NVIDIA calls expected (github.com/NVIDIA/nccl-tests/issues/326); also assumed for
+  A100, H200 and B200. GeForce and L40S: 12 and 20 GB/s through host memory, assumed (no peer-to-peer).
+* memory: 0.9, what copies within device memory commonly reach. host: 25.8 of 31.5 GB/s on PCIe 4.0 x16 and 53.5 of 63
+  on PCIe 5.0 x16, commonly printed by NVIDIA's bandwidthTest. duplex and all latencies: assumed.
+
+This file imports no jax.
 """
 
 from dataclasses import dataclass
@@ -47,6 +62,32 @@ ARCHITECTURES = {  # by compute capability without the suffix "a"
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What programs reach of a GPU's peaks, for planner/timeline.py. Fractions, or seconds.
+
+    products: of the peak of a dtype, by whole waves of the largest tiles. attention: of the bf16 peak, causal FLOPs.
+    memory: of the device memory's bandwidth. host: of `pcie_bandwidth`, in one direction; duplex: of that, in each
+    direction while both are busy. link: of `link_bandwidth`. hop: latency of a collective for each of the other GPUs.
+    launch: of a kernel. copy: latency of a copy engine. ramp: first loads and last stores of a product. iteration: of
+    a loop. collective_sms: of the multiprocessors, while a collective runs.
+    """
+
+    products: float
+    attention: float = 0.60
+    attention_backward: float = 0.50
+    memory: float = 0.90
+    host: float = 0.82
+    duplex: float = 0.85
+    link: float = 0.80
+    hop: float = 12e-6
+    launch: float = 2.0e-6
+    copy: float = 8e-6
+    ramp: float = 2.5e-6
+    iteration: float = 5e-6
+    collective_sms: float = 0.10
+
+
+@dataclass(frozen=True)
 class Gpu:
     """One GPU model. FLOP/s count a multiply-add as two; None means that the hardware has no such tensor core mode."""
 
@@ -65,6 +106,7 @@ class Gpu:
     clock: float  # Hz, the highest of an SM
     l2_bytes: int  # second-level cache
     aliases: tuple[str, ...] = ()  # other device kinds of exactly the same card
+    rates: Rates | None = None  # None: no time is predicted
 
 
 GPUS: dict[str, Gpu] = {
@@ -87,6 +129,7 @@ GPUS: dict[str, Gpu] = {
         clock=1.41e9,
         l2_bytes=40 * MIB,
         aliases=("A100-SXM-80GB",),  # drivers of 2020
+        rates=Rates(products=0.85, attention=0.55, attention_backward=0.45),
     ),
     # "NVIDIA L40S" data sheet: 864 GB/s, 362.05 bf16 (733 sparse), 733 FP8 (1,466 sparse), 183 TF32 (366 sparse),
     # 91.6 FP32, PCIe Gen4 x16, no NVLink. SMs: 18,176 CUDA cores / 128. Not a GeForce: float32 accumulation at the
@@ -107,6 +150,7 @@ GPUS: dict[str, Gpu] = {
         pcie_bandwidth=PCIE_4_X16,
         clock=2.52e9,
         l2_bytes=96 * MIB,
+        rates=Rates(products=0.55, link=0.60, collective_sms=0.03),
     ),
     # "NVIDIA Ada GPU Architecture" whitepaper, appendix A, RTX 4090: 1,008 GB/s; dense with FP32 accumulate: 165.2
     # bf16, 330.3 FP8, 82.6 TF32; 82.6 FP32; 128 SMs; PCIe Gen4. No NVLink, and NVIDIA's driver has no peer-to-peer for
@@ -127,6 +171,7 @@ GPUS: dict[str, Gpu] = {
         pcie_bandwidth=PCIE_4_X16,
         clock=2.52e9,
         l2_bytes=72 * MIB,
+        rates=Rates(products=0.97, link=12 * GB / PCIE_4_X16, collective_sms=0.03),
     ),
     # "NVIDIA RTX Blackwell GPU Architecture" whitepaper, appendix, RTX 5090: 1,792 GB/s; dense with FP32 accumulate:
     # 209.5 bf16, 419 FP8, 1,676 FP4, 104.8 TF32; 104.8 FP32; 170 SMs; PCIe Gen5. No NVLink and no peer-to-peer, as the
@@ -146,6 +191,7 @@ GPUS: dict[str, Gpu] = {
         pcie_bandwidth=PCIE_5_X16,
         clock=2.407e9,
         l2_bytes=96 * MIB,
+        rates=Rates(products=1.13, link=20 * GB / PCIE_5_X16, collective_sms=0.03),
     ),
     # NVIDIA's GeForce RTX 5060 family specifications: 4,608 CUDA cores (36 SMs), boost 2.57 GHz, 128 bit at 28 Gbit/s
     # = 448 GB/s, 759 AI TOPS (sparse FP4), PCIe Gen5 x8. Rates are derived: the RTX 5090's FLOP per SM and clock (512
@@ -168,6 +214,7 @@ GPUS: dict[str, Gpu] = {
         pcie_bandwidth=PCIE_5_X8,
         clock=2.572e9,
         l2_bytes=32 * MIB,
+        rates=Rates(products=1.06),
     ),
     # "NVIDIA H100 Tensor Core GPU" data sheet, column H100 SXM: 3.35 TB/s; half of the sparse 1,979 bf16, 3,958 FP8 and
     # 989 TF32; 67 FP32; NVLink 900 GB/s both directions together; PCIe Gen5. SMs: H100 whitepaper. Memory: XLA's
@@ -187,6 +234,7 @@ GPUS: dict[str, Gpu] = {
         pcie_bandwidth=PCIE_5_X16,
         clock=1.98e9,
         l2_bytes=50 * MIB,
+        rates=Rates(products=0.69, attention=0.42, attention_backward=0.36, host=0.85),
     ),
     # "NVIDIA H200 Tensor Core GPU" data sheet, column H200 SXM: the H100's rates with 4.8 TB/s. Memory: 143,156 MiB as
     # PyTorch reports it (139.8 GiB; XLA's h200 target says 141 GiB, which no card has).
@@ -206,6 +254,7 @@ GPUS: dict[str, Gpu] = {
         clock=1.98e9,
         l2_bytes=50 * MIB,
         aliases=("NVIDIA H200 141GB HBM3e",),  # the name in XLA's target description
+        rates=Rates(products=0.69, attention=0.42, attention_backward=0.36, host=0.85),
     ),
     # "NVIDIA Blackwell" data sheet, column HGX B200: half of the sparse 4.5 PFLOP/s bf16, 9 FP8 and 18 FP4; TF32 half
     # of bf16 (printed rounded, 2.2 sparse); 75 TFLOP/s FP32; 7.7 TB/s; NVLink 5 1.8 TB/s and PCIe Gen5 128 GB/s, both
@@ -225,6 +274,7 @@ GPUS: dict[str, Gpu] = {
         pcie_bandwidth=PCIE_5_X16,
         clock=1.965e9,
         l2_bytes=132_644_864,
+        rates=Rates(products=0.69, attention=0.42, attention_backward=0.36, host=0.85),
     ),
 }
 

@@ -65,8 +65,8 @@ def parse(text: str) -> Module:
             current = module.setdefault("" if head[1] else head[2], {})
         elif current is not None and (found := LINE.match(line)):
             name, shape, opcode, rest = found.groups()
-            operands, _, attributes = rest.partition(")")
-            current[name] = Instruction(name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", operands)), attributes)
+            inputs, _, attributes = rest.partition(")")
+            current[name] = Instruction(name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", inputs)), attributes)
     return module
 
 
@@ -95,27 +95,27 @@ def executed(module: Module, computation: str = "", times: int = 1) -> Iterator[
     for i in instructions.values():
         yield i, times, instructions
         if i.opcode == "while":
-            yield from executed(module, _called(i, "body")[0], times * _trips(i))
+            yield from executed(module, called(i, "body")[0], times * trips(i))
         elif i.opcode in ("conditional", "call", "async-start"):
-            for name in _called(i, "to_apply|calls|branch_computations|true_computation|false_computation"):
+            for name in called(i, "to_apply|calls|branch_computations|true_computation|false_computation"):
                 yield from executed(module, name, times)
 
 
-def _trips(loop: Instruction) -> int:
+def trips(loop: Instruction) -> int:
     """The trip count of a loop."""
-    trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    if not trips:
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if not known:
         raise ValueError(f"loop {loop.name}: expected a known trip count, got none; give it a constant length")
-    return int(trips[1])
+    return int(known[1])
 
 
-def _called(i: Instruction, attribute: str) -> list[str]:
+def called(i: Instruction, attribute: str) -> list[str]:
     """Names of the computations in an attribute of an instruction; attribute: a regular expression."""
     found = re.findall(rf"\b(?:{attribute})=(?:\{{([^}}]*)\}}|(%?[\w.\-]+))", i.attributes)
     return [name for several, one in found for name in re.findall(r"%?([\w.\-]+)", several or one)]
 
 
-def _operands(i: Instruction, computation: Mapping[str, Instruction]) -> list[Array]:
+def operands(i: Instruction, computation: Mapping[str, Instruction]) -> list[Array]:
     """The arrays of an instruction's operands."""
     return [a for name in i.operands for a in arrays(computation[name].shape)]
 
@@ -136,9 +136,9 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collectiv
     for i, times, computation in executed(module):
         op = i.opcode.removesuffix("-start")
         if op in WIRE:
-            axis, n = _axis(i, mesh_shape)
+            axis, n = group(i, mesh_shape)
             count, size = found.get((op, axis), (0, 0.0))
-            sent = WIRE[op](n, sum(a.bytes for a in _operands(i, computation)))
+            sent = WIRE[op](n, sum(a.bytes for a in operands(i, computation)))
             found[op, axis] = count + times, size + times * sent
     return [Collective(op, axis, count, round(size)) for (op, axis), (count, size) in sorted(found.items())]
 
@@ -154,7 +154,7 @@ def add_up(programs: Iterable[tuple[list[Collective], int]]) -> list[Collective]
     return sorted(found.values(), key=lambda x: (x.op, x.axis))
 
 
-def _axis(i: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, int]:
+def group(i: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, int]:
     """(mesh axes of a collective, number of devices in a group)."""
     if named := re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", i.attributes):
         axes = re.findall(r"'(\w+)'", named[1])
@@ -186,18 +186,18 @@ def host_copies(module: Module) -> HostCopies:
     """Host copies of a step: of arrays, and of layers that are read from or written to stacks in host memory."""
     moved: dict[str, int] = dict.fromkeys(("h2d", "d2h", "within"), 0)
     for i, times, computation in executed(module):
-        if (copy := _host_copy(i, computation)) is not None:
+        if (copy := host_copy(i, computation)) is not None:
             kind, size = copy
             moved[kind] += times * size
     return HostCopies(moved["h2d"], moved["d2h"], moved["within"])
 
 
-def _host_copy(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[str, int] | None:
+def host_copy(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[str, int] | None:
     """("h2d", "d2h" or "within" host memory, bytes) of a host copy; None for another instruction."""
     if i.opcode in NAMES_ONLY or i.opcode.endswith("-done"):
         return None
-    sources = _operands(i, computation)
-    results = arrays(_result(i))
+    sources = operands(i, computation)
+    results = arrays(result(i))
     from_host, to_host = (any(a.on_host for a in side) for side in (sources, results))
     if i.opcode in ("copy", "copy-start"):
         kind = "within" if from_host and to_host else "d2h" if to_host else "h2d"
@@ -207,7 +207,7 @@ def _host_copy(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[
     return ("h2d", sum(a.bytes for a in results if a.rank)) if from_host else None
 
 
-def _result(i: Instruction) -> str:
+def result(i: Instruction) -> str:
     """The shape of an instruction's results. The shape of an asynchronous instruction starts with operands: skipped."""
     if i.opcode == "copy-start":  # (result, operand, context)
         return i.shape.split(", ")[0]
@@ -265,9 +265,9 @@ def overlaps(module: Module) -> list[Transfer]:
     found: dict[tuple, list[int]] = {}
     for i, times, _ in executed(module):
         if i.opcode == "while":
-            body = _called(i, "body")[0]
+            body = called(i, "body")[0]
             for *what, size in _transfers(module, body):
-                key = body, times * _trips(i), _products(module, body), *what
+                key = body, times * trips(i), _products(module, body), *what
                 totals = found.setdefault(key, [0, 0])
                 totals[0] += 1
                 totals[1] += size
@@ -297,13 +297,16 @@ def _transfers(module: Module, body: str) -> Iterator[tuple]:
 
 def _transfer(module: Module, i: Instruction, computation: Mapping[str, Instruction]) -> tuple[str, int] | None:
     """(kind, bytes) of an instruction that is or starts a host copy or a collective; else None."""
-    inside = (
-        [x.opcode for name in _called(i, "calls") for x in module[name].values()] if i.opcode == "async-start" else []
-    )
-    op = next((op for op in (i.opcode.removesuffix("-start"), *inside) if op in WIRE), None)
-    if op is not None:
-        return op, sum(a.bytes for a in _operands(i, computation))
-    return _host_copy(i, computation)
+    started = collective(module, i)
+    if started is not None:
+        return started.opcode.removesuffix("-start"), sum(a.bytes for a in operands(i, computation))
+    return host_copy(i, computation)
+
+
+def collective(module: Module, i: Instruction) -> Instruction | None:
+    """The collective that an instruction is, or starts as an asynchronous computation; else None."""
+    inside = [x for name in called(i, "calls") for x in module[name].values()] if i.opcode == "async-start" else []
+    return next((x for x in (i, *inside) if x.opcode.removesuffix("-start") in WIRE), None)
 
 
 def _products(module: Module, computation: str) -> int:
@@ -314,7 +317,7 @@ def _products(module: Module, computation: str) -> int:
 def _weight(module: Module, i: Instruction) -> int:
     """Matrix products and attentions that an instruction runs; for a loop those of all iterations."""
     if i.opcode == "while":
-        return _trips(i) * _products(module, _called(i, "body")[0])
+        return trips(i) * _products(module, called(i, "body")[0])
     if i.opcode == "fusion" and "kind=kCustom" in i.attributes:  # a product that reads or writes a layer of a stack
-        return _products(module, _called(i, "calls")[0])
+        return _products(module, called(i, "calls")[0])
     return int(i.opcode == "custom-call" and re.search(r'custom_call_target="__cu(blas|dnn)', i.attributes) is not None)

@@ -1,9 +1,10 @@
-"""The plan of a run: the memory and the traffic of the compiled step, and a lower bound of its time.
+"""The plan of a run: the memory and the traffic of the compiled step, a prediction and a lower bound of its time.
 
 The real step is compiled for the named GPU on this machine, which needs no GPU (`aot`). Memory, collectives and host
-copies are read from the compiled program (`hlo`), and so is their overlap with matrix products. Each collective is
-reported with its textbook bytes (`traffic`). If the compiler for GPUs is not installed, memory is estimated by `fit`
-and traffic by `traffic`, and `Plan.estimate` is True.
+copies are read from the compiled program (`hlo`), and so is their overlap with matrix products. The program is
+simulated to predict its time (`prediction`). Each collective is reported with its textbook bytes (`traffic`). If the
+compiler for GPUs is not installed, memory is estimated by `fit` and traffic by `traffic`, no time is predicted, and
+`Plan.estimate` is True.
 """
 
 import copy
@@ -14,6 +15,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,17 +35,18 @@ from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, make_mesh, mesh_shape
 from surojax.placement.param import OUTER
-from surojax.planner import advice, aot, fit, hlo, traffic
+from surojax.planner import advice, aot, fit, hlo, prediction, traffic
 from surojax.planner.advice import GiB, Memory
 from surojax.planner.gpus import GPUS
+from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
 from surojax.step.file_step import FileStep, Program
 from surojax.step.state_plan import bytes_per_device
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Bytes and seconds per GPU and step. Written as JSON with these field names."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Prediction):
+    """Bytes and seconds per GPU and step. Written as JSON with these field names, after those of `Prediction`."""
 
     gpu: str
     gpus: int
@@ -75,25 +78,31 @@ class Plan:
     changes: list[str]  # changes of settings that would make it fit
 
 
-def plan(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
+def plan(config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None) -> Plan:
     """Plans a run on `config.gpus` GPUs of this kind. host_memory: of the machine, in GiB; None: no limit is checked.
 
+    trace: a file for a trace of the simulated step (`prediction.trace`).
+
     A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
-    planned in a new process. Raises ConfigError for settings that `train` refuses, for an unknown GPU, and for
-    `gpus=0`.
+    planned in a new process. Raises ConfigError for settings that `train` refuses, for an unknown GPU, for `gpus=0`,
+    and for a trace of a step whose time is not predicted.
     """
     c = checked(config, gpu)
     if aot.available() and not aot.usable(gpu):
-        return plan_in_subprocess(c, gpu, host_memory=host_memory)
-    return _plan(c, gpu, host_memory)
+        return plan_in_subprocess(c, gpu, host_memory=host_memory, trace=trace)
+    return _plan(c, gpu, host_memory, trace)
 
 
-def _plan(c: Config, gpu: str, host_memory: float | None) -> Plan:
+def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None) -> Plan:
     """`plan` of a checked config, in this process."""
     n = c.gpus
     facts = GPUS[gpu]
     batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
-    found = _compiled(c, gpu, batch) if aot.available() else _estimated(c, batch)
+    found = _compiled(c, gpu, batch, trace) if aot.available() else _estimated(c, batch)
+    if trace is not None and found["not_predicted"]:
+        raise ConfigError(
+            f"--trace: expected a step whose time is predicted, got {found['not_predicted']}; leave it out"
+        )
     times = traffic.bounds(
         facts,
         flops=found.pop("flops"),
@@ -151,8 +160,8 @@ def checked(config: Config, gpu: str) -> Config:
     return c
 
 
-def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
-    """Fields of the `Plan`, read from the step that XLA compiles for this GPU."""
+def _compiled(c: Config, gpu: str, batch: traffic.Batch, trace: str | None) -> dict[str, Any]:
+    """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace: see `plan`."""
     mesh = make_mesh(aot.devices(gpu, c.gpus), dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
     run = from_config(c, mesh.abstract_mesh, total_steps=1000)
     _check_attention(c, gpu, batch)
@@ -201,7 +210,25 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch) -> dict[str, Any]:
         },
         "flops": traffic.step_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
+        **_predicted(c, gpu, run, batch, [module for module, _ in modules], trace),
     }
+
+
+def _predicted(
+    c: Config, gpu: str, run: Assembly, batch: traffic.Batch, modules: list[hlo.Module], trace: str | None
+) -> dict[str, Any]:
+    """Fields of the `Plan` about time, of a step that is one program. trace: see `plan`."""
+    if len(modules) > 1:
+        return dataclasses.asdict(Prediction(not_predicted="state in files, and the drive's speed is not known"))
+    (module,) = modules
+    tokens = batch.tokens * batch.microbatches
+    compute_time = tokens * traffic.compute_time(GPUS[gpu], traffic.token_flops(run, batch.sequence_len))
+    mesh_shape = run.mesh.shape
+    found = prediction.predict(module, GPUS[gpu], mesh_shape, tokens=tokens, compute_time=compute_time)
+    if trace is not None and not found.not_predicted:
+        title = f"{c.gpus} x {GPUS[gpu].name}"
+        prediction.write_trace(Path(trace), module, GPUS[gpu], mesh_shape, title)
+    return dataclasses.asdict(found)
 
 
 def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
@@ -272,6 +299,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
         "rematerialised": {"count": 0, "bytes": 0, "largest": ""},
         "flops": traffic.step_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
+        **dataclasses.asdict(Prediction(not_predicted="an estimate: nothing was compiled")),
     }
 
 
@@ -334,10 +362,10 @@ def _changes(c: Config, need: Memory, limit: Memory) -> list[str]:
     return advice.lines(found, limit) + [more] * unsolved
 
 
-def plan_in_subprocess(config: Config, gpu: str, *, host_memory: float | None = None) -> Plan:
+def plan_in_subprocess(config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None) -> Plan:
     """`plan` in a new process. Raises ConfigError as `plan` does, and RuntimeError if that process fails."""
     code = "from surojax.planner.plan import serve; serve()"
-    request = json.dumps({"config": config.to_dict(), "gpu": gpu, "host_memory": host_memory})
+    request = json.dumps({"config": config.to_dict(), "gpu": gpu, "host_memory": host_memory, "trace": trace})
     done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"planning for {gpu} in a process of its own failed: {done.stderr.strip()[-2000:]}")
@@ -352,11 +380,11 @@ def serve() -> None:
     jax.config.update("jax_platforms", "cpu")
     request = json.load(sys.stdin)
     try:
-        gpu, host_memory = request["gpu"], request["host_memory"]
+        gpu = request["gpu"]
         c = checked(checks.restored_config(request["config"]), gpu)
         if aot.available() and not aot.usable(gpu):
             raise ConfigError(f"--gpu: cannot compile for {gpu}: JAX does not load its CUDA plugin; {aot.EXTRA}")
-        answer = dataclasses.asdict(_plan(c, gpu, host_memory))
+        answer = dataclasses.asdict(_plan(c, gpu, request["host_memory"], request["trace"]))
     except ConfigError as error:
         answer = {"error": str(error)}
     json.dump(answer, sys.stdout)

@@ -60,7 +60,7 @@ def table(p: Plan) -> str:
     name, unit = ("s", 1) if p.step_time_bound_s >= 1 else ("ms", 1e-3)
     parts = ", ".join(f"{RESOURCES[resource]} {t / unit:.3f}" for resource, t in p.times_s.items())
     bound = f"{p.step_time_bound_s / unit:.3f} {name}, bound by {RESOURCES[p.bound_by]}"
-    return "\n".join([*lines, "", f"a step takes at least {bound} ({parts})", *verdict(p)])
+    return "\n".join([*lines, *prediction_lines(p), "", f"a step takes at least {bound} ({parts})", *verdict(p)])
 
 
 def _cells(sizes: Iterable[float], unit: float) -> str:
@@ -88,6 +88,27 @@ def overlap_lines(p: Plan) -> list[str]:
         for (_, loop, kind), (n, a, w, b) in sorted(found.items())
     )
     return ["", head, *rows]
+
+
+def prediction_lines(p: Plan) -> list[str]:
+    """The predicted time, what of it is exposed, and who does the host transfers in loops; or why nothing is said."""
+    if p.predicted_step_s is None or p.predicted_range_s is None:
+        return ["", f"no time is predicted: {p.not_predicted}"]
+    low, high = (f"{1e3 * t:,.0f}" for t in p.predicted_range_s)
+    rate = p.tokens_per_s_per_gpu or 0.0
+    head = f"predicted: {1e3 * p.predicted_step_s:,.1f} ms a step ({low} to {high}), "
+    lines = ["", head + f"{rate:,.0f} tokens/s per GPU, {p.gpus * rate:,.0f} in all, MFU {p.mfu:.3f}"]
+    kinds = list(p.exposed_s)
+    lines.append(f"  {'exposed ms':<17}" + "".join(f"{kind:>13}" for kind in kinds))
+    rows = p.exposed_by_loop_s | {"total": p.exposed_s}
+    lines += [
+        f"  {loop:<17}" + "".join(f"{1e3 * row.get(kind, 0.0):>13,.1f}" for kind in kinds) for loop, row in rows.items()
+    ]
+    if any(p.host_transfers.values()):
+        engine, kernel = p.host_transfers["copy_engine"], p.host_transfers["kernel"]
+        note = ", which occupy the multiprocessors" if kernel else ""
+        lines.append(f"host transfers in loops: {engine} by copy engine, {kernel} by kernel{note}")
+    return lines
 
 
 def verdict(p: Plan) -> list[str]:

@@ -148,19 +148,22 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     """FLOPs of training on one token, by the dtype that is multiplied: "bfloat16", "float32", "float8" or "float4".
 
     Products with the blocks' matrices have the recipe's dtypes in the layers with the recipe; attention and head have
-    model_dtype. again: include the second forward pass of recomputed blocks.
+    model_dtype. again: include the second forward pass of recomputed blocks, in which XLA drops the products that no
+    gradient needs (`Segment.last_products`).
     """
     model = run.model
     work_dtype = run.engine.table.weights.dtype
     found = collections.defaultdict[str, float](float)
     attention = sum(segment.attention_flops(sequence_len) for segment in model.segments)
     total = 3 * (2.0 * model.num_matmul_params + attention)  # one pass forward, two backward
-    total += 2.0 * model.block_matmul_params + attention if again else 0
+    total += attention if again else 0
     for segment in model.segments:
         for variant in segment.variants:
             forward, backward = _operands(model.precision, variant.recipe_enabled, work_dtype)
-            found[forward] += (4 if again else 2) * segment.matmul_size
+            recomputed = segment.recomputed_matmul_size if again else 0
+            found[forward] += 2 * (segment.matmul_size + recomputed)
             found[backward] += 4 * segment.matmul_size
+            total += 2 * recomputed
     found[work_dtype] += total - sum(found.values())
     return dict(found)
 

@@ -47,6 +47,7 @@ from surojax.step.gradients import (
     Accumulators,
     accumulators,
     add,
+    begin_backward,
     finish,
     push,
     read_accumulator,
@@ -149,7 +150,8 @@ def loss_and_gradients(
         x_BSD = embed(outer, inputs_BS, sharded, model.embedding_scale)
         passes: dict[str, Forward] = {}
         for name, layers in segments.items():
-            passes[name] = forward(engine, layers, x_BSD, carry.prefetched[name], of_layer, starts_BS)
+            prefetched = layers.turn(carry.prefetched[name], a, reverse=False)
+            passes[name] = forward(engine, layers, x_BSD, prefetched, of_layer, starts_BS)
             x_BSD = passes[name].x_BSD
         loss, dx_BSD, d_outer = head(
             model,
@@ -167,7 +169,9 @@ def loss_and_gradients(
         prefetched = {}
         for name, layers in reversed(segments.items()):
             push_layer = functools.partial(push, engine, layers.segment, first=a == 0, last=last)
-            done, prefetched[name] = backward(engine, layers, done, passes[name], of_layer, push_layer, starts_BS)
+            passed = passes[name]._replace(prefetched=layers.turn(passes[name].prefetched, a, reverse=True))
+            done = done._replace(grads=begin_backward(layers.segment, done.grads, a))
+            done, prefetched[name] = backward(engine, layers, done, passed, of_layer, push_layer, starts_BS)
         d_outer = push_embed(done.grads.outer, inputs_BS, done.dx_BSD, sharded, model.embedding_scale)
         grads = done.grads._replace(outer=d_outer)
         auxiliary = [carry.auxiliary, *(passed.auxiliary for passed in passes.values() if passed.auxiliary is not None)]
@@ -218,6 +222,7 @@ def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: ja
     return lambda a, l: None
 
 
+@jax.named_scope("forward")
 def forward(
     engine: Engine, layers: Layers, x_BSD: jax.Array, prefetched, recipe_inputs: Callable, starts_BS
 ) -> Forward:
@@ -244,6 +249,7 @@ def forward(
     return Forward(done.x_BSD, done.auxiliary, residuals, done.kept, prefetched)
 
 
+@jax.named_scope("backward")
 def backward(
     engine: Engine,
     layers: Layers,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import allocate, parts, read, write
+from surojax.memory.host import allocate, index_in_loop, parts, read, write
 from surojax.models.model import Segment
 from surojax.numerics.quantize import dequantise_all
 from surojax.parallel import collectives
@@ -102,8 +102,22 @@ def read_accumulator(engine: Engine, segment: Segment, grads: Accumulators, l: j
     sums = grads.layers[segment.name]
     if sums.deferred is None:
         return grads, None
-    stack = flush_deferred(sums, (l + 1) % segment.num_layers)
+    stack = write(sums.stack, sums.deferred, l + 1)
     return grads.with_layers(segment.name, stack=stack), read(stack, l)
+
+
+def begin_backward(segment: Segment, grads: Accumulators, microbatch: jax.Array | int) -> Accumulators:
+    """The accumulators that a backward pass begins with, in which the last layer's sums are the deferred ones.
+
+    The first layer of the pass writes them where they are already: the layer behind the last one is the last one. The
+    sums that were deferred, of layer 0 in the microbatch before, are copied out. microbatch: the loop's counter.
+    """
+    sums = grads.layers[segment.name]
+    if sums.deferred is None:
+        return grads
+    stack = write(sums.stack, sums.deferred, index_in_loop(0, microbatch))
+    last = read(stack, index_in_loop(segment.num_layers - 1, microbatch))
+    return grads.with_layers(segment.name, stack=stack, deferred=last)
 
 
 def push(
@@ -147,11 +161,6 @@ def push(
     return grads.with_layers(segment.name, stack=write(stack, sums, layer.index)), squares
 
 
-def flush_deferred(sums: LayerSums, l: jax.Array | int):
-    """The stack of a segment's sums with the deferred ones written to layer l."""
-    return sums.stack if sums.deferred is None else write(sums.stack, sums.deferred, l)
-
-
 def sums_in_last_microbatch(engine: Engine) -> bool:
     """Whether the last microbatch is peeled off the loop, to sum over devices what the others leave local.
 
@@ -185,7 +194,9 @@ def finish(engine: Engine, grads: Accumulators, squares: Squares):
     outer = {name: sum_outer(engine, name, grad) for name, grad in grads.outer.items()}
     done: dict[str, Any] = {OUTER: outer}
     for name, sums in grads.layers.items():
-        stack = flush_deferred(sums, 0)  # the backward pass ends with layer 0
+        stack = sums.stack
+        if sums.deferred is not None:
+            stack = write(stack, sums.deferred, 0)  # the backward pass ends with layer 0
         stack = collectives.same(stack, REPLICATE)
         if replicated_stacks(engine):
             stack = jax.tree.map(_shard_in_stack, stack, engine.layouts.master[name])

@@ -67,6 +67,7 @@ def push_embed(grads: dict, tokens_BS: jax.Array, dx_BSD: jax.Array, sharded: bo
     return grads | {"embed": table.at[rows].add(dx_BSD.astype(table.dtype), mode="drop")}
 
 
+@jax.named_scope("head")
 def head(
     model: Model,
     outer: dict,

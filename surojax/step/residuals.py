@@ -29,7 +29,8 @@ class Residuals:
 
     Stacks in host memory lag by one layer: the residuals of layer l - 1 are copied out while layer l computes, and
     copied in while layer l + 1 is differentiated. The last layer's never leave the device: the backward pass begins
-    with them. In device memory nothing is deferred.
+    with them. What stands in for the residuals before layer 0 is written to layer 0, whose own follow. In device memory
+    nothing is deferred.
     """
 
     def __init__(self, num_layers: int, home: Home, saved: dict[Variant, Any]):
@@ -53,14 +54,14 @@ class Residuals:
         """The carry with the residuals of layer l in it."""
         arrays = jax.tree.leaves(values)
         if kept.deferred is not None:
-            return Kept(write(kept.stack, kept.deferred, (l - 1) % self.num_layers), varying(arrays))
+            return Kept(write(kept.stack, kept.deferred, l - 1), varying(arrays))
         return Kept(write(kept.stack, arrays, l), None)
 
     def take(self, kept: Kept, l, variant: Variant):
         """(residuals of layer l, the carry with those of the layer below in flight to the device)."""
         structure = self.structures[variant]
         if kept.deferred is not None:
-            below = read(kept.stack, jnp.maximum(l - 1, 0))
+            below = read(kept.stack, l - 1)
             return structure.unflatten(kept.deferred), kept._replace(deferred=below)
         return structure.unflatten(read(kept.stack, l)), kept
 

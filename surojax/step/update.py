@@ -34,6 +34,7 @@ class Tensor(NamedTuple):
     grad: Any
 
 
+@jax.named_scope("update")
 def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scalars: Scalars, history) -> TrainState:
     """The state after one optimizer step; runs per device on shards, one tensor after another."""
     sections: dict[str, TensorState] = {}
@@ -131,6 +132,9 @@ def _sweep_parts(function, weights, state, inputs):
     """(weights, state) after a `sweep` over each part of the work weights in turn."""
     done = []
     for part in parts(weights):
+        if done:
+            # The sweep reads what the one before wrote last. If XLA (0.12) sees that, it crashes.
+            state = jax.lax.optimization_barrier(state)
         stack, state = sweep(function, part.stack, state, inputs, part.start, part.stop)
         done.append(stack)
     return joined(done), state

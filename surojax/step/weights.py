@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import Part, on_device, parts, read
+from surojax.memory.host import Part, index_in_loop, on_device, parts, read
 from surojax.models.model import Segment, Variant, loop_over, runs
 from surojax.numerics.quantize import dequantise_all, largest_magnitude, quantise, quantise_whole
 from surojax.parallel import collectives
@@ -99,26 +99,55 @@ class Prefetch:
         self.variants = segment.variants[layers.start : layers.stop]
         self.gather = functools.partial(all_gather_weights, engine, segment)
         self._copy_in = functools.partial(copy_in, engine, segment, part.stack, variant=self.variants[0])
+        self.on_device = on_device(part.stack)
         assert len({variant.recipe_enabled for variant in self.variants}) == 1
 
     def copy_in(self, p):
         """The first stage of the fetch for position p."""
         p %= 2 * self.n
-        l = self.layers.start - self.part.start + jnp.minimum(p, 2 * self.n - 1 - p)
-        return self._copy_in(l)
+        return self._copy_in(self._in_part(jnp.minimum(p, 2 * self.n - 1 - p)))
+
+    def _in_part(self, l):
+        """The index in the part's stack of the l-th of these layers."""
+        return self.layers.start - self.part.start + l
+
+    def copy_in_ahead(self, p, *, reverse: bool):
+        """The first stage of the fetch for position p, from the loop of the pass before it.
+
+        In host memory the layer's index is linear in p (memory/host.py), as if the pass went on beyond its last layer.
+        """
+        if self.on_device:
+            return self.copy_in(p)
+        return self._copy_in(self._in_part(2 * self.n - 1 - p if reverse else p))
 
     def first(self):
         """What is prefetched before position 0: the result of each stage."""
-        done = (lambda: self.gather(self.copy_in(0)), lambda: self.copy_in(1))
-        return tuple(stage() for stage in done[: self.stages])
+        return tuple(self._prefetched(i, 0) for i in range(self.stages))
 
-    def take(self, prefetched, p):
+    def _prefetched(self, i: int, p: jax.Array | int):
+        """The i-th of what is prefetched before position p: its weights, then the next position's shards."""
+        return self.copy_in(p + 1) if i else self.gather(self.copy_in(p))
+
+    def turn(self, prefetched, microbatch, *, reverse: bool):
+        """What is prefetched when a pass begins, with what the pass before read beyond its last layer fetched again.
+
+        Only a slice at the end of the stack is right: clamped, it is the last layer, with which the next pass begins.
+        microbatch: the counter of the loop around it.
+        """
+        if self.on_device:
+            return prefetched
+        at_end = self.layers.stop == self.part.stop if reverse else self.layers.start == self.part.start
+        right = int(at_end)
+        p = index_in_loop(self.n if reverse else 0, microbatch)
+        return (*prefetched[:right], *(self._prefetched(i, p) for i in range(right, self.stages)))
+
+    def take(self, prefetched, p, *, reverse: bool):
         """(weights of position p, what is prefetched afterwards: the next positions' stages)."""
         if self.stages == 2:
             w, shards = prefetched
-            return w, (self.gather(shards), self.copy_in(p + 2))
+            return w, (self.gather(shards), self.copy_in_ahead(p + 2, reverse=reverse))
         if self.stages == 1:
-            return prefetched[0], (self.gather(self.copy_in(p + 1)),)
+            return prefetched[0], (self.gather(self.copy_in_ahead(p + 1, reverse=reverse)),)
         return self.gather(self.copy_in(p)), ()
 
 
@@ -144,6 +173,11 @@ class Layers:
         """What is prefetched before a forward pass."""
         return [prefetch.first() for prefetch in self.prefetches]
 
+    def turn(self, prefetched: list, microbatch, *, reverse: bool) -> list:
+        """What is prefetched when a pass begins, see `Prefetch.turn`."""
+        pairs = zip(self.prefetches, prefetched, strict=True)
+        return [prefetch.turn(held, microbatch, reverse=reverse) for prefetch, held in pairs]
+
     def loop(self, function: Callable, carry, prefetched: list, *, reverse: bool = False):
         """(carry, prefetched) after (carry, prefetched) = function(Layer, prefetched, carry) for every layer."""
         prefetched = list(prefetched)
@@ -153,7 +187,7 @@ class Layers:
                 """The k-th layer of this loop, whose variant is known."""
                 carry, prefetched = carry
                 layers = prefetch.layers
-                w, prefetched = prefetch.take(prefetched, prefetch.n + k if reverse else k)
+                w, prefetched = prefetch.take(prefetched, prefetch.n + k if reverse else k, reverse=reverse)
                 index = layers.stop - 1 - k if reverse else layers.start + k
                 number = index + self.segment.start if self.segment.start else index
                 return function(Layer(index, number, variant, w), prefetched, carry)

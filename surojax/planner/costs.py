@@ -1,0 +1,339 @@
+"""What each instruction of a compiled, scheduled program costs on a GPU: seconds of kernels, bytes of transfers.
+
+Matrix products: the dtype's peak rate times `Rates.products`, for whole waves of tiles (256 x 128 and smaller ones,
+which are slower; the k loop split over up to four blocks if that fills the multiprocessors), but at least the time of
+their bytes in device memory. Attention by cuDNN: causal FLOPs at a fraction of the bf16 peak. Everything else is bound
+by device memory: the bytes that it reads and writes there, where a fusion that slices an array reads the slice, and one
+that updates an array in place writes the update.
+
+A transfer between host and device memory is done by a copy engine if it is a copy instruction, or a fusion that is
+nothing but a slice whose offset XLA proves linear in the loop's counter: the fusion's root then has a
+`dynamic_slice_config` (XLA's dynamic_slice_analysis.cc; the thunks that `--xla_dump_to` writes agree). Any other such
+fusion is a kernel whose threads read or write host memory.
+"""
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from surojax.planner import hlo
+from surojax.planner.gpus import Gpu, Rates
+from surojax.planner.hlo import Instruction, Module
+
+# Streams, as XLA assigns them (execution_stream_assignment.cc), and kinds of work. Each transfer's kind is its stream's
+# or that of the collective.
+MAIN = "compute"
+SIDE = "compute, asynchronous"
+HOST_IN = "host in"
+HOST_OUT = "host out"
+COLLECTIVES = "collectives"
+STREAMS = (MAIN, HOST_IN, HOST_OUT, COLLECTIVES, SIDE)
+
+PRODUCT = "product"
+ATTENTION = "attention"
+PASS = "pass"  # a kernel bound by device memory
+DEVICE_COPY = "device copy"
+GATHER = "gather"
+REDUCE = "reduce"
+TRANSFERS: tuple[str, ...] = (GATHER, REDUCE, HOST_IN, HOST_OUT)
+OF_COLLECTIVE = {
+    "all-gather": GATHER,
+    "collective-permute": GATHER,
+    "reduce-scatter": REDUCE,
+    "all-reduce": REDUCE,
+    "all-to-all": REDUCE,
+}
+
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.80), (64, 64, 0.62))  # rows, columns, relative rate
+SPLITS = (1, 2, 4)  # of the k loop
+BACKWARD_FLOPS = 2.5  # of attention, relative to its forward pass: five products instead of two
+FREE = hlo.NAMES_ONLY - {"custom-call", "while", "conditional", "call"} | {
+    "constant",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+}
+NO_KERNEL = {"AllocateBuffer", "MoveToHost", "MoveToDevice", "Sharding"}  # custom calls that run nothing
+UPDATED_BY = {"dynamic-update-slice": 1, "scatter": 2}  # operand with the new part of an array changed in place
+LOOPS = ("forward", "backward", "head", "update")  # `jax.named_scope`s in step/*
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Something that takes time on a stream: first `latency`, then `seconds` of a kernel or `bytes` over a link."""
+
+    name: str
+    kind: str
+    stream: str
+    latency: float = 0.0
+    seconds: float = 0.0
+    bytes: float = 0.0
+    needs_sms: bool = False  # occupies the multiprocessors
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """The main stream waits for the end of a work."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop. label: one of LOOPS, or "microbatches" if there is a loop in it, or "other loops"."""
+
+    label: str
+    trips: int
+    body: tuple["Step", ...]
+
+    @property
+    def has_loops(self) -> bool:
+        return _has_loops(self.body)
+
+
+type Step = Work | Wait | Loop  # of the main stream, which starts the work of other streams
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A parsed program and the machine that it runs on. copies_only: as if copy engines did every host transfer."""
+
+    module: Module
+    gpu: Gpu
+    rates: Rates
+    mesh_shape: Mapping[str, int]
+    copies_only: bool = False
+
+    def steps(self, computation: str = "") -> tuple[Step, ...]:
+        """What the main stream does in a computation, in order."""
+        instructions = self.module[computation]
+        return tuple(step for i in instructions.values() for step in _steps(self, i, instructions))
+
+
+def _steps(p: Program, i: Instruction, computation: Mapping[str, Instruction]) -> Iterator[Step]:
+    """Yields the steps of an instruction."""
+    if i.opcode in FREE:
+        return
+    if i.opcode == "while":
+        body = p.steps(hlo.called(i, "body")[0])
+        yield Loop(_label(i, body), hlo.trips(i), body)
+    elif i.opcode in ("call", "conditional"):  # of a conditional all branches, as in hlo.executed
+        for name in hlo.called(i, "to_apply|calls|branch_computations|true_computation|false_computation"):
+            yield from p.steps(name)
+    elif i.opcode.endswith("-done"):
+        yield Wait(i.operands[0])
+    elif (work := _work(p, i, computation)) is not None:
+        yield work
+        if work.stream != MAIN and not i.opcode.endswith("-start"):
+            yield Wait(i.name)
+
+
+def _label(loop: Instruction, body: tuple[Step, ...]) -> str:
+    """The label of a loop, from the scopes in its name."""
+    name = re.search(r'op_name="([^"]*)"', loop.attributes)
+    scopes = name[1].split("/") if name else []
+    of_layers = next((scope for scope in reversed(scopes) if scope in LOOPS), None)
+    return of_layers or ("microbatches" if _has_loops(body) else "other loops")
+
+
+def _has_loops(body: tuple[Step, ...]) -> bool:
+    return any(isinstance(step, Loop) for step in body)
+
+
+def _work(p: Program, i: Instruction, computation: Mapping[str, Instruction]) -> Work | None:
+    """The work of an instruction; None if it takes no time."""
+    asynchronous = i.opcode.endswith("-start")
+    inside = [p.module[name] for name in hlo.called(i, "calls")]
+    if (collective := hlo.collective(p.module, i)) is not None:
+        return _collective(p, i, collective, computation if collective is i else inside[0])
+    if (transfer := hlo.host_copy(i, computation)) is not None and transfer[1]:
+        return _host_transfer(p, i, *transfer)
+    kind, seconds = _kernel(p, i, computation, inside)
+    if not seconds:
+        return None
+    stream = SIDE if asynchronous else MAIN
+    return Work(i.name, kind, stream, seconds=seconds, needs_sms=kind != DEVICE_COPY)
+
+
+def _collective(p: Program, i: Instruction, collective: Instruction, computation) -> Work:
+    op = collective.opcode.removesuffix("-start")
+    _, n = hlo.group(collective, p.mesh_shape)
+    sent = hlo.WIRE[op](n, sum(a.bytes for a in hlo.operands(collective, computation)))
+    return Work(i.name, OF_COLLECTIVE[op], COLLECTIVES, latency=(n - 1) * p.rates.hop, bytes=sent)
+
+
+def _host_transfer(p: Program, i: Instruction, way: str, size: int) -> Work:
+    by_kernel = not p.copies_only and not by_copy_engine(p.module, i)
+    stream = HOST_OUT if way == "d2h" else HOST_IN
+    latency = p.rates.launch if by_kernel else p.rates.copy
+    return Work(i.name, stream, stream, latency=latency, bytes=size, needs_sms=by_kernel)
+
+
+def by_copy_engine(module: Module, i: Instruction) -> bool:
+    """Whether a copy engine does what an instruction transfers, and not a kernel."""
+    if i.opcode in ("copy", "copy-start"):
+        return True
+    called = hlo.called(i, "calls")
+    if not called:
+        return False
+    root = _root(module[called[0]])
+    is_slice = root.opcode in ("dynamic-slice", "dynamic-update-slice", "slice")
+    return is_slice and "dynamic_slice_config" in root.attributes
+
+
+def host_transfers(module: Module) -> dict[str, int]:
+    """Host transfers in the bodies of a program's loops, {"copy_engine", "kernel"}: each is counted once."""
+    found = {"copy_engine": 0, "kernel": 0}
+    bodies = {name for i, *_ in hlo.executed(module) if i.opcode == "while" for name in hlo.called(i, "body")}
+    for name in sorted(bodies):
+        for i in module[name].values():
+            copy = hlo.host_copy(i, module[name])
+            if copy is not None and copy[1]:
+                found["copy_engine" if by_copy_engine(module, i) else "kernel"] += 1
+    return found
+
+
+def _kernel(p: Program, i: Instruction, computation, inside: list[dict[str, Instruction]]) -> tuple[str, float]:
+    """(kind, seconds) of a kernel; 0 seconds if nothing runs."""
+    if i.opcode == "custom-call":
+        return _custom_call(p, i, computation)
+    if not inside:
+        size = _bytes(i.shape) + sum(_bytes(computation[name].shape) for name in i.operands if name in computation)
+        if i.opcode in ("copy", "copy-start"):
+            return DEVICE_COPY, _pass_time(p, 2 * sum(a.bytes for a in hlo.arrays(hlo.result(i))))
+        return PASS, _pass_time(p, size)
+    # A fusion around a product slices its operands or updates a stack with its result.
+    products = [_custom_call(p, x, inside[0]) for x in inside[0].values() if x.opcode == "custom-call"]
+    if products:
+        return products[0][0], sum(seconds for _, seconds in products)
+    kind = DEVICE_COPY if by_copy_engine(p.module, i) else PASS
+    return kind, _pass_time(p, _fusion_bytes(inside[0]))
+
+
+def _pass_time(p: Program, size: float) -> float:
+    """Seconds of a kernel that reads and writes so many bytes of device memory."""
+    return size / (p.gpu.memory_bandwidth * p.rates.memory) + p.rates.launch
+
+
+def _custom_call(p: Program, i: Instruction, computation) -> tuple[str, float]:
+    """(kind, seconds) of a library's kernel, or of one of ours."""
+    target = _attribute(i, r'custom_call_target="([^"]*)"')
+    operands = [computation[name].shape for name in i.operands]
+    if target in NO_KERNEL:
+        return PASS, 0.0
+    if target.startswith("__cublas"):
+        m, n, k, batch = product_sizes(i, computation)
+        dtype = re.match(r"\(?(\w+)\[", operands[0])
+        assert dtype is not None, operands[0]
+        return PRODUCT, product_time(p.gpu, p.rates, m, n, k, batch, dtype[1]) + p.rates.launch
+    if "fmha" in target:
+        flops, backward = attention_flops(i, operands[0])
+        return ATTENTION, attention_time(p.gpu, p.rates, flops, backward=backward) + p.rates.launch
+    return PASS, _pass_time(p, _bytes(i.shape) + sum(map(_bytes, operands)))
+
+
+def product_sizes(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[int, int, int, int]:
+    """(m, n, k, batch) of a matrix product by cuBLAS."""
+
+    def dims(key: str) -> list[int]:
+        found = re.search(rf'"{key}":\[([^\]]*)\]', i.attributes)
+        return [int(x) for x in re.findall(r"\d+", found[1])] if found else []
+
+    lhs, rhs = (_dims(computation[name].shape) for name in i.operands[:2])
+    k = math.prod(lhs[d] for d in dims("lhs_contracting_dimensions"))
+    batch = math.prod(lhs[d] for d in dims("lhs_batch_dimensions"))
+    return math.prod(lhs) // (k * batch), math.prod(rhs) // (k * batch), k, batch
+
+
+def attention_flops(i: Instruction, queries: str) -> tuple[float, bool]:
+    """(FLOPs of an attention by cuDNN, whether it is the backward pass); queries: the shape of its first operand."""
+    scores = _attribute(i, r'"dimensions": ?\[([^\]]*)\]')
+    square = math.prod(int(x) for x in re.findall(r"\d+", scores))
+    causal = 0.5 if "CAUSAL" in i.attributes else 1.0
+    backward = "Backward" in _attribute(i, r'custom_call_target="([^"]*)"')
+    return 4.0 * square * _dims(queries)[-1] * causal * (BACKWARD_FLOPS if backward else 1.0), backward
+
+
+def product_time(gpu: Gpu, rates: Rates, m: int, n: int, k: int, batch: int = 1, dtype: str = "bf16") -> float:
+    """Seconds of `[m, k] x [k, n]`, `batch` times, on an idle GPU without the launch. dtype: HLO's name."""
+    eight, four = gpu.fp8_flops or gpu.bf16_flops, gpu.fp4_flops or gpu.bf16_flops
+    peak = {"f8e4m3fn": eight, "f8e5m2": eight, "f4e2m1fn": four, "f32": gpu.tf32_flops}.get(dtype, gpu.bf16_flops)
+    bandwidth = gpu.memory_bandwidth * rates.memory
+    itemsize = {"f32": 4, "f8e4m3fn": 1, "f8e5m2": 1, "f4e2m1fn": 0.5}.get(dtype, 2)
+    moved = (itemsize * (m * k + k * n) + 2 * m * n) * batch / bandwidth
+
+    def tiled(rows: int, columns: int, rate: float, split: int) -> float:
+        """Seconds with these tiles: every wave takes as long as a full one; partial sums are added in a pass."""
+        tiles = math.ceil(m / rows) * math.ceil(n / columns) * batch * split
+        waves = math.ceil(tiles / gpu.sm_count)
+        of_wave = 2.0 * rows * columns * (k / split) * gpu.sm_count / (peak * rates.products * rate)
+        return waves * of_wave + (3 * m * n * 4 / bandwidth if split > 1 else 0)
+
+    tiles = [(a, b, rate) for x, y, rate in TILES for a, b in ((x, y), (y, x))]
+    return rates.ramp + max(moved, min(tiled(*tile, split) for tile in tiles for split in SPLITS))
+
+
+def attention_time(gpu: Gpu, rates: Rates, flops: float, *, backward: bool) -> float:
+    """Seconds of an attention on an idle GPU without the launch."""
+    return flops / (gpu.bf16_flops * (rates.attention_backward if backward else rates.attention))
+
+
+def _fusion_bytes(computation: dict[str, Instruction]) -> int:
+    """Bytes that a fusion reads and writes in device memory; `computation`: what it fuses."""
+
+    def source(name: str) -> str:
+        return source(computation[name].operands[0]) if computation[name].opcode == "bitcast" else name
+
+    users = defaultdict(list)
+    for i in computation.values():
+        for position, name in enumerate(i.operands):
+            if name in computation and i.opcode != "bitcast":
+                users[source(name)].append((i, position))
+
+    def read(parameter: Instruction) -> int:
+        """Bytes read of a parameter: of slices only their results, nothing of what is overwritten in place."""
+        size = 0
+        for user, position in users[parameter.name]:
+            if user.opcode in UPDATED_BY and position == 0:
+                continue
+            sliced = user.opcode in ("dynamic-slice", "slice") or (user.opcode == "gather" and position == 0)
+            size += _bytes((user if sliced else parameter).shape)
+        return min(size, _bytes(parameter.shape))
+
+    def written(result: Instruction) -> int:
+        part = UPDATED_BY.get(result.opcode)
+        return _bytes((result if part is None else computation[result.operands[part]]).shape)
+
+    root = next(reversed(computation.values()))
+    results = root.operands if root.opcode == "tuple" else (root.name,)
+    parameters = (i for i in computation.values() if i.opcode == "parameter")
+    return sum(map(read, parameters)) + sum(written(computation[source(name)]) for name in results)
+
+
+def _root(computation: dict[str, Instruction]) -> Instruction:
+    """The last instruction of a computation, or what it renames."""
+    root = next(reversed(computation.values()))
+    while root.opcode == "bitcast":
+        root = computation[root.operands[0]]
+    return root
+
+
+def _bytes(shape: str) -> int:
+    """Bytes of an HLO shape."""
+    return sum(a.bytes for a in hlo.arrays(shape))
+
+
+def _dims(shape: str) -> list[int]:
+    """The sizes of the first array of an HLO shape."""
+    found = re.search(r"\[([\d,]*)\]", shape)
+    return [int(d) for d in found[1].split(",") if d] if found else []
+
+
+def _attribute(i: Instruction, pattern: str) -> str:
+    """The first group of a pattern in the attributes of an instruction."""
+    found = re.search(pattern, i.attributes)
+    assert found is not None, (pattern, i)
+    return found[1]

@@ -1,0 +1,246 @@
+"""Simulates a compiled, scheduled step on a GPU: the predicted time, and what of the transfers is exposed.
+
+The program is walked in the order of its schedule, loops as often as they run. Time passes on five streams: compute
+(the main one), host to device, device to host, collectives, and asynchronous compute. Each of them does its work in
+order. The main stream takes its kernels one after another; a "-start" hands a work to its stream; a "-done" makes the
+main stream wait until that work is done. While the main stream waits, time is exposed, and is booked to the kind of
+what it waits for. What each work costs alone is in costs.py.
+
+Works slow each other as follows.
+
+* The multiprocessors serve one kernel at a time, in the order in which kernels are submitted. A host transfer that is a
+  kernel (costs.py) has tens of thousands of blocks, so a product behind it starts when it ends.
+* A host transfer has the link's rate, or `Rates.duplex` of it while the other direction is busy too. If GPUs have no
+  link of their own, collectives and host transfers share PCI Express in proportion to their rates.
+* While a collective runs, kernels lose the multiprocessors that it occupies.
+
+Loops reach a steady state: after `MOST` iterations the others are taken to be like the last one.
+
+Not modelled: the time between steps (input, logging), other jobs, clocks that fall with temperature, tiles that cuBLAS
+chooses better or worse than `costs.product_time`, GPUs that wait for slower ones, files.
+"""
+
+import dataclasses
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from surojax.planner.costs import COLLECTIVES, HOST_IN, HOST_OUT, MAIN, Loop, Program, Step, Wait, Work
+from surojax.planner.gpus import Gpu, Rates
+from surojax.planner.hlo import Module
+
+MOST = 6
+ENTRY = "outside loops"
+WAITS = "waits"  # a row of events: when the main stream waits
+OPPOSITE = {HOST_IN: HOST_OUT, HOST_OUT: HOST_IN}
+
+
+class Event(NamedTuple):
+    """A work, or a wait of the main stream, in seconds after the step's beginning. bytes: 0 for a kernel."""
+
+    name: str
+    kind: str
+    stream: str
+    loop: str
+    begin: float
+    end: float
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A simulated program, in seconds."""
+
+    seconds: float
+    busy: dict[str, float]  # by kind of work
+    exposed: dict[tuple[str, str], float]  # by (label of the loop, kind of transfer)
+    loops: dict[str, float]  # by label, with the loops inside
+    events: list[Event]  # empty if not asked for
+
+
+def program(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, copies_only: bool = False) -> Program:
+    """A program on a GPU. Raises ValueError if it is not known what that GPU reaches of its peaks."""
+    if gpu.rates is None:
+        raise ValueError(f"timeline: expected a GPU with rates in planner/gpus.py, got {gpu.name}; add them there")
+    return Program(module, gpu, gpu.rates, mesh_shape, copies_only)
+
+
+def simulate(p: Program, *, most: int = MOST, events: bool = False) -> Timeline:
+    """Simulates a program.
+
+    most: iterations of each loop that are simulated. events: whether to record them; of loops without a loop inside,
+    all iterations are simulated then.
+    """
+    machine = Machine(p.gpu, p.rates, most, events)
+    machine.run(p.steps())
+    machine.finish()
+    return machine.timeline()
+
+
+class Task:
+    """A work under way: what is left of its latency, and of its seconds or bytes."""
+
+    __slots__ = ("begin", "latency", "left", "queued", "work")
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.latency = work.latency
+        self.left = work.bytes or work.seconds
+        self.begin: float | None = None
+        self.queued = False
+
+    @property
+    def done(self) -> bool:
+        return not self.latency and not self.left
+
+
+class Machine:
+    """A GPU in simulated time."""
+
+    def __init__(self, gpu: Gpu, rates: Rates, most: int, record: bool):
+        self.rates = rates
+        self.most = most
+        self.host_rate = gpu.pcie_bandwidth * rates.host
+        self.link_rate = gpu.link_bandwidth * rates.link
+        self.shares_link = gpu.link_bandwidth <= gpu.pcie_bandwidth
+        self.time = 0.0
+        self.streams: defaultdict[str, deque[Task]] = defaultdict(deque)
+        self.sms: deque[Task] = deque()  # the kernel that runs, and those that wait for it
+        self.open: dict[str, Task] = {}  # works that were started, by name
+        self.labels = [ENTRY]
+        self.totals: defaultdict[tuple[str, ...], float] = defaultdict(float)  # see `timeline`
+        self.events: list[Event] | None = [] if record else None
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Runs steps of the main stream."""
+        for step in steps:
+            if isinstance(step, Loop):
+                self.run_loop(step)
+            elif isinstance(step, Wait):
+                self.wait(step)
+            elif step.stream == MAIN:
+                task = Task(step)
+                self.until(task, running=task)
+            else:
+                self.open[step.name] = Task(step)
+                self.streams[step.stream].append(self.open[step.name])
+
+    def run_loop(self, loop: Loop) -> None:
+        """Runs a loop; iterations after `most` are like the last of those."""
+        self.labels.append(loop.label)
+        begin = self.time
+        whole = self.events is not None and not loop.has_loops
+        simulated = loop.trips if whole else min(loop.trips, self.most)
+        before = (0.0, {})
+        for k in range(simulated):
+            if k == simulated - 1:
+                before = (self.time, dict(self.totals))
+            self.time += self.rates.iteration
+            self.run(loop.body)
+        others = loop.trips - simulated
+        if others:
+            time, totals = before
+            for key, total in list(self.totals.items()):
+                self.totals[key] += others * (total - totals.get(key, 0.0))
+            skipped = others * (self.time - time)
+            self.record(f"{others} more iterations", "not simulated", MAIN, self.time, self.time + skipped)
+            self.time += skipped
+        self.labels.pop()
+        self.totals["loop", loop.label] += self.time - begin
+
+    def wait(self, step: Wait) -> None:
+        """Waits for a work that was started."""
+        task = self.open.pop(step.name, None)
+        if task is None or task.done:
+            return
+        begin = self.time
+        self.until(task)
+        self.record(f"wait for {task.work.name}", task.work.kind, WAITS, begin, self.time)
+
+    def finish(self) -> None:
+        """Waits for all works that are still under way."""
+        for stream in self.streams.values():
+            while stream:
+                self.until(stream[-1])
+
+    def until(self, task: Task, running: Task | None = None) -> None:
+        """Lets time pass until a task is done. running: the main stream's kernel; None if it only waits."""
+        while not task.done:
+            heads = [stream[0] for stream in self.streams.values() if stream]
+            if running is not None:
+                heads.append(running)
+            for x in heads:
+                if x.work.needs_sms and not x.queued:
+                    x.queued = True
+                    self.sms.append(x)
+            speeds = self.speeds(heads)
+            step = min((x.latency or x.left) / v for x, v in zip(heads, speeds, strict=True) if v)
+            self.book_exposed(task, running, step)
+            self.time += step
+            for x, v in zip(heads, speeds, strict=True):
+                if v:
+                    self.advance(x, v, step)
+
+    def speeds(self, heads: Sequence[Task]) -> list[float]:
+        """Of the first task of each stream: bytes/s of a transfer, seconds of work per second of a kernel."""
+        busy = {x.work.stream for x in heads if not x.latency}
+        share = self.host_rate / (self.host_rate + self.link_rate) if self.shares_link else 1.0
+
+        def of(x: Task) -> float:
+            stream = x.work.stream
+            if x.work.needs_sms and self.sms[0] is not x:
+                return 0.0
+            if x.latency:
+                return 1.0
+            if stream in OPPOSITE:
+                rate = self.host_rate * (self.rates.duplex if OPPOSITE[stream] in busy else 1.0)
+                return rate * (share if COLLECTIVES in busy else 1.0)
+            if stream == COLLECTIVES:
+                return self.link_rate * (share if busy & OPPOSITE.keys() else 1.0)
+            return 1.0 - self.rates.collective_sms if COLLECTIVES in busy else 1.0
+
+        return [of(x) for x in heads]
+
+    def book_exposed(self, task: Task, running: Task | None, step: float) -> None:
+        """Books a step of time in which the main stream computes nothing to what it waits for."""
+        first = task
+        if running is not None:
+            if not running.work.needs_sms or self.sms[0] is running:
+                return
+            first = self.sms[0]
+        self.totals["exposed", self.labels[-1], first.work.kind] += step
+
+    def advance(self, task: Task, speed: float, step: float) -> None:
+        """Advances a task by a step of time, and ends it if nothing is left."""
+        work = task.work
+        if task.begin is None:
+            task.begin = self.time - step
+        self.totals["busy", work.kind] += step
+        if task.latency:
+            task.latency -= step
+            if task.latency < 1e-12:
+                task.latency = 0.0
+        else:
+            task.left -= step * speed
+            if task.left <= max(1e-9 * (work.bytes or work.seconds), 1e-13):
+                task.left = 0.0
+        if task.done:
+            if work.needs_sms:
+                self.sms.remove(task)
+            if work.stream != MAIN:
+                self.streams[work.stream].popleft()
+            self.record(work.name, work.kind, work.stream, task.begin, self.time, work.bytes)
+
+    def record(self, name: str, kind: str, stream: str, begin: float, end: float, size: float = 0.0) -> None:
+        """Records an event, if events are asked for."""
+        if self.events is not None:
+            self.events.append(Event(name, kind, stream, self.labels[-1], begin, end, size))
+
+    def timeline(self) -> Timeline:
+        """What was simulated."""
+
+        def of(what: str) -> dict:
+            found = {key[1:]: total for key, total in self.totals.items() if key[0] == what}
+            return {key if what == "exposed" else key[0]: total for key, total in found.items()}
+
+        return Timeline(self.time, of("busy"), of("exposed"), of("loop"), self.events or [])
