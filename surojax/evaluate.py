@@ -105,10 +105,11 @@ def run_harness(
 
     from surojax.inference.harness import Harness
 
+    simple_evaluate: Any = lm_eval.simple_evaluate
     adapted = Harness(trained, batch_size=batch_size, max_length=max_length)
     try:
         manager = TaskManager(include_path=include_path)
-        found = lm_eval.simple_evaluate(model=adapted, tasks=tasks.split(","), task_manager=manager, **options)
+        found = simple_evaluate(model=adapted, tasks=tasks.split(","), task_manager=manager, **options)
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"--tasks: lm_eval could not run {tasks} ({error}); its command `lm_eval ls tasks` lists what it knows"
