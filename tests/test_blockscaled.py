@@ -281,7 +281,7 @@ def test_emulated_and_real_products_have_the_same_operands(name, monkeypatch):
         np.testing.assert_allclose(emulated, found, rtol=1e-5, atol=1e-5 * np.abs(found).max())
 
 
-@pytest.mark.parametrize("kernels, tokens", [("mosaic", 128), ("mosaic", 64), ("auto", 128), ("auto", 21)])
+@pytest.mark.parametrize("kernels, tokens", quick_at([("mosaic", 128), ("mosaic", 64), ("auto", 128), ("auto", 21)], 0))
 def test_the_kernels_change_nothing(kernels, tokens, monkeypatch):
     """mxfp8_linear with operands made by `pallas_kernels.mx`, in Pallas' interpreter or by the reference (auto)."""
     made, taken, real = [], [], jax.nn.scaled_matmul

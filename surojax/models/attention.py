@@ -82,10 +82,10 @@ def attend(
             f"cudnn attention: expected bfloat16 or float16, got {q_BSHh.dtype}; "
             "use model_dtype='bfloat16' or attention='xla'"
         )
-    if implementation == "cudnn" and (starts is not None or softcap):
-        expected = "expected one document in a row and no softcap"
-        got = f"a softcap of {softcap}" if softcap else "several documents in a row"
-        raise NotImplementedError(f"cudnn attention: {expected}, got {got}; {USE_AUTO}")
+    if implementation == "cudnn" and starts is not None:
+        raise NotImplementedError(f"cudnn attention: expected one document in a row, got several; {USE_AUTO}")
+    if implementation == "cudnn" and softcap:
+        raise NotImplementedError(f"cudnn attention: expected no softcap, got {softcap}; {USE_AUTO}")
     if implementation == "mosaic":
         starts = jnp.zeros(q_BSHh.shape[:2], jnp.int32) if starts is None else starts
         scores: Any = {"window": window, "scale": scale, "softcap": softcap}
