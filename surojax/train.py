@@ -93,7 +93,7 @@ def train(config: Config) -> Result:
     initial = None if continues else open_weights(c, run.model)
     checkpoint.check_room(output_dir, run.plan)
 
-    # -- Data ---------------------------------------------------------------------------------------------------------
+    # -- Data, and the checkpoint to continue from --------------------------------------------------------------------
     tokenizer = load_tokenizer(c.tokenizer)
     checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
     batch_size = c.per_device_batch_size * len(devices)
@@ -102,16 +102,16 @@ def train(config: Config) -> Result:
     found = data.load(entries, settings, tokenizer, eval_batch_size=batch_size, say=say)
     samples = found.train
     check_length(samples.all, samples_per_step)
-    total_steps = c.max_steps or c.num_epochs * len(samples) // samples_per_step
-    check_schedule(c, total_steps)
-
-    # -- Plan: shapes, shardings, memory; and the checkpoint to continue from -----------------------------------------
-    run = from_config(c, mesh, total_steps)
     identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}
     resume = find_resume(c, output_dir, identity, samples_per_step)
     meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
     first_step = meta["step"]
     position = meta["samples"]
+    total_steps = c.max_steps or first_step + max(c.num_epochs * len(samples) - position, 0) // samples_per_step
+    check_schedule(c, total_steps)
+
+    # -- Plan: shapes, shardings, memory ------------------------------------------------------------------------------
+    run = from_config(c, mesh, total_steps)
     describe(c, run, devices, need)
     say(found.describe())
     say(f"run: {total_steps} steps of {samples_per_step * c.sequence_len:,} tokens into {output_dir}")
