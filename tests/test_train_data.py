@@ -132,7 +132,7 @@ def test_a_tokenizer_larger_than_the_embedding(files, tmp_path):
     [({"step": 0, "samples": 0}, 2 * 150 // 4), ({"step": 20, "samples": 40}, 20 + (2 * 150 - 40) // 4)],
 )
 def test_an_epoch_of_datasets_is_all_their_samples(files, tmp_path, monkeypatch, done, steps):
-    """2 epochs of 60 + 90 questions, one in a row, 4 rows a step; also if the first steps were of another batch size."""
+    """2 epochs of 60 + 90 questions, one in a row, 4 rows a step; also after steps of another batch size."""
     monkeypatch.setattr(module, "find_resume", lambda *arguments: tmp_path if done["step"] else None)
     monkeypatch.setattr(module.checkpoint, "read_meta", lambda path: done)
     c = config_of(files, tmp_path / "run")
