@@ -2004,6 +2004,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_cache.py::test_it_is_found_again_without_reading",
     ),
     Mutant(
+        "every piece of a long document begins with bos",
+        "surojax/data/prepare.py",
+        "                if piece.is_first:\n",
+        "                if True:\n",
+        "tests/test_cache.py::test_a_document_begins_with_bos_if_the_tokenizer_adds_it",
+    ),
+    Mutant(
         "rows are held out although there are validation datasets",
         "surojax/data/load.py",
         "holds_out=not entries.validation)",

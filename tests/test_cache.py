@@ -69,6 +69,22 @@ def test_it_is_found_again_without_reading(source, tmp_path, monkeypatch):
         second.tokens[0] = 0
 
 
+def test_a_document_begins_with_bos_if_the_tokenizer_adds_it(source, tmp_path, monkeypatch):
+    class WithBos(ByteTokenizer):
+        vocab_size = 258
+        bos_id = 257
+        adds_bos = True
+
+    monkeypatch.setattr(prepare, "_PIECE_CHARS", 100)  # ten pieces a document, and one token at its beginning
+    folder = tmp_path / "cache"
+    without, _ = load(source, folder)
+    corpus, _ = load(source, folder, tokenizer=WithBos())
+    expected = expected_tokens(source)
+    assert without.tokens.tolist() == expected
+    assert corpus.tokens.tolist() == [257, *(new for t in expected for new in ([256, 257] if t == 256 else [t]))][:-1]
+    assert corpus.num_examples == 40 and corpus.num_bytes == without.num_bytes
+
+
 def test_it_depends_on_all_that_changes_tokens(source, tmp_path, monkeypatch):
     class Other(ByteTokenizer):
         name = "other"

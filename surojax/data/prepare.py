@@ -81,7 +81,7 @@ def load_corpora(
             "stdlib": source == STDLIB,
             "files": sources,
             "text_field": text_field,
-            "tokenizer": [tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id],
+            "tokenizer": [tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id, *_bos_ids(tokenizer)],
             "piece_chars": _PIECE_CHARS,
             "held_out": fraction,
         }
@@ -153,6 +153,14 @@ def load_dataset(
     return Prepared(entry.corpora[TRAIN], entry.corpora.get(HELD_OUT), dataset.type == "text")
 
 
+def _bos_ids(tokenizer: Tokenizer) -> list[int]:
+    """Returns the tokens that a document begins with: the beginning-of-sequence token, or none."""
+    if not tokenizer.adds_bos:
+        return []
+    assert tokenizer.bos_id is not None, "a tokenizer that adds the token has it"
+    return [tokenizer.bos_id]
+
+
 def _files_of(dataset: Dataset) -> list[Path]:
     """Returns the files that the rows are read from; a set of the `datasets` library has none here."""
     found: list[Path] = []
@@ -215,6 +223,7 @@ class _Parts:
 class _Piece:
     text: str
     is_held_out: bool
+    is_first: bool  # of its document
     ends: Document | None  # the document, if this is its last piece
 
 
@@ -227,11 +236,12 @@ def _write_documents(
     fraction: float,
     sources: Files,
 ) -> dict[str, Any]:
-    """Tokenises documents into `folder`, each followed by end-of-sequence; returns the meta data."""
+    """Tokenises documents into `folder`, with the tokens that begin and end a document; returns the meta data."""
     documents = read_documents(source, text_field)
     marked = (
         hold_out(documents, fraction, split_document) if fraction else ((document, False) for document in documents)
     )
+    bos = np.array(_bos_ids(tokenizer), np.int32)
     eos = np.array([tokenizer.eos_id])
     groups = _groups(_pieces(marked), lambda piece: len(piece.text))
     with _Parts(
@@ -239,6 +249,8 @@ def _write_documents(
     ) as parts:
         for group, encoded in _in_threads(groups, lambda group: tokenizer.encode_batch([x.text for x in group])):
             for piece, ids in zip(group, encoded, strict=True):
+                if piece.is_first:
+                    parts.append(piece.is_held_out, bos)
                 parts.append(piece.is_held_out, ids)
                 if piece.ends is not None:
                     parts.append(piece.is_held_out, eos)
@@ -261,9 +273,9 @@ def _pieces(marked: Iterable[tuple[Document, bool]]) -> Iterator[_Piece]:
         start = 0
         while len(text) - start > _PIECE_CHARS:
             stop = text.rfind("\n", start, start + _PIECE_CHARS) + 1 or start + _PIECE_CHARS
-            yield _Piece(text[start:stop], is_held_out, None)
+            yield _Piece(text[start:stop], is_held_out, start == 0, None)
             start = stop
-        yield _Piece(text[start:], is_held_out, document)
+        yield _Piece(text[start:], is_held_out, start == 0, document)
 
 
 # -- Rows of datasets -------------------------------------------------------------------------------------------------
