@@ -1948,6 +1948,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_samples.py::test_a_packed_row_by_hand",
     ),
     Mutant(
+        "labels are counted with the memory of the whole corpus",
+        "surojax/data/samples.py",
+        "        done = stop\n        corpus.release()\n",
+        "        done = stop\n",
+        "tests/test_samples.py::test_memory_is_given_back_while_labels_are_counted",
+    ),
+    Mutant(
+        "the first token after a cut is no label",
+        "surojax/data/samples.py",
+        "np.minimum(starts + sequence_len + 1, ends)",
+        "np.minimum(starts + sequence_len, ends)",
+        "tests/test_samples.py::test_which_cut_examples_have_a_label_left",
+    ),
+    Mutant(
         "tokens that are not trained are labels",
         "surojax/data/samples.py",
         "    if corpus.trained is not None:\n        labels[",

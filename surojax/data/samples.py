@@ -20,6 +20,7 @@ type Sample = dict[str, np.ndarray]
 
 IGNORED = -1  # label of a position that the loss ignores
 ON_LONG = ("cut", "drop")
+_BLOCK = 1 << 20  # tokens read at a time
 
 
 class Samples(Protocol):
@@ -209,11 +210,33 @@ def _with_labels(corpus: Corpus, pieces: packing.Pieces, sequence_len: int) -> t
     """Leaves out what has no label after a cut; returns the other pieces, and how many it left out."""
     if corpus.trained is None:
         return pieces, 0
+    full = np.flatnonzero(pieces.lengths == sequence_len)  # what was cut is as long as a row
+    starts = pieces.starts[full]
+    ends = np.asarray(corpus.bounds)[np.searchsorted(corpus.bounds, starts, side="right")]  # of their documents
+    of_labels = np.stack([starts + 1, np.minimum(starts + sequence_len + 1, ends)], axis=1)  # first, and one past last
+    counts = _trained_before(corpus, of_labels.reshape(-1)).reshape(-1, 2)
     kept = np.ones(len(pieces.lengths), np.bool_)
-    for i in np.flatnonzero(pieces.lengths == sequence_len):  # what was cut is as long as a row
-        _, labels = _inputs_and_labels(corpus, int(pieces.starts[i]), sequence_len)
-        kept[i] = (labels != IGNORED).any()
+    kept[full] = counts[:, 1] > counts[:, 0]
     return packing.Pieces(pieces.starts[kept], pieces.lengths[kept], pieces.num_long), int((~kept).sum())
+
+
+def _trained_before(corpus: Corpus, positions: np.ndarray) -> np.ndarray:
+    """Returns how many tokens before each position are trained, int64 [positions]; gives memory back as it reads.
+
+    positions: int64 [positions], ascending, at most the number of tokens.
+    """
+    assert corpus.trained is not None, "all tokens are trained"
+    counts = np.zeros(len(positions), np.int64)
+    before = 0
+    done = 0
+    for start in range(0, len(corpus.trained), _BLOCK):
+        up_to = before + np.append(0, np.cumsum(corpus.trained[start : start + _BLOCK]))
+        stop = int(np.searchsorted(positions, start + len(up_to) - 1, side="right"))
+        counts[done:stop] = up_to[positions[done:stop] - start]
+        before = int(up_to[-1])
+        done = stop
+        corpus.release()
+    return counts
 
 
 def fingerprint_of(parts: Iterable[str]) -> str:
