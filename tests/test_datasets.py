@@ -148,6 +148,16 @@ def test_a_name_that_is_no_path_is_a_set_of_the_library(library):
     assert "unknown/set" in message and "/the/cache" in message and "no set unknown/set" in message
 
 
+def test_a_set_that_cannot_be_read_to_its_end(library, monkeypatch):
+    def broken(name, subset, *, split):
+        yield {"text": "one"}
+        raise ImportError("to decode sound,\ninstall a decoder")
+
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", broken)
+    message = error_of(rows, "known/set")
+    assert message.startswith("known/set (train): expected rows") and "to decode sound, install a decoder" in message
+
+
 def test_a_path_that_does_not_exist_is_no_set(tmp_path, library):
     names = (tmp_path / "nowhere", "nowhere/*.txt", "./some/set", "~/set", "data/train.jsonl", "a/b/c", "train.parquet")
     for name in names:

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import json
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +59,22 @@ def documents_of(samples) -> list[str]:
 def trained_of(sample) -> str:
     labels = sample["labels"]
     return BYTES.decode(labels[labels >= 0])
+
+
+def test_a_set_of_the_hub_is_tokenised_anew_if_it_changed(tmp_path, monkeypatch):
+    class Set(list):
+        _fingerprint = "first"
+
+    rows = Set(questions(4))
+    library = types.SimpleNamespace(load_dataset=lambda name, subset, *, split: rows)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    entries = [{"path": "known/set"}]
+    fingerprint = lambda: load_entries(tmp_path, entries, entries).train.fingerprint
+    first = fingerprint()
+    rows.extend(questions(9))
+    assert fingerprint() == first  # found again by the set's own fingerprint, not by its rows
+    rows._fingerprint = "second"
+    assert fingerprint() != first
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -131,7 +131,7 @@ def load_dataset(
     key = {
         "dataset": settings,
         "files": sources,
-        "sets": [item for item in dataset.path if files.find(item, SUFFIXES) is None],
+        "sets": datasets.fingerprints_of_sets(dataset),
         "encoder": encoder.fingerprint,
         "vocab_size": vocab_size,
         "held_out": fraction,
