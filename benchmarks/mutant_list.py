@@ -2123,6 +2123,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_datasets.py::test_a_path_that_does_not_exist_is_no_set",
     ),
     Mutant(
+        "a set of the hub that changed is found in the cache",
+        "surojax/data/readers.py",
+        '"_fingerprint", ""))',
+        '"_no_fingerprint", ""))',
+        "tests/test_load.py::test_a_set_of_the_hub_is_tokenised_anew_if_it_changed",
+    ),
+    Mutant(
         "samples are ignored",
         "surojax/data/datasets.py",
         "islice(_rows(dataset), dataset.samples or None)",
@@ -2226,6 +2233,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "    _check_shown(messages, whole, template)\n",
         "",
         "tests/test_examples.py::test_a_template_that_leaves_something_out",
+    ),
+    Mutant(
+        "a call of a tool that the template leaves out is not missed",
+        "surojax/data/pieces.py",
+        "            if name not in whole:\n",
+        "            if False:\n",
+        "tests/test_examples.py::test_a_template_that_leaves_out_calls_of_tools_or_their_results",
+    ),
+    Mutant(
+        "a result of a tool that the template leaves out is not missed",
+        "surojax/data/pieces.py",
+        'message["role"] != "assistant" and not',
+        'message["role"] not in ("assistant", "tool") and not',
+        "tests/test_examples.py::test_a_template_that_leaves_out_calls_of_tools_or_their_results",
     ),
     Mutant(
         "tokens cross the seam of prompt and answer",

@@ -341,6 +341,28 @@ def test_a_template_that_leaves_something_out():
     assert isinstance(encode(tools, dataclasses.replace(TALK, tools_field=""), template=users), Example)
 
 
+def test_a_template_that_leaves_out_calls_of_tools_or_their_results():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look_up", "arguments": {}}}]}
+    result = {"role": "tool", "content": "It is warm."}
+    rows = {"messages": [*talk("Weather?")["messages"], call, result, {"role": "assistant", "content": "Warm."}]}
+    only_content = template("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    assert "t.jinja to show every call of a tool, got a text without that of 'look_up'" in reason_of(
+        rows, template=only_content
+    )
+    bare = {"role": "assistant", "content": "", "tool_calls": [{"name": "look_up"}]}
+    unknown = [{"role": "user", "content": "a"}, bare | {"tool_calls": "x"}, {"role": "assistant", "content": "b"}]
+    assert "'look_up'" in reason_of({"messages": [unknown[0], bare, unknown[2]]}, template=only_content)
+    assert isinstance(encode({"messages": unknown}, template=only_content), Example)
+    no_results = template(
+        "{% for m in messages if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    )
+    assert "without that of the tool, 'It is warm.'" in reason_of(rows, template=no_results)
+    as_json = template("{% for m in messages %}[{{ m.role }}]{{ m.content | tojson }}{{ m.tool_calls }}{% endfor %}")
+    quoted = {"messages": [{**m, "content": 'It is "warm",\nhe said.'} if m is result else m for m in rows["messages"]]}
+    assert isinstance(encode(quoted, template=as_json), Example)  # as Llama 3.1 writes results
+    assert "look_up" in "".join(BYTES.token_text(i) for i in example(rows).ids)
+
+
 def test_roles_that_do_not_alternate():
     gemma = load_template("gemma", BYTES)
     record = {"messages": [*talk("a")["messages"], *talk("b", "c")["messages"]]}
