@@ -2153,8 +2153,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a file is read twice",
         "surojax/data/datasets.py",
-        "                seen.add(path)\n",
+        "                seen.add(path.resolve())\n",
         "",
+        "tests/test_datasets.py::test_folders_globs_and_lists",
+    ),
+    Mutant(
+        "a file under two spellings is read twice",
+        "surojax/data/datasets.py",
+        "path.resolve() not in seen",
+        "path not in seen",
         "tests/test_datasets.py::test_folders_globs_and_lists",
     ),
     Mutant(

@@ -101,6 +101,10 @@ def test_folders_globs_and_lists(tmp_path, monkeypatch):
     assert names(rows(tmp_path / "*" / "*.txt")) == ["a/1.txt", "b/2.txt"]
     both = [str(tmp_path / "b"), str(tmp_path / "a/1.txt"), str(tmp_path / "**/*.txt")]
     assert names(read(parse({"path": both}))) == ["b/2.txt", "b/deep/3.txt", "a/1.txt"]  # none of them twice
+    monkeypatch.chdir(tmp_path / "a")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a/1.txt")
+    spellings = ["1.txt", "./1.txt", str(tmp_path / "a/1.txt"), "../a/1.txt", str(tmp_path / "link.txt")]
+    assert names(read(parse({"path": spellings}))) == ["a/1.txt"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert names(rows("~/a")) == ["a/1.txt"]
 

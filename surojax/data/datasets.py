@@ -279,6 +279,6 @@ def _rows(dataset: Dataset) -> Iterator[Row | BadRow]:
                 f"subset={dataset.subset!r}; name the files in path"
             )
         for path in paths:
-            if path not in seen:
-                seen.add(path)
+            if path.resolve() not in seen:
+                seen.add(path.resolve())
                 yield from readers.read_file(path, dataset.text_field)

@@ -166,7 +166,8 @@ def _files_of(dataset: Dataset) -> list[Path]:
     found: list[Path] = []
     for item in dataset.path:
         found += stdlib_files() if item == docstrings.NAME else files.find(item, SUFFIXES) or ()
-    return found
+    first_spellings = {path.resolve(): path for path in reversed(found)}  # rows are read once of each file
+    return [path for path in found if first_spellings[path.resolve()] is path]
 
 
 def _report(entry: Entry, say: Callable[[str], None]) -> Entry:
