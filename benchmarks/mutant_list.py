@@ -2032,6 +2032,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_load.py::test_each_kind_of_row_becomes_samples",
     ),
     Mutant(
+        "settings that no row reads are accepted",
+        "surojax/data/load.py",
+        "        if value != default:\n",
+        "        if False:\n",
+        "tests/test_load.py::test_settings_that_no_row_reads_are_refused",
+    ),
+    Mutant(
+        "long examples of packed text may not be dropped",
+        "surojax/data/load.py",
+        '[] if settings.sample_packing else ["on_long"]',
+        '["on_long"]',
+        "tests/test_load.py::test_settings_that_no_row_reads_are_refused",
+    ),
+    Mutant(
         "bits per byte of rows that are not all text",
         "surojax/data/load.py",
         "bytes_per_token if is_text and num_bytes else None",

@@ -77,6 +77,28 @@ def test_a_set_of_the_hub_is_tokenised_anew_if_it_changed(tmp_path, monkeypatch)
     assert fingerprint() != first
 
 
+@pytest.mark.parametrize(
+    "unused",
+    [{"train_on": "all"}, {"chat_template": "chatml"}, {"system_prompt": "Be."}, {"on_long": "drop"}],
+    ids=lambda unused: next(iter(unused)),
+)
+def test_settings_that_no_row_reads_are_refused(tmp_path, unused):
+    text = [{"path": write(tmp_path / "texts.jsonl", texts(30))}]
+    question = [{"path": write(tmp_path / "questions.jsonl", questions(3))}]
+    (name,) = unused
+    packed = [{"sample_packing": True}] if name != "on_long" else []
+    for options in ({}, *packed):
+        with pytest.raises(
+            ConfigError, match=rf"^{name}: expected '[a-z]*' without rows of [^\n]*; leave it out, [^\n]*$"
+        ):
+            load_entries(tmp_path, text, text, **unused, **options)
+    assert not (tmp_path / "cache").exists()
+    load_entries(tmp_path, text, question, **unused)
+    load_entries(tmp_path, question, text, **unused)
+    if not packed:
+        load_entries(tmp_path, text, text, **unused, sample_packing=True)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_each_kind_of_row_becomes_samples(tmp_path, packed):
     """Nothing is held out if there are validation datasets. The loss is on completions and answers alone."""

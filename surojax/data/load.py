@@ -49,6 +49,13 @@ class Entries(NamedTuple):
     weights: tuple[float, ...] | None = None
     validation: Mapping[str, Dataset] = {}
 
+    def resolved(self) -> "Entries":
+        """Returns the entries with their types decided. Raises ConfigError if the first row of one fits no type."""
+        return self._replace(
+            datasets=tuple(map(datasets.resolve, self.datasets)),
+            validation={name: datasets.resolve(dataset) for name, dataset in self.validation.items()},
+        )
+
 
 class Evaluated(NamedTuple):
     """What an evaluation reads. name: of a validation dataset, "" for text that is held out from training.
@@ -127,6 +134,8 @@ def load(
 
     Raises ConfigError for whatever is wrong with files, rows or settings, and for a set that is empty.
     """
+    entries = entries.resolved()
+    _check_uses(entries, settings)
     loader = _Loader(settings, tokenizer, say)
     if entries.datasets:
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
@@ -156,8 +165,25 @@ def load(
     return Data(train, evaluated, next(iter(sets.values()))[0][0])
 
 
+def _check_uses(entries: Entries, settings: Settings) -> None:
+    """Raises ConfigError for a setting that the rows do not read. entries: with their types decided."""
+    if any(dataset.type != "text" for dataset in (*entries.datasets, *entries.validation.values())):
+        return
+    unused = ["train_on", "chat_template", "system_prompt"]
+    unused += [] if settings.sample_packing else ["on_long"]
+    defaults = Settings(settings.sequence_len)
+    for name in unused:
+        value, default = getattr(settings, name), getattr(defaults, name)
+        if value != default:
+            others = " or sample_packing" if name == "on_long" else ""
+            raise ConfigError(
+                f"{name}: expected {default!r} without rows of instructions or conversations{others}, got {value!r}; "
+                "leave it out, or set the type of the dataset that has such rows"
+            )
+
+
 class _Loader(NamedTuple):
-    """Loads datasets and makes samples of them, all by the same settings."""
+    """Loads datasets whose types are decided and makes samples of them, all by the same settings."""
 
     settings: Settings
     tokenizer: Tokenizer
@@ -165,13 +191,12 @@ class _Loader(NamedTuple):
 
     def dataset(self, dataset: Dataset, holds_out: bool) -> Prepared:
         s = self.settings
-        resolved = datasets.resolve(dataset)
         template = load_template(s.chat_template, self.tokenizer)
-        encoder = Encoder(resolved, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
+        encoder = Encoder(dataset, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
         if encoder.note:
             self.say(encoder.note)
         return load_dataset(
-            resolved,
+            dataset,
             encoder,
             self.tokenizer.vocab_size,
             holds_out=holds_out,
