@@ -2046,6 +2046,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_load.py::test_settings_that_no_row_reads_are_refused",
     ),
     Mutant(
+        "the advice for what is held out is that for a validation dataset",
+        "surojax/data/load.py",
+        '"" if name else for_held_out',
+        'for_held_out if name else ""',
+        "tests/test_load.py::test_a_held_out_row_that_cannot_be_used_names_the_way_out",
+    ),
+    Mutant(
         "bits per byte of rows that are not all text",
         "surojax/data/load.py",
         "bytes_per_token if is_text and num_bytes else None",

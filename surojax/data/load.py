@@ -158,8 +158,16 @@ def load(
     for name, dataset in entries.validation.items():
         found = loader.dataset(dataset, holds_out=False)
         sets[name] = [(found.train, found.is_text)]
+    for_held_out = "validation_datasets" if entries.datasets else "eval_data"
     evaluated = [
-        _evaluated(name, corpora, loader, batch_size=eval_batch_size, max_batches=settings.eval_batches)
+        _evaluated(
+            name,
+            corpora,
+            loader,
+            "" if name else for_held_out,
+            batch_size=eval_batch_size,
+            max_batches=settings.eval_batches,
+        )
         for name, corpora in sets.items()
     ]
     return Data(train, evaluated, next(iter(sets.values()))[0][0])
@@ -205,22 +213,30 @@ class _Loader(NamedTuple):
             say=self.say,
         )
 
-    def samples(self, corpus: Corpus, is_text: bool) -> Samples:
+    def samples(self, corpus: Corpus, is_text: bool, instead: str = "") -> Samples:
+        """Returns the samples of a corpus. instead: the setting that can name another one, for messages."""
         s = self.settings
         return windows_or_rows(
-            corpus, s.sequence_len, packed=s.sample_packing, is_text=is_text, on_long=s.on_long, say=self.say
+            corpus,
+            s.sequence_len,
+            packed=s.sample_packing,
+            is_text=is_text,
+            on_long=s.on_long,
+            instead=instead,
+            say=self.say,
         )
 
 
 def _evaluated(
-    name: str, corpora: list[tuple[Corpus, bool]], loader: _Loader, *, batch_size: int, max_batches: int
+    name: str, corpora: list[tuple[Corpus, bool]], loader: _Loader, instead: str, *, batch_size: int, max_batches: int
 ) -> Evaluated:
-    sources = [loader.samples(corpus, is_text) for corpus, is_text in corpora]
+    sources = [loader.samples(corpus, is_text, instead) for corpus, is_text in corpora]
     sources = [Windows(x.corpus, x.sequence_len, with_rest=True) if isinstance(x, Windows) else x for x in sources]
     samples = concatenated(sources, name)
     batches = list(evaluation_batches(samples, batch_size=batch_size, max_batches=max_batches))
     if not any((batch["labels"] != IGNORED).any() for batch in batches):
-        raise ConfigError(f"{samples.name}: expected tokens to evaluate the loss on, got none; add rows")
+        other = f", or name other examples in {instead}" if instead else ""
+        raise ConfigError(f"{samples.name}: expected tokens to evaluate the loss on, got none; add rows{other}")
     num_bytes = sum(corpus.num_bytes for corpus, _ in corpora)
     is_text = all(is_text for _, is_text in corpora)
     bytes_per_token = num_bytes / sum(len(corpus.tokens) for corpus, _ in corpora)

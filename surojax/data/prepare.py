@@ -322,15 +322,18 @@ def _write_rows(
                     continue
                 _append_example(parts, is_held_out, example, _text_bytes(keyed.row, dataset))
         found = parts.finish()
-    if not found[TRAIN]["examples"]:
+    numbers = [part["examples"] for part in found.values()]
+    if not all(numbers):
         first = f" ({skipped[0].where}: {skipped[0].reason})" if skipped else ""
+        if not any(numbers):
+            raise ConfigError(
+                f"{dataset.name}: expected rows that can be used, got none, {num_skipped:,} skipped{first}; correct "
+                "them"
+            )
         raise ConfigError(
-            f"{dataset.name}: expected rows that can be used, got none, {num_skipped:,} skipped{first}; correct them"
-        )
-    if fraction and not found[HELD_OUT]["examples"]:
-        raise ConfigError(
-            f"{dataset.name}: expected at least two different rows, to train on one part and evaluate on the other, "
-            f"got {found[TRAIN]['examples']:,}; add rows, or set validation_datasets"
+            f"{dataset.name}: expected at least two different rows that can be used, to train on one part and evaluate "
+            f"on the other, got {found[TRAIN]['examples']:,} to train on and {found[HELD_OUT]['examples']:,} to "
+            f"evaluate on, {num_skipped:,} skipped{first}; add or correct rows, or set validation_datasets"
         )
     first_skipped = f"{skipped[0].where}: {skipped[0].reason}" if skipped else ""
     return {"parts": found, "skipped": num_skipped, "first_skipped": first_skipped}

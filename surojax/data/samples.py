@@ -161,12 +161,14 @@ def windows_or_rows(
     packed: bool,
     is_text: bool = True,
     on_long: str = "cut",
+    instead: str = "",
     say: Callable[[str], None] = print,
 ) -> Windows | Rows:
     """Returns the samples of a corpus: windows of text that is not packed, else rows of examples.
 
     is_text: the examples are plain text, so a long one continues in another row; else its end is cut off. Says how many
-    examples are longer than a row, and how much of packed rows is padding. Raises ConfigError if no example remains.
+    examples are longer than a row, and how much of packed rows is padding. Raises ConfigError if no example remains;
+    instead: the setting that can name other examples, for that message, "": none.
     """
     if is_text and not packed:
         return Windows(corpus, sequence_len)
@@ -180,9 +182,13 @@ def windows_or_rows(
             f"sequence_len={sequence_len} and are {fate}{untrained}"
         )
     if not len(pieces.starts):
+        drops = on_long == "drop"
+        expected = "examples of at most" if drops else "examples with a token to train on within"
+        advice = ["raise sequence_len", *(["set on_long='cut'"] if drops else [])]
+        advice += [f"name other examples in {instead}"] if instead else []
         raise ConfigError(
-            f"{corpus.name}: expected examples of at most sequence_len={sequence_len} tokens, got none among "
-            f"{corpus.num_examples:,}; raise sequence_len, or set on_long='cut'"
+            f"{corpus.name}: expected {expected} sequence_len={sequence_len} tokens, got none among "
+            f"{corpus.num_examples:,}; {', or '.join(advice)}"
         )
     arrange = packing.best_fit if packed else packing.one_per_row
     plan = arrange(pieces.lengths, sequence_len)
