@@ -2336,8 +2336,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "documents in the table are counted from one change of start to the next but one",
         "surojax/data/show.py",
         "np.append(0, np.diff(starts_S) != 0)",
-        "np.append(0, np.diff(starts_S) > 2)",
+        "np.append(0, np.diff(starts_S) > 3)",
         "tests/test_examples.py::test_the_table_shows_tokens_labels_and_documents",
+    ),
+    Mutant(
+        "a last token 0 is shown as padding",
+        "surojax/data/show.py",
+        "np.flatnonzero(labels_S >= 0) + 2",
+        "np.flatnonzero(labels_S >= 0) + 1",
+        "tests/test_examples.py::test_padding_after_an_example_in_a_row_of_its_own",
     ),
     Mutant(
         "bos is added although the files say no",
@@ -2540,8 +2547,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the samples shown are not those that a run begins with",
         "surojax/data/__main__.py",
-        "seed=c.seed)",
-        "seed=c.seed + 1)",
+        "seed=seed)",
+        "seed=seed + 1)",
         "tests/test_data_command.py",
     ),
     # -- Settings -----------------------------------------------------------------------------------------------------
