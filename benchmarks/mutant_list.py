@@ -1948,6 +1948,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_samples.py::test_a_packed_row_by_hand",
     ),
     Mutant(
+        "pieces of examples are called examples",
+        "surojax/data/samples.py",
+        'on_long == "cut" and is_text else',
+        'on_long == "cut" and not is_text else',
+        "tests/test_samples.py::test_pieces_of_examples_that_were_cut_are_called_so",
+    ),
+    Mutant(
         "labels are counted with the memory of the whole corpus",
         "surojax/data/samples.py",
         "        done = stop\n        corpus.release()\n",

@@ -134,6 +134,15 @@ def test_rows_of_one_example_by_hand():
         windows_or_rows(corpus, 2, packed=True, is_text=False, on_long="drop", say=said.append)
 
 
+def test_pieces_of_examples_that_were_cut_are_called_so():
+    """7 + 3 tokens in rows of 4: 2 pieces and 1 whole example."""
+    for on_long, expected in (("cut", "3 pieces of examples in 3 rows"), ("drop", "1 examples in 1 rows")):
+        said = []
+        corpus = corpus_of([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3]])
+        windows_or_rows(corpus, 4, packed=True, on_long=on_long, say=said.append)
+        assert said[1].startswith(f"data: made up: {expected} of 4 tokens")
+
+
 def test_what_has_no_trained_token_left_after_a_cut_is_left_out():
     corpus = corpus_of([[1, 2, 3, 4, 5, 6], [1, 2, 3]], [[0, 0, 0, 0, 0, 1], [0, 1, 1]])
     said = []

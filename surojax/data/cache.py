@@ -4,7 +4,7 @@ An entry of the cache is a folder, named by a hash of everything that its tokens
 folder for each part ("train", "held_out"):
 
     tokens.bin    uint16, or uint32 if the vocabulary has more than 65,536 ids
-    trained.bin   a byte per token: 1 if the token is a target of the loss; absent if all are
+    trained.bin   a byte per token: 1 if the token is a target of the loss; exists only if a token is untrained
     offsets.bin   int64 [examples + 1]: example i is tokens[offsets[i] : offsets[i + 1]]
 
 An entry is written into a temporary folder beside it, `meta.json` last, flushed to the disk and renamed. A process that
@@ -94,7 +94,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class PartWriter:
-    """Writes one part of an entry. `trained` is only written from the first example on that has untrained tokens."""
+    """Writes one part of an entry. `trained` is written only if a token is untrained, and then for all tokens."""
 
     folder: Path
     dtype: type[np.generic]

@@ -192,8 +192,9 @@ def windows_or_rows(
         )
     arrange = packing.best_fit if packed else packing.one_per_row
     plan = arrange(pieces.lengths, sequence_len)
+    what = "pieces of examples" if pieces.num_long and on_long == "cut" and is_text else "examples"
     say(
-        f"data: {corpus.name}: {len(pieces.starts):,} examples in {len(plan):,} rows of {sequence_len} tokens, "
+        f"data: {corpus.name}: {len(pieces.starts):,} {what} in {len(plan):,} rows of {sequence_len} tokens, "
         f"{plan.padding:.1%} padding"
     )
     settings = (f"packed={packed}", f"on_long={on_long if pieces.num_long else None}")
