@@ -1901,9 +1901,23 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "two processes write the same entry",
         "surojax/data/cache.py",
-        "fcntl.LOCK_EX | fcntl.LOCK_NB)\n        except",
-        "fcntl.LOCK_SH | fcntl.LOCK_NB)\n        except",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB)\n    except",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB)\n    except",
         "tests/test_cache.py::test_two_processes_at_once",
+    ),
+    Mutant(
+        "who waited holds the lock of a file that is gone",
+        "surojax/data/cache.py",
+        "if is_locked and not _is_at(descriptor, file):",
+        "if False:",
+        "tests/test_cache.py::test_who_waited_for_a_write_that_failed_locks_another_file",
+    ),
+    Mutant(
+        "a failed write leaves its lock file",
+        "surojax/data/cache.py",
+        "                    file.unlink(missing_ok=True)\n",
+        "                    pass\n",
+        "tests/test_cache.py::test_bad_data_leaves_nothing",
     ),
     Mutant(
         "mapped pages stay in memory",

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -187,6 +188,7 @@ def test_leftovers_of_other_sources_go_too_but_not_those_of_a_live_process(sourc
         fcntl.flock(lock, fcntl.LOCK_EX)
         load(source, folder)
     assert {name for name in entries(folder) if name.endswith(".tmp")} == {"live.123.tmp"}
+    assert (folder / "live.lock").exists() and not (folder / "dead.lock").exists()
 
 
 def test_two_processes_at_once(source, tmp_path):
@@ -248,7 +250,7 @@ def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(source, tmp_path
     needed = 2 * len(expected_tokens(source)) / 2**20
     message = str(caught.value)
     assert message.startswith(f"data_cache: expected about {needed:.1f} MiB in {folder}, got a full disk (")
-    assert "\n" not in message and not entries(folder)
+    assert "\n" not in message and not list(folder.iterdir())
     monkeypatch.undo()
     assert load(source, folder)[0].tokens.tolist() == expected_tokens(source)
 
@@ -264,7 +266,28 @@ def test_bad_data_leaves_nothing(source, tmp_path):
         file.write("no json\n")
     with pytest.raises(ConfigError, match=r"text\.jsonl:41: expected"):
         load(source, tmp_path / "cache")
-    assert not entries(tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_who_waited_for_a_write_that_failed_locks_another_file(tmp_path):
+    """Else a third one could make the file anew and write at the same time."""
+    file = tmp_path / "entry.lock"
+    waits = threading.Event()
+    found = []
+
+    def second():
+        with cache._locked(file, lambda holder: waits.set()):
+            with file.open() as third, pytest.raises(BlockingIOError):
+                fcntl.flock(third, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.append(file.read_text())
+
+    thread = threading.Thread(target=second)
+    with pytest.raises(ValueError, match="failed"), cache._locked(file, lambda holder: None):
+        thread.start()
+        assert waits.wait(60)
+        raise ValueError("failed")
+    thread.join(60)
+    assert found == [str(os.getpid())] and file.exists()
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
