@@ -1901,9 +1901,23 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "two processes write the same entry",
         "surojax/data/cache.py",
-        "fcntl.LOCK_EX | fcntl.LOCK_NB)\n        except",
-        "fcntl.LOCK_SH | fcntl.LOCK_NB)\n        except",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB)\n    except",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB)\n    except",
         "tests/test_cache.py::test_two_processes_at_once",
+    ),
+    Mutant(
+        "who waited holds the lock of a file that is gone",
+        "surojax/data/cache.py",
+        "if is_locked and not _is_at(descriptor, file):",
+        "if False:",
+        "tests/test_cache.py::test_who_waited_for_a_write_that_failed_locks_another_file",
+    ),
+    Mutant(
+        "a failed write leaves its lock file",
+        "surojax/data/cache.py",
+        "                    file.unlink(missing_ok=True)\n",
+        "                    pass\n",
+        "tests/test_cache.py::test_bad_data_leaves_nothing",
     ),
     Mutant(
         "mapped pages stay in memory",
@@ -1946,6 +1960,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "min(start + length + 1, end)",
         "start + length + 1",
         "tests/test_samples.py::test_a_packed_row_by_hand",
+    ),
+    Mutant(
+        "pieces of examples are called examples",
+        "surojax/data/samples.py",
+        'on_long == "cut" and is_text else',
+        'on_long == "cut" and not is_text else',
+        "tests/test_samples.py::test_pieces_of_examples_that_were_cut_are_called_so",
+    ),
+    Mutant(
+        "labels are counted with the memory of the whole corpus",
+        "surojax/data/samples.py",
+        "        done = stop\n        corpus.release()\n",
+        "        done = stop\n",
+        "tests/test_samples.py::test_memory_is_given_back_while_labels_are_counted",
+    ),
+    Mutant(
+        "the first token after a cut is no label",
+        "surojax/data/samples.py",
+        "np.minimum(starts + sequence_len + 1, ends)",
+        "np.minimum(starts + sequence_len, ends)",
+        "tests/test_samples.py::test_which_cut_examples_have_a_label_left",
     ),
     Mutant(
         "tokens that are not trained are labels",
@@ -2004,11 +2039,39 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_cache.py::test_it_is_found_again_without_reading",
     ),
     Mutant(
+        "every piece of a long document begins with bos",
+        "surojax/data/prepare.py",
+        "                if piece.is_first:\n",
+        "                if True:\n",
+        "tests/test_cache.py::test_a_document_begins_with_bos_if_the_tokenizer_adds_it",
+    ),
+    Mutant(
         "rows are held out although there are validation datasets",
         "surojax/data/load.py",
         "holds_out=not entries.validation)",
         "holds_out=True)",
         "tests/test_load.py::test_each_kind_of_row_becomes_samples",
+    ),
+    Mutant(
+        "settings that no row reads are accepted",
+        "surojax/data/load.py",
+        "        if value != default:\n",
+        "        if False:\n",
+        "tests/test_load.py::test_settings_that_no_row_reads_are_refused",
+    ),
+    Mutant(
+        "long examples of packed text may not be dropped",
+        "surojax/data/load.py",
+        '[] if settings.sample_packing else ["on_long"]',
+        '["on_long"]',
+        "tests/test_load.py::test_settings_that_no_row_reads_are_refused",
+    ),
+    Mutant(
+        "the advice for what is held out is that for a validation dataset",
+        "surojax/data/load.py",
+        '"" if name else for_held_out',
+        'for_held_out if name else ""',
+        "tests/test_load.py::test_a_held_out_row_that_cannot_be_used_names_the_way_out",
     ),
     Mutant(
         "bits per byte of rows that are not all text",
@@ -2102,6 +2165,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_datasets.py::test_a_path_that_does_not_exist_is_no_set",
     ),
     Mutant(
+        "a set of the hub that changed is found in the cache",
+        "surojax/data/readers.py",
+        '"_fingerprint", ""))',
+        '"_no_fingerprint", ""))',
+        "tests/test_load.py::test_a_set_of_the_hub_is_tokenised_anew_if_it_changed",
+    ),
+    Mutant(
         "samples are ignored",
         "surojax/data/datasets.py",
         "islice(_rows(dataset), dataset.samples or None)",
@@ -2125,8 +2195,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a file is read twice",
         "surojax/data/datasets.py",
-        "                seen.add(path)\n",
+        "                seen.add(path.resolve())\n",
         "",
+        "tests/test_datasets.py::test_folders_globs_and_lists",
+    ),
+    Mutant(
+        "a file under two spellings is read twice",
+        "surojax/data/datasets.py",
+        "path.resolve() not in seen",
+        "path not in seen",
         "tests/test_datasets.py::test_folders_globs_and_lists",
     ),
     Mutant(
@@ -2207,6 +2284,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_examples.py::test_a_template_that_leaves_something_out",
     ),
     Mutant(
+        "a call of a tool that the template leaves out is not missed",
+        "surojax/data/pieces.py",
+        "            if name not in whole:\n",
+        "            if False:\n",
+        "tests/test_examples.py::test_a_template_that_leaves_out_calls_of_tools_or_their_results",
+    ),
+    Mutant(
+        "a result of a tool that the template leaves out is not missed",
+        "surojax/data/pieces.py",
+        'message["role"] != "assistant" and not',
+        'message["role"] not in ("assistant", "tool") and not',
+        "tests/test_examples.py::test_a_template_that_leaves_out_calls_of_tools_or_their_results",
+    ),
+    Mutant(
         "tokens cross the seam of prompt and answer",
         "surojax/data/seams.py",
         "        if not np.array_equal(ids[: len(known)], known):\n",
@@ -2266,8 +2357,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "documents in the table are counted from one change of start to the next but one",
         "surojax/data/show.py",
         "np.append(0, np.diff(starts_S) != 0)",
-        "np.append(0, np.diff(starts_S) > 2)",
+        "np.append(0, np.diff(starts_S) > 3)",
         "tests/test_examples.py::test_the_table_shows_tokens_labels_and_documents",
+    ),
+    Mutant(
+        "a last token 0 is shown as padding",
+        "surojax/data/show.py",
+        "np.flatnonzero(labels_S >= 0) + 2",
+        "np.flatnonzero(labels_S >= 0) + 1",
+        "tests/test_examples.py::test_padding_after_an_example_in_a_row_of_its_own",
     ),
     Mutant(
         "bos is added although the files say no",
@@ -2470,8 +2568,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the samples shown are not those that a run begins with",
         "surojax/data/__main__.py",
-        "seed=c.seed)",
-        "seed=c.seed + 1)",
+        "seed=seed)",
+        "seed=seed + 1)",
         "tests/test_data_command.py",
     ),
     # -- Settings -----------------------------------------------------------------------------------------------------

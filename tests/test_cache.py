@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -67,6 +68,22 @@ def test_it_is_found_again_without_reading(source, tmp_path, monkeypatch):
     assert (first.fingerprint, first.num_bytes, first.name) == (second.fingerprint, second.num_bytes, second.name)
     with pytest.raises(ValueError, match="read-only"):
         second.tokens[0] = 0
+
+
+def test_a_document_begins_with_bos_if_the_tokenizer_adds_it(source, tmp_path, monkeypatch):
+    class WithBos(ByteTokenizer):
+        vocab_size = 258
+        bos_id = 257
+        adds_bos = True
+
+    monkeypatch.setattr(prepare, "_PIECE_CHARS", 100)  # ten pieces a document, and one token at its beginning
+    folder = tmp_path / "cache"
+    without, _ = load(source, folder)
+    corpus, _ = load(source, folder, tokenizer=WithBos())
+    expected = expected_tokens(source)
+    assert without.tokens.tolist() == expected
+    assert corpus.tokens.tolist() == [257, *(new for t in expected for new in ([256, 257] if t == 256 else [t]))][:-1]
+    assert corpus.num_examples == 40 and corpus.num_bytes == without.num_bytes
 
 
 def test_it_depends_on_all_that_changes_tokens(source, tmp_path, monkeypatch):
@@ -171,6 +188,7 @@ def test_leftovers_of_other_sources_go_too_but_not_those_of_a_live_process(sourc
         fcntl.flock(lock, fcntl.LOCK_EX)
         load(source, folder)
     assert {name for name in entries(folder) if name.endswith(".tmp")} == {"live.123.tmp"}
+    assert (folder / "live.lock").exists() and not (folder / "dead.lock").exists()
 
 
 def test_two_processes_at_once(source, tmp_path):
@@ -232,7 +250,7 @@ def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(source, tmp_path
     needed = 2 * len(expected_tokens(source)) / 2**20
     message = str(caught.value)
     assert message.startswith(f"data_cache: expected about {needed:.1f} MiB in {folder}, got a full disk (")
-    assert "\n" not in message and not entries(folder)
+    assert "\n" not in message and not list(folder.iterdir())
     monkeypatch.undo()
     assert load(source, folder)[0].tokens.tolist() == expected_tokens(source)
 
@@ -248,7 +266,28 @@ def test_bad_data_leaves_nothing(source, tmp_path):
         file.write("no json\n")
     with pytest.raises(ConfigError, match=r"text\.jsonl:41: expected"):
         load(source, tmp_path / "cache")
-    assert not entries(tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_who_waited_for_a_write_that_failed_locks_another_file(tmp_path):
+    """Else a third one could make the file anew and write at the same time."""
+    file = tmp_path / "entry.lock"
+    waits = threading.Event()
+    found = []
+
+    def second():
+        with cache._locked(file, lambda holder: waits.set()):
+            with file.open() as third, pytest.raises(BlockingIOError):
+                fcntl.flock(third, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.append(file.read_text())
+
+    thread = threading.Thread(target=second)
+    with pytest.raises(ValueError, match="failed"), cache._locked(file, lambda holder: None):
+        thread.start()
+        assert waits.wait(60)
+        raise ValueError("failed")
+    thread.join(60)
+    assert found == [str(os.getpid())] and file.exists()
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

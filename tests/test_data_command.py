@@ -2,12 +2,16 @@
 
 import contextlib
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from surojax import default_config
-from surojax.data.__main__ import main, prepare
+from surojax.data import __main__ as command
+from surojax.data.__main__ import first_samples, main, prepare
 from surojax.data.batches import batches
 from surojax.data.load import SETTINGS, Settings, load, parse_entries
 from surojax.data.show import table
@@ -27,9 +31,9 @@ def config(tmp_path):
     return c
 
 
-def test_the_samples_shown_are_the_runs_first(config, capsys):
-    prepare(config, rows=2)
-    shown = capsys.readouterr().out
+def test_the_samples_shown_are_the_runs_first(config):
+    prepared, tokenizer = prepare(config)
+    shown = list(first_samples(prepared, tokenizer, rows=2, seed=config.seed, color=False))
     settings = Settings(**{name: config[name] for name in SETTINGS})
     found = load(
         parse_entries(config.datasets, ()), settings, ByteTokenizer(), eval_batch_size=1, say=lambda line: None
@@ -38,8 +42,10 @@ def test_the_samples_shown_are_the_runs_first(config, capsys):
     with contextlib.closing(stream):
         batch = next(stream)
     samples = [batch[name][0] for name in ("inputs", "labels", "starts")]
-    assert shown.endswith("\n".join(table(*samples, ByteTokenizer(), color=False)) + "\n")
-    assert "tokens for training" in shown and not np.array_equal(*batch["inputs"][0, :2])
+    assert shown == list(table(*samples, ByteTokenizer(), color=False))
+    assert not np.array_equal(*batch["inputs"][0, :2])
+    every = list(first_samples(prepared, tokenizer, rows=10**6, seed=config.seed, color=False))
+    assert sum(line.startswith("row ") for line in every) == len(found.train) < 10**6
 
 
 def test_the_command_prepares(tmp_path, capsys):
@@ -49,7 +55,7 @@ def test_the_command_prepares(tmp_path, capsys):
     data = [f"--config.data={tmp_path}/text.txt", f"--config.data_cache={tmp_path}/cache", "--config.sequence_len=16"]
     main(["--config", str(file), *data])
     first = capsys.readouterr().out
-    assert "into the cache" in first and "position" not in first
+    assert "into the cache" in first and "tokens for training" in first and "position" not in first
     main(["--config", str(file), *data, "--debug", "1"])
     assert "from the cache" in (again := capsys.readouterr().out) and "row 0: " in again
     for wrong, message in (
@@ -60,3 +66,34 @@ def test_the_command_prepares(tmp_path, capsys):
         with pytest.raises(SystemExit) as end:
             main(["--config", str(file), *data, *wrong])
         assert message in str(end.value) and "\n" not in str(end.value)
+
+
+def interrupted(c):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "prepare", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main(["--config", str(Path(__file__).parents[1] / "configs/tiny.py")])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "surojax.data: stopped; data that was not finished is tokenised anew\n"
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path):
+    (tmp_path / "text.txt").write_text("a line of text\n" * 4000)
+    root = Path(__file__).parents[1]
+    options = [f"--config.data={tmp_path}/text.txt", f"--config.data_cache={tmp_path}/cache", "--debug=99"]
+    arguments = ["--config", str(root / "configs/tiny.py"), *options]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "surojax.data", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=root,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 0

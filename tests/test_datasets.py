@@ -101,6 +101,10 @@ def test_folders_globs_and_lists(tmp_path, monkeypatch):
     assert names(rows(tmp_path / "*" / "*.txt")) == ["a/1.txt", "b/2.txt"]
     both = [str(tmp_path / "b"), str(tmp_path / "a/1.txt"), str(tmp_path / "**/*.txt")]
     assert names(read(parse({"path": both}))) == ["b/2.txt", "b/deep/3.txt", "a/1.txt"]  # none of them twice
+    monkeypatch.chdir(tmp_path / "a")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a/1.txt")
+    spellings = ["1.txt", "./1.txt", str(tmp_path / "a/1.txt"), "../a/1.txt", str(tmp_path / "link.txt")]
+    assert names(read(parse({"path": spellings}))) == ["a/1.txt"]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert names(rows("~/a")) == ["a/1.txt"]
 
@@ -146,6 +150,16 @@ def test_a_name_that_is_no_path_is_a_set_of_the_library(library):
     assert library == [("known/set", "en", "train[:2]"), ("known/set", None, "train")]
     message = error_of(rows, "unknown/set")
     assert "unknown/set" in message and "/the/cache" in message and "no set unknown/set" in message
+
+
+def test_a_set_that_cannot_be_read_to_its_end(library, monkeypatch):
+    def broken(name, subset, *, split):
+        yield {"text": "one"}
+        raise ImportError("to decode sound,\ninstall a decoder")
+
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", broken)
+    message = error_of(rows, "known/set")
+    assert message.startswith("known/set (train): expected rows") and "to decode sound, install a decoder" in message
 
 
 def test_a_path_that_does_not_exist_is_no_set(tmp_path, library):

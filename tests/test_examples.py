@@ -341,6 +341,28 @@ def test_a_template_that_leaves_something_out():
     assert isinstance(encode(tools, dataclasses.replace(TALK, tools_field=""), template=users), Example)
 
 
+def test_a_template_that_leaves_out_calls_of_tools_or_their_results():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look_up", "arguments": {}}}]}
+    result = {"role": "tool", "content": "It is warm."}
+    rows = {"messages": [*talk("Weather?")["messages"], call, result, {"role": "assistant", "content": "Warm."}]}
+    only_content = template("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    assert "t.jinja to show every call of a tool, got a text without that of 'look_up'" in reason_of(
+        rows, template=only_content
+    )
+    bare = {"role": "assistant", "content": "", "tool_calls": [{"name": "look_up"}]}
+    unknown = [{"role": "user", "content": "a"}, bare | {"tool_calls": "x"}, {"role": "assistant", "content": "b"}]
+    assert "'look_up'" in reason_of({"messages": [unknown[0], bare, unknown[2]]}, template=only_content)
+    assert isinstance(encode({"messages": unknown}, template=only_content), Example)
+    no_results = template(
+        "{% for m in messages if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    )
+    assert "without that of the tool, 'It is warm.'" in reason_of(rows, template=no_results)
+    as_json = template("{% for m in messages %}[{{ m.role }}]{{ m.content | tojson }}{{ m.tool_calls }}{% endfor %}")
+    quoted = {"messages": [{**m, "content": 'It is "warm",\nhe said.'} if m is result else m for m in rows["messages"]]}
+    assert isinstance(encode(quoted, template=as_json), Example)  # as Llama 3.1 writes results
+    assert "look_up" in "".join(BYTES.token_text(i) for i in example(rows).ids)
+
+
 def test_roles_that_do_not_alternate():
     gemma = load_template("gemma", BYTES)
     record = {"messages": [*talk("a")["messages"], *talk("b", "c")["messages"]]}
@@ -486,19 +508,29 @@ def test_the_table_shows_tokens_labels_and_documents():
     labels = np.array([[-1, 10, 256, -1, 65, -1]])
     starts = np.array([[0, 0, 0, 3, 3, 5]])
     lines = list(table(inputs, labels, starts, BYTES, color=False))
-    assert lines[0] == "row 0: 3 documents, 3 of 6 tokens have a label"
+    assert lines[0] == "row 0: 2 documents, 3 of 6 tokens have a label, 1 padding"
     fields = [line.split() for line in lines[2:]]
     assert [int(f[0]) for f in fields] == [0, 1, 2, 0, 1, 0]
-    assert [int(f[1]) for f in fields] == [0, 0, 0, 1, 1, 2]
+    assert [f[1] for f in fields] == ["0", "0", "0", "1", "1", "-"]
     assert [int(f[2]) for f in fields] == [72, 105, 10, 256, 195, 0]
-    assert [f[3] for f in fields] == ["'H'", "'i'", "'\\n'", "'<end>'", "'\\\\xc3'", "'\\x00'"]
+    assert [f[3] for f in fields] == ["'H'", "'i'", "'\\n'", "'<end>'", "'\\\\xc3'", "padding"]
     assert [" ".join(f[4:]) for f in fields] == ["ignored", "10 '\\n'", "256 '<end>'", "ignored", "65 'A'", "ignored"]
+
+
+def test_padding_after_an_example_in_a_row_of_its_own():
+    """A token 0 that is a label is none; neither is one in a document of a packed row that goes on."""
+    inputs, labels = np.array([5, 0, 6, 0, 0]), np.array([-1, 6, 0, -1, -1])
+    lines = list(table(inputs, labels, None, BYTES, color=False))
+    assert lines[0] == "row 0: 1 documents, 2 of 5 tokens have a label, 1 padding"
+    assert [line.split()[3] for line in lines[2:]] == ["'\\x05'", "'\\x00'", "'\\x06'", "'\\x00'", "padding"]
+    whole = list(table(inputs, labels, np.array([0, 0, 0, 0, 0]), BYTES, color=False))
+    assert whole[0] == "row 0: 1 documents, 2 of 5 tokens have a label" and "padding" not in "".join(whole)
 
 
 def test_the_table_has_colours_and_rows():
     inputs = np.zeros((2, 1, 3), np.int32)
     labels = np.array([[[1, -1, 1]], [[-1, -1, -1]]], np.int32)
     lines = list(table(inputs, labels, None, BYTES, color=True))
-    assert len(lines) == 2 * 5 and lines[5].startswith("row 1: 1 documents, 0 of 3")
+    assert len(lines) == 2 * 5 and lines[5].startswith("row 1: 0 documents, 0 of 3")
     assert lines[2].startswith("\x1b[32m") and lines[3].startswith("\x1b[2m") and lines[2].endswith("\x1b[0m")
     assert "\x1b" not in "".join(table(inputs, labels, None, BYTES, color=False))

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import json
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +59,44 @@ def documents_of(samples) -> list[str]:
 def trained_of(sample) -> str:
     labels = sample["labels"]
     return BYTES.decode(labels[labels >= 0])
+
+
+def test_a_set_of_the_hub_is_tokenised_anew_if_it_changed(tmp_path, monkeypatch):
+    class Set(list):
+        _fingerprint = "first"
+
+    rows = Set(questions(4))
+    library = types.SimpleNamespace(load_dataset=lambda name, subset, *, split: rows)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    entries = [{"path": "known/set"}]
+    fingerprint = lambda: load_entries(tmp_path, entries, entries).train.fingerprint
+    first = fingerprint()
+    rows.extend(questions(9))
+    assert fingerprint() == first  # found again by the set's own fingerprint, not by its rows
+    rows._fingerprint = "second"
+    assert fingerprint() != first
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [{"train_on": "all"}, {"chat_template": "chatml"}, {"system_prompt": "Be."}, {"on_long": "drop"}],
+    ids=lambda unused: next(iter(unused)),
+)
+def test_settings_that_no_row_reads_are_refused(tmp_path, unused):
+    text = [{"path": write(tmp_path / "texts.jsonl", texts(30))}]
+    question = [{"path": write(tmp_path / "questions.jsonl", questions(3))}]
+    (name,) = unused
+    packed = [{"sample_packing": True}] if name != "on_long" else []
+    for options in ({}, *packed):
+        with pytest.raises(
+            ConfigError, match=rf"^{name}: expected '[a-z]*' without rows of [^\n]*; leave it out, [^\n]*$"
+        ):
+            load_entries(tmp_path, text, text, **unused, **options)
+    assert not (tmp_path / "cache").exists()
+    load_entries(tmp_path, text, question, **unused)
+    load_entries(tmp_path, question, text, **unused)
+    if not packed:
+        load_entries(tmp_path, text, text, **unused, sample_packing=True)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -139,6 +179,26 @@ def test_rows_that_cannot_be_used_end_the_run_or_are_counted(tmp_path):
         load_entries(tmp_path, [{"path": path}], [{"path": path}])
 
 
+def test_a_held_out_row_that_cannot_be_used_names_the_way_out(tmp_path, monkeypatch):
+    """The row that is held out alone, whatever its hash: broken; too long; cut before its answer."""
+    way_out = r"got none among 1; raise sequence_len{}, or name other examples in validation_datasets$"
+    long = {"prompt": "Why" * 50, "completion": "So."}
+    monkeypatch.setattr(prepare, "key_of", lambda encoded: 0 if b"Why" in encoded or b"no answer" in encoded else 2**63)
+    path = write(tmp_path / "a.jsonl", [*questions(9), long])
+    with pytest.raises(
+        ConfigError, match="held out.: expected examples of at most .*" + way_out.format(", or set on_.*")
+    ):
+        load_entries(tmp_path, [{"path": path}], on_long="drop")
+    with pytest.raises(ConfigError, match="expected examples with a token to train on .*" + way_out.format("")):
+        load_entries(tmp_path, [{"path": path}])
+    path = write(tmp_path / "b.jsonl", [*questions(9), {"prompt": "no answer"}])
+    message = (
+        r"got 9 to train on and 0 to evaluate on, 1 skipped \(.*b\.jsonl:10: .*\); .*, or set validation_datasets$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_entries(tmp_path, [{"path": path}], on_bad_row="skip")
+
+
 def test_sets_that_are_empty_are_refused(tmp_path):
     good = [{"path": write(tmp_path / "good.jsonl", questions(9))}]
     bad = [{"path": write(tmp_path / "bad.jsonl", [{"prompt": 1, "completion": "x"}] * 3), "type": "instruction"}]
@@ -149,9 +209,13 @@ def test_sets_that_are_empty_are_refused(tmp_path):
         load_entries(tmp_path, good, bad, on_bad_row="skip")
     one = [{"path": write(tmp_path / "one.jsonl", questions(1))}]
     with pytest.raises(
-        ConfigError, match=r"one\.jsonl: expected at least two different rows.* got 1; add rows, or set"
+        ConfigError,
+        match=r"one\.jsonl: expected at least two different rows.* got 1 to train on and 0 .*; add .*, or set",
     ):
         load_entries(tmp_path, one)
+    same = [{"path": write(tmp_path / "same.jsonl", questions(1) * 9)}]
+    with pytest.raises(ConfigError, match=r"two different rows .* got 0 to train on and 9 to evaluate on, 0 skipped; "):
+        load_entries(tmp_path, same)
     with pytest.raises(ConfigError, match=r"expected examples of at most sequence_len=8 tokens, got none among 9"):
         load_entries(tmp_path, good, good, sequence_len=8, on_long="drop")
 

@@ -2,15 +2,17 @@
 
 import contextlib
 import itertools
+import mmap
 import time
 from collections import Counter
+from pathlib import Path
 
 import grain
 import numpy as np
 import pytest
 from small import quick_at
 
-from surojax.data import packing
+from surojax.data import packing, samples
 from surojax.data.batches import Mixture, batches, evaluation_batches
 from surojax.data.cache import Corpus
 from surojax.data.samples import Rows, Windows, check_length, concatenated, windows_or_rows
@@ -132,12 +134,64 @@ def test_rows_of_one_example_by_hand():
         windows_or_rows(corpus, 2, packed=True, is_text=False, on_long="drop", say=said.append)
 
 
+def test_pieces_of_examples_that_were_cut_are_called_so():
+    """7 + 3 tokens in rows of 4: 2 pieces and 1 whole example."""
+    for on_long, expected in (("cut", "3 pieces of examples in 3 rows"), ("drop", "1 examples in 1 rows")):
+        said = []
+        corpus = corpus_of([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3]])
+        windows_or_rows(corpus, 4, packed=True, on_long=on_long, say=said.append)
+        assert said[1].startswith(f"data: made up: {expected} of 4 tokens")
+
+
 def test_what_has_no_trained_token_left_after_a_cut_is_left_out():
     corpus = corpus_of([[1, 2, 3, 4, 5, 6], [1, 2, 3]], [[0, 0, 0, 0, 0, 1], [0, 1, 1]])
     said = []
     rows = windows_or_rows(corpus, 4, packed=False, is_text=False, say=said.append)
     assert len(rows) == 1 and rows[0]["inputs"].tolist() == [1, 2, 3, 0]
     assert "1 of 2 examples are longer" in said[0] and said[0].endswith("1 without a trained token are left out")
+
+
+def test_which_cut_examples_have_a_label_left(monkeypatch):
+    """Counted one by one, in blocks that end anywhere."""
+    rng = np.random.default_rng(4)
+    examples = [rng.integers(1, 60_000, n).tolist() for n in rng.integers(1, 20, 300)]
+    flags = [(rng.random(len(example)) < 0.1).astype(int).tolist() for example in examples]
+    expected = [e[:8] for e, f in zip(examples, flags, strict=True) if len(e) < 8 or any(f[1:9])]
+    assert 0 < len(expected) < 300
+    for block in (1, 7, 1 << 20):
+        monkeypatch.setattr(samples, "_BLOCK", block)
+        rows = windows_or_rows(corpus_of(examples, flags), 8, packed=False, is_text=False, say=lambda _: None)
+        assert [rows[i]["inputs"][: len(e)].tolist() for i, e in enumerate(expected)] == expected
+        assert len(rows) == len(expected)
+
+
+def test_memory_is_given_back_while_labels_are_counted(tmp_path):
+    """Resident pages of mapped files, from the system: all of them are read, few at a time."""
+    size = 32 << 20
+    (tmp_path / "trained").write_bytes(b"\1" * size)
+    (tmp_path / "tokens").write_bytes(bytes(size * 2))
+    mappings = []
+    for name in ("trained", "tokens"):
+        with (tmp_path / name).open("rb") as file:
+            mappings.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    tokens = np.frombuffer(mappings[1], np.uint16)
+    offsets = np.arange(0, size + 1, 1 << 13)
+    resident = []
+
+    class Watched(Corpus):
+        def release(self):
+            resident.append(resident_of_files())
+            super().release()
+
+    corpus = Watched(tokens, 0, "", "", offsets, np.frombuffer(mappings[0], np.bool_), tuple(mappings))
+    before = resident_of_files()
+    windows_or_rows(corpus, 1 << 12, packed=True, is_text=False, say=lambda _: None)
+    assert max([*resident, resident_of_files()]) - before < 8 << 20
+
+
+def resident_of_files() -> int:
+    """Bytes of mapped files that are resident in this process."""
+    return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE
 
 
 def test_every_token_of_packed_text_is_there_once_and_predicted_from_its_document_alone():

@@ -29,7 +29,7 @@ def default_config() -> Config:
     c.gpus = 1  # accelerators (or virtual CPU devices) to use; 0 = all available
     c.max_steps = 0  # optimizer steps; 0 = num_epochs passes over the data
     c.num_epochs = 1  # passes over the training data when max_steps is 0; a pass has as many samples as all datasets
-    c.eval_steps = 100  # steps between evaluations; 0 = evaluate only at the end
+    c.eval_steps = 100  # steps between evaluations; 0 = only at the end; with model_path there is one before step 1 too
     c.eval_batches = 20  # largest number of batches in an evaluation, spread over the held-out text
     c.save_steps = 500  # steps between checkpoints; 0 = write one only at the end
     c.save_total_limit = 2  # number of checkpoints kept, the newest ones
@@ -50,8 +50,8 @@ def default_config() -> Config:
     c.on_bad_row = "error"  # rows of datasets that cannot be used: "error" = end the run, "skip" = leave out and count
     c.train_on = "assistant"  # what the loss counts in conversations: "assistant", "last" (its last turn) or "all"
     c.chat_template = ""  # "chatml", "llama3", "mistral", "gemma" or a Jinja file; "" = the tokenizer's own
-    c.system_prompt = ""  # for conversations that begin without one
-    c.tokenizer = "bytes"  # "bytes", or a Hugging Face tokenizer.json
+    c.system_prompt = ""  # for conversations and instructions that have none of their own
+    c.tokenizer = "bytes"  # "bytes", a folder with a tokenizer.json, a tokenizer.json, or a .gguf file
     c.sequence_len = 512  # tokens of a training sequence
     c.per_device_batch_size = 1  # sequences per GPU and microbatch
     c.gradient_accumulation_steps = 1  # microbatches per step; effective batch = this x batch size x data-parallel GPUs

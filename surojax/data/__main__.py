@@ -7,7 +7,9 @@ Tokenises what a run would tokenise, into the same cache, so that the run begins
 
 import argparse
 import contextlib
+import os
 import sys
+from collections.abc import Iterator
 
 from surojax.config import checks
 from surojax.config.fields import Config
@@ -15,13 +17,13 @@ from surojax.config.flags import parse
 from surojax.data import load as data
 from surojax.data.batches import batches
 from surojax.data.show import table
-from surojax.data.tokenizer import load_tokenizer
+from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 
 
-def prepare(c: Config, *, rows: int = 0, color: bool = False) -> None:
-    """Prepares the data of a config and prints what there is, then its first training samples in the run's order.
+def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
+    """Prepares the data of a config; returns it with its tokenizer.
 
     Raises ConfigError for whatever a run would refuse of its settings and data.
     """
@@ -31,18 +33,19 @@ def prepare(c: Config, *, rows: int = 0, color: bool = False) -> None:
     checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
-    found = data.load(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size)
-    print(found.describe())
-    if not rows:
-        return
-    with contextlib.closing(batches(found.train, batch_size=rows, accumulation=1, seed=c.seed)) as stream:
+    return data.load(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size), tokenizer
+
+
+def first_samples(found: data.Data, tokenizer: Tokenizer, *, rows: int, seed: int, color: bool) -> Iterator[str]:
+    """Yields the lines that show the first training samples of a run, in its order; at most those of an epoch."""
+    rows = min(rows, len(found.train))
+    with contextlib.closing(batches(found.train, batch_size=rows, accumulation=1, seed=seed)) as stream:
         batch = {name: array[0] for name, array in next(stream).items()}
-    for line in table(batch["inputs"], batch["labels"], batch.get("starts"), tokenizer, color=color):
-        print(line)
+    yield from table(batch["inputs"], batch["labels"], batch.get("starts"), tokenizer, color=color)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and prepare. An error exits with one line."""
+    """Parse the command line, prepare, and print. An error or Ctrl-C exits with one line, a closed pipe with none."""
     parser = argparse.ArgumentParser(prog="python -m surojax.data", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--debug", type=int, default=0, metavar="N", help="print the first N samples: token, text, label, document"
@@ -51,7 +54,17 @@ def main(argv: list[str] | None = None) -> None:
         c, args = parse(argv, parser)
         if args.debug < 0:
             raise ConfigError(f"--debug: expected a number of samples, got {args.debug}")
-        prepare(c, rows=args.debug, color=sys.stdout.isatty())
+        found, tokenizer = prepare(c)
+        print(found.describe())
+        if args.debug:
+            for line in first_samples(found, tokenizer, rows=args.debug, seed=c.seed, color=sys.stdout.isatty()):
+                print(line)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("surojax.data: stopped; data that was not finished is tokenised anew", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at its end
     except (ConfigError, OSError) as error:
         sys.exit(f"surojax.data: error: {error}")
 

@@ -4,7 +4,7 @@ An entry of the cache is a folder, named by a hash of everything that its tokens
 folder for each part ("train", "held_out"):
 
     tokens.bin    uint16, or uint32 if the vocabulary has more than 65,536 ids
-    trained.bin   a byte per token: 1 if the token is a target of the loss; absent if all are
+    trained.bin   a byte per token: 1 if the token is a target of the loss; exists only if a token is untrained
     offsets.bin   int64 [examples + 1]: example i is tokens[offsets[i] : offsets[i + 1]]
 
 An entry is written into a temporary folder beside it, `meta.json` last, flushed to the disk and renamed. A process that
@@ -94,7 +94,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class PartWriter:
-    """Writes one part of an entry. `trained` is only written from the first example on that has untrained tokens."""
+    """Writes one part of an entry. `trained` is written only if a token is untrained, and then for all tokens."""
 
     folder: Path
     dtype: type[np.generic]
@@ -280,23 +280,45 @@ def _locked(file: Path, wait: Callable[[str], None]) -> Iterator[bool]:
     """Holds the lock of a file in a `with` statement; if another process has it, calls `wait` with its id and waits.
 
     The system releases the lock when the process has ended, for whatever reason. Yields False on a file system without
-    locks, where nothing is locked.
+    locks, where nothing is locked. An error within removes the file while it is locked; who waited then makes another.
     """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        is_locked = True
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            is_locked = error.errno not in NO_LOCKS
-            if is_locked:
-                wait(os.read(descriptor, 20).decode(errors="replace").strip() or "unknown")
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield is_locked
-    finally:
-        _close_lock(descriptor)
+            is_locked = _wait_for_lock(descriptor, wait)
+            if is_locked and not _is_at(descriptor, file):
+                continue
+            try:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+                yield is_locked
+            except BaseException:
+                if is_locked:
+                    file.unlink(missing_ok=True)
+                raise
+            return
+        finally:
+            _close_lock(descriptor)
+
+
+def _wait_for_lock(descriptor: int, wait: Callable[[str], None]) -> bool:
+    """Locks an open file, see `_locked`; returns False on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return False
+        wait(os.read(descriptor, 20).decode(errors="replace").strip() or "unknown")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return True
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    """Whether an open file still has its name: its lock means nothing once another process has removed it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _close_lock(descriptor: int) -> None:
@@ -312,10 +334,13 @@ def _remove_leftovers(root: Path, own: str) -> None:
         if entry == own:
             shutil.rmtree(folder, ignore_errors=True)
             continue
-        descriptor = os.open(root / f"{entry}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = root / f"{entry}.lock"
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if _is_at(descriptor, file):
+                shutil.rmtree(folder, ignore_errors=True)
+                file.unlink()
         except OSError:
             pass  # a live process writes there
         finally:

@@ -248,6 +248,21 @@ def read(dataset: Dataset) -> Iterator[Row | BadRow]:
         raise ConfigError(f"{dataset.name}: expected rows, got none; add some, or leave the dataset out")
 
 
+def fingerprints_of_sets(dataset: Dataset) -> list[list[str]]:
+    """Returns the name of each path that is no file, with what identifies its rows now; "": its name alone does."""
+    found = []
+    for item in dataset.path:
+        if item == docstrings.NAME:
+            found.append([item, ""])
+        elif files.find(item, readers.SUFFIXES) is None:
+            found.append([item, readers.hub_fingerprint(item, dataset.subset, _split_of(dataset))])
+    return found
+
+
+def _split_of(dataset: Dataset) -> str:
+    return dataset.split or "train"
+
+
 def _rows(dataset: Dataset) -> Iterator[Row | BadRow]:
     seen: set[Path] = set()
     for item in dataset.path:
@@ -256,7 +271,7 @@ def _rows(dataset: Dataset) -> Iterator[Row | BadRow]:
             continue
         paths = files.find(item, readers.SUFFIXES)
         if paths is None:
-            yield from readers.read_hub(item, dataset.subset, dataset.split or "train")
+            yield from readers.read_hub(item, dataset.subset, _split_of(dataset))
             continue
         if dataset.split or dataset.subset:
             raise ConfigError(
@@ -264,6 +279,6 @@ def _rows(dataset: Dataset) -> Iterator[Row | BadRow]:
                 f"subset={dataset.subset!r}; name the files in path"
             )
         for path in paths:
-            if path not in seen:
-                seen.add(path)
+            if path.resolve() not in seen:
+                seen.add(path.resolve())
                 yield from readers.read_file(path, dataset.text_field)

@@ -49,6 +49,13 @@ class Entries(NamedTuple):
     weights: tuple[float, ...] | None = None
     validation: Mapping[str, Dataset] = {}
 
+    def resolved(self) -> "Entries":
+        """Returns the entries with their types decided. Raises ConfigError if the first row of one fits no type."""
+        return self._replace(
+            datasets=tuple(map(datasets.resolve, self.datasets)),
+            validation={name: datasets.resolve(dataset) for name, dataset in self.validation.items()},
+        )
+
 
 class Evaluated(NamedTuple):
     """What an evaluation reads. name: of a validation dataset, "" for text that is held out from training.
@@ -127,6 +134,8 @@ def load(
 
     Raises ConfigError for whatever is wrong with files, rows or settings, and for a set that is empty.
     """
+    entries = entries.resolved()
+    _check_uses(entries, settings)
     loader = _Loader(settings, tokenizer, say)
     if entries.datasets:
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
@@ -149,15 +158,40 @@ def load(
     for name, dataset in entries.validation.items():
         found = loader.dataset(dataset, holds_out=False)
         sets[name] = [(found.train, found.is_text)]
+    for_held_out = "validation_datasets" if entries.datasets else "eval_data"
     evaluated = [
-        _evaluated(name, corpora, loader, batch_size=eval_batch_size, max_batches=settings.eval_batches)
+        _evaluated(
+            name,
+            corpora,
+            loader,
+            "" if name else for_held_out,
+            batch_size=eval_batch_size,
+            max_batches=settings.eval_batches,
+        )
         for name, corpora in sets.items()
     ]
     return Data(train, evaluated, next(iter(sets.values()))[0][0])
 
 
+def _check_uses(entries: Entries, settings: Settings) -> None:
+    """Raises ConfigError for a setting that the rows do not read. entries: with their types decided."""
+    if any(dataset.type != "text" for dataset in (*entries.datasets, *entries.validation.values())):
+        return
+    unused = ["train_on", "chat_template", "system_prompt"]
+    unused += [] if settings.sample_packing else ["on_long"]
+    defaults = Settings(settings.sequence_len)
+    for name in unused:
+        value, default = getattr(settings, name), getattr(defaults, name)
+        if value != default:
+            others = " or sample_packing" if name == "on_long" else ""
+            raise ConfigError(
+                f"{name}: expected {default!r} without rows of instructions or conversations{others}, got {value!r}; "
+                "leave it out, or set the type of the dataset that has such rows"
+            )
+
+
 class _Loader(NamedTuple):
-    """Loads datasets and makes samples of them, all by the same settings."""
+    """Loads datasets whose types are decided and makes samples of them, all by the same settings."""
 
     settings: Settings
     tokenizer: Tokenizer
@@ -165,13 +199,12 @@ class _Loader(NamedTuple):
 
     def dataset(self, dataset: Dataset, holds_out: bool) -> Prepared:
         s = self.settings
-        resolved = datasets.resolve(dataset)
         template = load_template(s.chat_template, self.tokenizer)
-        encoder = Encoder(resolved, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
+        encoder = Encoder(dataset, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
         if encoder.note:
             self.say(encoder.note)
         return load_dataset(
-            resolved,
+            dataset,
             encoder,
             self.tokenizer.vocab_size,
             holds_out=holds_out,
@@ -180,22 +213,30 @@ class _Loader(NamedTuple):
             say=self.say,
         )
 
-    def samples(self, corpus: Corpus, is_text: bool) -> Samples:
+    def samples(self, corpus: Corpus, is_text: bool, instead: str = "") -> Samples:
+        """Returns the samples of a corpus. instead: the setting that can name another one, for messages."""
         s = self.settings
         return windows_or_rows(
-            corpus, s.sequence_len, packed=s.sample_packing, is_text=is_text, on_long=s.on_long, say=self.say
+            corpus,
+            s.sequence_len,
+            packed=s.sample_packing,
+            is_text=is_text,
+            on_long=s.on_long,
+            instead=instead,
+            say=self.say,
         )
 
 
 def _evaluated(
-    name: str, corpora: list[tuple[Corpus, bool]], loader: _Loader, *, batch_size: int, max_batches: int
+    name: str, corpora: list[tuple[Corpus, bool]], loader: _Loader, instead: str, *, batch_size: int, max_batches: int
 ) -> Evaluated:
-    sources = [loader.samples(corpus, is_text) for corpus, is_text in corpora]
+    sources = [loader.samples(corpus, is_text, instead) for corpus, is_text in corpora]
     sources = [Windows(x.corpus, x.sequence_len, with_rest=True) if isinstance(x, Windows) else x for x in sources]
     samples = concatenated(sources, name)
     batches = list(evaluation_batches(samples, batch_size=batch_size, max_batches=max_batches))
     if not any((batch["labels"] != IGNORED).any() for batch in batches):
-        raise ConfigError(f"{samples.name}: expected tokens to evaluate the loss on, got none; add rows")
+        other = f", or name other examples in {instead}" if instead else ""
+        raise ConfigError(f"{samples.name}: expected tokens to evaluate the loss on, got none; add rows{other}")
     num_bytes = sum(corpus.num_bytes for corpus, _ in corpora)
     is_text = all(is_text for _, is_text in corpora)
     bytes_per_token = num_bytes / sum(len(corpus.tokens) for corpus, _ in corpora)

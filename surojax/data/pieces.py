@@ -5,6 +5,7 @@ the chat template's generation prompt ends. Some templates write an answer diffe
 (they leave out its thinking): such an answer is part of the later prompts, and not trained.
 """
 
+import re
 from typing import NamedTuple
 
 from surojax.data.conversations import Conversation, Pair
@@ -70,13 +71,34 @@ def conversation_pieces(conversation: Conversation, template: Template, train_on
 
 
 def _check_shown(messages: list[Message], whole: str, template: Template) -> None:
-    """Raises NotARow if the template leaves out what a user or the system prompt says."""
+    """Raises NotARow if the template leaves out what is said to the assistant, or the functions that it calls."""
     for message in messages:
-        if message["role"] in ("system", "user") and message["content"].strip() not in whole:
+        if message["role"] != "assistant" and not _is_shown(message, whole):
             raise NotARow(
                 f"expected {template.source} to show every message, got a text without that of the {message['role']}, "
                 f"{message['content'].strip()[:30]!r}; choose another chat_template"
             )
+        for name in _called(message):
+            if name not in whole:
+                raise NotARow(
+                    f"expected {template.source} to show every call of a tool, got a text without that of {name!r}; "
+                    "choose another chat_template, or remove the row"
+                )
+
+
+def _is_shown(message: Message, whole: str) -> bool:
+    """Whether a text has a message's content; of a tool's result its words, since some templates write it as JSON."""
+    parts = re.findall(r"\w+", message["content"]) if message["role"] == "tool" else [message["content"].strip()]
+    return all(part in whole for part in parts)
+
+
+def _called(message: Message) -> list[str]:
+    """Returns the names of the functions that a message calls, as far as its tool_calls have OpenAI's form."""
+    calls = message.get("tool_calls")
+    calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    functions = [call.get("function") or call for call in calls]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def note(template: Template, train_on: str) -> str:

@@ -81,7 +81,7 @@ def load_corpora(
             "stdlib": source == STDLIB,
             "files": sources,
             "text_field": text_field,
-            "tokenizer": [tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id],
+            "tokenizer": [tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id, *_bos_ids(tokenizer)],
             "piece_chars": _PIECE_CHARS,
             "held_out": fraction,
         }
@@ -131,7 +131,7 @@ def load_dataset(
     key = {
         "dataset": settings,
         "files": sources,
-        "sets": [item for item in dataset.path if files.find(item, SUFFIXES) is None],
+        "sets": datasets.fingerprints_of_sets(dataset),
         "encoder": encoder.fingerprint,
         "vocab_size": vocab_size,
         "held_out": fraction,
@@ -153,12 +153,21 @@ def load_dataset(
     return Prepared(entry.corpora[TRAIN], entry.corpora.get(HELD_OUT), dataset.type == "text")
 
 
+def _bos_ids(tokenizer: Tokenizer) -> list[int]:
+    """Returns the tokens that a document begins with: the beginning-of-sequence token, or none."""
+    if not tokenizer.adds_bos:
+        return []
+    assert tokenizer.bos_id is not None, "a tokenizer that adds the token has it"
+    return [tokenizer.bos_id]
+
+
 def _files_of(dataset: Dataset) -> list[Path]:
     """Returns the files that the rows are read from; a set of the `datasets` library has none here."""
     found: list[Path] = []
     for item in dataset.path:
         found += stdlib_files() if item == docstrings.NAME else files.find(item, SUFFIXES) or ()
-    return found
+    first_spellings = {path.resolve(): path for path in reversed(found)}  # rows are read once of each file
+    return [path for path in found if first_spellings[path.resolve()] is path]
 
 
 def _report(entry: Entry, say: Callable[[str], None]) -> Entry:
@@ -215,6 +224,7 @@ class _Parts:
 class _Piece:
     text: str
     is_held_out: bool
+    is_first: bool  # of its document
     ends: Document | None  # the document, if this is its last piece
 
 
@@ -227,11 +237,12 @@ def _write_documents(
     fraction: float,
     sources: Files,
 ) -> dict[str, Any]:
-    """Tokenises documents into `folder`, each followed by end-of-sequence; returns the meta data."""
+    """Tokenises documents into `folder`, with the tokens that begin and end a document; returns the meta data."""
     documents = read_documents(source, text_field)
     marked = (
         hold_out(documents, fraction, split_document) if fraction else ((document, False) for document in documents)
     )
+    bos = np.array(_bos_ids(tokenizer), np.int32)
     eos = np.array([tokenizer.eos_id])
     groups = _groups(_pieces(marked), lambda piece: len(piece.text))
     with _Parts(
@@ -239,6 +250,8 @@ def _write_documents(
     ) as parts:
         for group, encoded in _in_threads(groups, lambda group: tokenizer.encode_batch([x.text for x in group])):
             for piece, ids in zip(group, encoded, strict=True):
+                if piece.is_first:
+                    parts.append(piece.is_held_out, bos)
                 parts.append(piece.is_held_out, ids)
                 if piece.ends is not None:
                     parts.append(piece.is_held_out, eos)
@@ -261,9 +274,9 @@ def _pieces(marked: Iterable[tuple[Document, bool]]) -> Iterator[_Piece]:
         start = 0
         while len(text) - start > _PIECE_CHARS:
             stop = text.rfind("\n", start, start + _PIECE_CHARS) + 1 or start + _PIECE_CHARS
-            yield _Piece(text[start:stop], is_held_out, None)
+            yield _Piece(text[start:stop], is_held_out, start == 0, None)
             start = stop
-        yield _Piece(text[start:], is_held_out, document)
+        yield _Piece(text[start:], is_held_out, start == 0, document)
 
 
 # -- Rows of datasets -------------------------------------------------------------------------------------------------
@@ -309,15 +322,18 @@ def _write_rows(
                     continue
                 _append_example(parts, is_held_out, example, _text_bytes(keyed.row, dataset))
         found = parts.finish()
-    if not found[TRAIN]["examples"]:
+    numbers = [part["examples"] for part in found.values()]
+    if not all(numbers):
         first = f" ({skipped[0].where}: {skipped[0].reason})" if skipped else ""
+        if not any(numbers):
+            raise ConfigError(
+                f"{dataset.name}: expected rows that can be used, got none, {num_skipped:,} skipped{first}; correct "
+                "them"
+            )
         raise ConfigError(
-            f"{dataset.name}: expected rows that can be used, got none, {num_skipped:,} skipped{first}; correct them"
-        )
-    if fraction and not found[HELD_OUT]["examples"]:
-        raise ConfigError(
-            f"{dataset.name}: expected at least two different rows, to train on one part and evaluate on the other, "
-            f"got {found[TRAIN]['examples']:,}; add rows, or set validation_datasets"
+            f"{dataset.name}: expected at least two different rows that can be used, to train on one part and evaluate "
+            f"on the other, got {found[TRAIN]['examples']:,} to train on and {found[HELD_OUT]['examples']:,} to "
+            f"evaluate on, {num_skipped:,} skipped{first}; add or correct rows, or set validation_datasets"
         )
     first_skipped = f"{skipped[0].where}: {skipped[0].reason}" if skipped else ""
     return {"parts": found, "skipped": num_skipped, "first_skipped": first_skipped}

@@ -9,7 +9,7 @@ import importlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,25 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def read_hub(name: str, subset: str, split: str) -> Iterator[Row]:
-    """Yields the rows of a split of a set that the `datasets` library finds, on the hub or in its cache.
+    """Yields the rows of a split of a set that the `datasets` library finds. Raises ConfigError if it cannot."""
+    rows = _load_hub(name, subset, split)
+    try:
+        for number, record in enumerate(rows, start=1):
+            yield Row(dict(record), f"{name} ({split}), row {number}")
+    except Exception as error:  # those of damaged files, and of decoders of images and sound that are not installed
+        raise ConfigError(
+            f"{name} ({split}): expected rows from the datasets library, got {type(error).__name__} "
+            f"({_one_line(error)}); download the set again, or download its files and name them"
+        ) from None
+
+
+def hub_fingerprint(name: str, subset: str, split: str) -> str:
+    """Returns what the `datasets` library identifies the rows of a split by, its revision among it; "": nothing."""
+    return str(getattr(_load_hub(name, subset, split), "_fingerprint", ""))
+
+
+def _load_hub(name: str, subset: str, split: str) -> Iterable[Any]:
+    """Loads a split of a set that the `datasets` library finds, on the hub or in its cache.
 
     Raises ConfigError, which says where it looked, if `name` is a path, or that library is not installed or finds
     nothing.
@@ -172,15 +190,13 @@ def read_hub(name: str, subset: str, split: str) -> Iterator[Row]:
             f"{expected}, {nothing}, and that library is not installed; correct the path, or pip install datasets"
         ) from None
     try:
-        rows = library.load_dataset(name, subset or None, split=split)
+        return library.load_dataset(name, subset or None, split=split)
     except Exception as error:  # its own, those of the network, and those of the files
         cache = library.config.HF_DATASETS_CACHE
         raise ConfigError(
             f"{expected}, {nothing}, and from that library (cache {cache}): {_one_line(error)}; correct the name, "
             "subset or split, or download the set's files and name them"
         ) from None
-    for number, record in enumerate(rows, start=1):
-        yield Row(dict(record), f"{name} ({split}), row {number}")
 
 
 def _one_line(error: Exception) -> str:

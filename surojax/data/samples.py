@@ -20,6 +20,7 @@ type Sample = dict[str, np.ndarray]
 
 IGNORED = -1  # label of a position that the loss ignores
 ON_LONG = ("cut", "drop")
+_BLOCK = 1 << 20  # tokens read at a time
 
 
 class Samples(Protocol):
@@ -160,12 +161,14 @@ def windows_or_rows(
     packed: bool,
     is_text: bool = True,
     on_long: str = "cut",
+    instead: str = "",
     say: Callable[[str], None] = print,
 ) -> Windows | Rows:
     """Returns the samples of a corpus: windows of text that is not packed, else rows of examples.
 
     is_text: the examples are plain text, so a long one continues in another row; else its end is cut off. Says how many
-    examples are longer than a row, and how much of packed rows is padding. Raises ConfigError if no example remains.
+    examples are longer than a row, and how much of packed rows is padding. Raises ConfigError if no example remains;
+    instead: the setting that can name other examples, for that message, "": none.
     """
     if is_text and not packed:
         return Windows(corpus, sequence_len)
@@ -179,14 +182,19 @@ def windows_or_rows(
             f"sequence_len={sequence_len} and are {fate}{untrained}"
         )
     if not len(pieces.starts):
+        drops = on_long == "drop"
+        expected = "examples of at most" if drops else "examples with a token to train on within"
+        advice = ["raise sequence_len", *(["set on_long='cut'"] if drops else [])]
+        advice += [f"name other examples in {instead}"] if instead else []
         raise ConfigError(
-            f"{corpus.name}: expected examples of at most sequence_len={sequence_len} tokens, got none among "
-            f"{corpus.num_examples:,}; raise sequence_len, or set on_long='cut'"
+            f"{corpus.name}: expected {expected} sequence_len={sequence_len} tokens, got none among "
+            f"{corpus.num_examples:,}; {', or '.join(advice)}"
         )
     arrange = packing.best_fit if packed else packing.one_per_row
     plan = arrange(pieces.lengths, sequence_len)
+    what = "pieces of examples" if pieces.num_long and on_long == "cut" and is_text else "examples"
     say(
-        f"data: {corpus.name}: {len(pieces.starts):,} examples in {len(plan):,} rows of {sequence_len} tokens, "
+        f"data: {corpus.name}: {len(pieces.starts):,} {what} in {len(plan):,} rows of {sequence_len} tokens, "
         f"{plan.padding:.1%} padding"
     )
     settings = (f"packed={packed}", f"on_long={on_long if pieces.num_long else None}")
@@ -209,11 +217,33 @@ def _with_labels(corpus: Corpus, pieces: packing.Pieces, sequence_len: int) -> t
     """Leaves out what has no label after a cut; returns the other pieces, and how many it left out."""
     if corpus.trained is None:
         return pieces, 0
+    full = np.flatnonzero(pieces.lengths == sequence_len)  # what was cut is as long as a row
+    starts = pieces.starts[full]
+    ends = np.asarray(corpus.bounds)[np.searchsorted(corpus.bounds, starts, side="right")]  # of their documents
+    of_labels = np.stack([starts + 1, np.minimum(starts + sequence_len + 1, ends)], axis=1)  # first, and one past last
+    counts = _trained_before(corpus, of_labels.reshape(-1)).reshape(-1, 2)
     kept = np.ones(len(pieces.lengths), np.bool_)
-    for i in np.flatnonzero(pieces.lengths == sequence_len):  # what was cut is as long as a row
-        _, labels = _inputs_and_labels(corpus, int(pieces.starts[i]), sequence_len)
-        kept[i] = (labels != IGNORED).any()
+    kept[full] = counts[:, 1] > counts[:, 0]
     return packing.Pieces(pieces.starts[kept], pieces.lengths[kept], pieces.num_long), int((~kept).sum())
+
+
+def _trained_before(corpus: Corpus, positions: np.ndarray) -> np.ndarray:
+    """Returns how many tokens before each position are trained, int64 [positions]; gives memory back as it reads.
+
+    positions: int64 [positions], ascending, at most the number of tokens.
+    """
+    assert corpus.trained is not None, "all tokens are trained"
+    counts = np.zeros(len(positions), np.int64)
+    before = 0
+    done = 0
+    for start in range(0, len(corpus.trained), _BLOCK):
+        up_to = before + np.append(0, np.cumsum(corpus.trained[start : start + _BLOCK]))
+        stop = int(np.searchsorted(positions, start + len(up_to) - 1, side="right"))
+        counts[done:stop] = up_to[positions[done:stop] - start]
+        before = int(up_to[-1])
+        done = stop
+        corpus.release()
+    return counts
 
 
 def fingerprint_of(parts: Iterable[str]) -> str:
