@@ -16,9 +16,10 @@ from surojax import ConfigError, evaluate
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
-from surojax.inference.score import Request, Score, pair, score
+from surojax.inference.score import Request, Score, _scorer, pair, score
 from surojax.models import llama
 from surojax.models.llama import Llama
+from surojax.models.model import Compute
 
 MODEL = llama.build(CONFIG)
 
@@ -57,6 +58,25 @@ def test_logits_of_long_texts_are_computed_in_slices():
     logprobs = plain_logprobs(params, text)[:-1]
     expected = logprobs[np.arange(299), text[1:]].sum()
     np.testing.assert_allclose([whole.logprob, again.logprob], expected, rtol=1e-5)
+
+
+def test_no_batch_has_all_logits_at_once():
+    """Three rows of 101 tokens, no multiple of a slice; and a greedy answer stays one beside the padding."""
+    program = _scorer(MODEL)
+    targets_BS = np.full((3, 101), -1, np.int32)
+    arguments = (drawn_params(CONFIG, 1), np.zeros((3, 101), np.int32), targets_BS)
+    text = program.lower(*arguments).as_text()
+    assert f"tensor<256x{CONFIG.vocab_size}x" in text and f"tensor<303x{CONFIG.vocab_size}x" not in text
+    logprob_B, is_greedy_B = program(*arguments)
+    assert not logprob_B.any() and is_greedy_B.all()
+
+
+@pytest.mark.parametrize("attention", ["cudnn", "mosaic"])
+def test_a_run_with_an_attention_of_gpus_is_scored_anywhere(attention):
+    trained = MODEL.rebuild(Compute(attention=attention))
+    params = drawn_params(CONFIG, 1)
+    requests = [Request(*ids_of(5, 3))]
+    assert score(trained, params, requests, multiple_of=8) == score(MODEL, params, requests, multiple_of=8)
 
 
 def test_empty_requests_are_refused():
