@@ -85,9 +85,12 @@ def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
     """(config.json, the other small files) for a model with the fields and the tokenizer of a resolved config.
 
     They are those of the model at `model_path`, if it says the same, else they are made. Raises ConfigError if the
-    model is of no family of Hugging Face.
+    model is of no family of Hugging Face, or if the tokenizer cannot be read or has more ids than the model.
     """
     fields = c.model.to_dict()
+    tokenizer = load_tokenizer(c.tokenizer)
+    if c.tokenizer != "bytes":  # which is also said by a model without a tokenizer
+        checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
     files = tokenizer_files(c.tokenizer)
     if c.model_path:
         source = locate(c.model_path, weights=False)
@@ -99,7 +102,6 @@ def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
         found = read_config(source)
         if config_json.agrees(found, fields):
             return found, files | small_files.read(source, (GENERATION,))
-    tokenizer = load_tokenizer(c.tokenizer)
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     return config_json.made(fields, c.sequence_len, tokens), files
 
@@ -121,7 +123,6 @@ def tokenizer_files(spec: str) -> Files:
         template = {"chat_template.jinja": found.chat_template.encode()} if found.chat_template else {}
         said |= {"chat_template": found.chat_template} if found.chat_template else {}
         return {"tokenizer.json": found.tokenizer.encode(), "tokenizer_config.json": encoded(said)} | template
-    load_tokenizer(spec)  # says what is wrong with it
     if path.is_dir() or path.name == "tokenizer.json":
         return small_files.read(path if path.is_dir() else path.parent, TOKENIZER_FILES)
     return {"tokenizer.json": path.read_bytes()}

@@ -30,6 +30,7 @@ from surojax.assembly import from_config
 from surojax.exchange import config_json, export as exporting, sources
 from surojax.exchange.huggingface import settings
 from surojax.exchange.weights import INDEX, SINGLE, Weights, readers
+from surojax.inference import parity
 from surojax.placement.mesh import make_mesh
 
 
@@ -172,6 +173,20 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path):
     (tmp_path / "out" / "mine.txt").unlink()
     convert.convert(folder, tmp_path / "out")  # an empty one is taken
     assert files_under(tmp_path) == {"in", "in/config.json", f"in/{SINGLE}", "out", "out/config.json", f"out/{SINGLE}"}
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_everywhere(tmp_path):
+    """Of generate and evaluate, of convert, and of its --check."""
+    folder = write(tmp_path / "in", "llama")
+    save_tokenizer(folder / "tokenizer.json", words=97)
+    message = r"^model\.vocab_size: expected at least 97 \(of .*, got 96; raise it, or give the model's tokenizer$"
+    with pytest.raises(ConfigError, match=message):
+        generate.load(folder)
+    with pytest.raises(ConfigError, match=message):
+        convert.convert(folder, tmp_path / "out")
+    with pytest.raises(ConfigError, match=message):
+        parity.compare(folder, str(tmp_path / "nowhere"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):

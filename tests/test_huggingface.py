@@ -309,12 +309,12 @@ def test_damaged_folders_are_refused(tmp_path):
         files.Weights(folder)
 
 
-def save_tokenizer(path: Path) -> None:
-    """Words of a small vocabulary."""
+def save_tokenizer(path: Path, words: int = 62) -> None:
+    """A small vocabulary of so many words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = ["</s>", "<unk>", *(f"w{i}" for i in range(60))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    vocabulary = ["</s>", "<unk>", *(f"w{i}" for i in range(words - 2))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path))
 

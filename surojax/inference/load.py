@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 from surojax import assembly
-from surojax.config.checks import check, restored_config
+from surojax.config.checks import check, check_vocabulary, restored_config
 from surojax.config.fields import default_config
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +36,7 @@ def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trai
     tokenizer, chat_template: as in the config; "": those in the checkpoint's config, or the model's own.
 
     Raises CheckpointError if the checkpoint is missing or unreadable, ConfigError if the tokenizer is not the one that
-    the model was trained with, or if another model cannot be read.
+    the model was trained with or has more ids than the model has embedding rows, or if another model cannot be read.
     """
     sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
     if sources.is_model(path):
@@ -46,6 +46,7 @@ def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trai
         weights = sources.open_weights(c, model)
         assert weights is not None
         found_tokenizer = load_tokenizer(c.tokenizer)
+        check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
         template = load_template(chat_template, found_tokenizer)
         return Trained(model, stacks(weights, model, c.model_dtype, sharding), found_tokenizer, template)
     if (found := checkpoint.find(path)) is None:
@@ -61,6 +62,7 @@ def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trai
             f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, "
             f"got {found_tokenizer.name}"
         )
+    check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
     model = assembly.model(c)
     shapes = model.abstract_params(c.model_dtype)
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from surojax import assembly
-from surojax.config.checks import check
+from surojax.config.checks import check, check_vocabulary
 from surojax.config.fields import default_config
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import ConfigError
@@ -114,6 +114,7 @@ def compare(source: str | Path, python: str = sys.executable) -> Report:
         ids = list(np.random.default_rng(0).integers(0, model.vocab_size, (len(TEXTS), TOKENS)))
     else:
         tokenizer = load_tokenizer(c.tokenizer)
+        check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
         texts = [*TEXTS]
         ids = [tokenizer.encode(text)[:TOKENS] for text in texts]
     ids.append(np.random.default_rng(1).integers(0, model.vocab_size, LONG))
