@@ -189,6 +189,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_huggingface.py::test_settings_are_those_of_the_case -k yarn_mscale",
     ),
     Mutant(
+        "SmolLM3's layers with rotary embedding have the window",
+        "surojax/exchange/huggingface.py",
+        '"sliding_attention" if without else "full_attention" for',
+        '"full_attention" if without else "sliding_attention" for',
+        "tests/test_huggingface.py::test_windows_of_smollm3",
+    ),
+    Mutant(
+        "a part of a head that transformers does not compute is accepted",
+        "surojax/exchange/huggingface.py",
+        "if fraction not in (None, 1):",
+        "if False:",
+        "tests/test_huggingface.py::test_what_is_not_computed_is_refused -k changes10",
+    ),
+    Mutant(
         "no_rope_layers is off by one layer",
         "surojax/exchange/huggingface.py",
         "n > 0 and (l + 1) % n == 0",

@@ -22,8 +22,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 from small import quick_at
-from test_huggingface import before_5, config, hf_config, save_tokenizer, stored, write
-from test_parity import CASES
+from test_huggingface import CASES, before_5, config, hf_config, save_tokenizer, stored, write
 
 from surojax import CheckpointError, ConfigError, convert, default_config, generate, train
 from surojax.assembly import from_config
@@ -113,7 +112,7 @@ def test_both_spellings_of_rope_are_written(case):
     for source in (new, old):
         out = config_json.completed(source, "bfloat16")
         assert out["rope_parameters"] == new["rope_parameters"]
-        for key in ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"):
+        for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
             assert out.get(key) == old.get(key), key
         assert settings(out) == settings(source)
     out["rope_scaling"] = {"rope_type": "linear", "factor": 3.0}
@@ -121,7 +120,7 @@ def test_both_spellings_of_rope_are_written(case):
         settings(out)
 
 
-OTHERS = ("yarn", "yarn_mscale", "partial_rotary")  # written with all that transformers infers, or not at all
+OTHERS = ("yarn", "yarn_mscale")  # written with all that transformers infers
 
 
 @pytest.mark.parametrize(
@@ -147,6 +146,7 @@ def test_a_config_is_made_of_the_fields(case):
     [
         ({"attention_bias": True, "qk_norm": True}, r"qwen2 does not have qk_norm=True"),
         ({"sliding_window": 8, "sliding_window_pattern": 2}, r"mistral does not have sliding_window_pattern=2"),
+        ({"rope_partial_rotary_factor": 0.5}, r"llama does not have rope_partial_rotary_factor=0\.5"),
         ({"attention_bias": True, "head_dim": 16}, r"llama does not have attention_bias=True"),
     ],
 )
