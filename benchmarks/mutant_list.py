@@ -203,6 +203,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_huggingface.py::test_what_is_not_computed_is_refused -k changes10",
     ),
     Mutant(
+        "integers are read as weights",
+        "surojax/exchange/weights.py",
+        'dtype).kind in "biu":',
+        'dtype).kind in "b":',
+        "tests/test_huggingface.py::test_integers_are_no_weights",
+    ),
+    Mutant(
         "no_rope_layers is off by one layer",
         "surojax/exchange/huggingface.py",
         "n > 0 and (l + 1) % n == 0",

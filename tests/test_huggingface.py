@@ -162,6 +162,35 @@ def test_what_is_not_computed_is_refused(tmp_path, changes, message):
         config(folder)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": ["llama"]},
+        {"rope_parameters": "absent", "rope_scaling": "linear"},
+        {"rope_parameters": [1]},
+        {"rope_parameters": {"rope_type": ["x"]}},
+        {"rope_parameters": {"rope_theta": "x"}},
+        {"model_type": "qwen3", "use_sliding_window": True, "layer_types": 5},
+        {"model_type": "smollm3", "no_rope_layers": 5},
+        {"num_hidden_layers": "2"},
+        {"hidden_size": [32]},
+    ],
+)
+def test_values_of_other_types_are_refused_in_one_line(tmp_path, changes):
+    folder = write(tmp_path / "model", "llama", **changes)
+    with pytest.raises(ConfigError, match=r"^model_path: [^\n]*$"):
+        config(folder)
+
+
+def test_integers_are_no_weights(tmp_path):
+    whole = stored("llama")["model.norm.weight"].astype(np.int32)
+    folder = write(tmp_path / "model", "llama", tensors=stored("llama") | {"model.norm.weight": whole})
+    with pytest.raises(
+        ConfigError, match=r"^model_path: .*: expected model\.norm\.weight in a float dtype, got int32; "
+    ):
+        files.Weights(folder)
+
+
 def test_windows_by_layer():
     window = lambda types: settings(
         {"model_type": "qwen3", "use_sliding_window": True, "num_hidden_layers": 4, "layer_types": types}
@@ -323,9 +352,10 @@ def test_damaged_folders_are_refused(tmp_path):
     shard.write_bytes(next(folder.glob("model-00002*")).read_bytes())
     with pytest.raises(ConfigError, match=r"names .* in model-00001.*, which does not have it"):
         files.Weights(folder)
-    (folder / files.INDEX).write_text("{}")
-    with pytest.raises(ConfigError, match=r"^model_path: cannot read .*index\.json"):
-        files.Weights(folder)
+    for content in ("{}", '{"weight_map": {"x": 5}}', '{"weight_map": {"x": ["y"]}}', '{"weight_map": [1]}'):
+        (folder / files.INDEX).write_text(content)
+        with pytest.raises(ConfigError, match=r"^model_path: cannot read .*index\.json"):
+            files.Weights(folder)
 
 
 def save_tokenizer(path: Path, words: int = 62) -> None:

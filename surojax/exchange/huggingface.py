@@ -34,7 +34,23 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The `model` fields of a config.json. Raises ConfigError for a family, a key or a value that is not computed."""
+    """The `model` fields of a config.json.
+
+    Raises ConfigError for a family, a key or a value that is not computed, and for a value of another type.
+    """
+    try:
+        return _settings(config)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"model_path: config.json: expected values as transformers writes them, got one of another type "
+            f"({type(error).__name__}: {error}); fetch it again"
+        ) from error
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The same; what Python raises for values of other types."""
     family = config.get("model_type")
     if "text_config" in config:
         raise ConfigError(
