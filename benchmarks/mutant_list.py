@@ -2440,6 +2440,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_evaluate.py::test_questions_are_answered_by_likelihood",
     ),
     Mutant(
+        "--questions ignores what is for --tasks",
+        "surojax/evaluate.py",
+        "        _check_choice(args)\n",
+        "",
+        "tests/test_evaluate.py::test_options_of_tasks_are_refused_beside_questions",
+    ),
+    Mutant(
         "stop strings are kept",
         "surojax/inference/harness.py",
         "text.split(stop)[0]",

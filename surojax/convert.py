@@ -28,6 +28,8 @@ from surojax.inference import parity
 from surojax.models.model import Model
 from surojax.run import checkpoint
 
+DEFAULT_DTYPE = "bfloat16"
+
 
 class Opened(NamedTuple):
     """A model that can be exported. config, files: of its folder."""
@@ -38,10 +40,13 @@ class Opened(NamedTuple):
     files: Files
 
 
-def convert(source: str | Path, folder: str | Path, *, dtype: str = "bfloat16", tokenizer: str = "") -> Path:
+def convert(source: str | Path, folder: str | Path, *, dtype: str = DEFAULT_DTYPE, tokenizer: str = "") -> Path:
     """Writes the model of a run, a checkpoint, a Hugging Face folder, a GGUF file or the hub; returns its folder.
 
-    tokenizer: as in a config; "": the model's own. Raises ConfigError or CheckpointError; then nothing is written.
+    dtype: of the export; the source's own, such as float32 of master weights, is not looked at. tokenizer: as in a
+    config; "": the model's own.
+
+    Raises ConfigError or CheckpointError; then nothing is written.
     """
     check_dtype(dtype)
     check_folder(folder)
@@ -155,14 +160,14 @@ def main(argv: list[str] | None = None) -> None:
         "--checkpoint", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder, a .gguf file"
     )
     parser.add_argument("--out", metavar="DIR", help="the folder to write, new or empty")
-    parser.add_argument("--dtype", default="bfloat16", help=f"{', '.join(DTYPES)} (default bfloat16)")
+    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default {DEFAULT_DTYPE}, whatever the source has)")
     parser.add_argument(
         "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
     )
     parser.add_argument(
         "--check", metavar="MODEL", help="compare a Hugging Face folder or .gguf file with transformers"
     )
-    parser.add_argument("--python", default=sys.executable, help="--check: an interpreter with transformers and torch")
+    parser.add_argument("--python", help="--check: an interpreter with transformers and torch (default: this one)")
 
     def refuse(message: str):
         raise ConfigError(f"{message}; see --help")
@@ -171,15 +176,17 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parser.parse_args(argv)
         if args.check is not None:
-            for name in ("checkpoint", "out", "tokenizer"):
+            for name in ("checkpoint", "out", "dtype", "tokenizer"):
                 if getattr(args, name):
                     raise ConfigError(f"--check: expected no --{name}, got one; leave one of them out")
-            report = parity.compare(args.check, args.python)
+            report = parity.compare(args.check, args.python or sys.executable)
             print(parity.table(report))
             sys.exit(not report.passed)
+        if args.python is not None:
+            raise ConfigError("--python: expected --check with it, got none; leave it out")
         if args.checkpoint is None or args.out is None:
             raise ConfigError("expected --checkpoint MODEL and --out DIR, got one or none of them; see --help")
-        path = convert(args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer)
+        path = convert(args.checkpoint, args.out, dtype=args.dtype or DEFAULT_DTYPE, tokenizer=args.tokenizer)
         print(f"written: {path}")
     except (ConfigError, CheckpointError) as error:
         sys.exit(f"surojax.convert: error: {error}")

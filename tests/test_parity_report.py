@@ -97,3 +97,7 @@ def test_what_transformers_cannot_do_is_said_in_one_line(tmp_path, body, message
         parity.compare(folder, str(tmp_path / "nowhere"))
     with pytest.raises(SystemExit, match=r"error: --check: expected no --out, got one"):
         convert.main(["--check", str(folder), "--out", "x"])
+    with pytest.raises(SystemExit, match=r"error: --check: expected no --dtype, got one"):
+        convert.main(["--check", str(folder), "--dtype", "bfloat16"])
+    with pytest.raises(SystemExit, match=r"error: --python: expected --check with it, got none; leave it out"):
+        convert.main(["--checkpoint", str(folder), "--out", "x", "--python", "python"])
