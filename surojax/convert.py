@@ -25,6 +25,7 @@ from surojax.exchange.sources import SOURCE, is_model, kept_in, locate, open_wei
 from surojax.exchange.stored import CheckpointTensors
 from surojax.exchange.weights import Tensors
 from surojax.inference import parity
+from surojax.inference.load import check_trained_with
 from surojax.models.model import Model
 from surojax.run import checkpoint
 
@@ -82,6 +83,7 @@ def _open_checkpoint(found: Path, tokenizer: str) -> Opened:
     kept = kept_in(found.parent.parent)
     c.model_path = str(kept) if (kept / CONFIG).is_file() else c.model_path
     c.tokenizer = tokenizer or (str(kept) if (kept / "tokenizer.json").is_file() else c.tokenizer)
+    check_trained_with(meta, load_tokenizer(c.tokenizer))
     model = assembly.model(c)
     return Opened(model, CheckpointTensors(found, model), *folder_files(c))
 

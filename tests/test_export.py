@@ -282,6 +282,10 @@ def test_a_run_is_exported_and_goes_on_without_its_model(tmp_path):
         assert (out / name).read_bytes() == (tmp_path / "elsewhere" / name).read_bytes()
     assert fields(out) == result_fields(tmp_path)
 
+    save_tokenizer(tmp_path / "tokenizer.json", words=61)
+    for opened in (convert.open_model, generate.load):
+        with pytest.raises(ConfigError, match=r"^tokenizer: expected .*, which the checkpoint was trained with, got "):
+            opened(tmp_path / "run", str(tmp_path / "tokenizer.json"))
     _, weights, *_ = generate.load(tmp_path / "run")
     chex.assert_trees_all_equal(jax.device_get(weights), jax.device_get(result.state.weights))
     _, weights, *_ = generate.load(out)

@@ -1,7 +1,7 @@
 """Opens a trained model: a run's, a checkpoint's, a Hugging Face folder's, or a GGUF file's."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -57,14 +57,19 @@ def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trai
     meta = checkpoint.read_meta(found)
     c = restored_config(meta["config"], checkpoint.written_by(meta))
     found_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, found.parent.parent))
-    if found_tokenizer.name != meta["tokenizer"]:
-        raise ConfigError(
-            f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, "
-            f"got {found_tokenizer.name}"
-        )
+    check_trained_with(meta, found_tokenizer)
     check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
     model = assembly.model(c)
     shapes = model.abstract_params(c.model_dtype)
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)
     template = load_template(chat_template or c.chat_template, found_tokenizer)
     return Trained(model, checkpoint.restore_weights(found, plan), found_tokenizer, template)
+
+
+def check_trained_with(meta: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Raises ConfigError unless a checkpoint with this meta data was trained with the tokenizer."""
+    if tokenizer.name != meta["tokenizer"]:
+        raise ConfigError(
+            f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, got {tokenizer.name}; "
+            "give that one"
+        )
