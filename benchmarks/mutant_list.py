@@ -2440,9 +2440,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_evaluate.py::test_questions_are_answered_by_likelihood",
     ),
     Mutant(
+        "a failed export leaves the parents that it made",
+        "surojax/exchange/export.py",
+        "for parent in new_parents:",
+        "for parent in new_parents[:1]:",
+        "tests/test_export.py::test_what_is_damaged_while_it_is_read_leaves_nothing",
+    ),
+    Mutant(
         "--questions ignores what is for --tasks",
         "surojax/evaluate.py",
-        "        _check_choice(args)\n",
+        "        _check_options(args)\n",
         "",
         "tests/test_evaluate.py::test_options_of_tasks_are_refused_beside_questions",
     ),

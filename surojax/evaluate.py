@@ -11,6 +11,7 @@ choices.
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -133,8 +134,8 @@ def _by_tasks(args: argparse.Namespace, trained: Trained) -> dict[str, Any]:
     return found
 
 
-def _check_choice(args: argparse.Namespace) -> None:
-    """Raises ConfigError for options that do not apply to what is measured."""
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that do not apply to what is measured, and for results that cannot be written."""
     for name in ("max_length", "num_fewshot", "chat", "chat_template", "include_path") if args.questions else ():
         value = getattr(args, name)
         if value not in (None, "") and value is not False:  # --num-fewshot 0 is given
@@ -142,6 +143,9 @@ def _check_choice(args: argparse.Namespace) -> None:
             raise ConfigError(f"--questions: expected no --{option}, which is for --tasks, got one; leave it out")
     if args.chat_template and not args.chat:
         raise ConfigError("--chat-template: expected --chat with it, got none; add it")
+    file = Path(args.json) if args.json else None
+    if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise ConfigError(f"--json: expected a file that can be written, got {args.json!r}; choose another")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -184,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"expected --batch-size >= 1, --max-length >= 2 and --limit >= 1, got {args.batch_size}, "
                 f"{args.max_length} and {args.limit}"
             )
-        _check_choice(args)
+        _check_options(args)
         questions = read_questions(args.questions)[: args.limit] if args.questions else []
         trained = load(args.checkpoint, args.tokenizer, args.chat_template)
         if args.questions:

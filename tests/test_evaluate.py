@@ -161,6 +161,12 @@ def test_options_of_tasks_are_refused_beside_questions(options):
         evaluate.main(["--checkpoint", "x", "--questions", "y", *options.split()])
 
 
+def test_results_that_cannot_be_written_are_refused_first(tmp_path):
+    for file in (tmp_path, tmp_path / "no" / "folder" / "x.json"):
+        with pytest.raises(SystemExit, match=r"error: --json: expected a file that can be written, got .*; choose"):
+            evaluate.main(["--checkpoint", "x", "--questions", "y", "--json", str(file)])
+
+
 def test_a_template_without_chat_is_refused():
     with pytest.raises(SystemExit, match=r"error: --chat-template: expected --chat with it, got none; add it$"):
         evaluate.main(["--checkpoint", "x", "--tasks", "y", "--chat-template", "chatml"])

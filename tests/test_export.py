@@ -189,6 +189,16 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_everywhere(tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_link_to_an_empty_folder_is_taken(tmp_path):
+    folder = write(tmp_path / "in", "llama")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    assert convert.convert(folder, tmp_path / "link") == (tmp_path / "empty").resolve()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "link" / SINGLE).is_file()
+    with pytest.raises(ConfigError, match=r"^export: expected a folder that is new or empty"):
+        convert.convert(folder, tmp_path / "link")
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
     folder = write(tmp_path / "in", "llama")
     (tmp_path / "file").write_text("")
@@ -225,7 +235,7 @@ def test_what_is_damaged_while_it_is_read_leaves_nothing(tmp_path):
     whole = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ConfigError, match=r"^model_path: cannot read .*; fetch the model again$"):
-        exporting.export(opened.tensors, opened.model, {}, {}, tmp_path / "out", dtype="float32")
+        exporting.export(opened.tensors, opened.model, {}, {}, tmp_path / "new" / "parents" / "out", dtype="float32")
     assert files_under(tmp_path) == {"in", "in/config.json", f"in/{SINGLE}"}
 
 
