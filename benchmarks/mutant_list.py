@@ -189,6 +189,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_huggingface.py::test_settings_are_those_of_the_case -k yarn_mscale",
     ),
     Mutant(
+        "SmolLM3's layers with rotary embedding have the window",
+        "surojax/exchange/huggingface.py",
+        '"sliding_attention" if without else "full_attention" for',
+        '"full_attention" if without else "sliding_attention" for',
+        "tests/test_huggingface.py::test_windows_of_smollm3",
+    ),
+    Mutant(
+        "a part of a head that transformers does not compute is accepted",
+        "surojax/exchange/huggingface.py",
+        "if fraction not in (None, 1):",
+        "if False:",
+        "tests/test_huggingface.py::test_what_is_not_computed_is_refused -k changes10",
+    ),
+    Mutant(
+        "integers are read as weights",
+        "surojax/exchange/weights.py",
+        'dtype).kind in "biu":',
+        'dtype).kind in "b":',
+        "tests/test_huggingface.py::test_integers_are_no_weights",
+    ),
+    Mutant(
         "no_rope_layers is off by one layer",
         "surojax/exchange/huggingface.py",
         "n > 0 and (l + 1) % n == 0",
@@ -2515,6 +2536,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "len(choice.encode()) for choice",
         "len(choice) for choice",
         "tests/test_evaluate.py::test_questions_are_answered_by_likelihood",
+    ),
+    Mutant(
+        "a failed export leaves the parents that it made",
+        "surojax/exchange/export.py",
+        "for parent in new_parents:",
+        "for parent in new_parents[:1]:",
+        "tests/test_export.py::test_what_is_damaged_while_it_is_read_leaves_nothing",
+    ),
+    Mutant(
+        "--questions ignores what is for --tasks",
+        "surojax/evaluate.py",
+        "        _check_options(args)\n",
+        "",
+        "tests/test_evaluate.py::test_options_of_tasks_are_refused_beside_questions",
     ),
     Mutant(
         "stop strings are kept",

@@ -25,8 +25,11 @@ from surojax.exchange.sources import SOURCE, is_model, kept_in, locate, open_wei
 from surojax.exchange.stored import CheckpointTensors
 from surojax.exchange.weights import Tensors
 from surojax.inference import parity
+from surojax.inference.load import check_trained_with
 from surojax.models.model import Model
 from surojax.run import checkpoint
+
+DEFAULT_DTYPE = "bfloat16"
 
 
 class Opened(NamedTuple):
@@ -38,10 +41,13 @@ class Opened(NamedTuple):
     files: Files
 
 
-def convert(source: str | Path, folder: str | Path, *, dtype: str = "bfloat16", tokenizer: str = "") -> Path:
+def convert(source: str | Path, folder: str | Path, *, dtype: str = DEFAULT_DTYPE, tokenizer: str = "") -> Path:
     """Writes the model of a run, a checkpoint, a Hugging Face folder, a GGUF file or the hub; returns its folder.
 
-    tokenizer: as in a config; "": the model's own. Raises ConfigError or CheckpointError; then nothing is written.
+    dtype: of the export; the source's own, such as float32 of master weights, is not looked at. tokenizer: as in a
+    config; "": the model's own.
+
+    Raises ConfigError or CheckpointError; then nothing is written.
     """
     check_dtype(dtype)
     check_folder(folder)
@@ -77,6 +83,7 @@ def _open_checkpoint(found: Path, tokenizer: str) -> Opened:
     kept = kept_in(found.parent.parent)
     c.model_path = str(kept) if (kept / CONFIG).is_file() else c.model_path
     c.tokenizer = tokenizer or (str(kept) if (kept / "tokenizer.json").is_file() else c.tokenizer)
+    check_trained_with(meta, load_tokenizer(c.tokenizer))
     model = assembly.model(c)
     return Opened(model, CheckpointTensors(found, model), *folder_files(c))
 
@@ -85,9 +92,12 @@ def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
     """(config.json, the other small files) for a model with the fields and the tokenizer of a resolved config.
 
     They are those of the model at `model_path`, if it says the same, else they are made. Raises ConfigError if the
-    model is of no family of Hugging Face.
+    model is of no family of Hugging Face, or if the tokenizer cannot be read or has more ids than the model.
     """
     fields = c.model.to_dict()
+    tokenizer = load_tokenizer(c.tokenizer)
+    if c.tokenizer != "bytes":  # which is also said by a model without a tokenizer
+        checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
     files = tokenizer_files(c.tokenizer)
     if c.model_path:
         source = locate(c.model_path, weights=False)
@@ -99,7 +109,6 @@ def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
         found = read_config(source)
         if config_json.agrees(found, fields):
             return found, files | small_files.read(source, (GENERATION,))
-    tokenizer = load_tokenizer(c.tokenizer)
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     return config_json.made(fields, c.sequence_len, tokens), files
 
@@ -121,7 +130,6 @@ def tokenizer_files(spec: str) -> Files:
         template = {"chat_template.jinja": found.chat_template.encode()} if found.chat_template else {}
         said |= {"chat_template": found.chat_template} if found.chat_template else {}
         return {"tokenizer.json": found.tokenizer.encode(), "tokenizer_config.json": encoded(said)} | template
-    load_tokenizer(spec)  # says what is wrong with it
     if path.is_dir() or path.name == "tokenizer.json":
         return small_files.read(path if path.is_dir() else path.parent, TOKENIZER_FILES)
     return {"tokenizer.json": path.read_bytes()}
@@ -154,14 +162,14 @@ def main(argv: list[str] | None = None) -> None:
         "--checkpoint", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder, a .gguf file"
     )
     parser.add_argument("--out", metavar="DIR", help="the folder to write, new or empty")
-    parser.add_argument("--dtype", default="bfloat16", help=f"{', '.join(DTYPES)} (default bfloat16)")
+    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default {DEFAULT_DTYPE}, whatever the source has)")
     parser.add_argument(
         "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
     )
     parser.add_argument(
         "--check", metavar="MODEL", help="compare a Hugging Face folder or .gguf file with transformers"
     )
-    parser.add_argument("--python", default=sys.executable, help="--check: an interpreter with transformers and torch")
+    parser.add_argument("--python", help="--check: an interpreter with transformers and torch (default: this one)")
 
     def refuse(message: str):
         raise ConfigError(f"{message}; see --help")
@@ -170,15 +178,17 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parser.parse_args(argv)
         if args.check is not None:
-            for name in ("checkpoint", "out", "tokenizer"):
+            for name in ("checkpoint", "out", "dtype", "tokenizer"):
                 if getattr(args, name):
                     raise ConfigError(f"--check: expected no --{name}, got one; leave one of them out")
-            report = parity.compare(args.check, args.python)
+            report = parity.compare(args.check, args.python or sys.executable)
             print(parity.table(report))
             sys.exit(not report.passed)
+        if args.python is not None:
+            raise ConfigError("--python: expected --check with it, got none; leave it out")
         if args.checkpoint is None or args.out is None:
             raise ConfigError("expected --checkpoint MODEL and --out DIR, got one or none of them; see --help")
-        path = convert(args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer)
+        path = convert(args.checkpoint, args.out, dtype=args.dtype or DEFAULT_DTYPE, tokenizer=args.tokenizer)
         print(f"written: {path}")
     except (ConfigError, CheckpointError) as error:
         sys.exit(f"surojax.convert: error: {error}")

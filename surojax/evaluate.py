@@ -11,6 +11,7 @@ choices.
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from surojax.data.templates import NAMES as TEMPLATES
 from surojax.errors import CheckpointError, ConfigError
 from surojax.inference.load import Trained, load
 from surojax.inference.score import Request, pair, score
+
+MAX_LENGTH = 2048  # tokens of a text of --tasks
 
 
 class Question(NamedTuple):
@@ -63,6 +66,8 @@ def _question(line: str, where: str) -> Question:
     texts = isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)
     if not (isinstance(row["question"], str) and texts and len(choices) > 1):
         raise ConfigError(f"{expected}, with two choices or more, got {line[:80]!r}; correct it")
+    if any(0xD800 <= ord(char) < 0xE000 for text in (row["question"], *choices) for char in text):
+        raise ConfigError(f"{expected} in UTF-8, got one half of a surrogate pair in {line[:80]!r}; correct it")
     answer = row["answer"]
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise ConfigError(f"{expected}, with an index below {len(choices)}, got {answer!r}; correct it")
@@ -120,12 +125,27 @@ def run_harness(
 def _by_tasks(args: argparse.Namespace, trained: Trained) -> dict[str, Any]:
     """Runs and prints the harness' tasks of a command line."""
     options = {"limit": args.limit, "num_fewshot": args.num_fewshot, "apply_chat_template": args.chat}
-    limits = {"batch_size": args.batch_size, "max_length": args.max_length, "include_path": args.include_path}
+    max_length = args.max_length or MAX_LENGTH
+    limits = {"batch_size": args.batch_size, "max_length": max_length, "include_path": args.include_path}
     found = run_harness(trained, args.tasks, **limits, **options)
     for task, results in found.items():
         values = {name.removesuffix(",none"): value for name, value in results.items() if isinstance(value, float)}
         print(f"{task}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
     return found
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that do not apply to what is measured, and for results that cannot be written."""
+    for name in ("max_length", "num_fewshot", "chat", "chat_template", "include_path") if args.questions else ():
+        value = getattr(args, name)
+        if value not in (None, "") and value is not False:  # --num-fewshot 0 is given
+            option = name.replace("_", "-")
+            raise ConfigError(f"--questions: expected no --{option}, which is for --tasks, got one; leave it out")
+    if args.chat_template and not args.chat:
+        raise ConfigError("--chat-template: expected --chat with it, got none; add it")
+    file = Path(args.json) if args.json else None
+    if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise ConfigError(f"--json: expected a file that can be written, got {args.json!r}; choose another")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -139,26 +159,36 @@ def main(argv: list[str] | None = None) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--questions", help='.jsonl with "question", "choices" and "answer" (index of the right choice)')
     what.add_argument("--tasks", help="tasks of the LM Evaluation Harness, separated by commas (pip install lm_eval)")
-    parser.add_argument("--include-path", help="a folder with task files of your own, for --tasks")
-    parser.add_argument("--limit", type=int, help="first questions of each task only")
-    parser.add_argument("--num-fewshot", type=int, help="examples before each question; default: the task's own")
+    parser.add_argument("--include-path", help="--tasks: a folder with task files of your own")
+    parser.add_argument("--limit", type=int, help="first questions only, of the file or of each task")
+    parser.add_argument("--num-fewshot", type=int, help="--tasks: examples before each question; default: its own")
     parser.add_argument("--chat", action="store_true", help="--tasks: put questions into the model's chat template")
     parser.add_argument(
         "--chat-template", default="", help=f"--chat: {', '.join(TEMPLATES)} or a file; default: the model's own"
     )
     parser.add_argument("--batch-size", type=int, default=8, help="texts computed together (default 8)")
-    parser.add_argument("--max-length", type=int, default=2048, help="longest text, in tokens (default 2048)")
+    parser.add_argument("--max-length", type=int, help=f"--tasks: longest text, in tokens (default {MAX_LENGTH})")
     parser.add_argument(
         "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
     )
     parser.add_argument("--json", help="file for the results")
-    args = parser.parse_args(argv)
+
+    def refuse(message: str):
+        raise ConfigError(f"{message}; see --help")
+
+    parser.error = refuse  # type: ignore[method-assign]
     try:
-        if args.batch_size < 1 or args.max_length < 2 or (args.limit is not None and args.limit < 1):
+        args = parser.parse_args(argv)
+        if (
+            args.batch_size < 1
+            or (args.max_length is not None and args.max_length < 2)
+            or (args.limit is not None and args.limit < 1)
+        ):
             raise ConfigError(
                 f"expected --batch-size >= 1, --max-length >= 2 and --limit >= 1, got {args.batch_size}, "
                 f"{args.max_length} and {args.limit}"
             )
+        _check_options(args)
         questions = read_questions(args.questions)[: args.limit] if args.questions else []
         trained = load(args.checkpoint, args.tokenizer, args.chat_template)
         if args.questions:

@@ -16,9 +16,10 @@ from surojax import ConfigError, evaluate
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
-from surojax.inference.score import Request, Score, pair, score
+from surojax.inference.score import Request, Score, _scorer, pair, score
 from surojax.models import llama
 from surojax.models.llama import Llama
+from surojax.models.model import Compute
 
 MODEL = llama.build(CONFIG)
 
@@ -57,6 +58,25 @@ def test_logits_of_long_texts_are_computed_in_slices():
     logprobs = plain_logprobs(params, text)[:-1]
     expected = logprobs[np.arange(299), text[1:]].sum()
     np.testing.assert_allclose([whole.logprob, again.logprob], expected, rtol=1e-5)
+
+
+def test_no_batch_has_all_logits_at_once():
+    """Three rows of 101 tokens, no multiple of a slice; and a greedy answer stays one beside the padding."""
+    program = _scorer(MODEL)
+    targets_BS = np.full((3, 101), -1, np.int32)
+    arguments = (drawn_params(CONFIG, 1), np.zeros((3, 101), np.int32), targets_BS)
+    text = program.lower(*arguments).as_text()
+    assert f"tensor<256x{CONFIG.vocab_size}x" in text and f"tensor<303x{CONFIG.vocab_size}x" not in text
+    logprob_B, is_greedy_B = program(*arguments)
+    assert not logprob_B.any() and is_greedy_B.all()
+
+
+@pytest.mark.parametrize("attention", ["cudnn", "mosaic"])
+def test_a_run_with_an_attention_of_gpus_is_scored_anywhere(attention):
+    trained = MODEL.rebuild(Compute(attention=attention))
+    params = drawn_params(CONFIG, 1)
+    requests = [Request(*ids_of(5, 3))]
+    assert score(trained, params, requests, multiple_of=8) == score(MODEL, params, requests, multiple_of=8)
 
 
 def test_empty_requests_are_refused():
@@ -111,6 +131,7 @@ def test_questions_are_answered_by_likelihood(tmp_path, monkeypatch):
         ('{"question": "x"}', r":1: expected .*, got '"),
         ('\n{"question": "x", "choices": ["y"], "answer": 0}', r":2: expected .*two choices or more"),
         ('{"question": "x", "choices": ["y", 3], "answer": 0}', r":1: expected .*two choices or more"),
+        (r'{"question": "x", "choices": ["y", "\ud800"], "answer": 0}', r":1: expected .* in UTF-8, got one half of a"),
         ('{"question": "x", "choices": ["y", "z"], "answer": 2}', r":1: expected .*index below 2, got 2"),
     ],
 )
@@ -121,6 +142,34 @@ def test_bad_questions_are_refused(tmp_path, text, message):
         evaluate.read_questions(file)
     with pytest.raises(ConfigError, match="--questions: cannot read"):
         evaluate.read_questions(tmp_path / "nowhere")
+
+
+def test_a_wrong_command_line_is_one_line():
+    for given in ([], ["--checkpoint", "x"], ["--checkpoint", "x", "--questions", "y", "--nonsense"]):
+        with pytest.raises(SystemExit, match=r"^surojax\.evaluate: error: [^\n]*; see --help$"):
+            evaluate.main(given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--max-length 9", "--num-fewshot 0", "--chat", "--chat-template chatml", "--include-path x"],
+)
+def test_options_of_tasks_are_refused_beside_questions(options):
+    name = options.split()[0]
+    message = rf"error: --questions: expected no {name}, which is for --tasks, got one; leave it out$"
+    with pytest.raises(SystemExit, match=message):
+        evaluate.main(["--checkpoint", "x", "--questions", "y", *options.split()])
+
+
+def test_results_that_cannot_be_written_are_refused_first(tmp_path):
+    for file in (tmp_path, tmp_path / "no" / "folder" / "x.json"):
+        with pytest.raises(SystemExit, match=r"error: --json: expected a file that can be written, got .*; choose"):
+            evaluate.main(["--checkpoint", "x", "--questions", "y", "--json", str(file)])
+
+
+def test_a_template_without_chat_is_refused():
+    with pytest.raises(SystemExit, match=r"error: --chat-template: expected --chat with it, got none; add it$"):
+        evaluate.main(["--checkpoint", "x", "--tasks", "y", "--chat-template", "chatml"])
 
 
 TASK = """
@@ -134,6 +183,22 @@ doc_to_choice: "{{choices}}"
 doc_to_target: "{{answer}}"
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """
+
+
+def test_what_a_task_wants_generated(monkeypatch, tmp_path):
+    """An empty stop string stops nothing; more tokens than fit are refused; a prompt keeps its end."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("lm_eval")
+        from surojax.inference.harness import Harness
+    harness = Harness(Trained(MODEL, {}, ByteTokenizer(), None), batch_size=2, max_length=16)
+    prompt, options, until = harness._prepared(("x" * 40, {"until": ["", "stop"], "max_gen_toks": 12}))
+    assert (len(prompt), options["max_tokens"], until) == (4, 12, ("stop",))
+    assert harness._prepared(("x", {"until": "", "max_gen_toks": 1}))[2] == ()
+    message = r"^--max-length: expected more than the 16 tokens that a task wants generated, got 16; raise it$"
+    with pytest.raises(ConfigError, match=message):
+        harness._prepared(("x", {"max_gen_toks": 16}))
 
 
 @pytest.mark.full

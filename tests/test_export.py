@@ -22,14 +22,14 @@ import pytest
 import safetensors
 import safetensors.numpy
 from small import quick_at
-from test_huggingface import before_5, config, hf_config, save_tokenizer, stored, write
-from test_parity import CASES
+from test_huggingface import CASES, before_5, config, hf_config, save_tokenizer, stored, write
 
 from surojax import CheckpointError, ConfigError, convert, default_config, generate, train
 from surojax.assembly import from_config
 from surojax.exchange import config_json, export as exporting, sources
 from surojax.exchange.huggingface import settings
 from surojax.exchange.weights import INDEX, SINGLE, Weights, readers
+from surojax.inference import parity
 from surojax.placement.mesh import make_mesh
 
 
@@ -112,7 +112,7 @@ def test_both_spellings_of_rope_are_written(case):
     for source in (new, old):
         out = config_json.completed(source, "bfloat16")
         assert out["rope_parameters"] == new["rope_parameters"]
-        for key in ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"):
+        for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
             assert out.get(key) == old.get(key), key
         assert settings(out) == settings(source)
     out["rope_scaling"] = {"rope_type": "linear", "factor": 3.0}
@@ -120,7 +120,7 @@ def test_both_spellings_of_rope_are_written(case):
         settings(out)
 
 
-OTHERS = ("yarn", "yarn_mscale", "partial_rotary")  # written with all that transformers infers, or not at all
+OTHERS = ("yarn", "yarn_mscale")  # written with all that transformers infers
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,7 @@ def test_a_config_is_made_of_the_fields(case):
     [
         ({"attention_bias": True, "qk_norm": True}, r"qwen2 does not have qk_norm=True"),
         ({"sliding_window": 8, "sliding_window_pattern": 2}, r"mistral does not have sliding_window_pattern=2"),
+        ({"rope_partial_rotary_factor": 0.5}, r"llama does not have rope_partial_rotary_factor=0\.5"),
         ({"attention_bias": True, "head_dim": 16}, r"llama does not have attention_bias=True"),
     ],
 )
@@ -172,6 +173,30 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path):
     (tmp_path / "out" / "mine.txt").unlink()
     convert.convert(folder, tmp_path / "out")  # an empty one is taken
     assert files_under(tmp_path) == {"in", "in/config.json", f"in/{SINGLE}", "out", "out/config.json", f"out/{SINGLE}"}
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_everywhere(tmp_path):
+    """Of generate and evaluate, of convert, and of its --check."""
+    folder = write(tmp_path / "in", "llama")
+    save_tokenizer(folder / "tokenizer.json", words=97)
+    message = r"^model\.vocab_size: expected at least 97 \(of .*, got 96; raise it, or give the model's tokenizer$"
+    with pytest.raises(ConfigError, match=message):
+        generate.load(folder)
+    with pytest.raises(ConfigError, match=message):
+        convert.convert(folder, tmp_path / "out")
+    with pytest.raises(ConfigError, match=message):
+        parity.compare(folder, str(tmp_path / "nowhere"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_to_an_empty_folder_is_taken(tmp_path):
+    folder = write(tmp_path / "in", "llama")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    assert convert.convert(folder, tmp_path / "link") == (tmp_path / "empty").resolve()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "link" / SINGLE).is_file()
+    with pytest.raises(ConfigError, match=r"^export: expected a folder that is new or empty"):
+        convert.convert(folder, tmp_path / "link")
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
@@ -210,7 +235,7 @@ def test_what_is_damaged_while_it_is_read_leaves_nothing(tmp_path):
     whole = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ConfigError, match=r"^model_path: cannot read .*; fetch the model again$"):
-        exporting.export(opened.tensors, opened.model, {}, {}, tmp_path / "out", dtype="float32")
+        exporting.export(opened.tensors, opened.model, {}, {}, tmp_path / "new" / "parents" / "out", dtype="float32")
     assert files_under(tmp_path) == {"in", "in/config.json", f"in/{SINGLE}"}
 
 
@@ -267,6 +292,10 @@ def test_a_run_is_exported_and_goes_on_without_its_model(tmp_path):
         assert (out / name).read_bytes() == (tmp_path / "elsewhere" / name).read_bytes()
     assert fields(out) == result_fields(tmp_path)
 
+    save_tokenizer(tmp_path / "tokenizer.json", words=61)
+    for opened in (convert.open_model, generate.load):
+        with pytest.raises(ConfigError, match=r"^tokenizer: expected .*, which the checkpoint was trained with, got "):
+            opened(tmp_path / "run", str(tmp_path / "tokenizer.json"))
     _, weights, *_ = generate.load(tmp_path / "run")
     chex.assert_trees_all_equal(jax.device_get(weights), jax.device_get(result.state.weights))
     _, weights, *_ = generate.load(out)

@@ -190,6 +190,7 @@ def test_llama_3_is_known_by_its_divisors(tmp_path):
     [
         ({"metadata": {"logit_scale": 0.5}}, r"has logit_scale, which may change what the model computes"),
         ({"metadata": {"feed_forward_length": None}}, r"expected feed_forward_length in .*, got none"),
+        ({"metadata": {"attention.head_count": 0}}, r"attention\.head_count: expected a positive number, got 0"),
         ({"metadata": {"expert_count": 8}}, r"expert_count: expected 0, got 8"),
         ({"metadata": {"rope.dimension_count": 4}}, r"rope\.dimension_count: expected 8, got 4"),
         (

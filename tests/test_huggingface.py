@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from small import needs, quick_at
-from test_parity import CASES, REFERENCE, load_config, load_tree
+from test_parity import CASES as ALL_CASES, REFERENCE, load_config, load_tree
 
 from surojax import ConfigError, default_config, train
 from surojax.assembly import architecture, from_config
@@ -23,6 +23,8 @@ from surojax.exchange.huggingface import read_config, settings
 from surojax.exchange.sources import open_weights, resolved
 from surojax.models.llama import LlamaConfig
 from surojax.placement.mesh import make_mesh
+
+CASES = [case for case in ALL_CASES if case != "partial_rotary"]  # transformers ignores that factor for our families
 
 
 def stored(case: str) -> dict[str, np.ndarray]:
@@ -84,8 +86,6 @@ def before_5(found: dict[str, Any]) -> dict[str, Any]:
         found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     found["rope_theta"] = rope.pop("rope_theta")
-    if "partial_rotary_factor" in rope:
-        found["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     found["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     found["torch_dtype"] = "float32"
     return found
@@ -129,6 +129,12 @@ GEMMA3 = {"model_type": "gemma3_text", "hidden_act": "absent"}
         ({"model_type": "smollm3", "no_rope_layers": [0, 1]}, r"no_rope_layers: expected 0 for every n-th layer and 1"),
         ({"logit_softcap": 30.0}, r"config.json has logit_softcap, which may change what the model computes"),
         ({"hidden_act": "gelu"}, r"hidden_act: expected 'silu', got 'gelu'"),
+        ({"sliding_window": 7}, r"sliding_window: expected None, got 7; nothing else is computed for llama$"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: expected 1, got 0\.5, which transformers does not "),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            r"partial_rotary_factor: expected 1, got 0\.5",
+        ),
         ({"attention_bias": True}, r"attention_bias: expected False, got True"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
@@ -156,6 +162,35 @@ def test_what_is_not_computed_is_refused(tmp_path, changes, message):
         config(folder)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": ["llama"]},
+        {"rope_parameters": "absent", "rope_scaling": "linear"},
+        {"rope_parameters": [1]},
+        {"rope_parameters": {"rope_type": ["x"]}},
+        {"rope_parameters": {"rope_theta": "x"}},
+        {"model_type": "qwen3", "use_sliding_window": True, "layer_types": 5},
+        {"model_type": "smollm3", "no_rope_layers": 5},
+        {"num_hidden_layers": "2"},
+        {"hidden_size": [32]},
+    ],
+)
+def test_values_of_other_types_are_refused_in_one_line(tmp_path, changes):
+    folder = write(tmp_path / "model", "llama", **changes)
+    with pytest.raises(ConfigError, match=r"^model_path: [^\n]*$"):
+        config(folder)
+
+
+def test_integers_are_no_weights(tmp_path):
+    whole = stored("llama")["model.norm.weight"].astype(np.int32)
+    folder = write(tmp_path / "model", "llama", tensors=stored("llama") | {"model.norm.weight": whole})
+    with pytest.raises(
+        ConfigError, match=r"^model_path: .*: expected model\.norm\.weight in a float dtype, got int32; "
+    ):
+        files.Weights(folder)
+
+
 def test_windows_by_layer():
     window = lambda types: settings(
         {"model_type": "qwen3", "use_sliding_window": True, "num_hidden_layers": 4, "layer_types": types}
@@ -168,6 +203,19 @@ def test_windows_by_layer():
     first = {"model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 4, "max_window_layers": 2}
     with pytest.raises(ConfigError, match="layer_types"):
         settings(first)
+
+
+def test_windows_of_smollm3():
+    """Without layer_types, transformers gives the window to the layers without rotary embedding, and only to them."""
+    windows = {"model_type": "smollm3", "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8}
+    of = lambda **keys: settings(windows | keys)
+    assert of(no_rope_layers=[1] * 4)["sliding_window"] == 0
+    everywhere = of(no_rope_layers=[0] * 4)
+    assert (everywhere["sliding_window"], everywhere["sliding_window_pattern"]) == (8, 0)
+    for keys in ({}, {"no_rope_layer_interval": 2}, {"no_rope_layers": [1, 0, 1, 0]}):
+        with pytest.raises(ConfigError, match="layer_types: expected every n-th layer with full_attention"):
+            of(**keys)
+    assert of(layer_types=["sliding_attention"] * 4)["sliding_window"] == 8 and of(sliding_window=None)
 
 
 def test_layers_without_rotary_embedding():
@@ -304,17 +352,18 @@ def test_damaged_folders_are_refused(tmp_path):
     shard.write_bytes(next(folder.glob("model-00002*")).read_bytes())
     with pytest.raises(ConfigError, match=r"names .* in model-00001.*, which does not have it"):
         files.Weights(folder)
-    (folder / files.INDEX).write_text("{}")
-    with pytest.raises(ConfigError, match=r"^model_path: cannot read .*index\.json"):
-        files.Weights(folder)
+    for content in ("{}", '{"weight_map": {"x": 5}}', '{"weight_map": {"x": ["y"]}}', '{"weight_map": [1]}'):
+        (folder / files.INDEX).write_text(content)
+        with pytest.raises(ConfigError, match=r"^model_path: cannot read .*index\.json"):
+            files.Weights(folder)
 
 
-def save_tokenizer(path: Path) -> None:
-    """Words of a small vocabulary."""
+def save_tokenizer(path: Path, words: int = 62) -> None:
+    """A small vocabulary of so many words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = ["</s>", "<unk>", *(f"w{i}" for i in range(60))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    vocabulary = ["</s>", "<unk>", *(f"w{i}" for i in range(words - 2))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path))
 

@@ -55,20 +55,25 @@ def test_our_logits_and_losses_are_those_of_transformers(tmp_path):
 
 
 def test_the_report_passes_and_fails(tmp_path, capsys):
-    """Equal logits pass with code 0; one logit that is off by more than the limit, or other tokens, with 1."""
+    """Equal logits pass with code 0; one logit that is off by more than the limit or NaN, or other tokens, with 1."""
     folder = write(tmp_path / "model", "llama")
     ids = np.random.default_rng(0).integers(0, 96, (4, parity.TOKENS))
-    np.save(tmp_path / "logits.npy", plain_logits("llama", ids))
+    long = np.random.default_rng(1).integers(0, 96, (1, parity.LONG))
+    logits = [*plain_logits("llama", ids), plain_logits("llama", long)[0, -parity.TOKENS :]]
+    np.save(tmp_path / "logits.npy", logits)
     body = f"""
     assert request["folder"] == {str(folder)!r} and request["file"] == "" and request["texts"] == []
+    assert [len(row) for row in ids] == [48, 48, 48, 48, 600] and request["compared"] == 48
     logits = np.load({str(tmp_path / "logits.npy")!r})
-    logits[2, 5, 7] += SHIFT * np.abs(logits).max()
+    logits[ROW, 5, 7] += SHIFT * np.abs(logits).max()
     ids[1][3] += OTHER
-    answer(**{{f"logits{{i}}": logits[i] for i in range(4)}}, **{{f"ids{{i}}": np.array(ids[i]) for i in range(4)}},
-           **{{f"loss{{i}}": np.array(1.5) for i in range(4)}})
+    answer(**{{f"logits{{i}}": logits[i] for i in range(5)}}, **{{f"ids{{i}}": np.array(ids[i]) for i in range(5)}},
+           **{{f"loss{{i}}": np.array(1.5) for i in range(5)}})
     """
-    for shift, other, code in (("5e-5", "0", 0), ("2e-4", "0", 1), ("0", "1", 1)):
-        python = interpreter(tmp_path / "python", body.replace("SHIFT", shift).replace("OTHER", other))
+    cases = [("2", "5e-5", "0", 0), ("2", "2e-4", "0", 1), ("4", "2e-4", "0", 1), ("2", "np.nan", "0", 1)]
+    for row, shift, other, code in [*cases, ("2", "0", "1", 1)]:
+        changed = body.replace("ROW", row).replace("SHIFT", shift).replace("OTHER", other)
+        python = interpreter(tmp_path / "python", changed)
         with pytest.raises(SystemExit) as end:
             convert.main(["--check", str(folder), "--python", python])
         assert end.value.code == code
@@ -92,3 +97,7 @@ def test_what_transformers_cannot_do_is_said_in_one_line(tmp_path, body, message
         parity.compare(folder, str(tmp_path / "nowhere"))
     with pytest.raises(SystemExit, match=r"error: --check: expected no --out, got one"):
         convert.main(["--check", str(folder), "--out", "x"])
+    with pytest.raises(SystemExit, match=r"error: --check: expected no --dtype, got one"):
+        convert.main(["--check", str(folder), "--dtype", "bfloat16"])
+    with pytest.raises(SystemExit, match=r"error: --python: expected --check with it, got none; leave it out"):
+        convert.main(["--checkpoint", str(folder), "--out", "x", "--python", "python"])

@@ -54,6 +54,8 @@ def header(path: Path, change) -> None:
         (lambda said: said[NAME].pop("data_offsets"), "nothing useful of"),
         (lambda said: said[NAME].update(data_offsets=[10**6, 10**6 + 10240]), "its header says .* bytes, the file has"),
         (lambda said: said.update({NAME: 3}), "nothing useful of"),
+        (lambda said: said[NAME].update(data_offsets=["0", "4"]), "nothing useful of"),
+        (lambda said: said[NAME].update(dtype=["F32"]), "nothing useful of"),
     ],
 )
 def test_headers_that_cannot_be_are_refused(tmp_path, change, message):

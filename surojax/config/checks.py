@@ -189,7 +189,13 @@ def _check_types(c: Config) -> None:
 def check_vocabulary(c: Config, size: int, name: str) -> None:
     """Raises ConfigError if a tokenizer has more ids than the model has embedding rows. size, name: the tokenizer's."""
     expected = f"at least {size} (of {name})"
-    _need(size <= c.model.vocab_size, "model.vocab_size", expected, c.model.vocab_size, "raise it")
+    _need(
+        size <= c.model.vocab_size,
+        "model.vocab_size",
+        expected,
+        c.model.vocab_size,
+        "raise it, or give the model's tokenizer",
+    )
 
 
 def _check_data(c: Config) -> None:

@@ -4,6 +4,7 @@ Tensors are read, cast and written one at a time. The folder is made under anoth
 for and renamed at the end, so a run that is killed leaves nothing that looks like a model.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -35,13 +36,14 @@ def check_dtype(dtype: str) -> None:
 
 
 def check_folder(folder: str | Path) -> Path:
-    """Returns the absolute path of a folder to export to. Writes nothing.
+    """Returns the absolute path of a folder to export to, of a link to a folder that folder's. Writes nothing.
 
     Raises ConfigError if it exists and is not empty, or cannot be made.
     """
     path = Path(folder).expanduser().absolute()
     change = "choose another folder"
     try:
+        path = path.resolve() if path.is_dir() else path  # a link cannot be replaced by a folder
         if path.is_dir() and any(path.iterdir()):
             raise ConfigError(f"export: expected a folder that is new or empty, got {str(folder)!r}; {change}")
         nearest = next(p for p in (path.parent, *path.parent.parents) if p.exists(follow_symlinks=False))
@@ -74,13 +76,14 @@ def export(
     unless one tensor is larger.
 
     Raises ConfigError if the folder is not empty, cannot be written or has no room, or if a number is beyond the dtype;
-    what reading the tensors raises. The folder does not exist then.
+    what reading the tensors raises. Neither the folder nor parents made for it exist then.
     """
     check_dtype(dtype)
     path = check_folder(folder)
     expected = shapes(model)
     parts = _parts(expected, DTYPES[dtype].itemsize, shard_bytes)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    new_parents = [parent for parent in path.parents if not parent.exists()]  # innermost first
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_room(path, sum(_bytes(shape, DTYPES[dtype]) for shape in expected.values()))
@@ -97,6 +100,11 @@ def export(
             shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise ConfigError(f"export: cannot write {path} ({error.strerror or error}); choose another folder") from error
+    finally:
+        if not path.exists():
+            with contextlib.suppress(OSError):  # someone else put something into it
+                for parent in new_parents:
+                    parent.rmdir()
     return path
 
 

@@ -105,6 +105,7 @@ OF_GEMMA = {
     "use_bidirectional_attention": (False, None),
 }
 REQUIRED_OF: dict[str, dict[str, tuple]] = {
+    "llama": {"sliding_window": (None,)},  # transformers does not compute it
     "gemma2": OF_GEMMA | {"sliding_window_size": (4096,)},  # in gemma-2-9b; transformers does not read it
     "gemma3_text": OF_GEMMA | {"attn_logit_softcapping": (None,)},  # transformers does not compute it
 }

@@ -137,6 +137,12 @@ def config(contents: Contents) -> dict[str, Any]:
     heads = found["num_attention_heads"]
     if not all(isinstance(found[key], int) for key in ("num_attention_heads", "num_key_value_heads")):
         raise ConfigError(f"model_path: {contents.path}: expected equal layers, got head counts {heads}")
+    for ours, theirs in SIZES.items():
+        value = found[theirs]
+        if not (isinstance(value, int | float) and value > 0):
+            raise ConfigError(
+                f"model_path: {contents.path}: {ours}: expected a positive number, got {value!r}; {AGAIN}"
+            )
     head_dim = given.get("attention.key_length", found["hidden_size"] // heads)
     for key, expected in {
         "attention.value_length": head_dim,

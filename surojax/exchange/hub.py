@@ -21,7 +21,7 @@ def fetch(name: str, *, weights: bool) -> Path:
     """
     import huggingface_hub.constants  # imported here, so that runs without it do not wait for it
 
-    wanted = [*SMALL_FILES, *(("*.safetensors", "*.safetensors.index.json") if weights else ())]
+    wanted = [*SMALL_FILES, *(("model*.safetensors", "model.safetensors.index.json") if weights else ())]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the network library's own, the library's, OSError for a full disk

@@ -34,7 +34,23 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The `model` fields of a config.json. Raises ConfigError for a family, a key or a value that is not computed."""
+    """The `model` fields of a config.json.
+
+    Raises ConfigError for a family, a key or a value that is not computed, and for a value of another type.
+    """
+    try:
+        return _settings(config)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"model_path: config.json: expected values as transformers writes them, got one of another type "
+            f"({type(error).__name__}: {error}); fetch it again"
+        ) from error
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The same; what Python raises for values of other types."""
     family = config.get("model_type")
     if "text_config" in config:
         raise ConfigError(
@@ -54,7 +70,10 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
         )
     for key, allowed in required.items():
         if key in config and config[key] not in allowed:
-            raise ConfigError(f"model_path: config.json: {key}: expected {allowed[0]!r}, got {config[key]!r}")
+            raise ConfigError(
+                f"model_path: config.json: {key}: expected {allowed[0]!r}, got {config[key]!r}; nothing else is "
+                f"computed for {family}"
+            )
     block_size(config)
     given = DEFAULTS[family] | config
     if scaling := config.get("rope_scaling"):
@@ -95,9 +114,12 @@ def _rope(family: str, given: dict[str, Any], *, windows: bool) -> dict[str, Any
             f"model_path: config.json: rope_type: expected {expected}, got {kind!r}{REFUSED_ROPE.get(kind, '')}"
         )
     found["rope_scaling"] = kind
-    found["rope_partial_rotary_factor"] = float(
-        rope.pop("partial_rotary_factor", given.get("partial_rotary_factor")) or 1
-    )
+    for fraction in (rope.pop("partial_rotary_factor", None), given.get("partial_rotary_factor")):
+        if fraction not in (None, 1):
+            raise ConfigError(
+                f"model_path: config.json: partial_rotary_factor: expected 1, got {fraction!r}, which transformers "
+                f"does not compute for {family}; remove it if the model was trained without it"
+            )
     longest = given.get("max_position_embeddings")
     original = rope.get("original_max_position_embeddings", longest)
     if family == "ministral3":
@@ -149,15 +171,24 @@ def _layers_without_rope(given: dict[str, Any]) -> dict[str, int]:
     if "no_rope_layer_interval" not in given:
         return {}
     layers = given["num_hidden_layers"]
+    without = _is_without_rope(given)
+    for n in range(layers + 1):
+        if without == [n > 0 and (l + 1) % n == 0 for l in range(layers)]:
+            return {"no_rope_layer_interval": n}
+    raise ConfigError(
+        "model_path: config.json: no_rope_layers: expected 0 for every n-th layer and 1 for the others, got "
+        f"{given['no_rope_layers']}"
+    )
+
+
+def _is_without_rope(given: dict[str, Any]) -> list[bool]:
+    """Whether each layer is without rotary embedding."""
+    layers = given["num_hidden_layers"]
     interval = given["no_rope_layer_interval"]
     rotated = given["no_rope_layers"]  # 1 for a layer with rotary embedding
-    for n in [interval] if rotated is None else range(layers + 1):
-        without = [n > 0 and (l + 1) % n == 0 for l in range(layers)]
-        if rotated is None or [not has for has in rotated[:layers]] == without:
-            return {"no_rope_layer_interval": n if any(without) else 0}
-    raise ConfigError(
-        f"model_path: config.json: no_rope_layers: expected 0 for every n-th layer and 1 for the others, got {rotated}"
-    )
+    if rotated is None:
+        return [interval > 0 and (l + 1) % interval == 0 for l in range(layers)]
+    return [not has for has in rotated[:layers]]
 
 
 def _window(family: str, given: dict[str, Any]) -> dict[str, int]:
@@ -170,6 +201,8 @@ def _window(family: str, given: dict[str, Any]) -> dict[str, int]:
     if types is None and window and family in ("qwen2", "qwen3"):
         first = given.get("max_window_layers", 28)
         types = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
+    if types is None and family == "smollm3":
+        types = ["sliding_attention" if without else "full_attention" for without in _is_without_rope(given)]
     if types is None and (n := given.get("sliding_window_pattern")):
         types = ["sliding_attention" if (l + 1) % n else "full_attention" for l in range(layers)]
     if not window or (types and all(kind == "full_attention" for kind in types)):

@@ -80,9 +80,11 @@ class Shard:
 def _entry(name: str, entry: dict, data: int) -> tuple[Entry, int]:
     """(the place of a tensor, where its bytes end), from the header; data: where the tensors begin."""
     try:
-        shape = tuple(int(size) for size in entry["shape"])
+        shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         given = entry["dtype"]
+        if not (isinstance(given, str) and all(type(number) is int for number in (*shape, begin, end))):
+            raise ValueError(f"{given!r}, {shape} and {begin!r}, {end!r} are not a dtype, sizes and offsets")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"its header says nothing useful of {name}: {error!r}") from error
     if given not in NUMPY_DTYPES:

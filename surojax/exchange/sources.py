@@ -82,7 +82,10 @@ def resolved(c: Any) -> Any:
                 f"model.{name}: expected {value!r}, as config.json in model_path says, got {c.model[name]!r}; "
                 "leave it out"
             )
-    found.model.update(fields)
+    try:
+        found.model.update(fields)
+    except TypeError as error:
+        raise ConfigError(f"model_path: config.json: a value has another type ({error}); fetch it again") from error
     has_tokenizer = gguf.is_gguf(path) or (path / "tokenizer.json").is_file()
     tokenizer_gone = kept and not Path(c.tokenizer).expanduser().exists()
     if has_tokenizer and (c.tokenizer == "bytes" or tokenizer_gone):

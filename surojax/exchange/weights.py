@@ -49,7 +49,8 @@ class Tensors(Protocol):
 class Weights:
     """The tensors of a folder with safetensors files; matrices in float8 are multiplied with their blocks' scales.
 
-    Raises ConfigError if a file of the index is missing or damaged, and if a tensor or its scales are not there.
+    Raises ConfigError if a file of the index is missing or damaged, if a tensor or its scales are not there, and if a
+    tensor is stored as integers.
     """
 
     def __init__(self, folder: str | Path):
@@ -61,6 +62,11 @@ class Weights:
             if tensor not in shards[file].entries:
                 raise ConfigError(f"model_path: {INDEX} names {tensor} in {file}, which does not have it; {AGAIN}")
             self._shard_of[tensor] = shards[file]
+            if (dtype := self._entry(tensor).dtype).kind in "biu":
+                raise ConfigError(
+                    f"model_path: {self.path}: expected {tensor} in a float dtype, got {dtype}; fetch the model before "
+                    "it was quantised"
+                )
         self._in_float8 = {name for name in self._shard_of if self._entry(name).dtype in FLOAT8}
         self._block = self._check_scales() if self._in_float8 else (1, 1)
 
@@ -69,7 +75,10 @@ class Weights:
         index = self.path / INDEX
         if index.is_file():
             try:
-                return dict(json.loads(index.read_text())["weight_map"])
+                found = dict(json.loads(index.read_text())["weight_map"])
+                if not all(isinstance(file, str) for file in found.values()):
+                    raise ValueError("weight_map: expected names of files")
+                return found
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"model_path: cannot read {index} ({error!r}); {AGAIN}") from error
         if not (self.path / SINGLE).is_file():

@@ -100,14 +100,20 @@ class Harness(TemplateLM):
         return [found[number] for number in range(len(found))]
 
     def _prepared(self, args: tuple) -> tuple[np.ndarray, dict[str, Any], tuple[str, ...]]:
-        """(prompt, options of sampling, stop strings) of a request."""
+        """(prompt, options of sampling, stop strings) of a request. Raises ConfigError if no token of it is left."""
         text, wanted = args
         until = wanted.get("until") or ()
+        until = (until,) if isinstance(until, str) else tuple(until)
         max_tokens = int(wanted.get("max_gen_toks", wanted.get("max_tokens", 256)))
+        if max_tokens >= self.max_length:
+            raise ConfigError(
+                f"--max-length: expected more than the {max_tokens} tokens that a task wants generated, got "
+                f"{self.max_length}; raise it"
+            )
         temperature = float(wanted.get("temperature", 0.0)) if wanted.get("do_sample", True) else 0.0
         options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": float(wanted.get("top_p", 1.0))}
-        ids = np.asarray(self.tok_encode(text), np.int32)[-max(1, self.max_length - max_tokens) :]
-        return ids, options, (until,) if isinstance(until, str) else tuple(until)
+        ids = np.asarray(self.tok_encode(text), np.int32)[-(self.max_length - max_tokens) :]
+        return ids, options, tuple(stop for stop in until if stop)
 
     def _sampled(self, batch: Sequence[tuple], options: dict[str, Any]) -> list[str]:
         """The continuations of prepared requests that have the same options and stop strings."""
@@ -120,4 +126,4 @@ class Harness(TemplateLM):
         limits = {"stop_ids": self.tokens.stop_ids, "vocab_size": self.tokens.vocab_size, "ended": ended}
         new = generate_batch(self.trained.model, self.trained.weights, prompts, multiple_of=64, **limits, **options)
         texts = [self.tokens.decode(ids) for ids in new]
-        return [min((text.split(stop)[0] for stop in until if stop), key=len, default=text) for text in texts]
+        return [min((text.split(stop)[0] for stop in until), key=len, default=text) for text in texts]

@@ -1,12 +1,12 @@
 """Opens a trained model: a run's, a checkpoint's, a Hugging Face folder's, or a GGUF file's."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from surojax import assembly
-from surojax.config.checks import check, restored_config
+from surojax.config.checks import check, check_vocabulary, restored_config
 from surojax.config.fields import default_config
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +36,7 @@ def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trai
     tokenizer, chat_template: as in the config; "": those in the checkpoint's config, or the model's own.
 
     Raises CheckpointError if the checkpoint is missing or unreadable, ConfigError if the tokenizer is not the one that
-    the model was trained with, or if another model cannot be read.
+    the model was trained with or has more ids than the model has embedding rows, or if another model cannot be read.
     """
     sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
     if sources.is_model(path):
@@ -46,6 +46,7 @@ def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trai
         weights = sources.open_weights(c, model)
         assert weights is not None
         found_tokenizer = load_tokenizer(c.tokenizer)
+        check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
         template = load_template(chat_template, found_tokenizer)
         return Trained(model, stacks(weights, model, c.model_dtype, sharding), found_tokenizer, template)
     if (found := checkpoint.find(path)) is None:
@@ -56,13 +57,19 @@ def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trai
     meta = checkpoint.read_meta(found)
     c = restored_config(meta["config"], checkpoint.written_by(meta))
     found_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, found.parent.parent))
-    if found_tokenizer.name != meta["tokenizer"]:
-        raise ConfigError(
-            f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, "
-            f"got {found_tokenizer.name}"
-        )
+    check_trained_with(meta, found_tokenizer)
+    check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
     model = assembly.model(c)
     shapes = model.abstract_params(c.model_dtype)
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)
     template = load_template(chat_template or c.chat_template, found_tokenizer)
     return Trained(model, checkpoint.restore_weights(found, plan), found_tokenizer, template)
+
+
+def check_trained_with(meta: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Raises ConfigError unless a checkpoint with this meta data was trained with the tokenizer."""
+    if tokenizer.name != meta["tokenizer"]:
+        raise ConfigError(
+            f"tokenizer: expected {meta['tokenizer']}, which the checkpoint was trained with, got {tokenizer.name}; "
+            "give that one"
+        )

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from surojax import assembly
-from surojax.config.checks import check
+from surojax.config.checks import check, check_vocabulary
 from surojax.config.fields import default_config
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import ConfigError
@@ -28,7 +28,8 @@ from surojax.placement.mesh import find_devices
 from surojax.placement.param import OUTER
 
 LIMIT = 1e-4  # of the largest logit, in float32
-TOKENS = 48  # of each text; longer ones are cut
+TOKENS = 48  # of each text; longer ones are cut. Of the long row, the last so many are compared
+LONG = 600  # random tokens of the long row, beyond the windows and unscaled positions of small models
 TEXTS = (
     "The capital of France is Paris. The capital of Germany is Berlin, which has 3.7 million inhabitants.",
     "def area(width, height):\n    # in square metres\n    return width * height\n\n\nprint(area(12, 3.5))\n",
@@ -53,10 +54,11 @@ model = AutoModelForCausalLM.from_pretrained(request["folder"], attn_implementat
 found = {"versions": numpy.array(f"transformers {transformers.__version__}, torch {torch.__version__}")}
 for i, ids in enumerate(request["ids"]):
     with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0]
-        found[f"loss{i}"] = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).numpy()
+        logits = model(torch.tensor([ids])).logits[0, -request["compared"] :]
+        targets = torch.tensor(ids[-request["compared"] :][1:])
+        found[f"loss{i}"] = torch.nn.functional.cross_entropy(logits[:-1], targets).numpy()
     found[f"logits{i}"] = logits.numpy()
-    if tokenizer is not None:
+    if i < len(request["texts"]):
         ids = tokenizer(request["texts"][i], add_special_tokens=False).input_ids[: len(ids)]
     found[f"ids{i}"] = numpy.array(ids)
 numpy.savez(sys.argv[2], **found)
@@ -84,7 +86,8 @@ class Report(NamedTuple):
     @property
     def worst(self) -> float:
         """The largest difference of logits, relative to the largest logit."""
-        return max(row.difference for row in self.rows) / max(row.largest for row in self.rows)
+        difference = np.max([row.difference for row in self.rows])  # NaN if one is NaN, unlike max()
+        return float(difference / np.max([row.largest for row in self.rows]))
 
     @property
     def passed(self) -> bool:
@@ -93,8 +96,9 @@ class Report(NamedTuple):
 
 
 def compare(source: str | Path, python: str = sys.executable) -> Report:
-    """Compares logits and losses of a few texts, in float32; without a tokenizer, of random tokens.
+    """Compares logits and losses of a few texts and a long row of random tokens, in float32.
 
+    Without a tokenizer the texts are random tokens too. Of each row the last TOKENS positions are compared.
     source: a Hugging Face folder or name, or a GGUF file. python: an interpreter with transformers and torch. Raises
     ConfigError if it has none, if the model cannot be read, or if transformers cannot load it.
     """
@@ -110,8 +114,10 @@ def compare(source: str | Path, python: str = sys.executable) -> Report:
         ids = list(np.random.default_rng(0).integers(0, model.vocab_size, (len(TEXTS), TOKENS)))
     else:
         tokenizer = load_tokenizer(c.tokenizer)
+        check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
         texts = [*TEXTS]
         ids = [tokenizer.encode(text)[:TOKENS] for text in texts]
+    ids.append(np.random.default_rng(1).integers(0, model.vocab_size, LONG))
     theirs = _theirs(weights.path, texts, [of_text.tolist() for of_text in ids], python)
     sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
     ours = _logits(model, stacks(weights, model, "float32", sharding), ids)
@@ -121,18 +127,18 @@ def compare(source: str | Path, python: str = sys.executable) -> Report:
         same = np.array_equal(theirs[f"ids{i}"], of_text)
         difference = float(np.max(np.abs(logits_SV - expected_SV)))
         largest = float(np.max(np.abs(expected_SV)))
-        text = texts[i] if texts else f"random tokens {i + 1}"
-        losses = _loss(logits_SV, of_text), float(theirs[f"loss{i}"])
+        text = texts[i] if i < len(texts) else f"{len(of_text)} random tokens"
+        losses = _loss(logits_SV, of_text[-TOKENS:]), float(theirs[f"loss{i}"])
         rows.append(Row(text, len(of_text), *losses, difference, largest, same))
     return Report(str(theirs["versions"]), rows)
 
 
 def _logits(model: Model, weights: dict, ids: list[np.ndarray]) -> list[np.ndarray]:
-    """Logits `[S, V]` of each text."""
+    """Logits `[S, V]` of the last TOKENS positions of each text."""
 
     @jax.jit
     def logits(weights, ids_1S):
-        return model.logits(weights[OUTER], hidden(model, weights, ids_1S)[0])
+        return model.logits(weights[OUTER], hidden(model, weights, ids_1S)[0, -TOKENS:])
 
     with jax.default_matmul_precision("highest"):
         return [np.asarray(logits(weights, of_text[None])) for of_text in ids]
@@ -149,7 +155,7 @@ def _loss(logits_SV: np.ndarray, ids: np.ndarray) -> float:
 def _theirs(path: Path, texts: list[str], ids: list[list[int]], python: str) -> dict[str, np.ndarray]:
     """What the script THEIRS saves. Raises ConfigError if it cannot run."""
     folder, file = (path.parent, path.name) if gguf.is_gguf(path) else (path, "")
-    request = {"folder": str(folder.absolute()), "file": file, "texts": texts, "ids": ids}
+    request = {"folder": str(folder.absolute()), "file": file, "texts": texts, "ids": ids, "compared": TOKENS}
     with tempfile.TemporaryDirectory() as temporary:
         asked, answered = Path(temporary) / "request.json", Path(temporary) / "answer.npz"
         asked.write_text(json.dumps(request))

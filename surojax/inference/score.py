@@ -1,6 +1,7 @@
 """Scores of given texts: how likely a continuation is after its context.
 
-Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, N tokens of a slice.
+Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, T tokens of all rows with padding,
+C slices, N tokens of a slice.
 """
 
 import functools
@@ -57,7 +58,8 @@ def score(
     """The `Score` of each request, in order.
 
     Requests of similar lengths are computed together, `batch_size` at a time, padded to a multiple of `multiple_of`
-    tokens. weights: work weights by section. Blocks are computed in the dtype of the weights, without a recipe.
+    tokens. weights: work weights by section. Blocks are computed in the dtype of the weights, without a recipe, with
+    attention "auto", whichever the model was trained with.
     Raises ValueError for an empty context or continuation.
     """
     for request in requests:
@@ -96,7 +98,7 @@ def _scorer(model: Model):
 
     Both have a value per row `[B]`.
     """
-    plain = model.rebuild(Compute(attention=model.compute.attention))
+    plain = model.rebuild(Compute())
 
     @jax.jit
     def scores(weights, inputs_BS, targets_BS):
@@ -112,10 +114,13 @@ def _scorer(model: Model):
             return jnp.where(counts_N, logprob_N, 0.0), is_greedy_N | ~counts_N
 
         tokens = targets_BS.size
-        slices = max(1, tokens // _SLICE) if tokens % _SLICE == 0 else 1
-        x_CND = x_BSD.reshape(slices, -1, x_BSD.shape[-1])
-        logprob_CN, is_greedy_CN = jax.lax.map(of_slice, (x_CND, targets_BS.reshape(slices, -1)))
-        logprob_BS = logprob_CN.reshape(targets_BS.shape)
-        return jnp.sum(logprob_BS, axis=1), jnp.all(is_greedy_CN.reshape(targets_BS.shape), axis=1)
+        padding = -tokens % _SLICE
+        x_TD = jnp.pad(x_BSD.reshape(tokens, -1), ((0, padding), (0, 0)))
+        targets_T = jnp.pad(targets_BS.reshape(-1), (0, padding), constant_values=_IGNORED)
+        x_CND = x_TD.reshape(-1, _SLICE, x_TD.shape[-1])
+        logprob_CN, is_greedy_CN = jax.lax.map(of_slice, (x_CND, targets_T.reshape(-1, _SLICE)))
+        logprob_BS = logprob_CN.reshape(-1)[:tokens].reshape(targets_BS.shape)
+        is_greedy_BS = is_greedy_CN.reshape(-1)[:tokens].reshape(targets_BS.shape)
+        return jnp.sum(logprob_BS, axis=1), jnp.all(is_greedy_BS, axis=1)
 
     return scores

@@ -71,7 +71,7 @@ DEFAULT = Compute()
 
 
 class Heads(NamedTuple):
-    """Sizes of a layer's attention. softcapped: of its scores, which flash attention does not compute."""
+    """Sizes of a layer's attention. softcapped: of its scores, which cuDNN does not compute."""
 
     query: int
     key_value: int

@@ -11,7 +11,7 @@ from surojax.planner.plan import Plan
 RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
 ATTENTION = {
     "mosaic": "flash attention within each (kernel of pallas_kernels), whose memory grows with S",
-    "xla": "attention by XLA, with S x S scores in memory; bfloat16 heads of up to 128 channels have a kernel without",
+    "xla": "attention by XLA, with S x S scores in memory; the kernel takes bfloat16 heads of 16, 32, .. 128 channels",
 }
 
 
