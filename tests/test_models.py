@@ -125,7 +125,6 @@ def test_training_sees_the_window(config):
             (4, {"zero_level": 1, "recompute_block": False, "offload_residual": True}),
         ],
         0,
-        1,
     ),
 )
 def test_the_engine_equals_reverse_mode_with_alternating_layers(devices, placed):

@@ -76,7 +76,7 @@ def test_the_documents_of_the_tests():
     np.testing.assert_array_equal(starts_of((2, 3, 1)), [0, 0, 2, 2, 2, 5])
 
 
-@pytest.mark.parametrize("config", quick_at([(CONFIG,), (MISTRAL,), (GEMMA,), (QWEN,), (GEMMA_3,), (MINISTRAL,)], 2, 5))
+@pytest.mark.parametrize("config", quick_at([(CONFIG,), (MISTRAL,), (GEMMA,), (QWEN,), (GEMMA_3,), (MINISTRAL,)], 2))
 def test_loss_and_gradients_are_those_of_separate_rows(config):
     params = drawn_params(config, 0)
     f = jax.jit(jax.value_and_grad(plain_loss(config)))
