@@ -427,7 +427,9 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the command line, train, and print how to continue. An error exits with one line and a code above 0."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m surojax.train", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--export", metavar="DIR", help="write the trained model there, as a Hugging Face folder in bfloat16")
+    parser.add_argument(
+        "--export", metavar="DIR", help="write the trained model there, as a Hugging Face folder in bfloat16"
+    )
     again = shlex.join(["python", "-m", "surojax.train", *argv])
     try:
         c, args = parse(argv, parser)
