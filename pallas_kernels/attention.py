@@ -45,12 +45,12 @@ LARGEST_HEAD = 128  # with more channels the two gradients of a tile of keys do 
 
 
 def fits(dtype, head_dim: int) -> bool:
-    """Whether the kernel takes heads of this dtype and size."""
+    """True if the kernel takes heads of this dtype and size."""
     return jnp.dtype(dtype) in HALF and head_dim % 16 == 0 and head_dim <= LARGEST_HEAD
 
 
 class Rule(NamedTuple):
-    """What a score is, and how far back a query sees: see `attention`."""
+    """The settings of `attention` that determine a score and how far back a query sees."""
 
     window: int
     scale: float

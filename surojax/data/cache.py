@@ -314,7 +314,7 @@ def _wait_for_lock(descriptor: int, wait: Callable[[str], None]) -> bool:
 
 
 def _is_at(descriptor: int, file: Path) -> bool:
-    """Whether an open file still has its name: its lock means nothing once another process has removed it."""
+    """True if an open file still has its name; the lock of a file that another process removed protects nothing."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.stat())
     except FileNotFoundError:

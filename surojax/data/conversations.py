@@ -68,7 +68,7 @@ def pair(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Pai
 
 
 def _reads_prompt(record: Mapping[str, Any], dataset: Dataset) -> bool:
-    """Whether a row is read as a prompt and its completion: as the dataset's names say, else as its own fields do."""
+    """True if a row is read as prompt and completion: by the field names that the dataset sets, else by its fields."""
     if dataset.differing(*PROMPT_FIELDS) or dataset.differing(*INSTRUCTION_FIELDS):
         return bool(dataset.differing(*PROMPT_FIELDS))
     is_whole = dataset.completion_field in record or dataset.instruction_field not in record

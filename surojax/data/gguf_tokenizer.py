@@ -72,7 +72,7 @@ def read(path: str | Path) -> TokenizerFiles:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """What a file says of its tokenizer, by key."""
+    """The metadata of a GGUF file that describes its tokenizer, by key. Raises ConfigError if it cannot be read."""
     import gguf  # imported here, as `tokenizers` is: other runs neither need nor load it
 
     try:

@@ -58,7 +58,7 @@ class Entries(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation reads. name: of a validation dataset, "" for text that is held out from training.
+    """The batches of one evaluated set. name: of a validation dataset; "": data that is held out from training.
 
     bytes_per_token: of plain text; None: the examples are something else.
     """

@@ -87,7 +87,7 @@ def _check_shown(messages: list[Message], whole: str, template: Template) -> Non
 
 
 def _is_shown(message: Message, whole: str) -> bool:
-    """Whether a text has a message's content; of a tool's result its words, since some templates write it as JSON."""
+    """True if a text has a message's content; for a tool's result, its words, since some templates write JSON."""
     parts = re.findall(r"\w+", message["content"]) if message["role"] == "tool" else [message["content"].strip()]
     return all(part in whole for part in parts)
 

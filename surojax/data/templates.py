@@ -41,7 +41,7 @@ class Template:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the template reads the tools that a conversation may use."""
+        """True if the template reads the tools that a conversation may use."""
         environment = _environment()
         return "tools" in meta.find_undeclared_variables(environment.parse(self.text))
 

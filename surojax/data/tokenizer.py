@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
 
     @property
     def adds_bos(self) -> bool:
-        """Whether documents of this tokenizer begin with `bos_id`."""
+        """True if documents of this tokenizer begin with `bos_id`."""
         ...
 
     @property
@@ -154,7 +154,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files of a tokenizer say.
+    """The contents of a tokenizer's files.
 
     tokenizer: JSON text of a tokenizer.json. chat_template: Jinja text; "": none. bos, eos: texts of the tokens that
     begin and end a document; "": unknown. stop_ids: tokens that end a sampled answer, as far as they are known.

@@ -37,9 +37,9 @@ def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _with_both_ropes(config: dict[str, Any]) -> dict[str, Any]:
-    """The same with `rope_parameters` (transformers 5) and `rope_theta`, `rope_scaling` (4).
+    """A config.json with its rotary embedding in both spellings, of transformers 5 and of transformers 4.
 
-    Gemma 3's parameters differ by kind of layer, and are `rope_local_base_freq` beside these (4).
+    5 reads `rope_parameters`; 4 reads `rope_theta`, `rope_scaling`, and for Gemma 3 `rope_local_base_freq`.
     """
     parameters = config.get("rope_parameters")
     beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
@@ -82,7 +82,7 @@ def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | Non
 
 
 def agrees(config: dict[str, Any], fields: dict[str, Any]) -> bool:
-    """Whether a config.json says what these `model` fields say. Raises ConfigError if it cannot be read."""
+    """True if a config.json describes the model of these `model` fields. Raises ConfigError if it cannot be read."""
     return _normal(settings(config)) == _normal(fields)
 
 

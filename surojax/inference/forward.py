@@ -67,7 +67,7 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
 
 def hidden(model: Model, weights, tokens_BS: jax.Array) -> jax.Array:
-    """What the head reads of whole sequences, before the final norm: `[B, S, D]`."""
+    """The last block's output `[B, S, D]` for whole sequences; the final norm is not applied."""
     x_BSD = embed(weights[OUTER], tokens_BS, sharded=False, scale=model.embedding_scale)
     for segment in model.segments:
 

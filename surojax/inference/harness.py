@@ -38,7 +38,7 @@ class Harness(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context begins with."""
+        """The first token of a text without context."""
         return self.tokens.eos_id if self.tokens.bos_id is None else self.tokens.bos_id
 
     @property
