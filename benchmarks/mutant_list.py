@@ -241,8 +241,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "attention scores are not capped",
         "surojax/models/attention.py",
-        "scores_BKGST = softcap * jnp.tanh(scores_BKGST / softcap)",
-        "scores_BKGST = scores_BKGST + 0",
+        "scores_BKRT = softcap * jnp.tanh(scores_BKRT / softcap)",
+        "scores_BKRT = scores_BKRT + 0",
         f"{PARITY} -k gemma2]",
     ),
     Mutant(
@@ -739,17 +739,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_precision.py::test_every_matrix_of_a_block_draws_numbers_of_its_own",
     ),
     Mutant(
-        "attention sees what comes later",
+        "hidden keys keep their scores",
         "surojax/models/attention.py",
-        "is_causal=True, local_window_size",
-        "is_causal=False, local_window_size",
+        "shown_BKGST = jnp.where(mask_B1ST[:, :, None], scores_BKGST, jnp.finfo(jnp.float32).min)",
+        "shown_BKGST = scores_BKGST",
         f"{PARITY} -k llama]",
     ),
     Mutant(
         "query heads take the wrong key heads",
         "surojax/models/attention.py",
-        "return library(q_BSHh, k_BTKh, v_BTKh, starts)",
-        "return library(q_BSHh, k_BTKh[:, :, ::-1], v_BTKh[:, :, ::-1], starts)",
+        "return masked(q_BSHh, k_BTKh, v_BTKh, starts)",
+        "return masked(q_BSHh, k_BTKh[:, :, ::-1], v_BTKh[:, :, ::-1], starts)",
         f"{PARITY} -k llama]",
     ),
     Mutant(
