@@ -2,10 +2,13 @@
 
 import glob
 import os
+import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from surojax.errors import ConfigError
+
+_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 
 
 def walk(root: Path, *suffixes: str, skip: Iterable[str] = ()) -> Iterator[Path]:
@@ -40,6 +43,22 @@ def find(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
     return sorted(files)
 
 
+def stdlib_files() -> list[Path]:
+    """The source files of the interpreter's standard library, sorted; without tests and installed packages."""
+    files = walk(Path(sysconfig.get_paths()["stdlib"]), ".py", skip=_NOT_LIBRARY)
+    return sorted(path for path in files if path.is_file())
+
+
+def unseen(paths: Iterable[Path], seen: set[Path]) -> list[Path]:
+    """Returns the paths of files that are not in `seen`, where all spellings of one are the same, and adds them."""
+    found = []
+    for path in paths:
+        if path.resolve() not in seen:
+            seen.add(path.resolve())
+            found.append(path)
+    return found
+
+
 def decode(content: bytes, offset: int = 0) -> str:
     """Decodes UTF-8, without the byte order mark; line ends are unchanged. `offset`: position of `content` in the file.
 
@@ -52,10 +71,13 @@ def decode(content: bytes, offset: int = 0) -> str:
 
 
 class NotText(ValueError):
-    """Bytes are not UTF-8. The message says what was expected; line: number of the line within the content, from 1."""
+    """Bytes are not UTF-8. The message says what was expected; line: number of the line, from 1.
 
-    def __init__(self, content: bytes, position: int, offset: int):
-        self.line = content.count(b"\n", 0, position) + 1
+    position: of the byte in `content`, which begins at byte `offset` of the file, after `lines` line ends.
+    """
+
+    def __init__(self, content: bytes, position: int, offset: int, lines: int = 0):
+        self.line = lines + content.count(b"\n", 0, position) + 1
         super().__init__(
             f"expected UTF-8 text, got the byte 0x{content[position]:02x} at byte offset "
             f"{offset + position}; convert the file (iconv -f latin1 -t utf-8) or leave it out"

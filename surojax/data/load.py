@@ -4,6 +4,7 @@ Training text comes from `data` (files or the standard library) or from `dataset
 evaluated on `eval_data`, or on what is held out of `data` or `datasets`, and on each of `validation_datasets`.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,8 +14,10 @@ from surojax.data import datasets
 from surojax.data.batches import Batch, Mixture, evaluation_batches
 from surojax.data.cache import Corpus
 from surojax.data.datasets import Dataset
+from surojax.data.documents import TextEncoder
 from surojax.data.examples import Encoder
 from surojax.data.prepare import DATA_CACHE, Prepared, load_corpora, load_dataset
+from surojax.data.readers import OpenSet, open_set
 from surojax.data.samples import IGNORED, Samples, Windows, concatenated, windows_or_rows
 from surojax.data.templates import load_template
 from surojax.data.tokenizer import Tokenizer
@@ -49,11 +52,11 @@ class Entries(NamedTuple):
     weights: tuple[float, ...] | None = None
     validation: Mapping[str, Dataset] = {}
 
-    def resolved(self) -> "Entries":
+    def resolved(self, open_set: OpenSet) -> "Entries":
         """Returns the entries with their types decided. Raises ConfigError if the first row of one fits no type."""
         return self._replace(
-            datasets=tuple(map(datasets.resolve, self.datasets)),
-            validation={name: datasets.resolve(dataset) for name, dataset in self.validation.items()},
+            datasets=tuple(datasets.resolve(dataset, open_set) for dataset in self.datasets),
+            validation={name: datasets.resolve(dataset, open_set) for name, dataset in self.validation.items()},
         )
 
 
@@ -134,9 +137,10 @@ def load(
 
     Raises ConfigError for whatever is wrong with files, rows or settings, and for a set that is empty.
     """
-    entries = entries.resolved()
+    open_once = functools.cache(open_set)
+    entries = entries.resolved(open_once)
     _check_uses(entries, settings)
-    loader = _Loader(settings, tokenizer, say)
+    loader = _Loader(settings, tokenizer, open_once, say)
     if entries.datasets:
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
     else:
@@ -195,14 +199,12 @@ class _Loader(NamedTuple):
 
     settings: Settings
     tokenizer: Tokenizer
+    open_set: OpenSet
     say: Callable[[str], None]
 
     def dataset(self, dataset: Dataset, holds_out: bool) -> Prepared:
         s = self.settings
-        template = load_template(s.chat_template, self.tokenizer)
-        encoder = Encoder(dataset, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
-        if encoder.note:
-            self.say(encoder.note)
+        encoder = self.encoder(dataset)
         return load_dataset(
             dataset,
             encoder,
@@ -210,8 +212,20 @@ class _Loader(NamedTuple):
             holds_out=holds_out,
             on_bad_row=s.on_bad_row,
             data_cache=s.data_cache,
+            open_set=self.open_set,
             say=self.say,
         )
+
+    def encoder(self, dataset: Dataset) -> Encoder | TextEncoder:
+        """Returns the encoder of a dataset's rows, and says what its chat template does to them."""
+        if dataset.type == "text":
+            return TextEncoder(self.tokenizer, cuts_at_special=True)
+        s = self.settings
+        template = load_template(s.chat_template, self.tokenizer)
+        encoder = Encoder(dataset, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
+        if encoder.note:
+            self.say(encoder.note)
+        return encoder
 
     def samples(self, corpus: Corpus, is_text: bool, instead: str = "") -> Samples:
         """Returns the samples of a corpus. instead: the setting that can name another one, for messages."""
