@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from surojax.data.corpus import read_documents
+from surojax.data.corpus import source
 from surojax.data.load import Settings, load, parse_entries
 from surojax.data.prepare import load_corpora
 from surojax.data.tokenizer import load_tokenizer
@@ -38,7 +38,7 @@ def write_inputs(folder: Path, megabytes: int) -> None:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    documents = [document.text for document in read_documents("stdlib", "text")]
+    documents = [str(document.content) for document in source("stdlib", "text").items(False)]
     size = 0
     with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
         while size < megabytes * 10**6:
@@ -81,14 +81,14 @@ def measure_tokenizers(folder: Path) -> dict[str, float]:
 def measure_text(folder: Path) -> dict[str, float]:
     """Ours, by `--config.data=text.jsonl`."""
     tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
-    source = str(folder / "text.jsonl")
+    text = str(folder / "text.jsonl")
     before = peak_mib()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as cache:
-        train, held_out = load_corpora(source, tokenizer=tokenizer, data_cache=cache)
+        train, held_out = load_corpora(text, tokenizer=tokenizer, data_cache=cache)
         seconds = time.perf_counter() - started
         again = time.perf_counter()
-        load_corpora(source, tokenizer=tokenizer, data_cache=cache)
+        load_corpora(text, tokenizer=tokenizer, data_cache=cache)
         reused = time.perf_counter() - again
     tokens = len(train.tokens) + len(held_out.tokens) - train.num_examples - held_out.num_examples
     return {"tokens": tokens, "seconds": seconds, "added_mib": peak_mib() - before, "reused_s": reused}

@@ -103,24 +103,28 @@ class TextEncoder:
         sizes = [sum(len(part.encode("utf-8")) for part in texts.parts(text)) for text in (first, second)]
         return (Item(first, 0, sizes[0]), Item(second, 0, sizes[1])) if all(sizes) else None
 
-    def units(self, item: Item[Text]) -> Iterator[Unit[Piece]]:
-        """Yields the pieces of a text."""
-        if isinstance(item.content, BadRow):
-            yield Unit(item.content, 0, True)
-            return
+    def units(self, item: Item[Text]) -> Iterable[Unit[Piece]]:
+        """Returns the pieces of a text."""
+        content = item.content
+        if isinstance(content, BadRow):
+            return (Unit(content, 0, True),)
+        if isinstance(content, str) and len(content) <= texts.PIECE_CHARS:
+            return (Unit(Piece(content, True, True), len(content), True),)
         section_starts = self.tokenizer.section_starts if self.cuts_at_special else _nowhere
-        for piece in texts.pieces(item.content, section_starts):
-            yield Unit(piece, len(piece.text), piece.is_last)
+        return (Unit(piece, len(piece.text), piece.is_last) for piece in texts.pieces(content, section_starts))
 
     def encode(self, pieces: Sequence[Piece | BadRow]) -> list[Example | BadRow]:
         """Returns the tokens of each piece, with those that begin and end its document."""
         encoded = iter(self.tokenizer.encode_batch([piece.text for piece in pieces if isinstance(piece, Piece)]))
-        return [self._example(piece, next(encoded)) if isinstance(piece, Piece) else piece for piece in pieces]
+        nothing = np.empty(0, np.int32)
+        bos = np.array([self.tokenizer.bos_id], np.int32) if self.tokenizer.adds_bos else nothing
+        eos = np.array([self.tokenizer.eos_id], np.int32)
 
-    def _example(self, piece: Piece, ids: np.ndarray) -> Example:
-        bos = [self.tokenizer.bos_id] if piece.is_first and self.tokenizer.adds_bos else []
-        eos = [self.tokenizer.eos_id] if piece.is_last else []
-        return Example(np.concatenate([np.array(bos, np.int32), ids, np.array(eos, np.int32)]), None)
+        def example(piece: Piece) -> Example:
+            ends = (bos if piece.is_first else nothing, next(encoded), eos if piece.is_last else nothing)
+            return Example(np.concatenate(ends), None)
+
+        return [example(piece) if isinstance(piece, Piece) else piece for piece in pieces]
 
 
 def _nowhere(text: str) -> Sequence[int]:

@@ -114,9 +114,9 @@ class Encoder:
     def split(self, item: Item[Row]) -> None:
         """Returns None: a row cannot be split."""
 
-    def units(self, item: Item[Row]) -> Iterator[Unit[Row]]:
-        """Yields a row as it is."""
-        yield Unit(item.content, item.num_bytes, True)
+    def units(self, item: Item[Row]) -> tuple[Unit[Row]]:
+        """Returns a row as it is."""
+        return (Unit(item.content, item.num_bytes, True),)
 
     def encode(self, rows: Iterable[Row | BadRow]) -> list[Example | BadRow]:
         """Returns the rows' examples, in their order; a row that cannot be used is a BadRow. Uses all cores.
