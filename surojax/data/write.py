@@ -83,7 +83,7 @@ def write(
     num_skipped = 0
     with _Parts(folder, vocab_size, name=source.name, holds_out=bool(fraction), source_bytes=source_bytes) as parts:
         for group, encoded in _in_threads(
-            _groups(units), lambda group: encoder.encode([x.unit.content for x in group])
+            _groups(marked, encoder), lambda group: encoder.encode([x.unit.content for x in group])
         ):
             examples: list[tuple[_Marked, Example]] = []
             for marked, example in zip(group, encoded, strict=True):
@@ -163,7 +163,7 @@ def _trained(example: Example) -> np.ndarray:
 
 
 def _groups(marked: Iterable[tuple[Item, bool]], encoder: ItemEncoder) -> Iterator[list[_Marked]]:
-    """Collects consecutive units into groups of _GROUP_CHARS characters or _GROUP_UNITS; the last one may be smaller."""
+    """Collects consecutive units into groups of _GROUP_CHARS characters or _GROUP_UNITS units; the last is smaller."""
     group: list[_Marked] = []
     total = 0
     for item, is_held_out in marked:
