@@ -355,8 +355,8 @@ class Evaluation:
             # One batch at a time: programs with collectives in flight can block each other on virtual CPU devices.
             sums.append(jax.device_get(self.step(weights, *on_devices)))
         loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))
-        per_token = evaluated.bytes_per_token
-        bits = None if per_token is None else loss / math.log(2) / per_token
+        per_label = evaluated.bytes_per_label
+        bits = None if per_label is None else loss / math.log(2) / per_label
         duration_s = time.perf_counter() - start
         return {"name": evaluated.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s}
 

@@ -63,11 +63,6 @@ class Corpus:
     mappings: tuple[mmap.mmap, ...] = ()
 
     @property
-    def bytes_per_token(self) -> float:
-        """Mean bytes per token, which converts nats per token to bits per byte: `loss / log(2) / bytes_per_token`."""
-        return self.num_bytes / len(self.tokens)
-
-    @property
     def num_examples(self) -> int:
         """Number of documents, conversations or other examples."""
         return len(self.bounds) - 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax.data import datasets
+from surojax.data import datasets, templates
 from surojax.data.batches import Batch, Mixture, evaluation_batches
 from surojax.data.cache import Corpus
 from surojax.data.datasets import Dataset
@@ -18,8 +18,7 @@ from surojax.data.documents import TextEncoder
 from surojax.data.examples import Encoder
 from surojax.data.prepare import DATA_CACHE, Prepared, load_corpora, load_dataset
 from surojax.data.readers import OpenSet, open_set
-from surojax.data.samples import IGNORED, Samples, Windows, concatenated, windows_or_rows
-from surojax.data.templates import load_template
+from surojax.data.samples import IGNORED, Rows, Windows, concatenated, windows_or_rows
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
 
@@ -63,12 +62,13 @@ class Entries(NamedTuple):
 class Evaluated(NamedTuple):
     """The batches of one evaluated set. name: of a validation dataset; "": data that is held out from training.
 
-    bytes_per_token: of plain text; None: the examples are something else.
+    bytes_per_label: bytes of plain text for each of its labels, which makes bits per byte of nats per label:
+    `loss / log(2) / bytes_per_label`; None: the examples are something else.
     """
 
     name: str
     batches: list[Batch]
-    bytes_per_token: float | None
+    bytes_per_label: float | None
 
 
 class Data(NamedTuple):
@@ -140,6 +140,8 @@ def load(
     open_once = functools.cache(open_set)
     entries = entries.resolved(open_once)
     _check_uses(entries, settings)
+    if _has_rows(entries) and (note := templates.note(settings.chat_template, tokenizer)):
+        say(note)
     loader = _Loader(settings, tokenizer, open_once, say)
     if entries.datasets:
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
@@ -177,9 +179,14 @@ def load(
     return Data(train, evaluated, next(iter(sets.values()))[0][0])
 
 
+def _has_rows(entries: Entries) -> bool:
+    """True if a dataset has rows of instructions or conversations."""
+    return any(dataset.type != "text" for dataset in (*entries.datasets, *entries.validation.values()))
+
+
 def _check_uses(entries: Entries, settings: Settings) -> None:
     """Raises ConfigError for a setting that the rows do not read. entries: with their types decided."""
-    if any(dataset.type != "text" for dataset in (*entries.datasets, *entries.validation.values())):
+    if _has_rows(entries):
         return
     unused = ["train_on", "chat_template", "system_prompt"]
     unused += [] if settings.sample_packing else ["on_long"]
@@ -221,13 +228,13 @@ class _Loader(NamedTuple):
         if dataset.type == "text":
             return TextEncoder(self.tokenizer, cuts_at_special=True)
         s = self.settings
-        template = load_template(s.chat_template, self.tokenizer)
+        template = templates.load_template(s.chat_template, self.tokenizer)
         encoder = Encoder(dataset, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
         if encoder.note:
             self.say(encoder.note)
         return encoder
 
-    def samples(self, corpus: Corpus, is_text: bool, instead: str = "") -> Samples:
+    def samples(self, corpus: Corpus, is_text: bool, instead: str = "") -> Windows | Rows:
         """Returns the samples of a corpus. instead: the setting that can name another one, for messages."""
         s = self.settings
         return windows_or_rows(
@@ -251,7 +258,8 @@ def _evaluated(
     if not any((batch["labels"] != IGNORED).any() for batch in batches):
         other = f", or name other examples in {instead}" if instead else ""
         raise ConfigError(f"{samples.name}: expected tokens to evaluate the loss on, got none; add rows{other}")
-    num_bytes = sum(corpus.num_bytes for corpus, _ in corpora)
-    is_text = all(is_text for _, is_text in corpora)
-    bytes_per_token = num_bytes / sum(len(corpus.tokens) for corpus, _ in corpora)
-    return Evaluated(name, batches, bytes_per_token if is_text and num_bytes else None)
+    if not all(is_text for _, is_text in corpora):
+        return Evaluated(name, batches, None)
+    # Long documents may be left out; what is known is the bytes of all. The first token of a document is no label.
+    num_bytes = sum(x.num_tokens / len(x.corpus.tokens) * x.corpus.num_bytes for x in sources)
+    return Evaluated(name, batches, num_bytes / sum(x.num_labels for x in sources))

@@ -6,8 +6,8 @@ most four groups are in memory.
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -79,24 +79,22 @@ def write(
     """
     items = source.items(fraction > 0)
     marked = hold_out(items, fraction, encoder.split) if fraction else ((item, False) for item in items)
-    first_skipped = ""
     num_skipped = 0
+    first_skipped = ""
     with _Parts(folder, vocab_size, name=source.name, holds_out=bool(fraction), source_bytes=source_bytes) as parts:
-        for group, encoded in _in_threads(
-            _groups(marked, encoder), lambda group: encoder.encode([x.unit.content for x in group])
-        ):
-            examples: list[tuple[_Marked, Example]] = []
-            for marked, example in zip(group, encoded, strict=True):
+        for group, encoded in _in_threads(_groups(marked, encoder), encoder):
+            good: list[tuple[_Marked, Example]] = []
+            for unit, example in zip(group, encoded, strict=True):
                 if not isinstance(example, BadRow):
-                    examples.append((marked, example))
+                    good.append((unit, example))
                 elif on_bad_row == "error":
                     raise ConfigError(f"{example.where}: {example.reason}")
                 else:
                     num_skipped += 1
                     first_skipped = first_skipped or f"{example.where}: {example.reason}"
             for is_held_out in (False, True) if fraction else (False,):
-                parts.append(is_held_out, [x for x in examples if x[0].is_held_out == is_held_out], encoder.is_text)
-            parts.bytes_read += sum(marked.item.num_bytes for marked in group if marked.unit.is_last)
+                parts.append(is_held_out, [x for x in good if x[0].is_held_out == is_held_out], encoder.is_text)
+            parts.bytes_read += sum(one.item.num_bytes for one in group if one.unit.is_last)
         found = parts.finish()
     numbers = [part["examples"] for part in found.values()]
     skipped = f"{num_skipped:,} skipped" + (f" ({first_skipped})" if first_skipped else "")
@@ -178,13 +176,15 @@ def _groups(marked: Iterable[tuple[Item, bool]], encoder: ItemEncoder) -> Iterat
         yield group
 
 
-def _in_threads[T, R](groups: Iterable[T], encode: Callable[[T], Sequence[R]]) -> Iterator[tuple[T, Sequence[R]]]:
-    """Yields each group with what `encode` returns for it, in order; the next groups are encoded meanwhile."""
+def _in_threads(
+    groups: Iterable[list[_Marked]], encoder: ItemEncoder
+) -> Iterator[tuple[list[_Marked], Sequence[Example | BadRow]]]:
+    """Yields each group with what the encoder returns for it, in order; the next groups are encoded meanwhile."""
     with ThreadPoolExecutor(_ENCODING) as threads:
-        pending: deque[tuple[T, Any]] = deque()
+        pending: deque[tuple[list[_Marked], Future[Sequence[Example | BadRow]]]] = deque()
         try:
             for group in groups:
-                pending.append((group, threads.submit(encode, group)))
+                pending.append((group, threads.submit(encoder.encode, [one.unit.content for one in group])))
                 if len(pending) > _ENCODING:
                     first, encoded = pending.popleft()
                     yield first, encoded.result()
