@@ -6,7 +6,7 @@ Compares our preparation, from a .jsonl file to the files of the cache, with `to
 all cores, on texts that are in memory already, whose ids are thrown away. Both take the same documents (this Python's
 standard library, several times) and the same byte-level BPE, in processes of their own, one after the other, in pairs.
 
-Then it trains configs/tiny.py for some steps and measures the time within `next(batches)`.
+Then it trains configs/tiny.py for some steps and says how long they waited for data.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from surojax.data.corpus import source
@@ -133,50 +132,22 @@ def compare(megabytes: int, pairs: int) -> None:
         )
 
 
-class Timed:
-    """An iterator that adds up the time within `next`, but for the first, which compilation overlaps."""
-
-    def __init__(self, steps: Iterator):
-        self.steps = steps
-        self.waits: list[float] = []
-
-    def __next__(self):
-        started = time.perf_counter()
-        batch = next(self.steps)
-        self.waits.append(time.perf_counter() - started)
-        return batch
-
-    def close(self) -> None:
-        self.steps.close()  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def measure_waiting(steps: int) -> None:
     """Prints the share of a step's time that the tiny run waits for data."""
     from surojax.config import flags
 
     module = importlib.import_module("surojax.train")
     c = flags.load(str(ROOT / "configs" / "tiny.py"))
-    plain = module.training_batches
-    timed = []
-
-    def batches(*args, **keywords):
-        timed.append(Timed(plain(*args, **keywords)))
-        return timed[0]
-
-    vars(module)["training_batches"] = batches
     with tempfile.TemporaryDirectory() as folder:
         c.max_steps, c.eval_steps, c.save_steps, c.sample_tokens, c.warmup_steps = steps, 0, 0, 0, 0
         c.output_dir = folder
         with contextlib.redirect_stdout(io.StringIO()):
             history = module.train(c).history
-    durations = [record["duration_ms"] / 1e3 for record in history if record["log"] == "step"][1:]
-    waits = timed[0].waits[1:]
-    step = statistics.median(durations)
-    wait = statistics.median(waits)
-    print(
-        f"tiny: a step takes {step * 1e3:.1f} ms (median), next(batches) {wait * 1e6:.0f} us, which is "
-        f"{wait / step:.2%}; of all time {sum(waits) / sum(durations):.2%}"
-    )
+    records = [record for record in history if record["log"] == "step"][1:]  # the first one compiles
+    step = statistics.median(record["duration_ms"] for record in records)
+    wait = statistics.median(record["data_wait_ms"] for record in records)
+    share = sum(record["data_wait_ms"] for record in records) / sum(record["duration_ms"] for record in records)
+    print(f"tiny: a step takes {step:.1f} ms (median) and waits {wait * 1e3:.0f} us for data; {share:.2%} of all time")
 
 
 def main() -> None:

@@ -109,9 +109,9 @@ class TextEncoder:
         if isinstance(content, BadRow):
             return (Unit(content, 0, True),)
         if isinstance(content, str) and len(content) <= texts.PIECE_CHARS:
-            return (Unit(Piece(content, True, True), len(content), True),)
+            return (Unit(Piece(content, True, True), item.num_bytes, True),)
         section_starts = self.tokenizer.section_starts if self.cuts_at_special else _nowhere
-        return (Unit(piece, len(piece.text), piece.is_last) for piece in texts.pieces(content, section_starts))
+        return (Unit(piece, len(piece.text.encode()), piece.is_last) for piece in texts.pieces(content, section_starts))
 
     def encode(self, pieces: Sequence[Piece | BadRow]) -> list[Example | BadRow]:
         """Returns the tokens of each piece, with those that begin and end its document."""

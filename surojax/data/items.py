@@ -44,11 +44,11 @@ class Source(NamedTuple):
 class Unit[U](NamedTuple):
     """What is encoded at a time: an item, or a piece of a long one.
 
-    content: for the encoder. size: about its characters. is_last: of its item.
+    content: for the encoder. num_bytes: as of an item. is_last: of its item.
     """
 
     content: U | BadRow
-    size: int
+    num_bytes: int
     is_last: bool
 
 

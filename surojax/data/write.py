@@ -23,7 +23,7 @@ from surojax.errors import ConfigError
 # Long texts are encoded in pieces (`texts.PIECE_CHARS`), one core each, and two groups at a time: a group has pieces
 # for half of the cores.
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_GROUP_CHARS = max(1, _CORES // 2) << 20
+_GROUP_BYTES = max(1, _CORES // 2) << 20
 _GROUP_UNITS = max(1, _CORES // 2) << 12  # a tokenizer takes a quarter longer for each of 15,000 short texts at a time
 _ENCODING = 2  # groups that are encoded at a time
 
@@ -94,7 +94,7 @@ def write(
                     first_skipped = first_skipped or f"{example.where}: {example.reason}"
             for is_held_out in (False, True) if fraction else (False,):
                 parts.append(is_held_out, [x for x in good if x[0].is_held_out == is_held_out], encoder.is_text)
-            parts.bytes_read += sum(one.item.num_bytes for one in group if one.unit.is_last)
+            parts.bytes_read += sum(one.unit.num_bytes for one in group)
         found = parts.finish()
     numbers = [part["examples"] for part in found.values()]
     skipped = f"{num_skipped:,} skipped" + (f" ({first_skipped})" if first_skipped else "")
@@ -161,14 +161,14 @@ def _trained(example: Example) -> np.ndarray:
 
 
 def _groups(marked: Iterable[tuple[Item, bool]], encoder: ItemEncoder) -> Iterator[list[_Marked]]:
-    """Collects consecutive units into groups of _GROUP_CHARS characters or _GROUP_UNITS units; the last is smaller."""
+    """Collects consecutive units into groups of _GROUP_BYTES bytes or _GROUP_UNITS units; the last is smaller."""
     group: list[_Marked] = []
     total = 0
     for item, is_held_out in marked:
         for unit in encoder.units(item):
             group.append(_Marked(unit, item, is_held_out))
-            total += unit.size
-            if total >= _GROUP_CHARS or len(group) == _GROUP_UNITS:
+            total += unit.num_bytes
+            if total >= _GROUP_BYTES or len(group) == _GROUP_UNITS:
                 yield group
                 group = []
                 total = 0
