@@ -1,6 +1,7 @@
 """Rows from files of every format, and one line for everything that can be wrong with an entry, a file or a row."""
 
 import json
+import os
 import sys
 import types
 
@@ -297,6 +298,9 @@ def test_a_damaged_parquet_file(tmp_path):
     path = tmp_path / "a.parquet"
     save_parquet(path)
     content = path.read_bytes()
+    same = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(same, tmp_path / "same.parquet")
+    assert "different names, got text, text" in error_of(rows, tmp_path / "same.parquet")
     for broken in (content[: len(content) // 2], b"", b"not parquet"):
         message = error_of(rows, write(path, broken))
         assert str(path) in message and "expected a Parquet file" in message
@@ -306,6 +310,8 @@ def test_errors_of_files(tmp_path):
     assert "got none" in error_of(rows, write(tmp_path / "a.jsonl", "\n\n"))
     assert "got none" in error_of(rows, write(tmp_path / "a.csv", "a,b\n"))
     assert "'.md'" in error_of(rows, write(tmp_path / "a.md", "text"))
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert "got a pipe or a device" in error_of(rows, tmp_path / "pipe.txt")
     (tmp_path / "empty").mkdir()
     assert "expected a folder with .csv or .json" in error_of(rows, tmp_path / "empty")
     (tmp_path / "folder.txt").mkdir()

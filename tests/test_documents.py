@@ -20,6 +20,7 @@ from surojax.data.prepare import load_corpora
 from surojax.data.rows import BadRow, Row
 from surojax.data.texts import Piece, open_text, parts, pieces, split
 from surojax.data.tokenizer import ByteTokenizer
+from surojax.errors import ConfigError
 
 BYTES = ByteTokenizer()
 WORDS = (
@@ -110,6 +111,29 @@ def test_bytes_that_are_no_text_are_named_by_their_line(tmp_path, small_parts):
         assert bad.reason.startswith(f"expected UTF-8 text, got the byte 0x{byte:02x} at byte offset {offset};")
 
 
+def test_a_file_that_is_cut_off_while_it_is_read(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("text " * 9)
+    file = open_text(path)
+    path.write_text("text")
+    with pytest.raises(ConfigError, match=r"a\.txt: expected 45 bytes until it is read, got 4; start again"):
+        list(parts(file))
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"a\.txt: expected a readable file"):
+        list(parts(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "advice"),
+    [("text".encode("utf-16"), "iconv -f utf-16"), (b"\x1f\x8b\x08", "gunzip"), (b"ab\xff\xfe", "iconv -f latin1")],
+)
+def test_what_a_file_seems_to_be_decides_the_advice(tmp_path, content, advice):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    bad = item_of(Row({"text": open_text(path)}, str(path))).content
+    assert isinstance(bad, BadRow) and advice in bad.reason
+
+
 @pytest.mark.parametrize("content", [b"", b" \n\t\n", b"\xef\xbb\xbf \r\n"])
 def test_a_file_without_text(tmp_path, content):
     path = tmp_path / "a.txt"
@@ -189,6 +213,7 @@ from pathlib import Path
 from surojax.data.batches import batches
 from surojax.data.load import Settings, load, parse_entries
 from surojax.data.tokenizer import ByteTokenizer
+from surojax.errors import ConfigError
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10  # MiB

@@ -203,6 +203,13 @@ def test_held_out_text_and_validation_datasets_beside_data(tmp_path):
     assert (labels >= 0).sum() == len(documents) - 1  # every token but the first is predicted once
 
 
+def test_a_text_file_among_questions_is_said(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    entry = {"path": str(tmp_path / "a.txt"), "type": "instruction", "prompt_field": "text"}
+    with pytest.raises(ConfigError, match=r"a\.txt: expected instructions or conversations, got a text file; "):
+        load_entries(tmp_path, [entry])
+
+
 def test_rows_that_cannot_be_used_end_the_run_or_are_counted(tmp_path):
     path = write(tmp_path / "a.jsonl", [*questions(9), {"prompt": "no answer"}, "no json", *questions(20)[9:]])
     with pytest.raises(ConfigError, match=r"a\.jsonl:10: expected"):

@@ -22,6 +22,7 @@ from surojax.data.pieces import Piece
 from surojax.data.rows import BadRow, NotARow, Row, half_a_pair
 from surojax.data.seams import encode_pieces
 from surojax.data.templates import Template
+from surojax.data.texts import TextFile
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
 
@@ -177,6 +178,10 @@ class Encoder:
 def items(rows: Iterable[Row | BadRow]) -> Iterator[Item[Row]]:
     """Yields each row with the hash of its record."""
     for row in rows:
+        if isinstance(row, Row) and any(isinstance(value, TextFile) for value in row.record.values()):
+            row = BadRow(
+                row.where, "expected instructions or conversations, got a text file; leave it out, or set type"
+            )
         if isinstance(row, BadRow):
             yield Item(row, key_of_bad(row), 0)
         else:

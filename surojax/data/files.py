@@ -8,6 +8,11 @@ from pathlib import Path
 
 from surojax.errors import ConfigError
 
+_OTHER_FORMATS = {  # by the first bytes of a file
+    b"\xff\xfe": "convert the file (iconv -f utf-16 -t utf-8)",
+    b"\xfe\xff": "convert the file (iconv -f utf-16 -t utf-8)",
+    b"\x1f\x8b": "decompress the file (gunzip)",
+}
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 
 
@@ -23,7 +28,7 @@ def walk(root: Path, *suffixes: str, skip: Iterable[str] = ()) -> Iterator[Path]
 def find(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
     """Returns the files that a path, folder or glob names, sorted; None if nothing has that name.
 
-    Raises ConfigError if a folder holds no file that ends in one of `suffixes`, or a file does not.
+    Raises ConfigError if a folder holds no file that ends in one of `suffixes`, a file does not, or it is a pipe.
     """
     path = os.path.expanduser(item)
     matches = [Path(path)] if os.path.exists(path) else list(map(Path, glob.glob(path, recursive=True)))
@@ -35,6 +40,10 @@ def find(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
             f"{item}: expected a folder with {' or '.join(suffixes)} files, got none; add some or name another"
         )
     for file in sorted(files):
+        if file.exists() and not file.is_file():
+            raise ConfigError(
+                f"{file}: expected a file, got a pipe or a device, which cannot be read twice; save it first"
+            )
         if file.suffix.lower() not in suffixes:
             raise ConfigError(
                 f"{file}: expected a file ending in {' or '.join(suffixes)}, got '{file.suffix}'; "
@@ -78,9 +87,10 @@ class NotText(ValueError):
 
     def __init__(self, content: bytes, position: int, offset: int, lines: int = 0):
         self.line = lines + content.count(b"\n", 0, position) + 1
+        begins = [advice for mark, advice in _OTHER_FORMATS.items() if offset == 0 and content.startswith(mark)]
         super().__init__(
-            f"expected UTF-8 text, got the byte 0x{content[position]:02x} at byte offset "
-            f"{offset + position}; convert the file (iconv -f latin1 -t utf-8) or leave it out"
+            f"expected UTF-8 text, got the byte 0x{content[position]:02x} at byte offset {offset + position}; "
+            f"{begins[0] if begins else 'convert the file (iconv -f latin1 -t utf-8)'} or leave it out"
         )
 
 

@@ -100,15 +100,16 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
             if not cells:
                 continue
             if header is None:
-                header = _checked_header(cells, where)
+                header = _check_names(cells, where)
                 continue
             yield _row_of_cells(header, cells, where)
 
 
-def _checked_header(cells: list[str], where: str) -> list[str]:
-    if len(set(cells)) < len(cells) or not all(cells):
-        raise ConfigError(f"{where}: expected a header with different names, got {', '.join(cells)}; correct it")
-    return cells
+def _check_names(names: list[str], where: str) -> list[str]:
+    """Returns the names of a table's columns. Raises ConfigError if two are equal or one is empty."""
+    if len(set(names)) < len(names) or not all(names):
+        raise ConfigError(f"{where}: expected a header with different names, got {', '.join(names)}; correct it")
+    return names
 
 
 def _row_of_cells(header: list[str], cells: list[str], where: str) -> Row | BadRow:
@@ -131,6 +132,7 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
     try:
         # Without these two, all row groups that were read stay in memory.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PARQUET_BYTES) as file:
+            _check_names(file.schema_arrow.names, str(path))
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
                 for record in batch.to_pylist():
                     yield Row(record, f"{path}, row {next(number)}")

@@ -99,7 +99,8 @@ def write(
     numbers = [part["examples"] for part in found.values()]
     skipped = f"{num_skipped:,} skipped" + (f" ({first_skipped})" if first_skipped else "")
     if not any(numbers):
-        raise ConfigError(f"{source.name}: expected {source.what} that can be used, got none, {skipped}; correct them")
+        fate = f", {skipped}; correct them" if num_skipped else "; add some, or name other data"
+        raise ConfigError(f"{source.name}: expected {source.what} that can be used, got none{fate}")
     if not all(numbers):
         raise ConfigError(
             f"{source.name}: expected at least two different {source.what} that can be used, to train on one part and "
@@ -150,10 +151,10 @@ class _Parts:
         return {name: part.finish() for name, part in self.parts.items()}
 
     def _needed(self) -> str:
-        """How much room the entry takes, from the share of the source that was read before the disk was full."""
+        """Returns how much room the entry takes, by the share of the source that was read before the disk was full."""
         written = sum(part.num_bytes_written for part in self.parts.values())
         share = min(self.bytes_read / self.source_bytes, 1.0) if self.source_bytes else 0.0
-        return f"about {written / share / 2**20:,.1f} MiB" if share else f"more than {written / 2**20:,.1f} MiB"
+        return f"about {written / share / 2**20:,.1f} MiB" if share else "more room"
 
 
 def _trained(example: Example) -> np.ndarray:
