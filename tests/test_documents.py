@@ -81,7 +81,7 @@ def test_a_file_is_its_text(tmp_path, small_parts, mark):
         middle = text.rfind("\n", int(length * 0.9), int(length * 0.95)) + 1 or int(length * 0.95)
         assert split(text) == (text[:middle], text[middle:])
         assert ["".join(parts(part)) for part in split(file)] == [text[:middle], text[middle:]]
-        for section_starts in (lambda _: (), TOKENIZERS["byte_level"].section_starts):
+        for section_starts in (None, TOKENIZERS["byte_level"].section_starts):
             assert list(pieces(file, section_starts)) == list(pieces(text, section_starts))
 
 
@@ -184,7 +184,7 @@ def test_long_texts_are_cut_where_no_token_changes(tmp_path, monkeypatch, name):
     monkeypatch.setattr(texts, "PIECE_CHARS", 80)
     assert tokens_of(text, TextEncoder(tokenizer, True)) == whole
     assert tokens_of(open_text(tmp_path / "a.txt"), TextEncoder(tokenizer, True)) == whole
-    at_lines = [piece.text for piece in pieces(text + "y" * 200, lambda _: ())]
+    at_lines = [piece.text for piece in pieces(text + "y" * 200)]
     assert "".join(at_lines) == text + "y" * 200 and max(map(len, at_lines)) == 80
     assert all(piece.endswith("\n") for piece in at_lines[:-3]) and len(at_lines) > 10
     assert not any(piece.endswith("\n") for piece in at_lines[-3:])

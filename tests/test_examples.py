@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import surojax.data.seams as seams
+from surojax.data import texts
 from surojax.data.datasets import Dataset
 from surojax.data.examples import TRAIN_ON, Encoder, Example
 from surojax.data.pieces import Piece
@@ -417,6 +418,22 @@ BAD_PAIRS = [
 @pytest.mark.parametrize("record, said", BAD_PAIRS, ids=map(str, range(len(BAD_PAIRS))))
 def test_bad_instructions(record, said):
     assert said in reason_of(record, PAIRS)
+
+
+def test_long_answers_are_tokenised_in_pieces(monkeypatch):
+    """Each of whole lines, so that the ids are those of the whole."""
+    tokenizer = TOKENIZERS["byte_level"]
+    row = {"prompt": "the cat", "completion": "".join(f"the cat {i} sat\non the mat\n" for i in range(40))}
+    expected = example(row, PAIRS, tokenizer, None)
+    given = []
+    encode_batch = tokenizer.encode_batch
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: given.extend(texts) or encode_batch(texts))
+    monkeypatch.setattr(texts, "PIECE_CHARS", 80)
+    monkeypatch.setattr(tokenizer, "section_starts", lambda text: [0])
+    found = example(row, PAIRS, tokenizer, None)
+    assert max(map(len, given)) <= 80 and len(given) > 10
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_array_equal(found.trained, expected.trained)
 
 
 # -- Encoders ---------------------------------------------------------------------------------------------------------

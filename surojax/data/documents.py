@@ -67,7 +67,7 @@ def _of_file(file: TextFile, field: str | None, with_keys: bool) -> Item[Text]:
     if is_blank:
         return _bad(str(file.path), "expected text, got an empty file; remove it from the data or fill it")
     digest.update(b'"}' if field else b"")
-    return Item(file, key_of(digest), num_bytes)
+    return Item(file, key_of(digest) if with_keys else 0, num_bytes)
 
 
 def _bad(where: str, reason: str) -> Item[Text]:
@@ -110,7 +110,7 @@ class TextEncoder:
             return (Unit(content, 0, True),)
         if isinstance(content, str) and len(content) <= texts.PIECE_CHARS:
             return (Unit(Piece(content, True, True), item.num_bytes, True),)
-        section_starts = self.tokenizer.section_starts if self.cuts_at_special else _nowhere
+        section_starts = self.tokenizer.section_starts if self.cuts_at_special else None
         return (Unit(piece, len(piece.text.encode()), piece.is_last) for piece in texts.pieces(content, section_starts))
 
     def encode(self, pieces: Sequence[Piece | BadRow]) -> list[Example | BadRow]:
@@ -125,7 +125,3 @@ class TextEncoder:
             return Example(np.concatenate(ends), None)
 
         return [example(piece) if isinstance(piece, Piece) else piece for piece in pieces]
-
-
-def _nowhere(text: str) -> Sequence[int]:
-    return ()

@@ -84,12 +84,12 @@ def hold_out[T](
     yield from ((item, not found) for item in smallest)
 
 
-def new_hash(content: bytes = b"") -> "hashlib.blake2b":
+def new_hash(content: bytes = b"") -> hashlib.blake2b:
     """Returns the hash that keys are made of, of some content; more may follow."""
     return hashlib.blake2b(content, digest_size=8)
 
 
-def key_of(digest: "hashlib.blake2b") -> int:
+def key_of(digest: hashlib.blake2b) -> int:
     """Returns the key that a finished hash means."""
     return int.from_bytes(digest.digest(), "big")
 

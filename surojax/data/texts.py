@@ -108,11 +108,11 @@ def _size(text: str) -> int:
     return len(text.encode("utf-8"))
 
 
-def pieces(text: str | TextFile, section_starts: Callable[[str], Sequence[int]]) -> Iterator[Piece]:
+def pieces(text: str | TextFile, section_starts: Callable[[str], Sequence[int]] | None = None) -> Iterator[Piece]:
     """Yields the pieces of a text, each of at most PIECE_CHARS characters; one if it is not longer.
 
-    section_starts: returns where a text can be cut without changing its tokens. A piece ends at the last such place, or
-    if there is none, after the last line end, or if there is none, where it has to.
+    section_starts: returns where a text can be cut without changing its tokens; None: not known. A piece ends at the
+    last such place, or if there is none, after the last line end, or if there is none, where it has to.
     """
     is_first = True
     rest = ""
@@ -131,7 +131,7 @@ def pieces(text: str | TextFile, section_starts: Callable[[str], Sequence[int]])
     yield Piece(rest, is_first, True)
 
 
-def _end(text: str, section_starts: Callable[[str], Sequence[int]]) -> int:
+def _end(text: str, section_starts: Callable[[str], Sequence[int]] | None) -> int:
     """Returns where the first piece of a text ends that is longer than a piece."""
-    places = [start for start in section_starts(text) if 0 < start <= PIECE_CHARS]
+    places = [start for start in section_starts(text) if 0 < start <= PIECE_CHARS] if section_starts else []
     return places[-1] if places else text.rfind("\n", 0, PIECE_CHARS) + 1 or PIECE_CHARS

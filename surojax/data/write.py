@@ -48,7 +48,7 @@ class ItemEncoder[T, U](Protocol):
         """Returns the parts of an item that are encoded at a time; one example follows from all of them."""
         ...
 
-    def encode(self, units: list[U | BadRow]) -> Sequence[Example | BadRow]:
+    def encode(self, units: list[U | BadRow], /) -> Sequence[Example | BadRow]:
         """Returns what follows from each unit."""
         ...
 
