@@ -2284,13 +2284,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_corpus.py::test_sources",
     ),
     Mutant(
-        "a pipe is waited for",
-        "surojax/data/files.py",
-        "        if file.exists() and not file.is_file():\n",
-        "        if False:\n",
-        "tests/test_datasets.py::test_errors_of_files",
-    ),
-    Mutant(
         "half a surrogate pair is not named",
         "surojax/data/rows.py",
         "ord(error.object[error.start])",
