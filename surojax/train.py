@@ -184,7 +184,9 @@ def train(config: Config) -> Result:
 
         def report(done) -> None:
             if done is not None:
-                history.append(log.step(done.step, **done.values, duration_s=done.duration_s))
+                history.append(
+                    log.step(done.step, **done.values, duration_s=done.duration_s, data_wait_s=done.data_wait_s)
+                )
                 check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last)
 
         if initial:  # the loss that fine-tuning starts from
@@ -192,12 +194,14 @@ def train(config: Config) -> Result:
             deferred.restart_clock()
         step = first_step
         for step in range(first_step + 1, total_steps + 1):
+            asked = time.perf_counter()
             batch = next(batches)
+            data_wait_s = time.perf_counter() - asked
             on_devices = jax.device_put([batch[name] for name in arrays], tokens.sharding)
             with jax.transfer_guard("disallow"):
                 train_state, metrics = train_step(train_state, *on_devices)
             position += samples_per_step
-            report(deferred.push(step, metrics))
+            report(deferred.push(step, metrics, data_wait_s))
             # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in
             # files, a step has already ended when `train_step` returns.
             if virtual_devices or store:
@@ -355,8 +359,8 @@ class Evaluation:
             # One batch at a time: programs with collectives in flight can block each other on virtual CPU devices.
             sums.append(jax.device_get(self.step(weights, *on_devices)))
         loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))
-        per_token = evaluated.bytes_per_token
-        bits = None if per_token is None else loss / math.log(2) / per_token
+        per_label = evaluated.bytes_per_label
+        bits = None if per_label is None else loss / math.log(2) / per_label
         duration_s = time.perf_counter() - start
         return {"name": evaluated.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s}
 

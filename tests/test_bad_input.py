@@ -274,7 +274,7 @@ def test_config_files(refused, tmp_path, source, said):
         ("latin.txt", b"ok\ncaf\xe9\n", "latin.txt:2: expected UTF-8 text, got the byte 0xe9 at byte offset 6"),
         ("table.csv", b"a,b\n", "table.csv: expected a file ending in .jsonl or .txt, got '.csv'"),
         ("bad.jsonl", b'{"text": "a"}\n{"text"\n', "bad.jsonl:2: expected a JSON object"),
-        ("field.jsonl", b'{"content": "a"}\n', "got 'content'; name the field that holds the text"),
+        ("field.jsonl", b'{"content": "a"}\n', "got 'content'; set text_field to the field that holds the text"),
         ("short.txt", b"one line\n" * 3, "for one step of 16 samples with sequence_len 128, got"),
     ],
 )

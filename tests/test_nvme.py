@@ -476,7 +476,7 @@ KILLED, FULL = "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(errno.ENOS
 
 def records(folder: Path) -> list[dict]:
     """What metrics.jsonl says, but for timings."""
-    timings = ("tokens_per_second", "duration_ms", "mfu")
+    timings = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu")
     return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
 
 
