@@ -134,6 +134,7 @@ def _candidate(family: str, fields: dict[str, Any]) -> dict[str, Any]:
 def _windows(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The keys of the sliding window; none if there is no window and the family's class has none either."""
     window = fields["sliding_window"] or None
+    unused = 4096 if family in GEMMA else None  # transformers makes a mask of it even if no layer has one
     if family in ("mistral", "ministral3"):
         return {"sliding_window": window}
     if family not in BY_LAYER_TYPES or not (window or family in GEMMA):
@@ -144,7 +145,7 @@ def _windows(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     types = ["full_attention" if x else "sliding_attention" for x in full]
     used = {} if family in GEMMA else {"use_sliding_window": True}
     first = {"max_window_layers": 0} if family in ("qwen2", "qwen3") else {}
-    return used | {"sliding_window": window} | first | {"layer_types": types}
+    return used | {"sliding_window": window or unused} | first | {"layer_types": types}
 
 
 def _rope(family: str, fields: dict[str, Any]) -> dict[str, Any]:
