@@ -59,6 +59,11 @@ def tokens(*shape: int, seed: int = 0, vocab_size: int = 64) -> tuple[np.ndarray
     return inputs, np.where(rng.random(shape) < 0.05, np.int32(-1), labels)
 
 
+def normal(seed: int, shape: Sequence[int], dtype=jnp.float32) -> jax.Array:
+    """Normal numbers that numpy draws: jax.random compiles a program for every shape."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype))
+
+
 @contextlib.contextmanager
 def vectors_drawn():
     """Within it, the scales of norms scatter around 1 and biases around 0, by 0.2, instead of being 1 and 0.

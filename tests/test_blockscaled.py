@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import small
 from small import quick_at
 
 from pallas_kernels import fp8, mx, nvfp4
@@ -24,7 +25,7 @@ GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+    return small.normal(seed, shape, dtype)
 
 
 def outliers(seed, *shape):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small import CONFIG, drawn_params, quick_at, tokens
+from small import CONFIG, drawn_params, normal, quick_at, tokens
 from test_engine import GEMMA, MINISTRAL, SMOLLM
 
 from surojax import generate
@@ -111,7 +111,7 @@ def test_nucleus_keeps_the_smallest_set():
 
 def test_temperature_divides_the_logits():
     """Four divides without rounding; a quarter as much of the differences draws other tokens."""
-    logits = 3 * jax.random.normal(jax.random.key(0), (64, 8))
+    logits = 3 * normal(0, (64, 8))
     key = jax.random.key(1)
     np.testing.assert_array_equal(sample.pick(logits, key, 4.0, 1.0), sample.pick(logits / 4, key, 1.0, 1.0))
     assert not np.array_equal(sample.pick(logits, key, 4.0, 1.0), sample.pick(logits, key, 1.0, 1.0))

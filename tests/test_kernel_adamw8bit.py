@@ -50,7 +50,7 @@ def exact(grads, p, **changes):
 
 
 def normal(*shape: int, key: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(key), shape)
+    return small.normal(key, shape)
 
 
 @pytest.mark.parametrize("top", [op.M_TOP, op.V_TOP])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small import CONFIG, Small, drawn_params, needs, plain_loss, quick_at, tokens, worst_relative
+from small import CONFIG, Small, drawn_params, needs, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, engine_gradients
 
 from surojax import assembly
@@ -56,7 +56,7 @@ def test_the_pattern_says_which_layers_have_the_window():
 
 def test_a_window_hides_what_is_older():
     """Against softmax over a mask written out position by position."""
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 9, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+    q, k, v = (normal(i, (2, 9, heads, 8)) for i, heads in enumerate((4, 2, 2)))
     seen = np.array([[j <= i and j > i - 4 for j in range(9)] for i in range(9)])
     scores = jnp.einsum("bshc,bthc->bhst", q, jnp.repeat(k, 2, axis=2)) / np.sqrt(8)
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
@@ -70,7 +70,7 @@ def test_a_window_hides_what_is_older():
 @pytest.mark.parametrize("start", [None, 5])
 def test_attention_scores_are_scaled_and_capped(start):
     """Against softmax over scores written out position by position, and its gradients."""
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 9, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+    q, k, v = (normal(i, (2, 9, heads, 8)) for i, heads in enumerate((4, 2, 2)))
     seen = np.array([[j <= i and j > i - 4 for j in range(9)] for i in range(9)])
     rows = slice(None) if start is None else slice(start, start + 2)
 
@@ -85,7 +85,7 @@ def test_attention_scores_are_scaled_and_capped(start):
 
     expected = formula(q, k, v)
     np.testing.assert_allclose(ours(q, k, v), expected, atol=1e-6)
-    weight = jax.random.normal(jax.random.key(3), expected.shape)
+    weight = normal(3, expected.shape)
     gradients = (jax.grad(lambda *x, f=f: jnp.sum(weight * f(*x)), argnums=(0, 1, 2))(q, k, v) for f in (ours, formula))
     for found, gradient in zip(*gradients, strict=True):
         np.testing.assert_allclose(found, gradient, atol=2e-6)
