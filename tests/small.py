@@ -203,6 +203,20 @@ def plain_loss(config: LlamaConfig):
     return loss
 
 
+@functools.cache
+def plain_model(config: LlamaConfig):
+    """Compiled: (params, ids `[1, S]`) -> logits `[1, S, V]`."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    return jax.jit(lambda params, ids: nnx.merge(graph, params)(ids))
+
+
+def plain_logits(config: LlamaConfig, params, ids, length: int = 0) -> np.ndarray:
+    """The plain model's logits `[S, V]`. length: of a row that begins with the ids: one program for all texts."""
+    row = np.zeros((1, max(length, len(ids))), np.int32)
+    row[0, : len(ids)] = ids
+    return np.asarray(plain_model(config)(params, row))[0, : len(ids)]
+
+
 def worst_relative(found, expected) -> float:
     """Largest difference over a tree, relative to the largest entry of the expected leaf."""
 

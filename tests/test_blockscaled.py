@@ -302,9 +302,12 @@ def test_the_kernels_change_nothing(kernels, tokens, monkeypatch):
     x, w, g = normal(7, tokens, 64), normal(8, 128, 64), normal(9, tokens, 128)
 
     def all_three(**how):
-        run = lambda x, w: bs.mxfp8_linear(x, w, **how)
-        y, backward = jax.vjp(run, x, w)
-        return y, *backward(g)
+        @jax.jit
+        def run(x, w, g):
+            y, backward = jax.vjp(lambda x, w: bs.mxfp8_linear(x, w, **how), x, w)
+            return y, *backward(g)
+
+        return run(x, w, g)
 
     implementation = None if kernels == "auto" else kernels
     found, left = all_three(implementation=implementation), list(made)

@@ -1,14 +1,12 @@
 """Sampling: the cache equals the plain model, greedy equals argmax, nucleus and vocabulary bounds hold."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from small import CONFIG, drawn_params, normal, quick_at, tokens
+from small import CONFIG, drawn_params, normal, plain_logits, quick_at, tokens
 from test_engine import GEMMA, MINISTRAL, SMOLLM
 
 from surojax import generate
@@ -18,24 +16,9 @@ from surojax.inference.forward import cached_logits, empty_cache
 from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
 from surojax.models import llama
-from surojax.models.llama import Llama
 
 MODEL = llama.build(CONFIG)
 QWEN = dataclasses.replace(CONFIG, qk_norm=True, tie_word_embeddings=True, attention_bias=True)
-
-
-@functools.cache
-def plain_model(config):
-    """Compiled: (params, ids `[1, S]`) -> logits `[1, S, V]`."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
-    return jax.jit(lambda params, ids: nnx.merge(graph, params)(ids))
-
-
-def plain_logits(config, params, ids, length: int = 0):
-    """Logits `[S, V]`. length: of a row that the ids begin, so that texts of any length are one program."""
-    row = np.zeros((1, max(length, len(ids))), np.int32)
-    row[0, : len(ids)] = ids
-    return np.asarray(plain_model(config)(params, row))[0, : len(ids)]
 
 
 MISTRAL = dataclasses.replace(CONFIG, sliding_window=4)

@@ -58,11 +58,18 @@ def test_a_window_hides_what_is_older():
     """Against softmax over a mask written out position by position."""
     q, k, v = (normal(i, (2, 9, heads, 8)) for i, heads in enumerate((4, 2, 2)))
     seen = np.array([[j <= i and j > i - 4 for j in range(9)] for i in range(9)])
-    scores = jnp.einsum("bshc,bthc->bhst", q, jnp.repeat(k, 2, axis=2)) / np.sqrt(8)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-    expected = jnp.einsum("bhst,bthc->bshc", weights, jnp.repeat(v, 2, axis=2))
-    np.testing.assert_allclose(attend(q, k, v, window=4), expected, atol=1e-6)
-    np.testing.assert_allclose(attend(q[:, 5:7], k, v, start=5, window=4), expected[:, 5:7], atol=1e-6)
+
+    @jax.jit
+    def formula(q, k, v):
+        scores = jnp.einsum("bshc,bthc->bhst", q, jnp.repeat(k, 2, axis=2)) / np.sqrt(8)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bhst,bthc->bshc", weights, jnp.repeat(v, 2, axis=2))
+
+    expected = np.asarray(formula(q, k, v))
+    whole = jax.jit(lambda q, k, v: attend(q, k, v, window=4))
+    part = jax.jit(lambda q, k, v: attend(q[:, 5:7], k, v, start=5, window=4))
+    np.testing.assert_allclose(whole(q, k, v), expected, atol=1e-6)
+    np.testing.assert_allclose(part(q, k, v), expected[:, 5:7], atol=1e-6)
     np.testing.assert_array_equal(visible(5, 2, 9, 4), seen[5:7])
     np.testing.assert_array_equal(visible(5, 2, 9, 0), np.tri(9, dtype=bool)[5:7])
 
@@ -83,10 +90,11 @@ def test_attention_scores_are_scaled_and_capped(start):
     def ours(q, k, v, **how):
         return attend(q[:, rows], k, v, start=start, window=4, scale=0.7, softcap=1.5, **how)
 
-    expected = formula(q, k, v)
-    np.testing.assert_allclose(ours(q, k, v), expected, atol=1e-6)
+    expected = jax.jit(formula)(q, k, v)
+    np.testing.assert_allclose(jax.jit(ours)(q, k, v), expected, atol=1e-6)
     weight = normal(3, expected.shape)
-    gradients = (jax.grad(lambda *x, f=f: jnp.sum(weight * f(*x)), argnums=(0, 1, 2))(q, k, v) for f in (ours, formula))
+    weighted = [lambda *x, f=f: jnp.sum(weight * f(*x)) for f in (ours, formula)]
+    gradients = [jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, k, v) for f in weighted]
     for found, gradient in zip(*gradients, strict=True):
         np.testing.assert_allclose(found, gradient, atol=2e-6)
     half = (x.astype(jnp.bfloat16) for x in (q, k, v))
