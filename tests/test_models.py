@@ -334,7 +334,6 @@ def toy_loss(params, inputs_ABS, labels_ABS):
             (4, {"zero_level": 3, "shard_outer": True, "lmhead_chunks": 2}),
         ],
         0,
-        1,
     ),
 )
 def test_segments_with_auxiliary_losses_equal_reverse_mode(devices, placed):

@@ -276,6 +276,7 @@ def test_nothing_about_documents_is_saved_for_each_layer(recipe, recompute, kern
     assert all(dtype != jnp.int32 for _, dtype in packed)
 
 
+@pytest.mark.full
 def test_state_in_files_changes_nothing(tmp_path):
     batches = [batch(seed=seed) for seed in range(3)]
     expected = Small(packed=True).train(batches)
