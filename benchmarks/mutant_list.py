@@ -99,8 +99,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "SmolLM3's windows are not those of layer_types",
         "surojax/exchange/huggingface.py",
-        'by_types = family == "smollm3" and types is not None',
-        "by_types = False",
+        'of_masks = types if family == "smollm3" else None',
+        "of_masks = None",
         "tests/test_huggingface.py::test_settings_are_those_of_the_case -k smollm3_windows",
     ),
     Mutant(

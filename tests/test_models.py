@@ -148,7 +148,8 @@ def test_the_engine_equals_reverse_mode_with_alternating_layers(devices, placed)
 def test_windows_in_every_recipe(recipe):
     """Losses of three steps differ from those without a window, and by no bit from those of other placements, whose
     loops have other layers in one body."""
-    wide = dataclasses.replace(GEMMA, hidden_size=64, intermediate_size=160, head_dim=16)
+    wide = dataclasses.replace(GEMMA, num_hidden_layers=5, sliding_window_pattern=2)
+    wide = dataclasses.replace(wide, hidden_size=64, intermediate_size=160, head_dim=16)
     compute = Compute(precision=Precision(recipe=recipe, skip_first=int(recipe != "bf16")))
     batches = [tokens(2, 4, 16, seed=i) for i in range(3)]
 

@@ -206,10 +206,11 @@ def _window(family: str, given: dict[str, Any]) -> dict[str, int]:
     window = given["sliding_window"]
     layers = given["num_hidden_layers"]
     types = given.get("layer_types")
-    by_types = family == "smollm3" and types is not None  # its masks follow layer_types whatever else is said
-    if family in ("qwen2", "qwen3", "smollm3") and not by_types and not given.get("use_sliding_window", False):
+    of_masks = types if family == "smollm3" else None  # its masks follow layer_types whatever else is said
+    unused = family in ("qwen2", "qwen3", "smollm3") and not given.get("use_sliding_window", False)
+    if unused and of_masks is None:
         window = None
-    if by_types and not window and "sliding_attention" in types:
+    if of_masks is not None and not window and "sliding_attention" in of_masks:
         raise ConfigError(
             f"model_path: config.json: sliding_window: expected a number, since layer_types has sliding_attention, got "
             f"{window!r}; fetch it again"
