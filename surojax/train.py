@@ -33,7 +33,7 @@ from surojax.data.samples import check_length
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange.sources import keeps, open_weights, resolved
-from surojax.exchange.weights import readers
+from surojax.exchange.weights import describe as describe_weights, readers
 from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
 from surojax.memory import nvme
@@ -162,7 +162,7 @@ def train(config: Config) -> Result:
             say(f"continuing from {resume}")
         elif initial:
             train_state = run.load_state(*readers(initial))
-            say(f"starting from {initial.path}")
+            say(f"starting from {describe_weights(initial)}")
         else:
             train_state = run.init_state(c.seed)
 

@@ -176,8 +176,7 @@ def test_the_norm_is_added_up_in_float32():
             (8, {"zero_level": 2}),
             (8, {"zero_level": 3, "replicate": 2}),
             (4, {"zero_level": 1, "replicate": 4, "shard_gradients": False}),
-        ],
-        1,
+        ]
     ),
     ids=["8-zero2", "2x4-zero3", "4x1"],
 )
@@ -301,6 +300,7 @@ def test_restored_weights_are_those_of_the_step(devices, offloaded):
     chex.assert_trees_all_equal(make(small.state.master), small.state.weights)
 
 
+@pytest.mark.full
 def test_sampling_reads_quantised_weights():
     small = Small(4, zero_level=3, zero_quantized_weights="int8", persistent_quants=True, offload_quants=True)
     weights, prompt = small.state.weights, np.array([3, 1, 4])

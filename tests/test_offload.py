@@ -159,7 +159,7 @@ def whole(config) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "tied, options",
-    quick_at([(False, {}), (True, {}), (True, {"replicate": 2, **ALL})], 2),
+    quick_at([(False, {}), (True, {}), (True, {"replicate": 2, **ALL})]),
     ids=["device", "tied-device", "tied-host"],
 )
 def test_sharded_outer_layers(tied, options):
