@@ -131,7 +131,9 @@ def push(
     first: jax.Array | bool,
     last: bool,
 ):
-    """(accumulators with a layer's gradient added to its `sums` from `read_accumulator`, Squares of the result).
+    """(accumulators with a layer's gradient added to its `sums` from `read_accumulator`, Squares of what leaves).
+
+    Squares are of sums that leave for host memory. Of those in device memory `finish` computes them, once a step.
 
     first: first microbatch, start from zero, since accumulators in host memory may hold anything. last: last
     microbatch, also sum over devices what is still local.
@@ -154,7 +156,7 @@ def push(
         sums = collectives.add_up(sums, REPLICATE)
     # As in the update, a barrier between reads and writes keeps XLA from copying the whole stack.
     sums = jax.lax.optimization_barrier(sums)
-    squares = collectives.sum_of_squares(sums, layouts) if last else collectives.no_squares()
+    squares = collectives.sum_of_squares(sums, layouts) if last and streamed else collectives.no_squares()
     sums = varying(sums, DATA if replicated_stacks(engine) else (REPLICATE,))  # typed like layers that still differ
     if streamed:
         return grads.with_layers(segment.name, deferred=sums), squares
@@ -189,7 +191,7 @@ def sum_outer(engine: Engine, name: str, grad: jax.Array):
 def finish(engine: Engine, grads: Accumulators, squares: Squares):
     """(gradients summed over all devices, by section, as the shards that the optimizer updates; global norm).
 
-    squares: of the layers' accumulators, which `push` has completed.
+    squares: of the layers' accumulators in host memory, which `push` has completed.
     """
     outer = {name: sum_outer(engine, name, grad) for name, grad in grads.outer.items()}
     done: dict[str, Any] = {OUTER: outer}
@@ -201,8 +203,21 @@ def finish(engine: Engine, grads: Accumulators, squares: Squares):
         if replicated_stacks(engine):
             stack = jax.tree.map(_shard_in_stack, stack, engine.layouts.master[name])
         done[name] = stack
+    if not engine.table.grads.home.streamed:
+        for name in reversed(grads.layers):
+            squares = _add_squares(squares, done[name], engine.layouts.master[name])
     squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master[OUTER]))
     return done, collectives.norm(squares)
+
+
+def _add_squares(squares: Squares, stacks, layouts) -> Squares:
+    """The sum of `squares` and the `Squares` of a segment's layers, added in the order of the backward pass."""
+    n = jax.tree.leaves(stacks)[0].shape[0]
+
+    def layer(i, squares: Squares) -> Squares:
+        return add(squares, collectives.sum_of_squares(read(stacks, n - 1 - i), layouts, in_memory=True))
+
+    return jax.lax.fori_loop(0, n, layer, squares)
 
 
 def _shard_in_stack(stack: jax.Array, layout):
