@@ -131,9 +131,9 @@ def push(
     first: jax.Array | bool,
     last: bool,
 ):
-    """(accumulators with a layer's gradient added to its `sums` from `read_accumulator`, Squares of what leaves).
+    """(accumulators with a layer's gradient added to its `sums` from `read_accumulator`, Squares of the result).
 
-    Squares are of sums that leave for host memory. Of those in device memory `finish` computes them, once a step.
+    If sums are made in place, `finish` computes their Squares.
 
     first: first microbatch, start from zero, since accumulators in host memory may hold anything. last: last
     microbatch, also sum over devices what is still local.
@@ -154,9 +154,11 @@ def push(
         if sums_in_last_microbatch(engine) and not table.grads.sharded:
             sums = collectives.reduce_scatter_in_turn(sums, segment.params, layouts, table.reduce)
         sums = collectives.add_up(sums, REPLICATE)
-    # As in the update, a barrier between reads and writes keeps XLA from copying the whole stack.
-    sums = jax.lax.optimization_barrier(sums)
-    squares = collectives.sum_of_squares(sums, layouts) if last and streamed else collectives.no_squares()
+    in_place = sums_in_place(engine)
+    if not in_place:
+        # As in the update, a barrier between reads and writes keeps XLA from copying the whole stack.
+        sums = jax.lax.optimization_barrier(sums)
+    squares = collectives.sum_of_squares(sums, layouts) if last and not in_place else collectives.no_squares()
     sums = varying(sums, DATA if replicated_stacks(engine) else (REPLICATE,))  # typed like layers that still differ
     if streamed:
         return grads.with_layers(segment.name, deferred=sums), squares
@@ -172,6 +174,16 @@ def sums_in_last_microbatch(engine: Engine) -> bool:
     table = engine.table
     in_shards = table.grads.sharded and table.outer.sharded
     return bool(collectives.active(REPLICATE) or (collectives.active(SHARD) and not in_shards))
+
+
+def sums_in_place(engine: Engine) -> bool:
+    """Whether the products that make gradients also add them to the accumulators, which are whole and on the device.
+
+    A product can write its result into a layer of a stack if nothing else reads the result (docs/performance.md). So
+    `finish` computes the sum of squares then, once a step.
+    """
+    row = engine.table.grads
+    return not row.sharded and not row.home.streamed
 
 
 def replicated_stacks(engine: Engine) -> bool:
@@ -191,7 +203,7 @@ def sum_outer(engine: Engine, name: str, grad: jax.Array):
 def finish(engine: Engine, grads: Accumulators, squares: Squares):
     """(gradients summed over all devices, by section, as the shards that the optimizer updates; global norm).
 
-    squares: of the layers' accumulators in host memory, which `push` has completed.
+    squares: of the layers' accumulators, which `push` has completed; none of them if it sums in place.
     """
     outer = {name: sum_outer(engine, name, grad) for name, grad in grads.outer.items()}
     done: dict[str, Any] = {OUTER: outer}
@@ -203,7 +215,7 @@ def finish(engine: Engine, grads: Accumulators, squares: Squares):
         if replicated_stacks(engine):
             stack = jax.tree.map(_shard_in_stack, stack, engine.layouts.master[name])
         done[name] = stack
-    if not engine.table.grads.home.streamed:
+    if sums_in_place(engine):
         for name in reversed(grads.layers):
             squares = _add_squares(squares, done[name], engine.layouts.master[name])
     squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master[OUTER]))
