@@ -2,9 +2,9 @@
 
     python benchmarks/performance.py [--only TEXT]
 
-A row is a step on a GPU: its settings, what is read of its plan, that figure before (commit f3d3e47 of 2026-11-22), and
-the goal. It is planned as by `python -m surojax.plan`, with the settings that the row shows; that needs the compiler for
-GPUs and no GPU. `--only` takes the rows that have this text in their name. docs/performance.md holds the table.
+A row is a step on a GPU: its settings, what is read of its plan, that figure before (commit f3d3e47, 2026-11-22), and
+the goal. It is planned as by `python -m surojax.plan` with the settings that the row shows, which needs the compiler
+for GPUs and no GPU. `--only` takes the rows with this text in their name. docs/performance.md holds the table.
 
 Exits with 1 if a goal is missed that was reached before.
 """

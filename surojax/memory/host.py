@@ -144,8 +144,10 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
     """Runs (output, state) = function(state, input) for layers `start` to `stop` - 1; returns (outputs, state).
 
     Layer l has index l - start in the stacks `outputs`, and index l in the stacks `state` and `inputs`. If any stack is
-    in host memory, layer l - 1 is copied out and layer l + 1 is prefetched while layer l computes: three layers are in
-    device memory.
+    in host memory, layer l - 1 is copied out and layer l + 1 is prefetched while layer l computes.
+
+    The loop's body has two layers. In a body of one, the results of layer l take the place of those of layer l - 1, so
+    layer l waits until these are copied out, and what is prefetched is copied to where the next iteration reads it.
     """
     n = stop - start
     if on_device((outputs, state, inputs)):
@@ -160,7 +162,7 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
         return jax.lax.fori_loop(start, stop, update, (outputs, state))
 
     def layer(i, carry: SweepCarry) -> SweepCarry:
-        # A loop stores its carry in memory. XLA removes a loop over one layer, so the barriers have to do that.
+        # A loop stores its carry in memory. XLA removes a loop of one iteration, so the barriers have to do that.
         arguments = materialised(carry.arguments)
         before = i - 1
         after = i + 1
@@ -170,10 +172,15 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
         following = (copied_in, read(inputs, start + after))
         return SweepCarry(outputs, state, following, materialised(function(*arguments)))
 
-    # The first iteration writes what is there already: there is no layer before the first one.
+    def two_layers(i, carry: SweepCarry) -> SweepCarry:
+        return layer(2 * i + 1, materialised(layer(2 * i, carry)))
+
+    # The first layer writes what is there already: there is no layer before the first one.
     unchanged = read(outputs, 0), read(state, max(start - 1, 0))
     carry = SweepCarry(outputs, state, read((state, inputs), start), unchanged)
-    carry = jax.lax.fori_loop(0, n, layer, carry)
+    carry = jax.lax.fori_loop(0, n // 2, two_layers, carry)
+    if n % 2:
+        carry = layer(n - 1, materialised(carry))
     output, new = carry.results
     return write(carry.outputs, output, n - 1), write(carry.state, new, stop - 1)
 

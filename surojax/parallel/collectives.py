@@ -226,7 +226,7 @@ class Squares(NamedTuple):
 def sum_of_squares(tree, layouts, *, in_memory: bool = False) -> Squares:
     """The `Squares` of a tree of arrays that are stored with these layouts.
 
-    in_memory: the arrays, or stacks that they are slices of, are in memory already, so that no barrier has to see to it.
+    in_memory: the arrays, or the stacks that they are slices of, are in memory already; else a barrier sees to it.
     """
     tree = tree if in_memory else materialised(tree)
     squares = materialised(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree))
