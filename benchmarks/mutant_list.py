@@ -1094,6 +1094,20 @@ MUTANTS: tuple[Mutant, ...] = (
         f"{ENGINE} -k 1-saved and [1-",
     ),
     Mutant(
+        "the norm leaves out accumulators in device memory",
+        "surojax/step/gradients.py",
+        "    if sums_in_place(engine):\n        for name",
+        "    if False:\n        for name",
+        f"{ENGINE} -k 1-saved and [1-",
+    ),
+    Mutant(
+        "a layer's squares are counted for every layer",
+        "surojax/step/gradients.py",
+        "read(stacks, n - 1 - i)",
+        "read(stacks, n - 1)",
+        f"{ENGINE} -k 1-saved and [1-",
+    ),
+    Mutant(
         "the mean is over this device's labels",
         "surojax/step/engine.py",
         "return collectives.add_up(jnp.sum(labels >= 0, dtype=jnp.int32), *DATA)",
@@ -1205,6 +1219,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "before = i - 1",
         "before = i",
         "tests/test_optimizers.py::test_a_large_embedding_is_updated_in_parts_to_the_same_bits",
+    ),
+    Mutant(
+        "the last of an odd number of layers is not updated",
+        "surojax/memory/host.py",
+        "    if n % 2:\n",
+        "    if False:\n",
+        "tests/test_bits.py",
     ),
     Mutant(
         "old values of a layer are written over the one before",
