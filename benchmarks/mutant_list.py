@@ -1225,7 +1225,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/memory/host.py",
         "    if n % 2:\n",
         "    if False:\n",
-        "tests/test_bits.py",
+        "tests/test_offload.py::test_resident_layers_change_no_bit",
     ),
     Mutant(
         "old values of a layer are written over the one before",
