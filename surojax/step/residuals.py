@@ -42,13 +42,14 @@ class Residuals:
         assert all(one == shapes[0] for one in shapes), "variants of a segment save arrays of different shapes"
         self.shapes = shapes[0]
 
-    def first(self) -> Kept:
-        """The residuals in the carry before layer 0."""
+    def first(self, microbatches: int) -> list[Kept]:
+        """The residuals in the carry before layer 0, for each microbatch of a group."""
 
         def zeros(*lead: int) -> list[jax.Array]:
             return [varying(jnp.zeros((*lead, *shape), dtype)) for shape, dtype in self.shapes]
 
-        return Kept(allocate(zeros(self.num_layers), self.home), zeros() if self.home.streamed else None)
+        stacks = allocate([zeros(self.num_layers) for _ in range(microbatches)], self.home)
+        return [Kept(stack, zeros() if self.home.streamed else None) for stack in stacks]
 
     def keep(self, kept: Kept, values, l) -> Kept:
         """The carry with the residuals of layer l in it."""
