@@ -170,13 +170,15 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
         following = (copied_in, read(inputs, start + after))
         return SweepCarry(outputs, state, following, materialised(function(*arguments)))
 
-    # The first iteration writes what is there already: there is no layer before the first one.
-    unchanged = read(outputs, 0), read(state, max(start - 1, 0))
-    carry = SweepCarry(outputs, state, read((state, inputs), start), unchanged)
     def two_layers(i, carry: SweepCarry) -> SweepCarry:
         return layer(2 * i + 1, materialised(layer(2 * i, carry)))
 
-    # Two layers in the body exchange the two places in device memory. With one, what was prefetched would be copied.
+    # There is no layer before the first one. The first iteration writes zeros where the first layer's output follows,
+    # and into the state what is there already.
+    before_first = jax.tree.map(jnp.zeros_like, read(outputs, 0)), read(state, max(start - 1, 0))
+    carry = SweepCarry(outputs, state, read((state, inputs), start), before_first)
+    # Of two layers in a body, each writes over what the other has read. With one, XLA copies what is prefetched into
+    # the carry, while the link waits. A loop of one round, which XLA would dissolve, gains nothing.
     paired = n - n % 2 if n >= 4 else 0
     if paired:
         carry = jax.lax.fori_loop(0, paired // 2, two_layers, carry)

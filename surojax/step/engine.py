@@ -11,7 +11,8 @@
 
 The layers are those of one segment of the model after another. The head computes in slices of tokens, and adds its
 gradient to the accumulators. The last group is peeled off the loop if something is to be summed over devices: push then
-also sums what the other groups leave local. fetch is in weights.py, save in residuals.py, push and finish in
+also sums what the other groups leave local. The first is peeled off if accumulators are in host memory: it need not
+read them. fetch is in weights.py, save in residuals.py, push and finish in
 gradients.py, embedding and head in outer.py.
 
 A group has `microbatches_per_fetch` microbatches. A layer's weights are fetched once for all of them, and so are its
@@ -60,6 +61,7 @@ from surojax.step.gradients import (
     finish,
     push,
     read_accumulator,
+    starts_in_first_group,
     sums_in_last_group,
 )
 from surojax.step.outer import embed, head, loss, push_embed
@@ -167,7 +169,7 @@ def loss_and_gradients(
     def microbatch(a) -> Microbatch:
         return Microbatch(*read((inputs_ABS, labels_ABS, starts_ABS), a), functools.partial(recipe_inputs, a))
 
-    def group(g, carry: GroupCarry, *, last: bool) -> GroupCarry:
+    def group(g, carry: GroupCarry, *, first: bool, last: bool) -> GroupCarry:
         of_group = [microbatch(g * group_size + i) for i in range(group_size)]
         xs_BSD = [embed(outer, each.inputs_BS, sharded, model.embedding_scale) for each in of_group]
         passes: dict[str, Forward] = {}
@@ -197,8 +199,8 @@ def loss_and_gradients(
         prefetched = {}
         for name, layers in reversed(segments.items()):
             passed = passes[name]._replace(prefetched=layers.turn(passes[name].prefetched, g, reverse=True))
-            done = done._replace(grads=begin_backward(layers.segment, done.grads, g))
-            done, prefetched[name] = backward(engine, layers, done, passed, of_group, first=g == 0, last=last)
+            done = done._replace(grads=begin_backward(layers.segment, done.grads, g, first=first))
+            done, prefetched[name] = backward(engine, layers, done, passed, of_group, first=first, last=last)
         d_outer = done.grads.outer
         for each, dx_BSD in zip(of_group, done.dxs_BSD, strict=True):
             d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, sharded, model.embedding_scale)
@@ -219,11 +221,16 @@ def loss_and_gradients(
     )
     groups = microbatches // group_size
     peeled = sums_in_last_group(engine)
-    if peeled < groups:
-        looped = functools.partial(group, last=not peeled)
-        carry = jax.lax.fori_loop(0, groups - peeled, looped, carry)
-    if peeled:
-        carry = group(groups - 1, carry, last=True)
+    begin = 0
+    if starts_in_first_group(engine):
+        carry = group(0, carry, first=True, last=groups == 1)
+        begin = 1
+    end = max(begin, groups - peeled)
+    if begin < end:
+        looped = functools.partial(group, first=False, last=not peeled)
+        carry = jax.lax.fori_loop(begin, end, looped, carry)
+    if end < groups:
+        carry = group(groups - 1, carry, first=False, last=True)
     loss = collectives.add_up(carry.loss, *DATA) * scale
     if carry.auxiliary is not None:
         loss = loss + collectives.add_up(carry.auxiliary, *DATA) * auxiliary_scale
@@ -301,7 +308,7 @@ def backward(
     passed: Forward,
     of_group: list[Microbatch],
     *,
-    first: jax.Array | bool,
+    first: bool,
     last: bool,
 ):
     """(BackwardCarry, prefetched) after all blocks of a segment in reverse, for each microbatch of a group.

@@ -95,21 +95,18 @@ def new_sums(engine: Engine, segment: Segment, weights) -> LayerSums:
     return LayerSums(allocate(zeros(segment.num_layers), row.home), zeros() if row.home.streamed else None)
 
 
-def read_accumulator(segment: Segment, grads: Accumulators, l: jax.Array, *, first: jax.Array | bool):
+def read_accumulator(segment: Segment, grads: Accumulators, l: jax.Array, *, first: bool):
     """(accumulators, the sums of a segment's layer l to add gradients to).
 
     In host memory, the deferred sums, of the layer before this one in the backward pass, are copied out now. first:
-    first group of microbatches, start from zero, since accumulators in host memory may hold anything.
+    first group of microbatches, which begins with zeros and reads nothing: host memory may hold anything.
     """
-
-    def from_zero(x):
-        return jnp.where(first, jnp.zeros_like(x), x)
-
     sums = grads.layers[segment.name]
     if sums.deferred is None:
         return grads, read(sums.stack, l)
     stack = write(sums.stack, sums.deferred, l + 1)
-    return grads.with_layers(segment.name, stack=stack), jax.tree.map(from_zero, read(stack, l))
+    old = jax.tree.map(jnp.zeros_like, sums.deferred) if first else read(stack, l)
+    return grads.with_layers(segment.name, stack=stack), old
 
 
 def accumulate(engine: Engine, segment: Segment, sums, dw):
@@ -121,14 +118,15 @@ def accumulate(engine: Engine, segment: Segment, sums, dw):
     return add(sums, dw)
 
 
-def begin_backward(segment: Segment, grads: Accumulators, group: jax.Array | int) -> Accumulators:
+def begin_backward(segment: Segment, grads: Accumulators, group: jax.Array | int, *, first: bool) -> Accumulators:
     """The accumulators that a backward pass begins with, in which the last layer's sums are the deferred ones.
 
     The first layer of the pass writes them where they are already: the layer behind the last one is the last one. The
-    sums that were deferred, of layer 0 in the group before, are copied out. group: the loop's counter.
+    sums that were deferred, of layer 0 in the group before, are copied out. Before the first group, there are none: the
+    zeros that are deferred then go where the last layer's sums follow. group: the loop's counter.
     """
     sums = grads.layers[segment.name]
-    if sums.deferred is None:
+    if sums.deferred is None or first:
         return grads
     stack = write(sums.stack, sums.deferred, index_in_loop(0, group))
     last = read(stack, index_in_loop(segment.num_layers - 1, group))
@@ -154,6 +152,14 @@ def push(engine: Engine, segment: Segment, grads: Accumulators, sums, layer: Lay
     if table.grads.home.streamed:
         return grads.with_layers(segment.name, deferred=sums), squares
     return grads.with_layers(segment.name, stack=write(stack, sums, layer.index)), squares
+
+
+def starts_in_first_group(engine: Engine) -> bool:
+    """Whether the first group of microbatches is peeled off the loop, so that it need not read the accumulators.
+
+    From device memory that costs little. From host memory, 7B on one RTX 4090 would read 13 GB, 0.5 s.
+    """
+    return engine.table.grads.home.streamed
 
 
 def sums_in_last_group(engine: Engine) -> bool:
