@@ -47,7 +47,6 @@ import jax.numpy as jnp
 from surojax.memory.host import read
 from surojax.models.model import Variant
 from surojax.numerics.fp8 import delayed_scales, extended, new_observed
-from surojax.numerics.rounding import materialised
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
 from surojax.placement.mesh import DATA
@@ -335,8 +334,8 @@ def backward(
         observed = carry.observed
         for i, (each, (saved, _)) in enumerate(zip(of_group, taken, strict=True)):
             if i:
-                sums = materialised(sums)
-                dxs_BSD[i], dxs_BSD[i - 1] = in_turn(dxs_BSD[i], dxs_BSD[i - 1])
+                saved, dxs_BSD[i - 1] = in_turn(saved, dxs_BSD[i - 1])
+                dxs_BSD[i], sums = in_turn(dxs_BSD[i], sums)
             d_result = dxs_BSD[i], d_auxiliary
             inputs = each.recipe_inputs(layer.number)
             dw, dxs_BSD[i], seen = block_backward(engine, segment, layer, saved, d_result, inputs, each.starts_BS)
