@@ -101,7 +101,7 @@ class GroupCarry(NamedTuple):
 
     loss: summed so far, on this device; auxiliary: likewise, None if no block has one. squares: of the accumulators,
     complete after the last group. prefetched: by segment, weights of the next forward pass. observed: largest
-    magnitudes so far, for delayed scales.
+    magnitudes so far, for delayed scales. saved: by segment, the stacks of residuals, which every group writes anew.
     """
 
     grads: Accumulators
@@ -110,6 +110,7 @@ class GroupCarry(NamedTuple):
     squares: Squares
     prefetched: dict[str, list]
     observed: Any
+    saved: dict[str, list]
 
 
 class ForwardCarry(NamedTuple):
@@ -174,7 +175,8 @@ def loss_and_gradients(
         passes: dict[str, Forward] = {}
         for name, layers in segments.items():
             prefetched = layers.turn(carry.prefetched[name], g, reverse=False)
-            passes[name] = forward(engine, layers, xs_BSD, prefetched, of_group)
+            kept = [residuals[name].first(stack) for stack in carry.saved[name]]
+            passes[name] = forward(engine, layers, xs_BSD, prefetched, of_group, residuals[name], kept)
             xs_BSD = [each.x_BSD for each in passes[name].passed]
         total = carry.loss
         d_outer = carry.grads.outer
@@ -208,8 +210,10 @@ def loss_and_gradients(
             of_segments = [of.passed[i].auxiliary for of in passes.values() if of.passed[i].auxiliary is not None]
             auxiliary = functools.reduce(add, [auxiliary, *of_segments])
         grads = done.grads._replace(outer=d_outer)
-        return GroupCarry(grads, total, auxiliary, done.squares, prefetched, done.observed)
+        saved = {name: [each.kept.stack for each in of.passed] for name, of in passes.items()}
+        return GroupCarry(grads, total, auxiliary, done.squares, prefetched, done.observed, saved)
 
+    residuals = {name: residuals_of(engine, layers, outer, microbatch(0)) for name, layers in segments.items()}
     carry = GroupCarry(
         grads=accumulators(engine, weights),
         loss=varying(jnp.float32(0)),
@@ -217,6 +221,7 @@ def loss_and_gradients(
         squares=collectives.no_squares(),
         prefetched={name: layers.first() for name, layers in segments.items()},
         observed=varying(new_observed(history)),
+        saved={name: of.stacks(group_size) for name, of in residuals.items()},
     )
     groups = microbatches // group_size
     peeled = sums_in_last_group(engine)
@@ -260,26 +265,38 @@ def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: ja
     return lambda a, l: None
 
 
-@jax.named_scope("forward")
-def forward(engine: Engine, layers: Layers, xs_BSD: list[jax.Array], prefetched, of_group: list[Microbatch]) -> Forward:
-    """All blocks of a segment, for each microbatch of a group with its x."""
+def residuals_of(engine: Engine, layers: Layers, outer, each: Microbatch) -> Residuals:
+    """The residuals of a segment's layers in a microbatch."""
     segment = layers.segment
 
-    def residuals_of(variant: Variant, x_BSD):
+    def of_variant(variant: Variant):
         stack = layers.prefetches[0].part.stack  # all layers of a segment have the same shapes
         layer = Layer(0, segment.start, variant, fetch(engine, segment, stack, 0, variant))
-        inputs = of_group[0].recipe_inputs(layer.number)
-        return block_forward(engine, segment, layer, x_BSD, inputs, of_group[0].starts_BS)[1]
+        x_BSD = embed(outer, each.inputs_BS, engine.table.outer.sharded, engine.model.embedding_scale)
+        return block_forward(engine, segment, layer, x_BSD, each.recipe_inputs(layer.number), each.starts_BS)[1]
 
     variants = dict.fromkeys(segment.variants)
-    saved = {variant: jax.eval_shape(functools.partial(residuals_of, variant), xs_BSD[0]) for variant in variants}
-    residuals = Residuals(segment.num_layers, engine.table.residuals.home, saved)
+    saved = {variant: jax.eval_shape(functools.partial(of_variant, variant)) for variant in variants}
+    return Residuals(segment.num_layers, engine.table.residuals.home, saved)
+
+
+@jax.named_scope("forward")
+def forward(
+    engine: Engine,
+    layers: Layers,
+    xs_BSD: list[jax.Array],
+    prefetched,
+    of_group: list[Microbatch],
+    residuals: Residuals,
+    kept: list[Kept],
+) -> Forward:
+    """All blocks of a segment, for each microbatch of a group with its x. kept: before layer 0."""
+    segment = layers.segment
 
     def block_of(each: Microbatch, layer: Layer, carry: ForwardCarry) -> ForwardCarry:
         inputs = each.recipe_inputs(layer.number)
         (x_BSD, auxiliary), values = block_forward(engine, segment, layer, carry.x_BSD, inputs, each.starts_BS)
-        kept = residuals.keep(carry.kept, values, layer.index)
-        return ForwardCarry(x_BSD, add(carry.auxiliary, auxiliary), kept)
+        return ForwardCarry(x_BSD, add(carry.auxiliary, auxiliary), residuals.keep(carry.kept, values, layer.index))
 
     def one(layer: Layer, prefetched, carries: list[ForwardCarry]):
         done: list[ForwardCarry] = []
@@ -292,9 +309,7 @@ def forward(engine: Engine, layers: Layers, xs_BSD: list[jax.Array], prefetched,
         return done, prefetched
 
     auxiliary = varying(jnp.float32(0)) if segment.has_auxiliary_loss else None
-    carries = [
-        ForwardCarry(x_BSD, auxiliary, kept) for x_BSD, kept in zip(xs_BSD, residuals.first(len(xs_BSD)), strict=True)
-    ]
+    carries = [ForwardCarry(x_BSD, auxiliary, of) for x_BSD, of in zip(xs_BSD, kept, strict=True)]
     done, prefetched = layers.loop(one, carries, prefetched)
     return Forward(done, residuals, prefetched)
 
