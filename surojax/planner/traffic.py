@@ -230,7 +230,7 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
     """(host to device, device to host) bytes per step and GPU; rows: bytes by class of tensors and by memory.
 
     Weights, or their persistent 8-bit copies, are read twice a group of microbatches and written once a step. Gradients
-    are read and written once a group, and read once more by the update. Residuals are written and read once a
+    are written once a group, and read by the next group or the update. Residuals are written and read once a
     microbatch. Master weights and moments are read and written once a step; those in files pass through host memory.
     """
     groups = _groups(run, batch)
@@ -238,7 +238,7 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
     weights = host["weights"] + host.get("quants", 0)
     state = host["master"] + host["moments"]
     residuals = groups * host["residuals"]  # a group's are in host memory together
-    read = 2 * groups * weights + (groups + 1) * host["grads"] + residuals + state
+    read = 2 * groups * weights + groups * host["grads"] + residuals + state
     written = weights + groups * host["grads"] + residuals + state
     return read, written
 
