@@ -25,6 +25,7 @@ class Mutant(NamedTuple):
 
 PARITY = "tests/test_parity.py::test_equals_hugging_face"
 ENGINE = "tests/test_engine.py::test_equals_grad_of_the_plain_model"
+GROUPED = "tests/test_groups.py::test_groups_equal_grad_of_the_plain_model"
 SEGMENTS = "tests/test_models.py::test_segments_with_auxiliary_losses_equal_reverse_mode"
 GENERATE = "tests/test_generate.py::test_greedy_is_the_argmax_of_the_plain_model"
 BLOCK_FP8 = "tests/test_fp8.py::test_the_written_out_block_against_reverse_mode"
@@ -1061,15 +1062,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the last microbatch is run twice",
         "surojax/step/engine.py",
-        "jax.lax.fori_loop(0, microbatches - peeled,",
-        "jax.lax.fori_loop(0, microbatches,",
+        "jax.lax.fori_loop(0, groups - peeled,",
+        "jax.lax.fori_loop(0, groups,",
         f"{ENGINE} -k 4x1-saved",
     ),
     Mutant(
         "no microbatch is the last",
         "surojax/step/engine.py",
-        "functools.partial(microbatch, last=not peeled)",
-        "functools.partial(microbatch, last=False)",
+        "functools.partial(group, last=not peeled)",
+        "functools.partial(group, last=False)",
         f"{ENGINE} -k 1-saved and [1-",
     ),
     Mutant(
@@ -1117,7 +1118,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "accumulators in host memory are never zero at first",
         "surojax/step/engine.py",
-        "first=a == 0, last=last)",
+        "first=g == 0, last=last)",
         "first=False, last=last)",
         "tests/test_offload.py::test_accumulators_in_host_memory_need_not_start_as_zeros",
     ),
@@ -1163,6 +1164,55 @@ MUTANTS: tuple[Mutant, ...] = (
         "((word(step) * microbatches) * model.num_layers + word(l))",
         "tests/test_fp8.py::test_every_block_of_every_device_draws_numbers_of_its_own",
     ),
+    Mutant(
+        "a group's microbatches are those of the first group",
+        "surojax/step/engine.py",
+        "microbatch(g * group_size + i)",
+        "microbatch(i)",
+        f"{GROUPED} -k config0",
+    ),
+    Mutant(
+        "a group's gradients are those of its last microbatch",
+        "surojax/step/engine.py",
+        "            sums = accumulate(engine, segment, sums, dw)\n",
+        "            before = sums if i == 0 else before\n            sums = accumulate(engine, segment, before, dw)\n",
+        f"{GROUPED} -k config0",
+    ),
+    Mutant(
+        "all microbatches of a group are differentiated at the first one's residuals",
+        "surojax/step/engine.py",
+        "stacks = [each.kept for each in passed.passed]",
+        "stacks = [passed.passed[0].kept for _ in passed.passed]",
+        f"{GROUPED} -k config0",
+    ),
+    Mutant(
+        "nvfp4: microbatches of a group draw the same numbers",
+        "surojax/step/engine.py",
+        "functools.partial(recipe_inputs, a))",
+        "functools.partial(recipe_inputs, a // group_size))",
+        "tests/test_groups.py::test_groups_change_no_bit -k nvfp4-2",
+    ),
+    Mutant(
+        "textbook: groups of microbatches change nothing",
+        "surojax/planner/traffic.py",
+        "return batch.microbatches // run.engine.microbatches_per_fetch",
+        "return batch.microbatches",
+        TEXTBOOK,
+    ),
+    Mutant(
+        "microbatches_per_fetch is not handed on",
+        "surojax/assembly.py",
+        "        microbatches_per_fetch=c.microbatches_per_fetch,\n",
+        "",
+        TEXTBOOK,
+    ),
+    Mutant(
+        "groups that leave microbatches over are accepted",
+        "surojax/config/checks.py",
+        "microbatches % grouped == 0",
+        "True",
+        "tests/test_groups.py::test_groups_must_divide_the_microbatches",
+    ),
     # -- Prefetch, host memory ----------------------------------------------------------------------------------------
     Mutant(
         "shards are asked for one position late",
@@ -1195,8 +1245,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the microbatch before leaves its first layer's sums in the last layer",
         "surojax/step/gradients.py",
-        "write(sums.stack, sums.deferred, index_in_loop(0, microbatch))",
-        "write(sums.stack, sums.deferred, index_in_loop(segment.num_layers - 1, microbatch))",
+        "write(sums.stack, sums.deferred, index_in_loop(0, group))",
+        "write(sums.stack, sums.deferred, index_in_loop(segment.num_layers - 1, group))",
         "tests/test_offload.py::test_resident_layers_change_no_bit",
     ),
     Mutant(
@@ -1219,13 +1269,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "before = i - 1",
         "before = i",
         "tests/test_optimizers.py::test_a_large_embedding_is_updated_in_parts_to_the_same_bits",
-    ),
-    Mutant(
-        "the last of an odd number of layers is not updated",
-        "surojax/memory/host.py",
-        "    if n % 2:\n",
-        "    if False:\n",
-        "tests/test_offload.py::test_resident_layers_change_no_bit",
     ),
     Mutant(
         "old values of a layer are written over the one before",
@@ -2745,8 +2788,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: weights are gathered once a microbatch",
         "surojax/planner/traffic.py",
-        "2 * k * gathered if table.weights.sharded",
-        "k * gathered if table.weights.sharded",
+        "2 * groups * gathered if table.weights.sharded",
+        "groups * gathered if table.weights.sharded",
         TEXTBOOK,
     ),
     Mutant(
@@ -2766,8 +2809,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: the update does not read gradients",
         "surojax/planner/traffic.py",
-        '(k + 1) * host["grads"]',
-        'k * host["grads"]',
+        '(groups + 1) * host["grads"]',
+        'groups * host["grads"]',
         TEXTBOOK,
     ),
     Mutant(
