@@ -579,8 +579,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the end of a run has the first layer's variant",
         MODEL,
-        "carry = one(k, variants[number], carry)",
-        "carry = one(k, variants[0], carry)",
+        "in_turn, variants[number], carry)",
+        "in_turn, variants[0], carry)",
         f"{SEGMENTS} -k [1-placed0]",
     ),
     Mutant(
@@ -1062,15 +1062,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the last microbatch is run twice",
         "surojax/step/engine.py",
-        "jax.lax.fori_loop(0, groups - peeled,",
-        "jax.lax.fori_loop(0, groups,",
+        "end = max(begin, groups - peeled)",
+        "end = max(begin, groups)",
         f"{ENGINE} -k 4x1-saved",
     ),
     Mutant(
         "no microbatch is the last",
         "surojax/step/engine.py",
-        "functools.partial(group, last=not peeled)",
-        "functools.partial(group, last=False)",
+        "first=False, last=not peeled)",
+        "first=False, last=False)",
         f"{ENGINE} -k 1-saved and [1-",
     ),
     Mutant(
@@ -1116,10 +1116,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_engine.py::test_accumulation_does_not_change_the_result -k 4-1",
     ),
     Mutant(
-        "accumulators in host memory are never zero at first",
+        "the first group adds to what accumulators in host memory hold",
         "surojax/step/engine.py",
-        "first=g == 0, last=last)",
-        "first=False, last=last)",
+        "group(0, carry, first=True,",
+        "group(0, carry, first=False,",
         "tests/test_offload.py::test_accumulators_in_host_memory_need_not_start_as_zeros",
     ),
     Mutant(
@@ -1276,6 +1276,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "read(state, max(start - 1, 0))",
         "read(state, start)",
         "tests/test_offload.py::test_resident_layers_change_no_bit",
+    ),
+    Mutant(
+        "of two layers of the update the first is updated twice",
+        "surojax/memory/host.py",
+        "return layer(2 * i + 1, materialised",
+        "return layer(2 * i, materialised",
+        "tests/test_offload.py::test_a_sweep_updates_every_layer",
+    ),
+    Mutant(
+        "the last of an odd number of layers is not updated",
+        "surojax/memory/host.py",
+        "    if paired < n:\n",
+        "    if not paired:\n",
+        "tests/test_offload.py::test_a_sweep_updates_every_layer",
+    ),
+    Mutant(
+        "layers that alternate are read from host memory by kernels",
+        "surojax/step/weights.py",
+        "p = in_turn if prefetch.on_device else k",
+        "p = in_turn",
+        "tests/test_plan.py::test_copy_engines_do_all_host_transfers_in_loops -k sliding",
     ),
     Mutant(
         "indices are not clamped where slices do not",
@@ -2809,8 +2830,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: the update does not read gradients",
         "surojax/planner/traffic.py",
-        '(groups + 1) * host["grads"]',
-        'groups * host["grads"]',
+        'groups * host["grads"] + residuals + state\n    written',
+        '(groups - 1) * host["grads"] + residuals + state\n    written',
         TEXTBOOK,
     ),
     Mutant(

@@ -293,10 +293,16 @@ def forward(
     """All blocks of a segment, for each microbatch of a group with its x. kept: before layer 0."""
     segment = layers.segment
 
-    def block_of(each: Microbatch, layer: Layer, carry: ForwardCarry) -> ForwardCarry:
+    def block_of(each: Microbatch, layer: Layer, carry: ForwardCarry, prefetched):
+        """(carry, prefetched) after the layer's block."""
         inputs = each.recipe_inputs(layer.number)
         (x_BSD, auxiliary), values = block_forward(engine, segment, layer, carry.x_BSD, inputs, each.starts_BS)
-        return ForwardCarry(x_BSD, add(carry.auxiliary, auxiliary), residuals.keep(carry.kept, values, layer.index))
+        if engine.table.weights.sharded and not engine.recompute_block:
+            # Residuals are written after the next weights are gathered, or the scheduler puts the gather behind them.
+            values, gathered = jax.lax.optimization_barrier((values, prefetched[0]))
+            prefetched = gathered, *prefetched[1:]
+        kept = residuals.keep(carry.kept, values, layer.index)
+        return ForwardCarry(x_BSD, add(carry.auxiliary, auxiliary), kept), prefetched
 
     def one(layer: Layer, prefetched, carries: list[ForwardCarry]):
         done: list[ForwardCarry] = []
@@ -305,7 +311,8 @@ def forward(
                 x_BSD, before = in_turn(carry.x_BSD, done[-1].x_BSD)
                 carry = carry._replace(x_BSD=x_BSD)
                 done[-1] = done[-1]._replace(x_BSD=before)
-            done.append(block_of(each, layer, carry))
+            carry, prefetched = block_of(each, layer, carry, prefetched)
+            done.append(carry)
         return done, prefetched
 
     auxiliary = varying(jnp.float32(0)) if segment.has_auxiliary_loss else None
