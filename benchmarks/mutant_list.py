@@ -25,6 +25,7 @@ class Mutant(NamedTuple):
 
 PARITY = "tests/test_parity.py::test_equals_hugging_face"
 ENGINE = "tests/test_engine.py::test_equals_grad_of_the_plain_model"
+GROUPED = "tests/test_groups.py::test_groups_equal_grad_of_the_plain_model"
 SEGMENTS = "tests/test_models.py::test_segments_with_auxiliary_losses_equal_reverse_mode"
 GENERATE = "tests/test_generate.py::test_greedy_is_the_argmax_of_the_plain_model"
 BLOCK_FP8 = "tests/test_fp8.py::test_the_written_out_block_against_reverse_mode"
@@ -627,8 +628,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the end of a run has the first layer's variant",
         MODEL,
-        "carry = one(k, variants[number], carry)",
-        "carry = one(k, variants[0], carry)",
+        "in_turn, variants[number], carry)",
+        "in_turn, variants[0], carry)",
         f"{SEGMENTS} -k [1-placed0]",
     ),
     Mutant(
@@ -1110,15 +1111,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the last microbatch is run twice",
         "surojax/step/engine.py",
-        "jax.lax.fori_loop(0, microbatches - peeled,",
-        "jax.lax.fori_loop(0, microbatches,",
+        "end = max(begin, groups - peeled)",
+        "end = max(begin, groups)",
         f"{ENGINE} -k 4x1-saved",
     ),
     Mutant(
         "no microbatch is the last",
         "surojax/step/engine.py",
-        "functools.partial(microbatch, last=not peeled)",
-        "functools.partial(microbatch, last=False)",
+        "first=False, last=not peeled)",
+        "first=False, last=False)",
         f"{ENGINE} -k 1-saved and [1-",
     ),
     Mutant(
@@ -1143,6 +1144,20 @@ MUTANTS: tuple[Mutant, ...] = (
         f"{ENGINE} -k 1-saved and [1-",
     ),
     Mutant(
+        "the norm leaves out accumulators in device memory",
+        "surojax/step/gradients.py",
+        "    if sums_in_place(engine):\n        for name",
+        "    if False:\n        for name",
+        f"{ENGINE} -k 1-saved and [1-",
+    ),
+    Mutant(
+        "a layer's squares are counted for every layer",
+        "surojax/step/gradients.py",
+        "read(stacks, n - 1 - i)",
+        "read(stacks, n - 1)",
+        f"{ENGINE} -k 1-saved and [1-",
+    ),
+    Mutant(
         "the mean is over this device's labels",
         "surojax/step/engine.py",
         "return collectives.add_up(jnp.sum(labels >= 0, dtype=jnp.int32), *DATA)",
@@ -1150,10 +1165,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_engine.py::test_accumulation_does_not_change_the_result -k 4-1",
     ),
     Mutant(
-        "accumulators in host memory are never zero at first",
+        "the first group adds to what accumulators in host memory hold",
         "surojax/step/engine.py",
-        "first=a == 0, last=last)",
-        "first=False, last=last)",
+        "group(0, carry, first=True,",
+        "group(0, carry, first=False,",
         "tests/test_offload.py::test_accumulators_in_host_memory_need_not_start_as_zeros",
     ),
     Mutant(
@@ -1198,6 +1213,55 @@ MUTANTS: tuple[Mutant, ...] = (
         "((word(step) * microbatches) * model.num_layers + word(l))",
         "tests/test_fp8.py::test_every_block_of_every_device_draws_numbers_of_its_own",
     ),
+    Mutant(
+        "a group's microbatches are those of the first group",
+        "surojax/step/engine.py",
+        "microbatch(g * group_size + i)",
+        "microbatch(i)",
+        f"{GROUPED} -k config0",
+    ),
+    Mutant(
+        "a group's gradients are those of its last microbatch",
+        "surojax/step/engine.py",
+        "            sums = accumulate(engine, segment, sums, dw)\n",
+        "            before = sums if i == 0 else before\n            sums = accumulate(engine, segment, before, dw)\n",
+        f"{GROUPED} -k config0",
+    ),
+    Mutant(
+        "all microbatches of a group are differentiated at the first one's residuals",
+        "surojax/step/engine.py",
+        "stacks = [each.kept for each in passed.passed]",
+        "stacks = [passed.passed[0].kept for _ in passed.passed]",
+        f"{GROUPED} -k config0",
+    ),
+    Mutant(
+        "nvfp4: microbatches of a group draw the same numbers",
+        "surojax/step/engine.py",
+        "functools.partial(recipe_inputs, a))",
+        "functools.partial(recipe_inputs, a // group_size))",
+        "tests/test_groups.py::test_groups_change_no_bit -k nvfp4-2",
+    ),
+    Mutant(
+        "textbook: groups of microbatches change nothing",
+        "surojax/planner/traffic.py",
+        "return batch.microbatches // run.engine.microbatches_per_fetch",
+        "return batch.microbatches",
+        TEXTBOOK,
+    ),
+    Mutant(
+        "microbatches_per_fetch is not handed on",
+        "surojax/assembly.py",
+        "        microbatches_per_fetch=c.microbatches_per_fetch,\n",
+        "",
+        TEXTBOOK,
+    ),
+    Mutant(
+        "groups that leave microbatches over are accepted",
+        "surojax/config/checks.py",
+        "microbatches % grouped == 0",
+        "True",
+        "tests/test_groups.py::test_groups_must_divide_the_microbatches",
+    ),
     # -- Prefetch, host memory ----------------------------------------------------------------------------------------
     Mutant(
         "shards are asked for one position late",
@@ -1230,8 +1294,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the microbatch before leaves its first layer's sums in the last layer",
         "surojax/step/gradients.py",
-        "write(sums.stack, sums.deferred, index_in_loop(0, microbatch))",
-        "write(sums.stack, sums.deferred, index_in_loop(segment.num_layers - 1, microbatch))",
+        "write(sums.stack, sums.deferred, index_in_loop(0, group))",
+        "write(sums.stack, sums.deferred, index_in_loop(segment.num_layers - 1, group))",
         "tests/test_offload.py::test_resident_layers_change_no_bit",
     ),
     Mutant(
@@ -1261,6 +1325,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "read(state, max(start - 1, 0))",
         "read(state, start)",
         "tests/test_offload.py::test_resident_layers_change_no_bit",
+    ),
+    Mutant(
+        "of two layers of the update the first is updated twice",
+        "surojax/memory/host.py",
+        "return layer(2 * i + 1, materialised",
+        "return layer(2 * i, materialised",
+        "tests/test_offload.py::test_a_sweep_updates_every_layer",
+    ),
+    Mutant(
+        "the last of an odd number of layers is not updated",
+        "surojax/memory/host.py",
+        "    if paired < n:\n",
+        "    if not paired:\n",
+        "tests/test_offload.py::test_a_sweep_updates_every_layer",
+    ),
+    Mutant(
+        "layers that alternate are read from host memory by kernels",
+        "surojax/step/weights.py",
+        "p = in_turn if prefetch.on_device else k",
+        "p = in_turn",
+        "tests/test_plan.py::test_copy_engines_do_all_host_transfers_in_loops -k sliding",
     ),
     Mutant(
         "indices are not clamped where slices do not",
@@ -2899,8 +2984,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: weights are gathered once a microbatch",
         "surojax/planner/traffic.py",
-        "2 * k * gathered if table.weights.sharded",
-        "k * gathered if table.weights.sharded",
+        "2 * groups * gathered if table.weights.sharded",
+        "groups * gathered if table.weights.sharded",
         TEXTBOOK,
     ),
     Mutant(
@@ -2920,8 +3005,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: the update does not read gradients",
         "surojax/planner/traffic.py",
-        '(k + 1) * host["grads"]',
-        'k * host["grads"]',
+        'groups * host["grads"] + residuals + state\n    written',
+        '(groups - 1) * host["grads"] + residuals + state\n    written',
         TEXTBOOK,
     ),
     Mutant(

@@ -105,6 +105,7 @@ class Small:
         lmhead_chunks: int = 1,
         z_loss: float = 0.0,
         packed: bool = False,
+        microbatches_per_fetch: int = 1,
         seed: int = 0,
         m_dtype: str = "float32",
         optimizer=optim.adamw,
@@ -122,6 +123,7 @@ class Small:
             lmhead_chunks=lmhead_chunks,
             z_loss=z_loss,
             packed=packed,
+            microbatches_per_fetch=microbatches_per_fetch,
         )
         self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer
         self.step = self.run.train_step()

@@ -83,6 +83,7 @@ def field_cases() -> list[tuple[str, str]]:
     save_total_limit=0          | save_total_limit: expected 1 or more, got 0; raise it
     per_device_batch_size=0     | per_device_batch_size: expected 1 or more
     gradient_accumulation_steps=0 | gradient_accumulation_steps: expected 1 or more
+    microbatches_per_fetch=0    | microbatches_per_fetch: expected 1 or more, got 0; raise it
     sequence_len=0              | sequence_len: expected 1 or more
     sequence_len=-128           | sequence_len: expected 1 or more
     sequence_len=2147483647     | per_device_batch_size x sequence_len: expected less than 2^31 tokens

@@ -426,6 +426,7 @@ def compiled_step(gpus: int, **changes) -> str:
     return aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text
 
 
+ALTERNATING = {"model.num_hidden_layers": 6, "model.sliding_window": 32, "model.sliding_window_pattern": 2}
 PLACED_IN_HOST = [
     (1, ALL),
     (4, ALL | SHARDED),
@@ -439,6 +440,9 @@ PLACED_IN_HOST = [
     (1, ALL | {"recompute_block": False}),
     (1, ALL | {"optimizer": "adamw8bit"}),
     (4, ALL | {"zero_level": 3, "optimizer": "normuon"}),
+    (1, ALL | ALTERNATING),
+    (4, ALL | {"zero_level": 3} | ALTERNATING),
+    (1, ALL | {"microbatches_per_fetch": 3}),
 ]
 
 

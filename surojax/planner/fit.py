@@ -100,7 +100,8 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     head = (
         capped + logits + max(logits, head_gradient)
     )  # first the logits with their gradient, then with the head's gradient
-    activations = sum(segment.activations for segment in segments)
+    group = engine.microbatches_per_fetch
+    activations = group * sum(segment.activations for segment in segments)
 
     def by_home(tree) -> dict[str, int]:
         """Bytes of a planned tree in each memory."""
@@ -115,8 +116,7 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     layer_grads = [segment.grads // of.num_layers for segment, of in zip(segments, model.segments, strict=True)]
     saved_on_device = 0 if table.residuals.home.streamed else activations
     if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and table.outer.sharded):
-        # XLA's CPU compiler allocates separate activations for the last microbatch
-        # (gradients.sums_in_last_microbatch).
+        # XLA's CPU compiler allocates separate activations for the last group (gradients.sums_in_last_group).
         activations *= 2
     quants = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if is_quantized(x)]
     streamed = work.home.streamed or table.quants.home.streamed
@@ -138,9 +138,12 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
         # of every other segment. While the head computes: those of the previous microbatch.
         during_layer += sum(layer_grads) + max(layer_grads)
         during_head += sum(layer_grads)
+    elif group > 1:  # the sums of a layer between two microbatches
+        during_layer += max(layer_grads)
     if table.residuals.home.streamed:
-        # Residuals of the next layer. Those of this layer too if it is recomputed; else `saved` below includes them.
-        during_layer += (2 if engine.recompute_block else 1) * kept
+        # Residuals of this layer and of the next, for each microbatch of a group. If this layer is not recomputed,
+        # `saved` below includes those of one microbatch.
+        during_layer += (2 * group - (not engine.recompute_block)) * kept
     # The backward pass of a block first has all values of its forward pass in memory, then all its gradients. If
     # gradients are sharded, each is freed when it is reduced. The factors are fitted to the measurements above.
     recompute_factor = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
@@ -151,7 +154,7 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     update = _update_bytes(run, layer_state) - saved_on_device
     if in_file:  # all tensors of a layer are updated by one program, after the update of the outer layers
         update = layer_state + layer_bytes - outer_grads - saved_on_device
-    working_space = max(block + during_layer, head + during_head, update) + 2 * x_bytes
+    working_space = max(block + during_layer, head + during_head, update) + (1 + group) * x_bytes
     unquantised = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]
     of_grads = only_in(grads.home, block_grads)
     of_grads[DEVICE.name] += outer_grads
