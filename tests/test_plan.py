@@ -57,8 +57,10 @@ MESH = jax.sharding.AbstractMesh((1, 1), DATA)
 
 
 def config(name: str = "llama7b", **changes):
-    """A config of configs/ with changes."""
+    """A config of configs/ with changes; two microbatches of a sequence, as the tables of memory have."""
     c = flags.load(str(CONFIGS / f"{name}.py"))
+    c.per_device_batch_size = 1
+    c.gradient_accumulation_steps = 2
     for field, value in changes.items():
         owner = c.model if field.startswith("model.") else c
         owner[field.removeprefix("model.")] = value
