@@ -121,9 +121,9 @@ class ForwardCarry(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Results of a segment's forward pass: for each microbatch, and prefetched weights."""
+    """Results of a segment's forward pass, for each microbatch of a group, and prefetched weights."""
 
-    passed: list[ForwardCarry]
+    microbatches: list[ForwardCarry]
     residuals: Residuals
     prefetched: list
 
@@ -156,6 +156,8 @@ def loss_and_gradients(
     model = engine.model
     microbatches = inputs_ABS.shape[0]
     group_size = engine.microbatches_per_fetch
+    groups, left_over = divmod(microbatches, group_size)
+    assert not left_over, f"expected a multiple of {group_size} microbatches, got {microbatches}"
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
     has_auxiliary = any(segment.has_auxiliary_loss for segment in model.segments)
     auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*DATA)[1])
@@ -166,7 +168,8 @@ def loss_and_gradients(
     recipe_inputs = recipe_inputs_of(engine, history, step, microbatches, scale)
 
     def microbatch(a) -> Microbatch:
-        return Microbatch(*read((inputs_ABS, labels_ABS, starts_ABS), a), functools.partial(recipe_inputs, a))
+        inputs_BS, labels_BS, starts_BS = read((inputs_ABS, labels_ABS, starts_ABS), a)
+        return Microbatch(inputs_BS, labels_BS, starts_BS, functools.partial(recipe_inputs, a))
 
     def group(g, carry: GroupCarry, *, last: bool) -> GroupCarry:
         of_group = [microbatch(g * group_size + i) for i in range(group_size)]
@@ -175,7 +178,7 @@ def loss_and_gradients(
         for name, layers in segments.items():
             prefetched = layers.turn(carry.prefetched[name], g, reverse=False)
             passes[name] = forward(engine, layers, xs_BSD, prefetched, of_group)
-            xs_BSD = [each.x_BSD for each in passes[name].passed]
+            xs_BSD = [each.x_BSD for each in passes[name].microbatches]
         total = carry.loss
         d_outer = carry.grads.outer
         dxs_BSD = []
@@ -205,8 +208,9 @@ def loss_and_gradients(
             d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, sharded, model.embedding_scale)
         auxiliary = carry.auxiliary
         for i in range(group_size):
-            of_segments = [of.passed[i].auxiliary for of in passes.values() if of.passed[i].auxiliary is not None]
-            auxiliary = functools.reduce(add, [auxiliary, *of_segments])
+            for passed in passes.values():
+                if passed.microbatches[i].auxiliary is not None:
+                    auxiliary = add(auxiliary, passed.microbatches[i].auxiliary)
         grads = done.grads._replace(outer=d_outer)
         return GroupCarry(grads, total, auxiliary, done.squares, prefetched, done.observed)
 
@@ -218,7 +222,6 @@ def loss_and_gradients(
         prefetched={name: layers.first() for name, layers in segments.items()},
         observed=varying(new_observed(history)),
     )
-    groups = microbatches // group_size
     peeled = sums_in_last_group(engine)
     if peeled < groups:
         looped = functools.partial(group, last=not peeled)
@@ -310,7 +313,7 @@ def backward(
     passed: the segment's forward pass. first, last: group of the step, see `read_accumulator` and `push`.
     """
     segment = layers.segment
-    stacks = [each.kept for each in passed.passed]
+    stacks = [each.kept for each in passed.microbatches]
 
     def one(layer: Layer, prefetched, carry: BackwardCarry):
         l = layer.index
