@@ -1230,8 +1230,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all microbatches of a group are differentiated at the first one's residuals",
         "surojax/step/engine.py",
-        "stacks = [each.kept for each in passed.passed]",
-        "stacks = [passed.passed[0].kept for _ in passed.passed]",
+        "stacks = [each.kept for each in passed.microbatches]",
+        "stacks = [passed.microbatches[0].kept for _ in passed.microbatches]",
         f"{GROUPED} -k config0",
     ),
     Mutant(

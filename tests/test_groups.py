@@ -58,7 +58,7 @@ def trained(batches, **options):
     return curve, [np.asarray(x).tobytes() for x in jax.tree.leaves(small.state)]
 
 
-@pytest.mark.parametrize("case, group", quick_at([(case, group) for case in CASES for group in (2, 4)], 2, 4))
+@pytest.mark.parametrize("case, group", quick_at([(case, group) for case in CASES for group in (2, 4)], 2))
 def test_groups_change_no_bit(case, group):
     """Losses, norms, weights and moments of three steps, with as many groups as there are and with one."""
     batches = [tokens(4, 8, 16, seed=i) for i in range(3)]
@@ -89,7 +89,8 @@ def test_state_in_files_changes_no_bit(tmp_path):
     assert Small(**ALL | files, microbatches_per_fetch=2).train(batches) == plain
 
 
-@pytest.mark.parametrize("config, devices", quick_at([(QWEN, 4), (GEMMA, 1), (MINISTRAL, 4)], 0))
+@pytest.mark.full
+@pytest.mark.parametrize("config, devices", [(QWEN, 4), (GEMMA, 1), (MINISTRAL, 4)])
 def test_groups_equal_grad_of_the_plain_model(config, devices):
     """Two groups of two. Tied embeddings get the same sums in another order."""
     batch = tokens(4, 4, 16)
@@ -100,20 +101,20 @@ def test_groups_equal_grad_of_the_plain_model(config, devices):
     assert worst_relative(found[1], grads) < ORDER_OF_SUMS
 
 
-def gathered_layers(group: int) -> float:
-    """All-gathers of a layer's seven matrices in a step of four microbatches of three layers."""
+def gathered_arrays(group: int) -> int:
+    """All-gathers in a step of four microbatches of three layers."""
     small = Small(4, zero_level=3, microbatches_per_fetch=group)
     batch = [jax.ShapeDtypeStruct((4, 8, 16), np.int32, sharding=batch_sharding(small.mesh))] * 2
     module = hlo.parse(small.step.lower(small.plan, *batch).compile().as_text())
-    gathers = sum(times for i, times, _ in hlo.executed(module) if i.opcode == "all-gather")
-    outer = 2  # embedding and head, once a step
-    return (gathers - outer) / 7
+    return sum(times for i, times, _ in hlo.executed(module) if i.opcode == "all-gather")
 
 
 @pytest.mark.full
 def test_a_group_gathers_each_layer_once_a_pass():
-    """Three layers, forward and backward, for each group; and the first layer of a forward pass that does not come."""
-    assert {group: gathered_layers(group) for group in (1, 2, 4)} == {1: 25, 2: 13, 4: 7}
+    """Nine arrays of three layers, forward and backward, for each group; those of the first layer of a forward pass
+    that does not come; once a step the three outer arrays."""
+    found = {group: gathered_arrays(group) for group in (1, 2, 4)}
+    assert found == {group: 9 * (2 * 3 * 4 // group + 1) + 3 for group in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("group, change", [(3, "use 4"), (8, "use 4")])

@@ -57,8 +57,10 @@ MESH = jax.sharding.AbstractMesh((1, 1), DATA)
 
 
 def config(name: str = "llama7b", **changes):
-    """A config of configs/ with changes."""
+    """A config of configs/ with changes; two microbatches of a sequence, as the tables of memory have."""
     c = flags.load(str(CONFIGS / f"{name}.py"))
+    c.per_device_batch_size = 1
+    c.gradient_accumulation_steps = 2
     for field, value in changes.items():
         owner = c.model if field.startswith("model.") else c
         owner[field.removeprefix("model.")] = value
@@ -274,6 +276,31 @@ def test_host_copies_are_counted(planned):
     assert moments == per_parameter * p.parameters and p.host_temp_bytes == 0
     layer = per_parameter * (p.parameters - vocabulary - 256) // 64
     assert (p.h2d_bytes, p.d2h_bytes) == (moments + layer, moments + layer)
+
+
+@needs_compiler
+@pytest.mark.full
+def test_groups_of_microbatches_share_transfers(planned):
+    """Weights and accumulators cross the host link, and weights the GPUs' link, once for a group of four microbatches.
+
+    Of 64 layers a few are transferred once more, at the turns of passes and ahead of the end of a loop.
+    """
+    offloads = {"offload_weights": True, "offload_grads": True}
+    changes = BLOCKS | offloads | {"gpus": 4, "zero_level": 3, "gradient_accumulation_steps": 12}
+    one, four = (planned(config(**changes, microbatches_per_fetch=group)) for group in (1, 4))
+    for p, groups in ((one, 12), (four, 3)):
+        weights, grads = (p.classes[name]["host"] for name in ("weights", "grads"))
+        assert p.h2d_bytes == pytest.approx((2 * groups) * weights + (groups + 1) * grads, rel=0.05)
+        assert p.d2h_bytes == pytest.approx(weights + groups * grads, rel=0.05)
+        for x in p.collectives:
+            assert x["bytes"] == pytest.approx(x["textbook_bytes"], rel=0.02, abs=1000), x
+    gathered, reduced = ([sent(p, op) for p in (one, four)] for op in ("all-gather", "reduce-scatter"))
+    assert gathered[0] > 3.9 * gathered[1] and reduced[0] == reduced[1]
+
+
+def sent(p: Plan, op: str) -> int:
+    """Bytes that a plan's collectives of this kind send."""
+    return sum(x["bytes"] for x in p.collectives if x["op"] == op)
 
 
 @needs_compiler

@@ -128,6 +128,7 @@ def _changes(c: Config, n: int, platform: str, scarce: bool) -> Iterator[Change]
     if not c.recompute_block:
         yield {"recompute_norm": True, "recompute_swiglu": True}
     yield {"recompute_block": True} | dict.fromkeys(RECOMPUTE_PARTS, False)
+    yield {"microbatches_per_fetch": 1}
     yield {"lmhead_chunks": chunks(c.per_device_batch_size * c.sequence_len)}
     yield {
         "per_device_batch_size": 1,

@@ -141,9 +141,10 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     elif group > 1:  # the sums of a layer between two microbatches
         during_layer += max(layer_grads)
     if table.residuals.home.streamed:
-        # Residuals of this layer and of the next, for each microbatch of a group. If this layer is not recomputed,
-        # `saved` below includes those of one microbatch.
-        during_layer += (2 * group - (not engine.recompute_block)) * kept
+        # Residuals of this layer and of the next, of each microbatch of a group. The input of a recomputed block takes
+        # the place of the one before it. If a block is not recomputed, `saved` below includes those of a microbatch.
+        in_flight = 1 + group if engine.recompute_block else 2 * group if group > 1 else 1
+        during_layer += in_flight * kept
     # The backward pass of a block first has all values of its forward pass in memory, then all its gradients. If
     # gradients are sharded, each is freed when it is reduced. The factors are fitted to the measurements above.
     recompute_factor = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
@@ -154,7 +155,7 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     update = _update_bytes(run, layer_state) - saved_on_device
     if in_file:  # all tensors of a layer are updated by one program, after the update of the outer layers
         update = layer_state + layer_bytes - outer_grads - saved_on_device
-    working_space = max(block + during_layer, head + during_head, update) + (1 + group) * x_bytes
+    working_space = max(block + during_layer, head + during_head, update) + 2 * x_bytes
     unquantised = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]
     of_grads = only_in(grads.home, block_grads)
     of_grads[DEVICE.name] += outer_grads

@@ -18,7 +18,9 @@ gradients.py, embedding and head in outer.py.
 A group has `microbatches_per_fetch` microbatches. A layer's weights are fetched once for all of them, and so are its
 accumulators if they are in host memory: fewer transfers, more residuals. Gradients are added in the same order with
 groups of any size, so results are the same to the bit, but for a head that is also the embedding: its matrix gets the
-gradients of all heads of a group before those of its embeddings.
+gradients of all heads of a group before those of its embeddings. The microbatches of a group are unrolled in the loops
+over layers: XLA keeps no all-gather in flight across an inner loop (docs/LOG.md, 2026-11-22). A microbatch's gradients
+are reduced while the next one's block is recomputed.
 
 Why not `jax.grad` of the whole model: it holds all gathered weights, or a whole tree of gradients, at once. Here one
 layer's weights and gradients exist at a time, whatever the placement.
@@ -122,9 +124,9 @@ class ForwardCarry(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Results of a segment's forward pass: for each microbatch, and prefetched weights."""
+    """Results of a segment's forward pass, for each microbatch of a group, and prefetched weights."""
 
-    passed: list[ForwardCarry]
+    microbatches: list[ForwardCarry]
     residuals: Residuals
     prefetched: list
 
@@ -157,6 +159,8 @@ def loss_and_gradients(
     model = engine.model
     microbatches = inputs_ABS.shape[0]
     group_size = engine.microbatches_per_fetch
+    groups, left_over = divmod(microbatches, group_size)
+    assert not left_over, f"expected a multiple of {group_size} microbatches, got {microbatches}"
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
     has_auxiliary = any(segment.has_auxiliary_loss for segment in model.segments)
     auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*DATA)[1])
@@ -167,7 +171,8 @@ def loss_and_gradients(
     recipe_inputs = recipe_inputs_of(engine, history, step, microbatches, scale)
 
     def microbatch(a) -> Microbatch:
-        return Microbatch(*read((inputs_ABS, labels_ABS, starts_ABS), a), functools.partial(recipe_inputs, a))
+        inputs_BS, labels_BS, starts_BS = read((inputs_ABS, labels_ABS, starts_ABS), a)
+        return Microbatch(inputs_BS, labels_BS, starts_BS, functools.partial(recipe_inputs, a))
 
     def group(g, carry: GroupCarry, *, first: bool, last: bool) -> GroupCarry:
         of_group = [microbatch(g * group_size + i) for i in range(group_size)]
@@ -177,7 +182,7 @@ def loss_and_gradients(
             prefetched = layers.turn(carry.prefetched[name], g, reverse=False)
             kept = [residuals[name].first(stack) for stack in carry.saved[name]]
             passes[name] = forward(engine, layers, xs_BSD, prefetched, of_group, residuals[name], kept)
-            xs_BSD = [each.x_BSD for each in passes[name].passed]
+            xs_BSD = [each.x_BSD for each in passes[name].microbatches]
         total = carry.loss
         d_outer = carry.grads.outer
         dxs_BSD = []
@@ -207,10 +212,11 @@ def loss_and_gradients(
             d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, sharded, model.embedding_scale)
         auxiliary = carry.auxiliary
         for i in range(group_size):
-            of_segments = [of.passed[i].auxiliary for of in passes.values() if of.passed[i].auxiliary is not None]
-            auxiliary = functools.reduce(add, [auxiliary, *of_segments])
+            for passed in passes.values():
+                if passed.microbatches[i].auxiliary is not None:
+                    auxiliary = add(auxiliary, passed.microbatches[i].auxiliary)
         grads = done.grads._replace(outer=d_outer)
-        saved = {name: [each.kept.stack for each in of.passed] for name, of in passes.items()}
+        saved = {name: [each.kept.stack for each in of.microbatches] for name, of in passes.items()}
         return GroupCarry(grads, total, auxiliary, done.squares, prefetched, done.observed, saved)
 
     residuals = {name: residuals_of(engine, layers, outer, microbatch(0)) for name, layers in segments.items()}
@@ -223,7 +229,6 @@ def loss_and_gradients(
         observed=varying(new_observed(history)),
         saved={name: of.stacks(group_size) for name, of in residuals.items()},
     )
-    groups = microbatches // group_size
     peeled = sums_in_last_group(engine)
     begin = 0
     if starts_in_first_group(engine):
@@ -337,7 +342,7 @@ def backward(
     passed: the segment's forward pass. first, last: group of the step, see `read_accumulator` and `push`.
     """
     segment = layers.segment
-    stacks = [each.kept for each in passed.passed]
+    stacks = [each.kept for each in passed.microbatches]
 
     def one(layer: Layer, prefetched, carry: BackwardCarry):
         l = layer.index
