@@ -17,6 +17,7 @@ moments in host memory while a checkpoint is written.
 """
 
 import dataclasses
+import functools
 import math
 import os
 from typing import Any, NamedTuple
@@ -83,7 +84,7 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     grads = table.grads
     x = jax.ShapeDtypeStruct((batch, sequence_len, model.hidden_size), work.dtype)
     x_bytes = _bytes(x)
-    segments = [_segment_bytes(run, segment, x, platform) for segment in model.segments]
+    segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
     layer_bytes = max(segment.weights for segment in segments)
     fetched = max(segment.fetched for segment in segments)
     kept = max(segment.kept for segment in segments)
@@ -183,17 +184,17 @@ class SegmentBytes(NamedTuple):
     activations: int  # residuals of all layers
 
 
-def _segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
+def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
     """The `SegmentBytes` of a segment whose layers have an input like x."""
     engine = run.engine
     compute = run.model.compute
     layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, engine.table.weights.dtype), segment.params)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
     packed = engine.packed
-    saved, scores = _block_bytes(run.model, segment, layer, x, platform, packed)
+    saved, scores = _block_bytes(run.model, segment, x, platform, packed)
     # The backward pass has all residuals of a layer in memory at once, even if they are recomputed.
     plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute()))
-    all_saved = saved if plain is run.model else _block_bytes(plain, segment, layer, x, platform, packed)[0]
+    all_saved = saved if plain is run.model else _block_bytes(plain, segment, x, platform, packed)[0]
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
     grads = jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes)
@@ -231,21 +232,14 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
 
 
 def _block_bytes(
-    model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct, platform: str, packed: bool
+    model: Model, segment: Segment, x: jax.ShapeDtypeStruct, platform: str, packed: bool
 ) -> tuple[int, int]:
     """(bytes of the block's residuals without its weights, bytes that attention needs in its backward pass)."""
     B, S, _ = x.shape
     itemsize = x.dtype.itemsize
     compute = model.compute
     heads_of = segment.heads
-    # Residuals are the same with every kernel. "auto" never raises; `check_kernels` reports what is not supported.
-    kernels = "xla" if compute.precision.kernels == "xla" else "auto"
-    precision = dataclasses.replace(compute.precision, kernels=kernels)
-    traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
-    forward = next(s for s in traced.segments if s.name == segment.name).block_forward
-    layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
-    variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
-    saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x, None, variant)[1], layer, x))
+    saved = _traced_residuals(model, segment, x.shape, x.dtype)
     heads = B * S * heads_of.query
     kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
     flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
@@ -256,6 +250,25 @@ def _block_bytes(
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
         return saved + kept, B * S * copied * itemsize
     return saved, (4 if platform == "cpu" else 2) * heads * S * 4
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_residuals(model: Model, segment: Segment, shape: tuple[int, ...], dtype) -> int:
+    """Bytes of a block's residuals without its weights, for an input of this shape. Traces the block, so it is cached.
+
+    Families build the same model for the same settings once, so models can be keys.
+    """
+    compute = model.compute
+    # Residuals are the same with every kernel. "auto" never raises; `check_kernels` reports what is not supported.
+    kernels = "xla" if compute.precision.kernels == "xla" else "auto"
+    precision = dataclasses.replace(compute.precision, kernels=kernels)
+    traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
+    forward = next(s for s in traced.segments if s.name == segment.name).block_forward
+    layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), segment.params)
+    layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
+    variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return _bytes(jax.eval_shape(lambda w, x: forward(w, x, None, variant)[1], layer, x))
 
 
 def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None = None) -> dict[str, int]:

@@ -78,10 +78,12 @@ class Plan(Prediction):
     changes: list[str]  # changes of settings that would make it fit
 
 
-def plan(config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None) -> Plan:
+def plan(
+    config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None, advise: bool = True
+) -> Plan:
     """Plans a run on `config.gpus` GPUs of this kind. host_memory: of the machine, in GiB; None: no limit is checked.
 
-    trace: a file for a trace of the simulated step (`prediction.trace`).
+    trace: a file for a trace of the simulated step (`prediction.trace`). advise: look for `changes` if it does not fit.
 
     A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
     planned in a new process. Raises ConfigError for settings that `train` refuses, for an unknown GPU, for `gpus=0`,
@@ -89,11 +91,11 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None, trace: s
     """
     c = checked(config, gpu)
     if aot.available() and not aot.usable(gpu):
-        return plan_in_subprocess(c, gpu, host_memory=host_memory, trace=trace)
-    return _plan(c, gpu, host_memory, trace)
+        return plan_in_subprocess(c, gpu, host_memory=host_memory, trace=trace, advise=advise)
+    return _plan(c, gpu, host_memory, trace, advise)
 
 
-def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None) -> Plan:
+def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None, advise: bool) -> Plan:
     """`plan` of a checked config, in this process."""
     n = c.gpus
     facts = GPUS[gpu]
@@ -131,7 +133,7 @@ def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None) -> 
         times_s=times,
         device_limit_bytes=limit.device,
         host_limit_bytes=host_limit,
-        changes=[] if fits else _changes(c, need, limit),
+        changes=_changes(c, need, limit) if advise and not fits else [],
         **found,
     )
 
@@ -362,10 +364,13 @@ def _changes(c: Config, need: Memory, limit: Memory) -> list[str]:
     return advice.lines(found, limit) + [more] * unsolved
 
 
-def plan_in_subprocess(config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None) -> Plan:
+def plan_in_subprocess(
+    config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None, advise: bool = True
+) -> Plan:
     """`plan` in a new process. Raises ConfigError as `plan` does, and RuntimeError if that process fails."""
     code = "from surojax.planner.plan import serve; serve()"
-    request = json.dumps({"config": config.to_dict(), "gpu": gpu, "host_memory": host_memory, "trace": trace})
+    options = {"host_memory": host_memory, "trace": trace, "advise": advise}
+    request = json.dumps({"config": config.to_dict(), "gpu": gpu, "options": options})
     done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"planning for {gpu} in a process of its own failed: {done.stderr.strip()[-2000:]}")
@@ -384,7 +389,7 @@ def serve() -> None:
         c = checked(checks.restored_config(request["config"]), gpu)
         if aot.available() and not aot.usable(gpu):
             raise ConfigError(f"--gpu: cannot compile for {gpu}: JAX does not load its CUDA plugin; {aot.EXTRA}")
-        answer = dataclasses.asdict(_plan(c, gpu, request["host_memory"], request["trace"]))
+        answer = dataclasses.asdict(_plan(c, gpu, **request["options"]))
     except ConfigError as error:
         answer = {"error": str(error)}
     json.dump(answer, sys.stdout)
