@@ -223,13 +223,10 @@ def _predicted(
     if len(modules) > 1:
         return dataclasses.asdict(Prediction(not_predicted="state in files, and the drive's speed is not known"))
     (module,) = modules
-    tokens = batch.tokens * batch.microbatches
-    compute_time = tokens * traffic.compute_time(GPUS[gpu], traffic.token_flops(run, batch.sequence_len))
-    mesh_shape = run.mesh.shape
-    found = prediction.predict(module, GPUS[gpu], mesh_shape, tokens=tokens, compute_time=compute_time)
+    found = prediction.of_module(module, run, batch, GPUS[gpu])
     if trace is not None and not found.not_predicted:
         title = f"{c.gpus} x {GPUS[gpu].name}"
-        prediction.write_trace(Path(trace), module, GPUS[gpu], mesh_shape, title)
+        prediction.write_trace(Path(trace), module, GPUS[gpu], run.mesh.shape, title)
     return dataclasses.asdict(found)
 
 
