@@ -23,7 +23,7 @@ from surojax.config.flags import parse
 from surojax.config.write import check_new, config_file
 from surojax.errors import ConfigError
 from surojax.plan import check_path
-from surojax.planner import advice, aot, fit
+from surojax.planner import advice, aot, footprint
 from surojax.planner.advice import GiB, flags
 from surojax.planner.fastest import MOST_COMPILED, Result, Row, fastest
 from surojax.planner.gpus import GPUS
@@ -107,8 +107,8 @@ def describe(row: Row, result: Result, base: str, file: Path) -> str:
         "",
         f"{needs}; {what} {1e3 * row.seconds:,.0f} ms a step, {tokens / row.seconds:,.0f} tokens/s per GPU.",
     ]
-    if device > fit.DEFAULT_POOL * GPUS[result.gpu].memory_bytes:
-        lines.append(f"Set {fit.POOL_SETTING} in the environment: JAX takes {fit.DEFAULT_POOL} by itself.")
+    if device > footprint.DEFAULT_POOL * GPUS[result.gpu].memory_bytes:
+        lines.append(f"Set {footprint.POOL_SETTING} in the environment: JAX takes {footprint.DEFAULT_POOL} by itself.")
     return "\n".join([*lines, ""])
 
 

@@ -43,7 +43,8 @@ from surojax.placement.layout import batch_sharding, replicated_matrices
 from surojax.placement.mesh import find_devices, make_mesh
 from surojax.planner import gpus, prediction, report as planned, traffic
 from surojax.planner.advice import summed
-from surojax.planner.fit import check_fit, compare, estimate_host, host_temporaries, memory_limit
+from surojax.planner.check_fit import check_fit, compare, memory_limit
+from surojax.planner.footprint import estimate_host, host_temporaries
 from surojax.planner.prediction import Prediction
 from surojax.run import checkpoint
 from surojax.run.checkpoint import Checkpoints

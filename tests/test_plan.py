@@ -26,7 +26,7 @@ from surojax.config import flags
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.placement.mesh import DATA, make_mesh
-from surojax.planner import advice, aot, costs, fit, hlo, plan as planner, report, traffic
+from surojax.planner import advice, aot, costs, footprint, hlo, plan as planner, report, traffic
 from surojax.planner.advice import GiB
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import Transfer
@@ -112,8 +112,8 @@ def test_device_memory(planned, name, gpu, changes, most):
     p = planned(c, gpu)
     assert not p.estimate and p.fits
     assert p.device_bytes <= most * GiB
-    # What `train` goes by, which compiles nothing: fit.py says what was measured.
-    assert 0.98 < fit.needed(c, c.gpus, "gpu") / p.device_bytes < 1.1
+    # What `train` goes by, which compiles nothing: footprint.py says what was measured.
+    assert 0.98 < footprint.needed(c, c.gpus, "gpu") / p.device_bytes < 1.1
     # Everything that the classes say rests on the device is in the program, and its state is exactly what they say.
     on_device, on_host = (sum(row[home] for row in p.classes.values()) for home in ("device", "host"))
     assert on_device <= p.device_bytes
@@ -295,7 +295,7 @@ def test_layers_in_files(planned):
     rest, layer = sum(host.values()) - host["residuals"], in_files // 64
     assert p.host_bytes == pytest.approx(rest + max(host["residuals"] + layer, 4 * layer), rel=0.01)
     assert p.device_bytes < 10 * layer < p.host_bytes
-    assert fit.estimate_host(from_config(c, MESH, 10), 1, 64)["layers from files"] == 4 * layer
+    assert footprint.estimate_host(from_config(c, MESH, 10), 1, 64)["layers from files"] == 4 * layer
     # The file's part crosses the host link as well, weights and gradients as they do without it.
     read, written = traffic.host_bytes(from_config(c, MESH, 10), traffic.Batch(1, 64, 2), p.classes)
     assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
-from surojax.planner import advice, aot, fit, search
+from surojax.planner import advice, aot, footprint, search
 from surojax.planner.advice import GiB, changed, differing
 from surojax.planner.gpus import GPUS, Gpu
 from surojax.planner.plan import Plan, checked, plan
@@ -198,7 +198,7 @@ def _remedies(
             lines.append(f"{what}: {advice.gib(need.device)} on each GPU{stored}, about {1e3 * best.seconds:,.0f} ms")
     more = copy.deepcopy(c if found.nearest is None else found.nearest.config)
     memory = advice.Memory(int(limits.device), limits.host)
-    helps = advice.changes_that_help(more, c.gpus, memory, "gpu", lambda c, n: fit.needs(c, n, "gpu"))
+    helps = advice.changes_that_help(more, c.gpus, memory, "gpu", lambda c, n: footprint.needs(c, n, "gpu"))
     if helps and not any(advice.missing(helps[-1][1], memory)):
         lines.append("changed: " + ", then ".join(advice.lines(helps, memory)))
     return lines or ["a smaller model or sequence_len, or GPUs with more memory"]

@@ -3,8 +3,8 @@
 The real step is compiled for the named GPU on this machine, which needs no GPU (`aot`). Memory, collectives and host
 copies are read from the compiled program (`hlo`), and so is their overlap with matrix products. The program is
 simulated to predict its time (`prediction`). Each collective is reported with its textbook bytes (`traffic`). If the
-compiler for GPUs is not installed, memory is estimated by `fit` and traffic by `traffic`, no time is predicted, and
-`Plan.estimate` is True.
+compiler for GPUs is not installed, memory is estimated by `footprint` and traffic by `traffic`, no time is predicted,
+and `Plan.estimate` is True.
 """
 
 import copy
@@ -35,7 +35,7 @@ from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, make_mesh, mesh_shape
 from surojax.placement.param import OUTER
-from surojax.planner import advice, aot, fit, hlo, prediction, traffic
+from surojax.planner import advice, aot, check_fit, footprint, hlo, prediction, traffic
 from surojax.planner.advice import GiB, Memory
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction
@@ -73,7 +73,7 @@ class Plan(Prediction):
     step_time_bound_s: float
     bound_by: str  # the resource with the largest of times_s
     times_s: dict[str, float]  # lower bound for each resource
-    device_limit_bytes: int  # bytes of this GPU's memory that JAX can use, see `fit.POOL`
+    device_limit_bytes: int  # bytes of this GPU's memory that JAX can use, see `footprint.POOL`
     host_limit_bytes: int | None  # host memory for all GPUs together; None if unknown
     changes: list[str]  # changes of settings that would make it fit
 
@@ -115,7 +115,7 @@ def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None, adv
     )
     host_limit = None if host_memory is None else int(host_memory * GiB)
     in_files = sum(row["nvme"] for row in found["classes"].values())
-    limit = Memory(int(fit.POOL * facts.memory_bytes), math.inf if host_limit is None else host_limit)
+    limit = Memory(int(footprint.POOL * facts.memory_bytes), math.inf if host_limit is None else host_limit)
     need = Memory(found["device_bytes"], n * found["host_bytes"])
     fits = not any(advice.missing(need, limit))
     bound_by = max(times, key=lambda resource: times[resource])
@@ -171,13 +171,13 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch, trace: str | None) -> d
         "gpu",
         memory_bytes=GPUS[gpu].memory_bytes,
         plans_with=aot.PLANS_WITH,
-        host_temporaries=fit.host_temporaries(run, batch.sequences, batch.sequence_len),
+        host_temporaries=footprint.host_temporaries(run, batch.sequences, batch.sequence_len),
     )
     parts = programs(run, mesh, batch)
     try:
         done = [(aot.compile_for(part.function, part.arguments, mesh, options), part.times) for part in parts]
     except Unserved as error:
-        raise fit.unserved(error) from error
+        raise check_fit.unserved(error) from error
     textbook = traffic.collective_bytes(run, batch)
     modules = [(hlo.parse(compiled.text), times) for compiled, times in done]
     copies = [(hlo.host_copies(module), times) for module, times in modules]
@@ -275,7 +275,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
     shape = mesh_shape(c.gpus, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
     run = from_config(c, jax.sharding.AbstractMesh(shape, DATA), total_steps=1000)
     rows = classes(run, batch)
-    need = fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
+    need = footprint.by_class(run, batch.sequences, batch.sequence_len, "gpu")
     temporaries = ("gradients", "activations", "working space")
 
     def total(names, home: str) -> int:
@@ -319,7 +319,7 @@ def _with_textbook(found: list[hlo.Collective], textbook: dict[tuple[str, str], 
 
 def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
     """Bytes per GPU of each row of the placement table, by the memory that they are stored in."""
-    need = fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
+    need = footprint.by_class(run, batch.sequences, batch.sequence_len, "gpu")
     weights = dict(run.plan.weights)
     outer = weights.pop(OUTER)
     blocks = jax.tree.leaves(weights, is_leaf=is_quantized)
@@ -347,12 +347,12 @@ def _changes(c: Config, need: Memory, limit: Memory) -> list[str]:
 
     If the estimate for this config is below `need`, the difference is added to all estimates.
     """
-    estimated = fit.needs(c, c.gpus, "gpu")
+    estimated = footprint.needs(c, c.gpus, "gpu")
     device_difference = max(0, need.device - estimated.device)
     host_difference = max(0, need.host - estimated.host)
 
     def needs(c: Config, n: int) -> Memory:
-        found = fit.needs(c, n, "gpu")
+        found = footprint.needs(c, n, "gpu")
         return Memory(found.device + device_difference, found.host + host_difference)
 
     found = advice.changes_that_help(c, c.gpus, limit, "gpu", needs)

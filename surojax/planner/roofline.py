@@ -36,7 +36,7 @@ from surojax.models.model import Segment
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.mesh import SHARD
 from surojax.placement.param import OUTER, Kind, Param
-from surojax.planner import fit, traffic
+from surojax.planner import footprint, traffic
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu, Rates
 from surojax.step.state_plan import bytes_per_device
@@ -70,7 +70,7 @@ class Work:
 def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]], *, per_fetch: int = 1) -> dict[str, int]:
     """Bytes per GPU of what each of OFFLOADABLE moves; residuals: of one microbatch.
 
-    rows: `fit.by_class` of the run. per_fetch: microbatches that a layer is fetched for.
+    rows: `footprint.by_class` of the run. per_fetch: microbatches that a layer is fetched for.
     """
     both = {name: sum(row.values()) for name, row in rows.items()}
     outer = {k: v for k, v in run.plan.weights.items() if k == OUTER}
@@ -168,7 +168,7 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
     rates = _rates(gpu)
     dtype = jnp.dtype(engine.table.weights.dtype)
     x = jax.ShapeDtypeStruct((batch.sequences, batch.sequence_len, model.hidden_size), dtype)
-    sizes = fit.segment_bytes(run, segment, x, "gpu")
+    sizes = footprint.segment_bytes(run, segment, x, "gpu")
     bandwidth = gpu.memory_bandwidth * rates.memory
     passes = sizes.saved / bandwidth
     attended, attended_back = _attention(segment, batch, gpu, sizes.scores)

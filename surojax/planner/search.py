@@ -14,8 +14,8 @@ There are too many combinations to try all. Three rules make few of them enough.
   exceeds the time of the `KEPT`-th best placement found, no other family can have a better one, and the search ends.
 * Files are slower than host memory. They are tried only if nothing fits without them.
 
-Memory is estimated by fit.py, time by roofline.py, so a rule holds as far as these do. fastest.py then compiles and
-simulates the best few.
+Memory is estimated by footprint.py, time by roofline.py, so a rule holds as far as these do. fastest.py then compiles
+and simulates the best few.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from surojax.config.fields import RECOMPUTE_PARTS, Config, flat
 from surojax.errors import ConfigError
 from surojax.placement.home import NVME
 from surojax.placement.mesh import DATA, mesh_shape
-from surojax.planner import fit, roofline, traffic
+from surojax.planner import footprint, roofline, traffic
 from surojax.planner.advice import FOLDER, Change, changed
 from surojax.planner.gpus import Gpu
 from surojax.planner.roofline import OFFLOADABLE
@@ -101,7 +101,7 @@ class Found:
 
 def device_limit(gpu: Gpu) -> int:
     """Bytes of a GPU that a candidate may need."""
-    return int(fit.POOL * gpu.memory_bytes) - RESERVE
+    return int(footprint.POOL * gpu.memory_bytes) - RESERVE
 
 
 class Family(NamedTuple):
@@ -164,7 +164,7 @@ class Search:
                 run = self.assembly(tried)
             except ConfigError:
                 continue
-            rows = fit.by_class(run, tried.per_device_batch_size, tried.sequence_len, "gpu")
+            rows = footprint.by_class(run, tried.per_device_batch_size, tried.sequence_len, "gpu")
             work = work_of(tried, run, rows, self.gpu)
             yield Family(change, work, sum(roofline.phases(work, ()).values()))
 
@@ -247,7 +247,7 @@ class Search:
         """Estimated bytes that a config needs."""
         self.tried += 1
         run = self.assembly(c)
-        return needed(c, run, fit.by_class(run, c.per_device_batch_size, c.sequence_len, "gpu"))
+        return needed(c, run, footprint.by_class(run, c.per_device_batch_size, c.sequence_len, "gpu"))
 
 
 def numbers(allow: Collection[str]) -> list[Change]:
@@ -312,7 +312,7 @@ def divisors(n: int) -> list[int]:
 def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
     """(estimated bytes, estimated seconds of each phase of a step) of a checked config on a GPU with rates."""
     run = assembly(c)
-    rows = fit.by_class(run, c.per_device_batch_size, c.sequence_len, "gpu")
+    rows = footprint.by_class(run, c.per_device_batch_size, c.sequence_len, "gpu")
     offloaded = [name for name in OFFLOADABLE if c[f"offload_{name}"]]
     if c.offload_quants and "weights" not in offloaded:
         offloaded.append("weights")
@@ -327,7 +327,7 @@ def assembly(c: Config) -> Assembly:
 
 
 def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> roofline.Work:
-    """The `Work` of a config's step. rows: `fit.by_class` of the run."""
+    """The `Work` of a config's step. rows: `footprint.by_class` of the run."""
     per_fetch = c.microbatches_per_fetch if "microbatches_per_fetch" in c else 1
     batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
     sizes = roofline.stored_bytes(run, rows, per_fetch=per_fetch)
@@ -335,6 +335,6 @@ def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu)
 
 
 def needed(c: Config, run: Assembly, rows: dict[str, dict[str, int]]) -> Need:
-    """Estimated bytes that a run of a config needs. rows: `fit.by_class` of the run."""
+    """Estimated bytes that a run of a config needs. rows: `footprint.by_class` of the run."""
     device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
     return Need(device, c.gpus * host, c.gpus * bytes_per_device(run.plan, NVME))
