@@ -698,14 +698,18 @@ def test_recomputed_products_count_in_the_numbers_of_the_recipe():
 def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     monkeypatch.setattr(aot, "available", lambda: False)
     p = planner.plan(config(gpus=1), "rtx4090", host_memory=64)
-    assert not p.fits and p.changes and p.changes[-1].endswith("(fits)")
-    assert any("offload_" in change for change in p.changes)
+    assert (
+        not p.fits and len(p.changes) == 3 and all("offload_" in change and "(fits)" in change for change in p.changes)
+    )
+    times = [float(re.search(r"about ([\d,]+) ms a step$", change)[1].replace(",", "")) for change in p.changes]
+    assert times == sorted(times)  # the fastest first
     text = report.table(p)
     assert "does not fit: " in text and all(change in text for change in p.changes)
     offloaded = config(gpus=1, **ALL)
     assert planner.plan(offloaded, "rtx4090", host_memory=100).fits
     small = planner.plan(offloaded, "rtx4090", host_memory=64)  # the device is not the problem
-    assert not small.fits and small.changes == ["offload_weights=False -> 14.3 GiB, 62.8 GiB of host memory (fits)"]
+    assert not small.fits and all("(fits), about" in change for change in small.changes)
+    assert all(float(re.search(r"([\d.]+) GiB of host memory", x)[1]) <= 64 for x in small.changes)
     text = report.table(small)
     assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in text and small.changes[0] in text
     in_files = planner.plan(config(gpus=1), "rtx4090", host_memory=30).changes

@@ -106,7 +106,7 @@ def _advice(c: Config, devices, available: int) -> list[str]:
         )
     limit = Memory(available, math.inf if platform == "cpu" else psutil.virtual_memory().available)
     found = changes_that_help(c, n, limit, platform, lambda c, n: needs(c, n, platform))
-    lines += [f"{'then ' if i else ''}{line}" for i, line in enumerate(advice.lines(found, limit))]
+    lines += advice.lines(found, limit)
     if found and not any(missing(found[-1][1], limit)):
         return lines
     lines.append("a smaller model (configs/llama125m.py) or a machine with more memory")

@@ -1,8 +1,8 @@
 """Finds the fastest settings of a run on a GPU: searches by estimate, then compiles and simulates the best few.
 
 They are compiled in the order of estimated time, except that candidates which differ in microbatches only wait until
-the best of each other kind was compiled, since they are nearly equal. One that differs from a compiled one in slices of
-the head only is not compiled. Neither is one whose estimate exceeds the best prediction by more than `BAND`.
+the best of each other kind was compiled, since they are nearly equal. One whose estimate exceeds the best prediction by
+more than `BAND` is not compiled.
 """
 
 import copy
@@ -94,6 +94,8 @@ def fastest(
     limits = Limits(device_limit(facts), host, (nvme or 0.0) * 1e9)
     found = search.search(c, facts, limits, allow=allow, keep=keep)
     searched = time.perf_counter()
+    if not found.families:
+        raise ConfigError(f"--keep: expected fields that leave settings to try, got {', '.join(keep)}; keep fewer")
     say(
         f"estimated {found.tried:,} settings of {found.families:,} kinds in {searched - started:.0f} s: "
         f"{len(found.candidates)} of the fastest that fit"
@@ -129,20 +131,13 @@ def fastest(
 
 
 def in_order(candidates: list[Candidate]) -> list[Candidate]:
-    """Candidates in the order in which to compile them; without those that differ in slices only from a faster one."""
-
-    def kind(candidate: Candidate, *without: str) -> tuple:
-        return tuple((name, value) for name, value in candidate.change.items() if name not in without)
-
-    seen = set()
+    """Candidates in the order in which to compile them: the fastest of each kind, the second fastest, and so on."""
     ranks: dict[tuple, int] = {}
     ranked = []
     for candidate in candidates:
-        if (but_slices := kind(candidate, "lmhead_chunks")) not in seen:
-            seen.add(but_slices)
-            of_kind = kind(candidate, "lmhead_chunks", *search.BATCH_FIELDS)
-            ranks[of_kind] = ranks.get(of_kind, -1) + 1
-            ranked.append((ranks[of_kind], candidate.seconds, candidate))
+        of_kind = search.kind(candidate, "lmhead_chunks", *search.BATCH_FIELDS)
+        ranks[of_kind] = ranks.get(of_kind, -1) + 1
+        ranked.append((ranks[of_kind], candidate.seconds, candidate))
     return [candidate for *_, candidate in sorted(ranked, key=lambda x: x[:2])]
 
 
@@ -200,5 +195,5 @@ def _remedies(
     memory = advice.Memory(int(limits.device), limits.host)
     helps = advice.changes_that_help(more, c.gpus, memory, "gpu", lambda c, n: footprint.needs(c, n, "gpu"))
     if helps and not any(advice.missing(helps[-1][1], memory)):
-        lines.append("changed: " + ", then ".join(advice.lines(helps, memory)))
+        lines.append("changed: " + ", ".join(advice.lines(helps, memory)))
     return lines or ["a smaller model or sequence_len, or GPUs with more memory"]

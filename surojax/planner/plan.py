@@ -35,9 +35,9 @@ from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, make_mesh, mesh_shape
 from surojax.placement.param import OUTER
-from surojax.planner import advice, aot, check_fit, footprint, hlo, prediction, traffic
+from surojax.planner import advice, aot, check_fit, footprint, hlo, prediction, search, traffic
 from surojax.planner.advice import GiB, Memory
-from surojax.planner.gpus import GPUS
+from surojax.planner.gpus import GPUS, Gpu
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
 from surojax.step.file_step import FileStep, Program
@@ -133,7 +133,7 @@ def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None, adv
         times_s=times,
         device_limit_bytes=limit.device,
         host_limit_bytes=host_limit,
-        changes=_changes(c, need, limit) if advise and not fits else [],
+        changes=_changes(c, facts, need, limit) if advise and not fits else [],
         **found,
     )
 
@@ -342,14 +342,18 @@ def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
     return {name: row(name) for name, of in rows if isinstance(of, placement.Row) and (name != "quants" or of.dtype)}
 
 
-def _changes(c: Config, need: Memory, limit: Memory) -> list[str]:
-    """Changes of settings that would make it fit, by estimate.
+def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
+    """Changes of settings that would make it fit, by estimate: the fastest ones, or if there are none, a chain.
 
     If the estimate for this config is below `need`, the difference is added to all estimates.
     """
     estimated = footprint.needs(c, c.gpus, "gpu")
     device_difference = max(0, need.device - estimated.device)
     host_difference = max(0, need.host - estimated.host)
+
+    left = search.Limits(limit.device - device_difference, limit.host - host_difference)
+    if gpu.rates is not None and (lines := search.alternatives(c, gpu, left)):
+        return lines
 
     def needs(c: Config, n: int) -> Memory:
         found = footprint.needs(c, n, "gpu")

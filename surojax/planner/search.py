@@ -34,12 +34,13 @@ from surojax.errors import ConfigError
 from surojax.placement.home import NVME
 from surojax.placement.mesh import DATA, mesh_shape
 from surojax.planner import footprint, roofline, traffic
-from surojax.planner.advice import FOLDER, Change, changed
+from surojax.planner.advice import FOLDER, Change, changed, differing, flags, gib
 from surojax.planner.gpus import Gpu
 from surojax.planner.roofline import OFFLOADABLE
 from surojax.sizes import divisor
 from surojax.step.state_plan import bytes_per_device
 
+ALTERNATIVES = 3  # that are proposed for settings that do not fit
 KEPT = 32  # candidates that the estimate keeps
 RESERVE = 512 * 2**20  # bytes of a GPU left for cuDNN's workspaces and fragmentation, which no estimate counts
 SLICES = (4096, 1024)  # most tokens in a slice of the head
@@ -144,14 +145,14 @@ class Search:
                 if len(found) >= self.kept and family.floor > found[self.kept - 1].seconds:
                     break
                 if (best := self.fastest(family, in_files)) is not None:
-                    found = sorted([*found, best], key=lambda x: x.seconds)[: self.kept]
+                    found = but_for_slices([*found, best])[: self.kept]
             if found:
                 break
         return Found(found, len(families), self.tried, None if found else self.nearest)
 
     def families(self) -> Iterator[Family]:
         """All families that the checks accept."""
-        parts = numbers(self.allow), meshes(self.c.gpus), recomputations(), batches(self.c)
+        parts = numbers(self.allow), meshes(self.c), recomputations(self.c), batches(self.c)
         for of_part in itertools.product(*parts):
             change = {name: value for part in of_part for name, value in part.items()}
             change = (
@@ -250,34 +251,71 @@ class Search:
         return needed(c, run, footprint.by_class(run, c.per_device_batch_size, c.sequence_len, "gpu"))
 
 
+def alternatives(c: Config, gpu: Gpu, limits: Limits) -> list[str]:
+    """Lines with the fastest settings that fit, by estimate: their flags, memory and time; none if nothing fits."""
+
+    def line(candidate: Candidate) -> str:
+        need = candidate.need
+        host = f", {gib(need.host)} of host memory" if need.host and limits.host < math.inf else ""
+        change = differing(c, candidate.change)
+        return f"{flags(change)} -> {gib(need.device)}{host} (fits), about {1e3 * candidate.seconds:,.0f} ms a step"
+
+    found = search(c, gpu, limits, kept=ALTERNATIVES).candidates
+    return [f"{'or ' if i else ''}{line(candidate)}" for i, candidate in enumerate(found)]
+
+
+def but_for_slices(candidates: list[Candidate]) -> list[Candidate]:
+    """The fastest of candidates that differ in slices of the head only, in the order of time."""
+    fastest: dict[tuple, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda x: x.seconds):
+        fastest.setdefault(kind(candidate, "lmhead_chunks"), candidate)
+    return list(fastest.values())
+
+
+def kind(candidate: Candidate, *without: str) -> tuple:
+    """The changes of a candidate but for some fields, to tell candidates apart."""
+    return tuple((name, value) for name, value in candidate.change.items() if name not in without)
+
+
 def numbers(allow: Collection[str]) -> list[Change]:
     """Every combination of the settings that change numbers and are allowed, none of them first."""
     return [{k: v for word in of for k, v in ALLOWED[word].items()} for of in subsets(allow)]
 
 
-def meshes(n: int) -> list[Change]:
-    """Ways to shard over n GPUs. Replicas share no gather, so they are for sharded gradients or weights only."""
+def meshes(c: Config) -> list[Change]:
+    """Ways to shard over the GPUs, the config's own among them.
+
+    Replicas gather less from each other and store more, so they are for sharded gradients or weights only.
+    """
+    n = c.gpus
     fixed = {"shard_weights": None, "shard_gradients": None, "dp_shard_size": -1}
     if n == 1:
         return [fixed | {"zero_level": 1, "dp_replicate_size": 1, "shard_outer": False}]
     found = [(1, 1)] + [(level, replicas) for level in (2, 3) for replicas in divisors(n)[:-1]]
-    return [
+    tried = [
         fixed | {"zero_level": level, "dp_replicate_size": replicas, "shard_outer": outer}
         for level, replicas in found
         for outer in (False, True)
     ]
+    return with_own(c, tried)
 
 
-def recomputations() -> list[Change]:
-    """What the backward pass computes again, from nothing to all of a block."""
+def with_own(c: Config, changes: list[Change]) -> list[Change]:
+    """The changes, and what the config has itself for their fields if that is none of them."""
+    own = {name: c[name] for name in changes[0]}
+    return changes if own in changes else [*changes, own]
+
+
+def recomputations(c: Config) -> list[Change]:
+    """What the backward pass computes again, from nothing to all of a block, and what the config says."""
     none = dict.fromkeys(RECOMPUTE_PARTS, False)
     parts = ((), ("norm", "swiglu"), ("norm", "ffn"), ("norm", "ffn", "att"))
     of_parts = [none | {f"recompute_{part}": True for part in some} | {"recompute_block": False} for some in parts]
-    return [*of_parts, none | {"recompute_block": True}]
+    return with_own(c, [*of_parts, none | {"recompute_block": True}])
 
 
 def batches(c: Config) -> list[Change]:
-    """Ways to split a step's sequences on a GPU into microbatches, and these into slices for the head."""
+    """Ways to split a step's sequences on a GPU into microbatches, and these into slices; the config's own among them."""
     sequences = c.per_device_batch_size * c.gradient_accumulation_steps
     found = []
     for size, most in itertools.product(divisors(sequences), SLICES):
@@ -291,7 +329,7 @@ def batches(c: Config) -> list[Change]:
         groups = divisors(microbatches) if "microbatches_per_fetch" in c else [0]
         changes = [change | ({"microbatches_per_fetch": group} if group else {}) for group in groups]
         found += [x for x in changes if x not in found]
-    return found
+    return with_own(c, found)
 
 
 def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
