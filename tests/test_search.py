@@ -47,7 +47,7 @@ def everything(c, limits: Limits) -> list[tuple[float, Need]]:
     found = []
     homes = [dict(zip(search.OFFLOADABLE, on, strict=True)) for on in itertools.product((False, True), repeat=5)]
     splits = [(1, 2), (2, 1)]
-    for home, again, (size, count) in itertools.product(homes, search.recomputations(), splits):
+    for home, again, (size, count) in itertools.product(homes, search.recomputations(c), splits):
         change = {f"offload_{name}": on for name, on in home.items()} | again
         change |= {"per_device_batch_size": size, "gradient_accumulation_steps": count, "lmhead_chunks": 1}
         need, phases = search.estimate(changed(c, change), GPUS[GPU])
@@ -56,9 +56,9 @@ def everything(c, limits: Limits) -> list[tuple[float, Need]]:
     return found
 
 
-@pytest.mark.parametrize("part, host", [(0.7, None), (0.4, None), (0.5, 0.35)], ids=["roomy", "tight", "host"])
+@pytest.mark.parametrize("part, host", [(0.7, None), (0.4, None), (0.75, 0.45)], ids=["roomy", "tight", "host"])
 def test_the_rules_lose_nothing(part, host):
-    """Trying everything finds nothing that fits and is faster; resident layers only add to what the search can do."""
+    """Trying everything finds nothing faster that fits; resident layers only add to what the search can do."""
     c = checked(config(**SMALL), GPU)
     whole = search.estimate(c, GPUS[GPU])[0]
     limits = Limits(part * whole.device, float("inf") if host is None else host * whole.device)
@@ -97,7 +97,7 @@ def test_files_are_for_what_does_not_fit_otherwise():
     whole = search.estimate(c, GPUS[GPU])[0].device
     roomy = search.search(c, GPUS[GPU], Limits(0.4 * whole, files=2**40)).candidates
     assert roomy and not any(x.need.files for x in roomy)
-    scarce = Limits(0.3 * whole, 0.3 * whole, files=2**40)
+    scarce = Limits(0.4 * whole, 0.45 * whole, files=2**40)
     assert not search.search(c, GPUS[GPU], scarce._replace(files=0)).candidates
     found = search.search(c, GPUS[GPU], scarce).candidates
     assert found and all(x.need.files and x.config.nvme_path for x in found)

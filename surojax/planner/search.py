@@ -315,7 +315,7 @@ def recomputations(c: Config) -> list[Change]:
 
 
 def batches(c: Config) -> list[Change]:
-    """Ways to split a step's sequences on a GPU into microbatches, and these into slices; the config's own among them."""
+    """Ways to split the sequences of a GPU and step into microbatches and slices, the config's own among them."""
     sequences = c.per_device_batch_size * c.gradient_accumulation_steps
     found = []
     for size, most in itertools.product(divisors(sequences), SLICES):
