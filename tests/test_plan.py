@@ -31,7 +31,7 @@ from surojax.planner.advice import GiB
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import Transfer
 from surojax.planner.plan import Plan
-from surojax.train import peak_flops
+from surojax.train import peak_flops, predict
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -424,6 +424,23 @@ def compiled_step(gpus: int, **changes) -> str:
     run = from_config(planner.checked(c, FIRST), mesh.abstract_mesh, total_steps=10)
     (program,) = planner.programs(run, mesh, traffic.Batch(1, 64, c.gradient_accumulation_steps))
     return aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text
+
+
+@needs_compiler
+@pytest.mark.full
+def test_train_predicts_what_the_plan_says(capsys):
+    """From a step compiled as `train` has it, on a device that calls itself by the GPU's name."""
+    compiled = SimpleNamespace(as_text=lambda: compiled_step(1))
+    c = planner.checked(config(gpus=1, **BLOCKS | {"model.num_hidden_layers": 5}), FIRST)
+    run = from_config(c, MESH, total_steps=10)
+    found = predict(c, run, compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)])
+    p = planner.plan(c, FIRST)
+    assert found.predicted_step_s == pytest.approx(p.predicted_step_s, rel=0.01) and found.mfu == pytest.approx(
+        p.mfu, 0.01
+    )
+    assert f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step" in capsys.readouterr().out
+    assert predict(c, run, compiled, [SimpleNamespace(device_kind="cpu")]).predicted_step_s is None
+    assert capsys.readouterr().out == ""
 
 
 PLACED_IN_HOST = [
