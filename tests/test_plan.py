@@ -722,6 +722,14 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     assert times == sorted(times)  # the fastest first
     text = report.table(p)
     assert "does not fit: " in text and all(change in text for change in p.changes)
+    monkeypatch.setattr(advice, "MORE_GPUS", (2,))
+    nothing = planner.plan(config(gpus=1), "rtx5060ti_16gb", host_memory=1).changes
+    assert "smaller model" in nothing[-1] and not any("(fits)" in line for line in nothing)
+
+
+@pytest.mark.full
+def test_what_would_fit_leaves_room_in_host_memory(monkeypatch):
+    monkeypatch.setattr(aot, "available", lambda: False)
     offloaded = config(gpus=1, **ALL)
     assert planner.plan(offloaded, "rtx4090", host_memory=100).fits
     small = planner.plan(offloaded, "rtx4090", host_memory=64)  # the device is not the problem
@@ -731,9 +739,6 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in text and small.changes[0] in text
     in_files = planner.plan(config(gpus=1), "rtx4090", host_memory=30).changes
     assert len(in_files) == 1 and "offload_master=nvme nvme_path=FOLDER" in in_files[0]
-    monkeypatch.setattr(advice, "MORE_GPUS", (2,))
-    nothing = planner.plan(config(gpus=1), "rtx5060ti_16gb", host_memory=1).changes
-    assert "smaller model" in nothing[-1] and not any("(fits)" in line for line in nothing)
 
 
 def test_what_fits_leaves_the_driver_its_part(monkeypatch):

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import importlib
 import os
+import re
 import shutil
 import signal
 import subprocess
