@@ -89,9 +89,12 @@ def test_only_allowed_settings_change_numbers():
         assert changed_fields == ({"optimizer"} if allow else set())
 
 
-def test_what_is_kept_is_not_changed():
-    c = checked(config(**SMALL, recompute_block=True), GPU)
-    keep = ("recompute_block", "per_device_batch_size", "offload_master")
+@pytest.mark.parametrize("kept", [{"offload_master": False}, {"offload_master": True, "recompute_norm": True}], ids=str)
+def test_what_is_kept_is_not_changed(kept):
+    """Also values that the search would not try by itself; a placement that has to stay is part of every other one."""
+    again = {"recompute_block": not kept.get("recompute_norm"), "validation_datasets": ({"path": "x"},)}
+    c = checked(config(**SMALL | again, **kept), GPU)
+    keep = ("recompute_block", "recompute_norm", "per_device_batch_size", "offload_master")
     found = search.search(c, GPUS[GPU], Limits(2**40), keep=keep).candidates
     assert found and all(x.config[name] == c[name] for x in found for name in keep)
 

@@ -45,6 +45,8 @@ KEPT = 32  # candidates that the estimate keeps
 RESERVE = 512 * 2**20  # bytes of a GPU left for cuDNN's workspaces and fragmentation, which no estimate counts
 SLICES = (4096, 1024)  # most tokens in a slice of the head
 BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", "microbatches_per_fetch")
+# Fields that the parts of a run do not depend on.
+IRRELEVANT = (*BATCH_FIELDS[:2], "datasets", "validation_datasets")
 
 # Settings that change numbers, by the word that allows them.
 ALLOWED: dict[str, Change] = {
@@ -155,9 +157,9 @@ class Search:
         parts = numbers(self.allow), meshes(self.c), recomputations(self.c), batches(self.c)
         for of_part in itertools.product(*parts):
             change = {name: value for part in of_part for name, value in part.items()}
-            change = (
-                {"offload_" + name: False for name in OFFLOADABLE} | {"resident_layers": 0, "nvme_path": ""} | change
-            )
+            if self.changes_kept(change):
+                continue
+            change |= {f"offload_{name}": False for name in OFFLOADABLE} | {"resident_layers": 0, "nvme_path": ""}
             if self.c.persistent_quants:
                 change["offload_quants"] = False
             try:
@@ -188,6 +190,7 @@ class Search:
         for offloaded in subsets(OFFLOADABLE):
             room = room_for(offloaded, least - sum(sizes[name] for name in offloaded))
             resident = min(max(room, 0), layers - 1) if "weights" in offloaded and not self.c.persistent_quants else 0
+            resident = self.keep.get("resident_layers", resident)
             if room >= 0 or len(offloaded) == len(OFFLOADABLE):
                 queue.append(placed(offloaded, resident))
         heapq.heapify(queue)
@@ -199,7 +202,8 @@ class Search:
             for x in candidates:
                 if x.need.host <= self.limits.host and (not self.nearest or x.need.device < self.nearest.need.device):
                     self.nearest = x
-            if candidates and resident:  # working space has grown
+            # Working space has grown.
+            if candidates and resident and candidates[0].need.device > self.limits.device:
                 fewer = resident + min(-1, room_for(offloaded, candidates[0].need.device))
                 heapq.heappush(queue, placed(offloaded, max(0, fewer)))
         return None
@@ -219,6 +223,8 @@ class Search:
                 change["offload_quants"] = True
             if files:
                 change["nvme_path"] = self.c.nvme_path or FOLDER
+            if self.changes_kept(change):
+                continue
             try:
                 tried = self.changed(change)
                 need = self.needed(tried)
@@ -228,18 +234,19 @@ class Search:
             found.append(Candidate(tried, change, seconds, need, phases))
         return found
 
+    def changes_kept(self, change: Change) -> bool:
+        """Whether a change has another value for a field that is to be kept."""
+        return any(name in change and change[name] != value for name, value in self.keep.items())
+
     def changed(self, change: Change) -> Config:
-        """The config with a change. Raises ConfigError if the checks refuse it, or if it changes a field to keep."""
-        for name, value in self.keep.items():
-            if name in change and change[name] != value:
-                raise ConfigError(f"{name}: expected {value!r}, got {change[name]!r}; it is kept")
+        """The config with a change. Raises ConfigError if the checks refuse it."""
         tried = changed(self.c, change)
         checks.check(tried)
         return tried
 
     def assembly(self, c: Config) -> Assembly:
-        """The parts of a run of this config; batches and files do not matter to them."""
-        key = tuple((k, v) for k, v in flat(c).items() if k not in BATCH_FIELDS[:2] and k != "datasets")
+        """The parts of a run of this config."""
+        key = tuple((k, v) for k, v in flat(c).items() if k not in IRRELEVANT)
         if key not in self.assemblies:
             self.assemblies[key] = assembly(c)
         return self.assemblies[key]
