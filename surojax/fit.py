@@ -53,6 +53,7 @@ def table(result: Result, top: int = SHOWN) -> str:
         now = result.rows[0].estimated_s
         gains = ", ".join(f"{word} ({1 - s / now:.0%} faster by estimate)" for word, s in result.left_out.items())
         lines += ["", f"left out since they change numbers: {gains}; --allow {','.join(result.left_out)}"]
+        lines.append("  (with the best settings as they are; the memory that they free may allow faster ones)")
     if result.rows[0].estimated.files:
         lines += ["", "nothing fits without files, whose drive's speed is not known: the time is that of the host link"]
     return "\n".join(lines)
@@ -83,7 +84,12 @@ def nothing_fits(result: Result) -> list[str]:
     limit = advice.gib(result.limits.device)
     lines = [f"nothing fits {result.gpus} x {GPUS[result.gpu].name} with {limit} of each for the program"]
     nearest = result.found.nearest
-    if nearest is not None:
+    if result.refuted:
+        least = min(row.plan.device_bytes for row in result.refuted if row.plan)
+        lines.append(
+            f"{len(result.refuted)} settings fit by estimate; as compiled they need {advice.gib(least)} or more"
+        )
+    elif nearest is not None:
         over = advice.gib(nearest.need.device - result.limits.device)
         host = f" and {advice.gib(nearest.need.host)} of host memory" if nearest.need.host else ""
         lines.append(f"the least needs {advice.gib(nearest.need.device)} on each{host}, which is {over} too much")

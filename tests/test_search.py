@@ -202,6 +202,7 @@ def test_a_config_file_says_what_differs(tmp_path):
         (["--gpu", "rtx409"], "--gpu: expected one of .*; did you mean rtx4090"),
         ([], "no GPU given: pass --gpu NAME"),
         (["--gpu", GPU, "--allow", "adam8bit"], "--allow: expected adamw8bit, bf16_master, fp8, got 'adam8bit'"),
+        (["--gpu", "a100", "--allow", "fp8"], "--allow fp8: recipe: expected 'bf16' on a a100"),
         (["--gpu", GPU, "--keep", "zero"], "--keep: expected fields of the config, see --help, got 'zero'"),
         (["--gpu", GPU, "--host-memory", "0"], "--host-memory: expected more than 0, got 0"),
         (["--gpu", GPU, "--nvme=-3"], "--nvme: expected more than 0, got -3"),

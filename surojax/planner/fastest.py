@@ -90,6 +90,11 @@ def fastest(
         aot.usable(gpu)  # before anything else: what it sets for XLA's log counts from the first use of XLA
     if facts.rates is None:
         raise ConfigError(f"--gpu: expected a GPU with rates in surojax/planner/gpus.py, got {gpu!r}; add them there")
+    for word in allow:
+        try:
+            checked(changed(config, ALLOWED[word]), gpu)
+        except ConfigError as error:
+            raise ConfigError(f"--allow {word}: {error}") from error
     host = math.inf if host_memory is None else host_memory * GiB
     limits = Limits(device_limit(facts), host, (nvme or 0.0) * 1e9)
     found = search.search(c, facts, limits, allow=allow, keep=keep)
@@ -107,7 +112,10 @@ def fastest(
         best = min((row.seconds for row in rows if row.plan), default=math.inf)
         if compiled == most or candidate.seconds > best * (1 + BAND):
             continue
-        row = _row(config, candidate, gpu, limits)
+        try:
+            row = _row(config, candidate, gpu, limits)
+        except ConfigError:  # what only compiling shows, such as a kernel that does not take these shapes
+            continue
         compiled += row.plan is not None
         (rows if row.fits else refuted).append(row)
         if row.plan:
@@ -123,7 +131,7 @@ def fastest(
         refuted=refuted,
         given=given,
         found=found,
-        left_out=_left_out(c, rows[0], facts, allow) if rows else {},
+        left_out=_left_out(c, rows[0], gpu, allow) if rows else {},
         remedies=[] if rows else _remedies(c, found, facts, limits, allow, keep),
         search_s=searched - started,
         compile_s=time.perf_counter() - searched,
@@ -158,15 +166,15 @@ def _given(config: Config, c: Config, gpu: Gpu, limits: Limits) -> Row | None:
     return Row(config, {}, sum(phases.values()), need, None, True) if need.fits(limits) else None
 
 
-def _left_out(c: Config, best: Row, gpu: Gpu, allow: Collection[str]) -> dict[str, float]:
+def _left_out(c: Config, best: Row, gpu: str, allow: Collection[str]) -> dict[str, float]:
     """Estimated seconds of the best row with each setting that changes numbers and was not allowed."""
     found = {}
     for word, change in ALLOWED.items():
-        tried = changed(c, best.change, change)
         if word in allow or not differing(changed(c, best.change), change):
             continue
         try:
-            found[word] = sum(search.estimate(tried, gpu)[1].values())
+            tried = checked(changed(c, best.change, change), gpu)
+            found[word] = sum(search.estimate(tried, GPUS[gpu])[1].values())
         except ConfigError:  # such as fp8 with settings or on a GPU that it is not for
             continue
     return found
