@@ -2955,11 +2955,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_search.py::test_what_is_kept_is_not_changed",
     ),
     Mutant(
-        "search: the layers that stay are not put back if they do not fit",
+        "search: no layer stays on the device if weights are offloaded",
         "surojax/planner/search.py",
-        "heapq.heappush(queue, placed(offloaded, max(0, fewer)))",
-        "pass",
-        "tests/test_search.py::test_the_rules_lose_nothing",
+        "resident = min(max(room, 0), layers - 1) if",
+        "resident = 0 if",
+        "tests/test_search.py::test_the_command_without_a_compiler",
     ),
     Mutant(
         "roofline: both directions at once are free",

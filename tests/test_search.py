@@ -244,6 +244,8 @@ def test_the_command_without_a_compiler(tmp_path, monkeypatch, capsys):
     assert c.per_device_batch_size * c.gradient_accumulation_steps == 4
     checks.check(c)
     need = footprint.needs(c, 1, "gpu")
+    layer = 2 * 202_383_360  # bytes of weights: one more would not fit
+    assert c.offload_weights and c.resident_layers and need.device + 1.1 * layer > search.device_limit(GPUS[GPU])
     assert need.device <= search.device_limit(GPUS[GPU])
     assert f"Needs {advice.gib(need.device)} on each GPU" in Path("llama7b_1xrtx4090.py").read_text()
 

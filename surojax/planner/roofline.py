@@ -203,7 +203,8 @@ def _attention(segment: Segment, batch: traffic.Batch, gpu: Gpu, scores: int) ->
     rates = _rates(gpu)
     flops = segment.attention_flops(batch.sequence_len) * batch.tokens / segment.num_layers
     if not scores:
-        return tuple(attention_time(gpu, rates, f * flops, backward=f > 1) for f in (1.0, BACKWARD_FLOPS))
+        back = attention_time(gpu, rates, BACKWARD_FLOPS * flops, backward=True)
+        return attention_time(gpu, rates, flops, backward=False), back
     squares = 2 * flops / (gpu.bf16_flops * rates.products)  # XLA multiplies the masked half too
     moved = SCORE_PASSES * scores / (gpu.memory_bandwidth * rates.memory)
     return squares + moved, BACKWARD_FLOPS * (squares + moved)
