@@ -8,7 +8,7 @@ There are too many combinations to try all. Three rules make few of them enough.
 
 * Storing a class of tensors in host memory never makes a step faster. So settings that differ in placement only are a
   `Family`, and of each family only the fastest placement that fits can be the best. Placements are tried in the order
-  of their estimated time; the first that fits ends the search of the family. A placement that would not fit even if
+  of their estimated time; the first that fits ends the search of the family, but for ties with it. A placement that would not fit even if
   working space did not grow is passed over. If weights are offloaded, as many layers stay resident as fit.
 * With nothing offloaded a family is as fast as it can be. Families are taken in the order of that time. As soon as it
   exceeds the time of the `KEPT`-th best placement found, no other family can have a better one, and the search ends.
@@ -41,6 +41,7 @@ from surojax.sizes import divisor
 from surojax.step.state_plan import bytes_per_device
 
 ALTERNATIVES = 3  # that are proposed for settings that do not fit
+TIE = 0.01  # relative; placements of a family that the estimate cannot tell apart, as classes of equal size
 KEPT = 32  # candidates that the estimate keeps
 RESERVE = 512 * 2**20  # bytes of a GPU left for cuDNN's workspaces and fragmentation, which no estimate counts
 SLICES = (4096, 1024)  # most tokens in a slice of the head
@@ -146,8 +147,7 @@ class Search:
             for family in families:
                 if len(found) >= self.kept and family.floor > found[self.kept - 1].seconds:
                     break
-                if (best := self.fastest(family, in_files)) is not None:
-                    found = but_for_slices([*found, best])[: self.kept]
+                found = but_for_slices([*found, *self.fastest(family, in_files)])[: self.kept]
             if found:
                 break
         return Found(found, len(families), self.tried, None if found else self.nearest)
@@ -171,8 +171,8 @@ class Search:
             work = work_of(tried, run, rows, self.gpu)
             yield Family(change, work, sum(roofline.phases(work, ()).values()))
 
-    def fastest(self, family: Family, in_files: bool) -> Candidate | None:
-        """The fastest placement of a family that fits, None if none does."""
+    def fastest(self, family: Family, in_files: bool) -> list[Candidate]:
+        """The fastest placement of a family that fits, and those that take as long within `TIE`; empty if none fits."""
         layers = self.c.model.num_hidden_layers
         sizes = family.work.sizes
         least = self.needed(self.changed(family.change)).device  # with nothing offloaded
@@ -194,11 +194,13 @@ class Search:
             if room >= 0 or len(offloaded) == len(OFFLOADABLE):
                 queue.append(placed(offloaded, resident))
         heapq.heapify(queue)
-        while queue:
+        found: list[Candidate] = []
+        while queue and not (found and queue[0][0] > found[0].seconds * (1 + TIE)):
             seconds, _, offloaded, resident = heapq.heappop(queue)
             candidates = self.stored(family, offloaded, resident, in_files, seconds)
             if best := next((x for x in candidates if x.need.fits(self.limits)), None):
-                return best
+                found.append(best)
+                continue
             for x in candidates:
                 if x.need.host <= self.limits.host and (not self.nearest or x.need.device < self.nearest.need.device):
                     self.nearest = x
@@ -206,7 +208,7 @@ class Search:
             if candidates and resident and candidates[0].need.device > self.limits.device:
                 fewer = resident + min(-1, room_for(offloaded, candidates[0].need.device))
                 heapq.heappush(queue, placed(offloaded, max(0, fewer)))
-        return None
+        return found
 
     def stored(
         self, family: Family, offloaded: tuple[str, ...], resident: int, in_files: bool, seconds: float
