@@ -8,8 +8,9 @@ There are too many combinations to try all. Three rules make few of them enough.
 
 * Storing a class of tensors in host memory never makes a step faster. So settings that differ in placement only are a
   `Family`, and of each family only the fastest placement that fits can be the best. Placements are tried in the order
-  of their estimated time; the first that fits ends the search of the family, but for ties with it. A placement that would not fit even if
-  working space did not grow is passed over. If weights are offloaded, as many layers stay resident as fit.
+  of their estimated time; the first that fits ends the search of the family, but for ties with it. A placement that
+  would not fit even if working space did not grow is passed over. If weights are offloaded, as many layers stay
+  resident as fit.
 * With nothing offloaded a family is as fast as it can be. Families are taken in the order of that time. As soon as it
   exceeds the time of the `KEPT`-th best placement found, no other family can have a better one, and the search ends.
 * Files are slower than host memory. They are tried only if nothing fits without them.
