@@ -6,6 +6,7 @@ abstract.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -230,4 +231,10 @@ def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
         }
     if c.optimizer == "adamw8bit":
         settings["implementation"] = compute(c).precision.implementation
-    return OPTIMIZERS[c.optimizer](_schedule(c, c.learning_rate, total_steps), **settings)
+    return _made(OPTIMIZERS[c.optimizer], _schedule(c, c.learning_rate, total_steps), **settings)
+
+
+@functools.cache
+def _made(make: Callable, schedule: optim.Schedule, **settings) -> optim.Optimizer:
+    """make(schedule, **settings), the same object for equal arguments, so that what is traced of it can be cached."""
+    return make(schedule, **settings)

@@ -41,9 +41,11 @@ from surojax.memory.lock import locked
 from surojax.models.attention import chosen_here
 from surojax.placement.layout import batch_sharding, replicated_matrices
 from surojax.placement.mesh import find_devices, make_mesh
-from surojax.planner import gpus, report as planned, traffic
+from surojax.planner import gpus, prediction, report as planned, traffic
 from surojax.planner.advice import summed
-from surojax.planner.fit import check_fit, compare, estimate_host, host_temporaries, memory_limit
+from surojax.planner.check_fit import check_fit, compare, memory_limit
+from surojax.planner.footprint import estimate_host, host_temporaries
+from surojax.planner.prediction import Prediction
 from surojax.run import checkpoint
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.metrics import (
@@ -152,6 +154,7 @@ def train(config: Config) -> Result:
         train_step = run.train_step().lower(run.plan, *[tokens] * len(arrays)).compile(options)
         evaluate = Evaluation(c, run, mesh, found.evaluated)
         say(f"compiled in {time.perf_counter() - compile_start:.1f} s")
+        predicted = predict(c, run, train_step, devices)
 
         # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
         if store and (step := store.interrupted()):
@@ -230,6 +233,9 @@ def train(config: Config) -> Result:
         if finished and c.sample_tokens:
             say(sample(c, run, train_state.weights, tokenizer, found.held_out))
         say(f"{step - first_step} steps in {time.perf_counter() - started:.0f} s")
+        durations = [record["duration_ms"] / 1e3 for record in history if record["log"] == "step"]
+        if beside := prediction.comparison(predicted, durations, samples_per_step * c.sequence_len):
+            say(beside)
         if comparison := compare(need, train_step, devices[0]):
             say(comparison)
         say(evaluation_summary(output_dir))
@@ -332,6 +338,30 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     shards = run.mesh.shape["dp_shard"]
     if shards > 1 and (replicated := replicated_matrices(run.params, run.engine.layouts.master)):
         say(f"note: replicated on every device, since {shards} divides none of their dimensions: {replicated}")
+
+
+def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
+    """The predicted time of the compiled step, printed if the planner knows the GPU. It never ends a run.
+
+    Half a second at most: a model of 70B parameters takes 0.2 s.
+    """
+    gpu = gpus.find_gpu(devices[0].device_kind)
+    if gpu is None:
+        return Prediction(not_predicted="a GPU that is not in surojax/planner/gpus.py")
+    batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
+    try:
+        if nvme.store_of(run.plan):
+            return Prediction(not_predicted="state in files, and the drive's speed is not known")
+        found = prediction.of_compiled(compiled.as_text(), run, batch, gpu)
+    except Exception as error:  # whatever a new version of XLA writes
+        say(f"note: no time is predicted: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return Prediction(not_predicted="the compiled step cannot be read")
+    if found.predicted_step_s is None or found.predicted_range_s is None:
+        return found
+    low, high = (f"{1e3 * t:,.0f}" for t in found.predicted_range_s)
+    rate = len(devices) * batch.tokens * batch.microbatches / found.predicted_step_s
+    say(f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s")
+    return found
 
 
 class Evaluation:

@@ -49,7 +49,7 @@ from surojax.memory import nvme
 from surojax.placement import table as placement
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import find_devices, make_mesh
-from surojax.planner.fit import check_fit
+from surojax.planner.check_fit import check_fit
 
 type Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
 

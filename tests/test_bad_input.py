@@ -16,7 +16,7 @@ import pytest
 
 from surojax.errors import ConfigError
 from surojax.placement.mesh import find_devices, make_mesh
-from surojax.planner import advice, fit
+from surojax.planner import advice, check_fit
 from surojax.train import main
 
 ROOT = Path(__file__).parent.parent
@@ -308,7 +308,7 @@ def test_a_file_where_checkpoints_belong(refused, tmp_path):
 
 def test_more_memory_than_there_is(refused, monkeypatch):
     """The 7B config ends with what it needs, what there is and what to change, also where the memory would do."""
-    monkeypatch.setattr(fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * advice.GiB))
+    monkeypatch.setattr(check_fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * advice.GiB))
     line = refused(config=str(ROOT / "configs" / "llama7b.py"))
     assert "does not fit: needs 82.1 GiB" in line and "where 8.0 GiB are free" in line
     assert "gpus=4 zero_level=3 needs 22.0 GiB on each" in line

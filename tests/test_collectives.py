@@ -24,7 +24,7 @@ from surojax.placement.home import HOST
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD, make_mesh
 from surojax.placement.param import Kind, Param
-from surojax.planner import fit
+from surojax.planner import check_fit, footprint
 from surojax.step.state import shardings, work_weights
 from surojax.step.state_plan import bytes_per_device
 
@@ -396,13 +396,13 @@ def drawn(**settings) -> assembly.Assembly:
 
 def test_persistent_quants_halve_the_work_copy():
     """Of the 16-bit matrices; a scale of 4 bytes for 128 numbers is a thirty-second on top."""
-    plain = fit.estimate(drawn(), 1, 64)
-    ours = fit.estimate(drawn(zero_quantized_weights="fp8", persistent_quants=True), 1, 64)
+    plain = footprint.estimate(drawn(), 1, 64)
+    ours = footprint.estimate(drawn(zero_quantized_weights="fp8", persistent_quants=True), 1, 64)
     run = drawn()
     matrices = bytes_per_device([x for x in jax.tree.leaves(run.plan.weights["blocks"]) if x.ndim > 2])
     assert ours["quants"] == matrices / 2 * (1 + 4 / 128) and plain["weights"] - ours["weights"] == matrices
     host = drawn(zero_quantized_weights="fp8", persistent_quants=True, offload_quants=True)
-    assert fit.estimate_host(host, 1, 64) == {"quants": ours["quants"]}
+    assert footprint.estimate_host(host, 1, 64) == {"quants": ours["quants"]}
 
 
 def test_copy_engines_are_asked_for_when_a_step_is_compiled():
@@ -417,7 +417,7 @@ def test_copy_engines_are_refused_where_there_are_none(monkeypatch):
     c = default_config()
     c.update({"gpus": 4, "memcpy_all_gather": True})
     with pytest.raises(ConfigError, match="memcpy_all_gather: expected false on cpu"):
-        fit.check_fit(c, drawn(memcpy_all_gather=True), jax.devices()[:4], available=2**40)
+        check_fit.check_fit(c, drawn(memcpy_all_gather=True), jax.devices()[:4], available=2**40)
     monkeypatch.setitem(collectives.COPY_ENGINE, "memcpy_all_gather", {"xla_gpu_of_another_version": True})
     with pytest.raises(ConfigError, match=r"memcpy_all_gather: .*No such compile option"):
         collectives.check_copy_engine(("memcpy_all_gather",), "gpu")

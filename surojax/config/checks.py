@@ -1,7 +1,7 @@
 """Checks that refuse a bad config before anything is built.
 
 `check` raises ConfigError with one line that says what was expected, what was found and what to change. Checks that
-depend on the devices are elsewhere: `placement.place`, `fit.check_fit`.
+depend on the devices are elsewhere: `placement.place`, `check_fit.check_fit`.
 """
 
 import difflib

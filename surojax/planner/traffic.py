@@ -165,7 +165,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     total += attention if again else 0
     for segment in model.segments:
         for variant in segment.variants:
-            forward, backward = _operands(model.precision, variant.recipe_enabled, work_dtype)
+            forward, backward = operands(model.precision, variant.recipe_enabled, work_dtype)
             recomputed = segment.recomputed_matmul_size if again else 0
             found[forward] += 2 * (segment.matmul_size + recomputed)
             found[backward] += 4 * segment.matmul_size
@@ -174,7 +174,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     return dict(found)
 
 
-def _operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[str, str]:
+def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[str, str]:
     """Dtypes of the factors of a block's matrix products, (forward, backward). dtype: that of the work weights."""
     if not recipe_enabled or precision.recipe == "bf16":
         forward = precision.matmul_dtype or dtype

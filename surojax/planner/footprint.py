@@ -1,4 +1,4 @@
-"""Estimates the memory of a run before anything is compiled, and says what to change if the run does not fit.
+"""Estimates the memory of a run before anything is compiled.
 
 The bytes of the state are exact: they are read from its plan. What a step allocates in addition is computed from
 shapes: gradient accumulators, saved activations, and a working space. The working space is the largest of three: the
@@ -17,31 +17,23 @@ moments in host memory while a checkpoint is written.
 """
 
 import dataclasses
+import functools
 import math
-import os
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import psutil
 
-from pallas_kernels import dispatch
 from surojax import assembly
 from surojax.config.fields import Config
-from surojax.errors import ConfigError
 from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment, runs
 from surojax.numerics import quantize
 from surojax.numerics.quantize import is_quantized
-from surojax.numerics.recipes import check_recipe
-from surojax.parallel.collectives import check_copy_engine
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
-from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, SHARD
 from surojax.placement.param import OUTER, Kind
-from surojax.placement.table import Mesh
-from surojax.planner import advice
-from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
+from surojax.planner.advice import Memory
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import quantise_with_one_scale
 
@@ -83,7 +75,7 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     grads = table.grads
     x = jax.ShapeDtypeStruct((batch, sequence_len, model.hidden_size), work.dtype)
     x_bytes = _bytes(x)
-    segments = [_segment_bytes(run, segment, x, platform) for segment in model.segments]
+    segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
     layer_bytes = max(segment.weights for segment in segments)
     fetched = max(segment.fetched for segment in segments)
     kept = max(segment.kept for segment in segments)
@@ -187,17 +179,17 @@ class SegmentBytes(NamedTuple):
     activations: int  # residuals of all layers
 
 
-def _segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
+def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
     """The `SegmentBytes` of a segment whose layers have an input like x."""
     engine = run.engine
     compute = run.model.compute
     layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, engine.table.weights.dtype), segment.params)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
     packed = engine.packed
-    saved, scores = _block_bytes(run.model, segment, layer, x, platform, packed)
+    saved, scores = _block_bytes(run.model, segment, x, platform, packed)
     # The backward pass has all residuals of a layer in memory at once, even if they are recomputed.
     plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute()))
-    all_saved = saved if plain is run.model else _block_bytes(plain, segment, layer, x, platform, packed)[0]
+    all_saved = saved if plain is run.model else _block_bytes(plain, segment, x, platform, packed)[0]
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
     grads = jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes)
@@ -235,21 +227,14 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
 
 
 def _block_bytes(
-    model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct, platform: str, packed: bool
+    model: Model, segment: Segment, x: jax.ShapeDtypeStruct, platform: str, packed: bool
 ) -> tuple[int, int]:
     """(bytes of the block's residuals without its weights, bytes that attention needs in its backward pass)."""
     B, S, _ = x.shape
     itemsize = x.dtype.itemsize
     compute = model.compute
     heads_of = segment.heads
-    # Residuals are the same with every kernel. "auto" never raises; `check_kernels` reports what is not supported.
-    kernels = "xla" if compute.precision.kernels == "xla" else "auto"
-    precision = dataclasses.replace(compute.precision, kernels=kernels)
-    traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
-    forward = next(s for s in traced.segments if s.name == segment.name).block_forward
-    layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
-    variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
-    saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x, None, variant)[1], layer, x))
+    saved = _traced_residuals(model, segment, x.shape, x.dtype)
     heads = B * S * heads_of.query
     kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
     flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
@@ -262,76 +247,23 @@ def _block_bytes(
     return saved, (4 if platform == "cpu" else 2) * heads * S * 4
 
 
-def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None = None) -> dict[str, int]:
-    """The `estimate` of a run that fits. available: bytes per device; None: measured.
+@functools.lru_cache(maxsize=1024)
+def _traced_residuals(model: Model, segment: Segment, shape: tuple[int, ...], dtype) -> int:
+    """Bytes of a block's residuals without its weights, for an input of this shape. Traces the block, so it is cached.
 
-    Raises ConfigError if the run does not fit, with the bytes that it needs, the bytes that are free, and changes that
-    would make it fit. Also raises ConfigError if the devices or the model do not support the attention, the copy
-    engine settings, the recipe or the kernels.
+    Families build the same model for the same settings once, so models can be keys.
     """
-    platform = devices[0].platform
-    kind = devices[0].device_kind
-    n = len(devices)
-    if c.attention in ("cudnn", "mosaic") and platform != "gpu":
-        why = f"{c.attention!r}; flash attention needs an NVIDIA GPU"
-        raise ConfigError(f"attention: expected 'auto' or 'xla' on {kind}, got {why}")
-    check_copy_engine(run.engine.table.copy_engine, platform)
-    check_recipe(run.model.precision, kind, devices[0])
-    if c.kernels == "mosaic":
-        check_kernels(c, run.mesh, devices[0])
-    need = estimate(run, c.per_device_batch_size, c.sequence_len, platform=platform)
-    available = available_bytes(devices) if available is None else available
-    if sum(need.values()) <= available:
-        check_host(run, c, devices, available)
-        return need
-    each_device = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
-    raise ConfigError(
-        f"does not fit: needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free; "
-        f"what would change it: {'; '.join(_advice(c, devices, available))}"
-    )
-
-
-def check_kernels(c: Config, mesh: Mesh, device) -> None:
-    """Raises ConfigError for kernels="mosaic" if one of them does not support the device or the model.
-
-    Traces the step, because only the traced step has the shapes that the kernels get. Nothing is compiled.
-    """
-    found = dispatch.capability(device)
-    major, minor = dispatch.OLDEST
-    if found is None or found < dispatch.OLDEST:
-        raise ConfigError(
-            f"kernels: expected 'xla' or 'auto' on {device.device_kind}, got 'mosaic'; they are for NVIDIA GPUs of "
-            f"compute capability {major}.{minor} or newer"
-        )
-    names = ("offload_optimizer", "offload_master")  # host memory instead of files: the same shapes in one program
-    changes = {"attention": "xla", "nvme_path": ""} | {name: bool(c[name]) for name in names}
-    run = assembly.from_config(changed(c, changes), mesh, total_steps=1)
-    shape = (c.gradient_accumulation_steps, c.per_device_batch_size * mesh.size, c.sequence_len)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-    try:
-        jax.eval_shape(run.train_step(), run.plan, *(tokens for _ in run.engine.batch_arrays))
-    except dispatch.Unserved as error:
-        raise unserved(error) from error
-
-
-def unserved(error: dispatch.Unserved) -> ConfigError:
-    """The ConfigError for a model that kernels="mosaic" does not support."""
-    reason = str(error).partition("\n")[0].partition("; use implementation")[0]
-    return ConfigError(f"kernels: expected 'xla' or 'auto', got 'mosaic', but {reason}; use kernels='auto'")
-
-
-def check_host(run: assembly.Assembly, c: Config, devices, available: int) -> None:
-    """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
-    n = len(devices)
-    platform = devices[0].platform
-    need = {} if platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
-    free = psutil.virtual_memory().available
-    if n * sum(need.values()) > free:
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in need.items())
-        raise ConfigError(
-            f"does not fit: needs {gib(n * sum(need.values()))} of host memory for {n} GPUs (each {parts}), where "
-            f"{gib(free)} are free; what would change it: {'; '.join(_advice(c, devices, available))}"
-        )
+    compute = model.compute
+    # Residuals are the same with every kernel. "auto" never raises; `check_kernels` reports what is not supported.
+    kernels = "xla" if compute.precision.kernels == "xla" else "auto"
+    precision = dataclasses.replace(compute.precision, kernels=kernels)
+    traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
+    forward = next(s for s in traced.segments if s.name == segment.name).block_forward
+    layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), segment.params)
+    layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
+    variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return _bytes(jax.eval_shape(lambda w, x: forward(w, x, None, variant)[1], layer, x))
 
 
 def needs(c: Config, n: int, platform: str) -> Memory:
@@ -345,71 +277,6 @@ def needs(c: Config, n: int, platform: str) -> Memory:
 def needed(c: Config, n: int, platform: str) -> int:
     """Bytes of device memory that a run needs on each of n devices."""
     return needs(c, n, platform).device
-
-
-def _advice(c: Config, devices, available: int) -> list[str]:
-    """Lines of text with changes that would make it fit; `available` bytes are free on each device."""
-    n = len(devices)
-    platform = devices[0].platform
-    lines = []
-    more = int(available * POOL / DEFAULT_POOL)  # bytes available with POOL_SETTING
-    chosen = POOL_SETTING.partition("=")[0] in os.environ
-    if platform == "gpu" and not chosen and available < needed(c, n, platform) <= more:
-        lines.append(
-            f"{POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} of a GPU's memory by itself, so {gib(more)} "
-            "(fits)"
-        )
-    limit = Memory(available, math.inf if platform == "cpu" else psutil.virtual_memory().available)
-    found = changes_that_help(c, n, limit, platform, lambda c, n: needs(c, n, platform))
-    lines += [f"{'then ' if i else ''}{line}" for i, line in enumerate(advice.lines(found, limit))]
-    if found and not any(missing(found[-1][1], limit)):
-        return lines
-    lines.append("a smaller model (configs/llama125m.py) or a machine with more memory")
-    if platform == "cpu":
-        changes = [{"gpus": 1}, {"gpus": 4} | SHARDED, {"gpus": 8} | SHARDED]
-        sizes = [gib(needed(changed(c, change), change["gpus"], "gpu")) for change in changes]
-        flagged = [flags({"gpus": change["gpus"]} | differing(c, change)) for change in changes]
-        lines.append(
-            "NVIDIA GPUs: " + ", ".join(f"{f} needs {size} on each" for f, size in zip(flagged, sizes, strict=True))
-        )
-    return lines
-
-
-def available_bytes(devices) -> int:
-    """Free bytes of each device: of the GPU's memory, or for CPU devices an equal part of the free host memory."""
-    if (limit := memory_limit(devices[0])) is not None:
-        return limit - devices[0].memory_stats().get("bytes_in_use", 0)
-    return psutil.virtual_memory().available // len(devices)
-
-
-def memory_limit(device) -> int | None:
-    """Bytes of a device's memory that JAX may use and XLA plans with; None on CPUs and if the device reports none."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    return (stats or {}).get("bytes_limit")
-
-
-def compare(need: dict[str, int], compiled, device) -> str | None:
-    """A line that compares the estimate, the bytes that XLA planned for a compiled step, and the device's peak use.
-
-    None on devices that do not report their peak (CPUs). The peak is that of the process, with initialisation and
-    evaluation. XLA's bytes are left out for a step of several programs (state in files).
-    """
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    planned = compiled.memory_analysis()
-    if not stats or "peak_bytes_in_use" not in stats:
-        return None
-    if planned is None:
-        most = f"at most in use {gib(stats['peak_bytes_in_use'])} (initialisation and evaluation included)"
-        return f"memory per device: estimated {gib(sum(need.values()))}, {most}"
-    results = planned.output_size_in_bytes - planned.alias_size_in_bytes
-    total = planned.argument_size_in_bytes + planned.temp_size_in_bytes + results
-    estimated = sum(need.values())
-    line = (
-        f"memory per device: estimated {gib(estimated)}, compiled {gib(total)}, at most in use "
-        f"{gib(stats['peak_bytes_in_use'])} (initialisation and evaluation included)"
-    )
-    low = total / estimated - 1
-    return f"{line}; note: the estimate was {low:.0%} too low" if low > 0.1 else line
 
 
 def _in_fp8(params, layer):
