@@ -95,7 +95,7 @@ def attend(
         local = (window - 1, 0) if window else None
         options: dict[str, Any] = {"scale": scale, "implementation": implementation}
         return jax.nn.dot_product_attention(q_BSHh, k_BTKh, v_BTKh, is_causal=True, local_window_size=local, **options)
-    scale = q_BSHh.shape[-1] ** -0.5 if scale is None else scale
+    factor = q_BSHh.shape[-1] ** -0.5 if scale is None else scale
 
     # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster. The mask is
     # made inside, else it would be saved too.
@@ -104,7 +104,7 @@ def attend(
         mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None, None]
         if starts is not None:
             mask = mask & same_document(starts, k.shape[1])
-        return by_xla(q, k, v, mask, scale, softcap)
+        return by_xla(q, k, v, mask, factor, softcap)
 
     return masked(q_BSHh, k_BTKh, v_BTKh, starts)
 
