@@ -25,8 +25,9 @@ gradients depends on it. The inputs of a layer are prefetched one or two layers 
 host memory while the next layer computes. Values in flight are in the loops' carry. XLA's scheduler then decides what
 starts when (assembly.compiler_options; `hlo.overlaps` reads its decisions).
 
-Everything here runs inside `jax.shard_map` over the data axes: arrays are one device's part. Communication is only in
-`fetch`, `push` and `finish`. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.
+Everything here runs inside `jax.shard_map` over all mesh axes: arrays are one device's part. Data-parallel communication
+is only in `fetch`, `push` and `finish`, tensor-parallel communication (parallel/tensor.py) only in blocks and in
+outer.py. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.
 """
 
 import functools
@@ -41,7 +42,8 @@ from surojax.models.model import Variant
 from surojax.numerics.fp8 import delayed_scales, extended, new_observed
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
-from surojax.placement.mesh import DATA
+from surojax.parallel.tensor import own_part
+from surojax.placement.mesh import AXES, DATA
 from surojax.placement.param import OUTER
 from surojax.step.gradients import (
     Accumulators,
@@ -140,14 +142,15 @@ def loss_and_gradients(
     auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*DATA)[1])
     d_auxiliary = varying(jnp.float32(auxiliary_scale)) if has_auxiliary else None
     outer = varying(weights[OUTER])
-    sharded = engine.table.outer.sharded
+    axes = engine.vocabulary_axes
     segments = {segment.name: Layers(engine, segment, weights[segment.name]) for segment in model.segments}
     recipe_inputs = recipe_inputs_of(engine, history, step, microbatches, scale)
 
     def microbatch(a, carry: MicrobatchCarry, *, last: bool) -> MicrobatchCarry:
         inputs_BS, labels_BS, starts_BS = read((inputs_ABS, labels_ABS, starts_ABS), a)
         of_layer = functools.partial(recipe_inputs, a)
-        x_BSD = embed(outer, inputs_BS, sharded, model.embedding_scale)
+        inputs_BS, labels_BS = own_part(inputs_BS), own_part(labels_BS)
+        x_BSD = embed(outer, inputs_BS, axes, model.embedding_scale)
         passes: dict[str, Forward] = {}
         for name, layers in segments.items():
             prefetched = layers.turn(carry.prefetched[name], a, reverse=False)
@@ -161,7 +164,7 @@ def loss_and_gradients(
             labels_BS,
             scale,
             chunks=engine.lmhead_chunks,
-            sharded=sharded,
+            axes=axes,
             z_loss=engine.z_loss,
         )
         grads = carry.grads._replace(outer=d_outer)
@@ -172,7 +175,7 @@ def loss_and_gradients(
             passed = passes[name]._replace(prefetched=layers.turn(passes[name].prefetched, a, reverse=True))
             done = done._replace(grads=begin_backward(layers.segment, done.grads, a))
             done, prefetched[name] = backward(engine, layers, done, passed, of_layer, push_layer, starts_BS)
-        d_outer = push_embed(done.grads.outer, inputs_BS, done.dx_BSD, sharded, model.embedding_scale)
+        d_outer = push_embed(done.grads.outer, inputs_BS, done.dx_BSD, axes, model.embedding_scale)
         grads = done.grads._replace(outer=d_outer)
         auxiliary = [carry.auxiliary, *(passed.auxiliary for passed in passes.values() if passed.auxiliary is not None)]
         total = functools.reduce(add, auxiliary)
@@ -180,7 +183,7 @@ def loss_and_gradients(
 
     carry = MicrobatchCarry(
         grads=accumulators(engine, weights),
-        loss=varying(jnp.float32(0)),
+        loss=varying(jnp.float32(0), AXES),
         auxiliary=varying(jnp.float32(0)) if has_auxiliary else None,
         squares=collectives.no_squares(),
         prefetched={name: layers.first() for name, layers in segments.items()},
@@ -192,7 +195,7 @@ def loss_and_gradients(
         carry = jax.lax.fori_loop(0, microbatches - peeled, looped, carry)
     if peeled:
         carry = microbatch(microbatches - 1, carry, last=True)
-    loss = collectives.add_up(carry.loss, *DATA) * scale
+    loss = collectives.add_up(carry.loss, *AXES) * scale
     if carry.auxiliary is not None:
         loss = loss + collectives.add_up(carry.auxiliary, *DATA) * auxiliary_scale
     grads, norm = finish(engine, carry.grads, carry.squares)
@@ -291,8 +294,8 @@ def backward(
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array, starts_BS=None):
     """(summed loss in nats, labels counted) over all devices; forward only, without auxiliary losses."""
     outer = varying(weights[OUTER])
-    sharded = engine.table.outer.sharded
-    x_BSD = embed(outer, inputs_BS, sharded, engine.model.embedding_scale)
+    axes = engine.vocabulary_axes
+    x_BSD = embed(outer, own_part(inputs_BS), axes, engine.model.embedding_scale)
     for segment in engine.model.segments:
         layers = Layers(engine, segment, weights[segment.name])
 
@@ -300,8 +303,8 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
             return segment.block(layer.weights, x_BSD, None, layer.variant, starts_BS)[0], prefetched
 
         x_BSD, _ = layers.loop(block, x_BSD, layers.first())
-    total = loss(engine.model, outer, x_BSD, labels_BS, chunks=engine.lmhead_chunks, sharded=sharded)
-    return collectives.add_up(total, *DATA), count(labels_BS)
+    total = loss(engine.model, outer, x_BSD, own_part(labels_BS), chunks=engine.lmhead_chunks, axes=axes)
+    return collectives.add_up(total, *AXES), count(labels_BS)
 
 
 def count(labels: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from surojax.memory.host import allocate, read, write
 from surojax.models.model import Segment, Variant
 from surojax.parallel.collectives import varying
 from surojax.placement.home import Home
+from surojax.placement.mesh import AXES
 from surojax.step.spec import Engine
 from surojax.step.weights import Layer
 
@@ -46,7 +47,7 @@ class Residuals:
         """The residuals in the carry before layer 0."""
 
         def zeros(*lead: int) -> list[jax.Array]:
-            return [varying(jnp.zeros((*lead, *shape), dtype)) for shape, dtype in self.shapes]
+            return [varying(jnp.zeros((*lead, *shape), dtype), AXES) for shape, dtype in self.shapes]
 
         return Kept(allocate(zeros(self.num_layers), self.home), zeros() if self.home.streamed else None)
 
@@ -54,7 +55,7 @@ class Residuals:
         """The carry with the residuals of layer l in it."""
         arrays = jax.tree.leaves(values)
         if kept.deferred is not None:
-            return Kept(write(kept.stack, kept.deferred, l - 1), varying(arrays))
+            return Kept(write(kept.stack, kept.deferred, l - 1), varying(arrays, AXES))
         return Kept(write(kept.stack, arrays, l), None)
 
     def take(self, kept: Kept, l, variant: Variant):
