@@ -27,6 +27,7 @@ import psutil
 
 from pallas_kernels import dispatch
 from surojax import assembly
+from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
 from surojax.models.attention import chosen
@@ -37,7 +38,7 @@ from surojax.numerics.recipes import check_recipe
 from surojax.parallel.collectives import check_copy_engine
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import DATA, SHARD
+from surojax.placement.mesh import SHARD, abstract_mesh, data_parallel
 from surojax.placement.param import OUTER, Kind
 from surojax.placement.table import Mesh
 from surojax.planner import advice
@@ -302,7 +303,7 @@ def check_kernels(c: Config, mesh: Mesh, device) -> None:
     names = ("offload_optimizer", "offload_master")  # host memory instead of files: the same shapes in one program
     changes = {"attention": "xla", "nvme_path": ""} | {name: bool(c[name]) for name in names}
     run = assembly.from_config(changed(c, changes), mesh, total_steps=1)
-    shape = (c.gradient_accumulation_steps, c.per_device_batch_size * mesh.size, c.sequence_len)
+    shape = (c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
     try:
         jax.eval_shape(run.train_step(), run.plan, *(tokens for _ in run.engine.batch_arrays))
@@ -332,7 +333,7 @@ def check_host(run: assembly.Assembly, c: Config, devices, available: int) -> No
 
 def needs(c: Config, n: int, platform: str) -> Memory:
     """The `Memory` that a run on n devices needs; nothing is built. On CPUs all of it counts as device memory."""
-    mesh = jax.sharding.AbstractMesh((c.dp_replicate_size, n // c.dp_replicate_size), DATA)
+    mesh = abstract_mesh(n, **configs.mesh_sizes(c) | {"dp_shard_size": -1})
     rows = by_class(assembly.from_config(c, mesh, total_steps=1000), c.per_device_batch_size, c.sequence_len, platform)
     device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
     return Memory(device + host, 0) if platform == "cpu" else Memory(device, n * host)

@@ -67,6 +67,7 @@ def accumulators(engine: Engine, weights) -> Accumulators:
     """
     row = engine.table.grads
     layers = {segment.name: new_sums(engine, segment, weights[segment.name]) for segment in engine.model.segments}
+
     def zeros(w: jax.Array, layout: Layout) -> jax.Array:
         return varying(jnp.zeros(w.shape, row.dtype), (*DATA, *layout.computed_axes))
 
