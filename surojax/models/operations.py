@@ -284,7 +284,7 @@ class Operations:
         return recipe_product(precision, self.seed)
 
     def linear(self, x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-        """x w^T (+ b) in the recipe's numbers; for this device's part of the sequence, if a group divides the inputs."""
+        """x w^T (+ b) in the recipe's numbers; of this device's part of the sequence if a group divides the inputs."""
         number = weight.get_metadata("product")
         *_, inputs = weight.get_metadata("out_sharding")
 

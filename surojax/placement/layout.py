@@ -122,7 +122,7 @@ def _computed(param: Param, mesh: Mesh) -> list[tuple[str, ...]]:
     for size, axes, name in zip(param.shape, dims, param.axes, strict=True):
         if size % _devices(mesh, axes):
             raise ConfigError(
-                f"tp_size: expected a divisor of the {size} {name} of {param.name}, got {_devices(mesh, axes)}; lower it"
+                f"tp_size: expected a divisor of {param.name}'s {size} {name}, got {_devices(mesh, axes)}; lower it"
             )
     return dims
 

@@ -79,6 +79,11 @@ def data_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in DATA)
 
 
+def tensor_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """Number of devices of a tensor-parallel group."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in TENSOR)
+
+
 def has_driver() -> bool:
     """True if NVIDIA's driver is installed."""
     return any(map(Path.exists, (Path("/dev/nvidiactl"), Path("/dev/dxg"))))  # Linux, and WSL
@@ -98,7 +103,7 @@ def _no_plugin_error(record: logging.LogRecord) -> bool:
 
 
 def make_mesh(devices: Sequence, **sizes: int) -> jax.sharding.Mesh:
-    """A mesh over the devices; sizes: of `mesh_shape`. Raises ConfigError if their product is not the devices' number."""
+    """A mesh over the devices. sizes: of `mesh_shape`, which says what it raises."""
     shape = mesh_shape(len(devices), **sizes)
     auto = (jax.sharding.AxisType.Auto,) * len(shape)
     return jax.sharding.Mesh(np.array(devices).reshape(tuple(shape.values())), tuple(shape), axis_types=auto)

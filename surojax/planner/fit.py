@@ -17,6 +17,7 @@ moments in host memory while a checkpoint is written.
 """
 
 import dataclasses
+import functools
 import math
 import os
 from typing import Any, NamedTuple
@@ -37,9 +38,9 @@ from surojax.numerics.quantize import is_quantized
 from surojax.numerics.recipes import check_recipe
 from surojax.parallel.collectives import check_copy_engine
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
-from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import SHARD, abstract_mesh, data_parallel
-from surojax.placement.param import OUTER, Kind
+from surojax.placement.layout import Layout, batch_sharding
+from surojax.placement.mesh import SHARD, abstract_mesh, data_parallel, tensor_parallel
+from surojax.placement.param import OUTER, Kind, Param
 from surojax.placement.table import Mesh
 from surojax.planner import advice
 from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
@@ -82,7 +83,8 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     table = engine.table
     work = table.weights
     grads = table.grads
-    x = jax.ShapeDtypeStruct((batch, sequence_len, model.hidden_size), work.dtype)
+    tensor = tensor_parallel(run.mesh)
+    x = jax.ShapeDtypeStruct((batch, sequence_len // tensor, model.hidden_size), work.dtype)
     x_bytes = _bytes(x)
     segments = [_segment_bytes(run, segment, x, platform) for segment in model.segments]
     layer_bytes = max(segment.weights for segment in segments)
@@ -94,9 +96,9 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     outer_grads = jnp.dtype(grads.dtype).itemsize * outer_size
 
     itemsize = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
-    logits = itemsize * (batch * sequence_len // engine.lmhead_chunks) * model.vocab_size
+    logits = itemsize * (batch * sequence_len // engine.lmhead_chunks) * model.vocab_size // tensor
     capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
-    vocabulary = model.vocab_size // (run.mesh.shape[SHARD] if table.outer.sharded else 1)
+    vocabulary = model.vocab_size // tensor // (run.mesh.shape[SHARD] if table.outer.sharded else 1)
     head_gradient = itemsize * vocabulary * model.hidden_size
     head = (
         capped + logits + max(logits, head_gradient)
@@ -188,13 +190,19 @@ def _segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeSt
     """The `SegmentBytes` of a segment whose layers have an input like x."""
     engine = run.engine
     compute = run.model.compute
-    layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, engine.table.weights.dtype), segment.params)
+
+    def in_products(param: Param, layout: Layout) -> jax.ShapeDtypeStruct:
+        shape = jax.NamedSharding(run.mesh, layout.computed).shard_shape(param.shape)
+        return jax.ShapeDtypeStruct(shape, engine.table.weights.dtype)
+
+    layer = jax.tree.map(in_products, segment.params, engine.layouts.weights[segment.name])
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
     packed = engine.packed
-    saved, scores = _block_bytes(run.model, segment, layer, x, platform, packed)
+    block_bytes = functools.partial(_block_bytes, segment=segment, layer=layer, x=x, mesh=run.mesh)
+    saved, scores = block_bytes(run.model, platform=platform, packed=packed)
     # The backward pass has all residuals of a layer in memory at once, even if they are recomputed.
     plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute()))
-    all_saved = saved if plain is run.model else _block_bytes(plain, segment, layer, x, platform, packed)[0]
+    all_saved = saved if plain is run.model else block_bytes(plain, platform=platform, packed=packed)[0]
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
     grads = jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes)
@@ -232,10 +240,11 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
 
 
 def _block_bytes(
-    model: Model, segment: Segment, layer, x: jax.ShapeDtypeStruct, platform: str, packed: bool
+    model: Model, *, segment: Segment, layer, x: jax.ShapeDtypeStruct, mesh: Mesh, platform: str, packed: bool
 ) -> tuple[int, int]:
     """(bytes of the block's residuals without its weights, bytes that attention needs in its backward pass)."""
     B, S, _ = x.shape
+    tensor = tensor_parallel(mesh)
     itemsize = x.dtype.itemsize
     compute = model.compute
     heads_of = segment.heads
@@ -246,17 +255,25 @@ def _block_bytes(
     forward = next(s for s in traced.segments if s.name == segment.name).block_forward
     layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
     variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
-    saved = _bytes(jax.eval_shape(lambda w, x: forward(w, x, None, variant)[1], layer, x))
-    heads = B * S * heads_of.query
+
+    def residuals(w, x):
+        return forward(w, x, None, variant)[1]
+
+    if tensor > 1:  # for the shapes on one device, which are all that is asked
+        specs: Any = {"in_specs": jax.P(), "out_specs": jax.P()}
+        residuals = jax.shard_map(residuals, mesh=mesh, check_vma=False, **specs)
+    saved = _bytes(jax.eval_shape(residuals, layer, x))
+    heads = B * S * heads_of.query  # in a tensor-parallel group: of whole sequences, a part of the heads
     kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
     flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
-        copied = (2 * heads_of.query + heads_of.key_value) * heads_of.channels if flash == "mosaic" else 0
+        key_value = max(heads_of.key_value, tensor)
+        copied = (2 * heads_of.query + key_value) * heads_of.channels if flash == "mosaic" else 0
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
         return saved + kept, B * S * copied * itemsize
-    return saved, (4 if platform == "cpu" else 2) * heads * S * 4
+    return saved, (4 if platform == "cpu" else 2) * heads * S * tensor * 4
 
 
 def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None = None) -> dict[str, int]:
@@ -417,8 +434,7 @@ def _in_fp8(params, layer):
 def _shard_sizes(run: assembly.Assembly, of_class, segment: Segment) -> list[int]:
     """Number of elements on one device of each parameter of one layer. of_class: the segment's layouts of a class."""
     pairs = zip(jax.tree.leaves(segment.params), jax.tree.leaves(of_class), strict=True)
-    n = run.mesh.shape[SHARD]
-    return [math.prod(p.shape) // (1 if layout.sharded_dim is None else n) for p, layout in pairs]
+    return [math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape)) for p, layout in pairs]
 
 
 def _bytes(tree) -> int:

@@ -33,7 +33,7 @@ from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape
+from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape, tensor_parallel
 from surojax.placement.param import OUTER
 from surojax.planner import advice, aot, fit, hlo, prediction, traffic
 from surojax.planner.advice import GiB, Memory
@@ -221,7 +221,7 @@ def _predicted(
     if len(modules) > 1:
         return dataclasses.asdict(Prediction(not_predicted="state in files, and the drive's speed is not known"))
     (module,) = modules
-    tokens = batch.tokens * batch.microbatches
+    tokens = batch.tokens * batch.microbatches // tensor_parallel(run.mesh)
     compute_time = tokens * traffic.compute_time(GPUS[gpu], traffic.token_flops(run, batch.sequence_len))
     mesh_shape = run.mesh.shape
     found = prediction.predict(module, GPUS[gpu], mesh_shape, tokens=tokens, compute_time=compute_time)

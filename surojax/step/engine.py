@@ -25,9 +25,9 @@ gradients depends on it. The inputs of a layer are prefetched one or two layers 
 host memory while the next layer computes. Values in flight are in the loops' carry. XLA's scheduler then decides what
 starts when (assembly.compiler_options; `hlo.overlaps` reads its decisions).
 
-Everything here runs inside `jax.shard_map` over all mesh axes: arrays are one device's part. Data-parallel communication
-is only in `fetch`, `push` and `finish`, tensor-parallel communication (parallel/tensor.py) only in blocks and in
-outer.py. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.
+Everything here runs inside `jax.shard_map` over all mesh axes: arrays are one device's part. Data-parallel
+communication is only in `fetch`, `push` and `finish`; tensor-parallel communication is only in blocks
+(parallel/tensor.py) and in outer.py. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.
 """
 
 import functools

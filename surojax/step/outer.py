@@ -3,9 +3,9 @@
 Replicated (the default): every device has all rows of the embedding and of the head. The gradients are summed over the
 devices once per step.
 
-Sharded (`shard_outer`: over `dp_shard`; tensor parallelism: over `tp`; or both): each of the n devices has V / n rows of
-the embedding and of the head, and of their accumulators. Each has tokens of its own: of other sequences, or of another
-part of the same sequences. Weights are never all-gathered; tokens are communicated instead:
+Sharded (`shard_outer`: over `dp_shard`; tensor parallelism: over `tp`; or both): each of the n devices has V / n rows
+of the embedding and of the head, and of their accumulators. Each has tokens of its own: of other sequences, or of
+another part of the same sequences. Weights are never all-gathered; tokens are communicated instead:
 
 * The embedding all-gathers the token ids, looks up the rows that this device has, and reduce-scatters the result.
 * The head all-gathers a slice of activations and computes this device's part of the logits. Only the maximum and the
@@ -33,7 +33,6 @@ from surojax.models.operations import linear, softcapped
 from surojax.parallel.collectives import device_number, varying
 from surojax.placement.mesh import AXES
 from surojax.step.gradients import add
-
 
 Axes = tuple[str, ...]
 
