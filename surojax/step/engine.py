@@ -27,7 +27,8 @@ starts when (assembly.compiler_options; `hlo.overlaps` reads its decisions).
 
 Everything here runs inside `jax.shard_map` over all mesh axes: arrays are one device's part. Data-parallel
 communication is only in `fetch`, `push` and `finish`; tensor-parallel communication is only in blocks
-(parallel/tensor.py) and in outer.py. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.
+(parallel/tensor.py) and in outer.py. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N
+tokens.
 """
 
 import functools
