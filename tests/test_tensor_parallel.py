@@ -19,6 +19,7 @@ from surojax.config import checks
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.models import llama
+from surojax.optim.optimizer import UpdateContext, _seed
 from surojax.parallel import tensor
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import KV_HEADS, SAME_KV_HEADS, SHARD, abstract_mesh, mesh_shape
@@ -198,6 +199,9 @@ def test_groups_move_what_the_formulas_say():
     ids = 3 * S // 4 * 4
     blocks = L * ((2 * D * D + 3 * D * F) // 4 + 2 * D * D // 2 // 2 + 2 * D)
     outer = 2 * V * D // 4 + D
+    flops = sum(traffic.token_flops(run, S, again=True).values())
+    of_gpu = traffic.step_flops(run, traffic.Batch(sequences=1, sequence_len=S, microbatches=K))
+    assert sum(of_gpu.values()) == pytest.approx(flops * S * K / 4)
     assert found == {
         ("all-gather", "tp+tp_rep"): K * (L * 6 * x + 2 * x + 2 * ids),
         ("reduce-scatter", "tp+tp_rep"): K * (L * 5 * x + 2 * x),
@@ -259,6 +263,23 @@ def test_a_run_goes_on_under_another_layout(tmp_path):
             losses[name] += [x["loss"] for x in train(c).history if x["log"] == "step"]
     assert len(losses["one"]) == 6
     np.testing.assert_allclose(losses["mixed"], losses["one"], rtol=1e-4)
+
+
+def test_every_shard_rounds_with_numbers_of_its_own():
+    """And what devices store together they round alike: the numbers of a norm vary over `dp_shard` only."""
+    small = Small(8, tp_size=4)
+    mlp = small.engine.layouts.master["blocks"]["mlp"]
+
+    def firsts(name: str, layout) -> set[int]:
+        context = UpdateContext({"step": np.int32(1)})
+        f = lambda: _seed(small.engine.params["blocks"]["mlp"][name], layout, context, 8)[None]
+        out = jax.P(layout.stored_axes)
+        seeds = jax.jit(jax.shard_map(f, mesh=small.mesh, in_specs=(), out_specs=out))()
+        return {int(first) for _, first in seeds}
+
+    assert firsts("w_up", mlp["w_up"]) == firsts("w_down", mlp["w_down"]) == {8 * i for i in range(8)}
+    norm = small.engine.layouts.master["blocks"]["mlp_norm"]
+    assert norm.stored_axes == (SHARD,) and firsts("w_up", norm) == {0, 8}
 
 
 def test_without_a_group_nothing_is_communicated():
