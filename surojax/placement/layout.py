@@ -149,9 +149,9 @@ def _outer(param: Param, row: Row, mesh: Mesh) -> Layout:
 
     With `shard_outer`, rows of the embedding and of the head are sharded, and computed with as they are stored.
     """
-    replicated = _spec(_computed(param, mesh))
+    computed = _spec(_computed(param, mesh))
     if not row.sharded or param.kind is not Kind.TABLE:
-        return Layout(replicated, replicated)
+        return Layout(computed, computed)
     layout = _zero(param, row, mesh)
     if layout.sharded_dim != 0:
         raise ConfigError(

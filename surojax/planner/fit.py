@@ -380,7 +380,7 @@ def _advice(c: Config, devices, available: int) -> list[str]:
         return lines
     lines.append("a smaller model (configs/llama125m.py) or a machine with more memory")
     if platform == "cpu":
-        changes = [{"gpus": 1}, {"gpus": 4} | SHARDED, {"gpus": 8} | SHARDED]
+        changes = [{"gpus": n} | (SHARDED if n > 1 else {}) for n in (1, 4, 8) if n % c.tp_size == 0]
         sizes = [gib(needed(changed(c, change), change["gpus"], "gpu")) for change in changes]
         flagged = [flags({"gpus": change["gpus"]} | differing(c, change)) for change in changes]
         lines.append(
