@@ -55,8 +55,8 @@ def check_copy_engine(settings: tuple[str, ...], platform: str) -> None:
 
 def active(*axes: str) -> tuple[str, ...]:
     """The axes among these that have more than one device; none outside `shard_map`."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return tuple(a for a in axes if sizes.get(a, 1) > 1)
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(a for a in axes if a in mesh.manual_axes and mesh.shape[a] > 1)
 
 
 def device_number(*axes: str) -> tuple[jax.Array | int, int]:

@@ -27,8 +27,8 @@ starts when (assembly.compiler_options; `hlo.overlaps` reads its decisions).
 
 Everything here runs inside `jax.shard_map` over all mesh axes: arrays are one device's part. Data-parallel
 communication is only in `fetch`, `push` and `finish`; tensor-parallel communication is only in blocks
-(parallel/tensor.py) and in outer.py. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N
-tokens.
+(parallel/tensor.py) and in outer.py. Shape suffixes: A microbatches, B local batch, S sequence
+(or its part, see outer.py), D hidden size, N tokens.
 """
 
 import functools
@@ -150,7 +150,8 @@ def loss_and_gradients(
     def microbatch(a, carry: MicrobatchCarry, *, last: bool) -> MicrobatchCarry:
         inputs_BS, labels_BS, starts_BS = read((inputs_ABS, labels_ABS, starts_ABS), a)
         of_layer = functools.partial(recipe_inputs, a)
-        inputs_BS, labels_BS = own_part(inputs_BS), own_part(labels_BS)
+        inputs_BS = own_part(inputs_BS)
+        labels_BS = own_part(labels_BS)
         x_BSD = embed(outer, inputs_BS, axes, model.embedding_scale)
         passes: dict[str, Forward] = {}
         for name, layers in segments.items():
