@@ -39,6 +39,7 @@ EVALUATION = "tests/test_data.py::test_evaluation_covers_every_token_once_with_c
 JUDGE = "tests/test_verify.py::test_what_is_held_against_a_bound"
 FIELDS = "tests/test_bad_input.py::test_fields"
 TEXTBOOK = "tests/test_textbook.py"
+TENSOR = "tests/test_tensor_parallel.py::test_equals_grad_of_the_plain_model"
 
 LAYERS = "surojax/models/layers.py"
 MODEL = "surojax/models/model.py"
@@ -389,8 +390,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "evaluation does not scale the embedding",
         "surojax/step/engine.py",
-        "embed(outer, inputs_BS, sharded, engine.model.embedding_scale)",
-        "embed(outer, inputs_BS, sharded)",
+        "embed(outer, own_part(inputs_BS), axes, engine.model.embedding_scale)",
+        "embed(outer, own_part(inputs_BS), axes)",
         "tests/test_families.py::test_evaluation_is_the_loss_of_the_plain_model -k gemma-shard_outer",
     ),
     Mutant(
@@ -1089,7 +1090,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "sharded loss: maxima of this device's words",
         "surojax/models/loss.py",
-        "top_N = jax.lax.pmax(jnp.max(logits32, axis=1), axis)",
+        "top_N = jax.lax.pmax(jnp.max(logits32, axis=1), axes)",
         "top_N = jnp.max(logits32, axis=1)",
         f"{HEAD} -k 2-True",
     ),
@@ -1393,8 +1394,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the norm counts replicated tensors on every device",
         "surojax/parallel/collectives.py",
-        "jnp.sqrt(add_up(squares.of_shards, SHARD) + squares.of_replicated)",
-        "jnp.sqrt(add_up(squares.of_shards + squares.of_replicated, SHARD))",
+        "jnp.sqrt(add_up(squares.of_shards, *STATE) + squares.of_replicated)",
+        "jnp.sqrt(add_up(squares.of_shards + squares.of_replicated, *STATE))",
         "tests/test_engine.py::test_uneven_devices_keep_leaves_whole",
     ),
     Mutant(
@@ -1417,6 +1418,161 @@ MUTANTS: tuple[Mutant, ...] = (
         "number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)",
         "number + jax.lax.axis_index(axis)",
         "tests/test_fp8.py::test_every_block_of_every_device_draws_numbers_of_its_own",
+    ),
+    # -- Tensor parallelism: one collective after another is left out -------------------------------------------------
+    Mutant(
+        "sequences are not gathered before products",
+        "surojax/parallel/tensor.py",
+        "jax.lax.all_gather(x_BsD, axes, axis=1, tiled=True) if axes else x_BsD",
+        "x_BsD",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "a device's sequence is repeated in place of the others'",
+        "surojax/parallel/tensor.py",
+        "jax.lax.all_gather(x_BsD, axes, axis=1, tiled=True) if axes else x_BsD",
+        "jax.numpy.concatenate([x_BsD] * device_number(*axes)[1], axis=1)",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "products are not summed over a group",
+        "surojax/parallel/tensor.py",
+        "jax.lax.psum_scatter(y_BSD, axes, scatter_dimension=1, tiled=True) if axes else y_BSD",
+        "own_part(y_BSD)",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "no product's inputs are divided",
+        "surojax/parallel/tensor.py",
+        "return bool(active(*MESH_AXES[axis]))",
+        "return False",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "every device of a group has the first tokens",
+        "surojax/parallel/tensor.py",
+        "number * length, length, 1)",
+        "0 * number, length, 1)",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "the embedding's rows are not summed over a group",
+        "surojax/step/outer.py",
+        "return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)",
+        "return jax.lax.dynamic_slice_in_dim(x, device_number(*axes)[0] * len(tokens_BS), len(tokens_BS), 0)",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "the gradient of the head's input is not summed over a group",
+        "surojax/step/outer.py",
+        "dy_ND = jax.lax.psum_scatter(dy_MD, axes, scatter_dimension=0, tiled=True)",
+        "dy_ND = jax.lax.dynamic_slice_in_dim(dy_MD, device_number(*axes)[0] * len(y_ND), len(y_ND), 0)",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "sharded loss: exponentials of this device's words",
+        "surojax/models/loss.py",
+        "jax.lax.psum(jnp.sum(jnp.exp(logits32 - top_N[:, None]), axis=1), axes)",
+        "jnp.sum(jnp.exp(logits32 - top_N[:, None]), axis=1)",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "all words are those of the first device",
+        "surojax/models/loss.py",
+        "labels_N - device_number(*axes)[0] * v",
+        "labels_N",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "the loss is not summed over a group",
+        "surojax/step/engine.py",
+        "loss = collectives.add_up(carry.loss, *AXES) * scale",
+        "loss = collectives.add_up(carry.loss, *DATA) * scale",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "shared parameters are typed as different on the devices of a group",
+        "surojax/parallel/collectives.py",
+        "return varying(jax.tree.map(one, layouts, tree))",
+        "return varying(jax.tree.map(one, layouts, tree), AXES)",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "the norm is not summed over a group",
+        "surojax/parallel/collectives.py",
+        "jnp.sqrt(add_up(squares.of_shards, *STATE) + squares.of_replicated)",
+        "jnp.sqrt(add_up(squares.of_shards, SHARD) + squares.of_replicated)",
+        f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "the norm counts what several devices store more than once",
+        "surojax/parallel/collectives.py",
+        "return square if copies == 1 else jnp.where(number == 0, square, 0.0)",
+        "return square",
+        f"{TENSOR} -k 1kv-2x2-zero3-saved",
+    ),
+    Mutant(
+        "keys and values are divided over more devices than heads",
+        "surojax/placement/layout.py",
+        '"kv_heads": (KV_HEADS,),',
+        '"kv_heads": TENSOR,',
+        "tests/test_tensor_parallel.py::test_layouts",
+    ),
+    Mutant(
+        "shards are divided by dp_shard before tp",
+        "surojax/placement/layout.py",
+        "_spec([(*axes, SHARD) if i == dim",
+        "_spec([(SHARD, *axes) if i == dim",
+        f"{TENSOR} -k 1kv-2x2-zero3-saved",
+    ),
+    Mutant(
+        "a sharded vocabulary's gradient is not summed over dp_shard",
+        "surojax/step/gradients.py",
+        "if SHARD not in engine.layouts.weights[OUTER][name].computed_axes:",
+        "if not engine.layouts.weights[OUTER][name].computed_axes:",
+        f"{TENSOR} -k 1kv-2x2-zero3-saved",
+    ),
+    Mutant(
+        "all devices of a group round with the same random numbers",
+        "surojax/optim/optimizer.py",
+        "shard, _ = device_number(*layout.stored_axes)",
+        "shard, _ = device_number(*layout.stored_axes[-1:])",
+        "tests/test_tensor_parallel.py::test_every_shard_rounds_with_numbers_of_its_own",
+    ),
+    Mutant(
+        "every GPU of a group has sequences of its own",
+        "surojax/placement/mesh.py",
+        "return math.prod(mesh.shape[axis] for axis in DATA)",
+        "return mesh.size",
+        "tests/test_verify.py::test_every_row_compares_two_different_things",
+    ),
+    Mutant(
+        "fewer key/value heads than GPUs are not shared",
+        "surojax/placement/mesh.py",
+        "along_heads = math.gcd(tp_size, kv_heads) if kv_heads else tp_size",
+        "along_heads = tp_size",
+        "tests/test_tensor_parallel.py::test_meshes",
+    ),
+    Mutant(
+        "more key/value heads than GPUs that they cannot be divided over",
+        "surojax/config/mesh.py",
+        "need(kv % n == 0 or n % kv == 0,",
+        "need(True,",
+        "tests/test_tensor_parallel.py::test_what_is_not_built_is_refused",
+    ),
+    Mutant(
+        "what is not built for tensor parallelism is ignored",
+        "surojax/config/mesh.py",
+        "need(c[name] == defaults[name], name,",
+        "need(True, name,",
+        "tests/test_tensor_parallel.py::test_what_is_not_built_is_refused",
+    ),
+    Mutant(
+        "a group's FLOPs are those of each GPU",
+        "surojax/planner/traffic.py",
+        "    tokens = batch.tokens * batch.microbatches / tensor_parallel(run.mesh)\n",
+        "    tokens = batch.tokens * batch.microbatches\n",
+        "tests/test_tensor_parallel.py::test_groups_move_what_the_formulas_say",
     ),
     # -- Numbers in 8 bits --------------------------------------------------------------------------------------------
     Mutant(
@@ -1500,8 +1656,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the layer axis counts among the dimensions",
         "surojax/placement/layout.py",
-        "for i, size in enumerate(param.shape) if",
-        "for i, size in enumerate((3, *param.shape)) if",
+        "for i, size in enumerate(parts) if",
+        "for i, size in enumerate((3, *parts)) if",
         "tests/test_placement.py::test_leading_dimension_is_sharded_and_odd_ones_stay_whole",
     ),
     Mutant(
@@ -1549,8 +1705,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the shard group is as large as the replica group",
         "surojax/placement/mesh.py",
-        "        shard = n // replicate\n",
-        "        shard = n // replicate if replicate == 1 else replicate\n",
+        '"dp_shard_size"] = n // others if',
+        '"dp_shard_size"] = (n // others if others == 1 else others) if',
         "tests/test_placement.py::test_meshes",
     ),
     Mutant(
@@ -2942,8 +3098,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "attention scores of one position",
         "surojax/planner/footprint.py",
-        '(4 if platform == "cpu" else 2) * heads * S * 4',
-        '(4 if platform == "cpu" else 2) * heads * 4',
+        '(4 if platform == "cpu" else 2) * heads * S * tensor * 4',
+        '(4 if platform == "cpu" else 2) * heads * tensor * 4',
         "tests/test_footprint.py::test_flash_attention_has_no_scores",
     ),
     Mutant(

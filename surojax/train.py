@@ -40,7 +40,7 @@ from surojax.memory import nvme
 from surojax.memory.lock import locked
 from surojax.models.attention import chosen_here
 from surojax.placement.layout import batch_sharding, replicated_matrices
-from surojax.placement.mesh import find_devices, make_mesh
+from surojax.placement.mesh import data_parallel, find_devices, make_mesh
 from surojax.planner import gpus, prediction, report as planned, traffic
 from surojax.planner.advice import summed
 from surojax.planner.check_fit import check_fit, compare, memory_limit
@@ -85,7 +85,7 @@ def train(config: Config) -> Result:
     checks.check(c)
     output_dir = checks.check_output_dir(c.output_dir)
     devices = find_devices(c.gpus)
-    mesh = make_mesh(devices, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
+    mesh = make_mesh(devices, **configs.mesh_sizes(c))
     run = from_config(c, mesh, total_steps=1)
     need = check_fit(c, run, devices)
     nvme.check(nvme.store_of(run.plan))
@@ -98,7 +98,7 @@ def train(config: Config) -> Result:
     # -- Data, and the checkpoint to continue from --------------------------------------------------------------------
     tokenizer = load_tokenizer(c.tokenizer)
     checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
-    batch_size = c.per_device_batch_size * len(devices)
+    batch_size = c.per_device_batch_size * data_parallel(mesh)
     samples_per_step = batch_size * c.gradient_accumulation_steps
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
     found = data.load(entries, settings, tokenizer, eval_batch_size=batch_size, say=say)
@@ -312,9 +312,10 @@ def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) ->
     """
     if before == now:
         return
-    if not changed.keys() & {"gpus", "per_device_batch_size", "gradient_accumulation_steps"}:
-        devices = now // (c.per_device_batch_size * c.gradient_accumulation_steps)
-        per_device, rest = divmod(before, devices * c.gradient_accumulation_steps)
+    if not changed.keys() & {"gpus", "tp_size", "per_device_batch_size", "gradient_accumulation_steps"}:
+        groups = now // (c.per_device_batch_size * c.gradient_accumulation_steps)
+        devices = groups * c.tp_size
+        per_device, rest = divmod(before, groups * c.gradient_accumulation_steps)
         keep = "" if rest else f"per_device_batch_size={per_device} keeps it so, "
         raise CheckpointError(
             f"checkpoint {found} is of a run with {before} samples a step, which with these settings would be {now} on "
@@ -371,7 +372,7 @@ class Evaluation:
         self.evaluated = evaluated
         self.arrays = run.engine.batch_arrays
         self.sharding = batch_sharding(mesh, accumulated=False)
-        shape = (c.per_device_batch_size * mesh.size, c.sequence_len)
+        shape = (c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
         tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.sharding)
         options = run.compiler_options(mesh.devices.flat[0].platform)
         self.step = run.eval_step().lower(run.plan.weights, *[tokens] * len(self.arrays)).compile(options)

@@ -100,6 +100,8 @@ SAVED: dict[str, Any] = {"recompute_block": False}
 PARTS: dict[str, Any] = dict.fromkeys(configs.RECOMPUTE_PARTS, True)
 GROUPED: dict[str, Any] = {"microbatches_per_fetch": 2}
 ZERO3: dict[str, Any] = {"zero_level": 3}
+TP: dict[str, Any] = {"tp_size": 2}
+ZERO3_TP: dict[str, Any] = ZERO3 | TP
 FP8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "fp8"}
 INT8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "int8"}
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
@@ -140,6 +142,20 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("hsdp_2x2", ZERO3 | {"dp_replicate_size": 2}, 4, expect="order"),
     Setting("hsdp_2x4", ZERO3 | {"dp_replicate_size": 2}, 8, expect="order"),
     Setting("hsdp_2x4_offload_all", ZERO3 | ALL | {"dp_replicate_size": 2, "shard_outer": True}, 8, expect="order"),
+    # Tensor parallelism: dp_shard_size x tp_size, or dp_replicate_size x dp_shard_size x tp_size
+    Setting("tp@2", TP, 2, expect="order"),
+    Setting("tp_saved@2", TP | SAVED, 2, like="tp@2", expect="saved"),
+    Setting("tp_offload_all@2", TP | ALL, 2, like="tp@2"),
+    *(Setting(f"zero_level={n}_tp_2x2", {"zero_level": n} | TP, 4, expect="order") for n in (1, 2, 3)),
+    *(Setting(f"{name}_tp_2x2", ZERO3_TP | {name: True}, 4, like="zero_level=3_tp_2x2") for name in OFFLOADS),
+    Setting("offload_all_tp_2x2", ZERO3_TP | ALL, 4, like="zero_level=3_tp_2x2"),
+    Setting("offload_saved_tp_2x2", ZERO3_TP | SAVED | ALL, 4, like="zero_level=3_tp_2x2", expect="saved"),
+    Setting("resident_layers_tp_2x2", ZERO3_TP | ALL | {"resident_layers": 1}, 4, like="zero_level=3_tp_2x2"),
+    Setting("sample_packing_tp_2x2", ZERO3_TP | {"sample_packing": True}, 4, expect="order"),
+    Setting("shard_outer_tp_2x2", ZERO3_TP | {"shard_outer": True}, 4, expect="order"),
+    Setting("lmhead_chunks_tp_2x2", ZERO3_TP | {"lmhead_chunks": 4}, 4, expect="order"),
+    Setting("hsdp_tp_2x2x2", ZERO3_TP | {"dp_replicate_size": 2}, 8, expect="order"),
+    Setting("hsdp_tp_2x2x2_offload_all", ZERO3_TP | ALL | {"dp_replicate_size": 2}, 8, like="hsdp_tp_2x2x2"),
     # Communication
     Setting("use_all_to_all_reduce@4", ZERO3 | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting(
@@ -169,7 +185,7 @@ NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings o
 RESET = (  # fields that have their defaults in every row that does not change them
     *(name for name in placement.SETTINGS if name not in NUMBERS),
     *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
-    *("sample_packing", "microbatches_per_fetch"),
+    *("sample_packing", "microbatches_per_fetch", "tp_size"),
 )
 
 
@@ -317,7 +333,7 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.nda
     B is the config's sequences per step, rounded up so that each microbatch divides evenly over 8 devices, over the
     config's own number of devices, and on one device into two.
     """
-    own_devices = c.gpus or devices
+    own_devices = (c.gpus or devices) // c.tp_size
     microbatches = max(2, c.gradient_accumulation_steps)
     multiple = math.lcm(8, own_devices) * microbatches
     sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_devices // multiple) * multiple
@@ -341,8 +357,8 @@ def changed(c: Config, s: Setting, steps: int, sequences: int, microbatches: int
     new.update({"lr_scheduler_type": "cosine", "warmup_steps": 0, "warmup_ratio": 0.0, "cooldown_steps": 0})
     new.update({"max_steps": steps, "num_epochs": 1, "gpus": s.devices})
     new.gradient_accumulation_steps = microbatches
-    new.per_device_batch_size = sequences // (microbatches * s.devices)
     new.update(s.changes)
+    new.per_device_batch_size = sequences * new.tp_size // (microbatches * s.devices)
     checks.check(new)
     return new
 
@@ -358,7 +374,7 @@ def trained(c: Config, s: Setting, batches: list, microbatches: int, devices: Se
             folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix="verify", dir=c.nvme_path or None))
             s = s._replace(changes=s.changes | {"nvme_path": folder})
         c = changed(c, s, len(batches), sequences, microbatches)
-        mesh = make_mesh(devices, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
+        mesh = make_mesh(devices, **configs.mesh_sizes(c))
         run = from_config(c, mesh, total_steps=len(batches))
         check_fit(c, run, devices)
         if store := nvme.store_of(run.plan):

@@ -101,6 +101,7 @@ class Small:
         compute: Compute = DEFAULT,
         model: Model | None = None,
         replicate: int = 1,
+        tp_size: int = 1,
         recompute_block: bool = True,
         lmhead_chunks: int = 1,
         z_loss: float = 0.0,
@@ -111,7 +112,8 @@ class Small:
         optimizer=optim.adamw,
         **placed,
     ):
-        self.mesh = make_mesh(jax.devices()[:devices], dp_replicate_size=replicate)
+        sizes = {"dp_replicate_size": replicate, "tp_size": tp_size, "kv_heads": config.num_key_value_heads}
+        self.mesh = make_mesh(jax.devices()[:devices], **sizes)
         placed = {"model_dtype": "float32", "recipe": compute.precision.recipe, **placed}
         schedule = learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
         self.run = assemble(

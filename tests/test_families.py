@@ -91,9 +91,9 @@ def test_the_embedding_is_scaled_by_a_rounded_root():
 
     table = normal(0, (64, 32)).astype("bfloat16")
     ids = np.arange(6).reshape(2, 3)
-    found = embed({"embed": table}, ids, sharded=False, scale=GEMMA.embedding_scale)
+    found = embed({"embed": table}, ids, axes=(), scale=GEMMA.embedding_scale)
     np.testing.assert_array_equal(found, table[ids] * table.dtype.type(5.65625))
-    grads = push_embed({"embed": 0 * table}, ids, found, sharded=False, scale=GEMMA.embedding_scale)
+    grads = push_embed({"embed": 0 * table}, ids, found, axes=(), scale=GEMMA.embedding_scale)
     np.testing.assert_array_equal(grads["embed"][:6], found.reshape(6, 32) * table.dtype.type(5.65625))
 
 

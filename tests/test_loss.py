@@ -55,7 +55,7 @@ def run_head(devices: int, sharded: bool, z_loss: float, chunks: int):
     def per_device(weights, x, labels):
         weights = jax.tree.map(outer.varying, weights)
         zeros = jax.tree.map(jnp.zeros_like, weights)
-        how = dict(chunks=chunks, sharded=sharded)
+        how = dict(chunks=chunks, axes=(SHARD,) if sharded else ())
         evaluated = outer.loss(MODEL, weights, x, labels, **how)
         total, dx, grads = outer.head(MODEL, weights, zeros, x, labels, jnp.float32(SCALE), **how, z_loss=z_loss)
         return total[None], grads, dx, evaluated[None]
@@ -102,7 +102,7 @@ def test_embedding():
 
     def per_device(table, tokens, dx):
         grads = {"embed": jnp.zeros_like(table)}
-        return outer.embed({"embed": table}, tokens, True), outer.push_embed(grads, tokens, dx, True)["embed"]
+        return outer.embed({"embed": table}, tokens, (SHARD,)), outer.push_embed(grads, tokens, dx, (SHARD,))["embed"]
 
     rows = jax.P(SHARD)
     f = jax.shard_map(per_device, mesh=make_mesh(jax.devices()[:2]), in_specs=(rows,) * 3, out_specs=(rows, rows))

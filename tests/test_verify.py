@@ -12,7 +12,7 @@ from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import RECIPES
 from surojax.placement import table as placement
-from surojax.placement.mesh import DATA
+from surojax.placement.mesh import abstract_mesh, data_parallel
 from surojax.verify import OFFLOADS, OWN, SETTINGS, changed, judge, verify
 
 SIZES = {
@@ -122,9 +122,11 @@ def test_every_row_compares_two_different_things():
     def drawn(s):
         changes = s.changes | ({"nvme_path": "folder"} if "nvme" in s.changes.values() else {})
         row = changed(c, s._replace(changes=changes), 1, len(batches[0][0]), microbatches * s.split)
-        assert row.per_device_batch_size * row.gradient_accumulation_steps * s.devices == len(batches[0][0])
-        shape = (row.dp_replicate_size, s.devices // row.dp_replicate_size)
-        engine = assembly.from_config(row, jax.sharding.AbstractMesh(shape, DATA), 1).engine
+        mesh = abstract_mesh(s.devices, **verifier.configs.mesh_sizes(row))
+        shape = tuple(mesh.shape.items())
+        per_step = row.per_device_batch_size * row.gradient_accumulation_steps * data_parallel(mesh)
+        assert per_step == len(batches[0][0])
+        engine = assembly.from_config(row, mesh, 1).engine
         recompute = [row[name] for name in verifier.configs.RECOMPUTE_PARTS]
         settings = (engine.recompute_block, recompute, engine.lmhead_chunks, engine.packed)
         return engine.table, shape, settings, engine.microbatches_per_fetch, s.split

@@ -23,6 +23,7 @@ from surojax.config.fields import (
     no_field,
     warmup_steps,
 )
+from surojax.config.mesh import check_mesh
 from surojax.errors import ConfigError, need as _need
 from surojax.models.attention import IMPLEMENTATIONS
 from surojax.models.families import FAMILIES
@@ -47,7 +48,7 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "num_epochs eval_batches save_total_limit sequence_len per_device_batch_size gradient_accumulation_steps "
-        "microbatches_per_fetch lmhead_chunks dp_replicate_size "
+        "microbatches_per_fetch lmhead_chunks dp_replicate_size tp_size cp_size pp_size "
         "model.vocab_size model.hidden_size model.intermediate_size "
         "model.num_hidden_layers model.num_attention_heads model.num_key_value_heads "
         "model.rope_original_max_position_embeddings fp8_amax_history",
@@ -102,7 +103,7 @@ RULES = (
         "dp_shard_size",
         lambda v: v == -1 or v >= 1,
         "1 or more, or -1",
-        "-1 is all that dp_replicate_size leaves",
+        "-1 is all that the other sizes leave",
     ),
     Rule(
         "output_dir data text_field data_cache tokenizer resume_from_checkpoint",
@@ -156,6 +157,7 @@ def check(c: Config) -> None:
     _check_schedule(c)
     _check_optimizer(c)
     _check_sizes(c)
+    check_mesh(c)
 
 
 def _check_types(c: Config) -> None:
@@ -314,7 +316,8 @@ def _check_sizes(c: Config) -> None:
     for name in RECOMPUTE_PARTS if c.recompute_block else ():
         expected = "False with recompute_block=True, which computes all of it again"
         _need(not c[name], name, expected, c[name], "leave it out, or set recompute_block=False")
-    shards = c.gpus // c.dp_replicate_size if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
+    others = c.dp_replicate_size * c.tp_size
+    shards = c.gpus // others if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
     if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients or c.shard_outer):
         expected = "2 or more, to shard over, with zero_level above 1, shard_weights or shard_gradients"
         _need(shards != 1, "dp_shard_size", expected, 1, "lower dp_replicate_size or zero_level, or raise gpus")

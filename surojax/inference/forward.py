@@ -50,7 +50,7 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
     start: number of positions that are already in the cache. first_B: where the texts of the rows begin, see `Cache`.
     """
-    x_BSD = embed(weights[OUTER], tokens_BS, sharded=False, scale=model.embedding_scale)
+    x_BSD = embed(weights[OUTER], tokens_BS, axes=(), scale=model.embedding_scale)
     extended = {}
     for segment in model.segments:
 
@@ -68,7 +68,7 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
 def hidden(model: Model, weights, tokens_BS: jax.Array) -> jax.Array:
     """The last block's output `[B, S, D]` for whole sequences; the final norm is not applied."""
-    x_BSD = embed(weights[OUTER], tokens_BS, sharded=False, scale=model.embedding_scale)
+    x_BSD = embed(weights[OUTER], tokens_BS, axes=(), scale=model.embedding_scale)
     for segment in model.segments:
 
         def layer(l, w, variant: Variant, x_BSD, segment=segment):

@@ -74,9 +74,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """(attention of x `[B, S, D]`, or of norm(x), which is then recomputed; the cache extended by S positions)."""
         c = self.config
-        B, S, _ = x_BSD.shape
         biases = (self.bq, self.bk, self.bv) if c.attention_bias else (None, None, None)
         projected = ops.linears(x_BSD, (self.wq, self.wk, self.wv), biases, norm)
+        B, S, _ = projected[0].shape
         q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projected)
         if c.qk_norm:
             q = ops.norm(q, self.q_norm[...], c.rms_norm_eps, c.norm_plus_one)

@@ -10,6 +10,8 @@ Shape suffixes: N tokens, V vocabulary, v entries of the vocabulary on one devic
 import jax
 import jax.numpy as jnp
 
+from surojax.parallel.collectives import device_number
+
 
 @jax.custom_vjp
 def cross_entropy(logits_NV: jax.Array, labels_N: jax.Array) -> jax.Array:
@@ -39,8 +41,10 @@ def _backward(saved, d_loss):
 cross_entropy.defvjp(_forward, _backward)
 
 
-def sharded_cross_entropy(logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax.Array, axis: str, z_loss: float = 0.0):
-    """(this device's term of the summed loss, d loss / d logits in float32) for logits that are sharded over `axis`.
+def sharded_cross_entropy(
+    logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax.Array, axes: tuple[str, ...], z_loss: float = 0.0
+):
+    """(this device's term of the summed loss, d loss / d logits in float32) for logits that are sharded over mesh axes.
 
     Device i has the entries i v to (i + 1) v - 1 of the vocabulary. All devices have the same N tokens. `mine_N` marks
     tokens whose log-sum-exp this device adds to its term, so that the sum over devices counts every token once. Labels
@@ -48,9 +52,9 @@ def sharded_cross_entropy(logits_Nv: jax.Array, labels_N: jax.Array, mine_N: jax
     """
     logits32 = logits_Nv.astype(jnp.float32)
     v = logits_Nv.shape[1]
-    top_N = jax.lax.pmax(jnp.max(logits32, axis=1), axis)
-    lse_N = top_N + jnp.log(jax.lax.psum(jnp.sum(jnp.exp(logits32 - top_N[:, None]), axis=1), axis))
-    row_N = labels_N - jax.lax.axis_index(axis) * v
+    top_N = jax.lax.pmax(jnp.max(logits32, axis=1), axes)
+    lse_N = top_N + jnp.log(jax.lax.psum(jnp.sum(jnp.exp(logits32 - top_N[:, None]), axis=1), axes))
+    row_N = labels_N - device_number(*axes)[0] * v
     valid_N = labels_N >= 0
     label_Nv = jax.lax.broadcasted_iota(jnp.int32, logits_Nv.shape, 1) == row_N[:, None]
     loss = jnp.sum(jnp.where(mine_N & valid_N, lse_N, 0.0))

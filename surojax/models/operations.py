@@ -30,6 +30,7 @@ from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Variant
 from surojax.numerics.blockscaled import mxfp8_linear, nvfp4_linear
 from surojax.numerics.recipes import Precision
 from surojax.numerics.rounding import materialised
+from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
 
 # --- linear layers ----------------------------------------------------------------------------------------------------
 
@@ -293,15 +294,24 @@ class Operations:
         return recipe_product(precision, self.seed)
 
     def linear(self, x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-        """x w^T (+ b) in the recipe's numbers."""
-        product = functools.partial(self._product, number=weight.get_metadata("product"))
+        """x w^T (+ b) in the recipe's numbers; of this device's part of the sequence if a group divides the inputs."""
+        number = weight.get_metadata("product")
+        *_, inputs = weight.get_metadata("out_sharding")
+
+        def product(x, w):
+            y = self._product(x, w, number=number)
+            return reduce_scatter_sequence(y) if is_divided(inputs) else y
+
         return linear(x, weight[...], None if bias is None else bias[...], product)
 
     def linears(self, x: jax.Array, weights: Sequence, biases: Sequence, norm: Callable | None) -> list[jax.Array]:
-        """Several `linear` of x, or of norm(x), which the backward pass then computes again."""
+        """Several `linear` of x, or of norm(x), which the backward pass then computes again.
+
+        In a tensor-parallel group x is this device's part of the sequence, and the results are of all of it.
+        """
 
         def project(x):
-            y = norm(x) if norm else x
+            y = all_gather_sequence(norm(x) if norm else x)
             return [self.linear(y, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
         return recomputed(project, norm is not None)(x)

@@ -27,8 +27,8 @@ import optax
 from pallas_kernels import adamw8bit as kernel
 from pallas_kernels.quantize import random_bits, round_with
 from surojax.numerics.rounding import materialised, mix
+from surojax.parallel.collectives import device_number
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import SHARD
 from surojax.placement.param import Kind, Param
 
 Schedule = optax.Schedule
@@ -381,7 +381,7 @@ def _seed(param: Param, layout: Layout, context: UpdateContext, size: int) -> ja
         return jnp.asarray(x).astype(jnp.uint32)
 
     k, n = context.part
-    shard = 0 if layout.sharded_dim is None else jax.lax.axis_index(SHARD)
+    shard, _ = device_number(*layout.stored_axes)
     of_tensor = jnp.uint32(param.stream) * jnp.uint32(0x85EBCA77)
     of_layer = unsigned(context.layer) * jnp.uint32(0xC2B2AE3D)
     of_step = unsigned(context.scalars["step"]) * jnp.uint32(0x9E3779B1)

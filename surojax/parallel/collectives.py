@@ -4,7 +4,7 @@ A layout (placement/layout.py) says which dimension of an array is sharded over 
 dimension is replicated.
 
 Mesh axes of one device are skipped: values are not marked as varying over them and no collective names them. So a
-program for one device has no collectives.
+program for one device has no collectives. Collectives of tensor parallelism within a block are in tensor.py.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from surojax.errors import ConfigError
 from surojax.numerics.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
 from surojax.numerics.rounding import materialised
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import DATA, SHARD
+from surojax.placement.mesh import AXES, DATA, SHARD, TENSOR
 from surojax.placement.param import Kind, Param
 from surojax.placement.table import Reduce
 
@@ -54,8 +54,9 @@ def check_copy_engine(settings: tuple[str, ...], platform: str) -> None:
 
 
 def active(*axes: str) -> tuple[str, ...]:
-    """The axes among these that have more than one device."""
-    return tuple(a for a in axes if jax.lax.axis_size(a) > 1)
+    """The axes among these that have more than one device; none outside `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(a for a in axes if a in mesh.manual_axes and mesh.shape[a] > 1)
 
 
 def device_number(*axes: str) -> tuple[jax.Array | int, int]:
@@ -129,7 +130,7 @@ def largest_of_devices(tree):
     """The elementwise maximum over all devices, equal on all of them."""
 
     def one(x):
-        names = tuple(a for a in DATA if a in varying_axes(x))
+        names = tuple(a for a in AXES if a in varying_axes(x))
         return jax.lax.pmax(x, names) if names else x
 
     return jax.tree.map(one, tree)
@@ -216,6 +217,9 @@ def _exchange(tree):
     return jax.tree.unflatten(structure, received)
 
 
+STATE = (SHARD, *TENSOR)  # axes whose devices may store different parts of a tensor
+
+
 class Squares(NamedTuple):
     """Sums of squares of this device's part of a tree, float32: of sharded and of replicated arrays. See `norm`."""
 
@@ -232,16 +236,22 @@ def sum_of_squares(tree, layouts, *, in_memory: bool = False) -> Squares:
     squares = materialised(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree))
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(layouts), strict=True))
     start = no_squares()
-    of_shards = sum(square for square, layout in pairs if layout.sharded_dim is not None)
-    of_replicated = sum(square for square, layout in pairs if layout.sharded_dim is None)
+    of_shards = sum(_counted_once(square, layout) for square, layout in pairs if active(*layout.stored_axes))
+    of_replicated = sum(square for square, layout in pairs if not active(*layout.stored_axes))
     return Squares(start.of_shards + of_shards, start.of_replicated + of_replicated)
+
+
+def _counted_once(square: jax.Array, layout: Layout) -> jax.Array:
+    """The square of a shard; 0 on all but the first of the devices that store the same shard."""
+    number, copies = device_number(*(axis for axis in STATE if axis not in layout.stored_axes))
+    return square if copies == 1 else jnp.where(number == 0, square, 0.0)
 
 
 def no_squares() -> Squares:
     """The `Squares` of an empty tree: zeros."""
-    return Squares(varying(jnp.float32(0), (SHARD,)), jnp.float32(0))
+    return Squares(varying(jnp.float32(0), STATE), jnp.float32(0))
 
 
 def norm(squares: Squares) -> jax.Array:
-    """The global norm, equal on all devices of `dp_shard`."""
-    return jnp.sqrt(add_up(squares.of_shards, SHARD) + squares.of_replicated)
+    """The global norm, equal on all devices that store parts of the same replica."""
+    return jnp.sqrt(add_up(squares.of_shards, *STATE) + squares.of_replicated)

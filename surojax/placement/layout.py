@@ -2,32 +2,46 @@
 
 A layout follows from two rules. `MESH_AXES` says over which mesh axes a logical axis is sharded in every product. The
 ZeRO rule also shards stored tensors: along the first dimension that `dp_shard` divides evenly. It is the first, because
-sharding the last dimension makes XLA keep a transposed copy of the entire stack of layers.
+sharding the last dimension makes XLA keep a transposed copy of the entire stack of layers. If a product shards that
+dimension too, each of its devices' parts is divided once more, so that all-gathering over `dp_shard` restores the part.
 
 PartitionSpecs in this file have an entry for each dimension of one layer; `stacked` adds the layer axis in front.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 
 from surojax.errors import ConfigError
 from surojax.placement.home import DEVICE, HOST, Home
-from surojax.placement.mesh import DATA, SHARD
+from surojax.placement.mesh import DATA, KV_HEADS, SHARD, TENSOR
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.placement.table import Mesh, Placement, Row
 
 # Logical axis of a parameter -> the mesh axes that it is sharded over in every product.
 MESH_AXES: dict[str, tuple[str, ...]] = {
-    "vocab": (),
+    "vocab": TENSOR,
     "embed": (),
-    "heads": (),
-    "kv_heads": (),
+    "heads": TENSOR,
+    "kv_heads": (KV_HEADS,),
     "head_dim": (),
-    "mlp": (),
+    "mlp": TENSOR,
 }
+
+
+def mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec, which shard one dimension."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def _spec(dims: list[tuple[str, ...]]) -> jax.P:
+    """A PartitionSpec of the mesh axes of each dimension, without entries for the last ones that have none."""
+    while dims and not dims[-1]:
+        dims = dims[:-1]
+    return jax.P(*(axes[0] if len(axes) == 1 else axes or None for axes in dims))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +58,21 @@ class Layout:
     @property
     def sharded_dim(self) -> int | None:
         """The dimension that is sharded over `dp_shard` in `stored` but not in `computed`; None if there is none."""
-        for dim, axis in enumerate(self.stored):
-            computed = self.computed[dim] if dim < len(self.computed) else None
-            if axis == SHARD != computed:
+        for dim, axes in enumerate(map(mesh_axes, self.stored)):
+            computed = mesh_axes(self.computed[dim]) if dim < len(self.computed) else ()
+            if SHARD in axes and SHARD not in computed:
                 return dim
         return None
+
+    @property
+    def stored_axes(self) -> tuple[str, ...]:
+        """The mesh axes whose devices store different parts."""
+        return tuple(axis for entry in self.stored for axis in mesh_axes(entry))
+
+    @property
+    def computed_axes(self) -> tuple[str, ...]:
+        """The mesh axes whose devices compute with different parts."""
+        return tuple(axis for entry in self.computed for axis in mesh_axes(entry))
 
 
 class Layouts(NamedTuple):
@@ -66,7 +90,10 @@ class Layouts(NamedTuple):
 
 
 def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
-    """The layouts of these parameters. Raises ConfigError if `dp_shard` does not divide a sharded vocabulary."""
+    """The layouts of these parameters.
+
+    Raises ConfigError if `tp` does not divide a dimension that it shards, or `dp_shard` a sharded vocabulary.
+    """
 
     def layers(row: Row) -> dict[str, Any]:
         """The layouts of all segments in this class."""
@@ -89,20 +116,32 @@ def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
     )
 
 
-def _computed(param: Param) -> jax.P:
-    """The PartitionSpec of a parameter in products."""
-    entries = [MESH_AXES[axis] or None for axis in param.axes]
-    return jax.P(*entries) if any(entries) else jax.P()
+def _computed(param: Param, mesh: Mesh) -> list[tuple[str, ...]]:
+    """The mesh axes of each dimension of a parameter in products. Raises ConfigError if they do not divide it."""
+    dims = [tuple(axis for axis in MESH_AXES[name] if axis in mesh.shape) for name in param.axes]
+    for size, axes, name in zip(param.shape, dims, param.axes, strict=True):
+        if size % _devices(mesh, axes):
+            raise ConfigError(
+                f"tp_size: expected a divisor of {param.name}'s {size} {name}, got {_devices(mesh, axes)}; lower it"
+            )
+    return dims
+
+
+def _devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _zero(param: Param, row: Row, mesh: Mesh) -> Layout:
     """The ZeRO rule: shards along the first dimension that `dp_shard` divides evenly, if the class is sharded."""
-    computed = _computed(param)
+    dims = _computed(param, mesh)
+    computed = _spec(dims)
     n = mesh.shape[SHARD]
-    dim = next((i for i, size in enumerate(param.shape) if n > 1 and size % n == 0), None)
+    parts = [size // _devices(mesh, axes) for size, axes in zip(param.shape, dims, strict=True)]
+    dim = next((i for i, size in enumerate(parts) if n > 1 and size % n == 0), None)
     if not row.sharded or dim is None:
         return Layout(computed, computed, row.home)
-    return Layout(jax.P(*[None] * dim, SHARD), computed, row.home)
+    stored = _spec([(*axes, SHARD) if i == dim else axes for i, axes in enumerate(dims)])
+    return Layout(stored, computed, row.home)
 
 
 def _outer(param: Param, row: Row, mesh: Mesh) -> Layout:
@@ -110,15 +149,15 @@ def _outer(param: Param, row: Row, mesh: Mesh) -> Layout:
 
     With `shard_outer`, rows of the embedding and of the head are sharded, and computed with as they are stored.
     """
-    replicated = _computed(param)
+    computed = _spec(_computed(param, mesh))
     if not row.sharded or param.kind is not Kind.TABLE:
-        return Layout(replicated, replicated)
-    stored = _zero(param, row, mesh).stored
-    if stored != jax.P(SHARD):
+        return Layout(computed, computed)
+    layout = _zero(param, row, mesh)
+    if layout.sharded_dim != 0:
         raise ConfigError(
             f"shard_outer: expected a vocabulary that dp_shard_size divides, got {param.shape[0]} words; pad it"
         )
-    return Layout(stored, stored)
+    return Layout(layout.stored, layout.stored)
 
 
 def stacked(spec: jax.P) -> jax.P:
@@ -148,7 +187,7 @@ def replicated_matrices(params: dict, of_class: dict) -> dict[str, tuple[int, ..
 def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding:
     """The sharding of tokens `[accumulation, batch, S]`, or of `[batch, S]` if not accumulated (evaluation).
 
-    The batch is sharded over all devices.
+    The batch is sharded over the data-parallel devices.
     """
     axes = tuple(a for a in DATA if mesh.shape[a] > 1)
     return jax.NamedSharding(mesh, jax.P(None, axes or None) if accumulated else jax.P(axes or None))

@@ -1,7 +1,13 @@
-"""The device mesh and the names of its axes.
+"""The device mesh and the names of its axes, outermost first: `dp_replicate`, `dp_shard`, `tp`, `tp_rep`.
 
-Data-parallel devices form a grid `dp_replicate x dp_shard`. The batch is sharded over both axes. State is sharded over
-`dp_shard` only, so that each row of the grid stores one complete copy. If both axes are larger than 1, this is HSDP.
+The batch is sharded over `dp_replicate x dp_shard`. State is sharded over `dp_shard`, so that each replica stores one
+complete copy. If both axes are larger than 1, this is HSDP.
+
+Heads, MLP and vocabulary are sharded over `tp x tp_rep`, the tp_size devices of a tensor-parallel group, which have the
+same sequences (parallel/tensor.py). With fewer key/value heads than tp_size, there are as many devices along `tp` as
+key/value heads, and those along `tp_rep` share a head's keys and values; else `tp_rep` has one device.
+
+The mesh always has the two data axes. An axis of tensor parallelism with one device is not in it.
 """
 
 import logging
@@ -17,6 +23,10 @@ from surojax.errors import ConfigError
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
 DATA = (REPLICATE, SHARD)
+KV_HEADS = "tp"
+SAME_KV_HEADS = "tp_rep"
+TENSOR = (KV_HEADS, SAME_KV_HEADS)
+AXES = (*DATA, *TENSOR)
 
 
 def find_devices(gpus: int) -> list:
@@ -37,23 +47,41 @@ def find_devices(gpus: int) -> list:
     return devices[: gpus or len(devices)]
 
 
-def mesh_shape(n: int, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) of n devices. dp_shard_size: -1: n / dp_replicate_size.
+def mesh_shape(
+    n: int, *, dp_replicate_size: int = 1, dp_shard_size: int = -1, tp_size: int = 1, kv_heads: int = 0
+) -> dict[str, int]:
+    """The size of each axis of a mesh of n devices.
 
+    dp_shard_size: -1: all that the other sizes leave. kv_heads: key/value heads of the model; 0: as many as tp_size.
     Raises ConfigError if the product of the sizes is not n.
     """
-    replicate = dp_replicate_size
-    shard = dp_shard_size
-    if shard == -1 and n % replicate:
-        change = f"use {math.gcd(n, replicate)}, or gpus={math.ceil(n / replicate) * replicate}"
-        raise ConfigError(f"dp_replicate_size: expected a divisor of the {n} devices in use, got {replicate}; {change}")
-    if shard == -1:
-        shard = n // replicate
-    if replicate * shard != n:
-        change = f"set gpus={replicate * shard}, or leave dp_shard_size out"
-        sizes = f"{replicate} x {shard} = {replicate * shard}"
-        raise ConfigError(f"dp_replicate_size x dp_shard_size: expected {n}, the devices in use, got {sizes}; {change}")
-    return replicate, shard
+    sizes = {"dp_replicate_size": dp_replicate_size, "dp_shard_size": dp_shard_size}
+    sizes |= {"tp_size": tp_size} if tp_size > 1 else {}
+    others = dp_replicate_size * tp_size
+    if dp_shard_size == -1 and n % others:
+        fields = " x ".join(name for name in sizes if name != "dp_shard_size")
+        change = f"use {math.gcd(n, others)}, or gpus={math.ceil(n / others) * others}"
+        raise ConfigError(f"{fields}: expected a divisor of the {n} devices in use, got {others}; {change}")
+    sizes["dp_shard_size"] = n // others if dp_shard_size == -1 else dp_shard_size
+    product = math.prod(sizes.values())
+    if product != n:
+        change = f"set gpus={product}, or leave dp_shard_size out"
+        got = f"{' x '.join(map(str, sizes.values()))} = {product}"
+        raise ConfigError(f"{' x '.join(sizes)}: expected {n}, the devices in use, got {got}; {change}")
+    along_heads = math.gcd(tp_size, kv_heads) if kv_heads else tp_size
+    tensor = {KV_HEADS: along_heads, SAME_KV_HEADS: tp_size // along_heads}
+    data = {REPLICATE: dp_replicate_size, SHARD: sizes["dp_shard_size"]}
+    return data | {name: size for name, size in tensor.items() if size > 1}
+
+
+def data_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """Number of groups of devices that have sequences of their own."""
+    return math.prod(mesh.shape[axis] for axis in DATA)
+
+
+def tensor_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """Number of devices of a tensor-parallel group."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in TENSOR)
 
 
 def has_driver() -> bool:
@@ -74,8 +102,14 @@ def _no_plugin_error(record: logging.LogRecord) -> bool:
     return "plugin configuration error" not in str(record.msg)
 
 
-def make_mesh(devices: Sequence, *, dp_replicate_size: int = 1, dp_shard_size: int = -1) -> jax.sharding.Mesh:
-    """A mesh over the devices. Raises ConfigError if the product of the sizes is not their number."""
-    shape = mesh_shape(len(devices), dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size)
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    return jax.sharding.Mesh(np.array(devices).reshape(shape), DATA, axis_types=auto)
+def make_mesh(devices: Sequence, **sizes: int) -> jax.sharding.Mesh:
+    """A mesh over the devices. sizes: of `mesh_shape`, which says what it raises."""
+    shape = mesh_shape(len(devices), **sizes)
+    auto = (jax.sharding.AxisType.Auto,) * len(shape)
+    return jax.sharding.Mesh(np.array(devices).reshape(tuple(shape.values())), tuple(shape), axis_types=auto)
+
+
+def abstract_mesh(devices: int, **sizes: int) -> jax.sharding.AbstractMesh:
+    """`make_mesh` of so many devices that need not exist."""
+    shape = mesh_shape(devices, **sizes)
+    return jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))

@@ -21,6 +21,8 @@ recipes fp8_*, also on one device. By default they are made from `weights` whene
 `persistent_quants` they are made once, after the update, and stored in the state instead of the 16-bit matrices. Then
 `weights` has vectors only, and `offload_weights` moves these vectors only.
 
+Tensor parallelism shards what it divides in every class, before and besides `dp_shard` (`layout.MESH_AXES`).
+
 `layout.layouts` turns the table into a layout for each parameter and tensor class.
 """
 

@@ -14,6 +14,7 @@ from surojax.errors import ConfigError
 from surojax.numerics.recipes import check_recipe
 from surojax.parallel.collectives import check_copy_engine
 from surojax.placement.layout import batch_sharding
+from surojax.placement.mesh import data_parallel
 from surojax.placement.table import Mesh
 from surojax.planner import advice
 from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
@@ -64,7 +65,7 @@ def check_kernels(c: Config, mesh: Mesh, device) -> None:
     names = ("offload_optimizer", "offload_master")  # host memory instead of files: the same shapes in one program
     changes = {"attention": "xla", "nvme_path": ""} | {name: bool(c[name]) for name in names}
     run = assembly.from_config(changed(c, changes), mesh, total_steps=1)
-    shape = (c.gradient_accumulation_steps, c.per_device_batch_size * mesh.size, c.sequence_len)
+    shape = (c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
     try:
         jax.eval_shape(run.train_step(), run.plan, *(tokens for _ in run.engine.batch_arrays))
@@ -111,7 +112,7 @@ def _advice(c: Config, devices, available: int) -> list[str]:
         return lines
     lines.append("a smaller model (configs/llama125m.py) or a machine with more memory")
     if platform == "cpu":
-        changes = [{"gpus": 1}, {"gpus": 4} | SHARDED, {"gpus": 8} | SHARDED]
+        changes = [{"gpus": n} | (SHARDED if n > 1 else {}) for n in (1, 4, 8) if n % c.tp_size == 0]
         sizes = [gib(needed(changed(c, change), change["gpus"], "gpu")) for change in changes]
         flagged = [flags({"gpus": change["gpus"]} | differing(c, change)) for change in changes]
         lines.append(

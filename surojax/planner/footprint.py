@@ -25,14 +25,17 @@ import jax
 import jax.numpy as jnp
 
 from surojax import assembly
+from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment, runs
 from surojax.numerics import quantize
 from surojax.numerics.quantize import is_quantized
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
-from surojax.placement.mesh import DATA, SHARD
-from surojax.placement.param import OUTER, Kind
+from surojax.placement.layout import Layout
+from surojax.placement.mesh import SHARD, abstract_mesh, tensor_parallel
+from surojax.placement.param import OUTER, Kind, Param
+from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import quantise_with_one_scale
@@ -73,7 +76,8 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     table = engine.table
     work = table.weights
     grads = table.grads
-    x = jax.ShapeDtypeStruct((batch, sequence_len, model.hidden_size), work.dtype)
+    tensor = tensor_parallel(run.mesh)
+    x = jax.ShapeDtypeStruct((batch, sequence_len // tensor, model.hidden_size), work.dtype)
     x_bytes = _bytes(x)
     segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
     layer_bytes = max(segment.weights for segment in segments)
@@ -85,9 +89,9 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     outer_grads = jnp.dtype(grads.dtype).itemsize * outer_size
 
     itemsize = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
-    logits = itemsize * (batch * sequence_len // engine.lmhead_chunks) * model.vocab_size
+    logits = itemsize * (batch * sequence_len // engine.lmhead_chunks) * model.vocab_size // tensor
     capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
-    vocabulary = model.vocab_size // (run.mesh.shape[SHARD] if table.outer.sharded else 1)
+    vocabulary = model.vocab_size // tensor // (run.mesh.shape[SHARD] if table.outer.sharded else 1)
     head_gradient = itemsize * vocabulary * model.hidden_size
     head = (
         capped + logits + max(logits, head_gradient)
@@ -183,13 +187,19 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     """The `SegmentBytes` of a segment whose layers have an input like x."""
     engine = run.engine
     compute = run.model.compute
-    layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, engine.table.weights.dtype), segment.params)
+
+    def in_products(param: Param, layout: Layout) -> jax.ShapeDtypeStruct:
+        shape = jax.NamedSharding(run.mesh, layout.computed).shard_shape(param.shape)
+        return jax.ShapeDtypeStruct(shape, engine.table.weights.dtype)
+
+    layer = jax.tree.map(in_products, segment.params, engine.layouts.weights[segment.name])
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
     packed = engine.packed
-    saved, scores = _block_bytes(run.model, segment, x, platform, packed)
+    block_bytes = functools.partial(_block_bytes, segment=segment, layer=layer, x=x, mesh=run.mesh)
+    saved, scores = block_bytes(run.model, platform=platform, packed=packed)
     # The backward pass has all residuals of a layer in memory at once, even if they are recomputed.
     plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute()))
-    all_saved = saved if plain is run.model else _block_bytes(plain, segment, x, platform, packed)[0]
+    all_saved = saved if plain is run.model else block_bytes(plain, platform=platform, packed=packed)[0]
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
     grads = jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes)
@@ -227,29 +237,35 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
 
 
 def _block_bytes(
-    model: Model, segment: Segment, x: jax.ShapeDtypeStruct, platform: str, packed: bool
+    model: Model, *, segment: Segment, layer, x: jax.ShapeDtypeStruct, mesh: Mesh, platform: str, packed: bool
 ) -> tuple[int, int]:
     """(bytes of the block's residuals without its weights, bytes that attention needs in its backward pass)."""
     B, S, _ = x.shape
+    tensor = tensor_parallel(mesh)
     itemsize = x.dtype.itemsize
     compute = model.compute
     heads_of = segment.heads
-    saved = _traced_residuals(model, segment, x.shape, x.dtype)
-    heads = B * S * heads_of.query
+    saved = _traced_residuals(model, segment, tuple(jax.tree.leaves(layer)), x, mesh)
+    heads = B * S * heads_of.query  # in a tensor-parallel group: of whole sequences, a part of the heads
     kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
     flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
-        copied = (2 * heads_of.query + heads_of.key_value) * heads_of.channels if flash == "mosaic" else 0
+        key_value = max(heads_of.key_value, tensor)
+        copied = (2 * heads_of.query + key_value) * heads_of.channels if flash == "mosaic" else 0
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
         return saved + kept, B * S * copied * itemsize
-    return saved, (4 if platform == "cpu" else 2) * heads * S * 4
+    return saved, (4 if platform == "cpu" else 2) * heads * S * tensor * 4
 
 
 @functools.lru_cache(maxsize=1024)
-def _traced_residuals(model: Model, segment: Segment, shape: tuple[int, ...], dtype) -> int:
-    """Bytes of a block's residuals without its weights, for an input of this shape. Traces the block, so it is cached.
+def _traced_residuals(
+    model: Model, segment: Segment, leaves: tuple[jax.ShapeDtypeStruct, ...], x: jax.ShapeDtypeStruct, mesh: Mesh
+) -> int:
+    """Bytes of a block's residuals without its weights, for an input like x. Traces the block, so it is cached.
+
+    leaves: the weights of a layer as products see them.
 
     Families build the same model for the same settings once, so models can be keys.
     """
@@ -259,16 +275,22 @@ def _traced_residuals(model: Model, segment: Segment, shape: tuple[int, ...], dt
     precision = dataclasses.replace(compute.precision, kernels=kernels)
     traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
     forward = next(s for s in traced.segments if s.name == segment.name).block_forward
-    layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), segment.params)
+    layer = jax.tree.unflatten(jax.tree.structure(segment.params), leaves)
     layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
     variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
-    x = jax.ShapeDtypeStruct(shape, dtype)
-    return _bytes(jax.eval_shape(lambda w, x: forward(w, x, None, variant)[1], layer, x))
+
+    def residuals(w, x):
+        return forward(w, x, None, variant)[1]
+
+    if tensor_parallel(mesh) > 1:  # for the shapes on one device, which are all that is asked
+        specs: Any = {"in_specs": jax.P(), "out_specs": jax.P()}
+        residuals = jax.shard_map(residuals, mesh=mesh, check_vma=False, **specs)
+    return _bytes(jax.eval_shape(residuals, layer, x))
 
 
 def needs(c: Config, n: int, platform: str) -> Memory:
     """The `Memory` that a run on n devices needs; nothing is built. On CPUs all of it counts as device memory."""
-    mesh = jax.sharding.AbstractMesh((c.dp_replicate_size, n // c.dp_replicate_size), DATA)
+    mesh = abstract_mesh(n, **configs.mesh_sizes(c) | {"dp_shard_size": -1})
     rows = by_class(assembly.from_config(c, mesh, total_steps=1000), c.per_device_batch_size, c.sequence_len, platform)
     device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
     return Memory(device + host, 0) if platform == "cpu" else Memory(device, n * host)
@@ -287,8 +309,7 @@ def _in_fp8(params, layer):
 def _shard_sizes(run: assembly.Assembly, of_class, segment: Segment) -> list[int]:
     """Number of elements on one device of each parameter of one layer. of_class: the segment's layouts of a class."""
     pairs = zip(jax.tree.leaves(segment.params), jax.tree.leaves(of_class), strict=True)
-    n = run.mesh.shape[SHARD]
-    return [math.prod(p.shape) // (1 if layout.sharded_dim is None else n) for p, layout in pairs]
+    return [math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape)) for p, layout in pairs]
 
 
 def _bytes(tree) -> int:

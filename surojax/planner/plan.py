@@ -33,7 +33,7 @@ from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import DATA, make_mesh, mesh_shape
+from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape
 from surojax.placement.param import OUTER
 from surojax.planner import advice, aot, check_fit, footprint, hlo, prediction, search, traffic
 from surojax.planner.advice import GiB, Memory
@@ -151,7 +151,7 @@ def checked(config: Config, gpu: str) -> Config:
             "gpus: expected the number of GPUs to plan for, got 0, which is all GPUs of this machine; "
             "set --config.gpus=4, for example"
         )
-    mesh_shape(config.gpus, dp_replicate_size=config.dp_replicate_size, dp_shard_size=config.dp_shard_size)
+    mesh_shape(config.gpus, **configs.mesh_sizes(config))
     c = copy.deepcopy(config)  # copy_and_resolve_references would drop the types that `config.either` allows
     if c.attention == "auto":
         kind: Any = {"packed": c.sample_packing, "softcap": c.model.attn_logit_softcapping > 0}
@@ -164,7 +164,7 @@ def checked(config: Config, gpu: str) -> Config:
 
 def _compiled(c: Config, gpu: str, batch: traffic.Batch, trace: str | None) -> dict[str, Any]:
     """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace: see `plan`."""
-    mesh = make_mesh(aot.devices(gpu, c.gpus), dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
+    mesh = make_mesh(aot.devices(gpu, c.gpus), **configs.mesh_sizes(c))
     run = from_config(c, mesh.abstract_mesh, total_steps=1000)
     _check_attention(c, gpu, batch)
     options = run.compiler_options(
@@ -255,7 +255,7 @@ def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
 
 def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> list[Program]:
     """The programs that make up a step."""
-    shape = (batch.microbatches, batch.sequences * mesh.size, batch.sequence_len)
+    shape = (batch.microbatches, batch.sequences * data_parallel(mesh), batch.sequence_len)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh.abstract_mesh))
     train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh)
     arrays = [tokens for _ in run.engine.batch_arrays]
@@ -272,8 +272,7 @@ def others(run: Assembly, program: Program, home: Home) -> int:
 
 def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
     """The fields that `_compiled` returns, estimated from shapes."""
-    shape = mesh_shape(c.gpus, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
-    run = from_config(c, jax.sharding.AbstractMesh(shape, DATA), total_steps=1000)
+    run = from_config(c, abstract_mesh(c.gpus, **configs.mesh_sizes(c)), total_steps=1000)
     rows = classes(run, batch)
     need = footprint.by_class(run, batch.sequences, batch.sequence_len, "gpu")
     temporaries = ("gradients", "activations", "working space")
@@ -352,7 +351,7 @@ def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
     host_difference = max(0, need.host - estimated.host)
 
     left = search.Limits(limit.device - device_difference, limit.host - host_difference)
-    if gpu.rates is not None and (lines := search.alternatives(c, gpu, left)):
+    if gpu.rates is not None and c.tp_size == 1 and (lines := search.alternatives(c, gpu, left)):
         return lines
 
     def needs(c: Config, n: int) -> Memory:

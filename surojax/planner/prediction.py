@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from surojax.assembly import Assembly
+from surojax.placement.mesh import tensor_parallel
 from surojax.planner import costs, hlo, traffic
 from surojax.planner.costs import MAIN, STREAMS, TRANSFERS
 from surojax.planner.gpus import Gpu
@@ -71,7 +72,7 @@ def of_compiled(text: str, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Pre
 
 def of_module(module: Module, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
     """The same for a parsed program."""
-    tokens = batch.tokens * batch.microbatches
+    tokens = batch.tokens * batch.microbatches // tensor_parallel(run.mesh)
     compute_time = tokens * traffic.compute_time(gpu, traffic.token_flops(run, batch.sequence_len))
     return predict(module, gpu, run.mesh.shape, tokens=tokens, compute_time=compute_time)
 

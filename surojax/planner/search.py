@@ -26,14 +26,12 @@ import math
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-import jax
-
 from surojax.assembly import Assembly, from_config
-from surojax.config import checks
+from surojax.config import checks, fields as configs
 from surojax.config.fields import RECOMPUTE_PARTS, Config, flat
 from surojax.errors import ConfigError
 from surojax.placement.home import NVME
-from surojax.placement.mesh import DATA, mesh_shape
+from surojax.placement.mesh import abstract_mesh
 from surojax.planner import footprint, roofline, traffic
 from surojax.planner.advice import FOLDER, Change, changed, differing, flags, gib
 from surojax.planner.gpus import Gpu
@@ -370,8 +368,7 @@ def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
 
 def assembly(c: Config) -> Assembly:
     """The parts of a run of a config. Raises ConfigError if its settings do not go together."""
-    shape = mesh_shape(c.gpus, dp_replicate_size=c.dp_replicate_size, dp_shard_size=c.dp_shard_size)
-    return from_config(c, jax.sharding.AbstractMesh(shape, DATA), total_steps=1000)
+    return from_config(c, abstract_mesh(c.gpus, **configs.mesh_sizes(c)), total_steps=1000)
 
 
 def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> roofline.Work:

@@ -18,7 +18,8 @@ of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradient
 
 Replicated outer layers add a reduce-scatter and an all-gather once per step. Sharded outer layers transfer tokens
 instead: see `collective_bytes`. NorMuon all-gathers the momentum of the blocks' matrices once per step, in the work
-dtype. Groups of `dp_replicate` all-reduce their shards once per step. Scalars (loss, label count, norm: a few bytes)
+dtype. With tensor parallelism P is what a device of a group has; `tensor_bytes` says what its groups send besides.
+Groups of `dp_replicate` all-reduce their shards once per step. Scalars (loss, label count, norm: a few bytes)
 are left out.
 
 Times are lower bounds: each resource alone, at its peak rate, perfectly overlapped with all others.
@@ -35,14 +36,14 @@ from surojax.assembly import Assembly
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import REPLICATE, SHARD
+from surojax.placement.mesh import REPLICATE, SHARD, TENSOR, tensor_parallel
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.planner.gpus import Gpu
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The tokens of a step on one GPU."""
+    """The tokens of a step on one GPU, or on one tensor-parallel group of GPUs."""
 
     sequences: int  # per microbatch
     sequence_len: int
@@ -62,7 +63,8 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     k = batch.microbatches
     groups = _groups(run, batch)
     ops = "all-gather", "reduce-scatter", "all-to-all", "all-reduce"
-    sent = dict.fromkeys([*((op, SHARD) for op in ops), ("all-reduce", REPLICATE)], 0.0)
+    sent = collections.defaultdict[tuple[str, str], float](float)
+    sent |= dict.fromkeys([*((op, SHARD) for op in ops), ("all-reduce", REPLICATE)], 0.0)
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
     ring = (n - 1) / n
     blocks, replicated_blocks = _sizes(run, *_segments(run))
@@ -75,7 +77,7 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     sent["all-reduce", SHARD] += 2 * ring * itemsize * replicated_blocks * rounds
 
     outer = sum(  # weights that are stored as shards are not gathered
-        math.prod(p.shape)
+        _size(run, p, master)
         for p, master, weights in _with_layouts(run, OUTER)
         if master.sharded_dim is not None and weights.stored != master.stored
     )
@@ -83,17 +85,22 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     sent[reduce, SHARD] += ring * accum * outer
     sharded_outer, replicated_outer = _sizes(run, OUTER)
     sent["all-reduce", SHARD] += 2 * ring * accum * replicated_outer
-    if table.outer.sharded:
-        x = batch.tokens * run.model.hidden_size * work
-        ids = batch.tokens * 4
+    if axes := run.engine.vocabulary_axes:
+        tokens = batch.tokens // tensor_parallel(run.mesh)
+        x = tokens * run.model.hidden_size * work
+        ids = tokens * 4
+        along = _joined(run, axes)
+        others = math.prod(run.mesh.shape[axis] for axis in axes) - 1
         # Embedding: gathers ids, scatters rows; its gradient: gathers rows. Head: gathers activations and labels,
         # scatters the activations' gradient.
-        sent["all-gather", SHARD] += k * (n - 1) * (2 * x + 2 * ids)
-        sent["reduce-scatter", SHARD] += k * (n - 1) * 2 * x
-        sent["all-reduce", SHARD] += k * 2 * (n - 1) * 2 * ids  # largest logit and sum of exponentials, float32
+        sent["all-gather", along] += k * others * (2 * x + 2 * ids)
+        sent["reduce-scatter", along] += k * others * 2 * x
+        sent["all-reduce", along] += k * 2 * others * 2 * ids  # largest logit and sum of exponentials, float32
+    for key, size in tensor_bytes(run, batch).items():
+        sent[key] += size
     if run.optimizer.matrices.gathers:  # normuon.py
         matrices = sum(
-            segment.num_layers * math.prod(p.shape)
+            segment.num_layers * _size(run, p, master)
             for segment in run.model.segments
             for p, master, _ in _with_layouts(run, segment.name)
             if master.sharded_dim is not None and p.kind is Kind.MATRIX
@@ -107,6 +114,55 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
 def _groups(run: Assembly, batch: Batch) -> int:
     """Groups of microbatches in a step; for each, a layer's weights and accumulators are fetched once a pass."""
     return batch.microbatches // run.engine.microbatches_per_fetch
+
+
+def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
+    """Bytes that each GPU sends per step within its tensor-parallel group, by (collective, axis), for the blocks.
+
+    A pass over a block gathers the inputs of attention and MLP and scatters their results; reverse mode scatters where
+    the block gathers. A recomputed block does it again, except for a result that no gradient needs.
+    """
+    axes = tuple(axis for axis in TENSOR if axis in run.mesh.shape)
+    sent = collections.defaultdict[tuple[str, str], float](float)
+    if not axes:
+        return sent
+    engine = run.engine
+    recompute = run.model.compute.recompute
+    work = jnp.dtype(engine.table.weights.dtype).itemsize
+    k = batch.microbatches
+    n = tensor_parallel(run.mesh)
+    x = (n - 1) / n * batch.tokens * run.model.hidden_size * work
+    along = _joined(run, axes)
+    for segment in run.model.segments:
+        parts = (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn)  # whose inputs are gathered again
+        again = 2 if engine.recompute_block else parts
+        results = (1 if segment.last_products else 2) if engine.recompute_block else 0
+        sent["all-gather", along] += k * segment.num_layers * (4 + again) * x
+        sent["reduce-scatter", along] += k * segment.num_layers * (4 + results) * x
+        for p, layout, _ in _with_layouts(run, segment.name):
+            _add_shared(run, sent, p, layout, k * segment.num_layers * work)
+    for p, layout, _ in _with_layouts(run, OUTER):
+        _add_shared(run, sent, p, layout, k * engine.lmhead_chunks * work)
+    return sent
+
+
+def _add_shared(run: Assembly, sent: dict[tuple[str, str], float], p: Param, layout: Layout, itemsize: float) -> None:
+    """Adds the sum over a group's devices of the gradient of a parameter that some of them share."""
+    axes = tuple(axis for axis in TENSOR if axis in run.mesh.shape and axis not in layout.computed_axes)
+    n = math.prod(run.mesh.shape[axis] for axis in axes)
+    if n > 1:
+        sent["all-reduce", _joined(run, axes)] += 2 * (n - 1) / n * itemsize * _size(run, p, layout)
+
+
+def _joined(run: Assembly, axes: tuple[str, ...]) -> str:
+    """The names of mesh axes as `hlo.collectives` joins them."""
+    return "+".join(axis for axis in run.mesh.shape if axis in axes)
+
+
+def _size(run: Assembly, p: Param, layout: Layout) -> int:
+    """Elements of a parameter on each device of a tensor-parallel group, which are shared over `dp_shard`."""
+    divided = math.prod(run.mesh.shape[axis] for axis in TENSOR if axis in layout.computed_axes)
+    return math.prod(p.shape) // divided
 
 
 def _segments(run: Assembly) -> list[str]:
@@ -127,7 +183,7 @@ def _sizes(run: Assembly, *sections: str) -> tuple[int, int]:
     replicated = 0
     for section in sections:
         for p, master, _ in _with_layouts(run, section):
-            size = layers[section] * math.prod(p.shape)
+            size = layers[section] * _size(run, p, master)
             if master.sharded_dim is None:
                 replicated += size
             else:
@@ -187,7 +243,8 @@ def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[st
 def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
     """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer."""
     per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
-    found = {dtype: size * batch.tokens * batch.microbatches for dtype, size in per_token.items()}
+    tokens = batch.tokens * batch.microbatches / tensor_parallel(run.mesh)
+    found = {dtype: size * tokens for dtype, size in per_token.items()}
     for segment in run.model.segments:
         matrices = [p.shape for p in jax.tree.leaves(segment.params) if p.kind is Kind.MATRIX]
         found[run.engine.table.weights.dtype] += run.optimizer.matrices.flops(matrices, segment.num_layers)
@@ -222,7 +279,8 @@ def device_traffic(run: Assembly, batch: Batch) -> int:
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves((run.plan.master, run.plan.moments))
     )
-    residuals = 2 * k * run.model.num_layers * batch.tokens * run.model.hidden_size * work
+    tokens = batch.tokens // tensor_parallel(run.mesh)
+    residuals = 2 * k * run.model.num_layers * tokens * run.model.hidden_size * work
     return round(weights + gradients + 2 * state + residuals)
 
 

@@ -35,8 +35,10 @@ gradients depends on it. The inputs of a layer are prefetched one or two layers 
 host memory while the next layer computes. Values in flight are in the loops' carry. XLA's scheduler then decides what
 starts when (assembly.compiler_options; `hlo.overlaps` reads its decisions).
 
-Everything here runs inside `jax.shard_map` over the data axes: arrays are one device's part. Communication is only in
-`fetch`, `push` and `finish`. Shape suffixes: A microbatches, B local batch, S sequence, D hidden size, N tokens.
+Everything here runs inside `jax.shard_map` over all mesh axes: arrays are one device's part. Data-parallel
+communication is only in `fetch`, `push` and `finish`; tensor-parallel communication is only in blocks
+(parallel/tensor.py) and in outer.py. Shape suffixes: A microbatches, B local batch, S sequence
+(or its part, see outer.py), D hidden size, N tokens.
 """
 
 import functools
@@ -51,7 +53,8 @@ from surojax.models.model import Variant
 from surojax.numerics.fp8 import delayed_scales, extended, new_observed
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
-from surojax.placement.mesh import DATA
+from surojax.parallel.tensor import own_part
+from surojax.placement.mesh import AXES, DATA
 from surojax.placement.param import OUTER
 from surojax.step.gradients import (
     Accumulators,
@@ -166,17 +169,17 @@ def loss_and_gradients(
     auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*DATA)[1])
     d_auxiliary = varying(jnp.float32(auxiliary_scale)) if has_auxiliary else None
     outer = varying(weights[OUTER])
-    sharded = engine.table.outer.sharded
+    axes = engine.vocabulary_axes
     segments = {segment.name: Layers(engine, segment, weights[segment.name]) for segment in model.segments}
     recipe_inputs = recipe_inputs_of(engine, history, step, microbatches, scale)
 
     def microbatch(a) -> Microbatch:
         inputs_BS, labels_BS, starts_BS = read((inputs_ABS, labels_ABS, starts_ABS), a)
-        return Microbatch(inputs_BS, labels_BS, starts_BS, functools.partial(recipe_inputs, a))
+        return Microbatch(own_part(inputs_BS), own_part(labels_BS), starts_BS, functools.partial(recipe_inputs, a))
 
     def group(g, carry: GroupCarry, *, first: bool, last: bool) -> GroupCarry:
         of_group = [microbatch(g * group_size + i) for i in range(group_size)]
-        xs_BSD = [embed(outer, each.inputs_BS, sharded, model.embedding_scale) for each in of_group]
+        xs_BSD = [embed(outer, each.inputs_BS, axes, model.embedding_scale) for each in of_group]
         passes: dict[str, Forward] = {}
         for name, layers in segments.items():
             prefetched = layers.turn(carry.prefetched[name], g, reverse=False)
@@ -195,7 +198,7 @@ def loss_and_gradients(
                 each.labels_BS,
                 scale,
                 chunks=engine.lmhead_chunks,
-                sharded=sharded,
+                axes=axes,
                 z_loss=engine.z_loss,
             )
             total += loss
@@ -209,7 +212,7 @@ def loss_and_gradients(
             done, prefetched[name] = backward(engine, layers, done, passed, of_group, first=first, last=last)
         d_outer = done.grads.outer
         for each, dx_BSD in zip(of_group, done.dxs_BSD, strict=True):
-            d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, sharded, model.embedding_scale)
+            d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, axes, model.embedding_scale)
         auxiliary = carry.auxiliary
         for i in range(group_size):
             for passed in passes.values():
@@ -222,7 +225,7 @@ def loss_and_gradients(
     residuals = {name: residuals_of(engine, layers, outer, microbatch(0)) for name, layers in segments.items()}
     carry = GroupCarry(
         grads=accumulators(engine, weights),
-        loss=varying(jnp.float32(0)),
+        loss=varying(jnp.float32(0), AXES),
         auxiliary=varying(jnp.float32(0)) if has_auxiliary else None,
         squares=collectives.no_squares(),
         prefetched={name: layers.first() for name, layers in segments.items()},
@@ -240,7 +243,7 @@ def loss_and_gradients(
         carry = jax.lax.fori_loop(begin, end, looped, carry)
     if end < groups:
         carry = group(groups - 1, carry, first=False, last=True)
-    loss = collectives.add_up(carry.loss, *DATA) * scale
+    loss = collectives.add_up(carry.loss, *AXES) * scale
     if carry.auxiliary is not None:
         loss = loss + collectives.add_up(carry.auxiliary, *DATA) * auxiliary_scale
     grads, norm = finish(engine, carry.grads, carry.squares)
@@ -277,7 +280,7 @@ def residuals_of(engine: Engine, layers: Layers, outer, each: Microbatch) -> Res
     def of_variant(variant: Variant):
         stack = layers.prefetches[0].part.stack  # all layers of a segment have the same shapes
         layer = Layer(0, segment.start, variant, fetch(engine, segment, stack, 0, variant))
-        x_BSD = embed(outer, each.inputs_BS, engine.table.outer.sharded, engine.model.embedding_scale)
+        x_BSD = embed(outer, each.inputs_BS, engine.vocabulary_axes, engine.model.embedding_scale)
         return block_forward(engine, segment, layer, x_BSD, each.recipe_inputs(layer.number), each.starts_BS)[1]
 
     variants = dict.fromkeys(segment.variants)
@@ -387,8 +390,8 @@ def in_turn(x, before):
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array, starts_BS=None):
     """(summed loss in nats, labels counted) over all devices; forward only, without auxiliary losses."""
     outer = varying(weights[OUTER])
-    sharded = engine.table.outer.sharded
-    x_BSD = embed(outer, inputs_BS, sharded, engine.model.embedding_scale)
+    axes = engine.vocabulary_axes
+    x_BSD = embed(outer, own_part(inputs_BS), axes, engine.model.embedding_scale)
     for segment in engine.model.segments:
         layers = Layers(engine, segment, weights[segment.name])
 
@@ -396,8 +399,8 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
             return segment.block(layer.weights, x_BSD, None, layer.variant, starts_BS)[0], prefetched
 
         x_BSD, _ = layers.loop(block, x_BSD, layers.first())
-    total = loss(engine.model, outer, x_BSD, labels_BS, chunks=engine.lmhead_chunks, sharded=sharded)
-    return collectives.add_up(total, *DATA), count(labels_BS)
+    total = loss(engine.model, outer, x_BSD, own_part(labels_BS), chunks=engine.lmhead_chunks, axes=axes)
+    return collectives.add_up(total, *AXES), count(labels_BS)
 
 
 def count(labels: jax.Array) -> jax.Array:

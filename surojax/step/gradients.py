@@ -24,6 +24,7 @@ from surojax.models.model import Segment
 from surojax.numerics.quantize import dequantise_all
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
+from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, REPLICATE, SHARD
 from surojax.placement.param import OUTER
 from surojax.step.spec import Engine
@@ -67,7 +68,11 @@ def accumulators(engine: Engine, weights) -> Accumulators:
     """
     row = engine.table.grads
     layers = {segment.name: new_sums(engine, segment, weights[segment.name]) for segment in engine.model.segments}
-    outer = jax.tree.map(lambda w: varying(jnp.zeros(w.shape, row.dtype)), weights[OUTER])
+
+    def zeros(w: jax.Array, layout: Layout) -> jax.Array:
+        return varying(jnp.zeros(w.shape, row.dtype), (*DATA, *layout.computed_axes))
+
+    outer = jax.tree.map(zeros, weights[OUTER], engine.layouts.weights[OUTER])
     return Accumulators(layers, outer)
 
 
@@ -81,9 +86,10 @@ def new_sums(engine: Engine, segment: Segment, weights) -> LayerSums:
         w = dequantise_all(fetch(engine, segment, stack, 0, segment.variants[0]), engine.table.weights.dtype)
         return collectives.reduce_scatter(w, segment.params, layouts) if row.sharded else w
 
-    def axes(layout):
+    def axes(layout: Layout) -> tuple[str, ...]:
         # A replicated array of sharded accumulators is summed over dp_shard at every push, so it is the same there.
-        return (REPLICATE,) if row.sharded and layout.sharded_dim is None else DATA
+        data = (REPLICATE,) if row.sharded and layout.sharded_dim is None else DATA
+        return (*data, *layout.computed_axes)
 
     def zeros(*lead: int):
         def one(g, layout):
@@ -193,7 +199,7 @@ def replicated_stacks(engine: Engine) -> bool:
 
 def sum_outer(engine: Engine, name: str, grad: jax.Array):
     """The sum over all devices of an outer layer's gradient: the shard of this device."""
-    if engine.layouts.weights[OUTER][name].computed == jax.P():  # else no other device has its rows: outer.py
+    if SHARD not in engine.layouts.weights[OUTER][name].computed_axes:  # else no other device has its rows: outer.py
         reduce = engine.table.reduce
         reduce = "all_to_all" if reduce == "int8" else reduce  # sent once a step: not in 8 bits
         grad = collectives.reduce_scatter(grad, engine.params[OUTER][name], engine.layouts.master[OUTER][name], reduce)

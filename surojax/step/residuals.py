@@ -13,6 +13,7 @@ from surojax.memory.host import allocate, read, write
 from surojax.models.model import Segment, Variant
 from surojax.parallel.collectives import varying
 from surojax.placement.home import Home
+from surojax.placement.mesh import AXES
 from surojax.step.spec import Engine
 from surojax.step.weights import Layer
 
@@ -44,7 +45,7 @@ class Residuals:
 
     def zeros(self, *lead: int) -> list[jax.Array]:
         """The arrays of a layer; lead: dimensions before theirs."""
-        return [varying(jnp.zeros((*lead, *shape), dtype)) for shape, dtype in self.shapes]
+        return [varying(jnp.zeros((*lead, *shape), dtype), AXES) for shape, dtype in self.shapes]
 
     def stacks(self, microbatches: int) -> list[list[jax.Array]]:
         """A stack for each microbatch of a group. Every group writes over what the one before it has read."""
@@ -58,7 +59,7 @@ class Residuals:
         """The carry with the residuals of layer l in it."""
         arrays = jax.tree.leaves(values)
         if kept.deferred is not None:
-            return Kept(write(kept.stack, kept.deferred, l - 1), varying(arrays))
+            return Kept(write(kept.stack, kept.deferred, l - 1), varying(arrays, AXES))
         return Kept(write(kept.stack, arrays, l), None)
 
     def take(self, kept: Kept, l, variant: Variant):

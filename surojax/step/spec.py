@@ -4,6 +4,7 @@ import dataclasses
 
 from surojax.models.model import Model
 from surojax.placement.layout import Layouts
+from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
 
 
@@ -30,6 +31,11 @@ class Engine:
     def params(self) -> dict:
         """The model's `Param`s by section."""
         return self.model.params
+
+    @property
+    def vocabulary_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which rows of the embedding and of the head are sharded; () if they are replicated."""
+        return self.layouts.weights[OUTER]["embed"].computed_axes
 
     @property
     def batch_arrays(self) -> tuple[str, ...]:

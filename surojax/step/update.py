@@ -17,7 +17,6 @@ from surojax.optim.optimizer import Optimizer, Scalars, UpdateContext
 from surojax.parallel import collectives
 from surojax.parallel.collectives import varying
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import SHARD
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.sizes import divisor
 from surojax.step.spec import Engine
@@ -186,7 +185,7 @@ def update_in_parts(optimizer: Optimizer, tensor: Tensor, scalars: Scalars, larg
     if tensor.master_layout.stored == tensor.weights_layout.stored:
         work = split(weights)
     else:
-        work = varying(jnp.zeros(jax.eval_shape(split, master).shape, weights.dtype), (SHARD,))
+        work = varying(jnp.zeros(jax.eval_shape(split, master).shape, weights.dtype), tensor.master_layout.stored_axes)
     stacks, grads = jax.tree.map(split, ((master, moments), tensor.grad))
     work, new = sweep(update_part, work, stacks, (grads, jnp.arange(n)), 0, n)
     work = collectives.reshard(join(work, master), tensor.master_layout, tensor.weights_layout)

@@ -1,0 +1,48 @@
+"""Tensor parallelism inside a block: the two collectives between products whose matrices are divided over devices.
+
+The devices of a tensor-parallel group have the same sequences. Each has a part of the heads and of the MLP's width,
+and between the products, where norms and residual additions are, a part of every sequence (Megatron-LM: Shoeybi et al.
+2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198):
+
+    x `[B, s, D]` --all-gather--> `[B, S, D]` --wq, wk, wv, w_gate, w_up--> this device's heads or width
+      --wo, w_down--> this device's term of the sum, `[B, S, D]` --reduce-scatter--> `[B, s, D]`
+
+Reverse mode of each is the other. Parameters that all devices of a group share (norms, and the keys' and values'
+matrices with fewer heads than devices) do not vary over it in the types of `jax.shard_map(check_vma=True)`. So reverse
+mode sums their gradients over the group, and a sum that is missing anywhere is an error when the step is traced.
+
+Outside of a mesh with these axes nothing is communicated. Shape suffixes: B batch, S sequence, s this device's part of
+the sequence, D hidden size.
+"""
+
+import jax
+
+from surojax.parallel.collectives import active, device_number
+from surojax.placement.layout import MESH_AXES
+from surojax.placement.mesh import TENSOR
+
+
+def is_divided(axis: str) -> bool:
+    """Whether products with a matrix see a part of this logical axis of it on each device."""
+    return bool(active(*MESH_AXES[axis]))
+
+
+def own_part(x_BS: jax.Array) -> jax.Array:
+    """This device's part of sequences that all devices of its group have: `[B, s]`."""
+    number, devices = device_number(*TENSOR)
+    if devices == 1:
+        return x_BS
+    length = x_BS.shape[1] // devices
+    return jax.lax.dynamic_slice_in_dim(x_BS, number * length, length, 1)
+
+
+def all_gather_sequence(x_BsD: jax.Array) -> jax.Array:
+    """Whole sequences from the parts of the devices of a group."""
+    axes = active(*TENSOR)
+    return jax.lax.all_gather(x_BsD, axes, axis=1, tiled=True) if axes else x_BsD
+
+
+def reduce_scatter_sequence(y_BSD: jax.Array) -> jax.Array:
+    """This device's part of the sequences of the sum over a group."""
+    axes = active(*TENSOR)
+    return jax.lax.psum_scatter(y_BSD, axes, scatter_dimension=1, tiled=True) if axes else y_BSD

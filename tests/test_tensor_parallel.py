@@ -1,0 +1,310 @@
+"""Tensor parallelism: the engine equals `jax.grad` of the plain model on one device, and moves what it should.
+
+The oracle, its batch and the bound are those of tests/test_engine.py.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
+from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, SMOLLM, engine_gradients, reference
+
+from surojax.assembly import from_config
+from surojax.config import checks
+from surojax.config.fields import default_config, mesh_sizes
+from surojax.errors import ConfigError
+from surojax.models import llama
+from surojax.models.model import Compute, Recompute
+from surojax.optim.optimizer import UpdateContext, _seed
+from surojax.parallel import tensor
+from surojax.placement.layout import layouts
+from surojax.placement.mesh import KV_HEADS, SAME_KV_HEADS, SHARD, abstract_mesh, data_parallel, mesh_shape
+from surojax.placement.table import place
+from surojax.planner import hlo, traffic
+from surojax.run.checkpoint import Checkpoints, find, restore
+from surojax.train import train
+
+OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
+ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
+# One key/value head, biases, qk-norm, a tied table, heads that are wider than hidden_size / heads.
+ONE_KV_HEAD = dataclasses.replace(QWEN, num_key_value_heads=1, num_hidden_layers=2)
+PLACED = {  # (model, devices, placement, whether blocks are computed again)
+    "1kv-2x2-zero3-saved": (ONE_KV_HEAD, 4, {"tp_size": 2, "zero_level": 3}, False),
+    "tp2": (CONFIG, 2, {"tp_size": 2}, True),
+    "tp2-saved": (CONFIG, 2, {"tp_size": 2}, False),
+    "2kv-tp4": (CONFIG, 4, {"tp_size": 4}, True),
+    "1kv-tp4": (ONE_KV_HEAD, 4, {"tp_size": 4}, True),
+    "qwen-2x4-zero2": (QWEN, 8, {"tp_size": 4, "zero_level": 2}, True),
+    "2x4-zero1": (CONFIG, 8, {"tp_size": 4}, True),
+    "3x2": (CONFIG, 6, {"tp_size": 2}, False),
+    "2x2x2-zero3": (CONFIG, 8, {"tp_size": 2, "replicate": 2, "zero_level": 3}, True),
+    "2x2x2-zero1-offloaded": (QWEN, 8, {"tp_size": 2, "replicate": 2, "zero_level": 2, **ALL}, True),
+    "2x4-shard_outer": (CONFIG, 8, {"tp_size": 4, "zero_level": 3, "shard_outer": True}, True),
+    "gemma-2x2-offloaded": (GEMMA, 4, {"tp_size": 2, "zero_level": 3, "shard_outer": True, **ALL}, True),
+    "gemma-2x2-saved": (GEMMA, 4, {"tp_size": 2, "zero_level": 2, "offload_residual": True}, False),
+    "smollm-2x2": (SMOLLM, 4, {"tp_size": 2, "zero_level": 3, "offload_weights": True}, False),
+}
+
+
+@pytest.mark.parametrize(
+    "config, devices, placed, recompute_block", quick_at(list(PLACED.values()), 0), ids=PLACED.keys()
+)
+def test_equals_grad_of_the_plain_model(config, devices, placed, recompute_block):
+    """3 x 2 devices: `dp_shard` divides some matrices only. Norms, shared keys and values count once in the norm."""
+    batch, loss, grads = reference(config)
+    if devices == 6:
+        batch = tuple(x[:, :6] for x in batch)
+        params = jax.tree.map(np.asarray, Small(config=config).state.weights)
+        loss, grads = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *batch)
+    small = Small(devices, config=config, recompute_block=recompute_block, lmhead_chunks=4, **placed)
+    ours, our_grads = engine_gradients(small, batch)
+    assert ours == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
+    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
+
+
+@functools.cache
+def packed():
+    """Rows of several documents, some of which begin at, one before and one after the edges of devices' parts.
+
+    The second half of every row has no label, so half of the devices count none.
+    """
+    inputs, labels = tokens(2, 8, 24)
+    labels[..., 12:] = -1
+    firsts = [(0, 6, 12, 18), (0, 5, 11, 17), (0, 7, 13, 19), (0, 1, 23)]
+    rows = [max(x for x in firsts[i % 4] if x <= s) for i in range(8) for s in range(24)]
+    starts = np.broadcast_to(np.int32(rows).reshape(8, 24), inputs.shape)
+    return inputs, labels, starts
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.full
+def test_documents_end_at_any_place_of_a_devices_part(tp_size):
+    config = dataclasses.replace(CONFIG, sliding_window=4)
+    small = Small(2 * tp_size, config=config, tp_size=tp_size, zero_level=3, packed=True)
+    params = jax.tree.map(np.asarray, Small(config=config).state.weights)
+    loss, grads = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *packed())
+    ours, our_grads = engine_gradients(small, packed())
+    assert ours == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
+    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [Recompute(norm=True), Recompute(norm=True, att=True, ffn=True, swiglu=True)],
+    ids=["norm", "all"],
+)
+@pytest.mark.full
+def test_parts_that_are_computed_again(recompute):
+    """What is gathered again is counted; the numbers are those of the plain model."""
+    batch, loss, grads = reference(CONFIG)
+    small = Small(2, tp_size=2, recompute_block=False, compute=Compute(recompute=recompute))
+    ours, our_grads = engine_gradients(small, batch)
+    assert ours == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
+    moves_what_is_said(small)
+
+
+def moves_what_is_said(small: Small):
+    """The compiled step's collectives of groups, on 24 tokens in two microbatches, have the textbook's bytes."""
+    batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
+    text = small.step.lower(small.plan, batch, batch).compile().as_text()
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives(hlo.parse(text), small.mesh.shape)}
+    of_group = traffic.Batch(sequences=1, sequence_len=24, microbatches=2)
+    expected = traffic.collective_bytes(small.run, of_group)
+    of_tp = {key: size for key, size in expected.items() if "tp" in key[1]}
+    assert {op for op, _ in of_tp} == {"all-gather", "reduce-scatter", "all-reduce"}
+    for key, size in of_tp.items():
+        assert found[key] == pytest.approx(size, rel=0.02, abs=100), key
+
+
+TRAINED = {
+    "zero1": {},
+    "offloaded": ALL,
+    "bfloat16": {"model_dtype": "bfloat16", "master_dtype": "bfloat16", "m_dtype": "bfloat16", **ALL},
+}
+
+
+@pytest.mark.parametrize("placed", TRAINED.values(), ids=TRAINED.keys())
+@pytest.mark.full
+def test_five_steps_equal_those_of_one_device(placed):
+    """In 16 bits weights are rounded, at random in the masters: those of other devices in other ways."""
+    batches = [tokens(2, 8, 24, seed=i) for i in range(5)]
+    one = {name: value for name, value in placed.items() if name not in ALL}
+    expected = Small(**one).train(batches)
+    found = Small(8, tp_size=4, zero_level=3, **placed).train(batches)
+    np.testing.assert_allclose(found, expected, rtol=3e-2 if "model_dtype" in placed else ORDER_OF_SUMS)
+
+
+def test_no_device_has_whole_logits():
+    """Nor a whole table: of 96 words, no array of the step has the words of both devices."""
+    config = dataclasses.replace(CONFIG, vocab_size=96, num_hidden_layers=1)
+    small = Small(2, config=config, tp_size=2)
+    batch = jax.ShapeDtypeStruct((1, 2, 24), np.int32)
+    found = re.findall(r"tensor<([\dx]+)x\w+>", small.step.lower(small.plan, batch, batch).as_text())
+    inside = [shape.split("x") for shape in found]
+    assert ["48", "32"] in inside and ["24", "48"] not in inside
+    assert {"96"} & {size for shape in inside for size in shape} <= {"96"}  # the arguments of the program itself
+    (body,) = re.findall(r"sdy.manual_computation.*?\n(.*)", small.step.lower(small.plan, batch, batch).as_text(), re.S)
+    assert not re.search(r"tensor<(?:\d+x)*96x", body.partition("sdy.return")[0])
+
+
+def test_layouts():
+    """A product's dimension is divided by `tp` first and by `dp_shard` after it; keys of one head are shared."""
+    mesh = abstract_mesh(8, tp_size=4, kv_heads=2)
+    found = layouts(llama.build(CONFIG).params, place(zero_level=3, num_shards=2), mesh)
+    attention, mlp = found.weights["blocks"]["attention"], found.weights["blocks"]["mlp"]
+    both = (KV_HEADS, SAME_KV_HEADS)
+    assert attention["wq"].computed == jax.P(both) and attention["wq"].stored == jax.P((*both, SHARD))
+    assert attention["wk"].computed == jax.P(KV_HEADS) and attention["wk"].stored == jax.P((KV_HEADS, SHARD))
+    assert mlp["w_down"].computed == jax.P(None, both) and mlp["w_down"].stored == jax.P(SHARD, both)
+    assert found.weights["outer"]["embed"].computed == jax.P(both)
+    assert found.weights["blocks"]["mlp_norm"].computed_axes == ()
+    with pytest.raises(ConfigError, match="tp_size: expected a divisor of embed's 64 vocab, got 3"):
+        layouts(llama.build(CONFIG).params, place(num_shards=1), abstract_mesh(3, tp_size=3))
+
+
+def test_meshes():
+    """Sizes of one are not in the mesh, so programs without tensor parallelism are what they were."""
+    assert mesh_shape(8) == {"dp_replicate": 1, "dp_shard": 8} and list(mesh_shape(8)) == ["dp_replicate", "dp_shard"]
+    assert mesh_shape(8, tp_size=2, kv_heads=2) == {"dp_replicate": 1, "dp_shard": 4, "tp": 2}
+    assert mesh_shape(8, tp_size=8, kv_heads=2) == {"dp_replicate": 1, "dp_shard": 1, "tp": 2, "tp_rep": 4}
+    assert mesh_shape(4, tp_size=4, kv_heads=1) == {"dp_replicate": 1, "dp_shard": 1, "tp_rep": 4}
+    with pytest.raises(
+        ConfigError, match=r"^dp_replicate_size x tp_size: expected a divisor of the 8 devices in use, got"
+    ):
+        mesh_shape(8, tp_size=3)
+    with pytest.raises(
+        ConfigError, match="x dp_shard_size x tp_size: expected 8, the devices in use, got 1 x 2 x 2 = 4"
+    ):
+        mesh_shape(8, tp_size=2, dp_shard_size=2)
+
+
+REFUSED = [
+    ({"cp_size": 2}, "cp_size: expected 1, since more is not built yet, got 2"),
+    ({"pp_size": 2}, "pp_size: expected 1, since more is not built yet, got 2"),
+    ({"recipe": "fp8_hybrid"}, "recipe: expected 'bf16' with tp_size=4"),
+    ({"optimizer": "adamw8bit"}, "optimizer: expected 'adamw' with tp_size=4"),
+    ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with tp_size=4"),
+    ({"zero_quantized_gradients": True}, "zero_quantized_gradients: expected False with tp_size=4"),
+    ({"model.vocab_size": 1002}, "model.vocab_size: expected a multiple of tp_size=4.*use 1004"),
+    ({"model.intermediate_size": 99}, "model.intermediate_size: expected a multiple of tp_size=4"),
+    (
+        {"model.num_attention_heads": 6, "model.num_key_value_heads": 3},
+        "model.num_attention_heads: expected a multiple",
+    ),
+    ({"model.num_attention_heads": 12, "model.num_key_value_heads": 6}, "model.num_key_value_heads: .* or a divisor"),
+    ({"sequence_len": 30}, "sequence_len: expected a multiple of tp_size=4.*use 32"),
+    ({"lmhead_chunks": 512}, "lmhead_chunks: expected a divisor of .* / tp_size = 128"),
+]
+
+
+@pytest.mark.parametrize("changes, said", REFUSED, ids=[next(iter(changes)) for changes, _ in REFUSED])
+def test_what_is_not_built_is_refused(changes, said):
+    c = default_config()
+    c.update({"gpus": 4, "tp_size": 4})
+    c.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=f"^{said}") as error:
+        checks.check(c)
+    assert "\n" not in str(error.value)
+
+
+def test_groups_move_what_the_formulas_say():
+    """Per layer and microbatch, a recomputed block gathers its inputs six times and scatters five: by hand, 2 x 4 GPUs.
+
+    Of the last axis' two devices that share keys and values each has the gradient of its own queries.
+    """
+    L, D, F, V, S, K = 3, 32, 96, 64, 16, 4
+    c = default_config()
+    sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": F, "num_hidden_layers": L}
+    c.model.update(sizes | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    c.update({"gpus": 8, "tp_size": 4, "zero_level": 3, "sequence_len": S, "model_dtype": "bfloat16"})
+    run = from_config(c, abstract_mesh(8, **mesh_sizes(c)), total_steps=10)
+    found = traffic.collective_bytes(run, traffic.Batch(sequences=1, sequence_len=S, microbatches=K))
+    x = 3 * S // 4 * D * 2  # what three others send or get of a sequence in bfloat16
+    ids = 3 * S // 4 * 4
+    blocks = L * ((2 * D * D + 3 * D * F) // 4 + 2 * D * D // 2 // 2 + 2 * D)
+    outer = 2 * V * D // 4 + D
+    flops = sum(traffic.token_flops(run, S, again=True).values())
+    of_gpu = traffic.step_flops(run, traffic.Batch(sequences=1, sequence_len=S, microbatches=K))
+    assert sum(of_gpu.values()) == pytest.approx(flops * S * K / 4)
+    assert found == {
+        ("all-gather", "tp+tp_rep"): K * (L * 6 * x + 2 * x + 2 * ids),
+        ("reduce-scatter", "tp+tp_rep"): K * (L * 5 * x + 2 * x),
+        ("all-reduce", "tp+tp_rep"): K * (2 * 2 * ids + 2 * 3 * (L * 2 * D + D) * 2 // 4),
+        ("all-reduce", "tp_rep"): K * L * 2 * (D // 4 * D) * 2,
+        ("all-gather", "dp_shard"): (2 * K * 2 * blocks + 2 * outer) // 2,
+        ("reduce-scatter", "dp_shard"): (K * 2 * blocks + 4 * outer) // 2,
+    }
+
+
+@pytest.mark.full
+def test_a_compiled_step_moves_what_the_formulas_say():
+    """On virtual CPU devices, in float32, with more key/value heads and with fewer than devices: within 2 %."""
+    for tp_size in (2, 4):
+        moves_what_is_said(Small(8, tp_size=tp_size, zero_level=3, lmhead_chunks=2))
+
+
+@pytest.mark.full
+def test_a_checkpoint_moves_between_layouts(tmp_path):
+    """From one device to 2 x 4 with fewer key/value heads, and back: weights and moments equal to the bit."""
+    one, eight = Small(m_dtype="bfloat16"), Small(8, tp_size=4, zero_level=3, m_dtype="bfloat16")
+    one.train([tokens(1, 4, 24)])
+    saved = one.state
+    with Checkpoints(tmp_path / "one", save_total_limit=1) as checkpoints:
+        checkpoints.save(saved, {"step": 1})
+    there = restore(find(tmp_path / "one"), eight.plan)
+    assert jax.tree.map(lambda x: x.sharding, there) == jax.tree.map(lambda x: x.sharding, eight.plan)
+    with Checkpoints(tmp_path / "eight", save_total_limit=1) as checkpoints:
+        checkpoints.save(there, {"step": 1})
+    back = restore(find(tmp_path / "eight"), one.plan)
+    for found in (there, back):
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, saved)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_under_another_layout(tmp_path):
+    """On one device, then on two that share each sequence, then on one again: the same samples, step by step."""
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of the text\n" for i in range(2000)))
+    c = default_config()
+    c.model.update({"vocab_size": 320, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2})
+    c.model.update({"num_attention_heads": 4, "num_key_value_heads": 2})
+    c.update({"data": str(tmp_path / "text.txt"), "data_cache": str(tmp_path / "cache"), "model_dtype": "float32"})
+    c.update({"sequence_len": 64, "per_device_batch_size": 2, "sample_tokens": 5, "eval_steps": 0, "eval_batches": 2})
+    losses = {}
+    for name, sizes in {"one": (1, 1, 1), "mixed": (1, 2, 1)}.items():
+        c.output_dir = str(tmp_path / name)
+        losses[name] = []
+        for steps, tp_size in zip((2, 4, 6), sizes, strict=True):
+            c.update({"max_steps": steps, "gpus": tp_size, "tp_size": tp_size})
+            losses[name] += [x["loss"] for x in train(c).history]
+    assert len(losses["one"]) == 6 + 3  # and three evaluations
+    np.testing.assert_allclose(losses["mixed"], losses["one"], rtol=1e-4)
+
+
+def test_every_shard_rounds_with_numbers_of_its_own():
+    """And what devices store together they round alike: the numbers of a norm vary over `dp_shard` only."""
+    small = Small(8, tp_size=4)
+    mlp = small.engine.layouts.master["blocks"]["mlp"]
+
+    def firsts(name: str, layout) -> set[int]:
+        context = UpdateContext({"step": np.int32(1)})
+        f = lambda: _seed(small.engine.params["blocks"]["mlp"][name], layout, context, 8)[None]
+        out = jax.P(layout.stored_axes)
+        seeds = jax.jit(jax.shard_map(f, mesh=small.mesh, in_specs=(), out_specs=out))()
+        return {int(first) for _, first in seeds}
+
+    assert firsts("w_up", mlp["w_up"]) == firsts("w_down", mlp["w_down"]) == {8 * i for i in range(8)}
+    norm = small.engine.layouts.master["blocks"]["mlp_norm"]
+    assert norm.stored_axes == (SHARD,) and firsts("w_up", norm) == {0, 8}
+
+
+def test_without_a_group_nothing_is_communicated():
+    x = np.ones((2, 4), np.float32)
+    for function in (tensor.own_part, tensor.all_gather_sequence, tensor.reduce_scatter_sequence):
+        assert function(x) is x
+    assert not tensor.is_divided("heads")
