@@ -154,6 +154,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("sample_packing_tp_2x2", ZERO3_TP | {"sample_packing": True}, 4, expect="order"),
     Setting("shard_outer_tp_2x2", ZERO3_TP | {"shard_outer": True}, 4, expect="order"),
     Setting("lmhead_chunks_tp_2x2", ZERO3_TP | {"lmhead_chunks": 4}, 4, expect="order"),
+    Setting("use_all_to_all_reduce_tp_2x2", ZERO3_TP | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting("hsdp_tp_2x2x2", ZERO3_TP | {"dp_replicate_size": 2}, 8, expect="order"),
     Setting("hsdp_tp_2x2x2_offload_all", ZERO3_TP | ALL | {"dp_replicate_size": 2}, 8, like="hsdp_tp_2x2x2"),
     # Communication

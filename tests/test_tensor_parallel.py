@@ -45,6 +45,7 @@ PLACED = {  # (model, devices, placement, whether blocks are computed again)
     "2x2x2-zero3": (CONFIG, 8, {"tp_size": 2, "replicate": 2, "zero_level": 3}, True),
     "2x2x2-zero1-offloaded": (QWEN, 8, {"tp_size": 2, "replicate": 2, "zero_level": 2, **ALL}, True),
     "2x4-shard_outer": (CONFIG, 8, {"tp_size": 4, "zero_level": 3, "shard_outer": True}, True),
+    "2x4-all_to_all": (CONFIG, 8, {"tp_size": 4, "zero_level": 3, "use_all_to_all_reduce": True}, True),
     "gemma-2x2-offloaded": (GEMMA, 4, {"tp_size": 2, "zero_level": 3, "shard_outer": True, **ALL}, True),
     "gemma-2x2-saved": (GEMMA, 4, {"tp_size": 2, "zero_level": 2, "offload_residual": True}, False),
     "smollm-2x2": (SMOLLM, 4, {"tp_size": 2, "zero_level": 3, "offload_weights": True}, False),

@@ -11,7 +11,6 @@ NOT_WITH_TP = (
     "optimizer",
     "zero_quantized_weights",
     "zero_quantized_gradients",
-    "use_all_to_all_reduce",
     "memcpy_all_gather",
     "memcpy_send_recv",
     "nvme_path",
