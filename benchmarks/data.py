@@ -6,7 +6,7 @@ Compares our preparation, from a .jsonl file to the files of the cache, with `to
 all cores, on texts that are in memory already, whose ids are thrown away. Both take the same documents (this Python's
 standard library, several times) and the same byte-level BPE, in processes of their own, one after the other, in pairs.
 
-Then it trains configs/tiny.py for some steps and measures the time within `next(batches)`.
+Then it trains configs/tiny.py for some steps and says how long they waited for data.
 """
 
 import argparse
@@ -20,10 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from surojax.data.corpus import read_documents
+from surojax.data.corpus import source
 from surojax.data.load import Settings, load, parse_entries
 from surojax.data.prepare import load_corpora
 from surojax.data.tokenizer import load_tokenizer
@@ -38,7 +37,7 @@ def write_inputs(folder: Path, megabytes: int) -> None:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    documents = [document.text for document in read_documents("stdlib", "text")]
+    documents = [str(document.content) for document in source("stdlib", "text").items(False)]
     size = 0
     with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
         while size < megabytes * 10**6:
@@ -81,14 +80,14 @@ def measure_tokenizers(folder: Path) -> dict[str, float]:
 def measure_text(folder: Path) -> dict[str, float]:
     """Ours, by `--config.data=text.jsonl`."""
     tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
-    source = str(folder / "text.jsonl")
+    text = str(folder / "text.jsonl")
     before = peak_mib()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as cache:
-        train, held_out = load_corpora(source, tokenizer=tokenizer, data_cache=cache)
+        train, held_out = load_corpora(text, tokenizer=tokenizer, data_cache=cache)
         seconds = time.perf_counter() - started
         again = time.perf_counter()
-        load_corpora(source, tokenizer=tokenizer, data_cache=cache)
+        load_corpora(text, tokenizer=tokenizer, data_cache=cache)
         reused = time.perf_counter() - again
     tokens = len(train.tokens) + len(held_out.tokens) - train.num_examples - held_out.num_examples
     return {"tokens": tokens, "seconds": seconds, "added_mib": peak_mib() - before, "reused_s": reused}
@@ -133,50 +132,22 @@ def compare(megabytes: int, pairs: int) -> None:
         )
 
 
-class Timed:
-    """An iterator that adds up the time within `next`, but for the first, which compilation overlaps."""
-
-    def __init__(self, steps: Iterator):
-        self.steps = steps
-        self.waits: list[float] = []
-
-    def __next__(self):
-        started = time.perf_counter()
-        batch = next(self.steps)
-        self.waits.append(time.perf_counter() - started)
-        return batch
-
-    def close(self) -> None:
-        self.steps.close()  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def measure_waiting(steps: int) -> None:
     """Prints the share of a step's time that the tiny run waits for data."""
     from surojax.config import flags
 
     module = importlib.import_module("surojax.train")
     c = flags.load(str(ROOT / "configs" / "tiny.py"))
-    plain = module.training_batches
-    timed = []
-
-    def batches(*args, **keywords):
-        timed.append(Timed(plain(*args, **keywords)))
-        return timed[0]
-
-    vars(module)["training_batches"] = batches
     with tempfile.TemporaryDirectory() as folder:
         c.max_steps, c.eval_steps, c.save_steps, c.sample_tokens, c.warmup_steps = steps, 0, 0, 0, 0
         c.output_dir = folder
         with contextlib.redirect_stdout(io.StringIO()):
             history = module.train(c).history
-    durations = [record["duration_ms"] / 1e3 for record in history if record["log"] == "step"][1:]
-    waits = timed[0].waits[1:]
-    step = statistics.median(durations)
-    wait = statistics.median(waits)
-    print(
-        f"tiny: a step takes {step * 1e3:.1f} ms (median), next(batches) {wait * 1e6:.0f} us, which is "
-        f"{wait / step:.2%}; of all time {sum(waits) / sum(durations):.2%}"
-    )
+    records = [record for record in history if record["log"] == "step"][1:]  # the first one compiles
+    step = statistics.median(record["duration_ms"] for record in records)
+    wait = statistics.median(record["data_wait_ms"] for record in records)
+    share = sum(record["data_wait_ms"] for record in records) / sum(record["duration_ms"] for record in records)
+    print(f"tiny: a step takes {step:.1f} ms (median) and waits {wait * 1e3:.0f} us for data; {share:.2%} of all time")
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from surojax.run.metrics import METRICS_FILE
 STEPS = 300
 SECONDS = 10.0  # a kill is at most this long after the compilation
 COMPILED = "compiled in"  # printed by a run that has compiled
-TIMINGS = ("tokens_per_second", "duration_ms", "mfu")
+TIMINGS = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu")
 SAID = "the last run ended within the update"  # printed by a run whose predecessor was killed during an update
 
 

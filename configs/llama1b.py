@@ -23,8 +23,8 @@ def get_config():
     c.model.rope_factor = 32.0
     c.model.tie_word_embeddings = True
     c.sequence_len = 2048
-    c.per_device_batch_size = 1
-    c.gradient_accumulation_steps = 16
+    c.per_device_batch_size = 2
+    c.gradient_accumulation_steps = 8
     c.lmhead_chunks = 8
     c.accum_dtype = "bfloat16"
     c.opt_m_dtype = "bfloat16"

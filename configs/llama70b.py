@@ -3,9 +3,9 @@
     python -m surojax.plan --config configs/llama70b.py --gpu h100 --config.gpus=8 --config.zero_level=3 \
         --config.shard_outer --config.offload_residual --config.offload_optimizer --config.offload_master
 
-The same settings with `surojax.train` fit eight GPUs of 80 GB: 37 GiB on each, 68 GiB of host memory for each. With
+The same settings with `surojax.train` fit eight GPUs of 80 GB: 38 GiB on each, 71 GiB of host memory for each. With
 `offload_grads` and `offload_weights` as well they fit eight GPUs of 12 GB, as far as the device memory of a step goes:
-5.8 GiB on each, 100 GiB of host memory for each.
+6.1 GiB on each, 103 GiB of host memory for each.
 """
 
 from surojax.config import default_config
@@ -22,8 +22,7 @@ def get_config():
     c.model.num_key_value_heads = 8
     c.model.rope_theta = 5e5
     c.sequence_len = 2048
-    c.per_device_batch_size = 1
-    c.gradient_accumulation_steps = 2
+    c.per_device_batch_size = 2
     c.lmhead_chunks = 16
     c.accum_dtype = "bfloat16"
     c.opt_m_dtype = "bfloat16"

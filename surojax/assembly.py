@@ -6,6 +6,7 @@ abstract.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -127,13 +128,23 @@ def assemble(
     lmhead_chunks: int = 1,
     z_loss: float = 0.0,
     packed: bool = False,
+    microbatches_per_fetch: int = 1,
 ) -> Assembly:
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
-    recompute_block, lmhead_chunks, z_loss, packed: see `spec.Engine`.
+    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch: see `spec.Engine`.
     """
     of_classes = layouts(model.params, table, mesh)
-    engine = Engine(model, table, of_classes, recompute_block, lmhead_chunks, z_loss, packed)
+    engine = Engine(
+        model,
+        table,
+        of_classes,
+        recompute_block=recompute_block,
+        lmhead_chunks=lmhead_chunks,
+        z_loss=z_loss,
+        packed=packed,
+        microbatches_per_fetch=microbatches_per_fetch,
+    )
     precision = model.precision
     history = None
     if precision.delayed:
@@ -154,6 +165,7 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
         lmhead_chunks=c.lmhead_chunks,
         z_loss=c.z_loss,
         packed=c.sample_packing,
+        microbatches_per_fetch=c.microbatches_per_fetch,
     )
 
 
@@ -219,4 +231,10 @@ def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
         }
     if c.optimizer == "adamw8bit":
         settings["implementation"] = compute(c).precision.implementation
-    return OPTIMIZERS[c.optimizer](_schedule(c, c.learning_rate, total_steps), **settings)
+    return _made(OPTIMIZERS[c.optimizer], _schedule(c, c.learning_rate, total_steps), **settings)
+
+
+@functools.cache
+def _made(make: Callable, schedule: optim.Schedule, **settings) -> optim.Optimizer:
+    """make(schedule, **settings), the same object for equal arguments, so that what is traced of it can be cached."""
+    return make(schedule, **settings)

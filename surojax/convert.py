@@ -8,6 +8,7 @@ The second compares logits and losses with those of transformers, if an interpre
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from surojax.exchange.huggingface import read_config
 from surojax.exchange.small_files import CONFIG, GENERATION, TOKENIZER_FILES, Files
 from surojax.exchange.sources import SOURCE, is_model, kept_in, locate, open_weights, resolved
 from surojax.exchange.stored import CheckpointTensors
-from surojax.exchange.weights import Tensors
+from surojax.exchange.weights import Tensors, describe
 from surojax.inference import parity
 from surojax.inference.load import check_trained_with
 from surojax.models.model import Model
@@ -41,17 +42,25 @@ class Opened(NamedTuple):
     files: Files
 
 
-def convert(source: str | Path, folder: str | Path, *, dtype: str = DEFAULT_DTYPE, tokenizer: str = "") -> Path:
+def convert(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    dtype: str = DEFAULT_DTYPE,
+    tokenizer: str = "",
+    say: Callable[[str], None] = print,
+) -> Path:
     """Writes the model of a run, a checkpoint, a Hugging Face folder, a GGUF file or the hub; returns its folder.
 
     dtype: of the export; the source's own, such as float32 of master weights, is not looked at. tokenizer: as in a
-    config; "": the model's own.
+    config; "": the model's own. say: is given a line that names the source and what of it is left aside.
 
     Raises ConfigError or CheckpointError; then nothing is written.
     """
     check_dtype(dtype)
     check_folder(folder)
     opened = open_model(source, tokenizer)
+    say(f"reading {describe(opened.tensors)}")
     config = config_json.completed(opened.config, dtype)
     return export(opened.tensors, opened.model, config, opened.files, folder, dtype=dtype)
 
@@ -188,7 +197,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError("--python: expected --check with it, got none; leave it out")
         if args.checkpoint is None or args.out is None:
             raise ConfigError("expected --checkpoint MODEL and --out DIR, got one or none of them; see --help")
-        path = convert(args.checkpoint, args.out, dtype=args.dtype or DEFAULT_DTYPE, tokenizer=args.tokenizer)
+        dtype = args.dtype or DEFAULT_DTYPE
+        path = convert(args.checkpoint, args.out, dtype=dtype, tokenizer=args.tokenizer)
         print(f"written: {path}")
     except (ConfigError, CheckpointError) as error:
         sys.exit(f"surojax.convert: error: {error}")

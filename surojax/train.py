@@ -33,7 +33,7 @@ from surojax.data.samples import check_length
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange.sources import keeps, open_weights, resolved
-from surojax.exchange.weights import readers
+from surojax.exchange.weights import describe as describe_weights, readers
 from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
 from surojax.memory import nvme
@@ -41,9 +41,11 @@ from surojax.memory.lock import locked
 from surojax.models.attention import chosen_here
 from surojax.placement.layout import batch_sharding, replicated_matrices
 from surojax.placement.mesh import data_parallel, find_devices, make_mesh
-from surojax.planner import gpus, report as planned, traffic
+from surojax.planner import gpus, prediction, report as planned, traffic
 from surojax.planner.advice import summed
-from surojax.planner.fit import check_fit, compare, estimate_host, host_temporaries, memory_limit
+from surojax.planner.check_fit import check_fit, compare, memory_limit
+from surojax.planner.footprint import estimate_host, host_temporaries
+from surojax.planner.prediction import Prediction
 from surojax.run import checkpoint
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.metrics import (
@@ -152,6 +154,7 @@ def train(config: Config) -> Result:
         train_step = run.train_step().lower(run.plan, *[tokens] * len(arrays)).compile(options)
         evaluate = Evaluation(c, run, mesh, found.evaluated)
         say(f"compiled in {time.perf_counter() - compile_start:.1f} s")
+        predicted = predict(c, run, train_step, devices)
 
         # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
         if store and (step := store.interrupted()):
@@ -162,7 +165,7 @@ def train(config: Config) -> Result:
             say(f"continuing from {resume}")
         elif initial:
             train_state = run.load_state(*readers(initial))
-            say(f"starting from {initial.path}")
+            say(f"starting from {describe_weights(initial)}")
         else:
             train_state = run.init_state(c.seed)
 
@@ -184,7 +187,9 @@ def train(config: Config) -> Result:
 
         def report(done) -> None:
             if done is not None:
-                history.append(log.step(done.step, **done.values, duration_s=done.duration_s))
+                history.append(
+                    log.step(done.step, **done.values, duration_s=done.duration_s, data_wait_s=done.data_wait_s)
+                )
                 check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last)
 
         if initial:  # the loss that fine-tuning starts from
@@ -192,12 +197,14 @@ def train(config: Config) -> Result:
             deferred.restart_clock()
         step = first_step
         for step in range(first_step + 1, total_steps + 1):
+            asked = time.perf_counter()
             batch = next(batches)
+            data_wait_s = time.perf_counter() - asked
             on_devices = jax.device_put([batch[name] for name in arrays], tokens.sharding)
             with jax.transfer_guard("disallow"):
                 train_state, metrics = train_step(train_state, *on_devices)
             position += samples_per_step
-            report(deferred.push(step, metrics))
+            report(deferred.push(step, metrics, data_wait_s))
             # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in
             # files, a step has already ended when `train_step` returns.
             if virtual_devices or store:
@@ -226,6 +233,9 @@ def train(config: Config) -> Result:
         if finished and c.sample_tokens:
             say(sample(c, run, train_state.weights, tokenizer, found.held_out))
         say(f"{step - first_step} steps in {time.perf_counter() - started:.0f} s")
+        durations = [record["duration_ms"] / 1e3 for record in history if record["log"] == "step"]
+        if beside := prediction.comparison(predicted, durations, samples_per_step * c.sequence_len):
+            say(beside)
         if comparison := compare(need, train_step, devices[0]):
             say(comparison)
         say(evaluation_summary(output_dir))
@@ -331,6 +341,30 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
         say(f"note: replicated on every device, since {shards} divides none of their dimensions: {replicated}")
 
 
+def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
+    """The predicted time of the compiled step, printed if the planner knows the GPU. It never ends a run.
+
+    Half a second at most: a model of 70B parameters takes 0.2 s.
+    """
+    gpu = gpus.find_gpu(devices[0].device_kind)
+    if gpu is None:
+        return Prediction(not_predicted="a GPU that is not in surojax/planner/gpus.py")
+    batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
+    try:
+        if nvme.store_of(run.plan):
+            return Prediction(not_predicted="state in files, and the drive's speed is not known")
+        found = prediction.of_compiled(compiled.as_text(), run, batch, gpu)
+    except Exception as error:  # whatever a new version of XLA writes
+        say(f"note: no time is predicted: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return Prediction(not_predicted="the compiled step cannot be read")
+    if found.predicted_step_s is None or found.predicted_range_s is None:
+        return found
+    low, high = (f"{1e3 * t:,.0f}" for t in found.predicted_range_s)
+    rate = len(devices) * batch.tokens * batch.microbatches / found.predicted_step_s
+    say(f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s")
+    return found
+
+
 class Evaluation:
     """Computes the loss on text held out from training and on validation datasets, all with one compiled step."""
 
@@ -356,8 +390,8 @@ class Evaluation:
             # One batch at a time: programs with collectives in flight can block each other on virtual CPU devices.
             sums.append(jax.device_get(self.step(weights, *on_devices)))
         loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))
-        per_token = evaluated.bytes_per_token
-        bits = None if per_token is None else loss / math.log(2) / per_token
+        per_label = evaluated.bytes_per_label
+        bits = None if per_label is None else loss / math.log(2) / per_label
         duration_s = time.perf_counter() - start
         return {"name": evaluated.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s}
 

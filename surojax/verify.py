@@ -49,7 +49,7 @@ from surojax.memory import nvme
 from surojax.placement import table as placement
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import find_devices, make_mesh
-from surojax.planner.fit import check_fit
+from surojax.planner.check_fit import check_fit
 
 type Curve = list[tuple[float, float]]  # (loss, gradient norm) of each step
 
@@ -98,6 +98,7 @@ ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
 NVME: dict[str, Any] = {"offload_optimizer": "nvme", "offload_master": "nvme"}
 SAVED: dict[str, Any] = {"recompute_block": False}
 PARTS: dict[str, Any] = dict.fromkeys(configs.RECOMPUTE_PARTS, True)
+GROUPED: dict[str, Any] = {"microbatches_per_fetch": 2}
 ZERO3: dict[str, Any] = {"zero_level": 3}
 TP: dict[str, Any] = {"tp_size": 2}
 ZERO3_TP: dict[str, Any] = ZERO3 | TP
@@ -114,14 +115,17 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("recompute_parts", SAVED | PARTS, expect="saved"),
     Setting("lmhead_chunks", {"lmhead_chunks": 8}, expect="order"),
     Setting("gradient_accumulation_steps", {}, expect="order", split=2),
+    Setting("microbatches_per_fetch", GROUPED, like="gradient_accumulation_steps", expect="grouped", split=2),
     Setting("sample_packing", {"sample_packing": True}, expect="order"),
     # Host memory
+    Setting("offload_grouped", ALL | GROUPED, like="gradient_accumulation_steps", expect="grouped", split=2),
     *(Setting(name, {name: True}) for name in OFFLOADS),
     Setting("offload_all", ALL),
     Setting("resident_layers", {"offload_weights": True, "resident_layers": 1}),
     Setting("offload_saved", SAVED | ALL, like="recompute_block=false"),
     *(Setting(f"{name}@4", ZERO3 | {name: True}, 4, like="zero_level=3@4") for name in OFFLOADS),
     Setting("offload_all@4", ZERO3 | ALL, 4, like="zero_level=3@4"),
+    Setting("offload_grouped@4", ZERO3 | ALL | GROUPED, 4, like="zero_level=3@4", expect="grouped"),
     Setting("resident_layers@4", ZERO3 | ALL | {"resident_layers": 1}, 4, like="zero_level=3@4"),
     Setting("offload_saved@4", ZERO3 | SAVED | ALL, 4, like="zero_level=3@4", expect="saved"),
     # Disk
@@ -182,7 +186,7 @@ NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings o
 RESET = (  # fields that have their defaults in every row that does not change them
     *(name for name in placement.SETTINGS if name not in NUMBERS),
     *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
-    *("sample_packing", "tp_size"),
+    *("sample_packing", "microbatches_per_fetch", "tp_size"),
 )
 
 
@@ -211,6 +215,8 @@ def bounds(c: Config) -> dict[str, Bound]:
     return {
         "same": same,
         "saved": same if exact else order._replace(reason=rounded),
+        # A head that is also the embedding gets the gradients of a group's heads before those of its embeddings.
+        "grouped": order if c.model.tie_word_embeddings else same,
         "order": order,
         "sent_int8": approximate(1e-2, 1e-2, "gradients sent in int8, each off by up to 1/254 of its block's largest"),
         "int8": approximate(1e-2, 1e-2, "weights in int8, each off by up to 1/254 of its block's largest"),
@@ -304,8 +310,8 @@ def settings(c: Config, devices: int) -> list[Setting]:
         return list(SETTINGS)
     quantised = "sent_int8" if c.zero_quantized_gradients else "order"
     expect = quantised if c.zero_quantized_weights == "none" else c.zero_quantized_weights
-    if n == 1 and all(name.startswith(("offload_", "resident_", "nvme_")) for name in own):
-        expect = "same"
+    if n == 1 and all(name.startswith(("offload_", "resident_", "nvme_", "microbatches_per_fetch")) for name in own):
+        expect = "grouped" if "microbatches_per_fetch" in own else "same"
     return [*SETTINGS, Setting(OWN, own, n, expect=expect)]
 
 

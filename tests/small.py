@@ -59,6 +59,11 @@ def tokens(*shape: int, seed: int = 0, vocab_size: int = 64) -> tuple[np.ndarray
     return inputs, np.where(rng.random(shape) < 0.05, np.int32(-1), labels)
 
 
+def normal(seed: int, shape: Sequence[int], dtype=jnp.float32) -> jax.Array:
+    """Normal numbers that numpy draws: jax.random compiles a program for every shape."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype))
+
+
 @contextlib.contextmanager
 def vectors_drawn():
     """Within it, the scales of norms scatter around 1 and biases around 0, by 0.2, instead of being 1 and 0.
@@ -101,6 +106,7 @@ class Small:
         lmhead_chunks: int = 1,
         z_loss: float = 0.0,
         packed: bool = False,
+        microbatches_per_fetch: int = 1,
         seed: int = 0,
         m_dtype: str = "float32",
         optimizer=optim.adamw,
@@ -119,6 +125,7 @@ class Small:
             lmhead_chunks=lmhead_chunks,
             z_loss=z_loss,
             packed=packed,
+            microbatches_per_fetch=microbatches_per_fetch,
         )
         self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer
         self.step = self.run.train_step()
@@ -198,6 +205,20 @@ def plain_loss(config: LlamaConfig):
         return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)) / (labels >= 0).sum()
 
     return loss
+
+
+@functools.cache
+def plain_model(config: LlamaConfig):
+    """Compiled: (params, ids `[1, S]`) -> logits `[1, S, V]`."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    return jax.jit(lambda params, ids: nnx.merge(graph, params)(ids))
+
+
+def plain_logits(config: LlamaConfig, params, ids, length: int = 0) -> np.ndarray:
+    """The plain model's logits `[S, V]`. length: of a row that begins with the ids: one program for all texts."""
+    row = np.zeros((1, max(length, len(ids))), np.int32)
+    row[0, : len(ids)] = ids
+    return np.asarray(plain_model(config)(params, row))[0, : len(ids)]
 
 
 def worst_relative(found, expected) -> float:

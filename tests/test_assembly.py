@@ -164,7 +164,7 @@ def check_tensor(name: str, part: str, old, new, g, done: int, fraction: float, 
     assert np.max(np.abs(found - expected)[~near_jump]) < tolerance and near_jump.mean() < 0.05
 
 
-@pytest.mark.parametrize("name", quick_at([(name,) for name in SCHEDULES], 0, 2))
+@pytest.mark.parametrize("name", quick_at([(name,) for name in SCHEDULES], 0))
 def test_a_step_is_the_update_that_the_config_says(name):
     """Four steps, each from the state that it found: master weights and moments."""
     changes, fractions = SCHEDULES[name]
@@ -222,7 +222,7 @@ def test_evaluation_is_a_mean_over_tokens_and_its_bits_are_over_bytes():
     windows = Windows(Corpus(ids.astype(np.uint16), 60, "", "held out"), 16, with_rest=True)
     batches = list(evaluation_batches(windows, batch_size=4))
     assert [b["inputs"].shape for b in batches] == [(4, 16)] * 2
-    evaluate = train.Evaluation(c, run, mesh, [Evaluated("", batches, windows.corpus.bytes_per_token)])
+    evaluate = train.Evaluation(c, run, mesh, [Evaluated("", batches, 60 / windows.num_labels)])
     params = jax.tree.map(lambda w: 5 * w, drawn_params(architecture(c), 0))  # losses of tokens that are not all alike
     (found,) = evaluate(jax.device_put(params, jax.tree.map(lambda p: p.sharding, run.plan.weights)))
 
@@ -232,6 +232,6 @@ def test_evaluation_is_a_mean_over_tokens_and_its_bits_are_over_bytes():
     logits = logits.reshape(-1, 64)[:100]
     nats = np.log(np.exp(logits).sum(-1)) - logits[np.arange(100), ids[1:]]
     assert found["loss"] == pytest.approx(nats.mean(), rel=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(nats.mean() * 101 / 60 / math.log(2), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nats.sum() / 60 / math.log(2), rel=1e-5)
     of_batches = nats[:64].mean(), nats[64:].mean()
     assert abs(np.mean(of_batches) / nats.mean() - 1) > 1e-3  # a mean over batches is another number

@@ -16,7 +16,7 @@ import pytest
 
 from surojax.errors import ConfigError
 from surojax.placement.mesh import find_devices, make_mesh
-from surojax.planner import advice, fit
+from surojax.planner import advice, check_fit
 from surojax.train import main
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +83,7 @@ def field_cases() -> list[tuple[str, str]]:
     save_total_limit=0          | save_total_limit: expected 1 or more, got 0; raise it
     per_device_batch_size=0     | per_device_batch_size: expected 1 or more
     gradient_accumulation_steps=0 | gradient_accumulation_steps: expected 1 or more
+    microbatches_per_fetch=0    | microbatches_per_fetch: expected 1 or more, got 0; raise it
     sequence_len=0              | sequence_len: expected 1 or more
     sequence_len=-128           | sequence_len: expected 1 or more
     sequence_len=2147483647     | per_device_batch_size x sequence_len: expected less than 2^31 tokens
@@ -274,7 +275,7 @@ def test_config_files(refused, tmp_path, source, said):
         ("latin.txt", b"ok\ncaf\xe9\n", "latin.txt:2: expected UTF-8 text, got the byte 0xe9 at byte offset 6"),
         ("table.csv", b"a,b\n", "table.csv: expected a file ending in .jsonl or .txt, got '.csv'"),
         ("bad.jsonl", b'{"text": "a"}\n{"text"\n', "bad.jsonl:2: expected a JSON object"),
-        ("field.jsonl", b'{"content": "a"}\n', "got 'content'; name the field that holds the text"),
+        ("field.jsonl", b'{"content": "a"}\n', "got 'content'; set text_field to the field that holds the text"),
         ("short.txt", b"one line\n" * 3, "for one step of 16 samples with sequence_len 128, got"),
     ],
 )
@@ -307,10 +308,10 @@ def test_a_file_where_checkpoints_belong(refused, tmp_path):
 
 def test_more_memory_than_there_is(refused, monkeypatch):
     """The 7B config ends with what it needs, what there is and what to change, also where the memory would do."""
-    monkeypatch.setattr(fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * advice.GiB))
+    monkeypatch.setattr(check_fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * advice.GiB))
     line = refused(config=str(ROOT / "configs" / "llama7b.py"))
-    assert "does not fit: needs 79.1 GiB" in line and "where 8.0 GiB are free" in line
-    assert "gpus=4 zero_level=3 needs 21.2 GiB on each" in line
+    assert "does not fit: needs 82.1 GiB" in line and "where 8.0 GiB are free" in line
+    assert "gpus=4 zero_level=3 needs 22.0 GiB on each" in line
 
 
 def test_no_device_at_all(monkeypatch):

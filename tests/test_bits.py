@@ -21,18 +21,19 @@ CASES = {
     # 8-bit copies of the weights; in float32 recomputed activations are those that are saved.
     "adamw": (
         ("model_dtype=float32",),
-        "recompute_parts,offload_all,offload_saved,resident_layers@4,nvme@4,"
+        "recompute_parts,offload_all,offload_saved,microbatches_per_fetch,offload_grouped,offload_grouped@4,"
+        "resident_layers@4,nvme@4,"
         "shard_outer_offload_all@4,offload_quants_all@4",
     ),
     "adamw8bit": (
         ("optimizer=adamw8bit", "model_dtype=bfloat16", "master_dtype=bfloat16"),
-        "offload_all,resident_layers@4",
+        "offload_all,resident_layers@4,offload_grouped@4",
     ),
     "normuon": (
         ("optimizer=normuon", "model_dtype=float32"),
         "offload_all,resident_layers@4,nvme@4",
     ),
-    "fp8_hybrid": (("recipe=fp8_hybrid", "model_dtype=bfloat16"), "offload_all,resident_layers@4"),
+    "fp8_hybrid": (("recipe=fp8_hybrid", "model_dtype=bfloat16"), "offload_all,resident_layers@4,offload_grouped"),
 }
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import small
 from small import quick_at
 
 from pallas_kernels import fp8, mx, nvfp4
@@ -24,7 +25,7 @@ GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+    return small.normal(seed, shape, dtype)
 
 
 def outliers(seed, *shape):
@@ -301,9 +302,12 @@ def test_the_kernels_change_nothing(kernels, tokens, monkeypatch):
     x, w, g = normal(7, tokens, 64), normal(8, 128, 64), normal(9, tokens, 128)
 
     def all_three(**how):
-        run = lambda x, w: bs.mxfp8_linear(x, w, **how)
-        y, backward = jax.vjp(run, x, w)
-        return y, *backward(g)
+        @jax.jit
+        def run(x, w, g):
+            y, backward = jax.vjp(lambda x, w: bs.mxfp8_linear(x, w, **how), x, w)
+            return y, *backward(g)
+
+        return run(x, w, g)
 
     implementation = None if kernels == "auto" else kernels
     found, left = all_three(implementation=implementation), list(made)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from small import quick_at
 
-from surojax.data import cache, prepare
+from surojax.data import cache, corpus as sources, texts, write
 from surojax.data.cache import Corpus, PartWriter, cached
 from surojax.data.prepare import load_corpora
 from surojax.data.tokenizer import ByteTokenizer
@@ -59,7 +59,7 @@ def test_it_is_found_again_without_reading(source, tmp_path, monkeypatch):
     assert [line.partition(" the cache ")[0] for line in said] == [
         f"data: {len(first.tokens):,} tokens into", f"data: {len(first.tokens):,} tokens from"
     ]  # fmt: skip
-    monkeypatch.setattr(prepare, "read_documents", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(sources, "read_file", lambda *_: pytest.fail("read again"))
     started = time.perf_counter()
     second, said = load(source, tmp_path / "cache")
     assert time.perf_counter() - started < 1
@@ -76,7 +76,7 @@ def test_a_document_begins_with_bos_if_the_tokenizer_adds_it(source, tmp_path, m
         bos_id = 257
         adds_bos = True
 
-    monkeypatch.setattr(prepare, "_PIECE_CHARS", 100)  # ten pieces a document, and one token at its beginning
+    monkeypatch.setattr(texts, "PIECE_CHARS", 100)  # ten pieces a document, and one token at its beginning
     folder = tmp_path / "cache"
     without, _ = load(source, folder)
     corpus, _ = load(source, folder, tokenizer=WithBos())
@@ -128,8 +128,8 @@ def test_parts_with_tokens_that_are_not_trained(tmp_path):
     def write(folder: Path) -> dict:
         part = PartWriter(folder / "train", np.uint16)
         for ids, trained in (([1, 2, 3], None), ([4, 5], [False, True]), ([6], None)):
-            part.append(np.array(ids), None if trained is None else np.array(trained))
-            part.end_example()
+            flags = None if trained is None else np.array(trained)
+            part.append(np.array(ids), flags, ends=np.array([len(ids)]))
         return {"parts": {"train": part.finish()}}
 
     entry = cached(tmp_path, {"a": 1}, write, name="x")
@@ -145,16 +145,18 @@ def test_parts_with_tokens_that_are_not_trained(tmp_path):
 
 LOAD = """
 import errno, fcntl, os, signal, sys, time
+from surojax.data import write
 from surojax.data.cache import PartWriter
 from surojax.data.prepare import load_corpora
 from surojax.data.tokenizer import ByteTokenizer
 
-plain = PartWriter.end_example
-def end_example(self, num_bytes=0):
-    plain(self, num_bytes)
+write._GROUP_BYTES = 1  # one document is written at a time
+plain = PartWriter.append
+def append(self, *args, **keywords):
+    plain(self, *args, **keywords)
     if self.num_examples == 20:
         {moment}
-PartWriter.end_example = end_example
+PartWriter.append = append
 def no_locks(*_):
     raise OSError(errno.ENOLCK, "No locks available")
 
@@ -245,6 +247,7 @@ def test_a_full_disk_says_how_much_is_needed_and_leaves_nothing(source, tmp_path
         plain(part, name, values)
 
     monkeypatch.setattr(PartWriter, "_append", fail)
+    monkeypatch.setattr(write, "_GROUP_BYTES", 1)  # one document is written at a time
     with pytest.raises(ConfigError) as caught:
         load(source, folder)
     needed = 2 * len(expected_tokens(source)) / 2**20

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from small import CONFIG
+from small import CONFIG, normal
 
 from surojax.assembly import assemble
 from surojax.config.checks import restored_config
@@ -39,7 +39,7 @@ ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 def toy(seed: int = 0, size: int = 3000) -> state.TrainState:
     """A state that needs no compilation, with a float32 array, a bfloat16 one, and an integer."""
-    a, b = jax.random.normal(jax.random.key(seed), (2, 3, size // 3))
+    a, b = normal(seed, (2, 3, size // 3))
     master = {"blocks": {"a": a}, "outer": {"b": b.astype(jnp.bfloat16)}}
     weights = jax.tree.map(lambda m: jnp.array(m, jnp.bfloat16, copy=True), master)
     return state.TrainState(

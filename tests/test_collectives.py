@@ -24,7 +24,7 @@ from surojax.placement.home import HOST
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD, make_mesh
 from surojax.placement.param import Kind, Param
-from surojax.planner import fit
+from surojax.planner import check_fit, footprint
 from surojax.step.state import shardings, work_weights
 from surojax.step.state_plan import bytes_per_device
 
@@ -176,8 +176,7 @@ def test_the_norm_is_added_up_in_float32():
             (8, {"zero_level": 2}),
             (8, {"zero_level": 3, "replicate": 2}),
             (4, {"zero_level": 1, "replicate": 4, "shard_gradients": False}),
-        ],
-        1,
+        ]
     ),
     ids=["8-zero2", "2x4-zero3", "4x1"],
 )
@@ -301,6 +300,7 @@ def test_restored_weights_are_those_of_the_step(devices, offloaded):
     chex.assert_trees_all_equal(make(small.state.master), small.state.weights)
 
 
+@pytest.mark.full
 def test_sampling_reads_quantised_weights():
     small = Small(4, zero_level=3, zero_quantized_weights="int8", persistent_quants=True, offload_quants=True)
     weights, prompt = small.state.weights, np.array([3, 1, 4])
@@ -396,13 +396,13 @@ def drawn(**settings) -> assembly.Assembly:
 
 def test_persistent_quants_halve_the_work_copy():
     """Of the 16-bit matrices; a scale of 4 bytes for 128 numbers is a thirty-second on top."""
-    plain = fit.estimate(drawn(), 1, 64)
-    ours = fit.estimate(drawn(zero_quantized_weights="fp8", persistent_quants=True), 1, 64)
+    plain = footprint.estimate(drawn(), 1, 64)
+    ours = footprint.estimate(drawn(zero_quantized_weights="fp8", persistent_quants=True), 1, 64)
     run = drawn()
     matrices = bytes_per_device([x for x in jax.tree.leaves(run.plan.weights["blocks"]) if x.ndim > 2])
     assert ours["quants"] == matrices / 2 * (1 + 4 / 128) and plain["weights"] - ours["weights"] == matrices
     host = drawn(zero_quantized_weights="fp8", persistent_quants=True, offload_quants=True)
-    assert fit.estimate_host(host, 1, 64) == {"quants": ours["quants"]}
+    assert footprint.estimate_host(host, 1, 64) == {"quants": ours["quants"]}
 
 
 def test_copy_engines_are_asked_for_when_a_step_is_compiled():
@@ -417,7 +417,7 @@ def test_copy_engines_are_refused_where_there_are_none(monkeypatch):
     c = default_config()
     c.update({"gpus": 4, "memcpy_all_gather": True})
     with pytest.raises(ConfigError, match="memcpy_all_gather: expected false on cpu"):
-        fit.check_fit(c, drawn(memcpy_all_gather=True), jax.devices()[:4], available=2**40)
+        check_fit.check_fit(c, drawn(memcpy_all_gather=True), jax.devices()[:4], available=2**40)
     monkeypatch.setitem(collectives.COPY_ENGINE, "memcpy_all_gather", {"xla_gpu_of_another_version": True})
     with pytest.raises(ConfigError, match=r"memcpy_all_gather: .*No such compile option"):
         collectives.check_copy_engine(("memcpy_all_gather",), "gpu")

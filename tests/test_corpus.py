@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from surojax.data import prepare
+from surojax.data import texts, write
 from surojax.data.cache import Corpus
-from surojax.data.corpus import read_documents
+from surojax.data.corpus import source
 from surojax.data.prepare import load_corpora
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
 from surojax.errors import ConfigError
@@ -46,7 +46,7 @@ def test_stdlib_is_split_by_file(stdlib):
     assert not set(training_files) & set(held_out_files)
     assert 0.02 < len(held_out_files) / len(training_files) < 0.10
     assert sum(len(text.encode()) for text in held_out_files) == held_out.num_bytes
-    assert held_out.bytes_per_token == held_out.num_bytes / (held_out.num_bytes + len(held_out_files))
+    assert len(held_out.tokens) == held_out.num_bytes + len(held_out_files)
     everything = set(training_files) | set(held_out_files)
     with open(json.__file__, encoding="utf-8") as file:
         assert file.read() in everything
@@ -63,7 +63,7 @@ def test_stdlib_split_depends_on_the_relative_path_alone(tmp_path, monkeypatch):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(f"{name} {text}")
         (root / "latin1.py").write_bytes(b"# \xe9")
-        keys[root] = {document.text.split()[0]: document.key for document in read_documents("stdlib", "text")}
+        keys[root] = {item.content.split()[0]: item.key for item in source("stdlib", "text").items(True)}
     first, second = keys.values()
     assert first == second == {"json/tool.py": 0xE8D19BDBC7AD60E3, "os.py": 0xF19DB6A54FEDE009}
 
@@ -118,7 +118,7 @@ def test_one_document_holds_out_its_end(tmp_path):
     assert documents_in(train) == ["é" * 950] and documents_in(held_out) == ["é" * 50]
 
 
-def test_sources(tmp_path):
+def test_sources(tmp_path, monkeypatch):
     (tmp_path / "sub" / ".cache").mkdir(parents=True)
     (tmp_path / "sub" / "b.txt").write_text("bee")
     (tmp_path / "sub" / ".cache" / "hidden.txt").write_text("hidden")
@@ -128,14 +128,17 @@ def test_sources(tmp_path):
     with (tmp_path / "c.jsonl").open("a") as file:
         file.write("\n  \n")
 
-    def texts(source):
-        return [document.text for document in read_documents(source, "content")]
+    def read(name):
+        return ["".join(texts.parts(item.content)) for item in source(name, "content").items(True)]
 
-    assert texts(f"{tmp_path}") == ["ay", "sea", "see", "bee"]
-    assert texts(f"{tmp_path}/sub/b.txt, {tmp_path}/a.TXT") == ["ay", "bee"]
-    assert texts(f"{tmp_path}/**/*.txt") == ["bee"]
-    assert texts(f"{tmp_path}/su*") == ["bee"]
-    assert texts(f"{tmp_path}/a.TXT,{tmp_path}/?.TXT") == ["ay"]  # each file once
+    assert read(f"{tmp_path}") == ["ay", "sea", "see", "bee"]
+    assert read(f"{tmp_path}/sub/b.txt, {tmp_path}/a.TXT") == ["ay", "bee"]
+    assert read(f"{tmp_path}/**/*.txt") == ["bee"]
+    assert read(f"{tmp_path}/su*") == ["bee"]
+    assert read(f"{tmp_path}/a.TXT,{tmp_path}/?.TXT") == ["ay"]  # each file once
+    monkeypatch.chdir(tmp_path / "sub")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "sub" / "b.txt")
+    assert sorted(read(f"b.txt, ./b.txt, ../sub/b.txt, {tmp_path}/link.txt, ../a.TXT")) == ["ay", "bee"]
 
 
 def test_eval_source_leaves_the_training_text_whole(tmp_path):
@@ -150,20 +153,20 @@ def test_tokenizer_json_corpus_in_groups_and_pieces(tmp_path, monkeypatch):
     from test_tokenizer import save_bpe
 
     tokenizer = load_tokenizer(str(save_bpe(tmp_path / "tokenizer.json")))
-    texts = [f"the cat {i} sat\non the mat {'x' * (i % 50)}\n" * 3 for i in range(60)]
-    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    given = [f"the cat {i} sat\non the mat {'x' * (i % 50)}\n" * 3 for i in range(60)]
+    path = write_jsonl(tmp_path / "a.jsonl", given)
     (tmp_path / "eval.txt").write_text("the dog")
     whole, _ = load_corpora(str(path), eval_source=str(tmp_path / "eval.txt"), tokenizer=tokenizer)
-    expected = np.concatenate([np.append(tokenizer.encode(text), tokenizer.eos_id) for text in texts])
+    expected = np.concatenate([np.append(tokenizer.encode(text), tokenizer.eos_id) for text in given])
     np.testing.assert_array_equal(whole.tokens, expected)
-    assert whole.num_bytes == sum(map(len, texts)) and whole.bytes_per_token > 1.2
+    assert whole.num_bytes == sum(map(len, given)) > 1.2 * len(whole.tokens)
 
-    monkeypatch.setattr(prepare, "_PIECE_CHARS", 40)
-    monkeypatch.setattr(prepare, "_GROUP_CHARS", 500)
+    monkeypatch.setattr(texts, "PIECE_CHARS", 40)
+    monkeypatch.setattr(write, "_GROUP_BYTES", 500)
     cut, _ = load_corpora(str(path), eval_source=str(tmp_path / "eval.txt"), tokenizer=tokenizer)
     ends = np.flatnonzero(cut.tokens == tokenizer.eos_id)
     decoded = [tokenizer.decode(part) for part in np.split(cut.tokens, ends[:-1] + 1)]
-    assert decoded == texts
+    assert decoded == given
 
 
 def test_large_vocabulary_gets_wider_tokens(tmp_path):
@@ -230,13 +233,13 @@ def test_errors_of_jsonl_lines(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n\n' + line + "\n")
     message = error_of(path)
-    assert "a.jsonl:3: expected" in message and JSON_ERRORS[line] in message and "'text'" in message
+    assert "a.jsonl:3: expected" in message and JSON_ERRORS[line] in message
 
 
 def test_errors_of_jsonl_files(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n\n")
-    assert "got an empty file" in error_of(path)
+    assert "expected documents that can be used, got none" in error_of(path)
     path.write_bytes(b'{"text": "fine"}\n{"text": "\xe9"}\n')
     message = error_of(path)
     assert "a.jsonl:2: expected UTF-8" in message and "0xe9 at byte offset 27" in message

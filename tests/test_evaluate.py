@@ -6,11 +6,9 @@ import warnings
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from small import CONFIG, drawn_params
+from small import CONFIG, drawn_params, plain_logits
 
 from surojax import ConfigError, evaluate
 from surojax.data.tokenizer import ByteTokenizer
@@ -18,7 +16,6 @@ from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
 from surojax.inference.score import Request, Score, _scorer, pair, score
 from surojax.models import llama
-from surojax.models.llama import Llama
 from surojax.models.model import Compute
 
 MODEL = llama.build(CONFIG)
@@ -31,8 +28,7 @@ def ids_of(*sizes: int) -> list[np.ndarray]:
 
 def plain_logprobs(params, ids: np.ndarray, config=CONFIG) -> np.ndarray:
     """Of every next token `[S, V]`."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
-    return np.asarray(jax.nn.log_softmax(nnx.merge(graph, params)(jnp.asarray(ids)[None])[0]))
+    return np.asarray(jax.nn.log_softmax(plain_logits(config, params, ids, length=16)))
 
 
 def test_scores_are_those_of_the_plain_model():

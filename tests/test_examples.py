@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import surojax.data.seams as seams
+from surojax.data import texts
 from surojax.data.datasets import Dataset
 from surojax.data.examples import TRAIN_ON, Encoder, Example
 from surojax.data.pieces import Piece
@@ -33,7 +34,6 @@ CHATML = load_template("chatml", BYTES)
 assert CHATML is not None
 TALK = Dataset(("talk",), type="conversation")
 PAIRS = Dataset(("pairs",), type="instruction")
-TEXT = Dataset(("text",), type="text")
 
 
 def talk(*contents, system=""):
@@ -413,12 +413,6 @@ BAD_PAIRS = [
     ({"instruction": "a"}, "the output in 'output', got 'instruction'"),
     ({"instruction": "a", "input": 5, "output": "b"}, "the input in 'input' as a string, got a int"),
 ]
-BAD_TEXTS = [
-    ({"body": "a", "id": 1}, "the text in 'text', got 'body', 'id'"),
-    ({"text": 5}, "as a string, got a int"),
-    ({"text": " \n"}, "got an empty one"),
-    ({"text": "half \ud83d"}, "half a surrogate pair"),
-]
 
 
 @pytest.mark.parametrize("record, said", BAD_PAIRS, ids=map(str, range(len(BAD_PAIRS))))
@@ -426,31 +420,20 @@ def test_bad_instructions(record, said):
     assert said in reason_of(record, PAIRS)
 
 
-@pytest.mark.parametrize("record, said", BAD_TEXTS, ids=map(str, range(len(BAD_TEXTS))))
-def test_bad_texts(record, said):
-    assert said in reason_of(record, TEXT)
-
-
-def test_a_text_is_trained_whole():
-    found = example({"text": "a ü"}, TEXT)
-    assert found.ids.tolist() == [*"a ü".encode(), 256] and found.trained is None
-    tokenizer = TOKENIZERS["metaspace"]  # it adds bos itself
-    found = example({"text": "the cat"}, TEXT, tokenizer)
-    assert found.ids.tolist() == [1, *tokenizer.encode("the cat"), 2] and found.trained is None
-    assert not TOKENIZERS["byte_level"].adds_bos
-
-
-def test_long_texts_are_split_at_line_ends(monkeypatch):
+def test_long_answers_are_tokenised_in_pieces(monkeypatch):
+    """Each of whole lines, so that the ids are those of the whole."""
     tokenizer = TOKENIZERS["byte_level"]
-    text = "".join(f"the cat {i} sat\non the mat {'x' * (i % 50)}\n" for i in range(40)) + "y" * 100
-    expected = example({"text": text}, TEXT, tokenizer).ids.tolist()
+    row = {"prompt": "the cat", "completion": "".join(f"the cat {i} sat\non the mat\n" for i in range(40))}
+    expected = example(row, PAIRS, tokenizer, None)
     given = []
     encode_batch = tokenizer.encode_batch
     monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: given.extend(texts) or encode_batch(texts))
-    monkeypatch.setattr(seams, "_LONGEST", 80)
-    found = example({"text": text}, TEXT, tokenizer).ids
-    assert tokenizer.decode(found) == text and max(map(len, given)) <= 80 and len(given) > 10
-    assert found.tolist()[:300] == expected[:300]  # parts that end with a line are tokenised as in the whole
+    monkeypatch.setattr(texts, "PIECE_CHARS", 80)
+    monkeypatch.setattr(tokenizer, "section_starts", lambda text: [0])
+    found = example(row, PAIRS, tokenizer, None)
+    assert max(map(len, given)) <= 80 and len(given) > 10
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_array_equal(found.trained, expected.trained)
 
 
 # -- Encoders ---------------------------------------------------------------------------------------------------------
@@ -483,12 +466,10 @@ def test_the_fingerprint_covers_all_that_ids_depend_on():
         Encoder(dataclasses.replace(TALK, tools_field=""), BYTES, CHATML),
         Encoder(PAIRS, BYTES, CHATML),
         Encoder(PAIRS, BYTES, None),
-        Encoder(TEXT, BYTES, CHATML),
     ]
     assert len({encoder.fingerprint for encoder in different}) == len(different)
     rows = dataclasses.replace(TALK, path=("other",), samples=3, weight=2.0)
     assert Encoder(rows, BYTES, CHATML).fingerprint == different[0].fingerprint
-    assert Encoder(TEXT, BYTES, None, train_on="last").fingerprint == different[-1].fingerprint  # texts have none
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, TOKENIZERS["byte_level"]], ids=["bytes", "byte_level"])

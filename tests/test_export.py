@@ -119,12 +119,10 @@ def test_both_spellings_of_rope_are_written(case):
         settings(out)
 
 
-OTHERS = ("yarn", "yarn_mscale")  # written with all that transformers infers
+OTHERS = ("yarn", "yarn_mscale", "ministral3")  # written with all that transformers infers
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if hf_config(case)["model_type"] in config_json.MADE and case not in OTHERS]
-)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in OTHERS])
 def test_a_config_is_made_of_the_fields(case):
     """What transformers' classes would write for the same model, as far as it changes the arithmetic."""
     model = default_config().model.to_dict() | settings(hf_config(case))
@@ -132,19 +130,36 @@ def test_a_config_is_made_of_the_fields(case):
     theirs = hf_config(case)
     same = {key for key in theirs if key not in ("dtype", "transformers_version", "use_cache", "pad_token_id")}
     same -= {"bos_token_id", "eos_token_id", "pretraining_tp", "max_window_layers", "layer_types", "head_dim"}
+    same -= {"_sliding_window_pattern", "use_bidirectional_attention"}
     if not theirs.get("use_sliding_window", True):
         same -= {"sliding_window", "use_sliding_window"}
     assert {key: made.get(key) for key in same} == {key: theirs[key] for key in same}
     assert made["eos_token_id"] == 7 and made["max_position_embeddings"] == 512
-    if case == "qwen3_windows":
-        assert made["layer_types"] == theirs["layer_types"]
+    windows = case in ("qwen3_windows", "smollm3_windows") or case.startswith("gemma")
+    assert made.get("layer_types") == (theirs["layer_types"] if windows else None)
+
+
+def test_a_config_is_made_with_what_transformers_infers():
+    """YaRN's factor of attention where mscale said it, and Ministral 3's growing queries."""
+    for case in OTHERS:
+        model = settings(hf_config(case))
+        made = config_json.made(model, 512, {})
+        assert config_json.agrees(made, model) and made["rope_parameters"]["rope_type"] == "yarn"
+    assert made["model_type"] == "ministral3" and made["rope_parameters"]["llama_4_scaling_beta"] == 0.4
+
+
+def test_gemma_without_windows_has_a_number_for_them():
+    """transformers makes a mask of it even if no layer has one."""
+    made = config_json.made(settings(hf_config("gemma2")) | {"sliding_window": 0, "sliding_window_pattern": 0}, 512, {})
+    assert made["sliding_window"] == 4096 and made["layer_types"] == ["full_attention"] * 4
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"attention_bias": True, "qk_norm": True}, r"qwen2 does not have qk_norm=True"),
-        ({"sliding_window": 8, "sliding_window_pattern": 2}, r"mistral does not have sliding_window_pattern=2"),
+        ({"sandwich_norms": True}, r"llama does not have sandwich_norms=True"),
+        ({"sliding_window": 8, "rope_local_base_freq": 5.0}, r"mistral does not have rope_local_base_freq=5\.0"),
         ({"rope_partial_rotary_factor": 0.5}, r"llama does not have rope_partial_rotary_factor=0\.5"),
         ({"attention_bias": True, "head_dim": 16}, r"llama does not have attention_bias=True"),
     ],

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from small import CONFIG, Small, drawn_params, plain_loss, quick_at, tokens, worst_relative
+from small import CONFIG, Small, drawn_params, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA, MINISTRAL, ORDER_OF_SUMS, SMOLLM
 from test_fit import plan as planned, small as settings
 
@@ -17,7 +17,7 @@ from surojax.models import llama
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.placement.layout import batch_sharding
-from surojax.planner import fit
+from surojax.planner import footprint
 from surojax.step.engine import evaluate
 
 
@@ -35,7 +35,7 @@ def test_kernels_compute_the_same_block(config):
     """Through the kernels' functions, which on CPUs are their references."""
     params = drawn_params(config, 0)
     w = jax.tree.map(lambda x: x[1], params["blocks"])
-    x, dx = (jax.random.normal(jax.random.key(i), (2, 12, 32)) for i in (1, 2))
+    x, dx = (normal(i, (2, 12, 32)) for i in (1, 2))
 
     def both(kernels: str):
         (segment,) = llama.build(config, Compute(precision=Precision(kernels=kernels))).segments
@@ -89,7 +89,7 @@ def test_the_embedding_is_scaled_by_a_rounded_root():
     """sqrt(32) = 5.657 is 5.65625 in bfloat16, as in transformers, which published models were trained with."""
     from surojax.step.outer import embed, push_embed
 
-    table = jax.random.normal(jax.random.key(0), (64, 32)).astype("bfloat16")
+    table = normal(0, (64, 32)).astype("bfloat16")
     ids = np.arange(6).reshape(2, 3)
     found = embed({"embed": table}, ids, axes=(), scale=GEMMA.embedding_scale)
     np.testing.assert_array_equal(found, table[ids] * table.dtype.type(5.65625))
@@ -104,7 +104,7 @@ def test_the_estimate_counts_what_a_softcap_keeps_in_memory():
 
     def space(**changes) -> int:
         c = settings(**large | changes)
-        return fit.estimate(planned(c), c.per_device_batch_size, c.sequence_len)["working space"]
+        return footprint.estimate(planned(c), c.per_device_batch_size, c.sequence_len)["working space"]
 
     scores = 4 * 8 * 2048 * 2048 * 4  # of 4 sequences and 8 heads, float32
     capped = {"model.attn_logit_softcapping": 50.0}

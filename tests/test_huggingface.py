@@ -24,7 +24,8 @@ from surojax.exchange.sources import open_weights, resolved
 from surojax.models.llama import LlamaConfig
 from surojax.placement.mesh import make_mesh
 
-CASES = [case for case in ALL_CASES if case != "partial_rotary"]  # transformers ignores that factor for our families
+# transformers ignores partial_rotary's factor for our families; models with an image encoder are in test_parts.py.
+CASES = [case for case in ALL_CASES if case != "partial_rotary" and not case.endswith("_images")]
 
 
 def stored(case: str) -> dict[str, np.ndarray]:
@@ -118,7 +119,7 @@ GEMMA3 = {"model_type": "gemma3_text", "hidden_act": "absent"}
     "changes, message",
     [
         ({"model_type": "gpt2"}, r"expected model_type llama, mistral, .*, gemma3_text, got 'gpt2'"),
-        ({"model_type": "gemma3", "text_config": {}}, r"expected a text model, got model_type 'gemma3', whose text"),
+        ({"model_type": "llava", "text_config": {}}, r"model_type gemma3 or mistral3 with a text_config, got 'llava'"),
         (GEMMA2 | {"hidden_activation": "silu"}, r"hidden_activation: expected 'gelu_pytorch_tanh'"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping: expected None"),
         (
@@ -215,7 +216,12 @@ def test_windows_of_smollm3():
     for keys in ({}, {"no_rope_layer_interval": 2}, {"no_rope_layers": [1, 0, 1, 0]}):
         with pytest.raises(ConfigError, match="layer_types: expected every n-th layer with full_attention"):
             of(**keys)
-    assert of(layer_types=["sliding_attention"] * 4)["sliding_window"] == 8 and of(sliding_window=None)
+    types = ["sliding_attention"] * 4
+    assert of(layer_types=types)["sliding_window"] == 8 and of(sliding_window=None)
+    assert of(layer_types=types, use_sliding_window=False)["sliding_window"] == 8  # and its masks have the window
+    assert of(layer_types=["full_attention"] * 4, use_sliding_window=False)["sliding_window"] == 0
+    with pytest.raises(ConfigError, match="sliding_window: expected a number, since layer_types has sliding_attention"):
+        of(layer_types=types, sliding_window=None)
 
 
 def test_layers_without_rotary_embedding():
@@ -236,6 +242,85 @@ def test_keys_of_published_models():
     found = of("ministral3", rope_parameters=rope | {"original_max_position_embeddings": 4096})
     assert (found["rope_factor"], found["rope_attention_factor"]) == (64.0, 0.0)  # 0: 0.1 ln(factor) + 1
     assert found["rope_beta_fast"] == 4.0 and "rope_llama_4_scaling_beta" not in found
+
+
+# Sizes and keys as their authors published them, without tokens, dropout and versions.
+LLAMA_32_1B = {
+    "model_type": "llama", "attention_bias": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
+    "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+MISTRAL_7B = {
+    "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}  # fmt: skip
+QWEN25_7B = {
+    "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072,
+    "tie_word_embeddings": False, "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
+QWEN3_06B = {
+    "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16,
+    "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+SMOLLM3_3B = {
+    "model_type": "smollm3", "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+    "max_window_layers": 28, "mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4, "pretraining_tp": 2,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None,
+    "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
+GEMMA_2_2B = {
+    "model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+    "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+    "vocab_size": 256000,
+}  # fmt: skip
+GEMMA_3_1B = {
+    "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+    "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        (LLAMA_32_1B, {"rope_scaling": "llama3", "rope_factor": 32.0, "tie_word_embeddings": True, "head_dim": 64}),
+        (MISTRAL_7B, {"sliding_window": 4096, "sliding_window_pattern": 0, "rope_theta": 1e4}),
+        (MISTRAL_7B | {"sliding_window": None, "rope_theta": 1e6, "vocab_size": 32768}, {"sliding_window": 0}),
+        (QWEN25_7B, {"sliding_window": 0, "attention_bias": True, "vocab_size": 152064}),
+        (QWEN3_06B, {"sliding_window": 0, "qk_norm": True, "head_dim": 128, "rope_theta": 1e6}),
+        (SMOLLM3_3B, {"sliding_window": 0, "no_rope_layer_interval": 4, "tie_word_embeddings": True}),
+        (GEMMA_2_2B, {"sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "norm_plus_one": True}),
+        (GEMMA_3_1B, {"sliding_window_pattern": 6, "rope_local_base_freq": 1e4, "rope_theta": 1e6, "qk_norm": True}),
+    ],
+)
+def test_published_models_are_read(config, expected):
+    said_by_tools = {"_attn_implementation_autoset": True, "unsloth_version": "2025.3.19", "unsloth_fixed": True}
+    found = settings(config | said_by_tools)
+    assert expected.items() <= found.items()
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    assert {name: found[name] for name in sizes} == {name: config[name] for name in sizes}
+    with pytest.raises(ConfigError, match=r"config\.json has use_mrope|use_mrope: expected False, got True"):
+        settings(config | {"use_mrope": True})
 
 
 def test_windows_of_gemma():

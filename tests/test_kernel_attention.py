@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import KERNEL, needs, quick_at
+from small import KERNEL, needs, normal, quick_at
 
 from pallas_kernels import attention as op, dispatch
 from surojax.models import llama
@@ -32,9 +32,7 @@ def starts_of(lengths) -> np.ndarray:
 def data(lengths, H: int, K: int, h: int, dtype=bf16):
     """(q, k, v, gradient of the result, starts) for the documents' lengths of each row."""
     starts = np.stack([starts_of(row) for row in lengths])
-    q, k, v, do = (
-        jax.random.normal(jax.random.key(i), (*starts.shape, n, h), dtype) for i, n in enumerate((H, K, K, H))
-    )
+    q, k, v, do = (normal(i, (*starts.shape, n, h), dtype) for i, n in enumerate((H, K, K, H)))
     return q, k, v, do, starts
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_examples import TOKENIZERS
 
-from surojax.data import prepare
+from surojax.data import examples, prepare
 from surojax.data.batches import batches
 from surojax.data.load import Data, Settings, load, parse_entries
 from surojax.data.tokenizer import ByteTokenizer
@@ -66,11 +67,13 @@ def test_a_set_of_the_hub_is_tokenised_anew_if_it_changed(tmp_path, monkeypatch)
         _fingerprint = "first"
 
     rows = Set(questions(4))
-    library = types.SimpleNamespace(load_dataset=lambda name, subset, *, split: rows)
+    opened = []
+    library = types.SimpleNamespace(load_dataset=lambda name, subset, *, split: opened.append(split) or rows)
     monkeypatch.setitem(sys.modules, "datasets", library)
     entries = [{"path": "known/set"}]
     fingerprint = lambda: load_entries(tmp_path, entries, entries).train.fingerprint
     first = fingerprint()
+    assert opened == ["train"]  # although it is two datasets, each with a type, a fingerprint and rows
     rows.extend(questions(9))
     assert fingerprint() == first  # found again by the set's own fingerprint, not by its rows
     rows._fingerprint = "second"
@@ -123,7 +126,7 @@ def test_each_kind_of_row_becomes_samples(tmp_path, packed):
     assert answers.count("Hi") == 10 and answers.count("See you.") == 10 and "Hello" not in answers
     assert (len(question) < 20) == packed and ("starts" in chat[0]) == packed
     (evaluated,) = found.evaluated
-    assert evaluated.name == "questions" and evaluated.bytes_per_token is None
+    assert evaluated.name == "questions" and evaluated.bytes_per_label is None
     labels = np.concatenate([batch["labels"] for batch in evaluated.batches])
     assert BYTES.decode(labels[labels >= 0]).count("It is") == 3
 
@@ -136,19 +139,55 @@ def test_without_validation_a_part_of_each_dataset_is_held_out(tmp_path):
     found = load_entries(tmp_path, entries, sequence_len=128, sample_packing=True)
     trained = [document for source in found.train.sources for document in documents_of(source)]
     (evaluated,) = found.evaluated
-    assert evaluated.name == "" and evaluated.bytes_per_token is None  # not all of it is text
+    assert evaluated.name == "" and evaluated.bytes_per_label is None  # not all of it is text
     inputs = BYTES.decode(np.concatenate([batch["inputs"] for batch in evaluated.batches]))
     held_out_texts, held_out_questions = inputs.count("text number"), inputs.count("What is")
     assert 1 <= held_out_texts <= 20 and 1 <= held_out_questions <= 15
     assert len(trained) == 800 - held_out_texts - held_out_questions
     again = load_entries(tmp_path, [entries[0]], sequence_len=128, sample_packing=True)
     assert sorted(documents_of(again.train.sources[0])) == sorted(x for x in trained if x.startswith("text"))
-    assert again.evaluated[0].bytes_per_token is not None and 0.9 < again.evaluated[0].bytes_per_token < 1
+    assert again.evaluated[0].bytes_per_label == 1  # of each document its end is predicted and its first byte is not
     book = tmp_path / "book.txt"
     book.write_text("".join(f"line {i}\n" for i in range(1000)))
     one = load_entries(tmp_path, [{"path": str(book)}], sequence_len=128)
     prompt = BYTES.decode(one.held_out.tokens[:64])
     assert prompt.startswith("line 9") and one.train.sources[0].num_tokens > 18 * len(one.held_out.tokens)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sample_packing": True}, {"sample_packing": True, "on_long": "drop"}], ids=str
+)
+def test_bits_per_byte_are_of_the_labels_that_are_counted(tmp_path, options):
+    """Documents of 5 to 9 bytes, and one of 90; the labels are those of the batches, which have every document."""
+    rows = [{"text": f"x{10**i}é"} for i in range(2, 7)] * 20 + [{"text": "y" * 90}]
+    path = write(tmp_path / "a.jsonl", rows)
+    found = load_entries(tmp_path, (), [{"path": path}], sequence_len=32, data=path, **options)
+    (evaluated,) = (one for one in found.evaluated if one.name == "a")
+    labels = sum(int((batch["labels"] >= 0).sum()) for batch in evaluated.batches)
+    kept = rows[:-1] if "on_long" in options else rows
+    num_bytes = sum(len(row["text"].encode()) for row in kept)
+    num_tokens = num_bytes + len(kept)
+    assert labels == num_tokens - (len(kept) if options else 1)
+    # Of what is left out, the bytes are taken to be as many a token as of all.
+    assert evaluated.bytes_per_label == pytest.approx(num_bytes / labels, rel=0.02 if "on_long" in options else 1e-12)
+
+
+def test_control_tokens_that_are_spelled_are_said_once(tmp_path):
+    """Of a named template, once for all datasets; not if all are text, or the tokenizer has the tokens."""
+    entries = [{"path": write(tmp_path / f"{i}.jsonl", questions(9))} for i in "ab"]
+    notes = []
+    for tokenizer in (BYTES, TOKENIZERS["byte_level"]):
+        settings = Settings(256, chat_template="chatml", data_cache=str(tmp_path / "cache"))
+        said = []
+        load(parse_entries(entries, entries[:1]), settings, tokenizer, eval_batch_size=1, say=said.append)
+        notes.append([line for line in said if line.startswith("note: chat_template")])
+    (note,) = notes[0]
+    assert "chatml writes <|im_start|>, <|im_end|>, which this tokenizer (bytes) has not" in note and not notes[1]
+    said = []
+    text = [{"path": write(tmp_path / "texts.jsonl", texts(30))}]
+    load_entries(tmp_path, text, entries[:1], said, chat_template="gemma", sequence_len=256)
+    load_entries(tmp_path, text, text, said)
+    assert sum("note: chat_template gemma" in line for line in said) == 1
 
 
 def test_held_out_text_and_validation_datasets_beside_data(tmp_path):
@@ -158,10 +197,17 @@ def test_held_out_text_and_validation_datasets_beside_data(tmp_path):
     assert [x.name for x in found.evaluated] == ["", "v", "again"]
     assert found.train.all.name == "stdlib" and len(found.held_out.tokens) > 1e5
     for one in found.evaluated:
-        assert one.bytes_per_token is not None and 0.9 < one.bytes_per_token <= 1
+        assert one.bytes_per_label is not None and 0.9 < one.bytes_per_label <= 1
     documents = "".join(row["text"] + " " for row in texts(5))  # with its end, each has one token more
     labels = np.concatenate([batch["labels"] for batch in found.evaluated[1].batches])
     assert (labels >= 0).sum() == len(documents) - 1  # every token but the first is predicted once
+
+
+def test_a_text_file_among_questions_is_said(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    entry = {"path": str(tmp_path / "a.txt"), "type": "instruction", "prompt_field": "text"}
+    with pytest.raises(ConfigError, match=r"a\.txt: expected instructions or conversations, got a text file; "):
+        load_entries(tmp_path, [entry])
 
 
 def test_rows_that_cannot_be_used_end_the_run_or_are_counted(tmp_path):
@@ -183,7 +229,8 @@ def test_a_held_out_row_that_cannot_be_used_names_the_way_out(tmp_path, monkeypa
     """The row that is held out alone, whatever its hash: broken; too long; cut before its answer."""
     way_out = r"got none among 1; raise sequence_len{}, or name other examples in validation_datasets$"
     long = {"prompt": "Why" * 50, "completion": "So."}
-    monkeypatch.setattr(prepare, "key_of", lambda encoded: 0 if b"Why" in encoded or b"no answer" in encoded else 2**63)
+    monkeypatch.setattr(examples, "new_hash", lambda content: content)
+    monkeypatch.setattr(examples, "key_of", lambda x: 0 if b"Why" in x or b"no answer" in x else 2**63)
     path = write(tmp_path / "a.jsonl", [*questions(9), long])
     with pytest.raises(
         ConfigError, match="held out.: expected examples of at most .*" + way_out.format(", or set on_.*")
@@ -238,7 +285,7 @@ def test_what_the_policy_changes_is_tokenised_anew(tmp_path, monkeypatch):
     file.write_text(template.replace("/", "-") + "{% if add_generation_prompt %}<assistant>{% endif %}")
     load_entries(tmp_path, entries, entries, chat_template=str(file), sequence_len=256)
     assert len(folders()) == 6
-    monkeypatch.setattr(prepare, "_write_rows", lambda *_, **__: pytest.fail("read again"))
+    monkeypatch.setattr(prepare, "write", lambda *_, **__: pytest.fail("read again"))
     load_entries(tmp_path, entries, entries, chat_template=str(file), sequence_len=256)
     load_entries(tmp_path, [{**entries[0], "weight": 3}], entries, chat_template=str(file), sequence_len=256)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, vectors_drawn, worst_relative
+from small import CONFIG, normal, vectors_drawn, worst_relative
 
 from surojax.config.checks import check
 from surojax.config.fields import default_config
@@ -26,7 +26,7 @@ def example():
     """(outer parameters, x `[4, 6, D]`, labels, a few of them ignored)."""
     with vectors_drawn():
         weights = jax.tree.map(lambda w: 10 * w, MODEL.init_outer(0))  # logits that are not all alike
-    x = jax.random.normal(jax.random.key(1), (4, 6, CONFIG.hidden_size))
+    x = normal(1, (4, 6, CONFIG.hidden_size))
     labels = jax.random.randint(jax.random.key(2), (4, 6), -3, CONFIG.vocab_size, jnp.int32)
     return weights, x, jnp.maximum(labels, -1)
 
@@ -97,7 +97,7 @@ def test_z_loss_is_checked():
 
 def test_embedding():
     """A table split over two devices: the rows of a lookup are those of the whole one, and so are their gradients."""
-    table, dx = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((64, 8), (4, 6, 8))))
+    table, dx = (normal(i, shape) for i, shape in enumerate(((64, 8), (4, 6, 8))))
     tokens = jax.random.randint(jax.random.key(2), (4, 6), 0, 64, jnp.int32)
 
     def per_device(table, tokens, dx):

@@ -95,7 +95,7 @@ def test_the_bar_stays_out_of_redirected_lines(tmp_path):
 
 def test_records(tmp_path):
     with open_log(tmp_path) as log:
-        step = log.step(1, loss=2.25, grad_norm=1.5, lr=3e-4, duration_s=0.5)
+        step = log.step(1, loss=2.25, grad_norm=1.5, lr=3e-4, duration_s=0.5, data_wait_s=0.25)
         evaluation = log.eval(1, loss=2.0, bits_per_byte=2.885, duration_s=0.25)
         assert read_metrics(tmp_path / "metrics.jsonl") == [step, evaluation]  # readable while the run goes on
         named = log.eval(1, loss=1000.0, duration_s=0.25, name="chats")
@@ -104,7 +104,7 @@ def test_records(tmp_path):
     first, second, _ = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert first == (
         '{"log":"step","step":1,"loss":2.25,"norm":1.5,"lr":0.0003,"tokens_per_second":2000.0,"duration_ms":500.0,'
-        '"mfu":0.5}'
+        '"data_wait_ms":250.0,"mfu":0.5}'
     )
     scores = '"loss":2.0,"bits_per_byte":2.885,"perplexity":7.38905609893065'
     assert second == f'{{"log":"eval","step":1,{scores},"duration_ms":250.0}}'
@@ -260,10 +260,11 @@ def test_a_duration_runs_from_the_end_of_the_step_before(monkeypatch):
     late, durations = DeferredMetrics(), []
     for step, arrival in enumerate([5.0, 5.0, 6.0, 8.0], start=1):  # the 1st arrival is while step 2 is pushed
         now[0] = arrival
-        durations.append(late.push(step, device_metrics(step)))
+        durations.append(late.push(step, device_metrics(step), step / 10))
     now[0] = 9.0
     durations.append(late.flush())
     assert [d.duration_s for d in durations[1:]] == [5.0, 1.0, 2.0, 1.0]  # step 1 includes compilation
+    assert [d.data_wait_s for d in durations[1:]] == [0.1, 0.2, 0.3, 0.4]
 
     now[0] = 100.0  # an evaluation
     late.restart_clock()

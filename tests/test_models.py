@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small import CONFIG, Small, drawn_params, needs, plain_loss, quick_at, tokens, worst_relative
+from small import CONFIG, Small, drawn_params, needs, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, engine_gradients
 
 from surojax import assembly
@@ -56,13 +56,20 @@ def test_the_pattern_says_which_layers_have_the_window():
 
 def test_a_window_hides_what_is_older():
     """Against softmax over a mask written out position by position."""
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 9, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+    q, k, v = (normal(i, (2, 9, heads, 8)) for i, heads in enumerate((4, 2, 2)))
     seen = np.array([[j <= i and j > i - 4 for j in range(9)] for i in range(9)])
-    scores = jnp.einsum("bshc,bthc->bhst", q, jnp.repeat(k, 2, axis=2)) / np.sqrt(8)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-    expected = jnp.einsum("bhst,bthc->bshc", weights, jnp.repeat(v, 2, axis=2))
-    np.testing.assert_allclose(attend(q, k, v, window=4), expected, atol=1e-6)
-    np.testing.assert_allclose(attend(q[:, 5:7], k, v, start=5, window=4), expected[:, 5:7], atol=1e-6)
+
+    @jax.jit
+    def formula(q, k, v):
+        scores = jnp.einsum("bshc,bthc->bhst", q, jnp.repeat(k, 2, axis=2)) / np.sqrt(8)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bhst,bthc->bshc", weights, jnp.repeat(v, 2, axis=2))
+
+    expected = np.asarray(formula(q, k, v))
+    whole = jax.jit(lambda q, k, v: attend(q, k, v, window=4))
+    part = jax.jit(lambda q, k, v: attend(q[:, 5:7], k, v, start=5, window=4))
+    np.testing.assert_allclose(whole(q, k, v), expected, atol=1e-6)
+    np.testing.assert_allclose(part(q, k, v), expected[:, 5:7], atol=1e-6)
     np.testing.assert_array_equal(visible(5, 2, 9, 4), seen[5:7])
     np.testing.assert_array_equal(visible(5, 2, 9, 0), np.tri(9, dtype=bool)[5:7])
 
@@ -70,7 +77,7 @@ def test_a_window_hides_what_is_older():
 @pytest.mark.parametrize("start", [None, 5])
 def test_attention_scores_are_scaled_and_capped(start):
     """Against softmax over scores written out position by position, and its gradients."""
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 9, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+    q, k, v = (normal(i, (2, 9, heads, 8)) for i, heads in enumerate((4, 2, 2)))
     seen = np.array([[j <= i and j > i - 4 for j in range(9)] for i in range(9)])
     rows = slice(None) if start is None else slice(start, start + 2)
 
@@ -83,10 +90,11 @@ def test_attention_scores_are_scaled_and_capped(start):
     def ours(q, k, v, **how):
         return attend(q[:, rows], k, v, start=start, window=4, scale=0.7, softcap=1.5, **how)
 
-    expected = formula(q, k, v)
-    np.testing.assert_allclose(ours(q, k, v), expected, atol=1e-6)
-    weight = jax.random.normal(jax.random.key(3), expected.shape)
-    gradients = (jax.grad(lambda *x, f=f: jnp.sum(weight * f(*x)), argnums=(0, 1, 2))(q, k, v) for f in (ours, formula))
+    expected = jax.jit(formula)(q, k, v)
+    np.testing.assert_allclose(jax.jit(ours)(q, k, v), expected, atol=1e-6)
+    weight = normal(3, expected.shape)
+    weighted = [lambda *x, f=f: jnp.sum(weight * f(*x)) for f in (ours, formula)]
+    gradients = [jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, k, v) for f in weighted]
     for found, gradient in zip(*gradients, strict=True):
         np.testing.assert_allclose(found, gradient, atol=2e-6)
     half = (x.astype(jnp.bfloat16) for x in (q, k, v))
@@ -140,7 +148,8 @@ def test_the_engine_equals_reverse_mode_with_alternating_layers(devices, placed)
 def test_windows_in_every_recipe(recipe):
     """Losses of three steps differ from those without a window, and by no bit from those of other placements, whose
     loops have other layers in one body."""
-    wide = dataclasses.replace(GEMMA, hidden_size=64, intermediate_size=160, head_dim=16)
+    wide = dataclasses.replace(GEMMA, num_hidden_layers=5, sliding_window_pattern=2)
+    wide = dataclasses.replace(wide, hidden_size=64, intermediate_size=160, head_dim=16)
     compute = Compute(precision=Precision(recipe=recipe, skip_first=int(recipe != "bf16")))
     batches = [tokens(2, 4, 16, seed=i) for i in range(3)]
 
@@ -326,7 +335,6 @@ def toy_loss(params, inputs_ABS, labels_ABS):
             (4, {"zero_level": 3, "shard_outer": True, "lmhead_chunks": 2}),
         ],
         0,
-        1,
     ),
 )
 def test_segments_with_auxiliary_losses_equal_reverse_mode(devices, placed):

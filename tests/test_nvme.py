@@ -29,7 +29,7 @@ from surojax.placement import table as placement
 from surojax.placement.home import HOST, NVME
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
-from surojax.planner import fit
+from surojax.planner import advice, footprint
 from surojax.run import checkpoint
 from surojax.run.checkpoint import Checkpoints
 from surojax.step.state_plan import bytes_per_device
@@ -144,9 +144,11 @@ def test_the_memory_that_is_counted(tmp_path):
     c = small_config(tmp_path)
     run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=9)
     on_disk = size(run.plan, NVME)
-    host = fit.estimate_host(run, 1, 32)
-    assert host["layers from files"] == fit.NVME_LAYERS * on_disk // c.model.num_hidden_layers
-    assert "layers from files" not in fit.estimate_host(from_config(default_config(), run.mesh, total_steps=9), 1, 32)
+    host = footprint.estimate_host(run, 1, 32)
+    assert host["layers from files"] == footprint.NVME_LAYERS * on_disk // c.model.num_hidden_layers
+    assert "layers from files" not in footprint.estimate_host(
+        from_config(default_config(), run.mesh, total_steps=9), 1, 32
+    )
 
 
 # ----------------------------------------------------------------- checkpoints
@@ -266,7 +268,7 @@ def test_the_settings_in_config_files_flags_and_checkpoints(tmp_path, capsys):
         checks.check(c)
         assert c.offload_master is value or c.offload_master == "nvme" == value
         assert checks.restored_config(json.loads(json.dumps(c.to_dict()))).to_dict() == c.to_dict()
-        assert fit.changed(c, {"offload_master": True}).offload_master is True and c.offload_master == value
+        assert advice.changed(c, {"offload_master": True}).offload_master is True and c.offload_master == value
     with pytest.raises(ConfigError, match="expected true or false or nvme, got 'disk'"):
         parse("--config.offload_optimizer=disk")
     for wrong in ("disk", 1, None, 2.0):
@@ -476,7 +478,7 @@ KILLED, FULL = "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(errno.ENOS
 
 def records(folder: Path) -> list[dict]:
     """What metrics.jsonl says, but for timings."""
-    timings = ("tokens_per_second", "duration_ms", "mfu")
+    timings = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu")
     return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
 
 

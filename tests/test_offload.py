@@ -148,7 +148,7 @@ def test_offloaded_gradients_are_summed_over_replicas_once():
     text = small.step.lower(small.plan, *batch).compile().as_text()
     found = dict(re.findall(r"^%?([\w.\-]+) \(.*?\) -> .*? \{\n(.*?)^\}", text, flags=re.M | re.S))
     bodies = re.findall(r"body=%?([\w.\-]+)", text)
-    assert len(bodies) >= 5 and sum("all-reduce(" in found[name] for name in bodies) == 1
+    assert len(bodies) >= 4 and sum("all-reduce(" in found[name] for name in bodies) == 1
 
 
 @functools.cache
@@ -159,7 +159,7 @@ def whole(config) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "tied, options",
-    quick_at([(False, {}), (True, {}), (True, {"replicate": 2, **ALL})], 2),
+    quick_at([(False, {}), (True, {}), (True, {"replicate": 2, **ALL})]),
     ids=["device", "tied-device", "tied-host"],
 )
 def test_sharded_outer_layers(tied, options):
@@ -169,6 +169,24 @@ def test_sharded_outer_layers(tied, options):
     shards = 8 // options.get("replicate", 1)
     assert small.state.weights["outer"]["embed"].addressable_shards[0].data.shape == (64 // shards, 32)
     np.testing.assert_allclose(small.train(BATCHES), whole(config), rtol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_a_sweep_updates_every_layer(n):
+    """Of stacks in host memory, in a loop with two layers in its body from four layers on; others are as they were."""
+    outputs, state, inputs = (np.arange(k, k + 3.0 * (n + 1)).reshape(n + 1, 3) for k in (0, 100, 200))
+
+    def function(state, x):
+        return state - x, 2 * state + x
+
+    def swept(outputs, state, inputs):
+        outputs, state = (offload.put(stack, HOST) for stack in (outputs, state))
+        return offload.put(offload.sweep(function, outputs, state, inputs, 1, n + 1), DEVICE)
+
+    found = jax.jit(swept)(outputs[1:], state, inputs)
+    work, new = function(state[1:], inputs[1:])
+    np.testing.assert_array_equal(found[0], work)
+    np.testing.assert_array_equal(found[1], np.concatenate([state[:1], new]))
 
 
 def test_arrays_rest_where_the_table_says():

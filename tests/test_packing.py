@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, drawn_params, plain_loss, quick_at, tokens, worst_relative
+from small import CONFIG, Small, drawn_params, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA as GEMMA_3, MINISTRAL, ORDER_OF_SUMS, QWEN, engine_gradients
 
 from surojax.models import attention, llama, llama_fp8
@@ -151,10 +151,10 @@ HALVES = starts_of((7, 9))[None]  # one row of two documents
 
 def gradients_between_documents(segment: Segment, weights, recipe_inputs, variant: Variant) -> list[np.ndarray]:
     """The gradient with respect to each document's inputs of a sum over the other's outputs, through one block."""
-    x = jax.random.normal(jax.random.key(1), (1, 16, 64))
+    x = normal(1, (1, 16, 64))
     found = []
     for document in (0, 7):
-        dy = jnp.where(HALVES[..., None] == document, jax.random.normal(jax.random.key(2), x.shape), 0.0)
+        dy = jnp.where(HALVES[..., None] == document, normal(2, x.shape), 0.0)
 
         def gradient(w, x, starts, dy=dy):
             _, saved = segment.block_forward(w, x, recipe_inputs, variant, starts)
@@ -213,7 +213,7 @@ def test_no_gradient_reaches_another_documents_embeddings(config):
 
 @pytest.mark.parametrize("window", [0, 4])
 def test_attention_against_each_document_alone(window):
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 16, heads, 8)) for i, heads in enumerate((4, 2, 2)))
+    q, k, v = (normal(i, (2, 16, heads, 8)) for i, heads in enumerate((4, 2, 2)))
     starts = np.stack([starts_of((5, 6, 5)), starts_of((15, 1))])
     found = attend(q, k, v, starts=starts, window=window)
     for row, column, length in ((0, 0, 5), (0, 5, 6), (0, 11, 5), (1, 0, 15), (1, 15, 1)):
@@ -224,7 +224,7 @@ def test_attention_against_each_document_alone(window):
 @pytest.mark.parametrize("kernels", ["xla", "auto"])
 def test_positions_begin_anew(kernels):
     """Bit for bit the rotation of each document alone. Attention would not tell: its scores are relative."""
-    q, k = (jax.random.normal(jax.random.key(i), (2, 16, heads, 8)) for i, heads in enumerate((4, 2)))
+    q, k = (normal(i, (2, 16, heads, 8)) for i, heads in enumerate((4, 2)))
     starts = np.stack([starts_of((5, 6, 5)), starts_of((15, 1))])
     compute = Compute(precision=Precision(kernels=kernels))
 
@@ -276,6 +276,7 @@ def test_nothing_about_documents_is_saved_for_each_layer(recipe, recompute, kern
     assert all(dtype != jnp.int32 for _, dtype in packed)
 
 
+@pytest.mark.full
 def test_state_in_files_changes_nothing(tmp_path):
     batches = [batch(seed=seed) for seed in range(3)]
     expected = Small(packed=True).train(batches)

@@ -113,8 +113,9 @@ def test_equals_hugging_face(case):
 def test_all_families_are_there():
     """And gradients of those whose blocks are computed in another way."""
     kinds = ("llama_linear_rope", "llama3_rope", "partial_rotary", "yarn", "yarn_mscale", "yarn_not_truncated")
-    families = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_windows", "smollm3")
+    families = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_windows", "smollm3", "smollm3_windows")
     gemma = ("gemma2", "gemma2_untied", "gemma3", "gemma3_softcap")
-    assert set(CASES) == {*kinds, *families, *gemma}
+    images = ("gemma3_images", "ministral3_images")
+    assert set(CASES) == {*kinds, *families, *gemma, *images}
     for case in ("llama", "smollm3", "gemma2", "gemma3"):
         assert f"{case}/grad/model.layers.1.mlp.down_proj.weight" in REFERENCE

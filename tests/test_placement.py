@@ -82,7 +82,7 @@ def test_nor_do_those_of_other_optimizers_and_recipes(optimizer):
 @pytest.mark.full
 def test_making_a_state_needs_less_than_a_step(devices, placed):
     """Beside what it returns, initialisation needs no more for 6 layers than for 2, and less than a step needs: what
-    fit.py counts for the step is enough."""
+    footprint.py counts for the step is enough."""
     temporaries = lambda f, *args: f.lower(*args).compile().memory_analysis().temp_size_in_bytes
     init = {}
     for layers in (2, 6):

@@ -26,12 +26,12 @@ from surojax.config import flags
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.placement.mesh import DATA, make_mesh
-from surojax.planner import advice, aot, costs, fit, hlo, plan as planner, report, traffic
+from surojax.planner import advice, aot, costs, footprint, hlo, plan as planner, report, traffic
 from surojax.planner.advice import GiB
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import Transfer
 from surojax.planner.plan import Plan
-from surojax.train import peak_flops
+from surojax.train import peak_flops, predict
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -57,8 +57,10 @@ MESH = jax.sharding.AbstractMesh((1, 1), DATA)
 
 
 def config(name: str = "llama7b", **changes):
-    """A config of configs/ with changes."""
+    """A config of configs/ with changes; two microbatches of a sequence, as the tables of memory have."""
     c = flags.load(str(CONFIGS / f"{name}.py"))
+    c.per_device_batch_size = 1
+    c.gradient_accumulation_steps = 2
     for field, value in changes.items():
         owner = c.model if field.startswith("model.") else c
         owner[field.removeprefix("model.")] = value
@@ -112,8 +114,8 @@ def test_device_memory(planned, name, gpu, changes, most):
     p = planned(c, gpu)
     assert not p.estimate and p.fits
     assert p.device_bytes <= most * GiB
-    # What `train` goes by, which compiles nothing: fit.py says what was measured.
-    assert 0.98 < fit.needed(c, c.gpus, "gpu") / p.device_bytes < 1.1
+    # What `train` goes by, which compiles nothing: footprint.py says what was measured.
+    assert 0.98 < footprint.needed(c, c.gpus, "gpu") / p.device_bytes < 1.1
     # Everything that the classes say rests on the device is in the program, and its state is exactly what they say.
     on_device, on_host = (sum(row[home] for row in p.classes.values()) for home in ("device", "host"))
     assert on_device <= p.device_bytes
@@ -278,6 +280,31 @@ def test_host_copies_are_counted(planned):
 
 @needs_compiler
 @pytest.mark.full
+def test_groups_of_microbatches_share_transfers(planned):
+    """Weights and accumulators cross the host link, and weights the GPUs' link, once for a group of four microbatches.
+
+    Of 64 layers a few are transferred once more, at the turns of passes and ahead of the end of a loop.
+    """
+    offloads = {"offload_weights": True, "offload_grads": True}
+    changes = BLOCKS | offloads | {"gpus": 4, "zero_level": 3, "gradient_accumulation_steps": 12}
+    one, four = (planned(config(**changes, microbatches_per_fetch=group)) for group in (1, 4))
+    for p, groups in ((one, 12), (four, 3)):
+        weights, grads = (p.classes[name]["host"] for name in ("weights", "grads"))
+        assert p.h2d_bytes == pytest.approx((2 * groups) * weights + (groups + 1) * grads, rel=0.05)
+        assert p.d2h_bytes == pytest.approx(weights + groups * grads, rel=0.05)
+        for x in p.collectives:
+            assert x["bytes"] == pytest.approx(x["textbook_bytes"], rel=0.02, abs=1000), x
+    gathered, reduced = ([sent(p, op) for p in (one, four)] for op in ("all-gather", "reduce-scatter"))
+    assert gathered[0] > 3.9 * gathered[1] and reduced[0] == reduced[1]
+
+
+def sent(p: Plan, op: str) -> int:
+    """Bytes that a plan's collectives of this kind send."""
+    return sum(x["bytes"] for x in p.collectives if x["op"] == op)
+
+
+@needs_compiler
+@pytest.mark.full
 def test_layers_in_files(planned):
     """State in files is read and written once a step; beside the program that runs, host memory has what both need."""
     files = {"offload_master": "nvme", "offload_optimizer": "nvme", "nvme_path": "/nowhere"}  # it need not exist
@@ -295,7 +322,7 @@ def test_layers_in_files(planned):
     rest, layer = sum(host.values()) - host["residuals"], in_files // 64
     assert p.host_bytes == pytest.approx(rest + max(host["residuals"] + layer, 4 * layer), rel=0.01)
     assert p.device_bytes < 10 * layer < p.host_bytes
-    assert fit.estimate_host(from_config(c, MESH, 10), 1, 64)["layers from files"] == 4 * layer
+    assert footprint.estimate_host(from_config(c, MESH, 10), 1, 64)["layers from files"] == 4 * layer
     # The file's part crosses the host link as well, weights and gradients as they do without it.
     read, written = traffic.host_bytes(from_config(c, MESH, 10), traffic.Batch(1, 64, 2), p.classes)
     assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)
@@ -426,6 +453,25 @@ def compiled_step(gpus: int, **changes) -> str:
     return aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text
 
 
+ALTERNATING = {"model.num_hidden_layers": 6, "model.sliding_window": 32, "model.sliding_window_pattern": 2}
+
+
+@needs_compiler
+@pytest.mark.full
+def test_train_predicts_what_the_plan_says(capsys):
+    """From a step compiled as `train` has it, on a device that calls itself by the GPU's name."""
+    compiled = SimpleNamespace(as_text=lambda: compiled_step(1))
+    c = planner.checked(config(gpus=1, **BLOCKS | {"model.num_hidden_layers": 5}), FIRST)
+    run = from_config(c, MESH, total_steps=10)
+    found = predict(c, run, compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)])
+    p = planner.plan(c, FIRST)
+    assert found.predicted_step_s == pytest.approx(p.predicted_step_s, rel=0.01)
+    assert found.mfu == pytest.approx(p.mfu, rel=0.01)
+    assert f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step" in capsys.readouterr().out
+    assert predict(c, run, compiled, [SimpleNamespace(device_kind="cpu")]).predicted_step_s is None
+    assert capsys.readouterr().out == ""
+
+
 PLACED_IN_HOST = [
     (1, ALL),
     (4, ALL | SHARDED),
@@ -439,6 +485,9 @@ PLACED_IN_HOST = [
     (1, ALL | {"recompute_block": False}),
     (1, ALL | {"optimizer": "adamw8bit"}),
     (4, ALL | {"zero_level": 3, "optimizer": "normuon"}),
+    (1, ALL | ALTERNATING),
+    (4, ALL | {"zero_level": 3} | ALTERNATING),
+    (1, ALL | {"microbatches_per_fetch": 3}),
 ]
 
 
@@ -698,21 +747,30 @@ def test_recomputed_products_count_in_the_numbers_of_the_recipe():
 def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     monkeypatch.setattr(aot, "available", lambda: False)
     p = planner.plan(config(gpus=1), "rtx4090", host_memory=64)
-    assert not p.fits and p.changes and p.changes[-1].endswith("(fits)")
-    assert any("offload_" in change for change in p.changes)
+    assert (
+        not p.fits and len(p.changes) == 3 and all("offload_" in change and "(fits)" in change for change in p.changes)
+    )
+    times = [float(re.search(r"about ([\d,]+) ms a step$", change)[1].replace(",", "")) for change in p.changes]
+    assert times == sorted(times)  # the fastest first
     text = report.table(p)
     assert "does not fit: " in text and all(change in text for change in p.changes)
+    monkeypatch.setattr(advice, "MORE_GPUS", (2,))
+    nothing = planner.plan(config(gpus=1), "rtx5060ti_16gb", host_memory=1).changes
+    assert "smaller model" in nothing[-1] and not any("(fits)" in line for line in nothing)
+
+
+@pytest.mark.full
+def test_what_would_fit_leaves_room_in_host_memory(monkeypatch):
+    monkeypatch.setattr(aot, "available", lambda: False)
     offloaded = config(gpus=1, **ALL)
     assert planner.plan(offloaded, "rtx4090", host_memory=100).fits
     small = planner.plan(offloaded, "rtx4090", host_memory=64)  # the device is not the problem
-    assert not small.fits and small.changes == ["offload_weights=False -> 14.3 GiB, 62.8 GiB of host memory (fits)"]
+    assert not small.fits and all("(fits), about" in change for change in small.changes)
+    assert all(float(re.search(r"([\d.]+) GiB of host memory", x)[1]) <= 64 for x in small.changes)
     text = report.table(small)
     assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in text and small.changes[0] in text
     in_files = planner.plan(config(gpus=1), "rtx4090", host_memory=30).changes
     assert len(in_files) == 1 and "offload_master=nvme nvme_path=FOLDER" in in_files[0]
-    monkeypatch.setattr(advice, "MORE_GPUS", (2,))
-    nothing = planner.plan(config(gpus=1), "rtx5060ti_16gb", host_memory=1).changes
-    assert "smaller model" in nothing[-1] and not any("(fits)" in line for line in nothing)
 
 
 def test_what_fits_leaves_the_driver_its_part(monkeypatch):

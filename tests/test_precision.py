@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small import CONFIG, drawn_params
+from small import CONFIG, drawn_params, normal
 
 from surojax.errors import ConfigError
 from surojax.models import llama, operations
@@ -71,7 +71,7 @@ def test_block_scaled_products_are_emulated_off_gpus():
 
 def test_products_are_computed_in_the_dtypes_of_the_settings():
     """Equal to the bit to the same products written out: operands in matmul_dtype forward, gradient_dtype backward."""
-    x, w, dy = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((6, 16), (8, 16), (6, 8))))
+    x, w, dy = (normal(i, shape) for i, shape in enumerate(((6, 16), (8, 16), (6, 8))))
     product = functools.partial(
         recipe_product(Precision(matmul_dtype="bfloat16", gradient_dtype="float32"), None), number=0
     )
@@ -112,7 +112,7 @@ def test_blocks_without_the_recipe_are_those_of_bf16(recipe):
     base = dataclasses.replace(CONFIG, num_hidden_layers=1, num_key_value_heads=4, intermediate_size=96)
     emulated = Compute(precision=Precision(recipe=recipe, block_scaled_products="emulated"))
     w = jax.tree.map(lambda x: x[0], llama.build(base).init(0)["blocks"])
-    x = jax.random.normal(jax.random.key(1), (2, 16, base.hidden_size))
+    x = normal(1, (2, 16, base.hidden_size))
 
     def block(compute: Compute, recipe_enabled: bool):
         segment = llama.build(base, compute).segments[0]

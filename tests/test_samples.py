@@ -80,6 +80,30 @@ def test_the_plan_of_a_million_examples_takes_seconds():
     assert time.process_time() - started < 10 and plan.padding < 0.01
 
 
+def test_the_plan_is_the_same_in_blocks_of_any_size(monkeypatch):
+    """Spans against a loop over the examples; orders against numpy's stable sort."""
+    lengths = np.random.default_rng(3).integers(0, 40, 200)
+    offsets = np.cumsum([0, *lengths])
+    spans = [
+        (start + first, min(length - first, 16))
+        for start, length in zip(offsets.tolist(), lengths.tolist(), strict=False)
+        for first in range(0, length, 16)
+    ]
+    whole = packing.best_fit(np.array([length for _, length in spans]), 16)
+    for block in (1, 7, 64):
+        monkeypatch.setattr(packing, "_BLOCK", block)
+        found = packing.pieces(offsets, 16, on_long="cut", continues=True)
+        assert list(zip(found.starts.tolist(), found.lengths.tolist(), strict=True)) == spans
+        assert (found.num_long, found.num_examples) == ((lengths > 16).sum(), (lengths > 0).sum())
+        keys = found.lengths[::-1]
+        order = packing._stable_order(keys, np.bincount(keys))
+        np.testing.assert_array_equal(order, np.argsort(keys, kind="stable"))
+        plan = packing.best_fit(found.lengths, 16)
+        np.testing.assert_array_equal(plan.members, whole.members)
+        np.testing.assert_array_equal(plan.bounds, whole.bounds)
+    assert plan.members.dtype == found.lengths.dtype == np.int32
+
+
 def test_long_examples_are_cut_or_dropped():
     offsets = np.array([0, 3, 3, 13, 17, 26])  # lengths 3, 0, 10, 4, 9; rows of 4
     cut = packing.pieces(offsets, 4, on_long="cut", continues=True)

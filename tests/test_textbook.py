@@ -6,7 +6,7 @@ tests/test_plan.py holds compiled steps against the same formulas.
 import jax
 import pytest
 
-from surojax.assembly import from_config
+from surojax.assembly import Assembly, from_config
 from surojax.config.fields import default_config
 from surojax.placement.mesh import DATA
 from surojax.planner import traffic
@@ -17,14 +17,21 @@ BLOCKS, OUTER = MATRICES + VECTORS, 2 * V * D + D
 K, N = 4, 4  # microbatches, GPUs of dp_shard; all dimensions divide by them
 
 
-def moved(replicate: int = 1, **changes) -> dict[tuple[str, str], int]:
-    """Bytes of a step of N GPUs in each of so many groups, by (collective, axis)."""
+def assembled(replicate: int = 1, **changes) -> Assembly:
+    """A run on N GPUs in each of so many replicas."""
     c = default_config()
     c.model.vocab_size, c.model.hidden_size, c.model.intermediate_size = V, D, F
     c.model.num_hidden_layers, c.model.num_attention_heads, c.model.num_key_value_heads = L, 4, 4
     c.update({"model_dtype": "bfloat16", "accum_dtype": "float32", "gpus": N * replicate, **changes})
-    run = from_config(c, jax.sharding.AbstractMesh((replicate, N), DATA), total_steps=10)
-    return traffic.collective_bytes(run, traffic.Batch(sequences=1, sequence_len=16, microbatches=K))
+    return from_config(c, jax.sharding.AbstractMesh((replicate, N), DATA), total_steps=10)
+
+
+BATCH = traffic.Batch(sequences=1, sequence_len=16, microbatches=K)
+
+
+def moved(replicate: int = 1, **changes) -> dict[tuple[str, str], int]:
+    """Bytes of a step, by (collective, axis)."""
+    return traffic.collective_bytes(assembled(replicate, **changes), BATCH)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +68,23 @@ def test_numbers_in_8_bits():
     }
 
 
-def test_copies_to_and_from_the_host():
-    """Weights twice a microbatch and back once; gradients both ways every microbatch, and once more for the update."""
+def test_groups_of_microbatches_gather_once():
+    """Weights forward and backward for each of two groups; gradients of every microbatch."""
+    found = moved(zero_level=3, microbatches_per_fetch=2)
+    assert found == {
+        ("all-gather", "dp_shard"): (2 * (K // 2) * 2 * BLOCKS + 2 * OUTER) * 3 // 4,
+        ("reduce-scatter", "dp_shard"): (K * 2 * BLOCKS + 4 * OUTER) * 3 // 4,
+    }
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_copies_to_and_from_the_host(group):
+    """Weights twice a group of microbatches and back once; gradients back every group, and read by the next group or
+    the update; a group's residuals, which are in host memory together, both ways every group."""
     names = ("weights", "outer", "grads", "master", "moments", "residuals")
     rows = {name: {"device": 10**9, "host": 10**i, "nvme": 0} for i, name in enumerate(names)}
     rows["moments"]["nvme"] = 7
-    read, written = traffic.host_bytes(None, traffic.Batch(1, 16, K), rows)  # type: ignore[arg-type]
-    assert read == 2 * K * 1 + (K + 1) * 100 + 1000 + 10007 + K * 10**5
-    assert written == 1 + K * 100 + 1000 + 10007 + K * 10**5
+    groups = K // group
+    read, written = traffic.host_bytes(assembled(microbatches_per_fetch=group), BATCH, rows)
+    assert read == 2 * groups * 1 + groups * 100 + 1000 + 10007 + groups * 10**5
+    assert written == 1 + groups * 100 + 1000 + 10007 + groups * 10**5

@@ -47,9 +47,17 @@ PRODUCT_OF_A_SECOND = (
     '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],'
     '"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}'
 )
+XLA_PRODUCT = "  %y = bf16[256,128]{1,0} fusion(%a, %b), kind=kCustom, calls=%by_xla"
 LINEAR = ', backend_config={"dynamic_slice_config":{"linear":{"byte_offset":"0","byte_stride":"1000000"}}}'
 ASYNC_SLICE = "((s8[4,1000,1000]{2,1,0:S(5)}, s32[]), s8[1,1000,1000]{2,1,0}, u32[]) fusion-start(%stack, %i)"
 HEAD = f"""HloModule step, is_scheduled=true
+
+%by_xla (d0: bf16[256,64], d1: bf16[64,128]) -> bf16[256,128] {{
+  %d0 = bf16[256,64]{{1,0}} parameter(0)
+  %d1 = bf16[64,128]{{1,0}} parameter(1)
+  %turned = bf16[64,256]{{0,1}} bitcast(%d0)
+  ROOT %dot.1 = bf16[256,128]{{1,0}} dot(%turned, %d1), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}
+}}
 
 %copied (p0: s8[4,1000,1000], p1: s32[]) -> s8[1,1000,1000] {{
   %p0 = s8[4,1000,1000]{{2,1,0:S(5)}} parameter(0)
@@ -117,6 +125,7 @@ WRITTEN = "  %e = s8[1,1000,1000]{2,1,0:S(5)} copy-done(%o)"
     "line, kind, seconds",
     [
         (f"  %y {Y}", PRODUCT, 1.0),
+        (XLA_PRODUCT, PRODUCT, 1.0),  # by XLA's own kernel, as on a GPU, where XLA measures which is faster
         ("  %k = s8[8,250000000]{1,0} copy(%large)", DEVICE_COPY, 4.0),  # two billion bytes read, two written
         ("  %n = s8[8,250000000]{1,0} negate(%large)", PASS, 4.0),
         ("  %f = s8[1,250000000]{1,0} fusion(%large, %i, %part), kind=kLoop, calls=%sliced", PASS, 0.75),
@@ -239,6 +248,16 @@ def test_a_prediction_adds_up():
     assert found.predicted_range_s == pytest.approx([1.0 * (1 - prediction.ERROR), 2.0 * (1 + prediction.ERROR)])
     assert found.mfu == pytest.approx(0.25) and found.exposed_s[HOST_IN] == pytest.approx(1.0)
     assert found.exposed_by_loop_s == {timeline.ENTRY: {HOST_IN: pytest.approx(1.0)}}
+
+
+def test_measured_beside_predicted():
+    """The median of steps but the first, in tokens/s; nothing where nothing was predicted or measured."""
+    found = prediction.Prediction(predicted_step_s=2.0, predicted_range_s=[1.0, 4.0])
+    line = prediction.comparison(found, [60.0, 2.0, 2.5, 9.0], tokens=1000)
+    assert line == "tok/s: measured 400, predicted 500 (250 to 1,000), measured / predicted 0.80"
+    assert "measured 500" in prediction.comparison(found, [2.0], tokens=1000)
+    assert prediction.comparison(found, [], tokens=1000) == ""
+    assert prediction.comparison(prediction.Prediction(not_predicted="why"), [2.0], tokens=1000) == ""
 
 
 def test_nothing_is_predicted_for_a_gpu_without_rates():

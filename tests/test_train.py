@@ -7,6 +7,7 @@ import errno
 import fcntl
 import importlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,8 @@ from surojax.inference import prompts
 from surojax.inference.load import load
 from surojax.memory.lock import locked
 from surojax.models.llama import Llama
+from surojax.planner.gpus import GPUS
+from surojax.planner.prediction import Prediction
 from surojax.run import checkpoint
 from surojax.run.metrics import MetricsLog
 
@@ -114,7 +117,7 @@ def test_a_second_run_in_the_same_folder_is_refused(config, tmp_path, monkeypatc
 
 def records(folder: Path) -> list[dict]:
     """What metrics.jsonl says, but for timings."""
-    timings = ("tokens_per_second", "duration_ms", "mfu")
+    timings = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu")
     return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
 
 
@@ -477,6 +480,22 @@ def test_warmup_longer_than_the_data_lasts(config, tmp_path):
     with pytest.raises(ConfigError, match=r"expected at most the \d+ steps of num_epochs=1, got 1000; shorten"):
         train(changed(config, max_steps=0, warmup_steps=1000))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, capsys, monkeypatch):
+    """Predicted beside measured tokens/s, and one line where the compiled step cannot be read."""
+    short = changed(config, max_steps=2, save_steps=0, eval_steps=0, sample_tokens=0)
+    predicted = Prediction(predicted_step_s=0.5, predicted_range_s=[0.4, 0.6])
+    monkeypatch.setattr(module.prediction, "of_compiled", lambda text, run, batch, gpu: predicted)
+    monkeypatch.setattr(module.gpus, "find_gpu", lambda kind: GPUS["rtx4090"])
+    assert train(short).finished
+    said = capsys.readouterr().out
+    assert "predicted: 500.0 ms a step (400 to 600), 512 tok/s" in said  # 8 sequences of 32 tokens
+    assert re.search(r"tok/s: measured [\d,]+, predicted 512 \(427 to 640\), measured / predicted [\d.]+", said)
+    monkeypatch.setattr(module.prediction, "of_compiled", lambda *_: {}["a text of XLA"])
+    assert train(changed(short, output_dir=str(tmp_path / "again"))).finished
+    said = capsys.readouterr().out
+    assert "note: no time is predicted: KeyError: 'a text of XLA'" in said and "tok/s: measured" not in said
 
 
 # ----------------------------------------------------------------- ended by what goes wrong

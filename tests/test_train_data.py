@@ -58,7 +58,7 @@ def whole(tmp_path_factory, files) -> Path:
 
 
 def records(folder: Path) -> list[dict]:
-    timings = ("tokens_per_second", "duration_ms", "mfu")
+    timings = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu")
     return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
 
 

@@ -107,7 +107,8 @@ NO_ROW = {  # keywords of `place` that no row has, and why
 
 def test_every_setting_of_the_table_has_a_row():
     """A new keyword of `placement.place`, or a new way to recompute, needs a line in SETTINGS."""
-    keywords = {*inspect.signature(placement.place).parameters, "recompute_block", *verifier.configs.RECOMPUTE_PARTS}
+    keywords = {*inspect.signature(placement.place).parameters, *verifier.configs.RECOMPUTE_PARTS}
+    keywords |= {"recompute_block", "microbatches_per_fetch"}
     assert keywords - {name for s in SETTINGS for name in s.changes} == set(NO_ROW)
 
 
@@ -127,7 +128,8 @@ def test_every_row_compares_two_different_things():
         assert per_step == len(batches[0][0])
         engine = assembly.from_config(row, mesh, 1).engine
         recompute = [row[name] for name in verifier.configs.RECOMPUTE_PARTS]
-        return engine.table, shape, engine.recompute_block, recompute, engine.lmhead_chunks, engine.packed, s.split
+        settings = (engine.recompute_block, recompute, engine.lmhead_chunks, engine.packed)
+        return engine.table, shape, settings, engine.microbatches_per_fetch, s.split
 
     for s in SETTINGS[1:]:
         assert drawn(s) != drawn(table[s.like]), s.name

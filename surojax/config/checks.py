@@ -1,7 +1,7 @@
 """Checks that refuse a bad config before anything is built.
 
 `check` raises ConfigError with one line that says what was expected, what was found and what to change. Checks that
-depend on the devices are elsewhere: `placement.place`, `fit.check_fit`.
+depend on the devices are elsewhere: `placement.place`, `check_fit.check_fit`.
 """
 
 import difflib
@@ -48,7 +48,7 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "num_epochs eval_batches save_total_limit sequence_len per_device_batch_size gradient_accumulation_steps "
-        "lmhead_chunks dp_replicate_size tp_size cp_size pp_size "
+        "microbatches_per_fetch lmhead_chunks dp_replicate_size tp_size cp_size pp_size "
         "model.vocab_size model.hidden_size model.intermediate_size "
         "model.num_hidden_layers model.num_attention_heads model.num_key_value_heads "
         "model.rope_original_max_position_embeddings fp8_amax_history",
@@ -308,6 +308,11 @@ def _check_sizes(c: Config) -> None:
     expected = f"a divisor of per_device_batch_size x sequence_len = {tokens}"
     change = f"use {divisor(tokens, min(chunks, tokens))}"
     _need(tokens % chunks == 0, "lmhead_chunks", expected, chunks, change)
+    microbatches = c.gradient_accumulation_steps
+    grouped = c.microbatches_per_fetch
+    expected = f"a divisor of gradient_accumulation_steps = {microbatches}"
+    change = f"use {divisor(microbatches, min(grouped, microbatches))}"
+    _need(microbatches % grouped == 0, "microbatches_per_fetch", expected, grouped, change)
     for name in RECOMPUTE_PARTS if c.recompute_block else ():
         expected = "False with recompute_block=True, which computes all of it again"
         _need(not c[name], name, expected, c[name], "leave it out, or set recompute_block=False")

@@ -63,11 +63,6 @@ class Corpus:
     mappings: tuple[mmap.mmap, ...] = ()
 
     @property
-    def bytes_per_token(self) -> float:
-        """Mean bytes per token, which converts nats per token to bits per byte: `loss / log(2) / bytes_per_token`."""
-        return self.num_bytes / len(self.tokens)
-
-    @property
     def num_examples(self) -> int:
         """Number of documents, conversations or other examples."""
         return len(self.bounds) - 1
@@ -109,20 +104,24 @@ class PartWriter:
         self._append("tokens", np.zeros(0, self.dtype))
         self._append("offsets", np.zeros(1, np.int64))
 
-    def append(self, ids: np.ndarray, trained: np.ndarray | None = None) -> None:
-        """Adds tokens to the example that is being written. trained: bool, as many; None: all are."""
+    def append(
+        self, ids: np.ndarray, trained: np.ndarray | None = None, *, ends: np.ndarray | None = None, num_bytes: int = 0
+    ) -> None:
+        """Adds tokens. trained: bool, as many; None: all are.
+
+        ends: int [examples], how many of these tokens precede the end of each example that ends here; None: the last
+        example goes on. num_bytes: length in UTF-8 of the texts that end here, if they are plain text.
+        """
         if trained is not None and "trained" not in self._files:
             for start in range(0, self.num_tokens, 1 << 20):
                 self._append("trained", np.ones(min(1 << 20, self.num_tokens - start), np.bool_))
         if trained is not None or "trained" in self._files:
             self._append("trained", np.ones(len(ids), np.bool_) if trained is None else trained.astype(np.bool_))
         self._append("tokens", ids.astype(self.dtype))
+        if ends is not None:
+            self._append("offsets", self.num_tokens + ends.astype(np.int64))
+            self.num_examples += len(ends)
         self.num_tokens += len(ids)
-
-    def end_example(self, num_bytes: int = 0) -> None:
-        """Ends the example. num_bytes: length of its text in UTF-8, if it is plain text."""
-        self._append("offsets", np.array([self.num_tokens], np.int64))
-        self.num_examples += 1
         self.num_bytes += num_bytes
 
     @property

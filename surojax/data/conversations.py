@@ -45,9 +45,9 @@ class Conversation(NamedTuple):
     tools: list[Any] | None
 
 
-def text(record: Mapping[str, Any], dataset: Dataset) -> str:
+def text(record: Mapping[str, Any], text_field: str) -> str:
     """Returns the text of a row."""
-    return _filled(record, dataset.text_field, "the text")
+    return _filled(record, text_field, "the text", "set text_field to the field that holds the text")
 
 
 def pair(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Pair:
@@ -175,11 +175,11 @@ def _optional(record: Mapping[str, Any], field: str, what: str) -> str:
     return value or ""
 
 
-def _filled(record: Mapping[str, Any], field: str, what: str) -> str:
+def _filled(record: Mapping[str, Any], field: str, what: str, advice: str = "name the field in the dataset") -> str:
     """Returns the text of a field that has to be there and not blank."""
     expected = f"expected {what} in {field!r}"
     if field not in record:
-        raise NotARow(f"{expected}, got {field_names(record)}; name the field in the dataset, or correct the row")
+        raise NotARow(f"{expected}, got {field_names(record)}; {advice}, or correct the row")
     value = record[field]
     if not isinstance(value, str):
         raise NotARow(f"{expected} as a string, got a {type(value).__name__}; correct or remove the row")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from surojax.data import docstrings, files, readers
+from surojax.data.readers import OpenSet, open_set
 from surojax.data.rows import BadRow, Row
 from surojax.errors import ConfigError
 
@@ -186,7 +187,7 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def resolve(dataset: Dataset) -> Dataset:
+def resolve(dataset: Dataset, open_set: OpenSet = open_set) -> Dataset:
     """Returns the dataset with its type decided: by the first row that can be read, if the type is "auto".
 
     Raises ConfigError if that row's fields fit no type, or there is none.
@@ -194,7 +195,7 @@ def resolve(dataset: Dataset) -> Dataset:
     if dataset.type != "auto":
         return dataset
     bad = None
-    for row in read(dataset):
+    for row in read(dataset, open_set):
         if isinstance(row, Row):
             resolved = dataclasses.replace(dataset, type=_type_of(row, dataset))
             _check_uses(resolved, row.where)
@@ -231,31 +232,38 @@ def field_names(record: Mapping[str, Any]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "no fields"
 
 
-def read(dataset: Dataset) -> Iterator[Row | BadRow]:
+def read(dataset: Dataset, open_set: OpenSet = open_set) -> Iterator[Row | BadRow]:
     """Yields the dataset's rows: paths in the order given, the files of each sorted, none of them twice.
 
-    A .txt file is one row with the field `text_field`; a .jsonl file has a row in each line that is not blank, a .json
-    file the same or one list of rows (then held in memory), a .csv file a header and a row in each further line. A
-    .parquet file is read in batches. Hidden files are skipped.
+    A .txt file is one row, whose field `text_field` is a `TextFile`; a .jsonl file has a row in each line that is not
+    blank, a .json file the same or one list of rows (then held in memory), a .csv file a header and a row in each
+    further line. A .parquet file is read in batches. Hidden files are skipped.
 
-    Raises ConfigError if something is missing or unreadable, or there is no row at all.
+    open_set: loads a set of the `datasets` library. Raises ConfigError if something is missing or unreadable, or there
+    is no row at all.
     """
     found = False
-    for row in islice(_rows(dataset), dataset.samples or None):
+    for row in islice(_rows(dataset, open_set), dataset.samples or None):
         found = True
         yield row
     if not found:
         raise ConfigError(f"{dataset.name}: expected rows, got none; add some, or leave the dataset out")
 
 
-def fingerprints_of_sets(dataset: Dataset) -> list[list[str]]:
+def files_of(dataset: Dataset) -> list[Path]:
+    """Returns the files that the rows are read from; a set of the `datasets` library has none here."""
+    return [path for _, paths in _paths(dataset) for path in paths or ()]
+
+
+def fingerprints_of_sets(dataset: Dataset, open_set: OpenSet) -> list[list[str]]:
     """Returns the name of each path that is no file, with what identifies its rows now; "": its name alone does."""
     found = []
-    for item in dataset.path:
+    for item, paths in _paths(dataset):
         if item == docstrings.NAME:
             found.append([item, ""])
-        elif files.find(item, readers.SUFFIXES) is None:
-            found.append([item, readers.hub_fingerprint(item, dataset.subset, _split_of(dataset))])
+        elif paths is None:
+            rows = open_set(item, dataset.subset, _split_of(dataset))
+            found.append([item, str(getattr(rows, "_fingerprint", ""))])
     return found
 
 
@@ -263,15 +271,22 @@ def _split_of(dataset: Dataset) -> str:
     return dataset.split or "train"
 
 
-def _rows(dataset: Dataset) -> Iterator[Row | BadRow]:
+def _paths(dataset: Dataset) -> Iterator[tuple[str, list[Path] | None]]:
+    """Yields each path of a dataset with its files, without those of an earlier path; None: it names no file."""
     seen: set[Path] = set()
     for item in dataset.path:
+        found = files.stdlib_files() if item == docstrings.NAME else files.find(item, readers.SUFFIXES)
+        yield item, None if found is None else files.unseen(found, seen)
+
+
+def _rows(dataset: Dataset, open_set: OpenSet) -> Iterator[Row | BadRow]:
+    for item, paths in _paths(dataset):
         if item == docstrings.NAME:
             yield from docstrings.read()
             continue
-        paths = files.find(item, readers.SUFFIXES)
         if paths is None:
-            yield from readers.read_hub(item, dataset.subset, _split_of(dataset))
+            split = _split_of(dataset)
+            yield from readers.read_set(open_set(item, dataset.subset, split), f"{item} ({split})")
             continue
         if dataset.split or dataset.subset:
             raise ConfigError(
@@ -279,6 +294,4 @@ def _rows(dataset: Dataset) -> Iterator[Row | BadRow]:
                 f"subset={dataset.subset!r}; name the files in path"
             )
         for path in paths:
-            if path.resolve() not in seen:
-                seen.add(path.resolve())
-                yield from readers.read_file(path, dataset.text_field)
+            yield from readers.read_file(path, dataset.text_field)

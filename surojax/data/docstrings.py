@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from surojax.data.corpus import stdlib_files
+from surojax.data.files import stdlib_files
 from surojax.data.rows import Row
 from surojax.errors import ConfigError
 

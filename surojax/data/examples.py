@@ -1,14 +1,14 @@
 """From rows to examples: token ids, and which of them the loss counts.
 
-A row becomes pieces of text, each trained or not: a text is one piece; a prompt and its completion are two; in a
-conversation the answers are trained, and what is between them is not. An answer begins where the chat template's
+A row becomes pieces of text, each trained or not: a prompt and its completion are two; in a conversation the answers
+are trained, and what is between them is not. An answer begins where the chat template's
 generation prompt ends, so the model learns to go on from exactly the tokens that sampling will show it: no token
 crosses the seam of two pieces. It ends with the token that ends a turn.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,10 +17,12 @@ import numpy as np
 from surojax.data import conversations, pieces
 from surojax.data.conversations import Conversation
 from surojax.data.datasets import Dataset
+from surojax.data.items import Item, Unit, json_of, key_of, key_of_bad, new_hash
 from surojax.data.pieces import Piece
-from surojax.data.rows import BadRow, NotARow, Row
+from surojax.data.rows import BadRow, NotARow, Row, half_a_pair
 from surojax.data.seams import encode_pieces
 from surojax.data.templates import Template
+from surojax.data.texts import TextFile
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
 
@@ -70,7 +72,9 @@ class Encoder:
         train_on: str = "assistant",
         system_prompt: str = "",
     ):
-        assert dataset.type != "auto", "resolve the dataset first"
+        assert dataset.type in ("instruction", "conversation"), (
+            "auto: resolve it first; text: see documents.TextEncoder"
+        )
         if train_on not in TRAIN_ON:
             raise ConfigError(f"train_on: expected one of {', '.join(TRAIN_ON)}, got {train_on!r}; choose one of them")
         if dataset.type == "conversation" and template is None:
@@ -92,8 +96,7 @@ class Encoder:
     def _fingerprint(self) -> str:
         dataset = self._dataset
         tokenizer = self._tokenizer
-        text_only = dataset.type == "text"
-        template = None if text_only or self._template is None else (self._template.text, tokenizer.bos, tokenizer.eos)
+        template = None if self._template is None else (self._template.text, tokenizer.bos, tokenizer.eos)
         fields = [name for name in sorted(vars(dataset)) if name.endswith("_field")]
         parts = {
             "format": _FORMAT,
@@ -102,10 +105,19 @@ class Encoder:
             "type": dataset.type,
             "fields": {name: getattr(dataset, name) for name in fields},
             "template": template,
-            "train_on": None if text_only else self._train_on,
-            "system_prompt": None if text_only else dataset.system_prompt or self._system_prompt,
+            "train_on": self._train_on,
+            "system_prompt": dataset.system_prompt or self._system_prompt,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()[:16]
+
+    is_text = False
+
+    def split(self, item: Item[Row]) -> None:
+        """Returns None: a row cannot be split."""
+
+    def units(self, item: Item[Row]) -> tuple[Unit[Row]]:
+        """Returns a row as it is."""
+        return (Unit(item.content, item.num_bytes, True),)
 
     def encode(self, rows: Iterable[Row | BadRow]) -> list[Example | BadRow]:
         """Returns the rows' examples, in their order; a row that cannot be used is a BadRow. Uses all cores.
@@ -128,15 +140,12 @@ class Encoder:
 
     def _draft_of(self, row: Row) -> _Draft:
         dataset = self._dataset
-        has_bos = self._tokenizer.adds_bos
-        if dataset.type == "text":
-            return _Draft((Piece(conversations.text(row.record, dataset), True),), has_bos, "always")
         if dataset.type == "conversation":
             return self._talk(conversations.conversation(row.record, dataset, self._system_prompt))
         pair = conversations.pair(row.record, dataset, self._system_prompt)
         if self._template is not None:
             return self._talk(Conversation(pair.messages, None))
-        return _Draft(pieces.plain_pieces(pair, self._train_on), has_bos, "always")
+        return _Draft(pieces.plain_pieces(pair, self._train_on), self._tokenizer.adds_bos, "always")
 
     def _talk(self, conversation: Conversation) -> _Draft:
         template = self._template
@@ -166,6 +175,20 @@ class Encoder:
         return Example(ids, np.concatenate([np.zeros(len(bos), bool), *masks, np.ones(len(eos), bool)]))
 
 
+def items(rows: Iterable[Row | BadRow]) -> Iterator[Item[Row]]:
+    """Yields each row with the hash of its record."""
+    for row in rows:
+        if isinstance(row, Row) and any(isinstance(value, TextFile) for value in row.record.values()):
+            row = BadRow(
+                row.where, "expected instructions or conversations, got a text file; leave it out, or set type"
+            )
+        if isinstance(row, BadRow):
+            yield Item(row, key_of_bad(row), 0)
+        else:
+            content = json_of(row.record)
+            yield Item(row, key_of(new_hash(content)), len(content))
+
+
 def _to_the_last(is_stop: np.ndarray) -> np.ndarray:
     """Returns a mask of the tokens up to the last one that ends an answer, after which sampling stops; else of all."""
     last = np.flatnonzero(is_stop)[-1:]
@@ -178,7 +201,4 @@ def _check_unicode(draft: _Draft) -> None:
         try:
             piece.text.encode("utf-8")
         except UnicodeEncodeError as error:
-            escape = f"\\u{ord(piece.text[error.start]):04x}"
-            raise NotARow(
-                f"expected text, got half a surrogate pair ({escape}) in it; correct or remove the row"
-            ) from None
+            raise NotARow(half_a_pair(error)) from None

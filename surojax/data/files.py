@@ -2,10 +2,18 @@
 
 import glob
 import os
+import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from surojax.errors import ConfigError
+
+_OTHER_FORMATS = {  # by the first bytes of a file
+    b"\xff\xfe": "convert the file (iconv -f utf-16 -t utf-8)",
+    b"\xfe\xff": "convert the file (iconv -f utf-16 -t utf-8)",
+    b"\x1f\x8b": "decompress the file (gunzip)",
+}
+_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 
 
 def walk(root: Path, *suffixes: str, skip: Iterable[str] = ()) -> Iterator[Path]:
@@ -20,7 +28,7 @@ def walk(root: Path, *suffixes: str, skip: Iterable[str] = ()) -> Iterator[Path]
 def find(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
     """Returns the files that a path, folder or glob names, sorted; None if nothing has that name.
 
-    Raises ConfigError if a folder holds no file that ends in one of `suffixes`, or a file does not.
+    Raises ConfigError if a folder holds no file that ends in one of `suffixes`, a file does not, or it is a pipe.
     """
     path = os.path.expanduser(item)
     matches = [Path(path)] if os.path.exists(path) else list(map(Path, glob.glob(path, recursive=True)))
@@ -32,12 +40,32 @@ def find(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
             f"{item}: expected a folder with {' or '.join(suffixes)} files, got none; add some or name another"
         )
     for file in sorted(files):
+        if file.exists() and not file.is_file():
+            raise ConfigError(
+                f"{file}: expected a file, got a pipe or a device, which cannot be read twice; save it first"
+            )
         if file.suffix.lower() not in suffixes:
             raise ConfigError(
                 f"{file}: expected a file ending in {' or '.join(suffixes)}, got '{file.suffix}'; "
                 "convert it (.jsonl: one JSON object with a text field per line) or leave it out"
             )
     return sorted(files)
+
+
+def stdlib_files() -> list[Path]:
+    """The source files of the interpreter's standard library, sorted; without tests and installed packages."""
+    files = walk(Path(sysconfig.get_paths()["stdlib"]), ".py", skip=_NOT_LIBRARY)
+    return sorted(path for path in files if path.is_file())
+
+
+def unseen(paths: Iterable[Path], seen: set[Path]) -> list[Path]:
+    """Returns the paths of files that are not in `seen`, where all spellings of one are the same, and adds them."""
+    found = []
+    for path in paths:
+        if path.resolve() not in seen:
+            seen.add(path.resolve())
+            found.append(path)
+    return found
 
 
 def decode(content: bytes, offset: int = 0) -> str:
@@ -52,13 +80,17 @@ def decode(content: bytes, offset: int = 0) -> str:
 
 
 class NotText(ValueError):
-    """Bytes are not UTF-8. The message says what was expected; line: number of the line within the content, from 1."""
+    """Bytes are not UTF-8. The message says what was expected; line: number of the line, from 1.
 
-    def __init__(self, content: bytes, position: int, offset: int):
-        self.line = content.count(b"\n", 0, position) + 1
+    position: of the byte in `content`, which begins at byte `offset` of the file, after `lines` line ends.
+    """
+
+    def __init__(self, content: bytes, position: int, offset: int, lines: int = 0):
+        self.line = lines + content.count(b"\n", 0, position) + 1
+        begins = [advice for mark, advice in _OTHER_FORMATS.items() if offset == 0 and content.startswith(mark)]
         super().__init__(
-            f"expected UTF-8 text, got the byte 0x{content[position]:02x} at byte offset "
-            f"{offset + position}; convert the file (iconv -f latin1 -t utf-8) or leave it out"
+            f"expected UTF-8 text, got the byte 0x{content[position]:02x} at byte offset {offset + position}; "
+            f"{begins[0] if begins else 'convert the file (iconv -f latin1 -t utf-8)'} or leave it out"
         )
 
 

@@ -4,19 +4,21 @@ Training text comes from `data` (files or the standard library) or from `dataset
 evaluated on `eval_data`, or on what is held out of `data` or `datasets`, and on each of `validation_datasets`.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax.data import datasets
+from surojax.data import datasets, templates
 from surojax.data.batches import Batch, Mixture, evaluation_batches
 from surojax.data.cache import Corpus
 from surojax.data.datasets import Dataset
+from surojax.data.documents import TextEncoder
 from surojax.data.examples import Encoder
 from surojax.data.prepare import DATA_CACHE, Prepared, load_corpora, load_dataset
-from surojax.data.samples import IGNORED, Samples, Windows, concatenated, windows_or_rows
-from surojax.data.templates import load_template
+from surojax.data.readers import OpenSet, open_set
+from surojax.data.samples import IGNORED, Rows, Windows, concatenated, windows_or_rows
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
 
@@ -49,23 +51,24 @@ class Entries(NamedTuple):
     weights: tuple[float, ...] | None = None
     validation: Mapping[str, Dataset] = {}
 
-    def resolved(self) -> "Entries":
+    def resolved(self, open_set: OpenSet) -> "Entries":
         """Returns the entries with their types decided. Raises ConfigError if the first row of one fits no type."""
         return self._replace(
-            datasets=tuple(map(datasets.resolve, self.datasets)),
-            validation={name: datasets.resolve(dataset) for name, dataset in self.validation.items()},
+            datasets=tuple(datasets.resolve(dataset, open_set) for dataset in self.datasets),
+            validation={name: datasets.resolve(dataset, open_set) for name, dataset in self.validation.items()},
         )
 
 
 class Evaluated(NamedTuple):
     """The batches of one evaluated set. name: of a validation dataset; "": data that is held out from training.
 
-    bytes_per_token: of plain text; None: the examples are something else.
+    bytes_per_label: bytes of plain text for each of its labels, which makes bits per byte of nats per label:
+    `loss / log(2) / bytes_per_label`; None: the examples are something else.
     """
 
     name: str
     batches: list[Batch]
-    bytes_per_token: float | None
+    bytes_per_label: float | None
 
 
 class Data(NamedTuple):
@@ -134,9 +137,12 @@ def load(
 
     Raises ConfigError for whatever is wrong with files, rows or settings, and for a set that is empty.
     """
-    entries = entries.resolved()
+    open_once = functools.cache(open_set)
+    entries = entries.resolved(open_once)
     _check_uses(entries, settings)
-    loader = _Loader(settings, tokenizer, say)
+    if _has_rows(entries) and (note := templates.note(settings.chat_template, tokenizer)):
+        say(note)
+    loader = _Loader(settings, tokenizer, open_once, say)
     if entries.datasets:
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
     else:
@@ -173,9 +179,14 @@ def load(
     return Data(train, evaluated, next(iter(sets.values()))[0][0])
 
 
+def _has_rows(entries: Entries) -> bool:
+    """True if a dataset has rows of instructions or conversations."""
+    return any(dataset.type != "text" for dataset in (*entries.datasets, *entries.validation.values()))
+
+
 def _check_uses(entries: Entries, settings: Settings) -> None:
     """Raises ConfigError for a setting that the rows do not read. entries: with their types decided."""
-    if any(dataset.type != "text" for dataset in (*entries.datasets, *entries.validation.values())):
+    if _has_rows(entries):
         return
     unused = ["train_on", "chat_template", "system_prompt"]
     unused += [] if settings.sample_packing else ["on_long"]
@@ -195,14 +206,12 @@ class _Loader(NamedTuple):
 
     settings: Settings
     tokenizer: Tokenizer
+    open_set: OpenSet
     say: Callable[[str], None]
 
     def dataset(self, dataset: Dataset, holds_out: bool) -> Prepared:
         s = self.settings
-        template = load_template(s.chat_template, self.tokenizer)
-        encoder = Encoder(dataset, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
-        if encoder.note:
-            self.say(encoder.note)
+        encoder = self.encoder(dataset)
         return load_dataset(
             dataset,
             encoder,
@@ -210,10 +219,22 @@ class _Loader(NamedTuple):
             holds_out=holds_out,
             on_bad_row=s.on_bad_row,
             data_cache=s.data_cache,
+            open_set=self.open_set,
             say=self.say,
         )
 
-    def samples(self, corpus: Corpus, is_text: bool, instead: str = "") -> Samples:
+    def encoder(self, dataset: Dataset) -> Encoder | TextEncoder:
+        """Returns the encoder of a dataset's rows, and says what its chat template does to them."""
+        if dataset.type == "text":
+            return TextEncoder(self.tokenizer, cuts_at_special=True)
+        s = self.settings
+        template = templates.load_template(s.chat_template, self.tokenizer)
+        encoder = Encoder(dataset, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)
+        if encoder.note:
+            self.say(encoder.note)
+        return encoder
+
+    def samples(self, corpus: Corpus, is_text: bool, instead: str = "") -> Windows | Rows:
         """Returns the samples of a corpus. instead: the setting that can name another one, for messages."""
         s = self.settings
         return windows_or_rows(
@@ -237,7 +258,8 @@ def _evaluated(
     if not any((batch["labels"] != IGNORED).any() for batch in batches):
         other = f", or name other examples in {instead}" if instead else ""
         raise ConfigError(f"{samples.name}: expected tokens to evaluate the loss on, got none; add rows{other}")
-    num_bytes = sum(corpus.num_bytes for corpus, _ in corpora)
-    is_text = all(is_text for _, is_text in corpora)
-    bytes_per_token = num_bytes / sum(len(corpus.tokens) for corpus, _ in corpora)
-    return Evaluated(name, batches, bytes_per_token if is_text and num_bytes else None)
+    if not all(is_text for _, is_text in corpora):
+        return Evaluated(name, batches, None)
+    # Long documents may be left out; what is known is the bytes of all. The first token of a document is no label.
+    num_bytes = sum(x.num_tokens / len(x.corpus.tokens) * x.corpus.num_bytes for x in sources)
+    return Evaluated(name, batches, num_bytes / sum(x.num_labels for x in sources))

@@ -12,21 +12,26 @@ distinct lengths and free spaces, of which there are at most `sequence_len`; the
 
 import bisect
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+_BLOCK = 1 << 18  # examples or pieces at a time, so that of all of them there are only results
+
 
 class Pieces(NamedTuple):
     """Contiguous spans of a corpus, each of at most a row's length.
 
-    starts: int64 [pieces], index of the first token. lengths: int64 [pieces]. num_long: examples that were longer.
+    starts: int64 [pieces], index of the first token. lengths: int32 [pieces]. num_long: examples that were longer.
+    num_examples: those that the pieces are of.
     """
 
     starts: np.ndarray
     lengths: np.ndarray
     num_long: int
+    num_examples: int
 
 
 def pieces(offsets: np.ndarray, sequence_len: int, *, on_long: str, continues: bool) -> Pieces:
@@ -35,28 +40,46 @@ def pieces(offsets: np.ndarray, sequence_len: int, *, on_long: str, continues: b
     offsets: int64 [examples + 1]. on_long: what becomes of a longer example, "cut" or "drop". continues: what is cut
     off continues in further pieces (text); otherwise it is lost (a conversation, whose end means little alone).
     """
-    lengths = np.diff(offsets)
-    starts = np.asarray(offsets[:-1])[lengths > 0]
-    lengths = lengths[lengths > 0]
-    is_long = lengths > sequence_len
-    num_long = int(is_long.sum())
+    num_pieces = sum(int(_counts(lengths, sequence_len, on_long, continues).sum()) for _, lengths in _blocks(offsets))
+    starts = np.empty(num_pieces, np.int64)
+    lengths = np.empty(num_pieces, np.int32)
+    num_long = 0
+    num_examples = 0
+    done = 0
+    for starts_of, lengths_of in _blocks(offsets):
+        counts = _counts(lengths_of, sequence_len, on_long, continues)
+        first = np.cumsum(counts) - counts  # index of each example's first piece
+        number = np.arange(counts.sum()) - np.repeat(first, counts)  # number of each piece within its example
+        here = slice(done, done + len(number))
+        starts[here] = np.repeat(starts_of, counts) + number * sequence_len
+        lengths[here] = np.minimum(np.repeat(lengths_of, counts) - number * sequence_len, sequence_len)
+        num_long += int((lengths_of > sequence_len).sum())
+        num_examples += int((counts > 0).sum())
+        done = here.stop
+    return Pieces(starts, lengths, num_long, num_examples)
+
+
+def _blocks(offsets: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the starts and lengths of some examples at a time."""
+    for start in range(0, len(offsets) - 1, _BLOCK):
+        block = offsets[start : start + _BLOCK + 1]
+        yield block[:-1], np.diff(block)
+
+
+def _counts(lengths: np.ndarray, sequence_len: int, on_long: str, continues: bool) -> np.ndarray:
+    """Returns how many pieces are made of each example, see `pieces`."""
     if on_long == "drop":
-        return Pieces(starts[~is_long], lengths[~is_long], num_long)
+        return ((lengths > 0) & (lengths <= sequence_len)).astype(np.int64)
     if not continues:
-        return Pieces(starts, np.minimum(lengths, sequence_len), num_long)
-    counts = -(-lengths // sequence_len)
-    first = np.cumsum(counts) - counts  # index of each example's first piece
-    number = np.arange(counts.sum()) - np.repeat(first, counts)  # number of each piece within its example
-    begins = np.repeat(starts, counts) + number * sequence_len
-    left = np.repeat(lengths, counts) - number * sequence_len
-    return Pieces(begins, np.minimum(left, sequence_len), num_long)
+        return (lengths > 0).astype(np.int64)
+    return -(-lengths // sequence_len)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Rows of pieces. Row r holds the pieces `members[bounds[r] : bounds[r + 1]]`, in the order of the corpus.
 
-    members: int64 [pieces]. bounds: int64 [rows + 1]. padding: share of positions that no piece fills.
+    members: int32 [pieces]. bounds: int32 [rows + 1]. padding: share of positions that no piece fills.
     """
 
     members: np.ndarray
@@ -67,26 +90,27 @@ class Plan:
         return len(self.bounds) - 1
 
     def row(self, r: int) -> np.ndarray:
-        """Returns the pieces of row r, int64."""
+        """Returns the pieces of row r, int32."""
         return self.members[self.bounds[r] : self.bounds[r + 1]]
 
 
 def one_per_row(lengths: np.ndarray, sequence_len: int) -> Plan:
     """Returns the plan in which each piece has a row to itself."""
-    return _plan(np.arange(len(lengths)), lengths, sequence_len)
+    return _plan(np.arange(len(lengths), dtype=np.int32), len(lengths), lengths, sequence_len)
 
 
 def best_fit(lengths: np.ndarray, sequence_len: int) -> Plan:
     """Returns the plan of best fit decreasing. lengths: int [pieces], from 1 to `sequence_len`."""
-    order = np.argsort(-lengths, kind="stable")
-    row_of = np.empty(len(lengths), np.int64)
+    counts = _count(lengths, sequence_len + 1)
+    by_length = _stable_order(lengths, counts)
+    row_of = np.empty(len(lengths), np.int32)
     rows = _Rows(sequence_len)
-    start = 0
-    values, counts = np.unique(lengths, return_counts=True)
-    for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        row_of[order[start : start + count]] = rows.place(length, count)
-        start += count
-    return _plan(row_of, lengths, sequence_len)
+    ends = np.cumsum(counts)
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        placed = by_length[ends[length] - counts[length] : ends[length]]
+        row_of[placed] = rows.place(length, len(placed))
+    del by_length, placed
+    return _plan(row_of, rows.num_rows, lengths, sequence_len)
 
 
 class _Rows:
@@ -99,7 +123,7 @@ class _Rows:
         self.rows: dict[int, list[np.ndarray]] = {}  # numbers of the rows with that space
 
     def place(self, length: int, count: int) -> np.ndarray:
-        """Places `count` pieces of one length, longest lengths first; returns the row of each, int64 [count].
+        """Places `count` pieces of one length, longest lengths first; returns the row of each, int32 [count].
 
         A row with the tightest space takes pieces until none fits: after each its space is smaller, so tighter still.
         """
@@ -121,7 +145,7 @@ class _Rows:
         if i == len(self.spaces):
             opened = math.ceil(count / (self.sequence_len // length))
             self.num_rows += opened
-            return self.sequence_len, np.arange(self.num_rows - opened, self.num_rows)
+            return self.sequence_len, np.arange(self.num_rows - opened, self.num_rows, dtype=np.int32)
         space = self.spaces.pop(i)
         rows = np.concatenate(self.rows.pop(space))
         needed = math.ceil(count / (space // length))
@@ -137,10 +161,35 @@ class _Rows:
         self.rows[space].append(rows)
 
 
-def _plan(row_of: np.ndarray, lengths: np.ndarray, sequence_len: int) -> Plan:
+def _plan(row_of: np.ndarray, num_rows: int, lengths: np.ndarray, sequence_len: int) -> Plan:
     """row_of: the row of each piece; rows are numbered from 0 without gaps."""
-    counts = np.bincount(row_of)
-    bounds = np.concatenate([[0], np.cumsum(counts)])
-    size = len(counts) * sequence_len
-    padding = 1 - int(lengths.sum()) / size if size else 0.0
-    return Plan(np.argsort(row_of, kind="stable"), bounds, padding)
+    counts = _count(row_of, num_rows)
+    bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    size = num_rows * sequence_len
+    padding = 1 - int(lengths.sum(dtype=np.int64)) / size if size else 0.0
+    return Plan(_stable_order(row_of, counts), bounds, padding)
+
+
+def _count(keys: np.ndarray, num_keys: int) -> np.ndarray:
+    """Returns how often each key is there. `bincount` of all at once would make int64 of them."""
+    counts = np.zeros(num_keys, np.int64)
+    for start in range(0, len(keys), _BLOCK):
+        counts += np.bincount(keys[start : start + _BLOCK], minlength=num_keys)
+    return counts
+
+
+def _stable_order(keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns `argsort(keys, kind="stable")` as int32, by counting. counts: how often each key is there."""
+    order = np.empty(len(keys), np.int32)
+    free = np.cumsum(counts) - counts  # where the next of each key goes
+    for start in range(0, len(keys), _BLOCK):
+        block = keys[start : start + _BLOCK]
+        within = np.argsort(block, kind="stable")
+        ascending = block[within]
+        is_first = np.append(True, ascending[1:] != ascending[:-1])
+        first = np.flatnonzero(is_first)
+        lengths = np.diff(np.append(first, len(block)))
+        number = np.arange(len(block)) - np.repeat(first, lengths)  # of each among the same keys of this block
+        order[free[ascending] + number] = start + within
+        free[ascending[first]] += lengths
+    return order

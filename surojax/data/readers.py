@@ -9,12 +9,13 @@ import importlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from surojax.data.files import NotText, decode, unreadable
 from surojax.data.rows import BadRow, Row
+from surojax.data.texts import open_text
 from surojax.errors import ConfigError
 
 _PARQUET_ROWS = 256  # converted to Python objects at a time
@@ -24,27 +25,16 @@ _NO_OBJECT = "expected a JSON object with the fields of a row"
 
 
 def read_file(path: Path, text_field: str) -> Iterator[Row | BadRow]:
-    """Yields the rows of a file whose name ends in one of SUFFIXES. text_field: the name that a .txt file's text gets.
+    """Yields the rows of a file whose name ends in one of SUFFIXES.
 
+    text_field: names the one field of a .txt file's row, a `TextFile`, which is read by who needs it.
     Raises ConfigError if the file cannot be read to its end.
     """
     suffix = path.suffix.lower()
     try:
-        yield from _read_txt(path, text_field) if suffix == ".txt" else _READERS[suffix](path)
+        yield from [Row({text_field: open_text(path)}, str(path))] if suffix == ".txt" else _READERS[suffix](path)
     except OSError as error:
         raise unreadable(path, error) from None
-
-
-def _read_txt(path: Path, text_field: str) -> Iterator[Row | BadRow]:
-    try:
-        text = decode(path.read_bytes())
-    except NotText as error:
-        yield BadRow(f"{path}:{error.line}", str(error))
-        return
-    if not text or text.isspace():
-        yield BadRow(str(path), "expected text, got an empty file; remove it from the dataset or fill it")
-        return
-    yield Row({text_field: text}, str(path))
 
 
 def _read_jsonl(path: Path) -> Iterator[Row | BadRow]:
@@ -110,15 +100,16 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
             if not cells:
                 continue
             if header is None:
-                header = _checked_header(cells, where)
+                header = _check_names(cells, where)
                 continue
             yield _row_of_cells(header, cells, where)
 
 
-def _checked_header(cells: list[str], where: str) -> list[str]:
-    if len(set(cells)) < len(cells) or not all(cells):
-        raise ConfigError(f"{where}: expected a header with different names, got {', '.join(cells)}; correct it")
-    return cells
+def _check_names(names: list[str], where: str) -> list[str]:
+    """Returns the names of a table's columns. Raises ConfigError if two are equal or one is empty."""
+    if len(set(names)) < len(names) or not all(names):
+        raise ConfigError(f"{where}: expected a header with different names, got {', '.join(names)}; correct it")
+    return names
 
 
 def _row_of_cells(header: list[str], cells: list[str], where: str) -> Row | BadRow:
@@ -141,6 +132,7 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
     try:
         # Without these two, all row groups that were read stay in memory.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PARQUET_BYTES) as file:
+            _check_names(file.schema_arrow.names, str(path))
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
                 for record in batch.to_pylist():
                     yield Row(record, f"{path}, row {next(number)}")
@@ -155,26 +147,23 @@ SUFFIXES = (*_READERS, ".txt")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-def read_hub(name: str, subset: str, split: str) -> Iterator[Row]:
-    """Yields the rows of a split of a set that the `datasets` library finds. Raises ConfigError if it cannot."""
-    rows = _load_hub(name, subset, split)
+type OpenSet = Callable[[str, str, str], Iterable[Any]]  # of a set's name, subset and split
+
+
+def read_set(rows: Iterable[Any], name: str) -> Iterator[Row]:
+    """Yields the rows of a set that the `datasets` library has opened. Raises ConfigError if it cannot read them."""
     try:
         for number, record in enumerate(rows, start=1):
-            yield Row(dict(record), f"{name} ({split}), row {number}")
+            yield Row(dict(record), f"{name}, row {number}")
     except Exception as error:  # those of damaged files, and of decoders of images and sound that are not installed
         raise ConfigError(
-            f"{name} ({split}): expected rows from the datasets library, got {type(error).__name__} "
-            f"({_one_line(error)}); download the set again, or download its files and name them"
+            f"{name}: expected rows from the datasets library, got {type(error).__name__} ({_one_line(error)}); "
+            "download the set again, or download its files and name them"
         ) from None
 
 
-def hub_fingerprint(name: str, subset: str, split: str) -> str:
-    """Returns what the `datasets` library identifies the rows of a split by, its revision among it; "": nothing."""
-    return str(getattr(_load_hub(name, subset, split), "_fingerprint", ""))
-
-
-def _load_hub(name: str, subset: str, split: str) -> Iterable[Any]:
-    """Loads a split of a set that the `datasets` library finds, on the hub or in its cache.
+def open_set(name: str, subset: str, split: str) -> Iterable[Any]:
+    """Opens a split of a set that the `datasets` library finds, on the hub or in its cache.
 
     Raises ConfigError, which says where it looked, if `name` is a path, or that library is not installed or finds
     nothing.

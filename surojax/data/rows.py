@@ -19,3 +19,9 @@ class BadRow(NamedTuple):
 
 class NotARow(ValueError):
     """A record cannot be used; the message is the reason of a `BadRow`."""
+
+
+def half_a_pair(error: UnicodeEncodeError) -> str:
+    """Returns the reason of a row with half a surrogate pair, which UTF-8 cannot encode."""
+    escape = f"\\u{ord(error.object[error.start]):04x}"
+    return f"expected text, got half a surrogate pair ({escape}) in it; correct or remove the row"

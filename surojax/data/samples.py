@@ -68,6 +68,12 @@ class Windows:
     def num_tokens(self) -> int:
         return len(self.corpus.tokens)
 
+    @property
+    def num_labels(self) -> int:
+        """Labels of text: every token but the first, and a rest that is left out."""
+        num_labels = max(len(self.corpus.tokens) - 1, 0)
+        return num_labels if self.with_rest else len(self) * self.sequence_len
+
     def __len__(self) -> int:
         num_labels = max(len(self.corpus.tokens) - 1, 0)
         return -(-num_labels // self.sequence_len) if self.with_rest else num_labels // self.sequence_len
@@ -100,7 +106,12 @@ class Rows:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.pieces.lengths.sum())
+        return int(self.pieces.lengths.sum(dtype=np.int64))
+
+    @property
+    def num_labels(self) -> int:
+        """Labels of text: every token but the first of each document."""
+        return self.num_tokens - self.pieces.num_examples
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -173,6 +184,7 @@ def windows_or_rows(
     if is_text and not packed:
         return Windows(corpus, sequence_len)
     pieces = packing.pieces(corpus.bounds, sequence_len, on_long=on_long, continues=is_text)
+    corpus.release()
     pieces, num_untrained = _with_labels(corpus, pieces, sequence_len)
     if pieces.num_long:
         fate = "left out" if on_long == "drop" else "cut into several" if is_text else "cut at their end"
@@ -224,7 +236,11 @@ def _with_labels(corpus: Corpus, pieces: packing.Pieces, sequence_len: int) -> t
     counts = _trained_before(corpus, of_labels.reshape(-1)).reshape(-1, 2)
     kept = np.ones(len(pieces.lengths), np.bool_)
     kept[full] = counts[:, 1] > counts[:, 0]
-    return packing.Pieces(pieces.starts[kept], pieces.lengths[kept], pieces.num_long), int((~kept).sum())
+    left_out = int((~kept).sum())
+    pieces = pieces._replace(
+        starts=pieces.starts[kept], lengths=pieces.lengths[kept], num_examples=pieces.num_examples - left_out
+    )
+    return pieces, left_out
 
 
 def _trained_before(corpus: Corpus, positions: np.ndarray) -> np.ndarray:

@@ -11,12 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from surojax.data import texts
 from surojax.data.pieces import Piece
 from surojax.data.tokenizer import Tokenizer
-
-# A Hugging Face tokenizer needs about 50 times the memory of the text and uses one core per text, so long texts are
-# split at line ends.
-_LONGEST = 1 << 20  # characters
 
 
 class _Section(NamedTuple):
@@ -69,7 +66,7 @@ def _sections(pieces: tuple[Piece, ...], tokenizer: Tokenizer) -> list[_Section]
 def _texts(section: _Section) -> list[str]:
     """Returns the texts to encode for a section: up to each seam, or if it has none, parts that are not too long."""
     if len(section.ends) == 1:
-        return _split(section.text)
+        return [piece.text for piece in texts.pieces(section.text)]
     return [section.text[:end] for end, _ in section.ends]
 
 
@@ -88,14 +85,3 @@ def _chunks(section: _Section, ids_of: Mapping[str, np.ndarray], tokenizer: Toke
         known = ids
         start = end
     return chunks
-
-
-def _split(text: str) -> list[str]:
-    """Splits a text into parts of at most _LONGEST characters, after a line end if there is one."""
-    parts = []
-    start = 0
-    while len(text) - start > _LONGEST:
-        stop = text.rfind("\n", start, start + _LONGEST) + 1 or start + _LONGEST
-        parts.append(text[start:stop])
-        start = stop
-    return [*parts, text[start:]]

@@ -23,7 +23,14 @@ from surojax.data.rows import NotARow
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
 
-NAMES = ("chatml", "gemma", "llama3", "mistral")
+# The templates shipped with surojax, each with the control tokens that it writes.
+CONTROL_TOKENS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "mistral": ("[INST]", "[/INST]"),
+}
+NAMES = tuple(CONTROL_TOKENS)
 DATE = datetime.datetime(2024, 7, 26)  # the day that Llama 3's own template names if it is told none
 _FOLDER = Path(__file__).with_name("templates")
 
@@ -98,6 +105,20 @@ def load_template(spec: str, tokenizer: Tokenizer) -> Template | None:
             f"or choose another chat_template, such as {', '.join(NAMES)}"
         ) from None
     return Template(text, source, bos=tokenizer.bos, eos=tokenizer.eos)
+
+
+def note(spec: str, tokenizer: Tokenizer) -> str:
+    """Returns one line if a named template writes control tokens that are several tokens of the tokenizer; else "".
+
+    No error: a model can learn them as text, as Mistral's first did, and an answer then ends with end-of-sequence.
+    """
+    spelled = [token for token in CONTROL_TOKENS.get(spec, ()) if len(tokenizer.encode(token)) != 1]
+    if not spelled:
+        return ""
+    return (
+        f"note: chat_template {spec} writes {', '.join(spelled)}, which this tokenizer ({tokenizer.name}) has not as "
+        "single tokens: they are learned as text; a model that knows them needs its own tokenizer"
+    )
 
 
 def _read(path: Path) -> str:

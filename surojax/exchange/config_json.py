@@ -21,11 +21,14 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-MADE = ("llama", "mistral", "qwen2", "qwen3")  # the families of which a config.json is made without a source
 COPIED = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads rms_norm_eps "
     "rope_theta tie_word_embeddings initializer_range"
 ).split()
+
+
+GEMMA = ("gemma2", "gemma3_text")
+BY_LAYER_TYPES = ("qwen2", "qwen3", "smollm3", *GEMMA)  # the families whose windows are said of each layer
 
 
 def completed(source: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -67,16 +70,19 @@ def made(fields: dict[str, Any], max_positions: int, tokens: dict[str, int | Non
     """
     wanted = _normal(fields)
     differences: dict[str, list[str]] = {}
-    for family in MADE:
+    for family in ARCHITECTURES:
         candidate = _candidate(family, fields) | {"max_position_embeddings": max_positions} | tokens
-        found = _normal(settings(candidate))
+        try:
+            found = _normal(settings(candidate))
+        except ConfigError:  # the family's class does not compute it either
+            continue
         if found == wanted:
             return candidate
         differences[family] = [key for key in wanted if wanted[key] != found.get(key)]
     nearest = min(differences, key=lambda family: len(differences[family]))
     what = ", ".join(f"{key}={wanted[key]!r}" for key in differences[nearest])
     raise ConfigError(
-        f"export: expected fields of a family of Hugging Face ({', '.join(MADE)}), got a model that is none: "
+        f"export: expected fields of a family of Hugging Face ({', '.join(ARCHITECTURES)}), got a model that is none: "
         f"{nearest} does not have {what}"
     )
 
@@ -87,9 +93,10 @@ def agrees(config: dict[str, Any], fields: dict[str, Any]) -> bool:
 
 
 def _normal(fields: dict[str, Any]) -> dict[str, Any]:
-    """All `model` fields, with their defaults and the heads' channels filled in."""
+    """All `model` fields, with their defaults, the heads' channels and the scale of scores filled in."""
     found = default_config().model.to_dict() | fields
-    return found | {"head_dim": found["head_dim"] or found["hidden_size"] // found["num_attention_heads"]}
+    channels = found["head_dim"] or found["hidden_size"] // found["num_attention_heads"]
+    return found | {"head_dim": channels, "query_pre_attn_scalar": found["query_pre_attn_scalar"] or channels}
 
 
 def _candidate(family: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -102,21 +109,54 @@ def _candidate(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     }
     if family != "qwen2":  # its class has no such key
         found["head_dim"] = fields["head_dim"]
-    if family in ("llama", "qwen3"):
+    if family in ("llama", "qwen3", "smollm3", *GEMMA):
         found["attention_bias"] = False  # of all four projections; ours is qwen2's, of three
-    if family == "llama":
+    if family in ("llama", "smollm3"):
         found["mlp_bias"] = False
+    if family in ("smollm3", "ministral3", *GEMMA):
+        found["pad_token_id"] = None  # their classes' own may be beyond the vocabulary
+    if family == "smollm3":
+        interval = fields["no_rope_layer_interval"]
+        layers = range(1, fields["num_hidden_layers"] + 1)
+        found["no_rope_layers"] = [0 if interval and n % interval == 0 else 1 for n in layers]
+        found["no_rope_layer_interval"] = interval
+    if family in GEMMA:
+        act = "gelu_pytorch_tanh"
+        found |= {"hidden_act": act, "hidden_activation": act, "query_pre_attn_scalar": fields["query_pre_attn_scalar"]}
+        found["final_logit_softcapping"] = fields["final_logit_softcapping"] or None
+    if family == "gemma2":
+        found["attn_logit_softcapping"] = fields["attn_logit_softcapping"] or None
+    return _with_both_ropes(found | _windows(family, fields) | _rope(family, fields)) | {
+        "architectures": [ARCHITECTURES[family]]
+    }
+
+
+def _windows(family: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the sliding window; none if there is no window and the family's class has none either."""
     window = fields["sliding_window"] or None
-    if family == "mistral":
-        found["sliding_window"] = window
-    if family.startswith("qwen") and window:
-        pattern = fields["sliding_window_pattern"]
-        full = [pattern > 1 and (l + 1) % pattern == 0 for l in range(fields["num_hidden_layers"])]
-        types = ["full_attention" if x else "sliding_attention" for x in full]
-        found |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0, "layer_types": types}
+    unused = 4096 if family in GEMMA else None  # transformers makes a mask of it even if no layer has one
+    if family in ("mistral", "ministral3"):
+        return {"sliding_window": window}
+    if family not in BY_LAYER_TYPES or not (window or family in GEMMA):
+        return {}
+    pattern = fields["sliding_window_pattern"]
+    layers = range(1, fields["num_hidden_layers"] + 1)
+    full = [not window or (pattern > 1 and n % pattern == 0) for n in layers]
+    types = ["full_attention" if x else "sliding_attention" for x in full]
+    used = {} if family in GEMMA else {"use_sliding_window": True}
+    first = {"max_window_layers": 0} if family in ("qwen2", "qwen3") else {}
+    return used | {"sliding_window": window or unused} | first | {"layer_types": types}
+
+
+def _rope(family: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the rotary embedding, as transformers 4 spells them."""
     kind = fields["rope_scaling"]
     scaling = {"rope_type": kind} | {name: fields[f"rope_{name}"] for name in ROPE_USES.get(kind, ())}
     if not scaling.get("attention_factor", 1):
         del scaling["attention_factor"]  # it follows from the factor
-    found["rope_scaling"] = None if kind == "none" else scaling
-    return _with_both_ropes(found) | {"architectures": [ARCHITECTURES[family]]}
+    if family == "ministral3" and fields["rope_llama_4_scaling_beta"]:
+        scaling["llama_4_scaling_beta"] = fields["rope_llama_4_scaling_beta"]
+    found: dict[str, Any] = {"rope_scaling": None if kind == "none" else scaling}
+    if family == "gemma3_text":
+        found["rope_local_base_freq"] = fields["rope_local_base_freq"] or fields["rope_theta"]
+    return found

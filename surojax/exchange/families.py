@@ -106,6 +106,7 @@ OF_GEMMA = {
 }
 REQUIRED_OF: dict[str, dict[str, tuple]] = {
     "llama": {"sliding_window": (None,)},  # transformers does not compute it
+    "qwen2": {"use_mrope": (False, None)},  # positions of images; Qwen2.5's config.json says it
     "gemma2": OF_GEMMA | {"sliding_window_size": (4096,)},  # in gemma-2-9b; transformers does not read it
     "gemma3_text": OF_GEMMA | {"attn_logit_softcapping": (None,)},  # transformers does not compute it
 }
@@ -115,7 +116,7 @@ OTHERS = frozenset(
     "bos_token_id eos_token_id pad_token_id rope_parameters rope_scaling partial_rotary_factor use_sliding_window "
     "max_window_layers layer_types output_attentions output_hidden_states return_dict chunk_size_feed_forward "
     "is_encoder_decoder id2label label2id problem_type pretraining_tp cache_implementation "
-    "_sliding_window_pattern quantization_config".split()
+    "_sliding_window_pattern quantization_config _attn_implementation_autoset unsloth_version unsloth_fixed".split()
 )
 # Keys that are `model` fields with the same name and meaning; null means 0.
 SIZES = (

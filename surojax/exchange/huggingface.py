@@ -12,12 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from surojax.errors import ConfigError
+from surojax.exchange import parts
 from surojax.exchange.families import DEFAULTS, IMPLIED, OTHERS, REFUSED_ROPE, REQUIRED, REQUIRED_OF, SIZES
 from surojax.models.operations import ROPE_USES
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a model's folder. Raises ConfigError if there is none, or it cannot be read."""
+    """The config.json of a model's folder, or what it says of the language model if that is one of several parts.
+
+    Raises ConfigError if there is none, or it cannot be read.
+    """
+    found = read_whole_config(folder)
+    return parts.text_config(found) if parts.has_parts(found) else found
+
+
+def read_whole_config(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a model's folder as it is. Raises ConfigError if there is none, or it cannot be read."""
     file = Path(folder).expanduser() / "config.json"
     try:
         found = json.loads(file.read_text())
@@ -54,8 +64,8 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     family = config.get("model_type")
     if "text_config" in config:
         raise ConfigError(
-            f"model_path: expected a text model, got model_type {family!r}, whose text model is one of several parts "
-            "(text_config), and the others would be lost; give a folder with the text model alone"
+            f"model_path: expected a text model, or model_type {' or '.join(parts.FAMILIES)} with a text_config, got "
+            f"{family!r} with one; give a folder with the text model alone"
         )
     if family not in DEFAULTS:
         raise ConfigError(
@@ -194,10 +204,17 @@ def _is_without_rope(given: dict[str, Any]) -> list[bool]:
 def _window(family: str, given: dict[str, Any]) -> dict[str, int]:
     """The fields of the sliding window."""
     window = given["sliding_window"]
-    if family in ("qwen2", "qwen3", "smollm3") and not given.get("use_sliding_window", False):
-        window = None
     layers = given["num_hidden_layers"]
     types = given.get("layer_types")
+    of_masks = types if family == "smollm3" else None  # its masks follow layer_types whatever else is said
+    unused = family in ("qwen2", "qwen3", "smollm3") and not given.get("use_sliding_window", False)
+    if unused and of_masks is None:
+        window = None
+    if of_masks is not None and not window and "sliding_attention" in of_masks:
+        raise ConfigError(
+            f"model_path: config.json: sliding_window: expected a number, since layer_types has sliding_attention, got "
+            f"{window!r}; fetch it again"
+        )
     if types is None and window and family in ("qwen2", "qwen3"):
         first = given.get("max_window_layers", 28)
         types = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)

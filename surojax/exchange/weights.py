@@ -15,8 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError
+from surojax.exchange import parts
 from surojax.exchange.families import NAMES, tensor_names
-from surojax.exchange.huggingface import block_size, read_config
+from surojax.exchange.huggingface import block_size, read_config, read_whole_config
 from surojax.exchange.shards import Shard
 from surojax.models.model import Model, Segment
 from surojax.placement.param import OUTER, Param
@@ -49,6 +50,8 @@ class Tensors(Protocol):
 class Weights:
     """The tensors of a folder with safetensors files; matrices in float8 are multiplied with their blocks' scales.
 
+    Of a model of several parts they are those of its language model, and `left_aside` has the names of the others.
+
     Raises ConfigError if a file of the index is missing or damaged, if a tensor or its scales are not there, and if a
     tensor is stored as integers.
     """
@@ -56,11 +59,15 @@ class Weights:
     def __init__(self, folder: str | Path):
         self.path = Path(folder).expanduser()
         files = self._files()
-        shards = {name: self._open(name) for name in sorted(set(files.values()))}
+        several = parts.has_parts(read_whole_config(self.path))
+        self._stored_as = parts.text_names(files) if several else {name: name for name in files}
+        self.left_aside: list[str] = sorted(files.keys() - set(self._stored_as.values()))
+        shards = {name: self._open(name) for name in sorted({files[name] for name in self._stored_as.values()})}
         self._shard_of: dict[str, Shard] = {}
-        for tensor, file in files.items():
-            if tensor not in shards[file].entries:
-                raise ConfigError(f"model_path: {INDEX} names {tensor} in {file}, which does not have it; {AGAIN}")
+        for tensor, name in self._stored_as.items():
+            file = files[name]
+            if name not in shards[file].entries:
+                raise ConfigError(f"model_path: {INDEX} names {name} in {file}, which does not have it; {AGAIN}")
             self._shard_of[tensor] = shards[file]
             if (dtype := self._entry(tensor).dtype).kind in "biu":
                 raise ConfigError(
@@ -115,7 +122,7 @@ class Weights:
         return block
 
     def _entry(self, name: str):
-        return self._shard_of[name].entries[name]
+        return self._shard_of[name].entries[self._stored_as[name]]
 
     @property
     def names(self) -> set[str]:
@@ -135,7 +142,7 @@ class Weights:
 
     def _read(self, name: str) -> np.ndarray:
         try:
-            return self._shard_of[name].read(name)
+            return self._shard_of[name].read(self._stored_as[name])
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"model_path: cannot read {name} in {self.path} ({reason}); {AGAIN}") from error
@@ -148,6 +155,15 @@ def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) 
     for i, of_rows in enumerate(scales):
         found[i * rows : (i + 1) * rows] *= np.repeat(of_rows, columns)[: found.shape[1]]
     return found
+
+
+def describe(tensors: Tensors) -> str:
+    """Where tensors are from and, in the same line, what else is there and is left aside."""
+    if not isinstance(tensors, Weights) or not tensors.left_aside:
+        return str(tensors.path)
+    others = sorted({name.removeprefix("model.").partition(".")[0] for name in tensors.left_aside})
+    aside = f"{len(tensors.left_aside)} tensors of {', '.join(others)} are left aside"
+    return f"the language model in {tensors.path}; {aside}"
 
 
 def name_of(param: Param, segment: Segment | None = None, l: int = 0) -> str:

@@ -23,8 +23,8 @@ def each_layer(segment: Segment, stacks, dtype, layer: Callable, carry):
     stacks: the segment's weights in any memory, quantised or not; `layer` gets them dequantised, in `dtype`.
     """
 
-    def one(part: Part, first: int, k, variant: Variant, carry):
-        l = first + k
+    def one(part: Part, first: int, _, in_turn, variant: Variant, carry):
+        l = first + in_turn
         return layer(l, dequantise_all(read(part.stack, l - part.start), dtype), variant, carry)
 
     for part in parts(stacks):

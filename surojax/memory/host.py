@@ -6,8 +6,8 @@ one layer. An array's type says which memory it is in, so code that reads and wr
 A copy engine does it only if XLA proves that the offset is linear in the loop's counter. Otherwise a kernel does, whose
 threads wait for host memory on the multiprocessors that the loop's products need (docs/LOG.md, 2026-11-22). So loops
 that read ahead or write behind name layer l + 1 or l - 1 as it is, although the last or first one lies beyond the
-stack: a modulo, minimum or maximum is not linear, and slices clamp their index anyway. For a fixed layer inside a loop
-there is `index_in_loop`.
+stack: a modulo, minimum or maximum is not linear, nor is what is behind a barrier, and slices clamp their index anyway.
+For a fixed layer inside a loop there is `index_in_loop`.
 """
 
 from collections.abc import Sequence
@@ -170,10 +170,20 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
         following = (copied_in, read(inputs, start + after))
         return SweepCarry(outputs, state, following, materialised(function(*arguments)))
 
-    # The first iteration writes what is there already: there is no layer before the first one.
-    unchanged = read(outputs, 0), read(state, max(start - 1, 0))
-    carry = SweepCarry(outputs, state, read((state, inputs), start), unchanged)
-    carry = jax.lax.fori_loop(0, n, layer, carry)
+    def two_layers(i, carry: SweepCarry) -> SweepCarry:
+        return layer(2 * i + 1, materialised(layer(2 * i, carry)))
+
+    # There is no layer before the first one. The first iteration writes zeros where the first layer's output follows,
+    # and into the state what is there already.
+    before_first = jax.tree.map(jnp.zeros_like, read(outputs, 0)), read(state, max(start - 1, 0))
+    carry = SweepCarry(outputs, state, read((state, inputs), start), before_first)
+    # Of two layers in a body, each writes over what the other has read. With one, XLA copies what is prefetched into
+    # the carry, while the link waits. A loop of one round, which XLA would dissolve, gains nothing.
+    paired = n - n % 2 if n >= 4 else 0
+    if paired:
+        carry = jax.lax.fori_loop(0, paired // 2, two_layers, carry)
+    if paired < n:
+        carry = jax.lax.fori_loop(paired, n, layer, carry)
     output, new = carry.results
     return write(carry.outputs, output, n - 1), write(carry.state, new, stop - 1)
 

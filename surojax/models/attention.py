@@ -1,8 +1,9 @@
-"""Scaled dot-product attention: an adapter for the libraries that compute it. No other file calls them.
+"""Scaled dot-product attention: by XLA, by cuDNN or by our kernel. No other file calls them.
 
 Shape suffixes: B batch, S query positions, T key positions, H query heads, K key/value heads, h head dimension.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -90,46 +91,51 @@ def attend(
         starts = jnp.zeros(q_BSHh.shape[:2], jnp.int32) if starts is None else starts
         scores: Any = {"window": window, "scale": scale, "softcap": softcap}
         return kernel.attention(q_BSHh, k_BTKh, v_BTKh, starts, implementation="mosaic", **scores)
-    # With XLA, the mask of a window or of documents is made from positions inside `library`. JAX's own mask would be
-    # saved as a residual of each layer that has a window.
-    masked = start is not None or starts is not None or softcap > 0 or (window > 0 and implementation == "xla")
-    options: dict[str, Any] = {"scale": scale, "implementation": implementation}
+    if implementation == "cudnn":
+        local = (window - 1, 0) if window else None
+        options: dict[str, Any] = {"scale": scale, "implementation": implementation}
+        return jax.nn.dot_product_attention(q_BSHh, k_BTKh, v_BTKh, is_causal=True, local_window_size=local, **options)
+    factor = q_BSHh.shape[-1] ** -0.5 if scale is None else scale
 
-    def library(q, k, v, starts):
-        if not masked:
-            local = (window - 1, 0) if window else None
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, **options)
+    # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster. The mask is
+    # made inside, else it would be saved too.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def masked(q, k, v, starts):
         mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None, None]
         if starts is not None:
             mask = mask & same_document(starts, k.shape[1])
-        if softcap:
-            return with_softcap(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, **options)
+        return by_xla(q, k, v, mask, factor, softcap)
 
-    if implementation == "xla":
-        # Save q, k, v instead of several copies of the scores: O(S) residuals like flash attention, and faster.
-        library = jax.checkpoint(library, prevent_cse=False)
-    return library(q_BSHh, k_BTKh, v_BTKh, starts)
+    return masked(q_BSHh, k_BTKh, v_BTKh, starts)
 
 
 USE_AUTO = "use attention='auto', or 'xla', which has S x S scores in memory"
+# Products of 16-bit numbers that are summed in float32, in the backward pass too.
+PRECISION = {"bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32, "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32}
 
 
-def with_softcap(
+def by_xla(
     q_BSHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, mask_B1ST: jax.Array, scale: float, softcap: float
 ) -> jax.Array:
-    """softmax(softcap tanh(scale q k^T / softcap)) v of the keys that the mask shows, with float32 scores.
+    """softmax(scale q k^T) v of the keys that the mask shows, with float32 scores and, if not 0, their softcap.
 
-    A query that sees no key, such as one of padding, gets a mean of all values.
+    A query that sees no key, such as one of padding, gets a mean of all values. The queries of all heads that share
+    keys are rows of one matrix R = G S: with `jax.nn.dot_product_attention`, XLA copies the scores from one order into
+    another, which takes half of its time on a CPU (docs/LOG.md, 2026-11-22).
     """
     B, S, H, h = q_BSHh.shape
-    K = k_BTKh.shape[2]
-    q_BSKGh = q_BSHh.reshape(B, S, K, H // K, h)
-    scores_BKGST = scale * jnp.einsum("BSKGh,BTKh->BKGST", q_BSKGh, k_BTKh, preferred_element_type=jnp.float32)
-    scores_BKGST = softcap * jnp.tanh(scores_BKGST / softcap)
+    T, K = k_BTKh.shape[1:3]
+    G = H // K
+    q_BKRh = q_BSHh.reshape(B, S, K, G, h).transpose(0, 2, 3, 1, 4).reshape(B, K, G * S, h)
+    sums: Any = {"precision": PRECISION.get(str(q_BSHh.dtype)), "preferred_element_type": jnp.float32}
+    scores_BKRT = scale * jnp.einsum("BKRh,BTKh->BKRT", q_BKRh, k_BTKh, **sums)
+    if softcap:
+        scores_BKRT = softcap * jnp.tanh(scores_BKRT / softcap)
+    scores_BKGST = scores_BKRT.reshape(B, K, G, S, T)
     shown_BKGST = jnp.where(mask_B1ST[:, :, None], scores_BKGST, jnp.finfo(jnp.float32).min)
-    weights_BKGST = jax.nn.softmax(shown_BKGST, axis=-1).astype(v_BTKh.dtype)
-    return jnp.einsum("BKGST,BTKh->BSKGh", weights_BKGST, v_BTKh).reshape(B, S, H, h)
+    weights_BKRT = jax.nn.softmax(shown_BKGST, axis=-1).astype(v_BTKh.dtype).reshape(B, K, G * S, T)
+    y_BKRh = jnp.einsum("BKRT,BTKh->BKRh", weights_BKRT, v_BTKh)
+    return y_BKRh.reshape(B, K, G, S, h).transpose(0, 3, 1, 2, 4).reshape(B, S, H, h)
 
 
 def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax.Array:

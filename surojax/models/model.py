@@ -270,16 +270,17 @@ def runs(variants: Sequence[Variant]) -> list[Run]:
 
 
 def loop_over(variants: Sequence[Variant], period: int, one: Callable, carry):
-    """The carry after carry = one(k, variants[k], carry) for every k, in a loop whose body has `period` of them.
+    """The carry after carry = one(k, in_turn, variants[k], carry) for every k, in a loop with `period` k in its body.
 
     variants: repeat after `period`. What is left over at the end is unrolled, and so is what would be a loop of one
-    round, which XLA would dissolve.
+    round, which XLA would dissolve. in_turn: the same as k, but known only when the layer before is done. k is linear
+    in the loop's counter; what depends on nothing else, XLA may read ahead.
     """
     n = len(variants)
     looped = n - n % period if n >= 2 * period else 0
 
-    def in_turn(k, carry):
-        """(k, carry) that are known only when the layer before is done; between layers of a loop its carry does this.
+    def after(k, carry):
+        """(in_turn, carry), known only when the layer before is done. Between rounds of a loop its carry does this.
 
         Otherwise XLA merges the transfers of layers that it sees side by side, or makes all of them at the beginning,
         so that several layers are in memory at once, and hands activations on unrounded.
@@ -289,16 +290,17 @@ def loop_over(variants: Sequence[Variant], period: int, one: Callable, carry):
     def body(i, carry):
         for j, variant in enumerate(variants[:period]):
             k = i if period == 1 else i * period + j
+            in_turn = k
             if j:
-                k, carry = in_turn(k, carry)
-            carry = one(k, variant, carry)
+                in_turn, carry = after(k, carry)
+            carry = one(k, in_turn, variant, carry)
         return carry
 
     if looped:
         carry = jax.lax.fori_loop(0, looped // period, body, carry)
     for number in range(looped, n):
-        k, carry = in_turn(number, carry)
-        carry = one(k, variants[number], carry)
+        in_turn, carry = after(number, carry)
+        carry = one(jnp.int32(number), in_turn, variants[number], carry)
     return carry if looped == n else jax.lax.optimization_barrier(carry)
 
 

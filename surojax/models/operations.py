@@ -29,6 +29,7 @@ from surojax.models.attention import attend
 from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Variant
 from surojax.numerics.blockscaled import mxfp8_linear, nvfp4_linear
 from surojax.numerics.recipes import Precision
+from surojax.numerics.rounding import materialised
 from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
 
 # --- linear layers ----------------------------------------------------------------------------------------------------
@@ -216,12 +217,21 @@ def positions_of(tokens: int, starts_BS: jax.Array | None = None, first: jax.Arr
     return index_S if starts_BS is None else index_S[None, :] - starts_BS
 
 
+@jax.custom_vjp
+def gradient_in_one_pass(x: jax.Array) -> jax.Array:
+    """x; its gradient is written to memory once. Else XLA writes the halves of rope's apart, and joins them twice."""
+    return x
+
+
+gradient_in_one_pass.defvjp(lambda x: (x, None), lambda _, dx: (materialised(dx),))
+
+
 @functools.partial(save_inputs_only, static_argnums=(2, 3))
 def rope(x_BSHh: jax.Array, positions: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
     """Rotate channel pairs (i, i + h/2) by position x frequency, in float32. positions: `[S]` or `[B, S]`."""
     angles = rope_angles(x_BSHh.shape[-1], positions, theta, scaling)
     cos, sin = (x[..., None, :] if x.ndim == 3 else x[None, :, None, :] for x in angles)
-    first, second = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
+    first, second = jnp.split(gradient_in_one_pass(x_BSHh).astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BSHh.dtype)
 

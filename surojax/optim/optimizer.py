@@ -16,6 +16,7 @@ weights stochastically: nearly all updates are smaller than half the distance to
 lost if rounded to nearest.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ SCHEDULES = ("cosine", "linear", "wsd")
 Scalars = dict[str, jax.Array]  # values shared by all updates of one step: see `adam_scalars`
 
 
+@functools.cache
 def learning_rate_schedule(
     kind: str,
     *,
@@ -228,8 +230,13 @@ def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
     def init(shape, shards):
         return chain.init(jnp.zeros(shape, jnp.float32))
 
+    @functools.cache
+    def of_a_number():
+        """The shapes of a number's state."""
+        return jax.eval_shape(lambda: init((), 1))
+
     def state_layout(layout: Layout):
-        return jax.tree.map(lambda _: layout, jax.eval_shape(lambda: init((), 1)))
+        return jax.tree.map(lambda _: layout, of_a_number())
 
     def apply(p, g, state, tensor: TensorContext, dtype):
         update, state = chain.update(g.astype(jnp.float32), state, p, scalars=tensor.scalars)

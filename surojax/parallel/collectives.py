@@ -227,9 +227,13 @@ class Squares(NamedTuple):
     of_replicated: jax.Array
 
 
-def sum_of_squares(tree, layouts) -> Squares:
-    """The `Squares` of a tree of arrays that are stored with these layouts."""
-    squares = materialised(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), materialised(tree)))
+def sum_of_squares(tree, layouts, *, in_memory: bool = False) -> Squares:
+    """The `Squares` of a tree of arrays that are stored with these layouts.
+
+    in_memory: the arrays, or the stacks that they are slices of, are in memory already; else a barrier sees to it.
+    """
+    tree = tree if in_memory else materialised(tree)
+    squares = materialised(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree))
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(layouts), strict=True))
     start = no_squares()
     of_shards = sum(_counted_once(square, layout) for square, layout in pairs if active(*layout.stored_axes))

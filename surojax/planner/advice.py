@@ -128,6 +128,7 @@ def _changes(c: Config, n: int, platform: str, scarce: bool) -> Iterator[Change]
     if not c.recompute_block:
         yield {"recompute_norm": True, "recompute_swiglu": True}
     yield {"recompute_block": True} | dict.fromkeys(RECOMPUTE_PARTS, False)
+    yield {"microbatches_per_fetch": 1}
     yield {"lmhead_chunks": chunks(c.per_device_batch_size * c.sequence_len)}
     yield {
         "per_device_batch_size": 1,
@@ -178,14 +179,14 @@ def changed(c: Config, *changes: Change) -> Config:
 
 
 def lines(found: list[tuple[Change, Memory]], limit: Memory) -> list[str]:
-    """A line for each change: its flags, the memory that the run then needs, and whether it fits."""
+    """A line for each of a chain of changes: its flags, the memory that the run then needs, and whether it fits."""
 
     def line(change: Change, need: Memory) -> str:
         host = f", {gib(need.host)} of host memory" if need.host and limit.host < math.inf else ""
         fits = "" if any(missing(need, limit)) else " (fits)"
         return f"{flags(change)} -> {gib(need.device)}{host}{fits}"
 
-    return [line(change, need) for change, need in found]
+    return [f"{'then ' if i else ''}{line(change, need)}" for i, (change, need) in enumerate(found)]
 
 
 def flags(change: Change) -> str:

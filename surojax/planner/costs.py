@@ -198,15 +198,16 @@ def host_transfers(module: Module) -> dict[str, int]:
 
 def _kernel(p: Program, i: Instruction, computation, inside: list[dict[str, Instruction]]) -> tuple[str, float]:
     """(kind, seconds) of a kernel; 0 seconds if nothing runs."""
-    if i.opcode == "custom-call":
-        return _custom_call(p, i, computation)
+    if i.opcode in ("custom-call", "dot"):
+        return _library_call(p, i, computation)
     if not inside:
         size = _bytes(i.shape) + sum(_bytes(computation[name].shape) for name in i.operands if name in computation)
         if i.opcode in ("copy", "copy-start"):
             return DEVICE_COPY, _pass_time(p, 2 * sum(a.bytes for a in hlo.arrays(hlo.result(i))))
         return PASS, _pass_time(p, size)
-    # A fusion around a product slices its operands or updates a stack with its result.
-    products = [_custom_call(p, x, inside[0]) for x in inside[0].values() if x.opcode == "custom-call"]
+    # A fusion around a product by cuBLAS slices its operands or updates a stack with its result. XLA's own products
+    # (Triton) are fusions around a dot.
+    products = [_library_call(p, x, inside[0]) for x in inside[0].values() if x.opcode in ("custom-call", "dot")]
     if products:
         return products[0][0], sum(seconds for _, seconds in products)
     kind = DEVICE_COPY if by_copy_engine(p.module, i) else PASS
@@ -218,13 +219,13 @@ def _pass_time(p: Program, size: float) -> float:
     return size / (p.gpu.memory_bandwidth * p.rates.memory) + p.rates.launch
 
 
-def _custom_call(p: Program, i: Instruction, computation) -> tuple[str, float]:
-    """(kind, seconds) of a library's kernel, or of one of ours."""
-    target = _attribute(i, r'custom_call_target="([^"]*)"')
+def _library_call(p: Program, i: Instruction, computation) -> tuple[str, float]:
+    """(kind, seconds) of a library's kernel, of one of ours, or of a product that XLA computes itself."""
+    target = _attribute(i, r'custom_call_target="([^"]*)"') if i.opcode == "custom-call" else ""
     operands = [computation[name].shape for name in i.operands]
     if target in NO_KERNEL:
         return PASS, 0.0
-    if target.startswith("__cublas"):
+    if i.opcode == "dot" or target.startswith("__cublas"):
         m, n, k, batch = product_sizes(i, computation)
         dtype = re.match(r"\(?(\w+)\[", operands[0])
         assert dtype is not None, operands[0]
@@ -236,15 +237,15 @@ def _custom_call(p: Program, i: Instruction, computation) -> tuple[str, float]:
 
 
 def product_sizes(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[int, int, int, int]:
-    """(m, n, k, batch) of a matrix product by cuBLAS."""
+    """(m, n, k, batch) of a matrix product by cuBLAS or by XLA, which write its dimensions differently."""
 
     def dims(key: str) -> list[int]:
-        found = re.search(rf'"{key}":\[([^\]]*)\]', i.attributes)
-        return [int(x) for x in re.findall(r"\d+", found[1])] if found else []
+        found = re.search(rf'"{key}_dimensions":\[([^\]]*)\]|{key}_dims={{([^}}]*)}}', i.attributes)
+        return [int(x) for x in re.findall(r"\d+", found[1] or found[2] or "")] if found else []
 
     lhs, rhs = (_dims(computation[name].shape) for name in i.operands[:2])
-    k = math.prod(lhs[d] for d in dims("lhs_contracting_dimensions"))
-    batch = math.prod(lhs[d] for d in dims("lhs_batch_dimensions"))
+    k = math.prod(lhs[d] for d in dims("lhs_contracting"))
+    batch = math.prod(lhs[d] for d in dims("lhs_batch"))
     return math.prod(lhs) // (k * batch), math.prod(rhs) // (k * batch), k, batch
 
 

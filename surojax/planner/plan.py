@@ -3,8 +3,8 @@
 The real step is compiled for the named GPU on this machine, which needs no GPU (`aot`). Memory, collectives and host
 copies are read from the compiled program (`hlo`), and so is their overlap with matrix products. The program is
 simulated to predict its time (`prediction`). Each collective is reported with its textbook bytes (`traffic`). If the
-compiler for GPUs is not installed, memory is estimated by `fit` and traffic by `traffic`, no time is predicted, and
-`Plan.estimate` is True.
+compiler for GPUs is not installed, memory is estimated by `footprint` and traffic by `traffic`, no time is predicted,
+and `Plan.estimate` is True.
 """
 
 import copy
@@ -33,11 +33,11 @@ from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape, tensor_parallel
+from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape
 from surojax.placement.param import OUTER
-from surojax.planner import advice, aot, fit, hlo, prediction, traffic
+from surojax.planner import advice, aot, check_fit, footprint, hlo, prediction, search, traffic
 from surojax.planner.advice import GiB, Memory
-from surojax.planner.gpus import GPUS
+from surojax.planner.gpus import GPUS, Gpu
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
 from surojax.step.file_step import FileStep, Program
@@ -73,15 +73,17 @@ class Plan(Prediction):
     step_time_bound_s: float
     bound_by: str  # the resource with the largest of times_s
     times_s: dict[str, float]  # lower bound for each resource
-    device_limit_bytes: int  # bytes of this GPU's memory that JAX can use, see `fit.POOL`
+    device_limit_bytes: int  # bytes of this GPU's memory that JAX can use, see `footprint.POOL`
     host_limit_bytes: int | None  # host memory for all GPUs together; None if unknown
     changes: list[str]  # changes of settings that would make it fit
 
 
-def plan(config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None) -> Plan:
+def plan(
+    config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None, advise: bool = True
+) -> Plan:
     """Plans a run on `config.gpus` GPUs of this kind. host_memory: of the machine, in GiB; None: no limit is checked.
 
-    trace: a file for a trace of the simulated step (`prediction.trace`).
+    trace: a file for a trace of the simulated step (`prediction.trace`). advise: look for `changes` if it does not fit.
 
     A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
     planned in a new process. Raises ConfigError for settings that `train` refuses, for an unknown GPU, for `gpus=0`,
@@ -89,11 +91,11 @@ def plan(config: Config, gpu: str, *, host_memory: float | None = None, trace: s
     """
     c = checked(config, gpu)
     if aot.available() and not aot.usable(gpu):
-        return plan_in_subprocess(c, gpu, host_memory=host_memory, trace=trace)
-    return _plan(c, gpu, host_memory, trace)
+        return plan_in_subprocess(c, gpu, host_memory=host_memory, trace=trace, advise=advise)
+    return _plan(c, gpu, host_memory, trace, advise)
 
 
-def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None) -> Plan:
+def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None, advise: bool) -> Plan:
     """`plan` of a checked config, in this process."""
     n = c.gpus
     facts = GPUS[gpu]
@@ -113,7 +115,7 @@ def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None) -> 
     )
     host_limit = None if host_memory is None else int(host_memory * GiB)
     in_files = sum(row["nvme"] for row in found["classes"].values())
-    limit = Memory(int(fit.POOL * facts.memory_bytes), math.inf if host_limit is None else host_limit)
+    limit = Memory(int(footprint.POOL * facts.memory_bytes), math.inf if host_limit is None else host_limit)
     need = Memory(found["device_bytes"], n * found["host_bytes"])
     fits = not any(advice.missing(need, limit))
     bound_by = max(times, key=lambda resource: times[resource])
@@ -131,7 +133,7 @@ def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None) -> 
         times_s=times,
         device_limit_bytes=limit.device,
         host_limit_bytes=host_limit,
-        changes=[] if fits else _changes(c, need, limit),
+        changes=_changes(c, facts, need, limit) if advise and not fits else [],
         **found,
     )
 
@@ -169,13 +171,13 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch, trace: str | None) -> d
         "gpu",
         memory_bytes=GPUS[gpu].memory_bytes,
         plans_with=aot.PLANS_WITH,
-        host_temporaries=fit.host_temporaries(run, batch.sequences, batch.sequence_len),
+        host_temporaries=footprint.host_temporaries(run, batch.sequences, batch.sequence_len),
     )
     parts = programs(run, mesh, batch)
     try:
         done = [(aot.compile_for(part.function, part.arguments, mesh, options), part.times) for part in parts]
     except Unserved as error:
-        raise fit.unserved(error) from error
+        raise check_fit.unserved(error) from error
     textbook = traffic.collective_bytes(run, batch)
     modules = [(hlo.parse(compiled.text), times) for compiled, times in done]
     copies = [(hlo.host_copies(module), times) for module, times in modules]
@@ -221,13 +223,10 @@ def _predicted(
     if len(modules) > 1:
         return dataclasses.asdict(Prediction(not_predicted="state in files, and the drive's speed is not known"))
     (module,) = modules
-    tokens = batch.tokens * batch.microbatches // tensor_parallel(run.mesh)
-    compute_time = tokens * traffic.compute_time(GPUS[gpu], traffic.token_flops(run, batch.sequence_len))
-    mesh_shape = run.mesh.shape
-    found = prediction.predict(module, GPUS[gpu], mesh_shape, tokens=tokens, compute_time=compute_time)
+    found = prediction.of_module(module, run, batch, GPUS[gpu])
     if trace is not None and not found.not_predicted:
         title = f"{c.gpus} x {GPUS[gpu].name}"
-        prediction.write_trace(Path(trace), module, GPUS[gpu], mesh_shape, title)
+        prediction.write_trace(Path(trace), module, GPUS[gpu], run.mesh.shape, title)
     return dataclasses.asdict(found)
 
 
@@ -275,7 +274,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
     """The fields that `_compiled` returns, estimated from shapes."""
     run = from_config(c, abstract_mesh(c.gpus, **configs.mesh_sizes(c)), total_steps=1000)
     rows = classes(run, batch)
-    need = fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
+    need = footprint.by_class(run, batch.sequences, batch.sequence_len, "gpu")
     temporaries = ("gradients", "activations", "working space")
 
     def total(names, home: str) -> int:
@@ -319,7 +318,7 @@ def _with_textbook(found: list[hlo.Collective], textbook: dict[tuple[str, str], 
 
 def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
     """Bytes per GPU of each row of the placement table, by the memory that they are stored in."""
-    need = fit.by_class(run, batch.sequences, batch.sequence_len, "gpu")
+    need = footprint.by_class(run, batch.sequences, batch.sequence_len, "gpu")
     weights = dict(run.plan.weights)
     outer = weights.pop(OUTER)
     blocks = jax.tree.leaves(weights, is_leaf=is_quantized)
@@ -342,17 +341,21 @@ def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
     return {name: row(name) for name, of in rows if isinstance(of, placement.Row) and (name != "quants" or of.dtype)}
 
 
-def _changes(c: Config, need: Memory, limit: Memory) -> list[str]:
-    """Changes of settings that would make it fit, by estimate.
+def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
+    """Changes of settings that would make it fit, by estimate: the fastest ones, or if there are none, a chain.
 
     If the estimate for this config is below `need`, the difference is added to all estimates.
     """
-    estimated = fit.needs(c, c.gpus, "gpu")
+    estimated = footprint.needs(c, c.gpus, "gpu")
     device_difference = max(0, need.device - estimated.device)
     host_difference = max(0, need.host - estimated.host)
 
+    left = search.Limits(limit.device - device_difference, limit.host - host_difference)
+    if gpu.rates is not None and (lines := search.alternatives(c, gpu, left)):
+        return lines
+
     def needs(c: Config, n: int) -> Memory:
-        found = fit.needs(c, n, "gpu")
+        found = footprint.needs(c, n, "gpu")
         return Memory(found.device + device_difference, found.host + host_difference)
 
     found = advice.changes_that_help(c, c.gpus, limit, "gpu", needs)
@@ -361,10 +364,13 @@ def _changes(c: Config, need: Memory, limit: Memory) -> list[str]:
     return advice.lines(found, limit) + [more] * unsolved
 
 
-def plan_in_subprocess(config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None) -> Plan:
+def plan_in_subprocess(
+    config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None, advise: bool = True
+) -> Plan:
     """`plan` in a new process. Raises ConfigError as `plan` does, and RuntimeError if that process fails."""
     code = "from surojax.planner.plan import serve; serve()"
-    request = json.dumps({"config": config.to_dict(), "gpu": gpu, "host_memory": host_memory, "trace": trace})
+    options = {"host_memory": host_memory, "trace": trace, "advise": advise}
+    request = json.dumps({"config": config.to_dict(), "gpu": gpu, "options": options})
     done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"planning for {gpu} in a process of its own failed: {done.stderr.strip()[-2000:]}")
@@ -383,7 +389,7 @@ def serve() -> None:
         c = checked(checks.restored_config(request["config"]), gpu)
         if aot.available() and not aot.usable(gpu):
             raise ConfigError(f"--gpu: cannot compile for {gpu}: JAX does not load its CUDA plugin; {aot.EXTRA}")
-        answer = dataclasses.asdict(_plan(c, gpu, request["host_memory"], request["trace"]))
+        answer = dataclasses.asdict(_plan(c, gpu, **request["options"]))
     except ConfigError as error:
         answer = {"error": str(error)}
     json.dump(answer, sys.stdout)

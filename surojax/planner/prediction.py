@@ -5,10 +5,13 @@ timeline.py simulates the compiled step; benchmarks/calibrate.py holds its model
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from surojax.planner import costs
+from surojax.assembly import Assembly
+from surojax.placement.mesh import tensor_parallel
+from surojax.planner import costs, hlo, traffic
 from surojax.planner.costs import MAIN, STREAMS, TRANSFERS
 from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
@@ -59,6 +62,35 @@ def predict(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, tokens: 
         exposed_s=exposed,
         exposed_by_loop_s=by_loop,
         host_transfers=transfers,
+    )
+
+
+def of_compiled(text: str, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
+    """The `Prediction` of a compiled step of a run. text: its HLO, `jax.stages.Compiled.as_text()`."""
+    return of_module(hlo.parse(text), run, batch, gpu)
+
+
+def of_module(module: Module, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
+    """The same for a parsed program."""
+    tokens = batch.tokens * batch.microbatches // tensor_parallel(run.mesh)
+    compute_time = tokens * traffic.compute_time(gpu, traffic.token_flops(run, batch.sequence_len))
+    return predict(module, gpu, run.mesh.shape, tokens=tokens, compute_time=compute_time)
+
+
+def comparison(predicted: Prediction, durations_s: Sequence[float], tokens: int) -> str:
+    """A line with measured beside predicted tokens/s of all GPUs; "" if nothing was predicted or measured.
+
+    durations_s: of steps; their median is compared, without the first one if there are others. tokens: of a step.
+    """
+    if predicted.predicted_step_s is None or predicted.predicted_range_s is None or not durations_s:
+        return ""
+    seconds = statistics.median(durations_s[1:] or durations_s)
+    low, high = (tokens / t for t in reversed(predicted.predicted_range_s))
+    expected = tokens / predicted.predicted_step_s
+    ratio = tokens / seconds / expected
+    return (
+        f"tok/s: measured {tokens / seconds:,.0f}, predicted {expected:,.0f} ({low:,.0f} to {high:,.0f}), "
+        f"measured / predicted {ratio:.2f}"
     )
 
 

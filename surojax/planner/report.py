@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 from surojax.placement.home import HOMES
-from surojax.planner import aot, fit
+from surojax.planner import aot
 from surojax.planner.advice import gib, memory_unit
+from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import Plan
 
@@ -116,14 +117,14 @@ def verdict(p: Plan) -> list[str]:
     name = GPUS[p.gpu].name
     device = f"{gib(p.device_bytes)} of {gib(p.device_limit_bytes)}"
     over = p.device_bytes > p.device_limit_bytes
-    lines = [f"{'does not fit' if over else 'fits'}: {device}, which is {fit.POOL:.0%} of each {name}"]
+    lines = [f"{'does not fit' if over else 'fits'}: {device}, which is {POOL:.0%} of each {name}"]
     if not over:
         lines[0] += "; cuDNN's workspaces come on top, some hundred MiB"
-        if p.device_bytes > fit.DEFAULT_POOL / fit.POOL * p.device_limit_bytes:
-            lines.append(f"  with {fit.POOL_SETTING} in the environment: JAX takes {fit.DEFAULT_POOL} by itself")
+        if p.device_bytes > DEFAULT_POOL / POOL * p.device_limit_bytes:
+            lines.append(f"  with {POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} by itself")
     if p.host_limit_bytes is not None:
         needed = gib(p.gpus * p.host_bytes)
         limit = gib(p.host_limit_bytes)
         enough = p.gpus * p.host_bytes <= p.host_limit_bytes
         lines.append(f"{'fits' if enough else 'does not fit'}: {needed} of {limit} host memory for all GPUs")
-    return lines + [f"  {'then' if i else 'would change it:'} {change}" for i, change in enumerate(p.changes)]
+    return lines + [f"  {'' if i else 'would change it: '}{change}" for i, change in enumerate(p.changes)]

@@ -10,11 +10,11 @@ Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), as in
 | + gradients        | reduce-scatter k P                                  | all-gather P                           |
 | + weights          | all-gather 2 k P, reduce-scatter k P                |                                        |
 
-times (n - 1) / n. P' is the size of the blocks in the dtype of the gradient accumulators. `use_all_to_all_reduce` sends
-the same bytes in an all-to-all. In 8 bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes
-fp8_*) P has 1 byte for each number of a matrix and 4 bytes for the scale of each of its blocks; fp8_* have no blocks.
-Vectors stay in the work dtype, gradients of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its
-gradients in one hop).
+times (n - 1) / n. P' is the size of the blocks in the dtype of the gradient accumulators. With `microbatches_per_fetch`
+g, weights are gathered for k / g groups: 2 P k / g. `use_all_to_all_reduce` sends the same bytes in an all-to-all. In 8
+bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes fp8_*) P has 1 byte for each number of a
+matrix and 4 bytes for the scale of each of its blocks; fp8_* have no blocks. Vectors stay in the work dtype, gradients
+of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradients in one hop).
 
 Replicated outer layers add a reduce-scatter and an all-gather once per step. Sharded outer layers transfer tokens
 instead: see `collective_bytes`. NorMuon all-gathers the momentum of the blocks' matrices once per step, in the work
@@ -61,6 +61,7 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     n = run.mesh.shape[SHARD]
     replicas = run.mesh.shape[REPLICATE]
     k = batch.microbatches
+    groups = _groups(run, batch)
     ops = "all-gather", "reduce-scatter", "all-to-all", "all-reduce"
     sent = collections.defaultdict[tuple[str, str], float](float)
     sent |= dict.fromkeys([*((op, SHARD) for op in ops), ("all-reduce", REPLICATE)], 0.0)
@@ -68,7 +69,7 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     ring = (n - 1) / n
     blocks, replicated_blocks = _sizes(run, *_segments(run))
     gathered = _in_8_bits(run, vectors=work) if table.quants.dtype else work * blocks
-    sent["all-gather", SHARD] += ring * (2 * k * gathered if table.weights.sharded else work * blocks)
+    sent["all-gather", SHARD] += ring * (2 * groups * gathered if table.weights.sharded else work * blocks)
     rounds, itemsize = (k, work) if table.grads.sharded else (1, accum)
     reduce = "reduce-scatter" if table.reduce == "reduce_scatter" else "all-to-all"
     reduced = _in_8_bits(run, vectors=4) if table.reduce == "int8" else itemsize * blocks
@@ -159,6 +160,11 @@ def _size(run: Assembly, p: Param, layout: Layout) -> int:
     return math.prod(p.shape) // divided
 
 
+def _groups(run: Assembly, batch: Batch) -> int:
+    """Groups of microbatches in a step; for each, a layer's weights and accumulators are fetched once a pass."""
+    return batch.microbatches // run.engine.microbatches_per_fetch
+
+
 def _segments(run: Assembly) -> list[str]:
     return [segment.name for segment in run.model.segments]
 
@@ -215,7 +221,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     total += attention if again else 0
     for segment in model.segments:
         for variant in segment.variants:
-            forward, backward = _operands(model.precision, variant.recipe_enabled, work_dtype)
+            forward, backward = operands(model.precision, variant.recipe_enabled, work_dtype)
             recomputed = segment.recomputed_matmul_size if again else 0
             found[forward] += 2 * (segment.matmul_size + recomputed)
             found[backward] += 4 * segment.matmul_size
@@ -224,7 +230,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     return dict(found)
 
 
-def _operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[str, str]:
+def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[str, str]:
     """Dtypes of the factors of a block's matrix products, (forward, backward). dtype: that of the work weights."""
     if not recipe_enabled or precision.recipe == "bf16":
         forward = precision.matmul_dtype or dtype
@@ -281,15 +287,17 @@ def device_traffic(run: Assembly, batch: Batch) -> int:
 def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
     """(host to device, device to host) bytes per step and GPU; rows: bytes by class of tensors and by memory.
 
-    Weights, or their persistent 8-bit copies, are read twice a microbatch and written once a step. Gradients are read
-    and written once a microbatch, and read once more by the update. Residuals are written and read once a microbatch.
-    Master weights and moments are read and written once a step; those in files pass through host memory.
+    Weights, or their persistent 8-bit copies, are read twice a group of microbatches and written once a step. Gradients
+    are written once a group, and read by the next group or the update. Residuals are written and read once a
+    microbatch. Master weights and moments are read and written once a step; those in files pass through host memory.
     """
-    k = batch.microbatches
+    groups = _groups(run, batch)
     host = {name: row["host"] + row["nvme"] for name, row in rows.items()}
     weights = host["weights"] + host.get("quants", 0)
-    read = 2 * k * weights + (k + 1) * host["grads"] + k * host["residuals"] + host["master"] + host["moments"]
-    written = weights + k * (host["grads"] + host["residuals"]) + host["master"] + host["moments"]
+    state = host["master"] + host["moments"]
+    residuals = groups * host["residuals"]  # a group's are in host memory together
+    read = 2 * groups * weights + groups * host["grads"] + residuals + state
+    written = weights + groups * host["grads"] + residuals + state
     return read, written
 
 

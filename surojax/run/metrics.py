@@ -116,10 +116,13 @@ class MetricsLog:
             if self._bar is not None:
                 outputs.callback(self._bar.close)
 
-    def step(self, step: int, *, loss: float, grad_norm: float, lr: float, duration_s: float) -> dict[str, Any]:
+    def step(
+        self, step: int, *, loss: float, grad_norm: float, lr: float, duration_s: float, data_wait_s: float = 0.0
+    ) -> dict[str, Any]:
         """Report a training step (loss in nats per token) and return its record in `metrics.jsonl`.
 
-        {"log":"step","step","loss","norm","lr","tokens_per_second","duration_ms"}, and "mfu" (a fraction) if known.
+        {"log":"step","step","loss","norm","lr","tokens_per_second","duration_ms","data_wait_ms"}, and "mfu" (a
+        fraction) if known. data_wait_s: the host waited so long for the batch, while the device may have been busy.
         Floats are written with all digits, so a float32 is read back bit-exactly. A value that is not finite is written
         as null, since JSON has no NaN.
         """
@@ -127,6 +130,7 @@ class MetricsLog:
         tokens_per_second = self._tokens_per_step / duration_s
         record = {"log": "step", "step": step, "loss": loss, "norm": grad_norm, "lr": lr}
         record |= {"tokens_per_second": tokens_per_second, "duration_ms": duration_s * 1e3}
+        record["data_wait_ms"] = data_wait_s * 1e3
         if self._peak_flops is not None:
             record["mfu"] = self._flops_per_step / duration_s / self._peak_flops
         self._append(record)
@@ -229,6 +233,7 @@ class FinishedStep(NamedTuple):
     step: int
     values: dict[str, float]
     duration_s: float
+    data_wait_s: float
 
 
 class DeferredMetrics:
@@ -241,29 +246,32 @@ class DeferredMetrics:
     """
 
     def __init__(self) -> None:
-        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._pending: tuple[int, dict[str, jax.Array], float] | None = None
         self._clock = time.perf_counter()
 
-    def push(self, step: int, device_metrics: dict[str, jax.Array]) -> FinishedStep | None:
-        """Start to copy the metrics of `step` to the host. Returns the previous step, or None if there is none."""
+    def push(self, step: int, device_metrics: dict[str, jax.Array], data_wait_s: float = 0.0) -> FinishedStep | None:
+        """Start to copy the metrics of `step` to the host. Returns the previous step, or None if there is none.
+
+        data_wait_s: the host waited so long for the step's batch.
+        """
         # JAX counts this deliberate, asynchronous copy as an implicit transfer, which a guard would refuse.
         with jax.transfer_guard_device_to_host("allow"):
             for value in device_metrics.values():
                 value.copy_to_host_async()
         previous = self.flush()
-        self._pending = (step, device_metrics)
+        self._pending = (step, device_metrics, data_wait_s)
         return previous
 
     def flush(self) -> FinishedStep | None:
         """Wait for the last pushed step and return it; None if it has already been returned."""
         if self._pending is None:
             return None
-        step, device_metrics = self._pending
+        step, device_metrics, data_wait_s = self._pending
         self._pending = None
         values = {name: float(value) for name, value in jax.device_get(device_metrics).items()}
         started = self._clock
         self._clock = time.perf_counter()
-        return FinishedStep(step, values, self._clock - started)
+        return FinishedStep(step, values, self._clock - started, data_wait_s)
 
     def restart_clock(self) -> None:
         """Exclude the time since the last finished step from the next step's duration."""

@@ -1,16 +1,26 @@
 """Forward and backward, written out layer by layer: fetch the weights, compute, push the gradients.
 
-    for each microbatch:
-        x = embed(tokens)
-        for l in layers:              w = fetch(l);  save x;  x = block(w, x)
-        loss, dx = head(x)            in slices of tokens; its gradient goes into the accumulators
-        for l in reversed(layers):    w = fetch(l);  dw, dx = vjp(block)(w, saved x)(dx);  push(l, dw)
-        push(embedding, dx)
+    for each group of microbatches:
+        each:                         x = embed(tokens)
+        for l in layers:              w = fetch(l);  each: save x;  x = block(w, x)
+        each:                         loss, dx = head(x)
+        for l in reversed(layers):    w = fetch(l);  each: dw, dx = vjp(block)(w, saved x)(dx);  sums += dw
+                                      push(l, sums)
+        each:                         push(embedding, dx)
     finish: sum over devices the gradients that are still local: embedding, final norm and head
 
-The layers are those of one segment of the model after another. The last microbatch is peeled off the loop if something
-is to be summed over devices: push then also sums what the other microbatches leave local. fetch is in weights.py, save
-in residuals.py, push and finish in gradients.py, embedding and head in outer.py.
+The layers are those of one segment of the model after another. The head computes in slices of tokens, and adds its
+gradient to the accumulators. The last group is peeled off the loop if something is to be summed over devices: push then
+also sums what the other groups leave local. The first is peeled off if accumulators are in host memory: it need not
+read them. fetch is in weights.py, save in residuals.py, push and finish in
+gradients.py, embedding and head in outer.py.
+
+A group has `microbatches_per_fetch` microbatches. A layer's weights are fetched once for all of them, and so are its
+accumulators if they are in host memory: fewer transfers, more residuals. Gradients are added in the same order with
+groups of any size, so results are the same to the bit, but for a head that is also the embedding: its matrix gets the
+gradients of all heads of a group before those of its embeddings. The microbatches of a group are unrolled in the loops
+over layers: XLA keeps no all-gather in flight across an inner loop (docs/LOG.md, 2026-11-22). A microbatch's gradients
+are reduced while the next one's block is recomputed.
 
 Why not `jax.grad` of the whole model: it holds all gathered weights, or a whole tree of gradients, at once. Here one
 layer's weights and gradients exist at a time, whatever the placement.
@@ -48,13 +58,15 @@ from surojax.placement.mesh import AXES, DATA
 from surojax.placement.param import OUTER
 from surojax.step.gradients import (
     Accumulators,
+    accumulate,
     accumulators,
     add,
     begin_backward,
     finish,
     push,
     read_accumulator,
-    sums_in_last_microbatch,
+    starts_in_first_group,
+    sums_in_last_group,
 )
 from surojax.step.outer import embed, head, loss, push_embed
 from surojax.step.residuals import Kept, Residuals, block_backward, block_forward
@@ -77,12 +89,24 @@ class Gradients(NamedTuple):
     history: Any
 
 
-class MicrobatchCarry(NamedTuple):
-    """The carry of the loop over microbatches.
+class Microbatch(NamedTuple):
+    """What a pass over layers reads of a microbatch.
+
+    starts_BS: of documents, None if the engine is not packed. recipe_inputs: a function of the number of a layer.
+    """
+
+    inputs_BS: jax.Array
+    labels_BS: jax.Array
+    starts_BS: jax.Array | None
+    recipe_inputs: Callable
+
+
+class GroupCarry(NamedTuple):
+    """The carry of the loop over groups of microbatches.
 
     loss: summed so far, on this device; auxiliary: likewise, None if no block has one. squares: of the accumulators,
-    complete after the last microbatch. prefetched: by segment, weights of the next forward pass. observed: largest
-    magnitudes so far, for delayed scales.
+    complete after the last group. prefetched: by segment, weights of the next forward pass. observed: largest
+    magnitudes so far, for delayed scales. saved: by segment, the stacks of residuals, which every group writes anew.
     """
 
     grads: Accumulators
@@ -91,38 +115,37 @@ class MicrobatchCarry(NamedTuple):
     squares: Squares
     prefetched: dict[str, list]
     observed: Any
-
-
-class Forward(NamedTuple):
-    """Results of a segment's forward pass: output, sum of auxiliary losses, residuals, and prefetched weights."""
-
-    x_BSD: jax.Array
-    auxiliary: jax.Array | None
-    residuals: Residuals
-    kept: Kept
-    prefetched: list
+    saved: dict[str, list]
 
 
 class ForwardCarry(NamedTuple):
-    """The carry of the loop over layers forward."""
+    """What the loop over layers forward carries of each microbatch: x, its sum of auxiliary losses, its residuals."""
 
     x_BSD: jax.Array
     auxiliary: jax.Array | None
     kept: Kept
+
+
+class Forward(NamedTuple):
+    """Results of a segment's forward pass, for each microbatch of a group, and prefetched weights."""
+
+    microbatches: list[ForwardCarry]
+    residuals: Residuals
+    prefetched: list
 
 
 class BackwardCarry(NamedTuple):
     """The carry of the loop over layers backward.
 
-    d_auxiliary: gradient of every auxiliary loss, None if there is none. deferred: residuals of the layer below, in
-    flight to the device.
+    dxs_BSD: for each microbatch. d_auxiliary: gradient of every auxiliary loss, None if there is none. deferred: for
+    each microbatch, residuals of the layer below, in flight to the device.
     """
 
-    dx_BSD: jax.Array
+    dxs_BSD: list[jax.Array]
     d_auxiliary: jax.Array | None
     grads: Accumulators
     squares: Squares
-    deferred: Any
+    deferred: list
     observed: Any
 
 
@@ -138,6 +161,9 @@ def loss_and_gradients(
     """
     model = engine.model
     microbatches = inputs_ABS.shape[0]
+    group_size = engine.microbatches_per_fetch
+    groups, left_over = divmod(microbatches, group_size)
+    assert not left_over, f"expected a multiple of {group_size} microbatches, got {microbatches}"
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
     has_auxiliary = any(segment.has_auxiliary_loss for segment in model.segments)
     auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*DATA)[1])
@@ -147,56 +173,76 @@ def loss_and_gradients(
     segments = {segment.name: Layers(engine, segment, weights[segment.name]) for segment in model.segments}
     recipe_inputs = recipe_inputs_of(engine, history, step, microbatches, scale)
 
-    def microbatch(a, carry: MicrobatchCarry, *, last: bool) -> MicrobatchCarry:
+    def microbatch(a) -> Microbatch:
         inputs_BS, labels_BS, starts_BS = read((inputs_ABS, labels_ABS, starts_ABS), a)
-        of_layer = functools.partial(recipe_inputs, a)
-        inputs_BS = own_part(inputs_BS)
-        labels_BS = own_part(labels_BS)
-        x_BSD = embed(outer, inputs_BS, axes, model.embedding_scale)
+        return Microbatch(own_part(inputs_BS), own_part(labels_BS), starts_BS, functools.partial(recipe_inputs, a))
+
+    def group(g, carry: GroupCarry, *, first: bool, last: bool) -> GroupCarry:
+        of_group = [microbatch(g * group_size + i) for i in range(group_size)]
+        xs_BSD = [embed(outer, each.inputs_BS, axes, model.embedding_scale) for each in of_group]
         passes: dict[str, Forward] = {}
         for name, layers in segments.items():
-            prefetched = layers.turn(carry.prefetched[name], a, reverse=False)
-            passes[name] = forward(engine, layers, x_BSD, prefetched, of_layer, starts_BS)
-            x_BSD = passes[name].x_BSD
-        loss, dx_BSD, d_outer = head(
-            model,
-            outer,
-            carry.grads.outer,
-            x_BSD,
-            labels_BS,
-            scale,
-            chunks=engine.lmhead_chunks,
-            axes=axes,
-            z_loss=engine.z_loss,
-        )
+            prefetched = layers.turn(carry.prefetched[name], g, reverse=False)
+            kept = [residuals[name].first(stack) for stack in carry.saved[name]]
+            passes[name] = forward(engine, layers, xs_BSD, prefetched, of_group, residuals[name], kept)
+            xs_BSD = [each.x_BSD for each in passes[name].microbatches]
+        total = carry.loss
+        d_outer = carry.grads.outer
+        dxs_BSD = []
+        for each, x_BSD in zip(of_group, xs_BSD, strict=True):
+            loss, dx_BSD, d_outer = head(
+                model,
+                outer,
+                d_outer,
+                x_BSD,
+                each.labels_BS,
+                scale,
+                chunks=engine.lmhead_chunks,
+                axes=axes,
+                z_loss=engine.z_loss,
+            )
+            total += loss
+            dxs_BSD.append(dx_BSD)
         grads = carry.grads._replace(outer=d_outer)
-        done = BackwardCarry(dx_BSD, d_auxiliary, grads, collectives.no_squares(), None, carry.observed)
+        done = BackwardCarry(dxs_BSD, d_auxiliary, grads, collectives.no_squares(), [], carry.observed)
         prefetched = {}
         for name, layers in reversed(segments.items()):
-            push_layer = functools.partial(push, engine, layers.segment, first=a == 0, last=last)
-            passed = passes[name]._replace(prefetched=layers.turn(passes[name].prefetched, a, reverse=True))
-            done = done._replace(grads=begin_backward(layers.segment, done.grads, a))
-            done, prefetched[name] = backward(engine, layers, done, passed, of_layer, push_layer, starts_BS)
-        d_outer = push_embed(done.grads.outer, inputs_BS, done.dx_BSD, axes, model.embedding_scale)
+            passed = passes[name]._replace(prefetched=layers.turn(passes[name].prefetched, g, reverse=True))
+            done = done._replace(grads=begin_backward(layers.segment, done.grads, g, first=first))
+            done, prefetched[name] = backward(engine, layers, done, passed, of_group, first=first, last=last)
+        d_outer = done.grads.outer
+        for each, dx_BSD in zip(of_group, done.dxs_BSD, strict=True):
+            d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, axes, model.embedding_scale)
+        auxiliary = carry.auxiliary
+        for i in range(group_size):
+            for passed in passes.values():
+                if passed.microbatches[i].auxiliary is not None:
+                    auxiliary = add(auxiliary, passed.microbatches[i].auxiliary)
         grads = done.grads._replace(outer=d_outer)
-        auxiliary = [carry.auxiliary, *(passed.auxiliary for passed in passes.values() if passed.auxiliary is not None)]
-        total = functools.reduce(add, auxiliary)
-        return MicrobatchCarry(grads, carry.loss + loss, total, done.squares, prefetched, done.observed)
+        saved = {name: [each.kept.stack for each in of.microbatches] for name, of in passes.items()}
+        return GroupCarry(grads, total, auxiliary, done.squares, prefetched, done.observed, saved)
 
-    carry = MicrobatchCarry(
+    residuals = {name: residuals_of(engine, layers, outer, microbatch(0)) for name, layers in segments.items()}
+    carry = GroupCarry(
         grads=accumulators(engine, weights),
         loss=varying(jnp.float32(0), AXES),
         auxiliary=varying(jnp.float32(0)) if has_auxiliary else None,
         squares=collectives.no_squares(),
         prefetched={name: layers.first() for name, layers in segments.items()},
         observed=varying(new_observed(history)),
+        saved={name: of.stacks(group_size) for name, of in residuals.items()},
     )
-    peeled = sums_in_last_microbatch(engine)
-    if peeled < microbatches:
-        looped = functools.partial(microbatch, last=not peeled)
-        carry = jax.lax.fori_loop(0, microbatches - peeled, looped, carry)
-    if peeled:
-        carry = microbatch(microbatches - 1, carry, last=True)
+    peeled = sums_in_last_group(engine)
+    begin = 0
+    if starts_in_first_group(engine):
+        carry = group(0, carry, first=True, last=groups == 1)
+        begin = 1
+    end = max(begin, groups - peeled)
+    if begin < end:
+        looped = functools.partial(group, first=False, last=not peeled)
+        carry = jax.lax.fori_loop(begin, end, looped, carry)
+    if end < groups:
+        carry = group(groups - 1, carry, first=False, last=True)
     loss = collectives.add_up(carry.loss, *AXES) * scale
     if carry.auxiliary is not None:
         loss = loss + collectives.add_up(carry.auxiliary, *DATA) * auxiliary_scale
@@ -227,31 +273,60 @@ def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: ja
     return lambda a, l: None
 
 
-@jax.named_scope("forward")
-def forward(
-    engine: Engine, layers: Layers, x_BSD: jax.Array, prefetched, recipe_inputs: Callable, starts_BS
-) -> Forward:
-    """All blocks of a segment. recipe_inputs: of the number of a layer."""
+def residuals_of(engine: Engine, layers: Layers, outer, each: Microbatch) -> Residuals:
+    """The residuals of a segment's layers in a microbatch."""
     segment = layers.segment
 
-    def residuals_of(variant: Variant, x_BSD):
+    def of_variant(variant: Variant):
         stack = layers.prefetches[0].part.stack  # all layers of a segment have the same shapes
         layer = Layer(0, segment.start, variant, fetch(engine, segment, stack, 0, variant))
-        return block_forward(engine, segment, layer, x_BSD, recipe_inputs(layer.number), starts_BS)[1]
+        x_BSD = embed(outer, each.inputs_BS, engine.vocabulary_axes, engine.model.embedding_scale)
+        return block_forward(engine, segment, layer, x_BSD, each.recipe_inputs(layer.number), each.starts_BS)[1]
 
     variants = dict.fromkeys(segment.variants)
-    saved = {variant: jax.eval_shape(functools.partial(residuals_of, variant), x_BSD) for variant in variants}
-    residuals = Residuals(segment.num_layers, engine.table.residuals.home, saved)
+    saved = {variant: jax.eval_shape(functools.partial(of_variant, variant)) for variant in variants}
+    return Residuals(segment.num_layers, engine.table.residuals.home, saved)
 
-    def one(layer: Layer, prefetched, carry: ForwardCarry):
-        inputs = recipe_inputs(layer.number)
-        (x_BSD, auxiliary), values = block_forward(engine, segment, layer, carry.x_BSD, inputs, starts_BS)
+
+@jax.named_scope("forward")
+def forward(
+    engine: Engine,
+    layers: Layers,
+    xs_BSD: list[jax.Array],
+    prefetched,
+    of_group: list[Microbatch],
+    residuals: Residuals,
+    kept: list[Kept],
+) -> Forward:
+    """All blocks of a segment, for each microbatch of a group with its x. kept: before layer 0."""
+    segment = layers.segment
+
+    def block_of(each: Microbatch, layer: Layer, carry: ForwardCarry, prefetched):
+        """(carry, prefetched) after the layer's block."""
+        inputs = each.recipe_inputs(layer.number)
+        (x_BSD, auxiliary), values = block_forward(engine, segment, layer, carry.x_BSD, inputs, each.starts_BS)
+        if engine.table.weights.sharded and not engine.recompute_block:
+            # Residuals are written after the next weights are gathered, or the scheduler puts the gather behind them.
+            values, gathered = jax.lax.optimization_barrier((values, prefetched[0]))
+            prefetched = gathered, *prefetched[1:]
         kept = residuals.keep(carry.kept, values, layer.index)
         return ForwardCarry(x_BSD, add(carry.auxiliary, auxiliary), kept), prefetched
 
+    def one(layer: Layer, prefetched, carries: list[ForwardCarry]):
+        done: list[ForwardCarry] = []
+        for each, carry in zip(of_group, carries, strict=True):
+            if done:
+                x_BSD, before = in_turn(carry.x_BSD, done[-1].x_BSD)
+                carry = carry._replace(x_BSD=x_BSD)
+                done[-1] = done[-1]._replace(x_BSD=before)
+            carry, prefetched = block_of(each, layer, carry, prefetched)
+            done.append(carry)
+        return done, prefetched
+
     auxiliary = varying(jnp.float32(0)) if segment.has_auxiliary_loss else None
-    done, prefetched = layers.loop(one, ForwardCarry(x_BSD, auxiliary, residuals.first()), prefetched)
-    return Forward(done.x_BSD, done.auxiliary, residuals, done.kept, prefetched)
+    carries = [ForwardCarry(x_BSD, auxiliary, of) for x_BSD, of in zip(xs_BSD, kept, strict=True)]
+    done, prefetched = layers.loop(one, carries, prefetched)
+    return Forward(done, residuals, prefetched)
 
 
 @jax.named_scope("backward")
@@ -260,37 +335,56 @@ def backward(
     layers: Layers,
     carry: BackwardCarry,
     passed: Forward,
-    recipe_inputs: Callable,
-    push_layer: Callable,
-    starts_BS,
+    of_group: list[Microbatch],
+    *,
+    first: bool,
+    last: bool,
 ):
-    """(BackwardCarry, prefetched) after all blocks of a segment in reverse.
+    """(BackwardCarry, prefetched) after all blocks of a segment in reverse, for each microbatch of a group.
 
-    passed: the segment's forward pass. push_layer: `push` of the segment in this microbatch.
+    passed: the segment's forward pass. first, last: group of the step, see `read_accumulator` and `push`.
     """
     segment = layers.segment
+    stacks = [each.kept for each in passed.microbatches]
 
     def one(layer: Layer, prefetched, carry: BackwardCarry):
         l = layer.index
-        saved, kept = passed.residuals.take(passed.kept._replace(deferred=carry.deferred), l, layer.variant)
-        grads, sums = read_accumulator(engine, segment, carry.grads, l)
-        dx_BSD = carry.dx_BSD
+        taken = [
+            passed.residuals.take(kept._replace(deferred=deferred), l, layer.variant)
+            for kept, deferred in zip(stacks, carry.deferred, strict=True)
+        ]
+        grads, sums = read_accumulator(segment, carry.grads, l, first=first)
+        dxs_BSD = list(carry.dxs_BSD)
         if engine.recompute_block and engine.table.weights.sharded:
             # The next weights are gathered while the block is recomputed, gradients are reduced while it is
             # differentiated: one after the other, or the scheduler puts the gather behind the last gradient.
-            dx_BSD, gathered = jax.lax.optimization_barrier((dx_BSD, prefetched[0]))
+            dxs_BSD[0], gathered = jax.lax.optimization_barrier((dxs_BSD[0], prefetched[0]))
             prefetched = gathered, *prefetched[1:]
-        d_result = dx_BSD, carry.d_auxiliary if segment.has_auxiliary_loss else None
-        inputs = recipe_inputs(layer.number)
-        dw, dx_BSD, seen = block_backward(engine, segment, layer, saved, d_result, inputs, starts_BS)
-        grads, squares = push_layer(grads, sums, dw, layer)
-        observed = jax.tree.map(lambda old, new: old.at[layer.number].max(new), carry.observed, seen)
-        carry = carry._replace(dx_BSD=dx_BSD, grads=grads, squares=add(carry.squares, squares), observed=observed)
-        return carry._replace(deferred=kept.deferred), prefetched
+        d_auxiliary = carry.d_auxiliary if segment.has_auxiliary_loss else None
+        observed = carry.observed
+        for i, (each, (saved, _)) in enumerate(zip(of_group, taken, strict=True)):
+            if i:
+                saved, dxs_BSD[i - 1] = in_turn(saved, dxs_BSD[i - 1])
+                dxs_BSD[i], sums = in_turn(dxs_BSD[i], sums)
+            d_result = dxs_BSD[i], d_auxiliary
+            inputs = each.recipe_inputs(layer.number)
+            dw, dxs_BSD[i], seen = block_backward(engine, segment, layer, saved, d_result, inputs, each.starts_BS)
+            sums = accumulate(engine, segment, sums, dw)
+            observed = jax.tree.map(lambda old, new: old.at[layer.number].max(new), observed, seen)
+        grads, squares = push(engine, segment, grads, sums, layer, last=last)
+        deferred = [kept.deferred for _, kept in taken]
+        squares = add(carry.squares, squares)
+        return BackwardCarry(dxs_BSD, carry.d_auxiliary, grads, squares, deferred, observed), prefetched
 
-    carry = carry._replace(deferred=passed.kept.deferred)
+    carry = carry._replace(deferred=[kept.deferred for kept in stacks])
     done, prefetched = layers.loop(one, carry, passed.prefetched, reverse=True)
-    return done._replace(deferred=None), prefetched
+    return done._replace(deferred=[]), prefetched
+
+
+def in_turn(x, before):
+    """(x, what was computed before it): the former is known only when the latter is, so that one microbatch of a group
+    after the other is computed."""
+    return jax.lax.optimization_barrier((x, before))
 
 
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array, starts_BS=None):

@@ -1,8 +1,9 @@
 """Reduction of gradients: push adds a layer's gradient to its accumulator, finish sums the local rest over devices.
 
-    before layer l computes:     sums = read_accumulator(l)       if accumulators are in host memory
-    after it:                    push(sums, dw, l)                reduce-scatter (ZeRO-2 and 3), add, write
-    in the last microbatch:      push also sums over all devices what is still local (ZeRO-1, replicas)
+    before layer l computes:     sums = read_accumulator(l)
+    after each microbatch of it: sums = accumulate(sums, dw)      reduce-scatter (ZeRO-2 and 3), add
+    after all in a group:        push(sums, l)                    write
+    in the last group:           push also sums over all devices what is still local (ZeRO-1, replicas)
     after the backward pass:     finish                           embedding and final norm, global norm
 
 Accumulators in host memory lag by one layer: the sums of the layer that was differentiated last are `deferred`, and are
@@ -63,7 +64,7 @@ def add(tree, more):
 def accumulators(engine: Engine, weights) -> Accumulators:
     """Zeros: the layers' as the placement says, the outer ones as their weights (summed over devices once per step).
 
-    In host memory the layers' may hold anything; see `push`.
+    In host memory the layers' may hold anything; see `read_accumulator`.
     """
     row = engine.table.grads
     layers = {segment.name: new_sums(engine, segment, weights[segment.name]) for segment in engine.model.segments}
@@ -100,82 +101,95 @@ def new_sums(engine: Engine, segment: Segment, weights) -> LayerSums:
     return LayerSums(allocate(zeros(segment.num_layers), row.home), zeros() if row.home.streamed else None)
 
 
-def read_accumulator(engine: Engine, segment: Segment, grads: Accumulators, l: jax.Array):
-    """(accumulators, the sums of a segment's layer l): read before layer l computes if they are in host memory.
+def read_accumulator(segment: Segment, grads: Accumulators, l: jax.Array, *, first: bool):
+    """(accumulators, the sums of a segment's layer l to add gradients to).
 
-    The deferred sums, of the layer before this one in the backward pass, are copied out now.
+    In host memory, the deferred sums, of the layer before this one in the backward pass, are copied out now. first:
+    first group of microbatches, which begins with zeros and reads nothing: host memory may hold anything.
     """
     sums = grads.layers[segment.name]
     if sums.deferred is None:
-        return grads, None
+        return grads, read(sums.stack, l)
     stack = write(sums.stack, sums.deferred, l + 1)
-    return grads.with_layers(segment.name, stack=stack), read(stack, l)
+    old = jax.tree.map(jnp.zeros_like, sums.deferred) if first else read(stack, l)
+    return grads.with_layers(segment.name, stack=stack), old
 
 
-def begin_backward(segment: Segment, grads: Accumulators, microbatch: jax.Array | int) -> Accumulators:
+def accumulate(engine: Engine, segment: Segment, sums, dw):
+    """A layer's sums plus its gradients in a microbatch, which are reduce-scattered if accumulators are sharded."""
+    table = engine.table
+    if table.grads.sharded:
+        layouts = engine.layouts.master[segment.name]
+        dw = collectives.reduce_scatter_in_turn(dw, segment.params, layouts, table.reduce)
+    return add(sums, dw)
+
+
+def begin_backward(segment: Segment, grads: Accumulators, group: jax.Array | int, *, first: bool) -> Accumulators:
     """The accumulators that a backward pass begins with, in which the last layer's sums are the deferred ones.
 
     The first layer of the pass writes them where they are already: the layer behind the last one is the last one. The
-    sums that were deferred, of layer 0 in the microbatch before, are copied out. microbatch: the loop's counter.
+    sums that were deferred, of layer 0 in the group before, are copied out. Before the first group, there are none: the
+    zeros that are deferred then go where the last layer's sums follow. group: the loop's counter.
     """
     sums = grads.layers[segment.name]
-    if sums.deferred is None:
+    if sums.deferred is None or first:
         return grads
-    stack = write(sums.stack, sums.deferred, index_in_loop(0, microbatch))
-    last = read(stack, index_in_loop(segment.num_layers - 1, microbatch))
+    stack = write(sums.stack, sums.deferred, index_in_loop(0, group))
+    last = read(stack, index_in_loop(segment.num_layers - 1, group))
     return grads.with_layers(segment.name, stack=stack, deferred=last)
 
 
-def push(
-    engine: Engine,
-    segment: Segment,
-    grads: Accumulators,
-    sums,
-    dw,
-    layer: Layer,
-    *,
-    first: jax.Array | bool,
-    last: bool,
-):
-    """(accumulators with a layer's gradient added to its `sums` from `read_accumulator`, Squares of the result).
+def push(engine: Engine, segment: Segment, grads: Accumulators, sums, layer: Layer, *, last: bool):
+    """(accumulators with a layer's `sums` after a group of microbatches, Squares of these).
 
-    first: first microbatch, start from zero, since accumulators in host memory may hold anything. last: last
-    microbatch, also sum over devices what is still local.
+    If sums are made in place, `finish` computes their Squares. last: last group, also sum over devices what is still
+    local.
     """
     table = engine.table
     layouts = engine.layouts.master[segment.name]
-    if table.grads.sharded:
-        dw = collectives.reduce_scatter_in_turn(dw, segment.params, layouts, table.reduce)
     stack = grads.layers[segment.name].stack
-    streamed = table.grads.home.streamed
-
-    def from_zero(x):
-        return jnp.where(first, jnp.zeros_like(x), x)
-
-    old = jax.tree.map(from_zero, sums) if streamed else read(stack, layer.index)
-    sums = add(old, dw)
     if last:
-        if sums_in_last_microbatch(engine) and not table.grads.sharded:
+        if sums_in_last_group(engine) and not table.grads.sharded:
             sums = collectives.reduce_scatter_in_turn(sums, segment.params, layouts, table.reduce)
         sums = collectives.add_up(sums, REPLICATE)
-    # As in the update, a barrier between reads and writes keeps XLA from copying the whole stack.
-    sums = jax.lax.optimization_barrier(sums)
-    squares = collectives.sum_of_squares(sums, layouts) if last else collectives.no_squares()
+    in_place = sums_in_place(engine)
+    if not in_place:
+        # As in the update, a barrier between reads and writes keeps XLA from copying the whole stack.
+        sums = jax.lax.optimization_barrier(sums)
+    squares = collectives.sum_of_squares(sums, layouts) if last and not in_place else collectives.no_squares()
     sums = varying(sums, DATA if replicated_stacks(engine) else (REPLICATE,))  # typed like layers that still differ
-    if streamed:
+    if table.grads.home.streamed:
         return grads.with_layers(segment.name, deferred=sums), squares
     return grads.with_layers(segment.name, stack=write(stack, sums, layer.index)), squares
 
 
-def sums_in_last_microbatch(engine: Engine) -> bool:
-    """Whether the last microbatch is peeled off the loop, to sum over devices what the others leave local.
+def starts_in_first_group(engine: Engine) -> bool:
+    """Whether the first group of microbatches is peeled off the loop, so that it need not read the accumulators.
 
-    At ZeRO-2 and 3 without replicas they leave nothing local. There it saves memory: of two microbatches, no loop is
-    left, and so no zeros for the first (7B on four GPUs: 0.5 GiB; docs/LOG.md, 2026-11-22).
+    From device memory that costs little. From host memory, 7B on one RTX 4090 would read 13 GB, 0.5 s.
+    """
+    return engine.table.grads.home.streamed
+
+
+def sums_in_last_group(engine: Engine) -> bool:
+    """Whether the last group of microbatches is peeled off the loop, to sum over devices what the others leave local.
+
+    At ZeRO-2 and 3 without replicas they leave nothing local. There it saves memory: of two groups, no loop is left,
+    and so no zeros for the first (7B on four GPUs: 0.5 GiB; docs/LOG.md, 2026-11-22).
     """
     table = engine.table
     in_shards = table.grads.sharded and table.outer.sharded
     return bool(collectives.active(REPLICATE) or (collectives.active(SHARD) and not in_shards))
+
+
+def sums_in_place(engine: Engine) -> bool:
+    """Whether the products that make gradients also add them to the accumulators, which are whole and on the device.
+
+    A product can write its result into a layer of a stack if nothing else reads the result (docs/performance.md). So
+    `finish` computes the sum of squares then, once a step.
+    """
+    row = engine.table.grads
+    return not row.sharded and not row.home.streamed
 
 
 def replicated_stacks(engine: Engine) -> bool:
@@ -195,7 +209,7 @@ def sum_outer(engine: Engine, name: str, grad: jax.Array):
 def finish(engine: Engine, grads: Accumulators, squares: Squares):
     """(gradients summed over all devices, by section, as the shards that the optimizer updates; global norm).
 
-    squares: of the layers' accumulators, which `push` has completed.
+    squares: of the layers' accumulators, which `push` has completed; none of them if it sums in place.
     """
     outer = {name: sum_outer(engine, name, grad) for name, grad in grads.outer.items()}
     done: dict[str, Any] = {OUTER: outer}
@@ -207,8 +221,21 @@ def finish(engine: Engine, grads: Accumulators, squares: Squares):
         if replicated_stacks(engine):
             stack = jax.tree.map(_shard_in_stack, stack, engine.layouts.master[name])
         done[name] = stack
+    if sums_in_place(engine):
+        for name in reversed(grads.layers):
+            squares = _add_squares(squares, done[name], engine.layouts.master[name])
     squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master[OUTER]))
     return done, collectives.norm(squares)
+
+
+def _add_squares(squares: Squares, stacks, layouts) -> Squares:
+    """The sum of `squares` and the `Squares` of a segment's layers, added in the order of the backward pass."""
+    n = jax.tree.leaves(stacks)[0].shape[0]
+
+    def layer(i, squares: Squares) -> Squares:
+        return add(squares, collectives.sum_of_squares(read(stacks, n - 1 - i), layouts, in_memory=True))
+
+    return jax.lax.fori_loop(0, n, layer, squares)
 
 
 def _shard_in_stack(stack: jax.Array, layout):

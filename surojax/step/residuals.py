@@ -43,13 +43,17 @@ class Residuals:
         assert all(one == shapes[0] for one in shapes), "variants of a segment save arrays of different shapes"
         self.shapes = shapes[0]
 
-    def first(self) -> Kept:
+    def zeros(self, *lead: int) -> list[jax.Array]:
+        """The arrays of a layer; lead: dimensions before theirs."""
+        return [varying(jnp.zeros((*lead, *shape), dtype), AXES) for shape, dtype in self.shapes]
+
+    def stacks(self, microbatches: int) -> list[list[jax.Array]]:
+        """A stack for each microbatch of a group. Every group writes over what the one before it has read."""
+        return allocate([self.zeros(self.num_layers) for _ in range(microbatches)], self.home)
+
+    def first(self, stack: list[jax.Array]) -> Kept:
         """The residuals in the carry before layer 0."""
-
-        def zeros(*lead: int) -> list[jax.Array]:
-            return [varying(jnp.zeros((*lead, *shape), dtype), AXES) for shape, dtype in self.shapes]
-
-        return Kept(allocate(zeros(self.num_layers), self.home), zeros() if self.home.streamed else None)
+        return Kept(stack, self.zeros() if self.home.streamed else None)
 
     def keep(self, kept: Kept, values, l) -> Kept:
         """The carry with the residuals of layer l in it."""

@@ -16,7 +16,7 @@ from surojax.memory.host import joined
 from surojax.memory.nvme import InFile, Store
 from surojax.models.model import Model, Segment
 from surojax.numerics import quantize
-from surojax.optim.optimizer import Optimizer
+from surojax.optim.optimizer import Optimizer, Rule
 from surojax.placement.home import DEVICE, Home
 from surojax.placement.layout import Layout, Layouts, stacked
 from surojax.placement.param import OUTER, Kind, Param
@@ -107,7 +107,7 @@ def state_plan(
             rule = optimizer.rule(param)
             shard_shape = jax.NamedSharding(mesh, master_layout.stored).shard_shape(param.shape)
             last_dim_shards = param.shape[-1] // shard_shape[-1]
-            shapes = jax.eval_shape(lambda: rule.init(param.shape, last_dim_shards))
+            shapes = _state_shapes(rule, param.shape, last_dim_shards)
             return jax.tree.map(lambda x, layout: make(x.shape, x.dtype, layout), shapes, rule.state_layout(layout))
 
         params = model.params[name]
@@ -138,6 +138,12 @@ def state_plan(
         moments=moments,
         history=array(history, jnp.float32, jax.P(), DEVICE) if history else None,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _state_shapes(rule: Rule, shape: tuple[int, ...], last_dim_shards: int):
+    """The shapes of a rule's state for a tensor; the planner asks for the same ones in every plan that it tries."""
+    return jax.eval_shape(lambda: rule.init(shape, last_dim_shards))
 
 
 def bytes_per_device(plan, home: Home = DEVICE) -> int:

@@ -183,11 +183,12 @@ class Layers:
         prefetched = list(prefetched)
         for i, prefetch in sorted(enumerate(self.prefetches), key=lambda pair: pair[0], reverse=reverse):
 
-            def one(k, variant: Variant, carry, prefetch=prefetch):
-                """The k-th layer of this loop, whose variant is known."""
+            def one(k, in_turn, variant: Variant, carry, prefetch=prefetch):
+                """The k-th layer of this loop, whose variant is known. in_turn: see `loop_over`."""
                 carry, prefetched = carry
                 layers = prefetch.layers
-                w, prefetched = prefetch.take(prefetched, prefetch.n + k if reverse else k, reverse=reverse)
+                p = in_turn if prefetch.on_device else k  # XLA does not find linear what is behind a barrier
+                w, prefetched = prefetch.take(prefetched, prefetch.n + p if reverse else p, reverse=reverse)
                 index = layers.stop - 1 - k if reverse else layers.start + k
                 number = index + self.segment.start if self.segment.start else index
                 return function(Layer(index, number, variant, w), prefetched, carry)

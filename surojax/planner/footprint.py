@@ -1,4 +1,4 @@
-"""Estimates the memory of a run before anything is compiled, and says what to change if the run does not fit.
+"""Estimates the memory of a run before anything is compiled.
 
 The bytes of the state are exact: they are read from its plan. What a step allocates in addition is computed from
 shapes: gradient accumulators, saved activations, and a working space. The working space is the largest of three: the
@@ -19,31 +19,24 @@ moments in host memory while a checkpoint is written.
 import dataclasses
 import functools
 import math
-import os
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import psutil
 
-from pallas_kernels import dispatch
 from surojax import assembly
 from surojax.config import fields as configs
 from surojax.config.fields import Config
-from surojax.errors import ConfigError
 from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment, runs
 from surojax.numerics import quantize
 from surojax.numerics.quantize import is_quantized
-from surojax.numerics.recipes import check_recipe
-from surojax.parallel.collectives import check_copy_engine
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
-from surojax.placement.layout import Layout, batch_sharding
-from surojax.placement.mesh import SHARD, abstract_mesh, data_parallel, tensor_parallel
+from surojax.placement.layout import Layout
+from surojax.placement.mesh import SHARD, abstract_mesh, tensor_parallel
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.placement.table import Mesh
-from surojax.planner import advice
-from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
+from surojax.planner.advice import Memory
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import quantise_with_one_scale
 
@@ -86,7 +79,7 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     tensor = tensor_parallel(run.mesh)
     x = jax.ShapeDtypeStruct((batch, sequence_len // tensor, model.hidden_size), work.dtype)
     x_bytes = _bytes(x)
-    segments = [_segment_bytes(run, segment, x, platform) for segment in model.segments]
+    segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
     layer_bytes = max(segment.weights for segment in segments)
     fetched = max(segment.fetched for segment in segments)
     kept = max(segment.kept for segment in segments)
@@ -103,7 +96,8 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     head = (
         capped + logits + max(logits, head_gradient)
     )  # first the logits with their gradient, then with the head's gradient
-    activations = sum(segment.activations for segment in segments)
+    group = engine.microbatches_per_fetch
+    activations = group * sum(segment.activations for segment in segments)
 
     def by_home(tree) -> dict[str, int]:
         """Bytes of a planned tree in each memory."""
@@ -118,8 +112,7 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     layer_grads = [segment.grads // of.num_layers for segment, of in zip(segments, model.segments, strict=True)]
     saved_on_device = 0 if table.residuals.home.streamed else activations
     if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and table.outer.sharded):
-        # XLA's CPU compiler allocates separate activations for the last microbatch
-        # (gradients.sums_in_last_microbatch).
+        # XLA's CPU compiler allocates separate activations for the last group (gradients.sums_in_last_group).
         activations *= 2
     quants = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if is_quantized(x)]
     streamed = work.home.streamed or table.quants.home.streamed
@@ -141,9 +134,13 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
         # of every other segment. While the head computes: those of the previous microbatch.
         during_layer += sum(layer_grads) + max(layer_grads)
         during_head += sum(layer_grads)
+    elif group > 1:  # the sums of a layer between two microbatches
+        during_layer += max(layer_grads)
     if table.residuals.home.streamed:
-        # Residuals of the next layer. Those of this layer too if it is recomputed; else `saved` below includes them.
-        during_layer += (2 if engine.recompute_block else 1) * kept
+        # Residuals of this layer and of the next, of each microbatch of a group. The input of a recomputed block takes
+        # the place of the one before it. If a block is not recomputed, `saved` below includes those of a microbatch.
+        in_flight = 1 + group if engine.recompute_block else 2 * group if group > 1 else 1
+        during_layer += in_flight * kept
     # The backward pass of a block first has all values of its forward pass in memory, then all its gradients. If
     # gradients are sharded, each is freed when it is reduced. The factors are fitted to the measurements above.
     recompute_factor = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
@@ -186,23 +183,17 @@ class SegmentBytes(NamedTuple):
     activations: int  # residuals of all layers
 
 
-def _segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
+def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
     """The `SegmentBytes` of a segment whose layers have an input like x."""
     engine = run.engine
     compute = run.model.compute
-
-    def in_products(param: Param, layout: Layout) -> jax.ShapeDtypeStruct:
-        shape = jax.NamedSharding(run.mesh, layout.computed).shard_shape(param.shape)
-        return jax.ShapeDtypeStruct(shape, engine.table.weights.dtype)
-
-    layer = jax.tree.map(in_products, segment.params, engine.layouts.weights[segment.name])
+    layer = _in_products(run, segment)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
     packed = engine.packed
-    block_bytes = functools.partial(_block_bytes, segment=segment, layer=layer, x=x, mesh=run.mesh)
-    saved, scores = block_bytes(run.model, platform=platform, packed=packed)
+    saved, scores = _block_bytes(run, run.model, segment, x, platform, packed)
     # The backward pass has all residuals of a layer in memory at once, even if they are recomputed.
     plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute()))
-    all_saved = saved if plain is run.model else block_bytes(plain, platform=platform, packed=packed)[0]
+    all_saved = saved if plain is run.model else _block_bytes(run, plain, segment, x, platform, packed)[0]
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
     grads = jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes)
@@ -240,112 +231,71 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
 
 
 def _block_bytes(
-    model: Model, *, segment: Segment, layer, x: jax.ShapeDtypeStruct, mesh: Mesh, platform: str, packed: bool
+    run: assembly.Assembly, model: Model, segment: Segment, x: jax.ShapeDtypeStruct, platform: str, packed: bool
 ) -> tuple[int, int]:
     """(bytes of the block's residuals without its weights, bytes that attention needs in its backward pass)."""
     B, S, _ = x.shape
-    tensor = tensor_parallel(mesh)
     itemsize = x.dtype.itemsize
     compute = model.compute
     heads_of = segment.heads
-    # Residuals are the same with every kernel. "auto" never raises; `check_kernels` reports what is not supported.
-    kernels = "xla" if compute.precision.kernels == "xla" else "auto"
-    precision = dataclasses.replace(compute.precision, kernels=kernels)
-    traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
-    forward = next(s for s in traced.segments if s.name == segment.name).block_forward
-    layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
-    variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
-
-    def residuals(w, x):
-        return forward(w, x, None, variant)[1]
-
-    if tensor > 1:  # for the shapes on one device, which are all that is asked
-        specs: Any = {"in_specs": jax.P(), "out_specs": jax.P()}
-        residuals = jax.shard_map(residuals, mesh=mesh, check_vma=False, **specs)
-    saved = _bytes(jax.eval_shape(residuals, layer, x))
+    tensor = tensor_parallel(run.mesh)
+    shapes, structure = jax.tree.flatten(jax.tree.map(lambda w: w.shape, _in_products(run, segment)), is_leaf=_is_shape)
+    mesh = run.mesh if tensor > 1 else None
+    saved = _traced_residuals(model, segment, tuple(shapes), structure, mesh, x.shape, x.dtype)
     heads = B * S * heads_of.query  # in a tensor-parallel group: of whole sequences, a part of the heads
     kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
     flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
-        key_value = max(heads_of.key_value, tensor)
-        copied = (2 * heads_of.query + key_value) * heads_of.channels if flash == "mosaic" else 0
+        copied = (2 * heads_of.query + max(heads_of.key_value, tensor)) * heads_of.channels if flash == "mosaic" else 0
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
         return saved + kept, B * S * copied * itemsize
     return saved, (4 if platform == "cpu" else 2) * heads * S * tensor * 4
 
 
-def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None = None) -> dict[str, int]:
-    """The `estimate` of a run that fits. available: bytes per device; None: measured.
+@functools.lru_cache(maxsize=1024)
+def _traced_residuals(
+    model: Model, segment: Segment, weights: tuple, structure, mesh: Mesh | None, shape: tuple[int, ...], dtype
+) -> int:
+    """Bytes of a block's residuals without its weights, for an input of this shape. Traces the block, so it is cached.
 
-    Raises ConfigError if the run does not fit, with the bytes that it needs, the bytes that are free, and changes that
-    would make it fit. Also raises ConfigError if the devices or the model do not support the attention, the copy
-    engine settings, the recipe or the kernels.
+    weights, structure: shapes of the tree of weights on one device. mesh: of tensor parallelism, None without it.
+
+    Families build the same model for the same settings once, so models can be keys.
     """
-    platform = devices[0].platform
-    kind = devices[0].device_kind
-    n = len(devices)
-    if c.attention in ("cudnn", "mosaic") and platform != "gpu":
-        why = f"{c.attention!r}; flash attention needs an NVIDIA GPU"
-        raise ConfigError(f"attention: expected 'auto' or 'xla' on {kind}, got {why}")
-    check_copy_engine(run.engine.table.copy_engine, platform)
-    check_recipe(run.model.precision, kind, devices[0])
-    if c.kernels == "mosaic":
-        check_kernels(c, run.mesh, devices[0])
-    need = estimate(run, c.per_device_batch_size, c.sequence_len, platform=platform)
-    available = available_bytes(devices) if available is None else available
-    if sum(need.values()) <= available:
-        check_host(run, c, devices, available)
-        return need
-    each_device = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
-    raise ConfigError(
-        f"does not fit: needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free; "
-        f"what would change it: {'; '.join(_advice(c, devices, available))}"
-    )
+    compute = model.compute
+    # Residuals are the same with every kernel. "auto" never raises; `check_kernels` reports what is not supported.
+    kernels = "xla" if compute.precision.kernels == "xla" else "auto"
+    precision = dataclasses.replace(compute.precision, kernels=kernels)
+    traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
+    forward = next(s for s in traced.segments if s.name == segment.name).block_forward
+    layer = structure.unflatten([jax.ShapeDtypeStruct(of_weight, dtype) for of_weight in weights])
+    layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
+    variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
+    x = jax.ShapeDtypeStruct(shape, dtype)
+
+    def residuals(w, x):
+        return forward(w, x, None, variant)[1]
+
+    if mesh is not None:  # for the shapes on one device, which are all that is asked
+        specs: Any = {"in_specs": jax.P(), "out_specs": jax.P()}
+        residuals = jax.shard_map(residuals, mesh=mesh, check_vma=False, **specs)
+    return _bytes(jax.eval_shape(residuals, layer, x))
 
 
-def check_kernels(c: Config, mesh: Mesh, device) -> None:
-    """Raises ConfigError for kernels="mosaic" if one of them does not support the device or the model.
+def _in_products(run: assembly.Assembly, segment: Segment):
+    """The shapes of a layer's weights on one device, as products read them."""
 
-    Traces the step, because only the traced step has the shapes that the kernels get. Nothing is compiled.
-    """
-    found = dispatch.capability(device)
-    major, minor = dispatch.OLDEST
-    if found is None or found < dispatch.OLDEST:
-        raise ConfigError(
-            f"kernels: expected 'xla' or 'auto' on {device.device_kind}, got 'mosaic'; they are for NVIDIA GPUs of "
-            f"compute capability {major}.{minor} or newer"
-        )
-    names = ("offload_optimizer", "offload_master")  # host memory instead of files: the same shapes in one program
-    changes = {"attention": "xla", "nvme_path": ""} | {name: bool(c[name]) for name in names}
-    run = assembly.from_config(changed(c, changes), mesh, total_steps=1)
-    shape = (c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-    try:
-        jax.eval_shape(run.train_step(), run.plan, *(tokens for _ in run.engine.batch_arrays))
-    except dispatch.Unserved as error:
-        raise unserved(error) from error
+    def one(param: Param, layout: Layout) -> jax.ShapeDtypeStruct:
+        shape = jax.NamedSharding(run.mesh, layout.computed).shard_shape(param.shape)
+        return jax.ShapeDtypeStruct(shape, run.engine.table.weights.dtype)
+
+    return jax.tree.map(one, segment.params, run.engine.layouts.weights[segment.name])
 
 
-def unserved(error: dispatch.Unserved) -> ConfigError:
-    """The ConfigError for a model that kernels="mosaic" does not support."""
-    reason = str(error).partition("\n")[0].partition("; use implementation")[0]
-    return ConfigError(f"kernels: expected 'xla' or 'auto', got 'mosaic', but {reason}; use kernels='auto'")
-
-
-def check_host(run: assembly.Assembly, c: Config, devices, available: int) -> None:
-    """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
-    n = len(devices)
-    platform = devices[0].platform
-    need = {} if platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
-    free = psutil.virtual_memory().available
-    if n * sum(need.values()) > free:
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in need.items())
-        raise ConfigError(
-            f"does not fit: needs {gib(n * sum(need.values()))} of host memory for {n} GPUs (each {parts}), where "
-            f"{gib(free)} are free; what would change it: {'; '.join(_advice(c, devices, available))}"
-        )
+def _is_shape(x) -> bool:
+    return isinstance(x, tuple)
 
 
 def needs(c: Config, n: int, platform: str) -> Memory:
@@ -359,71 +309,6 @@ def needs(c: Config, n: int, platform: str) -> Memory:
 def needed(c: Config, n: int, platform: str) -> int:
     """Bytes of device memory that a run needs on each of n devices."""
     return needs(c, n, platform).device
-
-
-def _advice(c: Config, devices, available: int) -> list[str]:
-    """Lines of text with changes that would make it fit; `available` bytes are free on each device."""
-    n = len(devices)
-    platform = devices[0].platform
-    lines = []
-    more = int(available * POOL / DEFAULT_POOL)  # bytes available with POOL_SETTING
-    chosen = POOL_SETTING.partition("=")[0] in os.environ
-    if platform == "gpu" and not chosen and available < needed(c, n, platform) <= more:
-        lines.append(
-            f"{POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} of a GPU's memory by itself, so {gib(more)} "
-            "(fits)"
-        )
-    limit = Memory(available, math.inf if platform == "cpu" else psutil.virtual_memory().available)
-    found = changes_that_help(c, n, limit, platform, lambda c, n: needs(c, n, platform))
-    lines += [f"{'then ' if i else ''}{line}" for i, line in enumerate(advice.lines(found, limit))]
-    if found and not any(missing(found[-1][1], limit)):
-        return lines
-    lines.append("a smaller model (configs/llama125m.py) or a machine with more memory")
-    if platform == "cpu":
-        changes = [{"gpus": n} | (SHARDED if n > 1 else {}) for n in (1, 4, 8) if n % c.tp_size == 0]
-        sizes = [gib(needed(changed(c, change), change["gpus"], "gpu")) for change in changes]
-        flagged = [flags({"gpus": change["gpus"]} | differing(c, change)) for change in changes]
-        lines.append(
-            "NVIDIA GPUs: " + ", ".join(f"{f} needs {size} on each" for f, size in zip(flagged, sizes, strict=True))
-        )
-    return lines
-
-
-def available_bytes(devices) -> int:
-    """Free bytes of each device: of the GPU's memory, or for CPU devices an equal part of the free host memory."""
-    if (limit := memory_limit(devices[0])) is not None:
-        return limit - devices[0].memory_stats().get("bytes_in_use", 0)
-    return psutil.virtual_memory().available // len(devices)
-
-
-def memory_limit(device) -> int | None:
-    """Bytes of a device's memory that JAX may use and XLA plans with; None on CPUs and if the device reports none."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    return (stats or {}).get("bytes_limit")
-
-
-def compare(need: dict[str, int], compiled, device) -> str | None:
-    """A line that compares the estimate, the bytes that XLA planned for a compiled step, and the device's peak use.
-
-    None on devices that do not report their peak (CPUs). The peak is that of the process, with initialisation and
-    evaluation. XLA's bytes are left out for a step of several programs (state in files).
-    """
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    planned = compiled.memory_analysis()
-    if not stats or "peak_bytes_in_use" not in stats:
-        return None
-    if planned is None:
-        most = f"at most in use {gib(stats['peak_bytes_in_use'])} (initialisation and evaluation included)"
-        return f"memory per device: estimated {gib(sum(need.values()))}, {most}"
-    results = planned.output_size_in_bytes - planned.alias_size_in_bytes
-    total = planned.argument_size_in_bytes + planned.temp_size_in_bytes + results
-    estimated = sum(need.values())
-    line = (
-        f"memory per device: estimated {gib(estimated)}, compiled {gib(total)}, at most in use "
-        f"{gib(stats['peak_bytes_in_use'])} (initialisation and evaluation included)"
-    )
-    low = total / estimated - 1
-    return f"{line}; note: the estimate was {low:.0%} too low" if low > 0.1 else line
 
 
 def _in_fp8(params, layer):

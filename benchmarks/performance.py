@@ -1,0 +1,211 @@
+"""Compiles and simulates the steps whose time the project has goals for, and prints a Markdown table of them.
+
+    python benchmarks/performance.py [--only TEXT]
+
+A row is a step on a GPU: its settings, what is read of its plan, that figure before (commit f3d3e47, 2026-11-22), and
+the goal. It is planned as by `python -m surojax.plan` with the settings that the row shows, which needs the compiler
+for GPUs and no GPU. `--only` takes the rows with this text in their name. docs/performance.md holds the table.
+
+Exits with 1 if a goal is missed that was reached before.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from calibrate import MODELS, SEQUENCE_LEN
+
+from surojax.config.fields import Config
+from surojax.config.flags import parse
+from surojax.planner.advice import GiB
+from surojax.planner.plan import Plan, plan
+
+ROOT = Path(__file__).parents[1]
+FIVE = "offload_residual offload_optimizer offload_master offload_grads offload_weights"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A figure of a plan. less: whether less is better. digits: behind the point."""
+
+    unit: str
+    of: Callable[[Plan], float | None]
+    less: bool = False
+    digits: int = 0
+
+    def reached(self, value: float, goal: float) -> bool:
+        """Whether a value is as good as a goal."""
+        return value <= goal if self.less else value >= goal
+
+    def text(self, value: float) -> str:
+        """A value as the table prints it."""
+        return f"{value:,.{self.digits}f}"
+
+
+def milliseconds(found: Plan) -> float | None:
+    """Predicted milliseconds of a step."""
+    return None if found.predicted_step_s is None else 1e3 * found.predicted_step_s
+
+
+TIME = Measure("ms", milliseconds, less=True)
+SPEED = Measure("tokens/s per GPU", lambda found: found.tokens_per_s_per_gpu)
+MFU = Measure("MFU", lambda found: found.mfu, digits=3)
+MEMORY = Measure("GiB of device memory", lambda found: found.device_bytes / GiB, less=True, digits=2)
+RATIO = Measure("x tokens/s of recipe bf16", SPEED.of, digits=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A step. settings: of the command line, without their "--config.".
+
+    if_known: settings that are added if the config has their fields. base: a ratio's other step, by its settings.
+    """
+
+    name: str
+    gpu: str
+    measure: Measure
+    before: float
+    goal: float
+    settings: str
+    if_known: str = ""
+    base: str | None = None
+    config: str = "configs/llama7b.py"
+
+    def flags(self, settings: str, config: str) -> list[str]:
+        """Arguments of a command that set the config."""
+        return ["--config", config, *(f"--config.{setting}" for setting in settings.split())]
+
+    def loaded(self, settings: str) -> Config:
+        """The config with these settings, and with those of `if_known` that it has."""
+        file = str(ROOT / self.config)
+        c, _ = parse(self.flags(settings, file), argparse.ArgumentParser())
+        known = [setting for setting in self.if_known.split() if setting.partition("=")[0] in c]
+        return parse(self.flags(" ".join([settings, *known]), file), argparse.ArgumentParser())[0]
+
+    def figure(self, settings: str) -> float:
+        """The figure of the step with these settings. Raises ValueError if it is not predicted."""
+        found = plan(self.loaded(settings), self.gpu)
+        value = self.measure.of(found)
+        if value is None:
+            raise ValueError(f"{self.name}: expected a predicted step, got none: {found.not_predicted}")
+        return value
+
+    def now(self) -> float:
+        """The figure of the row."""
+        value = self.figure(self.settings)
+        return value if self.base is None else value / self.figure(self.base)
+
+    def command(self) -> str:
+        """What follows `python -m surojax.plan` to plan the step."""
+        settings = f"{self.settings} {self.if_known}"
+        return " ".join(["--gpu", self.gpu, *self.flags(settings, self.config)])
+
+
+def qwen(name: str) -> str:
+    """Settings of a Qwen2.5 model as LLMQ trains it in benchmarks/calibrate.py: bf16, with bf16 master weights."""
+    sizes = MODELS[name]
+    settings = {
+        "model.hidden_size": sizes.hidden,
+        "model.intermediate_size": sizes.intermediate,
+        "model.num_hidden_layers": sizes.layers,
+        "model.num_attention_heads": sizes.heads,
+        "model.num_key_value_heads": sizes.key_value_heads,
+        "model.vocab_size": sizes.vocabulary,
+        "model.tie_word_embeddings": sizes.tied,
+        "model.attention_bias": True,
+        "sequence_len": SEQUENCE_LEN,
+        "master_dtype": "bfloat16",
+    }
+    return " ".join(f"{field}={value}" for field, value in settings.items())
+
+
+def batch(sequences: int, microbatches: int) -> str:
+    """Settings of the batch of a GPU."""
+    return f"per_device_batch_size={sequences} gradient_accumulation_steps={microbatches}"
+
+
+def memory(name: str, gpu: str, before: float, settings: str, config: str = "configs/llama7b.py") -> Row:
+    """A row of README.md's table of device memory: at most 3 % more than before."""
+    return Row(f"memory: {name}", gpu, MEMORY, before, 1.03 * before, settings, config=config)
+
+
+PARTS_AGAIN = "recompute_block=False recompute_norm recompute_swiglu"
+STATE = "offload_residual offload_optimizer offload_master"
+FP8 = f"{batch(4, 64)} master_dtype=bfloat16"
+LLMQ_1_5B = f"{qwen('1.5B')} {PARTS_AGAIN} lmhead_chunks=4"
+FIVE_OUTER = f"zero_level=3 shard_outer {FIVE}"
+ROWS = (
+    Row("LLMQ: Qwen2.5 7B, 1 x RTX 4090", "rtx4090", SPEED, 2658, 2777, f"{qwen('7B')} {batch(16, 32)} {FIVE}"),
+    Row(
+        "LLMQ: Qwen2.5 7B, 4 x RTX 4090",
+        "rtx4090",
+        SPEED,
+        2561,
+        2725,
+        f"{qwen('7B')} {batch(16, 8)} gpus=4 zero_level=3 offload_optimizer offload_master",
+    ),
+    Row("LLMQ: Qwen2.5 1.5B, 1 x RTX 4090", "rtx4090", SPEED, 12261, 14100, f"{LLMQ_1_5B} {batch(4, 128)}"),
+    Row("LLMQ: Qwen2.5 1.5B, 1 x H100", "h100", SPEED, 52983, 58900, f"{LLMQ_1_5B} {batch(32, 16)}"),
+    Row("Llama 7B, 1 x RTX 4090, five offloads, 2 x 2048", "rtx4090", TIME, 5353, 5000, f"{batch(2, 1)} {FIVE}"),
+    Row(
+        "Llama 7B, 1 x RTX 4090, five offloads, 2 microbatches of 2048",
+        "rtx4090",
+        TIME,
+        7163,
+        5000,
+        f"{batch(1, 2)} {FIVE}",
+        if_known="microbatches_per_fetch=2",
+    ),
+    Row("Llama 7B, 1 x RTX 4090, five offloads, 8 x 2048", "rtx4090", TIME, 9652, 8600, f"{batch(8, 1)} {FIVE}"),
+    Row("Llama 7B, 4 x RTX 4090, ZeRO-3, 2 x 2048", "rtx4090", TIME, 3011, 2900, f"{batch(2, 1)} gpus=4 zero_level=3"),
+    Row("Llama 7B, 1 x H200, five offloads, 8 x 2048", "h200", TIME, 3137, 2900, f"{batch(8, 1)} {FIVE}"),
+    Row("Llama 7B, 1 x H200, blocks recomputed", "h200", MFU, 0.468, 0.55, batch(4, 2)),
+    Row("Llama 7B, 1 x H200, norms recomputed", "h200", MFU, 0.567, 0.55, f"{batch(4, 2)} {PARTS_AGAIN}"),
+    Row("Llama 7B, 1 x H100, fp8_hybrid", "h100", RATIO, 1.54, 1.35, f"{FP8} recipe=fp8_hybrid", base=FP8),
+    Row("Llama 7B, 1 x H100, fp8_current", "h100", RATIO, 1.47, 1.35, f"{FP8} recipe=fp8_current", base=FP8),
+    memory("Llama 7B, 1 x RTX 4090", "rtx4090", 76.30, "zero_level=3"),
+    memory("Llama 7B, 1 x RTX 4090, state offloaded", "rtx4090", 25.58, f"zero_level=3 {STATE}"),
+    memory("Llama 7B, 1 x RTX 4090, five offloads", "rtx4090", 2.68, FIVE_OUTER),
+    memory("Llama 7B, 4 x RTX 4090", "rtx4090", 20.73, "gpus=4 zero_level=3"),
+    memory("Llama 7B, 4 x RTX 4090, five offloads", "rtx4090", 1.58, f"gpus=4 {FIVE_OUTER}"),
+    memory(
+        "Qwen 32B sizes, 4 x RTX 4090, five offloads", "rtx4090", 4.50, f"gpus=4 {FIVE_OUTER}", "configs/qwen32b.py"
+    ),
+    memory(
+        "Llama 70B sizes, 8 x H100, state offloaded",
+        "h100",
+        37.05,
+        f"gpus=8 zero_level=3 shard_outer {STATE}",
+        "configs/llama70b.py",
+    ),
+    memory("Llama 70B sizes, 8 x H100, five offloads", "h100", 5.76, f"gpus=8 {FIVE_OUTER}", "configs/llama70b.py"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table; returns the exit code."""
+    jax.config.update("jax_platforms", "cpu")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", metavar="TEXT", default="", help="rows with this text in their name")
+    only = parser.parse_args(argv).only
+    print("| step | before | now | goal | reached | `python -m surojax.plan` |\n|---|---|---|---|---|---|")
+    lost = False
+    for row in ROWS:
+        if only not in row.name:
+            continue
+        now = row.now()
+        text = row.measure.text
+        reached = row.measure.reached(now, row.goal)
+        lost = lost or (not reached and row.measure.reached(row.before, row.goal))
+        figures = (
+            f"{text(row.before)} | {text(now)} {row.measure.unit} | {text(row.goal)} | {'yes' if reached else 'no'}"
+        )
+        print(f"| {row.name} | {figures} | `{row.command()}` |", flush=True)
+    return int(lost)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Writes a config as a Python file like those of configs/: another config file, and the fields that differ from it."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from surojax.config.fields import Config, flat
+from surojax.config.flags import describe, load
+from surojax.errors import ConfigError
+
+
+def config_file(c: Config, base: str, file: Path, description: str) -> str:
+    """The text of a config file for `file` that is `c`, based on the config file `base`, with this docstring.
+
+    It loads `base` from where it is now, relative to `file`: both may move together.
+    """
+    before = flat(load(base))
+    values = flat(c)
+    differ = [name for name in re.findall(r"--config\.([\w.]+)=", describe()) if values[name] != before[name]]
+    lines = [f"    c.{name} = {_literal(values[name])}" for name in differ]
+    relative = Path(os.path.relpath(Path(base).absolute(), file.absolute().parent)).as_posix()
+    return "\n".join(
+        [
+            f'"""{description}"""',
+            "",
+            "from pathlib import Path",
+            "",
+            "from surojax.config.flags import load",
+            "",
+            "",
+            "def get_config():",
+            f"    c = load(str(Path(__file__).parent / {json.dumps(relative)}))",
+            *lines,
+            "    return c",
+            "",
+        ]
+    )
+
+
+def check_new(option: str, file: Path) -> None:
+    """Raises ConfigError if a config file cannot be written there, or if there is something already."""
+    change = "choose another name, or delete it"
+    if file.suffix != ".py":
+        raise ConfigError(f"{option}: expected a name that ends with .py, got {str(file)!r}; --config takes such files")
+    if file.exists(follow_symlinks=False):
+        raise ConfigError(f"{option}: expected a new file, got {str(file)!r}, which exists; {change}")
+    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ConfigError(f"{option}: expected a folder that can be written, got {str(file.parent)!r}; {change}")
+
+
+def _literal(value: Any) -> str:
+    """A value as Python, with the quotes of this repository."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -1,0 +1,127 @@
+"""Documents: rows of plain text, and their tokens.
+
+A document of any size takes as much memory as a few of its pieces. A file is read twice: for its hash and its length,
+which also finds a byte that is no text before any token is written; then to be tokenised.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from surojax.data import texts
+from surojax.data.conversations import text as text_of
+from surojax.data.examples import Example
+from surojax.data.files import NotText
+from surojax.data.items import Item, Unit, json_of, key_of, key_of_bad, new_hash
+from surojax.data.rows import BadRow, NotARow, Row, half_a_pair
+from surojax.data.texts import Piece, TextFile
+from surojax.data.tokenizer import Tokenizer
+
+type Text = str | TextFile
+
+
+def documents(
+    rows: Iterable[Row | BadRow], text_field: str, *, by_record: bool, with_keys: bool
+) -> Iterator[Item[Text]]:
+    """Yields the text of each row, or why it has none.
+
+    by_record: keys are hashes of all fields of a row; otherwise of its text. with_keys: False if nothing is held out.
+    """
+    for row in rows:
+        if isinstance(row, BadRow):
+            yield Item(row, key_of_bad(row), 0)
+        elif isinstance(file := row.record.get(text_field), TextFile):
+            yield _of_file(file, text_field if by_record else None, with_keys)
+        else:
+            yield _of_row(row, text_field, by_record, with_keys)
+
+
+def _of_row(row: Row, text_field: str, by_record: bool, with_keys: bool) -> Item[Text]:
+    key = key_of(new_hash(json_of(row.record))) if with_keys and by_record else 0
+    try:
+        text = text_of(row.record, text_field)
+        encoded = text.encode("utf-8")
+    except NotARow as error:
+        return Item(BadRow(row.where, str(error)), key, 0)
+    except UnicodeEncodeError as error:
+        return Item(BadRow(row.where, half_a_pair(error)), key, 0)
+    return Item(text, key_of(new_hash(encoded)) if with_keys and not by_record else key, len(encoded))
+
+
+def _of_file(file: TextFile, field: str | None, with_keys: bool) -> Item[Text]:
+    """field: the key is that of a record with the text in it; None: of the text."""
+    digest = new_hash(json_of({field: ""})[:-2] if field else b"")
+    num_bytes = 0
+    is_blank = True
+    try:
+        for part in texts.parts(file):
+            encoded = part.encode("utf-8")
+            num_bytes += len(encoded)
+            is_blank = is_blank and not part.strip()
+            if with_keys:
+                digest.update(json.dumps(part)[1:-1].encode("ascii") if field else encoded)
+    except NotText as error:
+        return _bad(f"{file.path}:{error.line}", str(error))
+    if is_blank:
+        return _bad(str(file.path), "expected text, got an empty file; remove it from the data or fill it")
+    digest.update(b'"}' if field else b"")
+    return Item(file, key_of(digest) if with_keys else 0, num_bytes)
+
+
+def _bad(where: str, reason: str) -> Item[Text]:
+    row = BadRow(where, reason)
+    return Item(row, key_of_bad(row), 0)
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Makes documents of texts, in pieces: beginning-of-sequence if the tokenizer adds it, the text, end-of-sequence.
+
+    cuts_at_special: long texts are cut at special tokens first, where a cut changes no token; otherwise at line ends.
+    """
+
+    tokenizer: Tokenizer
+    cuts_at_special: bool
+
+    is_text = True
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies all that tokens depend on besides the texts."""
+        tokenizer = self.tokenizer
+        bos = tokenizer.bos_id if tokenizer.adds_bos else None
+        parts = [tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id, bos, texts.PIECE_CHARS, self.cuts_at_special]
+        return json.dumps(parts)
+
+    def split(self, item: Item[Text]) -> tuple[Item[Text], Item[Text]] | None:
+        """Returns the beginning and the end of a text; None if one of them would be empty, or it is none."""
+        if isinstance(item.content, BadRow):
+            return None
+        first, second = texts.split(item.content)
+        sizes = [sum(len(part.encode("utf-8")) for part in texts.parts(text)) for text in (first, second)]
+        return (Item(first, 0, sizes[0]), Item(second, 0, sizes[1])) if all(sizes) else None
+
+    def units(self, item: Item[Text]) -> Iterable[Unit[Piece]]:
+        """Returns the pieces of a text."""
+        content = item.content
+        if isinstance(content, BadRow):
+            return (Unit(content, 0, True),)
+        if isinstance(content, str) and len(content) <= texts.PIECE_CHARS:
+            return (Unit(Piece(content, True, True), item.num_bytes, True),)
+        section_starts = self.tokenizer.section_starts if self.cuts_at_special else None
+        return (Unit(piece, len(piece.text.encode()), piece.is_last) for piece in texts.pieces(content, section_starts))
+
+    def encode(self, pieces: Sequence[Piece | BadRow]) -> list[Example | BadRow]:
+        """Returns the tokens of each piece, with those that begin and end its document."""
+        encoded = iter(self.tokenizer.encode_batch([piece.text for piece in pieces if isinstance(piece, Piece)]))
+        nothing = np.empty(0, np.int32)
+        bos = np.array([self.tokenizer.bos_id], np.int32) if self.tokenizer.adds_bos else nothing
+        eos = np.array([self.tokenizer.eos_id], np.int32)
+
+        def example(piece: Piece) -> Example:
+            ends = (bos if piece.is_first else nothing, next(encoded), eos if piece.is_last else nothing)
+            return Example(np.concatenate(ends), None)
+
+        return [example(piece) if isinstance(piece, Piece) else piece for piece in pieces]

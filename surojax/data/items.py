@@ -1,0 +1,104 @@
+"""Items, from which examples are made, and which of them are held out for evaluation: a hash of each one decides.
+
+The split is therefore equal on every machine and in every run, adding an example does not change the side of another
+one, and all copies of an example are on one side.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from surojax.data.rows import BadRow
+
+
+class Item[T](NamedTuple):
+    """Something to encode, or the row that it cannot be. key: 64-bit hash, 0 if nothing is held out.
+
+    num_bytes: its length in UTF-8, of what is not text about that in a file.
+    """
+
+    content: T | BadRow
+    key: int
+    num_bytes: int
+
+
+class Source(NamedTuple):
+    """Where items come from.
+
+    key: all that the items depend on besides the content of the files, as JSON. items: yields them; its argument says
+    whether their keys are needed. name; what: an item is called; instead: the setting that names other data to evaluate
+    on: for messages.
+    """
+
+    name: str
+    files: list[Path]
+    key: dict[str, Any]
+    items: Callable[[bool], Iterator[Item]]
+    what: str
+    instead: str
+
+
+class Unit[U](NamedTuple):
+    """What is encoded at a time: an item, or a piece of a long one.
+
+    content: for the encoder. num_bytes: as of an item. is_last: of its item.
+    """
+
+    content: U | BadRow
+    num_bytes: int
+    is_last: bool
+
+
+def hold_out[T](
+    items: Iterable[Item[T]], fraction: float, split: Callable[[Item[T]], tuple[Item[T], Item[T]] | None]
+) -> Iterator[tuple[Item[T], bool]]:
+    """Yields each item with True if it is held out, which it is if its key is below `fraction` * 2^64.
+
+    If no item has such a key, the one with the smallest key is held out, with its copies. If there is only one item, it
+    is split and its end is held out. split: returns both parts, or None: then nothing is held out.
+    """
+    items = iter(items)
+    first = list(islice(items, 2))
+    if len(first) == 1:
+        yield from zip(split(first[0]) or first, (False, True), strict=False)
+        return
+    threshold = int(fraction * 2**64)
+    found = False
+    smallest: list[Item[T]] = []  # not yielded before it is known whether another item is held out
+    for item in chain(first, items):
+        if item.key < threshold:
+            found = True
+            yield item, True
+        elif found:
+            yield item, False
+        elif not smallest or item.key < smallest[0].key:
+            yield from ((other, False) for other in smallest)
+            smallest = [item]
+        elif item.key == smallest[0].key:
+            smallest.append(item)
+        else:
+            yield item, False
+    yield from ((item, not found) for item in smallest)
+
+
+def new_hash(content: bytes = b"") -> hashlib.blake2b:
+    """Returns the hash that keys are made of, of some content; more may follow."""
+    return hashlib.blake2b(content, digest_size=8)
+
+
+def key_of(digest: hashlib.blake2b) -> int:
+    """Returns the key that a finished hash means."""
+    return int.from_bytes(digest.digest(), "big")
+
+
+def key_of_bad(row: BadRow) -> int:
+    """Returns the key of a row that cannot be read."""
+    return key_of(new_hash(row.reason.encode("utf-8", "backslashreplace")))
+
+
+def json_of(record: Mapping[str, Any]) -> bytes:
+    """Returns what the key of a record is a hash of."""
+    return json.dumps(record, sort_keys=True, default=str).encode("utf-8", "backslashreplace")

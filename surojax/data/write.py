@@ -1,0 +1,197 @@
+"""Writes an entry of the cache: items are encoded in groups, in two threads, while this one reads and writes.
+
+A Hugging Face tokenizer uses all cores within a group; while one group's ids become an array, the other is encoded. At
+most four groups are in memory.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from surojax.data.cache import HELD_OUT, NO_ROOM, TRAIN, NoRoom, PartWriter
+from surojax.data.examples import Example
+from surojax.data.items import Item, Source, Unit, hold_out
+from surojax.data.rows import BadRow
+from surojax.errors import ConfigError
+
+# Long texts are encoded in pieces (`texts.PIECE_CHARS`), one core each, and two groups at a time: a group has pieces
+# for half of the cores.
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_GROUP_BYTES = max(1, _CORES // 2) << 20
+_GROUP_UNITS = max(1, _CORES // 2) << 12  # a tokenizer takes a quarter longer for each of 15,000 short texts at a time
+_ENCODING = 2  # groups that are encoded at a time
+
+
+class ItemEncoder[T, U](Protocol):
+    """Makes examples of items: those of `documents.TextEncoder` and `examples.Encoder`.
+
+    is_text: items are plain text, whose bytes are counted. fingerprint: of all that tokens depend on besides items.
+    """
+
+    @property
+    def is_text(self) -> bool: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def split(self, item: Item[T]) -> tuple[Item[T], Item[T]] | None:
+        """Returns the beginning and the end of an only item, see `hold_out`."""
+        ...
+
+    def units(self, item: Item[T]) -> Iterable[Unit[U]]:
+        """Returns the parts of an item that are encoded at a time; one example follows from all of them."""
+        ...
+
+    def encode(self, units: list[U | BadRow], /) -> Sequence[Example | BadRow]:
+        """Returns what follows from each unit."""
+        ...
+
+
+class _Marked(NamedTuple):
+    """A unit with its item, and whether that is held out."""
+
+    unit: Unit
+    item: Item
+    is_held_out: bool
+
+
+def write(
+    folder: Path,
+    *,
+    source: Source,
+    encoder: ItemEncoder,
+    vocab_size: int,
+    fraction: float,
+    on_bad_row: str,
+    source_bytes: int,
+) -> dict[str, Any]:
+    """Encodes the items of a source into `folder`; returns the meta data.
+
+    fraction: of the items that are held out. on_bad_row: see `prepare.load_dataset`. source_bytes: of all files.
+
+    Raises ConfigError if no item remains, or none to train on or to evaluate on.
+    """
+    items = source.items(fraction > 0)
+    marked = hold_out(items, fraction, encoder.split) if fraction else ((item, False) for item in items)
+    num_skipped = 0
+    first_skipped = ""
+    with _Parts(folder, vocab_size, name=source.name, holds_out=bool(fraction), source_bytes=source_bytes) as parts:
+        for group, encoded in _in_threads(_groups(marked, encoder), encoder):
+            good: list[tuple[_Marked, Example]] = []
+            for unit, example in zip(group, encoded, strict=True):
+                if not isinstance(example, BadRow):
+                    good.append((unit, example))
+                elif on_bad_row == "error":
+                    raise ConfigError(f"{example.where}: {example.reason}")
+                else:
+                    num_skipped += 1
+                    first_skipped = first_skipped or f"{example.where}: {example.reason}"
+            for is_held_out in (False, True) if fraction else (False,):
+                parts.append(is_held_out, [x for x in good if x[0].is_held_out == is_held_out], encoder.is_text)
+            parts.bytes_read += sum(one.unit.num_bytes for one in group)
+        found = parts.finish()
+    numbers = [part["examples"] for part in found.values()]
+    skipped = f"{num_skipped:,} skipped" + (f" ({first_skipped})" if first_skipped else "")
+    if not any(numbers):
+        fate = f", {skipped}; correct them" if num_skipped else "; add some, or name other data"
+        raise ConfigError(f"{source.name}: expected {source.what} that can be used, got none{fate}")
+    if not all(numbers):
+        raise ConfigError(
+            f"{source.name}: expected at least two different {source.what} that can be used, to train on one part and "
+            f"evaluate on the other, got {numbers[0]:,} to train on and {numbers[1]:,} to evaluate on, {skipped}; add "
+            f"or correct {source.what}, or set {source.instead}"
+        )
+    return {"parts": found, "skipped": num_skipped, "first_skipped": first_skipped}
+
+
+class _Parts:
+    """Writers for the parts of an entry, with a progress bar on a terminal. A context manager."""
+
+    def __init__(self, folder: Path, vocab_size: int, *, name: str, holds_out: bool, source_bytes: int):
+        dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+        names = (TRAIN, HELD_OUT) if holds_out else (TRAIN,)
+        self.source_bytes = source_bytes
+        self.bytes_read = 0
+        self.parts = {part: PartWriter(folder / part, dtype) for part in names}
+        self.bar = tqdm(desc=f"tokenising {name}", unit=" tokens", unit_scale=True, leave=False, disable=None)
+
+    def __enter__(self) -> "_Parts":
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.bar.close()
+        for part in self.parts.values():
+            part.close()
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            raise NoRoom(error, self._needed()) from error
+
+    def append(self, is_held_out: bool, examples: "list[tuple[_Marked, Example]]", is_text: bool) -> None:
+        """Adds encoded units to a part, all at once: a call for each would take as long as the tokenizer."""
+        if not examples:
+            return
+        ids = np.concatenate([example.ids for _, example in examples])
+        trained = None
+        if any(example.trained is not None for _, example in examples):
+            trained = np.concatenate([_trained(example) for _, example in examples])
+        ends = np.cumsum([len(example.ids) for _, example in examples])
+        is_last = np.array([marked.unit.is_last for marked, _ in examples])
+        num_bytes = sum(marked.item.num_bytes for marked, _ in examples if marked.unit.is_last) if is_text else 0
+        part = self.parts[HELD_OUT if is_held_out else TRAIN]
+        part.append(ids, trained, ends=ends[is_last], num_bytes=num_bytes)
+        self.bar.update(len(ids))
+
+    def finish(self) -> dict[str, Any]:
+        """Completes all files; returns the meta data of the parts."""
+        return {name: part.finish() for name, part in self.parts.items()}
+
+    def _needed(self) -> str:
+        """Returns how much room the entry takes, by the share of the source that was read before the disk was full."""
+        written = sum(part.num_bytes_written for part in self.parts.values())
+        share = min(self.bytes_read / self.source_bytes, 1.0) if self.source_bytes else 0.0
+        return f"about {written / share / 2**20:,.1f} MiB" if share else "more room"
+
+
+def _trained(example: Example) -> np.ndarray:
+    return np.ones(len(example.ids), np.bool_) if example.trained is None else example.trained
+
+
+def _groups(marked: Iterable[tuple[Item, bool]], encoder: ItemEncoder) -> Iterator[list[_Marked]]:
+    """Collects consecutive units into groups of _GROUP_BYTES bytes or _GROUP_UNITS units; the last is smaller."""
+    group: list[_Marked] = []
+    total = 0
+    for item, is_held_out in marked:
+        for unit in encoder.units(item):
+            group.append(_Marked(unit, item, is_held_out))
+            total += unit.num_bytes
+            if total >= _GROUP_BYTES or len(group) == _GROUP_UNITS:
+                yield group
+                group = []
+                total = 0
+    if group:
+        yield group
+
+
+def _in_threads(
+    groups: Iterable[list[_Marked]], encoder: ItemEncoder
+) -> Iterator[tuple[list[_Marked], Sequence[Example | BadRow]]]:
+    """Yields each group with what the encoder returns for it, in order; the next groups are encoded meanwhile."""
+    with ThreadPoolExecutor(_ENCODING) as threads:
+        pending: deque[tuple[list[_Marked], Future[Sequence[Example | BadRow]]]] = deque()
+        try:
+            for group in groups:
+                pending.append((group, threads.submit(encoder.encode, [one.unit.content for one in group])))
+                if len(pending) > _ENCODING:
+                    first, encoded = pending.popleft()
+                    yield first, encoded.result()
+            while pending:
+                first, encoded = pending.popleft()
+                yield first, encoded.result()
+        finally:
+            for _, encoded in pending:
+                encoded.cancel()

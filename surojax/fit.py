@@ -1,0 +1,227 @@
+"""Finds the fastest settings of a run on given GPUs, without the GPUs, and writes them as a config file.
+
+    python -m surojax.fit --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--host-memory GIB] [--nvme GB] \
+        [--allow adamw8bit,bf16_master,fp8] [--effective-batch N] [--keep FIELD,FIELD] [--out FILE] [--top N] \
+        [--json FILE]
+
+It searches placement, mesh, recomputation and microbatches by estimate, and compiles and simulates the best few. Model,
+data and the sequences of a step stay as they are. Settings that change numbers are left out unless allowed.
+`surojax.planner.fastest.fastest(config, gpu)` is the function behind this command.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+
+from surojax.config.fields import Config, default_config, flat
+from surojax.config.flags import parse
+from surojax.config.write import check_new, config_file
+from surojax.errors import ConfigError
+from surojax.plan import check_path
+from surojax.planner import advice, aot, footprint
+from surojax.planner.advice import GiB, flags
+from surojax.planner.fastest import MOST_COMPILED, Result, Row, fastest
+from surojax.planner.gpus import GPUS
+from surojax.planner.search import ALLOWED
+
+SHOWN = 5  # rows by default
+
+
+def table(result: Result, top: int = SHOWN) -> str:
+    """What was found, as text."""
+    name = GPUS[result.gpu].name
+    if not result.rows:
+        return "\n".join(nothing_fits(result))
+    head = f"  {'tokens/s':>9} {'in all':>9} {'ms':>8} {'estimated':>10} {'device':>8} {'estimated':>10}"
+    head += f" {'host':>7} {'NVMe':>7}  {'waits for':<18}settings"
+    lines = [f"the fastest settings on {result.gpus} x {name}; tokens/s per GPU, GiB of each GPU's memory and in all:"]
+    if result.rows[0].plan is None:
+        lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the best: {aot.EXTRA}")
+    lines += ["", head, *(_cells(row, result.gpus, flags(row.change) or "as given") for row in result.rows[:top])]
+    if result.given:
+        lines += ["", _cells(result.given, result.gpus, "as given")]
+    elif all(row.change for row in result.rows):
+        lines += ["", "the settings as given do not fit"]
+    if result.refuted:
+        lines.append(f"{len(result.refuted)} more fit by estimate only, not as compiled")
+    if result.left_out:
+        now = result.rows[0].estimated_s
+        gains = ", ".join(f"{word} ({1 - s / now:.0%} faster by estimate)" for word, s in result.left_out.items())
+        lines += ["", f"left out since they change numbers: {gains}; --allow {','.join(result.left_out)}"]
+        lines.append("  (with the best settings as they are; the memory that they free may allow faster ones)")
+    if result.rows[0].estimated.files:
+        lines += ["", "nothing fits without files, whose drive's speed is not known: the time is that of the host link"]
+    return "\n".join(lines)
+
+
+def _cells(row: Row, gpus: int, settings: str) -> str:
+    """A row of the table."""
+    tokens = row.config.per_device_batch_size * row.config.sequence_len * row.config.gradient_accumulation_steps
+    rate = tokens / row.seconds
+    device = row.plan.device_bytes if row.plan else row.estimated.device
+    host = gpus * row.plan.host_bytes if row.plan else row.estimated.host
+    cells = f"  {rate:>9,.0f} {gpus * rate:>9,.0f} {1e3 * row.seconds:>8,.0f} {1e3 * row.estimated_s:>10,.0f}"
+    cells += f" {device / GiB:>8.1f} {row.estimated.device / GiB:>10.1f} {host / GiB:>7.1f}"
+    return cells + f" {row.estimated.files / GiB:>7.1f}  {waits_for(row):<18}{settings}"
+
+
+def waits_for(row: Row) -> str:
+    """What the compute stream waits for most, with its part of the step; "compute" if it waits for less than 5 %."""
+    if row.plan is None or row.plan.predicted_step_s is None or not row.plan.exposed_s:
+        return "-"
+    kind, seconds = max(row.plan.exposed_s.items(), key=lambda item: item[1])
+    part = seconds / row.plan.predicted_step_s
+    return f"{kind} {part:.0%}" if part >= 0.05 else "compute"
+
+
+def nothing_fits(result: Result) -> list[str]:
+    """Lines that say by how much nothing fits, and what would."""
+    limit = advice.gib(result.limits.device)
+    lines = [f"nothing fits {result.gpus} x {GPUS[result.gpu].name} with {limit} of each for the program"]
+    nearest = result.found.nearest
+    if result.refuted:
+        least = min(row.plan.device_bytes for row in result.refuted if row.plan)
+        lines.append(
+            f"{len(result.refuted)} settings fit by estimate; as compiled they need {advice.gib(least)} or more"
+        )
+    elif nearest is not None:
+        over = advice.gib(nearest.need.device - result.limits.device)
+        host = f" and {advice.gib(nearest.need.host)} of host memory" if nearest.need.host else ""
+        lines.append(f"the least needs {advice.gib(nearest.need.device)} on each{host}, which is {over} too much")
+    else:
+        lines.append(f"everything that fits the GPUs needs more host memory than {advice.gib(result.limits.host)}")
+    return lines + [f"  {'what would change it:' if not i else ' ' * 21} {x}" for i, x in enumerate(result.remedies)]
+
+
+def describe(row: Row, result: Result, base: str, file: Path) -> str:
+    """The docstring of the config file of a row."""
+    name = GPUS[result.gpu].name
+    what = "predicted" if row.plan and row.plan.predicted_step_s else "estimated"
+    device = row.plan.device_bytes if row.plan else row.estimated.device
+    host = result.gpus * row.plan.host_bytes if row.plan else row.estimated.host
+    tokens = row.config.per_device_batch_size * row.config.sequence_len * row.config.gradient_accumulation_steps
+    needs = f"Needs {advice.gib(device)} on each GPU" + (f" and {advice.gib(host)} of host memory" if host else "")
+    lines = [
+        f"{base} on {result.gpus} x {name}, as surojax.fit found it on {time.strftime('%Y-%m-%d')}.",
+        "",
+        f"    python -m surojax.train --config {file}",
+        "",
+        f"{needs}; {what} {1e3 * row.seconds:,.0f} ms a step, {tokens / row.seconds:,.0f} tokens/s per GPU.",
+    ]
+    if device > footprint.DEFAULT_POOL * GPUS[result.gpu].memory_bytes:
+        lines.append(f"Set {footprint.POOL_SETTING} in the environment: JAX takes {footprint.DEFAULT_POOL} by itself.")
+    return "\n".join([*lines, ""])
+
+
+def words(option: str, text: str, known) -> tuple[str, ...]:
+    """The words of a comma list. Raises ConfigError for one that is not known."""
+    found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if unknown := [word for word in found if word not in known]:
+        shown = ", ".join(known) if len(known) < 10 else "fields of the config, see --help"
+        raise ConfigError(f"{option}: expected {shown}, got {unknown[0]!r}; separate several by commas")
+    return found
+
+
+def with_batch(c: Config, sequences: int | None) -> Config:
+    """The config with so many sequences a step on all GPUs. Raises ConfigError if the GPUs do not divide them."""
+    if sequences is None:
+        return c
+    if sequences < 1 or c.gpus < 1 or sequences % c.gpus:
+        raise ConfigError(
+            f"--effective-batch: expected a multiple of the {c.gpus} GPUs, got {sequences}; it counts sequences of a "
+            "step on all GPUs"
+        )
+    return advice.changed(c, {"per_device_batch_size": 1, "gradient_accumulation_steps": sequences // c.gpus})
+
+
+def as_json(result: Result) -> dict:
+    """The result for `--json`: {"rows", "given", "left_out", "remedies"}, each row with its plan."""
+
+    def of(row: Row) -> dict:
+        return {
+            "change": row.change,
+            "seconds": row.seconds,
+            "estimated_s": row.estimated_s,
+            "estimated_bytes": row.estimated._asdict(),
+            "plan": dataclasses.asdict(row.plan) if row.plan else None,
+        }
+
+    return {
+        "gpu": result.gpu,
+        "gpus": result.gpus,
+        "rows": [of(row) for row in result.rows],
+        "given": of(result.given) if result.given else None,
+        "left_out": result.left_out,
+        "remedies": result.remedies,
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's own options."""
+    found = argparse.ArgumentParser(prog="python -m surojax.fit", description=(__doc__ or "").partition("\n")[0])
+    found.add_argument("--gpu", metavar="NAME", help=f"the GPU to search for: {', '.join(GPUS)}")
+    found.add_argument(
+        "--host-memory", metavar="GIB", type=float, help="host memory for all GPUs; unlimited if left out"
+    )
+    found.add_argument("--nvme", metavar="GB", type=float, help="room for state in files; none are used if left out")
+    found.add_argument(
+        "--allow",
+        metavar="WORDS",
+        default="",
+        help=f"settings that change numbers: a comma list of {', '.join(ALLOWED)}",
+    )
+    found.add_argument("--keep", metavar="FIELDS", default="", help="comma list of fields that are not changed")
+    found.add_argument(
+        "--effective-batch", metavar="N", type=int, help="sequences of a step on all GPUs; the config's if left out"
+    )
+    found.add_argument("--out", metavar="FILE", help="the config file to write; CONFIG_GPUSxGPU.py if left out")
+    found.add_argument("--top", metavar="N", type=int, default=SHOWN, help=f"settings to print, {SHOWN} if left out")
+    found.add_argument("--json", metavar="FILE", help="write what was found there, as JSON")
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line, search, print, write. An error prints one line; it and "nothing fits" exit with 1."""
+    jax.config.update("jax_platforms", "cpu")  # the search needs no GPU, and should not occupy one
+    try:
+        c, args = parse(argv, parser())
+        if args.gpu is None:
+            raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
+        for option, value in (("--host-memory", args.host_memory), ("--nvme", args.nvme), ("--top", args.top)):
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{option}: expected more than 0, got {value}; leave it out")
+        out = Path(args.out or f"{Path(args.config).stem}_{c.gpus}x{args.gpu}.py").expanduser()
+        check_new("--out", out)
+        file = check_path("--json", args.json) if args.json is not None else None
+        result = fastest(
+            with_batch(c, args.effective_batch),
+            args.gpu,
+            host_memory=args.host_memory,
+            nvme=args.nvme,
+            allow=words("--allow", args.allow, tuple(ALLOWED)),
+            keep=words("--keep", args.keep, tuple(flat(default_config()))),
+            most=max(args.top, MOST_COMPILED),
+            say=lambda text: print(text, flush=True),
+        )
+        print(table(result, args.top))
+        if file:
+            file.write_text(json.dumps(as_json(result), indent=2) + "\n")
+            print(f"written: {file}")
+        if not result.rows:
+            sys.exit(1)
+        best = result.rows[0]
+        out.write_text(config_file(best.config, args.config, out, describe(best, result, args.config, out)))
+        print(f"written: {out}; python -m surojax.train --config {out}")
+        if best.config.nvme_path == advice.FOLDER:
+            print(f"  set nvme_path in it to a folder on the NVMe disk: {advice.FOLDER!r} stands for it")
+    except (ConfigError, OSError) as error:
+        sys.exit(f"surojax.fit: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

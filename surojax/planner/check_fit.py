@@ -1,0 +1,158 @@
+"""Checks that a run fits the devices of this machine before anything is built, and says what to change if not."""
+
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+from pallas_kernels import dispatch
+from surojax import assembly
+from surojax.config.fields import Config
+from surojax.errors import ConfigError
+from surojax.numerics.recipes import check_recipe
+from surojax.parallel.collectives import check_copy_engine
+from surojax.placement.layout import batch_sharding
+from surojax.placement.mesh import data_parallel
+from surojax.placement.table import Mesh
+from surojax.planner import advice
+from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
+from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING, estimate, estimate_host, needed, needs
+
+
+def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None = None) -> dict[str, int]:
+    """The `estimate` of a run that fits. available: bytes per device; None: measured.
+
+    Raises ConfigError if the run does not fit, with the bytes that it needs, the bytes that are free, and changes that
+    would make it fit. Also raises ConfigError if the devices or the model do not support the attention, the copy
+    engine settings, the recipe or the kernels.
+    """
+    platform = devices[0].platform
+    kind = devices[0].device_kind
+    n = len(devices)
+    if c.attention in ("cudnn", "mosaic") and platform != "gpu":
+        why = f"{c.attention!r}; flash attention needs an NVIDIA GPU"
+        raise ConfigError(f"attention: expected 'auto' or 'xla' on {kind}, got {why}")
+    check_copy_engine(run.engine.table.copy_engine, platform)
+    check_recipe(run.model.precision, kind, devices[0])
+    if c.kernels == "mosaic":
+        check_kernels(c, run.mesh, devices[0])
+    need = estimate(run, c.per_device_batch_size, c.sequence_len, platform=platform)
+    available = available_bytes(devices) if available is None else available
+    if sum(need.values()) <= available:
+        check_host(run, c, devices, available)
+        return need
+    each_device = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
+    raise ConfigError(
+        f"does not fit: needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free; "
+        f"what would change it: {'; '.join(_advice(c, devices, available))}"
+    )
+
+
+def check_kernels(c: Config, mesh: Mesh, device) -> None:
+    """Raises ConfigError for kernels="mosaic" if one of them does not support the device or the model.
+
+    Traces the step, because only the traced step has the shapes that the kernels get. Nothing is compiled.
+    """
+    found = dispatch.capability(device)
+    major, minor = dispatch.OLDEST
+    if found is None or found < dispatch.OLDEST:
+        raise ConfigError(
+            f"kernels: expected 'xla' or 'auto' on {device.device_kind}, got 'mosaic'; they are for NVIDIA GPUs of "
+            f"compute capability {major}.{minor} or newer"
+        )
+    names = ("offload_optimizer", "offload_master")  # host memory instead of files: the same shapes in one program
+    changes = {"attention": "xla", "nvme_path": ""} | {name: bool(c[name]) for name in names}
+    run = assembly.from_config(changed(c, changes), mesh, total_steps=1)
+    shape = (c.gradient_accumulation_steps, c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
+    try:
+        jax.eval_shape(run.train_step(), run.plan, *(tokens for _ in run.engine.batch_arrays))
+    except dispatch.Unserved as error:
+        raise unserved(error) from error
+
+
+def unserved(error: dispatch.Unserved) -> ConfigError:
+    """The ConfigError for a model that kernels="mosaic" does not support."""
+    reason = str(error).partition("\n")[0].partition("; use implementation")[0]
+    return ConfigError(f"kernels: expected 'xla' or 'auto', got 'mosaic', but {reason}; use kernels='auto'")
+
+
+def check_host(run: assembly.Assembly, c: Config, devices, available: int) -> None:
+    """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
+    n = len(devices)
+    platform = devices[0].platform
+    need = {} if platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
+    free = psutil.virtual_memory().available
+    if n * sum(need.values()) > free:
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in need.items())
+        raise ConfigError(
+            f"does not fit: needs {gib(n * sum(need.values()))} of host memory for {n} GPUs (each {parts}), where "
+            f"{gib(free)} are free; what would change it: {'; '.join(_advice(c, devices, available))}"
+        )
+
+
+def _advice(c: Config, devices, available: int) -> list[str]:
+    """Lines of text with changes that would make it fit; `available` bytes are free on each device."""
+    n = len(devices)
+    platform = devices[0].platform
+    lines = []
+    more = int(available * POOL / DEFAULT_POOL)  # bytes available with POOL_SETTING
+    chosen = POOL_SETTING.partition("=")[0] in os.environ
+    if platform == "gpu" and not chosen and available < needed(c, n, platform) <= more:
+        lines.append(
+            f"{POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} of a GPU's memory by itself, so {gib(more)} "
+            "(fits)"
+        )
+    limit = Memory(available, math.inf if platform == "cpu" else psutil.virtual_memory().available)
+    found = changes_that_help(c, n, limit, platform, lambda c, n: needs(c, n, platform))
+    lines += advice.lines(found, limit)
+    if found and not any(missing(found[-1][1], limit)):
+        return lines
+    lines.append("a smaller model (configs/llama125m.py) or a machine with more memory")
+    if platform == "cpu":
+        changes = [{"gpus": n} | (SHARDED if n > 1 else {}) for n in (1, 4, 8) if n % c.tp_size == 0]
+        sizes = [gib(needed(changed(c, change), change["gpus"], "gpu")) for change in changes]
+        flagged = [flags({"gpus": change["gpus"]} | differing(c, change)) for change in changes]
+        lines.append(
+            "NVIDIA GPUs: " + ", ".join(f"{f} needs {size} on each" for f, size in zip(flagged, sizes, strict=True))
+        )
+    return lines
+
+
+def available_bytes(devices) -> int:
+    """Free bytes of each device: of the GPU's memory, or for CPU devices an equal part of the free host memory."""
+    if (limit := memory_limit(devices[0])) is not None:
+        return limit - devices[0].memory_stats().get("bytes_in_use", 0)
+    return psutil.virtual_memory().available // len(devices)
+
+
+def memory_limit(device) -> int | None:
+    """Bytes of a device's memory that JAX may use and XLA plans with; None on CPUs and if the device reports none."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return (stats or {}).get("bytes_limit")
+
+
+def compare(need: dict[str, int], compiled, device) -> str | None:
+    """A line that compares the estimate, the bytes that XLA planned for a compiled step, and the device's peak use.
+
+    None on devices that do not report their peak (CPUs). The peak is that of the process, with initialisation and
+    evaluation. XLA's bytes are left out for a step of several programs (state in files).
+    """
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    planned = compiled.memory_analysis()
+    if not stats or "peak_bytes_in_use" not in stats:
+        return None
+    if planned is None:
+        most = f"at most in use {gib(stats['peak_bytes_in_use'])} (initialisation and evaluation included)"
+        return f"memory per device: estimated {gib(sum(need.values()))}, {most}"
+    results = planned.output_size_in_bytes - planned.alias_size_in_bytes
+    total = planned.argument_size_in_bytes + planned.temp_size_in_bytes + results
+    estimated = sum(need.values())
+    line = (
+        f"memory per device: estimated {gib(estimated)}, compiled {gib(total)}, at most in use "
+        f"{gib(stats['peak_bytes_in_use'])} (initialisation and evaluation included)"
+    )
+    low = total / estimated - 1
+    return f"{line}; note: the estimate was {low:.0%} too low" if low > 0.1 else line

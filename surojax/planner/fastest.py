@@ -1,0 +1,207 @@
+"""Finds the fastest settings of a run on a GPU: searches by estimate, then compiles and simulates the best few.
+
+They are compiled in the order of estimated time, except that candidates which differ in microbatches only wait until
+the best of each other kind was compiled, since they are nearly equal. One whose estimate exceeds the best prediction by
+more than `BAND` is not compiled.
+"""
+
+import copy
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Collection
+
+from surojax.config.fields import Config
+from surojax.errors import ConfigError
+from surojax.planner import advice, aot, footprint, search
+from surojax.planner.advice import GiB, changed, differing
+from surojax.planner.gpus import GPUS, Gpu
+from surojax.planner.plan import Plan, checked, plan
+from surojax.planner.search import ALLOWED, Candidate, Found, Limits, Need, device_limit
+
+MOST_COMPILED = 10
+BAND = 0.1  # relative; roofline.py's estimates were at most so much above the predicted time
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Settings that were compiled, or only estimated if there is no compiler for GPUs.
+
+    change: the fields that differ from the given config. plan: None if it was not compiled. fits: with the reserve of
+    `search.device_limit`.
+    """
+
+    config: Config
+    change: dict
+    estimated_s: float
+    estimated: Need
+    plan: Plan | None
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step, estimated ones if nothing was predicted."""
+        predicted = self.plan.predicted_step_s if self.plan else None
+        return self.estimated_s if predicted is None else predicted
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What was found. rows: those that fit, the fastest first. refuted: those that fit by estimate only.
+
+    given: the given config, None if it does not fit by estimate. left_out: for each setting that changes numbers and
+    was not allowed, the estimated seconds of the best row with it. remedies: if nothing fits, what would.
+    """
+
+    gpu: str
+    gpus: int
+    limits: Limits
+    rows: list[Row]
+    refuted: list[Row]
+    given: Row | None
+    found: Found
+    left_out: dict[str, float]
+    remedies: list[str]
+    search_s: float
+    compile_s: float
+
+
+def fastest(
+    config: Config,
+    gpu: str,
+    *,
+    host_memory: float | None = None,
+    nvme: float | None = None,
+    allow: Collection[str] = (),
+    keep: Collection[str] = (),
+    most: int = MOST_COMPILED,
+    say: Callable[[str], None] = lambda text: None,
+) -> Result:
+    """The fastest settings of `config.gpus` GPUs of this kind; the effective batch and the model stay as they are.
+
+    host_memory: of the machine, in GiB; None: as much as is needed. nvme: room for files in GB; None: no files. allow:
+    words of `search.ALLOWED`. keep: fields that are not changed. most: settings that are compiled. say: told what goes
+    on. Raises ConfigError for what `train` refuses, and for a GPU whose rates are not known.
+    """
+    started = time.perf_counter()
+    c = checked(config, gpu)
+    facts = GPUS[gpu]
+    if aot.available():
+        aot.usable(gpu)  # before anything else: what it sets for XLA's log counts from the first use of XLA
+    if facts.rates is None:
+        raise ConfigError(f"--gpu: expected a GPU with rates in surojax/planner/gpus.py, got {gpu!r}; add them there")
+    for word in allow:
+        try:
+            checked(changed(config, ALLOWED[word]), gpu)
+        except ConfigError as error:
+            raise ConfigError(f"--allow {word}: {error}") from error
+    host = math.inf if host_memory is None else host_memory * GiB
+    limits = Limits(device_limit(facts), host, (nvme or 0.0) * 1e9)
+    found = search.search(c, facts, limits, allow=allow, keep=keep)
+    searched = time.perf_counter()
+    if not found.families:
+        raise ConfigError(f"--keep: expected fields that leave settings to try, got {', '.join(keep)}; keep fewer")
+    say(
+        f"estimated {found.tried:,} settings of {found.families:,} kinds in {searched - started:.0f} s: "
+        f"{len(found.candidates)} of the fastest that fit"
+    )
+    given = _given(config, c, facts, limits)
+    rows, refuted = [], []
+    compiled = 0
+    for candidate in in_order(found.candidates):
+        best = min((row.seconds for row in rows if row.plan), default=math.inf)
+        if compiled == most or candidate.seconds > best * (1 + BAND):
+            continue
+        try:
+            row = _row(config, candidate, gpu, limits)
+        except ConfigError:  # what only compiling shows, such as a kernel that does not take these shapes
+            continue
+        compiled += row.plan is not None
+        (rows if row.fits else refuted).append(row)
+        if row.plan:
+            say(f"compiled {compiled}: {advice.flags(row.change) or 'as given'}: {1e3 * row.seconds:,.0f} ms")
+    if given is not None and aot.available():
+        given = dataclasses.replace(given, plan=plan(given.config, gpu, advise=False))
+    rows.sort(key=lambda row: row.seconds)
+    return Result(
+        gpu=gpu,
+        gpus=c.gpus,
+        limits=limits,
+        rows=rows,
+        refuted=refuted,
+        given=given,
+        found=found,
+        left_out=_left_out(c, rows[0], gpu, allow) if rows else {},
+        remedies=[] if rows else _remedies(c, found, facts, limits, allow, keep),
+        search_s=searched - started,
+        compile_s=time.perf_counter() - searched,
+    )
+
+
+def in_order(candidates: list[Candidate]) -> list[Candidate]:
+    """Candidates in the order in which to compile them: the fastest of each kind, the second fastest, and so on."""
+    ranks: dict[tuple, int] = {}
+    ranked = []
+    for candidate in candidates:
+        of_kind = search.kind(candidate, "lmhead_chunks", *search.BATCH_FIELDS)
+        ranks[of_kind] = ranks.get(of_kind, -1) + 1
+        ranked.append((ranks[of_kind], candidate.seconds, candidate))
+    return [candidate for *_, candidate in sorted(ranked, key=lambda x: x[:2])]
+
+
+def _row(config: Config, candidate: Candidate, gpu: str, limits: Limits) -> Row:
+    """The row of a candidate, compiled if there is a compiler."""
+    change = differing(config, candidate.change)
+    c = changed(config, change)
+    if not aot.available():
+        return Row(c, change, candidate.seconds, candidate.need, None, True)
+    p = plan(c, gpu, advise=False)
+    need = Need(p.device_bytes, p.gpus * p.host_bytes, p.gpus * p.nvme_bytes)
+    return Row(c, change, candidate.seconds, candidate.need, p, need.fits(limits))
+
+
+def _given(config: Config, c: Config, gpu: Gpu, limits: Limits) -> Row | None:
+    """The row of the given config, not compiled; None if it does not fit by estimate. c: the checked config."""
+    need, phases = search.estimate(c, gpu)
+    return Row(config, {}, sum(phases.values()), need, None, True) if need.fits(limits) else None
+
+
+def _left_out(c: Config, best: Row, gpu: str, allow: Collection[str]) -> dict[str, float]:
+    """Estimated seconds of the best row with each setting that changes numbers and was not allowed."""
+    found = {}
+    for word, change in ALLOWED.items():
+        if word in allow or not differing(changed(c, best.change), change):
+            continue
+        try:
+            tried = checked(changed(c, best.change, change), gpu)
+            found[word] = sum(search.estimate(tried, GPUS[gpu])[1].values())
+        except ConfigError:  # such as fp8 with settings or on a GPU that it is not for
+            continue
+    return found
+
+
+def _remedies(
+    c: Config, found: Found, gpu: Gpu, limits: Limits, allow: Collection[str], keep: Collection[str]
+) -> list[str]:
+    """Lines that say what would fit where nothing does, the fastest settings of each."""
+    options: list[tuple[str, Limits, Collection[str], Collection[str]]] = []
+    if limits.host < math.inf:
+        options.append(("more host memory", limits._replace(host=math.inf), allow, keep))
+    if not limits.files:
+        options.append(("files (--nvme)", limits._replace(files=math.inf), allow, keep))
+    options += [(f"--allow {word}", limits, (*allow, word), keep) for word in ALLOWED if word not in allow]
+    options += [("nothing kept", limits, allow, ())] if keep else []
+    lines = []
+    for what, limit, words, fixed in options:
+        best = next(iter(search.search(c, gpu, limit, allow=words, keep=fixed, kept=1).candidates), None)
+        if best is not None:
+            need = best.need
+            stored = f", {advice.gib(need.host)} of host memory" if need.host else ""
+            stored += f", {need.files / 1e9:,.0f} GB of files" if need.files else ""
+            lines.append(f"{what}: {advice.gib(need.device)} on each GPU{stored}, about {1e3 * best.seconds:,.0f} ms")
+    more = copy.deepcopy(c if found.nearest is None else found.nearest.config)
+    memory = advice.Memory(int(limits.device), limits.host)
+    helps = advice.changes_that_help(more, c.gpus, memory, "gpu", lambda c, n: footprint.needs(c, n, "gpu"))
+    if helps and not any(advice.missing(helps[-1][1], memory)):
+        lines.append("changed: " + ", ".join(advice.lines(helps, memory)))
+    return lines or ["a smaller model or sequence_len, or GPUs with more memory"]

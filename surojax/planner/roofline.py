@@ -1,0 +1,241 @@
+"""Estimates the time of a step from shapes, phase by phase: each phase takes as long as its busiest resource.
+
+This ranks settings before anything is compiled (search.py). timeline.py predicts the time of a compiled step.
+
+The phases of a step, with what happens at the same time in each:
+
+* forward, L layers for every microbatch: products, attention and passes over activations; weights are all-gathered and
+  read from host memory; residuals are written to host memory.
+* backward, likewise: products for two gradients, and the forward ones again if the block is recomputed; weights once
+  more; gradients are reduced; residuals and accumulators are read, accumulators are written.
+* head, for every microbatch: three products for each slice of tokens, passes over logits.
+* update, once a step: master weights, moments and gradients are read, master weights, moments and weights are written.
+* between: collectives that happen once a step and overlap with nothing.
+
+Products take what costs.product_time says, attention costs.attention_time, passes the bytes of the residuals times a
+factor, transfers their bytes at what `Rates` reaches of a link. Directions of the host link slow each other by
+`Rates.duplex`; GPUs without a link of their own share PCI Express between collectives and host copies.
+
+A setting that stores something elsewhere changes only the bytes of transfers. So `Work` holds what does not depend on
+where tensors are stored, and `phases` adds the transfers for a choice of memories.
+
+PASSES are fitted to the timelines of compiled steps: 7B, 1.2B and 134M on RTX 4090 and H100. `surojax.fit` prints
+estimated beside predicted time for each step that it compiles.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection
+
+import jax
+import jax.numpy as jnp
+
+from surojax.assembly import Assembly
+from surojax.models.model import Segment
+from surojax.placement.home import DEVICE, HOST
+from surojax.placement.mesh import SHARD
+from surojax.placement.param import OUTER, Kind, Param
+from surojax.planner import footprint, traffic
+from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
+from surojax.planner.gpus import Gpu, Rates
+from surojax.step.state_plan import bytes_per_device
+
+FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
+BACKWARD_PASSES = 3.2
+LOGIT_PASSES = 4  # times that logits are read or written
+SCORE_PASSES = 4  # times that attention scores are, forward; twice as often backward
+HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32", "float8": "f8e4m3fn", "float4": "f4e2m1fn"}
+OFFLOADABLE = ("residual", "optimizer", "master", "grads", "weights")  # as in the settings `offload_*`
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A step on one GPU, wherever its tensors are stored. Seconds of a microbatch, bytes of a step or a microbatch."""
+
+    gpu: Gpu
+    rates: Rates
+    microbatches: int
+    fetches: int  # times that each layer's weights and accumulators are fetched in each direction
+    forward: float  # seconds of a microbatch in the blocks
+    backward: float
+    head: float
+    update_bytes: int  # in device memory
+    gathered: float  # bytes that a GPU sends to gather the blocks' weights once, for one pass
+    reduced: float  # bytes that a GPU sends to reduce the gradients of a microbatch
+    once: float  # bytes of collectives that happen once a step
+    sizes: dict[str, int]  # see `stored_bytes`
+
+
+def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]], *, per_fetch: int = 1) -> dict[str, int]:
+    """Bytes per GPU of what each of OFFLOADABLE moves; residuals: of one microbatch.
+
+    rows: `footprint.by_class` of the run. per_fetch: microbatches that a layer is fetched for.
+    """
+    both = {name: sum(row.values()) for name, row in rows.items()}
+    outer = {k: v for k, v in run.plan.weights.items() if k == OUTER}
+    blocks = both["weights"] + both.get("quants", 0) - sum(bytes_per_device(outer, home) for home in (DEVICE, HOST))
+    itemsize = jnp.dtype(run.engine.table.grads.dtype).itemsize
+    outer_size = sum(math.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(outer))
+    return {
+        "residual": both["activations"] // per_fetch,
+        "optimizer": both["moments"],
+        "master": both["master"],
+        "grads": both["gradients"] - itemsize * outer_size,
+        "weights": blocks,
+    }
+
+
+def work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int], *, per_fetch: int = 1) -> Work:
+    """The `Work` of a step. sizes: see `stored_bytes`. per_fetch: microbatches that a layer is fetched for."""
+    rates = _rates(gpu)
+    k = batch.microbatches
+    bandwidth = gpu.memory_bandwidth * rates.memory
+    grads = sizes["grads"] / bandwidth
+    forward, backward = (sum(x) for x in zip(*(_segment(run, s, batch, gpu) for s in run.model.segments), strict=True))
+    once, each = (traffic.collective_bytes(run, dataclasses.replace(batch, microbatches=n)) for n in (0, 1))
+    added = {key: size - once.get(key, 0) for key, size in each.items()}
+    gathers = (
+        sum(size for (op, _), size in added.items() if op == "all-gather") if run.engine.table.weights.sharded else 0
+    )
+    return Work(
+        gpu=gpu,
+        rates=rates,
+        microbatches=k,
+        fetches=k // per_fetch,
+        forward=forward,
+        backward=backward + 2 * grads,  # accumulators are read and written
+        head=_head(run, batch, gpu),
+        update_bytes=2 * (sizes["master"] + sizes["optimizer"]) + sizes["grads"] + sizes["weights"],
+        gathered=gathers / 2,
+        reduced=sum(added.values()) - gathers,
+        once=sum(once.values()),
+        sizes=sizes,
+    )
+
+
+def phases(work: Work, offloaded: Collection[str], resident: float = 0.0) -> dict[str, float]:
+    """Estimated seconds of each phase of a step.
+
+    offloaded: those of OFFLOADABLE that are in host memory. resident: the fraction of layers whose weights are in
+    device memory all the same.
+    """
+    host = {name: work.sizes[name] * (name in offloaded) for name in OFFLOADABLE}
+    weights = host["weights"] * (1 - resident)
+    k = work.microbatches
+    forward = _phase(
+        work,
+        seconds=k * work.forward,
+        link=work.fetches * work.gathered,
+        read=work.fetches * weights,
+        written=k * host["residual"],
+    )
+    backward = _phase(
+        work,
+        seconds=k * work.backward,
+        link=work.fetches * work.gathered + k * work.reduced,
+        read=work.fetches * (weights + host["grads"]) + k * host["residual"],
+        written=work.fetches * host["grads"],
+    )
+    state = host["master"] + host["optimizer"]
+    update = _phase(
+        work,
+        seconds=work.update_bytes / (work.gpu.memory_bandwidth * work.rates.memory),
+        link=0.0,
+        read=state + host["grads"],
+        written=state + weights,
+    )
+    between = work.once / (work.gpu.link_bandwidth * work.rates.link)
+    return {"forward": forward, "head": k * work.head, "backward": backward, "update": update, "between": between}
+
+
+def _phase(work: Work, *, seconds: float, link: float, read: float, written: float) -> float:
+    """Seconds of a phase that computes for `seconds` while it transfers these bytes."""
+    rates, gpu = work.rates, work.gpu
+    host_rate = gpu.pcie_bandwidth * rates.host
+    one_way = abs(read - written) / host_rate
+    both_ways = min(read, written) / (host_rate * rates.duplex)
+    host = one_way + both_ways
+    collectives = link / (gpu.link_bandwidth * rates.link)
+    shared = gpu.link_bandwidth <= gpu.pcie_bandwidth
+    slowed = seconds + rates.collective_sms * min(collectives, seconds)
+    return max(slowed, host + collectives if shared else max(host, collectives))
+
+
+def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) -> tuple[float, float]:
+    """Seconds that the layers of a segment compute in a microbatch: (forward, backward)."""
+    model, engine = run.model, run.engine
+    rates = _rates(gpu)
+    dtype = jnp.dtype(engine.table.weights.dtype)
+    x = jax.ShapeDtypeStruct((batch.sequences, batch.sequence_len, model.hidden_size), dtype)
+    sizes = footprint.segment_bytes(run, segment, x, "gpu")
+    bandwidth = gpu.memory_bandwidth * rates.memory
+    passes = sizes.saved / bandwidth
+    attended, attended_back = _attention(segment, batch, gpu, sizes.scores)
+    again = engine.recompute_block or model.compute.recompute.att
+    matrices = [p for p in jax.tree.leaves(segment.params) if p.kind is Kind.MATRIX]
+    forward = 0.0
+    backward = 0.0
+    for variant in segment.variants:
+        low, low_back = (HLO_DTYPES[x] for x in traffic.operands(model.precision, variant.recipe_enabled, str(dtype)))
+        forward += FORWARD_PASSES * passes + attended
+        backward += BACKWARD_PASSES * passes + attended_back + attended * again
+        backward += FORWARD_PASSES * passes * (1 - sizes.kept / sizes.saved)  # what was not kept is computed again
+        for p in matrices:
+            ahead = _product(gpu, batch.tokens, p.shape[0], p.shape[1], low)
+            forward += ahead
+            backward += _product(gpu, batch.tokens, p.shape[1], p.shape[0], low_back)
+            backward += _product(gpu, p.shape[0], p.shape[1], batch.tokens, low_back)
+            backward += ahead * _repeated(run, segment, p)
+    return forward, backward
+
+
+def _repeated(run: Assembly, segment: Segment, p: Param) -> bool:
+    """Whether the backward pass computes the product with a matrix again."""
+    if run.engine.recompute_block:
+        return all(p.name != last.name for last in segment.last_products)
+    recompute = run.model.compute.recompute
+    return (recompute.ffn and p.axes[0] == "mlp") or (recompute.att and p.axes[0] in ("heads", "kv_heads"))
+
+
+def _attention(segment: Segment, batch: traffic.Batch, gpu: Gpu, scores: int) -> tuple[float, float]:
+    """Seconds of the attention of one layer, (forward, backward). scores: bytes of its scores; 0: flash attention."""
+    rates = _rates(gpu)
+    flops = segment.attention_flops(batch.sequence_len) * batch.tokens / segment.num_layers
+    if not scores:
+        back = attention_time(gpu, rates, BACKWARD_FLOPS * flops, backward=True)
+        return attention_time(gpu, rates, flops, backward=False), back
+    squares = 2 * flops / (gpu.bf16_flops * rates.products)  # XLA multiplies the masked half too
+    moved = SCORE_PASSES * scores / (gpu.memory_bandwidth * rates.memory)
+    return squares + moved, BACKWARD_FLOPS * (squares + moved)
+
+
+def _head(run: Assembly, batch: traffic.Batch, gpu: Gpu) -> float:
+    """Seconds of head and loss in a microbatch: three products and several passes for each slice of tokens."""
+    rates = _rates(gpu)
+    model, table = run.model, run.engine.table
+    chunks = run.engine.lmhead_chunks
+    shards = run.mesh.shape[SHARD] if table.outer.sharded else 1
+    tokens = batch.tokens * shards // chunks  # sharded: each GPU has a part of the vocabulary, and all tokens
+    vocabulary = model.vocab_size // shards
+    dtype = str(jnp.dtype(table.outer.dtype))
+    sizes = ((tokens, vocabulary, model.hidden_size), (tokens, model.hidden_size, vocabulary))
+    sizes += ((vocabulary, model.hidden_size, tokens),)
+    products = sum(_product(gpu, *size, HLO_DTYPES[dtype]) for size in sizes)
+    accumulator = vocabulary * model.hidden_size * jnp.dtype(table.grads.dtype).itemsize
+    passes = LOGIT_PASSES * tokens * vocabulary * jnp.dtype(dtype).itemsize + accumulator
+    return chunks * (products + passes / (gpu.memory_bandwidth * rates.memory))
+
+
+@functools.cache
+def _product(gpu: Gpu, m: int, n: int, k: int, dtype: str) -> float:
+    """Seconds of a product `[m, k] x [k, n]`."""
+    rates = _rates(gpu)
+    return product_time(gpu, rates, m, n, k, dtype=dtype) + rates.launch
+
+
+def _rates(gpu: Gpu) -> Rates:
+    """The rates of a GPU. Raises ValueError if they are not known."""
+    if gpu.rates is None:
+        raise ValueError(f"roofline: expected a GPU with rates in planner/gpus.py, got {gpu.name}; add them there")
+    return gpu.rates

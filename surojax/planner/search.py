@@ -1,0 +1,388 @@
+"""Searches the settings of memory, mesh and microbatches for the fastest step that fits.
+
+What is searched: placement (every `offload_*`, `resident_layers`, state in files), mesh (`zero_level`,
+`dp_replicate_size`, `shard_outer`), recomputation, the split of the effective batch into microbatches,
+`microbatches_per_fetch`, `lmhead_chunks`, and of settings that change numbers those that are allowed (`ALLOWED`).
+
+There are too many combinations to try all. Three rules make few of them enough.
+
+* Storing a class of tensors in host memory never makes a step faster. So settings that differ in placement only are a
+  `Family`, and of each family only the fastest placement that fits can be the best. Placements are tried in the order
+  of their estimated time; the first that fits ends the search of the family, but for ties with it. A placement that
+  would not fit even if working space did not grow is passed over. If weights are offloaded, as many layers stay
+  resident as fit.
+* With nothing offloaded a family is as fast as it can be. Families are taken in the order of that time. As soon as it
+  exceeds the time of the `KEPT`-th best placement found, no other family can have a better one, and the search ends.
+* Files are slower than host memory. They are tried only if nothing fits without them.
+
+Memory is estimated by footprint.py, time by roofline.py, so a rule holds as far as these do. fastest.py then compiles
+and simulates the best few.
+"""
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from surojax.assembly import Assembly, from_config
+from surojax.config import checks
+from surojax.config.fields import RECOMPUTE_PARTS, Config, flat, mesh_sizes
+from surojax.errors import ConfigError
+from surojax.placement.home import NVME
+from surojax.placement.mesh import abstract_mesh
+from surojax.planner import footprint, roofline, traffic
+from surojax.planner.advice import FOLDER, Change, changed, differing, flags, gib
+from surojax.planner.gpus import Gpu
+from surojax.planner.roofline import OFFLOADABLE
+from surojax.sizes import divisor
+from surojax.step.state_plan import bytes_per_device
+
+ALTERNATIVES = 3  # that are proposed for settings that do not fit
+TIE = 0.01  # relative; placements of a family that the estimate cannot tell apart, as classes of equal size
+KEPT = 32  # candidates that the estimate keeps
+RESERVE = 512 * 2**20  # bytes of a GPU left for cuDNN's workspaces and fragmentation, which no estimate counts
+SLICES = (4096, 1024)  # most tokens in a slice of the head
+BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", "microbatches_per_fetch")
+# Fields that the parts of a run do not depend on.
+IRRELEVANT = (*BATCH_FIELDS[:2], "datasets", "validation_datasets")
+
+# Settings that change numbers, by the word that allows them.
+ALLOWED: dict[str, Change] = {
+    "adamw8bit": {"optimizer": "adamw8bit"},
+    "bf16_master": {"master_dtype": "bfloat16"},
+    "fp8": {"recipe": "fp8_hybrid"},
+}
+
+
+class Limits(NamedTuple):
+    """Bytes that there are: on each GPU, in host memory for all GPUs, and in files for all GPUs."""
+
+    device: float
+    host: float = math.inf
+    files: float = 0.0
+
+
+class Need(NamedTuple):
+    """Bytes that a run needs: on each GPU, in host memory for all GPUs, and in files for all GPUs."""
+
+    device: int
+    host: int
+    files: int
+
+    def fits(self, limits: Limits) -> bool:
+        return all(need <= limit for need, limit in zip(self, limits, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Settings that fit by estimate.
+
+    change: of the config that the search began with. seconds: estimated, of a step; phases: of each part of it.
+    """
+
+    config: Config
+    change: Change
+    seconds: float
+    need: Need
+    phases: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The result of a search. candidates: the fastest that fit, by estimated time.
+
+    nearest: if nothing fits, the settings that need the least device memory, within the host memory that there is.
+    """
+
+    candidates: list[Candidate]
+    families: int
+    tried: int  # settings whose memory was estimated
+    nearest: Candidate | None
+
+
+def device_limit(gpu: Gpu) -> int:
+    """Bytes of a GPU that a candidate may need."""
+    return int(footprint.POOL * gpu.memory_bytes) - RESERVE
+
+
+class Family(NamedTuple):
+    """Settings that differ in placement only. floor: seconds of a step with nothing offloaded."""
+
+    change: Change
+    work: roofline.Work
+    floor: float
+
+
+def search(
+    c: Config, gpu: Gpu, limits: Limits, *, allow: Collection[str] = (), keep: Collection[str] = (), kept: int = KEPT
+) -> Found:
+    """The fastest settings that fit, for a checked config (`plan.checked`) and a GPU with rates.
+
+    allow: words of ALLOWED. keep: fields that are not changed. kept: number of candidates. Raises ConfigError for
+    tp_size above 1: tensor parallelism is not searched.
+    """
+    if c.tp_size > 1:
+        raise ConfigError(f"tp_size: expected 1, with which fit searches, got {c.tp_size}; leave it out")
+    return Search(c, gpu, limits, allow, keep, kept).run()
+
+
+class Search:
+    """One search: what was estimated so far."""
+
+    def __init__(self, c: Config, gpu: Gpu, limits: Limits, allow: Collection[str], keep: Collection[str], kept: int):
+        self.c = c
+        self.gpu = gpu
+        self.limits = limits
+        self.allow = allow
+        self.keep = {name: flat(c)[name] for name in keep}
+        self.kept = kept
+        self.assemblies: dict[tuple, Assembly] = {}
+        self.tried = 0
+        self.nearest: Candidate | None = None
+
+    def run(self) -> Found:
+        families = sorted(self.families(), key=lambda family: family.floor)
+        found: list[Candidate] = []
+        for in_files in (False, True) if self.limits.files else (False,):
+            for family in families:
+                if len(found) >= self.kept and family.floor > found[self.kept - 1].seconds:
+                    break
+                found = but_for_slices([*found, *self.fastest(family, in_files)])[: self.kept]
+            if found:
+                break
+        return Found(found, len(families), self.tried, None if found else self.nearest)
+
+    def families(self) -> Iterator[Family]:
+        """All families that the checks accept."""
+        parts = numbers(self.allow), meshes(self.c), recomputations(self.c), batches(self.c)
+        for of_part in itertools.product(*parts):
+            change = {name: value for part in of_part for name, value in part.items()}
+            if self.changes_kept(change):
+                continue
+            change |= {f"offload_{name}": False for name in OFFLOADABLE} | {"resident_layers": 0, "nvme_path": ""}
+            if self.c.persistent_quants:
+                change["offload_quants"] = False
+            try:
+                tried = self.changed(change)
+                run = self.assembly(tried)
+            except ConfigError:
+                continue
+            rows = footprint.by_class(run, tried.per_device_batch_size, tried.sequence_len, "gpu")
+            work = work_of(tried, run, rows, self.gpu)
+            yield Family(change, work, sum(roofline.phases(work, ()).values()))
+
+    def fastest(self, family: Family, in_files: bool) -> list[Candidate]:
+        """The fastest placement of a family that fits, and those that take as long within `TIE`; empty if none fits."""
+        layers = self.c.model.num_hidden_layers
+        sizes = family.work.sizes
+        least = self.needed(self.changed(family.change)).device  # with nothing offloaded
+
+        def placed(offloaded: tuple[str, ...], resident: int) -> tuple[float, int, tuple[str, ...], int]:
+            """An entry of the queue: estimated seconds first, then the number of classes."""
+            seconds = sum(roofline.phases(family.work, offloaded, resident / layers).values())
+            return seconds, len(offloaded), offloaded, resident
+
+        def room_for(offloaded: tuple[str, ...], needed: float) -> int:
+            """Layers whose weights fit into what `needed` bytes leave; less than 0 if these do not fit."""
+            return math.floor((self.limits.device - needed) * layers / max(1, sizes["weights"]))
+
+        queue = []
+        for offloaded in subsets(OFFLOADABLE):
+            room = room_for(offloaded, least - sum(sizes[name] for name in offloaded))
+            resident = min(max(room, 0), layers - 1) if "weights" in offloaded and not self.c.persistent_quants else 0
+            resident = self.keep.get("resident_layers", resident)
+            if room >= 0 or len(offloaded) == len(OFFLOADABLE):
+                queue.append(placed(offloaded, resident))
+        heapq.heapify(queue)
+        found: list[Candidate] = []
+        while queue and not (found and queue[0][0] > found[0].seconds * (1 + TIE)):
+            seconds, _, offloaded, resident = heapq.heappop(queue)
+            candidates = self.stored(family, offloaded, resident, in_files, seconds)
+            if best := next((x for x in candidates if x.need.fits(self.limits)), None):
+                found.append(best)
+                continue
+            for x in candidates:
+                if x.need.host <= self.limits.host and (not self.nearest or x.need.device < self.nearest.need.device):
+                    self.nearest = x
+            # Working space has grown.
+            if candidates and resident and candidates[0].need.device > self.limits.device:
+                fewer = resident + min(-1, room_for(offloaded, candidates[0].need.device))
+                heapq.heappush(queue, placed(offloaded, max(0, fewer)))
+        return found
+
+    def stored(
+        self, family: Family, offloaded: tuple[str, ...], resident: int, in_files: bool, seconds: float
+    ) -> list[Candidate]:
+        """The candidates of a placement that the checks accept: in host memory, or each choice of what is in files."""
+        found = []
+        for files in stored_in_files(offloaded) if in_files else [()]:
+            in_host = sum(family.work.sizes[name] for name in offloaded if name not in (*files, "weights"))
+            if self.c.gpus * in_host > self.limits.host:
+                continue
+            change = family.change | {f"offload_{name}": "nvme" if name in files else True for name in offloaded}
+            change |= {"resident_layers": resident}
+            if "weights" in offloaded and self.c.persistent_quants:
+                change["offload_quants"] = True
+            if files:
+                change["nvme_path"] = self.c.nvme_path or FOLDER
+            if self.changes_kept(change):
+                continue
+            try:
+                tried = self.changed(change)
+                need = self.needed(tried)
+            except ConfigError:
+                continue
+            phases = roofline.phases(family.work, offloaded, resident / self.c.model.num_hidden_layers)
+            found.append(Candidate(tried, change, seconds, need, phases))
+        return found
+
+    def changes_kept(self, change: Change) -> bool:
+        """Whether a change has another value for a field that is to be kept."""
+        return any(name in change and change[name] != value for name, value in self.keep.items())
+
+    def changed(self, change: Change) -> Config:
+        """The config with a change. Raises ConfigError if the checks refuse it."""
+        tried = changed(self.c, change)
+        checks.check(tried)
+        return tried
+
+    def assembly(self, c: Config) -> Assembly:
+        """The parts of a run of this config."""
+        key = tuple((k, v) for k, v in flat(c).items() if k not in IRRELEVANT)
+        if key not in self.assemblies:
+            self.assemblies[key] = assembly(c)
+        return self.assemblies[key]
+
+    def needed(self, c: Config) -> Need:
+        """Estimated bytes that a config needs."""
+        self.tried += 1
+        run = self.assembly(c)
+        return needed(c, run, footprint.by_class(run, c.per_device_batch_size, c.sequence_len, "gpu"))
+
+
+def alternatives(c: Config, gpu: Gpu, limits: Limits) -> list[str]:
+    """Lines with the fastest settings that fit, by estimate: their flags, memory and time; none if nothing fits."""
+
+    def line(candidate: Candidate) -> str:
+        need = candidate.need
+        host = f", {gib(need.host)} of host memory" if need.host and limits.host < math.inf else ""
+        change = differing(c, candidate.change)
+        return f"{flags(change)} -> {gib(need.device)}{host} (fits), about {1e3 * candidate.seconds:,.0f} ms a step"
+
+    found = search(c, gpu, limits, kept=ALTERNATIVES).candidates
+    return [f"{'or ' if i else ''}{line(candidate)}" for i, candidate in enumerate(found)]
+
+
+def but_for_slices(candidates: list[Candidate]) -> list[Candidate]:
+    """The fastest of candidates that differ in slices of the head only, in the order of time."""
+    fastest: dict[tuple, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda x: x.seconds):
+        fastest.setdefault(kind(candidate, "lmhead_chunks"), candidate)
+    return list(fastest.values())
+
+
+def kind(candidate: Candidate, *without: str) -> tuple:
+    """The changes of a candidate but for some fields, to tell candidates apart."""
+    return tuple((name, value) for name, value in candidate.change.items() if name not in without)
+
+
+def numbers(allow: Collection[str]) -> list[Change]:
+    """Every combination of the settings that change numbers and are allowed, none of them first."""
+    return [{k: v for word in of for k, v in ALLOWED[word].items()} for of in subsets(allow)]
+
+
+def meshes(c: Config) -> list[Change]:
+    """Ways to shard over the GPUs, the config's own among them.
+
+    Replicas gather less from each other and store more, so they are for sharded gradients or weights only.
+    """
+    n = c.gpus
+    fixed = {"shard_weights": None, "shard_gradients": None, "dp_shard_size": -1}
+    if n == 1:
+        return [fixed | {"zero_level": 1, "dp_replicate_size": 1, "shard_outer": False}]
+    found = [(1, 1)] + [(level, replicas) for level in (2, 3) for replicas in divisors(n)[:-1]]
+    tried = [
+        fixed | {"zero_level": level, "dp_replicate_size": replicas, "shard_outer": outer}
+        for level, replicas in found
+        for outer in (False, True)
+    ]
+    return with_own(c, tried)
+
+
+def with_own(c: Config, changes: list[Change]) -> list[Change]:
+    """The changes, and what the config has itself for their fields if that is none of them."""
+    own = {name: c[name] for name in changes[0]}
+    return changes if own in changes else [*changes, own]
+
+
+def recomputations(c: Config) -> list[Change]:
+    """What the backward pass computes again, from nothing to all of a block, and what the config says."""
+    none = dict.fromkeys(RECOMPUTE_PARTS, False)
+    parts = ((), ("norm", "swiglu"), ("norm", "ffn"), ("norm", "ffn", "att"))
+    of_parts = [none | {f"recompute_{part}": True for part in some} | {"recompute_block": False} for some in parts]
+    return with_own(c, [*of_parts, none | {"recompute_block": True}])
+
+
+def batches(c: Config) -> list[Change]:
+    """Ways to split the sequences of a GPU and step into microbatches and slices, the config's own among them."""
+    sequences = c.per_device_batch_size * c.gradient_accumulation_steps
+    found = []
+    for size, most in itertools.product(divisors(sequences), SLICES):
+        microbatches = sequences // size
+        tokens = size * c.sequence_len
+        change = {
+            "per_device_batch_size": size,
+            "gradient_accumulation_steps": microbatches,
+            "lmhead_chunks": divisor(tokens, math.ceil(tokens / most)),
+        }
+        groups = divisors(microbatches) if "microbatches_per_fetch" in c else [0]
+        changes = [change | ({"microbatches_per_fetch": group} if group else {}) for group in groups]
+        found += [x for x in changes if x not in found]
+    return with_own(c, found)
+
+
+def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Every choice of some of these names, the smallest first."""
+    return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
+
+
+def stored_in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:
+    """What of the offloaded tensors files can store, in every combination, one class first."""
+    return [of for of in subsets([name for name in ("optimizer", "master") if name in offloaded]) if of]
+
+
+def divisors(n: int) -> list[int]:
+    """The divisors of n in ascending order."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
+    """(estimated bytes, estimated seconds of each phase of a step) of a checked config on a GPU with rates."""
+    run = assembly(c)
+    rows = footprint.by_class(run, c.per_device_batch_size, c.sequence_len, "gpu")
+    offloaded = [name for name in OFFLOADABLE if c[f"offload_{name}"]]
+    if c.offload_quants and "weights" not in offloaded:
+        offloaded.append("weights")
+    phases = roofline.phases(work_of(c, run, rows, gpu), offloaded, c.resident_layers / run.model.num_layers)
+    return needed(c, run, rows), phases
+
+
+def assembly(c: Config) -> Assembly:
+    """The parts of a run of a config. Raises ConfigError if its settings do not go together."""
+    return from_config(c, abstract_mesh(c.gpus, **mesh_sizes(c)), total_steps=1000)
+
+
+def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> roofline.Work:
+    """The `Work` of a config's step. rows: `footprint.by_class` of the run."""
+    per_fetch = c.microbatches_per_fetch if "microbatches_per_fetch" in c else 1
+    batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
+    sizes = roofline.stored_bytes(run, rows, per_fetch=per_fetch)
+    return roofline.work(run, batch, gpu, sizes, per_fetch=per_fetch)
+
+
+def needed(c: Config, run: Assembly, rows: dict[str, dict[str, int]]) -> Need:
+    """Estimated bytes that a run of a config needs. rows: `footprint.by_class` of the run."""
+    device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
+    return Need(device, c.gpus * host, c.gpus * bytes_per_device(run.plan, NVME))

@@ -1,0 +1,127 @@
+"""Layers that are fetched once for a group of microbatches: the same numbers to the bit, from fewer transfers."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from small import CONFIG, Small, drawn_params, plain_loss, quick_at, tokens, worst_relative
+from test_engine import GEMMA, MINISTRAL, ORDER_OF_SUMS, QWEN, engine_gradients
+from test_models import toy
+
+from surojax.config import checks
+from surojax.config.fields import default_config
+from surojax.errors import ConfigError
+from surojax.models.model import Compute
+from surojax.numerics.recipes import Precision
+from surojax.optim import optimizer as optim
+from surojax.optim.normuon import normuon
+from surojax.placement.layout import batch_sharding
+from surojax.planner import hlo
+
+ALL = dict.fromkeys(
+    ("offload_weights", "offload_master", "offload_optimizer", "offload_grads", "offload_residual"), True
+)
+WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
+BFLOAT16 = {"model_dtype": "bfloat16", "accum_dtype": "bfloat16"}  # sums that a group must round as often
+UNTIED = dataclasses.replace(GEMMA, tie_word_embeddings=False)
+
+
+def in_recipe(recipe: str, **settings) -> dict:
+    return {"config": WIDE, "compute": Compute(precision=Precision(recipe=recipe, **settings)), **BFLOAT16}
+
+
+CASES = {  # options of `Small`
+    "1": {},
+    "1-all": {**BFLOAT16, **ALL},
+    "4-zero3-all": {"devices": 4, "zero_level": 3, "shard_outer": True, "lmhead_chunks": 4, **ALL},
+    "4-zero1": {"devices": 4, "zero_level": 1, "z_loss": 1e-2},
+    "4-zero2-saved": {"devices": 4, "zero_level": 2, "recompute_block": False, "offload_residual": True},
+    "4-resident": {"devices": 4, "zero_level": 3, "resident_layers": 1, "recompute_block": False, **ALL},
+    "2x4-zero2-all": {"devices": 8, "zero_level": 2, "replicate": 2, **BFLOAT16, **ALL},
+    "4-int8": {"devices": 4, "zero_level": 3, "zero_quantized_weights": "int8", "zero_quantized_gradients": True},
+    "fp8_hybrid": in_recipe("fp8_hybrid") | {"devices": 4, "zero_level": 3, "persistent_quants": True},
+    "fp8_current": in_recipe("fp8_current") | {"recompute_block": False},
+    "nvfp4": in_recipe("nvfp4", skip_first=1),
+    "gemma": {"config": UNTIED, "devices": 4, "zero_level": 3, "offload_weights": True, "offload_grads": True},
+    "toy": {"model": toy(), "devices": 4, "zero_level": 3, **ALL},
+    "adamw8bit": {"optimizer": optim.adamw8bit, "master_dtype": "bfloat16", **BFLOAT16, **ALL},
+    "normuon": {"optimizer": normuon, "devices": 4, "zero_level": 1, "offload_optimizer": True},
+}
+
+
+def trained(batches, **options):
+    """(loss and norm of each step, the state's arrays as bytes)."""
+    small = Small(**options)
+    curve = small.train(batches)
+    return curve, [np.asarray(x).tobytes() for x in jax.tree.leaves(small.state)]
+
+
+@pytest.mark.parametrize("case, group", quick_at([(case, group) for case in CASES for group in (2, 4)], 2))
+def test_groups_change_no_bit(case, group):
+    """Losses, norms, weights and moments of three steps, with as many groups as there are and with one."""
+    batches = [tokens(4, 8, 16, seed=i) for i in range(3)]
+    assert trained(batches, **CASES[case], microbatches_per_fetch=group) == one_by_one(case)
+
+
+@functools.cache
+def one_by_one(case: str):
+    return trained([tokens(4, 8, 16, seed=i) for i in range(3)], **CASES[case])
+
+
+@pytest.mark.full
+def test_packed_rows_change_no_bit():
+    def batch(seed: int):
+        starts = np.where(np.arange(16) < 7, 0, 7).astype(np.int32)
+        return *tokens(4, 8, 16, seed=seed), np.broadcast_to(starts, (4, 8, 16)).copy()
+
+    batches = [batch(seed) for seed in range(3)]
+    options = {"packed": True, "devices": 4, "zero_level": 3, **ALL}
+    assert trained(batches, **options, microbatches_per_fetch=2) == trained(batches, **options)
+
+
+@pytest.mark.full
+def test_state_in_files_changes_no_bit(tmp_path):
+    batches = [tokens(4, 8, 16, seed=i) for i in range(3)]
+    files = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": str(tmp_path)}
+    plain = Small().train(batches)
+    assert Small(**ALL | files, microbatches_per_fetch=2).train(batches) == plain
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config, devices", [(QWEN, 4), (GEMMA, 1), (MINISTRAL, 4)])
+def test_groups_equal_grad_of_the_plain_model(config, devices):
+    """Two groups of two. Tied embeddings get the same sums in another order."""
+    batch = tokens(4, 4, 16)
+    loss, grads = jax.jit(jax.value_and_grad(plain_loss(config)))(drawn_params(config, 0), *batch)
+    placed = {"zero_level": 3, **ALL} if devices > 1 else {}
+    found = engine_gradients(Small(devices, config=config, microbatches_per_fetch=2, **placed), batch)
+    assert found[0] == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
+    assert worst_relative(found[1], grads) < ORDER_OF_SUMS
+
+
+def gathered_arrays(group: int) -> int:
+    """All-gathers in a step of four microbatches of three layers."""
+    small = Small(4, zero_level=3, microbatches_per_fetch=group)
+    batch = [jax.ShapeDtypeStruct((4, 8, 16), np.int32, sharding=batch_sharding(small.mesh))] * 2
+    module = hlo.parse(small.step.lower(small.plan, *batch).compile().as_text())
+    return sum(times for i, times, _ in hlo.executed(module) if i.opcode == "all-gather")
+
+
+@pytest.mark.full
+def test_a_group_gathers_each_layer_once_a_pass():
+    """Nine arrays of three layers, forward and backward, for each group; those of the first layer of a forward pass
+    that does not come; once a step the three outer arrays."""
+    found = {group: gathered_arrays(group) for group in (1, 2, 4)}
+    assert found == {group: 9 * (2 * 3 * 4 // group + 1) + 3 for group in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("group, change", [(3, "use 4"), (8, "use 4")])
+def test_groups_must_divide_the_microbatches(group, change):
+    c = default_config()
+    c.gradient_accumulation_steps = 4
+    c.microbatches_per_fetch = group
+    expected = f"microbatches_per_fetch: expected a divisor of gradient_accumulation_steps = 4, got {group}; {change}"
+    with pytest.raises(ConfigError, match=f"^{expected}$"):
+        checks.check(c)

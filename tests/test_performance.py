@@ -1,0 +1,106 @@
+"""benchmarks/performance.py without its compilations, and what makes compiled steps as fast as it says."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import performance
+
+from surojax.assembly import from_config
+from surojax.config import checks
+from surojax.placement.mesh import make_mesh
+from surojax.planner import aot, costs, hlo, plan as planner, timeline, traffic
+from surojax.planner.gpus import GPUS
+
+GPU = "rtx4090"  # the kind that the test processes compile for: test_plan.py
+TINY = (
+    "model.hidden_size=256 model.intermediate_size=512 model.num_hidden_layers=5 model.num_attention_heads=4"
+    " model.num_key_value_heads=4 model.vocab_size=512 sequence_len=64 lmhead_chunks=1"
+)
+needs_compiler = pytest.mark.skipif(not aot.available(), reason="needs the compiler for GPUs: surojax[plan]")
+
+
+def row(before: float, goal: float, measure: performance.Measure = performance.TIME) -> performance.Row:
+    return performance.Row("a row", GPU, measure, before, goal, TINY)
+
+
+@pytest.mark.parametrize(
+    "before, now, goal, measure, code, reached",
+    [
+        (5, 5, 6, performance.TIME, 0, "yes"),
+        (5, 7, 6, performance.TIME, 1, "no"),  # lost
+        (8, 7, 6, performance.TIME, 0, "no"),  # not yet reached
+        (8, 6, 6, performance.TIME, 0, "yes"),
+        (7, 5, 6, performance.SPEED, 1, "no"),
+        (5, 7, 6, performance.SPEED, 0, "yes"),
+    ],
+)
+def test_a_goal_that_is_lost_fails(monkeypatch, capsys, before, now, goal, measure, code, reached):
+    monkeypatch.setattr(performance, "ROWS", (row(before, goal, measure),))
+    monkeypatch.setattr(performance.Row, "figure", lambda self, settings: float(now))
+    assert performance.main([]) == code
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"| a row | {before} | {now} {measure.unit} | {goal} | {reached} | `--gpu {GPU} --config ")
+    assert performance.main(["--only", "another"]) == 0
+
+
+def test_ratios_are_to_the_other_step(monkeypatch):
+    figures = {"with": 30.0, "without": 20.0}
+    monkeypatch.setattr(performance.Row, "figure", lambda self, settings: figures[settings])
+    assert performance.Row("", GPU, performance.RATIO, 0, 0, "with", base="without").now() == 1.5
+
+
+def test_all_rows_are_steps_that_train_accepts():
+    """Their settings are in the config, and the rows of LLMQ have its tokens in a step."""
+    for of in performance.ROWS:
+        for settings in filter(None, (of.settings, of.base)):
+            c = of.loaded(settings)
+            checks.check(c)
+            tokens = c.gpus * c.per_device_batch_size * c.gradient_accumulation_steps * c.sequence_len
+            assert not of.name.startswith("LLMQ") or tokens == 524_288
+
+
+def test_settings_that_the_config_does_not_have_are_left_out():
+    new = performance.Row("", GPU, performance.TIME, 0, 0, "gpus=2", if_known="gpus=4 no_such_field=1")
+    assert new.loaded(new.settings).gpus == 4
+    assert "--config.no_such_field=1" in new.command()
+
+
+def compiled_step(settings: str) -> hlo.Module:
+    """The compiled step of a model with five layers, which is parsed."""
+    c = planner.checked(row(0, 0).loaded(f"{TINY} {settings}"), GPU)
+    mesh = make_mesh(aot.devices(GPU, 1))
+    run = from_config(c, mesh.abstract_mesh, total_steps=10)
+    (program,) = planner.programs(run, mesh, traffic.Batch(1, 64, c.gradient_accumulation_steps))
+    return hlo.parse(aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text)
+
+
+@needs_compiler
+@pytest.mark.full
+def test_nothing_holds_the_link_up_in_an_update_from_host_memory():
+    """A loop's body has two layers, each with its own memory: no device copy, and as many bytes in as out."""
+    steps = timeline.program(compiled_step(performance.FIVE), GPUS[GPU], {}).steps()
+    updates = [step for step in steps if isinstance(step, costs.Loop) and step.label == "update"]
+    assert len(updates) == 9 and {loop.trips for loop in updates} == {2}  # seven matrices, two vectors
+    for loop in updates:
+        works = [step for step in loop.body if isinstance(step, costs.Work)]
+        way_in, way_out = (sum(x.bytes for x in works if x.kind == kind) for kind in (costs.HOST_IN, costs.HOST_OUT))
+        assert way_in == pytest.approx(way_out, rel=0.01)
+        assert not [x for x in works if x.kind == costs.DEVICE_COPY]
+
+
+@needs_compiler
+@pytest.mark.full
+def test_products_add_to_accumulators_in_place():
+    """A matrix product's result is the stack of accumulators; nothing else writes into it."""
+    module = compiled_step("gradient_accumulation_steps=3")
+    stack = "bf16[5,256,512]"  # of w_down; XLA merges the products of the other matrices, which are this small
+    writers = []
+    for i, *_ in hlo.executed(module):
+        inside = {x.opcode for name in hlo.called(i, "calls") for x in module[name].values()}
+        if i.shape.lstrip("(").startswith(stack) and "dynamic-update-slice" in inside:
+            writers.append(inside)
+    assert len(writers) == 1 and "custom-call" in writers[0]

@@ -1,0 +1,274 @@
+"""The search for the fastest settings: its estimates against compiled steps, its rules against trying everything."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from small import quick_at
+
+from surojax import fit as command
+from surojax.config import checks, flags, write
+from surojax.config.fields import flat
+from surojax.errors import ConfigError
+from surojax.planner import advice, aot, fastest, footprint, roofline, search, traffic
+from surojax.planner.advice import changed
+from surojax.planner.costs import product_time
+from surojax.planner.gpus import GPUS
+from surojax.planner.plan import checked, plan
+from surojax.planner.search import Limits, Need
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
+GPU = "rtx4090"
+SMALL = {
+    "model.hidden_size": 512,
+    "model.intermediate_size": 1536,
+    "model.num_hidden_layers": 8,
+    "model.num_attention_heads": 8,
+    "model.num_key_value_heads": 8,
+    "model.vocab_size": 1024,
+    "sequence_len": 256,
+    "per_device_batch_size": 1,
+    "gradient_accumulation_steps": 2,
+}
+
+BLOCK = ("recompute_block", "per_device_batch_size")  # kept, where a search of fewer settings is enough
+
+
+def config(name: str = "llama7b", **changes):
+    c = flags.load(str(CONFIGS / f"{name}.py"))
+    for field, value in changes.items():
+        owner = c.model if field.startswith("model.") else c
+        owner[field.removeprefix("model.")] = value
+    return c
+
+
+def everything(c, limits: Limits) -> list[tuple[float, Need]]:
+    """(estimated seconds, need) of every setting of a space without rules: placement, recomputation, microbatches."""
+    found = []
+    homes = [dict(zip(search.OFFLOADABLE, on, strict=True)) for on in itertools.product((False, True), repeat=5)]
+    splits = [(1, 2), (2, 1)]
+    for home, again, (size, count) in itertools.product(homes, search.recomputations(c), splits):
+        change = {f"offload_{name}": on for name, on in home.items()} | again
+        change |= {"per_device_batch_size": size, "gradient_accumulation_steps": count, "lmhead_chunks": 1}
+        need, phases = search.estimate(changed(c, change), GPUS[GPU])
+        if need.fits(limits):
+            found.append((sum(phases.values()), need))
+    return found
+
+
+@pytest.mark.parametrize(
+    "part, host", quick_at([(0.4, None), (0.7, None), (0.75, 0.45)], 0), ids=["tight", "roomy", "host"]
+)
+def test_the_rules_lose_nothing(part, host):
+    """Trying everything finds nothing faster that fits; resident layers only add to what the search can do."""
+    c = checked(config(**SMALL), GPU)
+    whole = search.estimate(c, GPUS[GPU])[0]
+    limits = Limits(part * whole.device, float("inf") if host is None else host * whole.device)
+    found = search.search(c, GPUS[GPU], limits)
+    best = min(seconds for seconds, _ in everything(c, limits))
+    assert found.candidates[0].seconds <= best * (1 + 1e-9)
+    assert all(x.need.fits(limits) for x in found.candidates)
+    assert [x.seconds for x in found.candidates] == sorted(x.seconds for x in found.candidates)
+    for x in found.candidates[:3]:  # what is said of it is what an estimate of its config says
+        need, phases = search.estimate(x.config, GPUS[GPU])
+        assert need == x.need and sum(phases.values()) == pytest.approx(x.seconds)
+        checks.check(x.config)
+        assert x.config.per_device_batch_size * x.config.gradient_accumulation_steps == 2
+
+
+def test_only_allowed_settings_change_numbers():
+    c = checked(config(**SMALL), GPU)
+    limits = Limits(search.device_limit(GPUS[GPU]))
+    numbers = {name for change in search.ALLOWED.values() for name in change} | {"model_dtype", "accum_dtype"}
+    for allow in ((), ("adamw8bit",)):
+        found = search.search(c, GPUS[GPU], limits, allow=allow, keep=BLOCK).candidates
+        changed_fields = {name for x in found for name in numbers if x.config[name] != c[name]}
+        assert changed_fields == ({"optimizer"} if allow else set())
+
+
+@pytest.mark.parametrize("kept", [{"offload_master": False}, {"offload_master": True, "recompute_norm": True}], ids=str)
+def test_what_is_kept_is_not_changed(kept):
+    """Also values that the search would not try by itself; a placement that has to stay is part of every other one."""
+    again = {"recompute_block": not kept.get("recompute_norm"), "validation_datasets": ({"path": "x"},)}
+    c = checked(config(**SMALL | again, **kept), GPU)
+    keep = ("recompute_block", "recompute_norm", "per_device_batch_size", "offload_master")
+    found = search.search(c, GPUS[GPU], Limits(2**40), keep=keep).candidates
+    assert found and all(x.config[name] == c[name] for x in found for name in keep)
+
+
+def test_files_are_for_what_does_not_fit_otherwise():
+    """Nothing in files while host memory is enough; then the fewest bytes that do, within the room for files."""
+    c = checked(config(**SMALL), GPU)
+    whole = search.estimate(c, GPUS[GPU])[0].device
+    roomy = search.search(c, GPUS[GPU], Limits(0.4 * whole, files=2**40), keep=BLOCK).candidates
+    assert roomy and not any(x.need.files for x in roomy)
+    scarce = Limits(0.4 * whole, 0.45 * whole, files=2**40)
+    assert not search.search(c, GPUS[GPU], scarce._replace(files=0), keep=BLOCK).candidates
+    found = search.search(c, GPUS[GPU], scarce, keep=BLOCK).candidates
+    assert found and all(x.need.files and x.config.nvme_path for x in found)
+
+
+def test_a_phase_takes_as_long_as_its_busiest_resource():
+    """By hand, for a step whose update waits for the host and whose forward pass computes."""
+    c = checked(config(**SMALL), GPU)
+    run = search.assembly(c)
+    gpu = GPUS[GPU]
+    work = search.work_of(c, run, footprint.by_class(run, 1, 256, "gpu"), gpu)
+    plain, offloaded = (roofline.phases(work, names) for names in ((), ("master", "optimizer")))
+    parameters = 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512) + 2 * 1024 * 512 + 512
+    moved = parameters * (4 + 2 + 2)  # float32 master weights, two bfloat16 moments: there and back
+    host = gpu.pcie_bandwidth * gpu.rates.host * gpu.rates.duplex
+    assert offloaded["update"] == pytest.approx(moved / host, rel=1e-6)
+    assert plain["update"] < offloaded["update"] and plain["forward"] == offloaded["forward"]
+    products = (
+        2
+        * 8
+        * sum(
+            product_time(gpu, gpu.rates, 256, n, k) + gpu.rates.launch
+            for n, k in [(512, 512)] * 4 + [(1536, 512)] * 2 + [(512, 1536)]
+        )
+    )
+    assert products < plain["forward"] < 3 * products
+
+
+def test_microbatches_of_one_fetch_share_its_transfers():
+    """Weights and accumulators are fetched once for all of them, residuals are not."""
+    c = checked(config(**SMALL | {"gradient_accumulation_steps": 8}), GPU)
+    run = search.assembly(c)
+    sizes = roofline.stored_bytes(run, footprint.by_class(run, 1, 256, "gpu"))
+    of = lambda group: roofline.work(run, traffic.Batch(1, 256, 8), GPUS[GPU], sizes, per_fetch=group)
+    one, four = of(1), of(4)
+    assert (one.fetches, four.fetches) == (8, 2)
+    for names, ratio in ((("weights",), 4), (("grads",), 4), (("residual",), 1)):
+        moved = [dataclasses.replace(w, forward=0.0, backward=0.0, gathered=0.0, reduced=0.0) for w in (one, four)]
+        a, b = (sum(roofline.phases(w, names)[phase] for phase in ("forward", "backward")) for w in moved)
+        assert a == pytest.approx(ratio * b)
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("changes", [{}, {"gpus": 4, "zero_level": 3, "offload_master": True}], ids=["1", "4"])
+def test_estimates_are_near_what_is_compiled(changes):
+    """Device memory within 10 %, as footprint.py says; time within 25 % of the simulated step."""
+    changes = changes or {f"offload_{name}": True for name in search.OFFLOADABLE} | {"gpus": 1}
+    c = checked(config(**changes), aot.kind() or GPU)
+    need, phases = search.estimate(c, GPUS[GPU])
+    p = plan(c, GPU)
+    assert p.device_bytes / need.device == pytest.approx(1, abs=0.1)
+    assert sum(phases.values()) / p.predicted_step_s == pytest.approx(1, abs=0.25)
+
+
+@needs_compiler
+@pytest.mark.full
+def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
+    """Compiles every setting of a small space, on a card on which some do not fit, and what the search chooses."""
+    c = config(**SMALL, gpus=1, recompute_block=True)
+    keep = [name for name in flat(c) if name not in ("offload_master", "offload_optimizer", "per_device_batch_size")]
+    keep = [name for name in keep if name not in ("gradient_accumulation_steps", "lmhead_chunks", "nvme_path")]
+    whole = search.estimate(checked(c, GPU), GPUS[GPU])[0].device
+    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.8 * whole + search.RESERVE) / footprint.POOL))
+    monkeypatch.setitem(GPUS, GPU, card)
+    result = fastest.fastest(c, GPU, keep=keep)
+    plans = []
+    for master, moments, size in itertools.product((False, True), (False, True), (1, 2)):
+        change = {"offload_master": master, "offload_optimizer": moments, "per_device_batch_size": size}
+        tried = changed(c, change | {"gradient_accumulation_steps": 2 // size, "lmhead_chunks": 1})
+        p = plan(tried, GPU, advise=False)
+        estimated = search.estimate(checked(tried, GPU), card)[
+            0
+        ].device  # `train` refuses what does not fit by estimate
+        if max(p.device_bytes, estimated) <= search.device_limit(card):
+            plans.append(p.predicted_step_s)
+    assert 0 < len(plans) < 8
+    assert result.rows[0].seconds == pytest.approx(min(plans))
+
+
+def test_a_config_file_says_what_differs(tmp_path):
+    """It loads, is the config that was written, and holds nothing else; the base's other fields follow the base."""
+    base = CONFIGS / "llama7b.py"
+    c = changed(flags.load(str(base)), {"zero_level": 3, "gpus": 4, "nvme_path": 'a "b"', "offload_master": "nvme"})
+    c.model.vocab_size = 32064
+    file = tmp_path / "found.py"
+    file.write_text(write.config_file(c, str(base), file, "Found."))
+    assert flat(flags.load(str(file))) == flat(c)
+    lines = [line for line in file.read_text().splitlines() if line.startswith("    c.")]
+    assert [line.split()[0] for line in lines] == [
+        f"c.{name}" for name in ("gpus", "model.vocab_size", "zero_level", "offload_master", "nvme_path")
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--gpu", "rtx409"], "--gpu: expected one of .*; did you mean rtx4090"),
+        ([], "no GPU given: pass --gpu NAME"),
+        (["--gpu", GPU, "--allow", "adam8bit"], "--allow: expected adamw8bit, bf16_master, fp8, got 'adam8bit'"),
+        (["--gpu", "a100", "--allow", "fp8"], "--allow fp8: recipe: expected 'bf16' on a a100"),
+        (["--gpu", GPU, "--keep", "zero"], "--keep: expected fields of the config, see --help, got 'zero'"),
+        (["--gpu", GPU, "--host-memory", "0"], "--host-memory: expected more than 0, got 0"),
+        (["--gpu", GPU, "--nvme=-3"], "--nvme: expected more than 0, got -3"),
+        (["--gpu", GPU, "--top", "0"], "--top: expected more than 0, got 0"),
+        (
+            ["--gpu", GPU, "--effective-batch", "3", "--config.gpus=2"],
+            "--effective-batch: expected a multiple of the 2",
+        ),
+        (["--gpu", GPU, "--out", "nowhere/x.py"], "--out: expected a folder that can be written, got 'nowhere'"),
+        (["--gpu", GPU, "--out", "x.txt"], "--out: expected a name that ends with .py, got 'x.txt'"),
+        (["--gpu", GPU, "--out", "there.py"], "--out: expected a new file, got 'there.py', which exists"),
+        (["--gpu", GPU, "--json", "nowhere/x"], "--json: expected a file that can be written"),
+        (["--gpu", GPU, "--config.gpus=0"], "gpus: expected the number of GPUs to plan for, got 0"),
+        (["--gpu", GPU, "--config.zero_levl=3"], "config has no field 'zero_levl'"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else " ".join(x),
+)
+def test_what_is_wrong_is_said_in_one_line(options, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("there.py").write_text("")
+    with pytest.raises(SystemExit, match=f"^surojax.fit: error: {said}") as error:
+        command.main(["--config", str(CONFIGS / "tiny.py"), *options])
+    assert "\n" not in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["there.py"]
+
+
+def test_the_command_without_a_compiler(tmp_path, monkeypatch, capsys):
+    """By estimate only, and says so; the file that it writes is the first row, and `train` would take it."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    argv = ["--config", str(CONFIGS / "llama7b.py"), "--gpu", GPU, "--json", "found.json", "--top", "2"]
+    command.main([*argv, "--effective-batch", "4", "--keep", "recompute_block"])
+    text = capsys.readouterr().out
+    assert "ESTIMATE from shapes" in text and "the settings as given do not fit" in text
+    assert "left out since they change numbers: adamw8bit (" in text
+    c = flags.load("llama7b_1xrtx4090.py")
+    rows = json.loads(Path("found.json").read_text())["rows"]
+    assert rows[0]["change"].items() <= flat(c).items() and rows[0]["seconds"] <= rows[1]["seconds"]
+    assert c.per_device_batch_size * c.gradient_accumulation_steps == 4
+    checks.check(c)
+    need = footprint.needs(c, 1, "gpu")
+    layer = 2 * 202_383_360  # bytes of weights: one more would not fit
+    assert c.offload_weights and c.resident_layers and need.device + 1.1 * layer > search.device_limit(GPUS[GPU])
+    assert need.device <= search.device_limit(GPUS[GPU])
+    assert f"Needs {advice.gib(need.device)} on each GPU" in Path("llama7b_1xrtx4090.py").read_text()
+
+
+def test_if_nothing_fits_it_says_by_how_much_and_what_would(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(aot, "available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as code:
+        argv = ["--config", str(CONFIGS / "llama7b.py"), "--gpu", GPU, "--host-memory", "20"]
+        command.main([*argv, "--keep", "recompute_block,per_device_batch_size,lmhead_chunks"])
+    assert code.value.code == 1 and not list(tmp_path.iterdir())
+    text = capsys.readouterr().out
+    assert "nothing fits 1 x NVIDIA GeForce RTX 4090" in text
+    assert "more host memory: " in text and "files (--nvme): " in text
+
+
+def test_a_gpu_without_rates_is_refused(monkeypatch):
+    monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], rates=None))
+    with pytest.raises(ConfigError, match="--gpu: expected a GPU with rates"):
+        fastest.fastest(config(), GPU)
+    with pytest.raises(ValueError, match="roofline: expected a GPU with rates"):
+        search.estimate(checked(config(), GPU), GPUS[GPU])
