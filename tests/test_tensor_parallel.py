@@ -200,6 +200,7 @@ REFUSED = [
     ),
     ({"model.num_attention_heads": 12, "model.num_key_value_heads": 6}, "model.num_key_value_heads: .* or a divisor"),
     ({"sequence_len": 30}, "sequence_len: expected a multiple of tp_size=4.*use 32"),
+    ({"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2}, "microbatches_per_fetch: expected 1 with tp"),
     ({"lmhead_chunks": 512}, "lmhead_chunks: expected a divisor of .* / tp_size = 128"),
 ]
 

@@ -14,6 +14,7 @@ NOT_WITH_TP = (
     "memcpy_all_gather",
     "memcpy_send_recv",
     "nvme_path",
+    "microbatches_per_fetch",
 )
 
 

@@ -187,19 +187,13 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     """The `SegmentBytes` of a segment whose layers have an input like x."""
     engine = run.engine
     compute = run.model.compute
-
-    def in_products(param: Param, layout: Layout) -> jax.ShapeDtypeStruct:
-        shape = jax.NamedSharding(run.mesh, layout.computed).shard_shape(param.shape)
-        return jax.ShapeDtypeStruct(shape, engine.table.weights.dtype)
-
-    layer = jax.tree.map(in_products, segment.params, engine.layouts.weights[segment.name])
+    layer = _in_products(run, segment)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
     packed = engine.packed
-    block_bytes = functools.partial(_block_bytes, segment=segment, layer=layer, x=x, mesh=run.mesh)
-    saved, scores = block_bytes(run.model, platform=platform, packed=packed)
+    saved, scores = _block_bytes(run, run.model, segment, x, platform, packed)
     # The backward pass has all residuals of a layer in memory at once, even if they are recomputed.
     plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute()))
-    all_saved = saved if plain is run.model else block_bytes(plain, platform=platform, packed=packed)[0]
+    all_saved = saved if plain is run.model else _block_bytes(run, plain, segment, x, platform, packed)[0]
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
     grads = jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes)
@@ -237,23 +231,24 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
 
 
 def _block_bytes(
-    model: Model, *, segment: Segment, layer, x: jax.ShapeDtypeStruct, mesh: Mesh, platform: str, packed: bool
+    run: assembly.Assembly, model: Model, segment: Segment, x: jax.ShapeDtypeStruct, platform: str, packed: bool
 ) -> tuple[int, int]:
     """(bytes of the block's residuals without its weights, bytes that attention needs in its backward pass)."""
     B, S, _ = x.shape
-    tensor = tensor_parallel(mesh)
     itemsize = x.dtype.itemsize
     compute = model.compute
     heads_of = segment.heads
-    saved = _traced_residuals(model, segment, tuple(jax.tree.leaves(layer)), x, mesh)
+    tensor = tensor_parallel(run.mesh)
+    shapes, structure = jax.tree.flatten(jax.tree.map(lambda w: w.shape, _in_products(run, segment)), is_leaf=_is_shape)
+    mesh = run.mesh if tensor > 1 else None
+    saved = _traced_residuals(model, segment, tuple(shapes), structure, mesh, x.shape, x.dtype)
     heads = B * S * heads_of.query  # in a tensor-parallel group: of whole sequences, a part of the heads
     kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
     flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
-        key_value = max(heads_of.key_value, tensor)
-        copied = (2 * heads_of.query + key_value) * heads_of.channels if flash == "mosaic" else 0
+        copied = (2 * heads_of.query + max(heads_of.key_value, tensor)) * heads_of.channels if flash == "mosaic" else 0
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
         return saved + kept, B * S * copied * itemsize
     return saved, (4 if platform == "cpu" else 2) * heads * S * tensor * 4
@@ -261,11 +256,11 @@ def _block_bytes(
 
 @functools.lru_cache(maxsize=1024)
 def _traced_residuals(
-    model: Model, segment: Segment, leaves: tuple[jax.ShapeDtypeStruct, ...], x: jax.ShapeDtypeStruct, mesh: Mesh
+    model: Model, segment: Segment, weights: tuple, structure, mesh: Mesh | None, shape: tuple[int, ...], dtype
 ) -> int:
-    """Bytes of a block's residuals without its weights, for an input like x. Traces the block, so it is cached.
+    """Bytes of a block's residuals without its weights, for an input of this shape. Traces the block, so it is cached.
 
-    leaves: the weights of a layer as products see them.
+    weights, structure: shapes of the tree of weights on one device. mesh: of tensor parallelism, None without it.
 
     Families build the same model for the same settings once, so models can be keys.
     """
@@ -275,17 +270,34 @@ def _traced_residuals(
     precision = dataclasses.replace(compute.precision, kernels=kernels)
     traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
     forward = next(s for s in traced.segments if s.name == segment.name).block_forward
-    layer = jax.tree.unflatten(jax.tree.structure(segment.params), leaves)
+    layer = structure.unflatten([jax.ShapeDtypeStruct(of_weight, dtype) for of_weight in weights])
     layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
     variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
+    x = jax.ShapeDtypeStruct(shape, dtype)
 
     def residuals(w, x):
         return forward(w, x, None, variant)[1]
 
-    if tensor_parallel(mesh) > 1:  # for the shapes on one device, which are all that is asked
+    if mesh is not None:  # for the shapes on one device, which are all that is asked
         specs: Any = {"in_specs": jax.P(), "out_specs": jax.P()}
         residuals = jax.shard_map(residuals, mesh=mesh, check_vma=False, **specs)
     return _bytes(jax.eval_shape(residuals, layer, x))
+
+    def residuals(w, x):
+        return forward(w, x, None, variant)[1]
+
+def _in_products(run: assembly.Assembly, segment: Segment):
+    """The shapes of a layer's weights on one device, as products read them."""
+
+    def one(param: Param, layout: Layout) -> jax.ShapeDtypeStruct:
+        shape = jax.NamedSharding(run.mesh, layout.computed).shard_shape(param.shape)
+        return jax.ShapeDtypeStruct(shape, run.engine.table.weights.dtype)
+
+    return jax.tree.map(one, segment.params, run.engine.layouts.weights[segment.name])
+
+
+def _is_shape(x) -> bool:
+    return isinstance(x, tuple)
 
 
 def needs(c: Config, n: int, platform: str) -> Memory:

@@ -27,8 +27,8 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from surojax.assembly import Assembly, from_config
-from surojax.config import checks, fields as configs
-from surojax.config.fields import RECOMPUTE_PARTS, Config, flat
+from surojax.config import checks
+from surojax.config.fields import RECOMPUTE_PARTS, Config, flat, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.placement.home import NVME
 from surojax.placement.mesh import abstract_mesh
@@ -120,8 +120,11 @@ def search(
 ) -> Found:
     """The fastest settings that fit, for a checked config (`plan.checked`) and a GPU with rates.
 
-    allow: words of ALLOWED. keep: fields that are not changed. kept: number of candidates.
+    allow: words of ALLOWED. keep: fields that are not changed. kept: number of candidates. Raises ConfigError for
+    tp_size above 1: tensor parallelism is not searched.
     """
+    if c.tp_size > 1:
+        raise ConfigError(f"tp_size: expected 1, with which fit searches, got {c.tp_size}; leave it out")
     return Search(c, gpu, limits, allow, keep, kept).run()
 
 
@@ -368,7 +371,7 @@ def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
 
 def assembly(c: Config) -> Assembly:
     """The parts of a run of a config. Raises ConfigError if its settings do not go together."""
-    return from_config(c, abstract_mesh(c.gpus, **configs.mesh_sizes(c)), total_steps=1000)
+    return from_config(c, abstract_mesh(c.gpus, **mesh_sizes(c)), total_steps=1000)
 
 
 def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> roofline.Work:

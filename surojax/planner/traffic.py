@@ -111,11 +111,6 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     return {key: round(size) for key, size in sent.items() if size}
 
 
-def _groups(run: Assembly, batch: Batch) -> int:
-    """Groups of microbatches in a step; for each, a layer's weights and accumulators are fetched once a pass."""
-    return batch.microbatches // run.engine.microbatches_per_fetch
-
-
 def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     """Bytes that each GPU sends per step within its tensor-parallel group, by (collective, axis), for the blocks.
 
@@ -163,6 +158,11 @@ def _size(run: Assembly, p: Param, layout: Layout) -> int:
     """Elements of a parameter on each device of a tensor-parallel group, which are shared over `dp_shard`."""
     divided = math.prod(run.mesh.shape[axis] for axis in TENSOR if axis in layout.computed_axes)
     return math.prod(p.shape) // divided
+
+
+def _groups(run: Assembly, batch: Batch) -> int:
+    """Groups of microbatches in a step; for each, a layer's weights and accumulators are fetched once a pass."""
+    return batch.microbatches // run.engine.microbatches_per_fetch
 
 
 def _segments(run: Assembly) -> list[str]:
