@@ -21,7 +21,7 @@ import jax
 from surojax.config.fields import Config, default_config, flat
 from surojax.config.flags import parse
 from surojax.config.write import check_new, config_file
-from surojax.errors import ConfigError, need
+from surojax.errors import ConfigError
 from surojax.plan import check_path
 from surojax.planner import advice, aot, footprint
 from surojax.planner.advice import GiB, flags
@@ -197,7 +197,6 @@ def main(argv: list[str] | None = None) -> None:
                 raise ConfigError(f"{option}: expected more than 0, got {value}; leave it out")
         out = Path(args.out or f"{Path(args.config).stem}_{c.gpus}x{args.gpu}.py").expanduser()
         check_new("--out", out)
-        need(c.tp_size == 1, "tp_size", "1, since the search does not estimate others", c.tp_size, "leave it out")
         file = check_path("--json", args.json) if args.json is not None else None
         result = fastest(
             with_batch(c, args.effective_batch),

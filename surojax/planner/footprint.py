@@ -283,8 +283,6 @@ def _traced_residuals(
         residuals = jax.shard_map(residuals, mesh=mesh, check_vma=False, **specs)
     return _bytes(jax.eval_shape(residuals, layer, x))
 
-    def residuals(w, x):
-        return forward(w, x, None, variant)[1]
 
 def _in_products(run: assembly.Assembly, segment: Segment):
     """The shapes of a layer's weights on one device, as products read them."""
