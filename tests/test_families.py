@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, drawn_params, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA, MINISTRAL, ORDER_OF_SUMS, SMOLLM
-from test_fit import plan as planned, small as settings
+from test_footprint import plan as planned, small as settings
 
 from surojax.models import llama
 from surojax.models.model import Compute

@@ -30,6 +30,7 @@ ENTRY %main (a: f32[8,4], stack: bf16[5,6]) -> f32[8,4] {
   %i = s32[] constant(0)
   %while.2 = (s32[], f32[8,4]{1,0}) while(%a), condition=%c, body=%outer.2, LOOP2
   %y.remat2 = f32[8,4]{1,0} negate(%a)
+  %zeros.rematerialized = f32[16,4]{1,0} fusion(), kind=kLoop, calls=%zeros
   %all-reduce.1 = f32[8,4]{1,0} all-reduce(%a), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%sum
   %all-reduce.2 = (f32[8,4]{1,0}, s32[]) all-reduce(%a, %i), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
   %slice = ((bf16[5,6]{1,0:S(5)}, s32[]), bf16[1,6]{1,0}, u32[]) fusion-start(%stack, %i), kind=kLoop, calls=%f

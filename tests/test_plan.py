@@ -580,7 +580,7 @@ def test_where_jax_has_not_loaded_its_plugin_another_process_plans(monkeypatch, 
         raise NotImplementedError("topology not implemented for cuda")
 
     monkeypatch.setattr(aot.topologies, "get_topology_desc", not_loaded)
-    monkeypatch.setattr(planner, "plan_in_subprocess", lambda c, gpu, host_memory, trace: (gpu, host_memory))
+    monkeypatch.setattr(planner, "plan_in_subprocess", lambda c, gpu, **options: (gpu, options["host_memory"]))
     assert planner.plan(config(**TINY), FIRST, host_memory=8) == (FIRST, 8)
     # That process asks no other one.
     request = json.dumps({"config": config(**TINY).to_dict(), "gpu": FIRST, "host_memory": None, "trace": None})

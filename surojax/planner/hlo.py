@@ -231,11 +231,14 @@ class Rematerialised:
 
 
 def rematerialised(module: Module) -> Rematerialised:
-    """Finds recomputed results by the names of their instructions, which have `.remat`."""
+    """Finds recomputed results by the names of their instructions, which have `.remat`.
+
+    Those without operands are left out: zeros that are written a second time instead of kept.
+    """
     found = [
         (times * sum(a.bytes for a in arrays(i.shape)), times, i.name)
         for i, times, _ in executed(module)
-        if ".remat" in i.name and i.opcode not in NAMES_ONLY
+        if ".remat" in i.name and i.operands and i.opcode not in NAMES_ONLY
     ]
     return Rematerialised(sum(n for _, n, _ in found), sum(b for b, *_ in found), max(found, default=(0, 0, ""))[2])
 
