@@ -63,12 +63,6 @@ def test_all_rows_are_steps_that_train_accepts():
             assert not of.name.startswith("LLMQ") or tokens == 524_288
 
 
-def test_settings_that_the_config_does_not_have_are_left_out():
-    new = performance.Row("", GPU, performance.TIME, 0, 0, "gpus=2", if_known="gpus=4 no_such_field=1")
-    assert new.loaded(new.settings).gpus == 4
-    assert "--config.no_such_field=1" in new.command()
-
-
 def compiled_step(settings: str) -> hlo.Module:
     """The compiled step of a model with five layers, which is parsed."""
     c = planner.checked(row(0, 0).loaded(f"{TINY} {settings}"), GPU)
