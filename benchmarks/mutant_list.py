@@ -1168,8 +1168,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the first group adds to what accumulators in host memory hold",
         "surojax/step/engine.py",
-        "group(0, carry, first=True,",
-        "group(0, carry, first=False,",
+        "group(0, carry, batch, segments, first=True,",
+        "group(0, carry, batch, segments, first=False,",
         "tests/test_offload.py::test_accumulators_in_host_memory_need_not_start_as_zeros",
     ),
     Mutant(
@@ -1217,8 +1217,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a group's microbatches are those of the first group",
         "surojax/step/engine.py",
-        "microbatch(g * group_size + i)",
-        "microbatch(i)",
+        "microbatch(batch, g * group_size + i)",
+        "microbatch(batch, i)",
         f"{GROUPED} -k config0",
     ),
     Mutant(

@@ -338,7 +338,7 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
         say(planned.documents(chosen_here(c.attention, c.model_dtype, configs.head_dim(c), packed=True)))
     shards = run.mesh.shape["dp_shard"]
     if shards > 1 and (replicated := replicated_matrices(run.params, run.engine.layouts.master)):
-        say(f"note: replicated on every device, since {shards} divides none of their dimensions: {replicated}")
+        say(f"note: not sharded over dp_shard, since {shards} divides none of their dimensions: {replicated}")
 
 
 def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:

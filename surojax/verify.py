@@ -332,12 +332,12 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.nda
     """Returns ([(inputs, labels, starts) of each step, int32 `[B, S]`], number of microbatches), used by every row.
 
     B is the config's sequences per step, rounded up so that each microbatch divides evenly over 8 devices, over the
-    config's own number of devices, and on one device into two.
+    config's own tensor-parallel groups, and on one device into two.
     """
-    own_devices = (c.gpus or devices) // c.tp_size
+    own_groups = max(1, (c.gpus or devices) // c.tp_size)
     microbatches = max(2, c.gradient_accumulation_steps)
-    multiple = math.lcm(8, own_devices) * microbatches
-    sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_devices // multiple) * multiple
+    multiple = math.lcm(8, own_groups) * microbatches
+    sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_groups // multiple) * multiple
     rng = np.random.default_rng(c.seed)
     shape = (sequences, c.sequence_len)
 

@@ -20,6 +20,7 @@ from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.models import llama
 from surojax.models.model import Compute, Recompute
+from surojax.numerics.recipes import Precision
 from surojax.optim.optimizer import UpdateContext, _seed
 from surojax.parallel import tensor
 from surojax.placement.layout import layouts
@@ -33,12 +34,15 @@ OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_
 ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
 # One key/value head, biases, qk-norm, a tied table, heads that are wider than hidden_size / heads.
 ONE_KV_HEAD = dataclasses.replace(QWEN, num_key_value_heads=1, num_hidden_layers=2)
+# Products by their own vjp, in a dtype that changes nothing.
+IN_FLOAT32 = Compute(precision=Precision(matmul_dtype="float32"))
 PLACED = {  # (model, devices, placement, whether blocks are computed again)
     "1kv-2x2-zero3-saved": (ONE_KV_HEAD, 4, {"tp_size": 2, "zero_level": 3}, False),
     "tp2": (CONFIG, 2, {"tp_size": 2}, True),
     "tp2-saved": (CONFIG, 2, {"tp_size": 2}, False),
     "2kv-tp4": (CONFIG, 4, {"tp_size": 4}, True),
     "1kv-tp4": (ONE_KV_HEAD, 4, {"tp_size": 4}, True),
+    "2kv-tp4-matmul_dtype": (CONFIG, 4, {"tp_size": 4, "compute": IN_FLOAT32}, True),
     "qwen-2x4-zero2": (QWEN, 8, {"tp_size": 4, "zero_level": 2}, True),
     "2x4-zero1": (CONFIG, 8, {"tp_size": 4}, True),
     "3x2": (CONFIG, 6, {"tp_size": 2}, False),
@@ -203,6 +207,11 @@ REFUSED = [
     ({"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2}, "microbatches_per_fetch: expected 1 with tp"),
     ({"lmhead_chunks": 512}, "lmhead_chunks: expected a divisor of .* / tp_size = 128"),
 ]
+
+
+def test_heads_that_no_group_can_share_are_refused_where_the_mesh_is_made():
+    with pytest.raises(ConfigError, match=r"^tp_size: expected a multiple or a divisor of 6 key/value heads, got 4"):
+        mesh_shape(4, tp_size=4, kv_heads=6)
 
 
 @pytest.mark.parametrize("changes, said", REFUSED, ids=[next(iter(changes)) for changes, _ in REFUSED])

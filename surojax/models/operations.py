@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
 from pallas_kernels.swiglu import swiglu as kernel_swiglu
@@ -74,6 +75,7 @@ def recipe_product(precision: Precision, seed: jax.Array | None) -> Callable:
 
     def cast(x, w, number):
         dtype = precision.matmul_dtype or str(x.dtype)
+        w = mark_varying(w, varying_axes(x))  # some devices of a tensor-parallel group may share it: sums its gradient
         return times_in(x, w, dtype, precision.gradient_dtype or dtype)
 
     return cast

@@ -9,7 +9,7 @@ and between the products, where norms and residual additions are, a part of ever
 
 Reverse mode of each is the other. Parameters that all devices of a group share (norms, and the keys' and values'
 matrices with fewer heads than devices) do not vary over it in the types of `jax.shard_map(check_vma=True)`. So reverse
-mode sums their gradients over the group, and a sum that is missing anywhere is an error when the step is traced.
+mode sums their gradients over the group, and no sum is written by hand.
 
 Outside of a mesh with these axes nothing is communicated. Shape suffixes: B batch, S sequence, s this device's part of
 the sequence, D hidden size.

@@ -154,9 +154,9 @@ def _outer(param: Param, row: Row, mesh: Mesh) -> Layout:
         return Layout(computed, computed)
     layout = _zero(param, row, mesh)
     if layout.sharded_dim != 0:
-        raise ConfigError(
-            f"shard_outer: expected a vocabulary that dp_shard_size divides, got {param.shape[0]} words; pad it"
-        )
+        n = _devices(mesh, (*_computed(param, mesh)[0], SHARD))
+        name = "dp_shard_size" if n == mesh.shape[SHARD] else f"dp_shard_size x tp_size = {n}"
+        raise ConfigError(f"shard_outer: expected a vocabulary that {name} divides, got {param.shape[0]} words; pad it")
     return Layout(layout.stored, layout.stored)
 
 
@@ -175,7 +175,7 @@ def specs(of_class: dict) -> dict:
 
 
 def replicated_matrices(params: dict, of_class: dict) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of matrices and tables that are not sharded: every device stores all of their state."""
+    """Names and shapes of matrices and tables that are not sharded over `dp_shard`."""
     found = {}
     for section, of_section in params.items():
         for param, layout in zip(jax.tree.leaves(of_section), jax.tree.leaves(of_class[section]), strict=True):

@@ -53,7 +53,7 @@ def mesh_shape(
     """The size of each axis of a mesh of n devices.
 
     dp_shard_size: -1: all that the other sizes leave. kv_heads: key/value heads of the model; 0: as many as tp_size.
-    Raises ConfigError if the product of the sizes is not n.
+    Raises ConfigError if the product of the sizes is not n, or if neither of tp_size and kv_heads divides the other.
     """
     sizes = {"dp_replicate_size": dp_replicate_size, "dp_shard_size": dp_shard_size}
     sizes |= {"tp_size": tp_size} if tp_size > 1 else {}
@@ -68,6 +68,10 @@ def mesh_shape(
         change = f"set gpus={product}, or leave dp_shard_size out"
         got = f"{' x '.join(map(str, sizes.values()))} = {product}"
         raise ConfigError(f"{' x '.join(sizes)}: expected {n}, the devices in use, got {got}; {change}")
+    if kv_heads % tp_size and tp_size % kv_heads:
+        raise ConfigError(
+            f"tp_size: expected a multiple or a divisor of {kv_heads} key/value heads, got {tp_size}; lower it"
+        )
     along_heads = math.gcd(tp_size, kv_heads) if kv_heads else tp_size
     tensor = {KV_HEADS: along_heads, SAME_KV_HEADS: tp_size // along_heads}
     data = {REPLICATE: dp_replicate_size, SHARD: sizes["dp_shard_size"]}

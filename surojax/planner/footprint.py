@@ -112,7 +112,7 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     layer_grads = [segment.grads // of.num_layers for segment, of in zip(segments, model.segments, strict=True)]
     saved_on_device = 0 if table.residuals.home.streamed else activations
     if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and table.outer.sharded):
-        # XLA's CPU compiler allocates separate activations for the last group (gradients.sums_in_last_group).
+        # XLA's CPU compiler allocates separate activations for the last group (gradients.peels_last_group).
         activations *= 2
     quants = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if is_quantized(x)]
     streamed = work.home.streamed or table.quants.home.streamed

@@ -10,10 +10,9 @@
     finish: sum over devices the gradients that are still local: embedding, final norm and head
 
 The layers are those of one segment of the model after another. The head computes in slices of tokens, and adds its
-gradient to the accumulators. The last group is peeled off the loop if something is to be summed over devices: push then
-also sums what the other groups leave local. The first is peeled off if accumulators are in host memory: it need not
-read them. fetch is in weights.py, save in residuals.py, push and finish in
-gradients.py, embedding and head in outer.py.
+gradient to the accumulators. Two groups may be peeled off the loop: the first, which need not read accumulators in host
+memory, and the last, in which push also sums over devices what the others leave local. fetch is in weights.py, save in
+residuals.py, push and finish in gradients.py, embedding and head in outer.py.
 
 A group has `microbatches_per_fetch` microbatches. A layer's weights are fetched once for all of them, and so are its
 accumulators if they are in host memory: fewer transfers, more residuals. Gradients are added in the same order with
@@ -63,10 +62,10 @@ from surojax.step.gradients import (
     add,
     begin_backward,
     finish,
+    peels_last_group,
     push,
     read_accumulator,
     starts_in_first_group,
-    sums_in_last_group,
 )
 from surojax.step.outer import embed, head, loss, push_embed
 from surojax.step.residuals import Kept, Residuals, block_backward, block_forward
@@ -237,7 +236,7 @@ def loss_and_gradients(
         observed=varying(new_observed(history)),
         saved={name: of.stacks(group_size) for name, of in residuals.items()},
     )
-    peeled = sums_in_last_group(engine)
+    peeled = peels_last_group(engine)
     begin = 0
     if starts_in_first_group(engine):
         carry = group(0, carry, batch, segments, first=True, last=groups == 1)

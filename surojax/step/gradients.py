@@ -127,9 +127,9 @@ def accumulate(engine: Engine, segment: Segment, sums, dw):
 def begin_backward(segment: Segment, grads: Accumulators, group: jax.Array | int, *, first: bool) -> Accumulators:
     """The accumulators that a backward pass begins with, in which the last layer's sums are the deferred ones.
 
-    The first layer of the pass writes them where they are already: the layer behind the last one is the last one. The
-    sums that were deferred, of layer 0 in the group before, are copied out. Before the first group, there are none: the
-    zeros that are deferred then go where the last layer's sums follow. group: the loop's counter.
+    The pass before left layer 0's sums deferred, which are copied out. The last layer's are read, and the pass, which
+    begins by copying out what is deferred, writes them back unchanged. The first group reads nothing: it writes zeros
+    to the last layer, and the sums of that layer afterwards. group: the loop's counter.
     """
     sums = grads.layers[segment.name]
     if sums.deferred is None or first:
@@ -149,7 +149,7 @@ def push(engine: Engine, segment: Segment, grads: Accumulators, sums, layer: Lay
     layouts = engine.layouts.master[segment.name]
     stack = grads.layers[segment.name].stack
     if last:
-        if sums_in_last_group(engine) and not table.grads.sharded:
+        if replicated_stacks(engine):
             sums = collectives.reduce_scatter_in_turn(sums, segment.params, layouts, table.reduce)
         sums = collectives.add_up(sums, REPLICATE)
     in_place = sums_in_place(engine)
@@ -171,11 +171,11 @@ def starts_in_first_group(engine: Engine) -> bool:
     return engine.table.grads.home.streamed
 
 
-def sums_in_last_group(engine: Engine) -> bool:
+def peels_last_group(engine: Engine) -> bool:
     """Whether the last group of microbatches is peeled off the loop, to sum over devices what the others leave local.
 
-    At ZeRO-2 and 3 without replicas they leave nothing local. There it saves memory: of two groups, no loop is left,
-    and so no zeros for the first (7B on four GPUs: 0.5 GiB; docs/LOG.md, 2026-11-22).
+    At ZeRO-2 and 3 without replicas they leave nothing local. Without `shard_outer` it saves memory there all the same:
+    of two groups, no loop is left, and so no zeros for the first (7B on four GPUs: 0.5 GiB; docs/LOG.md, 2026-11-22).
     """
     table = engine.table
     in_shards = table.grads.sharded and table.outer.sharded

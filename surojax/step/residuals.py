@@ -30,8 +30,8 @@ class Residuals:
 
     Stacks in host memory lag by one layer: the residuals of layer l - 1 are copied out while layer l computes, and
     copied in while layer l + 1 is differentiated. The last layer's never leave the device: the backward pass begins
-    with them. What stands in for the residuals before layer 0 is written to layer 0, whose own follow. In device memory
-    nothing is deferred.
+    with them. Layer 0 has none before it: zeros are written to its place, and then its own. In device memory nothing is
+    deferred.
     """
 
     def __init__(self, num_layers: int, home: Home, saved: dict[Variant, Any]):

@@ -83,10 +83,10 @@ class Layer(NamedTuple):
 class Prefetch:
     """Fetches the weights of a run of layers early.
 
-    A microbatch passes the positions 0 to 2n - 1: n layers forward, then backward; the positions after that are the
-    next one's forward pass. Weights that are stored in shards, or in host memory, are fetched one position early; those
-    that are stored in shards in host memory are copied in two positions early and gathered one position early, so that
-    neither waits.
+    A group of microbatches passes the positions 0 to 2n - 1: n layers forward, then backward; the positions after that
+    are the next one's forward pass. Weights that are stored in shards, or in host memory, are fetched one position
+    early; those that are stored in shards in host memory are copied in two positions early and gathered one position
+    early, so that neither waits.
     """
 
     def __init__(self, engine: Engine, segment: Segment, part: Part, layers: range, period: int, *, stages: int):
@@ -128,17 +128,17 @@ class Prefetch:
         """The i-th of what is prefetched before position p: its weights, then the next position's shards."""
         return self.copy_in(p + 1) if i else self.gather(self.copy_in(p))
 
-    def turn(self, prefetched, microbatch, *, reverse: bool):
+    def turn(self, prefetched, group, *, reverse: bool):
         """What is prefetched when a pass begins, with what the pass before read beyond its last layer fetched again.
 
         Only a slice at the end of the stack is right: clamped, it is the last layer, with which the next pass begins.
-        microbatch: the counter of the loop around it.
+        group: the counter of the loop around it.
         """
         if self.on_device:
             return prefetched
         at_end = self.layers.stop == self.part.stop if reverse else self.layers.start == self.part.start
         right = int(at_end)
-        p = index_in_loop(self.n if reverse else 0, microbatch)
+        p = index_in_loop(self.n if reverse else 0, group)
         return (*prefetched[:right], *(self._prefetched(i, p) for i in range(right, self.stages)))
 
     def take(self, prefetched, p, *, reverse: bool):
@@ -173,10 +173,10 @@ class Layers:
         """What is prefetched before a forward pass."""
         return [prefetch.first() for prefetch in self.prefetches]
 
-    def turn(self, prefetched: list, microbatch, *, reverse: bool) -> list:
+    def turn(self, prefetched: list, group, *, reverse: bool) -> list:
         """What is prefetched when a pass begins, see `Prefetch.turn`."""
         pairs = zip(self.prefetches, prefetched, strict=True)
-        return [prefetch.turn(held, microbatch, reverse=reverse) for prefetch, held in pairs]
+        return [prefetch.turn(early, group, reverse=reverse) for prefetch, early in pairs]
 
     def loop(self, function: Callable, carry, prefetched: list, *, reverse: bool = False):
         """(carry, prefetched) after (carry, prefetched) = function(Layer, prefetched, carry) for every layer."""
