@@ -12,7 +12,7 @@ from surojax import fit as command
 from surojax.config import checks, flags, write
 from surojax.config.fields import flat
 from surojax.errors import ConfigError
-from surojax.planner import advice, aot, fastest, footprint, roofline, search, traffic
+from surojax.planner import advice, aot, fastest, footprint, roofline, search
 from surojax.planner.advice import changed
 from surojax.planner.costs import product_time
 from surojax.planner.gpus import GPUS
@@ -135,17 +135,45 @@ def test_a_phase_takes_as_long_as_its_busiest_resource():
 
 
 def test_microbatches_of_one_fetch_share_its_transfers():
-    """Weights and accumulators are fetched once for all of them, residuals are not."""
-    c = checked(config(**SMALL | {"gradient_accumulation_steps": 8}), GPU)
-    run = search.assembly(c)
-    sizes = roofline.stored_bytes(run, footprint.by_class(run, 1, 256, "gpu"))
-    of = lambda group: roofline.work(run, traffic.Batch(1, 256, 8), GPUS[GPU], sizes, per_fetch=group)
-    one, four = of(1), of(4)
-    assert (one.fetches, four.fetches) == (8, 2)
-    for names, ratio in ((("weights",), 4), (("grads",), 4), (("residual",), 1)):
-        moved = [dataclasses.replace(w, forward=0.0, backward=0.0, gathered=0.0, reduced=0.0) for w in (one, four)]
-        a, b = (sum(roofline.phases(w, names)[phase] for phase in ("forward", "backward")) for w in moved)
-        assert a == pytest.approx(ratio * b)
+    """By hand: weights are read twice a fetch, residuals written and read for each microbatch.
+
+    Accumulators are written for each fetch, and read for each but the first.
+    """
+    gpu = GPUS[GPU]
+    rate = gpu.pcie_bandwidth * gpu.rates.host
+    for group, fetches in ((1, 8), (4, 2), (8, 1)):
+        c = checked(config(**SMALL | {"gradient_accumulation_steps": 8, "microbatches_per_fetch": group}), GPU)
+        run = search.assembly(c)
+        work = search.work_of(c, run, footprint.by_class(run, 1, 256, "gpu"), gpu)
+        assert work.fetches == fetches
+        work = dataclasses.replace(work, forward=0.0, backward=0.0, gathered=0.0, reduced=0.0)
+        grads = 1 + (fetches - 1) / gpu.rates.duplex
+        for name, times in (("weights", 2 * fetches), ("grads", grads), ("residual", 2 * 8)):
+            found = roofline.phases(work, (name,))
+            moved = times * work.sizes[name] / rate
+            assert found["forward"] + found["backward"] == pytest.approx(moved), (group, name)
+
+
+def test_state_in_files_is_not_faster_than_in_host_memory():
+    """The estimate of a step has no time of a drive, but that of the host link."""
+    in_host = {"offload_optimizer": True, "offload_master": True, "offload_grads": True}
+    in_files = in_host | {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "x"}
+    host, files = (search.estimate(checked(config(**SMALL | x), GPU), GPUS[GPU])[1] for x in (in_host, in_files))
+    assert files["update"] == pytest.approx(host["update"])
+
+
+def test_what_has_nothing_more_to_offer_is_not_searched():
+    """A word that the config has already, and where all fits, an offload of anything."""
+    c = checked(config(**SMALL | {"optimizer": "adamw8bit"}), GPU)
+    found = search.search(c, GPUS[GPU], Limits(2**40), allow=("adamw8bit",), keep=BLOCK).candidates
+    assert len({tuple(flat(x.config).items()) for x in found}) == len(found) > 0
+    assert not any(x.config[f"offload_{name}"] for x in found for name in search.OFFLOADABLE)
+
+
+def test_a_mesh_of_one_gpu_can_be_kept():
+    c = checked(config(**SMALL | {"zero_level": 3}), GPU)
+    found = search.search(c, GPUS[GPU], Limits(2**40), keep=(*BLOCK, "zero_level")).candidates
+    assert found and all(x.config.zero_level == 3 for x in found)
 
 
 @needs_compiler

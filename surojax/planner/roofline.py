@@ -7,7 +7,7 @@ The phases of a step, with what happens at the same time in each:
 * forward, L layers for every microbatch: products, attention and passes over activations; weights are all-gathered and
   read from host memory; residuals are written to host memory.
 * backward, likewise: products for two gradients, and the forward ones again if the block is recomputed; weights once
-  more; gradients are reduced; residuals and accumulators are read, accumulators are written.
+  more; gradients are reduced; residuals are read; accumulators are written, and read but for the first time.
 * head, for every microbatch: three products for each slice of tokens, passes over logits.
 * update, once a step: master weights, moments and gradients are read, master weights, moments and weights are written.
 * between: collectives that happen once a step and overlap with nothing.
@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.models.model import Segment
-from surojax.placement.home import DEVICE, HOST
+from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import SHARD
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.planner import footprint, traffic
@@ -67,10 +67,10 @@ class Work:
     sizes: dict[str, int]  # see `stored_bytes`
 
 
-def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]], *, per_fetch: int = 1) -> dict[str, int]:
-    """Bytes per GPU of what each of OFFLOADABLE moves; residuals: of one microbatch.
+def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Bytes per GPU of what each of OFFLOADABLE moves, in whichever memory; residuals: of one microbatch.
 
-    rows: `footprint.by_class` of the run. per_fetch: microbatches that a layer is fetched for.
+    rows: `footprint.by_class` of the run, which does not count files.
     """
     both = {name: sum(row.values()) for name, row in rows.items()}
     outer = {k: v for k, v in run.plan.weights.items() if k == OUTER}
@@ -78,16 +78,16 @@ def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]], *, per_fetch: i
     itemsize = jnp.dtype(run.engine.table.grads.dtype).itemsize
     outer_size = sum(math.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(outer))
     return {
-        "residual": both["activations"] // per_fetch,
-        "optimizer": both["moments"],
-        "master": both["master"],
+        "residual": both["activations"] // run.engine.microbatches_per_fetch,
+        "optimizer": both["moments"] + bytes_per_device((run.plan.moments, run.plan.history), NVME),
+        "master": both["master"] + bytes_per_device(run.plan.master, NVME),
         "grads": both["gradients"] - itemsize * outer_size,
         "weights": blocks,
     }
 
 
-def work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int], *, per_fetch: int = 1) -> Work:
-    """The `Work` of a step. sizes: see `stored_bytes`. per_fetch: microbatches that a layer is fetched for."""
+def work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int]) -> Work:
+    """The `Work` of a step. sizes: see `stored_bytes`."""
     rates = _rates(gpu)
     k = batch.microbatches
     bandwidth = gpu.memory_bandwidth * rates.memory
@@ -102,7 +102,7 @@ def work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int], *
         gpu=gpu,
         rates=rates,
         microbatches=k,
-        fetches=k // per_fetch,
+        fetches=k // run.engine.microbatches_per_fetch,
         forward=forward,
         backward=backward + 2 * grads,  # accumulators are read and written
         head=_head(run, batch, gpu),
@@ -134,7 +134,7 @@ def phases(work: Work, offloaded: Collection[str], resident: float = 0.0) -> dic
         work,
         seconds=k * work.backward,
         link=work.fetches * work.gathered + k * work.reduced,
-        read=work.fetches * (weights + host["grads"]) + k * host["residual"],
+        read=work.fetches * weights + (work.fetches - 1) * host["grads"] + k * host["residual"],
         written=work.fetches * host["grads"],
     )
     state = host["master"] + host["optimizer"]

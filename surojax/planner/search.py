@@ -8,9 +8,9 @@ There are too many combinations to try all. Three rules make few of them enough.
 
 * Storing a class of tensors in host memory never makes a step faster. So settings that differ in placement only are a
   `Family`, and of each family only the fastest placement that fits can be the best. Placements are tried in the order
-  of their estimated time; the first that fits ends the search of the family, but for ties with it. A placement that
-  would not fit even if working space did not grow is passed over. If weights are offloaded, as many layers stay
-  resident as fit.
+  of their estimated time; the first that fits ends the search of the family, but for ties with it that do not offload
+  all that it does. A placement that would not fit even if working space did not grow is passed over. If weights are
+  offloaded, as many layers stay resident as fit.
 * With nothing offloaded a family is as fast as it can be. Families are taken in the order of that time. As soon as it
   exceeds the time of the `KEPT`-th best placement found, no other family can have a better one, and the search ends.
 * Files are slower than host memory. They are tried only if nothing fits without them.
@@ -156,7 +156,7 @@ class Search:
 
     def families(self) -> Iterator[Family]:
         """All families that the checks accept."""
-        parts = numbers(self.allow), meshes(self.c), recomputations(self.c), batches(self.c)
+        parts = numbers(self.c, self.allow), meshes(self.c, self.keep), recomputations(self.c), batches(self.c)
         for of_part in itertools.product(*parts):
             change = {name: value for part in of_part for name, value in part.items()}
             if self.changes_kept(change):
@@ -197,19 +197,23 @@ class Search:
                 queue.append(placed(offloaded, resident))
         heapq.heapify(queue)
         found: list[Candidate] = []
+        placements: list[set[str]] = []  # of what was found
         while queue and not (found and queue[0][0] > found[0].seconds * (1 + TIE)):
             seconds, _, offloaded, resident = heapq.heappop(queue)
+            if any(fewer < set(offloaded) for fewer in placements):
+                continue
             candidates = self.stored(family, offloaded, resident, in_files, seconds)
             if best := next((x for x in candidates if x.need.fits(self.limits)), None):
                 found.append(best)
+                placements.append(set(offloaded))
                 continue
             for x in candidates:
                 if x.need.host <= self.limits.host and (not self.nearest or x.need.device < self.nearest.need.device):
                     self.nearest = x
             # Working space has grown.
             if candidates and resident and candidates[0].need.device > self.limits.device:
-                fewer = resident + min(-1, room_for(offloaded, candidates[0].need.device))
-                heapq.heappush(queue, placed(offloaded, max(0, fewer)))
+                then = resident + min(-1, room_for(offloaded, candidates[0].need.device))
+                heapq.heappush(queue, placed(offloaded, max(0, then)))
         return found
 
     def stored(
@@ -288,20 +292,22 @@ def kind(candidate: Candidate, *without: str) -> tuple:
     return tuple((name, value) for name, value in candidate.change.items() if name not in without)
 
 
-def numbers(allow: Collection[str]) -> list[Change]:
-    """Every combination of the settings that change numbers and are allowed, none of them first."""
-    return [{k: v for word in of for k, v in ALLOWED[word].items()} for of in subsets(allow)]
+def numbers(c: Config, allow: Collection[str]) -> list[Change]:
+    """Every combination of the settings that change numbers, are allowed and not set yet, none of them first."""
+    words = [word for word in allow if differing(c, ALLOWED[word])]
+    return [{k: v for word in of for k, v in ALLOWED[word].items()} for of in subsets(words)]
 
 
-def meshes(c: Config) -> list[Change]:
-    """Ways to shard over the GPUs, the config's own among them.
+def meshes(c: Config, keep: Collection[str]) -> list[Change]:
+    """Ways to shard over the GPUs, the config's own among them; on one GPU its own only if one of its fields is kept.
 
     Replicas gather less from each other and store more, so they are for sharded gradients or weights only.
     """
     n = c.gpus
     fixed = {"shard_weights": None, "shard_gradients": None, "dp_shard_size": -1}
     if n == 1:
-        return [fixed | {"zero_level": 1, "dp_replicate_size": 1, "shard_outer": False}]
+        plain = fixed | {"zero_level": 1, "dp_replicate_size": 1, "shard_outer": False}
+        return [{name: c[name] for name in plain} if any(name in keep for name in plain) else plain]
     found = [(1, 1)] + [(level, replicas) for level in (2, 3) for replicas in divisors(n)[:-1]]
     tried = [
         fixed | {"zero_level": level, "dp_replicate_size": replicas, "shard_outer": outer}
@@ -337,8 +343,7 @@ def batches(c: Config) -> list[Change]:
             "gradient_accumulation_steps": microbatches,
             "lmhead_chunks": divisor(tokens, math.ceil(tokens / most)),
         }
-        groups = divisors(microbatches) if "microbatches_per_fetch" in c else [0]
-        changes = [change | ({"microbatches_per_fetch": group} if group else {}) for group in groups]
+        changes = [change | {"microbatches_per_fetch": group} for group in divisors(microbatches)]
         found += [x for x in changes if x not in found]
     return with_own(c, found)
 
@@ -376,10 +381,8 @@ def assembly(c: Config) -> Assembly:
 
 def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> roofline.Work:
     """The `Work` of a config's step. rows: `footprint.by_class` of the run."""
-    per_fetch = c.microbatches_per_fetch if "microbatches_per_fetch" in c else 1
     batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
-    sizes = roofline.stored_bytes(run, rows, per_fetch=per_fetch)
-    return roofline.work(run, batch, gpu, sizes, per_fetch=per_fetch)
+    return roofline.work(run, batch, gpu, roofline.stored_bytes(run, rows))
 
 
 def needed(c: Config, run: Assembly, rows: dict[str, dict[str, int]]) -> Need:
