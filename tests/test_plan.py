@@ -766,7 +766,7 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     assert (
         not p.fits and len(p.changes) == 3 and all("offload_" in change and "(fits)" in change for change in p.changes)
     )
-    times = [float(re.search(r"about ([\d,]+) ms a step$", change)[1].replace(",", "")) for change in p.changes]
+    times = [float(re.search(r"estimated ([\d,]+) ms a step$", change)[1].replace(",", "")) for change in p.changes]
     assert times == sorted(times)  # the fastest first
     text = report.table(p)
     assert "does not fit: " in text and all(change in text for change in p.changes)

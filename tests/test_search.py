@@ -294,6 +294,95 @@ def test_if_nothing_fits_it_says_by_how_much_and_what_would(tmp_path, monkeypatc
     assert "more host memory: " in text and "files (--nvme): " in text
 
 
+SLICES_TOO = (*BLOCK, "lmhead_chunks")
+
+
+def test_it_says_which_resource_is_too_small(monkeypatch):
+    """Files, both memories at once; and what would help is offered where there is a limit."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    files = fastest.fastest(config(), GPU, host_memory=32, nvme=10, keep=SLICES_TOO)
+    assert files.nearest and [x > 0 for x in files.nearest.need.beyond(files.limits)] == [False, False, True]
+    said = "\n".join(command.nothing_fits(files))
+    assert "too much by 41.8 GB of files" in said and "more files (--nvme): " in said
+    monkeypatch.setattr(advice, "MORE_GPUS", ())
+    both = fastest.fastest(config("llama70b"), "rtx5060ti_16gb", host_memory=32, keep=(*SLICES_TOO, "recompute_norm"))
+    assert both.nearest and [x > 0 for x in both.nearest.need.beyond(both.limits)] == [True, True, False]
+    assert Need(2**30, 3 * 2**30, 5 * 10**8).text() == "1.0 GiB on each GPU, 3.0 GiB of host memory, 0.5 GB of files"
+
+
+@pytest.mark.parametrize("kept", [(), ("gpus",)], ids=["free", "kept"])
+def test_changes_that_make_it_fit_are_of_the_config_as_given(kept, monkeypatch):
+    """As flags beside the given config they lead to the memory that is said; what is kept is not among them."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    monkeypatch.setattr(advice, "MORE_GPUS", (8,))
+    c = config("llama70b", gpus=1)
+    result = fastest.fastest(c, "rtx5060ti_16gb", keep=(*BLOCK, *kept))
+    found = [line.partition(": ") for line in result.remedies if "gpus=" in line]
+    assert len(found) == (0 if kept else 1)
+    for options, _, said in found:
+        for flag in options.split():
+            flags._override(c, *flag.split("=", 1))
+        checks.check(c)
+        need = footprint.needs(c, c.gpus, "gpu")
+        assert need.device <= result.limits.device and said.startswith(f"{advice.gib(need.device)} on each GPU, ")
+
+
+def test_a_config_that_uses_files_fits_with_them(monkeypatch):
+    """Its own files count as there are, unless --nvme says how much room there is."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    home = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "x", "offload_grads": True}
+    c = config(**home | {"offload_residual": True, "offload_weights": True})
+    without, scarce = (fastest.fastest(c, GPU, nvme=nvme, keep=SLICES_TOO) for nvme in (None, 1))
+    assert without.given and without.given.estimated.files and "as given" in command.table(without)
+    assert scarce.given is None and "the settings as given do not fit" in command.table(scarce)
+
+
+def faked_rows(monkeypatch, row):
+    """Has `row(change)` compile the settings, which takes no compiler."""
+
+    def compiled(config, candidate, gpu, limits):
+        change = advice.differing(config, candidate.change)
+        seconds, need = candidate.seconds, candidate.need
+        return fastest.Row(changed(config, change), change, seconds, need, None, row(change))
+
+    monkeypatch.setattr(aot, "available", lambda: False)
+    monkeypatch.setattr(fastest, "_row", compiled)
+
+
+def test_what_the_compiler_refuses_is_no_row(monkeypatch):
+    """All refused: its reason is the error. The given settings refused: the search goes on, and says so."""
+
+    def refused(change: dict) -> bool:
+        raise ConfigError("kernels: expected 'xla', got 'mosaic'; leave it out")
+
+    faked_rows(monkeypatch, refused)
+    with pytest.raises(ConfigError, match="kernels: expected 'xla'"):
+        fastest.fastest(config(**SMALL), GPU, keep=SLICES_TOO)
+    faked_rows(monkeypatch, lambda change: bool(change) or refused(change))
+    result = fastest.fastest(config(**SMALL), GPU, keep=("per_device_batch_size",))
+    assert result.rows and result.given and not result.given.fits
+    assert "the settings as given fit by estimate only" in command.table(result)
+
+
+def test_settings_as_given_are_compiled_and_shown_once(monkeypatch):
+    compiled = []
+    faked_rows(monkeypatch, lambda change: compiled.append(change) is None)
+    result = fastest.fastest(config(**SMALL), GPU, keep=("recompute_block", "recompute_norm", *SLICES_TOO))
+    assert compiled.count({}) == 1 and command.table(result, top=99).count("as given") == 1
+    assert all(result.rows[0].estimated_s - s > 0.01 * result.rows[0].estimated_s for s in result.left_out.values())
+
+
+@pytest.mark.parametrize(
+    "size, group, sequences, expected",
+    [(16, 1, 16, (16, 1, 1)), (4, 4, 24, (4, 6, 3)), (16, 4, 6, (6, 1, 1)), (4, 2, 6, (3, 2, 2))],
+)
+def test_another_batch_keeps_its_microbatches_where_it_can(size, group, sequences, expected):
+    c = config("tiny", per_device_batch_size=size, microbatches_per_fetch=group, gradient_accumulation_steps=4)
+    c = command.with_batch(c, sequences)
+    checks.check(c)
+    assert (c.per_device_batch_size, c.gradient_accumulation_steps, c.microbatches_per_fetch) == expected
+
+
 def test_a_gpu_without_rates_is_refused(monkeypatch):
     monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], rates=None))
     with pytest.raises(ConfigError, match="--gpu: expected a GPU with rates"):

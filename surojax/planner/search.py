@@ -74,6 +74,19 @@ class Need(NamedTuple):
     def fits(self, limits: Limits) -> bool:
         return all(need <= limit for need, limit in zip(self, limits, strict=True))
 
+    def text(self) -> str:
+        """As text: "1.0 GiB on each GPU, 2.0 GiB of host memory, 3 GB of files", without what is 0."""
+        sizes = (
+            f"{gib(self.device)} on each GPU",
+            f"{gib(self.host)} of host memory",
+            f"{self.files / 1e9:,.1f} GB of files",
+        )
+        return ", ".join(text for text, size in zip(sizes, self, strict=True) if size > 0)
+
+    def beyond(self, limits: Limits) -> "Need":
+        """The bytes that exceed the limits."""
+        return Need(*(math.ceil(max(0, need - limit)) for need, limit in zip(self, limits, strict=True)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -93,7 +106,7 @@ class Candidate:
 class Found:
     """The result of a search. candidates: the fastest that fit, by estimated time.
 
-    nearest: if nothing fits, the settings that need the least device memory, within the host memory that there is.
+    nearest: if nothing fits, the settings that miss the least memory, within the host memory that there is.
     """
 
     candidates: list[Candidate]
@@ -124,7 +137,9 @@ def search(
     tp_size above 1: tensor parallelism is not searched.
     """
     if c.tp_size > 1:
-        raise ConfigError(f"tp_size: expected 1, with which fit searches, got {c.tp_size}; leave it out")
+        raise ConfigError(
+            f"tp_size: expected 1, since fit does not search tensor parallelism, got {c.tp_size}; leave it out"
+        )
     return Search(c, gpu, limits, allow, keep, kept).run()
 
 
@@ -208,7 +223,7 @@ class Search:
                 placements.append(set(offloaded))
                 continue
             for x in candidates:
-                if x.need.host <= self.limits.host and (not self.nearest or x.need.device < self.nearest.need.device):
+                if x.need.host <= self.limits.host and (not self.nearest or self.beyond(x) < self.beyond(self.nearest)):
                     self.nearest = x
             # Working space has grown.
             if candidates and resident and candidates[0].need.device > self.limits.device:
@@ -242,6 +257,10 @@ class Search:
             found.append(Candidate(tried, change, seconds, need, phases))
         return found
 
+    def beyond(self, candidate: Candidate) -> int:
+        """Bytes that a candidate needs beyond the limits, of any memory."""
+        return sum(candidate.need.beyond(self.limits))
+
     def changes_kept(self, change: Change) -> bool:
         """Whether a change has another value for a field that is to be kept."""
         return any(name in change and change[name] != value for name, value in self.keep.items())
@@ -273,7 +292,7 @@ def alternatives(c: Config, gpu: Gpu, limits: Limits) -> list[str]:
         need = candidate.need
         host = f", {gib(need.host)} of host memory" if need.host and limits.host < math.inf else ""
         change = differing(c, candidate.change)
-        return f"{flags(change)} -> {gib(need.device)}{host} (fits), about {1e3 * candidate.seconds:,.0f} ms a step"
+        return f"{flags(change)} -> {gib(need.device)}{host} (fits), estimated {1e3 * candidate.seconds:,.0f} ms a step"
 
     found = search(c, gpu, limits, kept=ALTERNATIVES).candidates
     return [f"{'or ' if i else ''}{line(candidate)}" for i, candidate in enumerate(found)]
