@@ -298,14 +298,24 @@ SLICES_TOO = (*BLOCK, "lmhead_chunks")
 
 
 def test_it_says_which_resource_is_too_small(monkeypatch):
-    """Files, both memories at once; and what would help is offered where there is a limit."""
+    """Files; then both memories at once."""
     monkeypatch.setattr(aot, "available", lambda: False)
-    files = fastest.fastest(config(), GPU, host_memory=32, nvme=10, keep=SLICES_TOO)
+    monkeypatch.setattr(fastest, "_remedies", lambda *of: [])  # seconds, and other tests are about them
+    c = config(**SMALL, gpus=1)
+    whole = search.estimate(checked(c, GPU), GPUS[GPU])[0].device
+
+    def tried(of_device: float, of_host: float, nvme: float | None) -> fastest.Result:
+        """On a card and in host memory with these parts of what the settings as given need on the card."""
+        memory = int((of_device * whole + search.RESERVE) / footprint.POOL)
+        monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], memory_bytes=memory))
+        return fastest.fastest(c, GPU, host_memory=of_host * whole / advice.GiB, nvme=nvme, keep=(*SLICES_TOO, "gpus"))
+
+    files = tried(0.4, 0.45, 0.001)
     assert files.nearest and [x > 0 for x in files.nearest.need.beyond(files.limits)] == [False, False, True]
     said = "\n".join(command.nothing_fits(files))
-    assert "too much by 41.8 GB of files" in said and "more files (--nvme): " in said
-    monkeypatch.setattr(advice, "MORE_GPUS", ())
-    both = fastest.fastest(config("llama70b"), "rtx5060ti_16gb", host_memory=32, keep=(*SLICES_TOO, "recompute_norm"))
+    over = files.nearest.need.files - 1e6
+    assert f"too much by {over / 1e9:.1f} GB of files" in said
+    both = tried(0.05, 0.1, None)
     assert both.nearest and [x > 0 for x in both.nearest.need.beyond(both.limits)] == [True, True, False]
     assert Need(2**30, 3 * 2**30, 5 * 10**8).text() == "1.0 GiB on each GPU, 3.0 GiB of host memory, 0.5 GB of files"
 
