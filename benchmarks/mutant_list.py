@@ -3168,8 +3168,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "both directions of PCI Express are one",
         "surojax/planner/traffic.py",
-        "(max(h2d, d2h) + (link_bytes if shared else 0))",
-        "(h2d + d2h + (link_bytes if shared else 0))",
+        "(max(h2d, d2h) + (link_bytes if gpu.shares_pcie else 0))",
+        "(h2d + d2h + (link_bytes if gpu.shares_pcie else 0))",
         "tests/test_plan.py::test_times_are_bytes_over_rates",
     ),
     Mutant(

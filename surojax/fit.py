@@ -44,12 +44,12 @@ def table(result: Result, top: int = SHOWN) -> str:
     if result.rows[0].plan is None:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the best: {aot.EXTRA}")
     lines += ["", head, *(_cells(row, result.gpus, flags(row.change) or "as given") for row in result.rows[:top])]
-    if result.given is None:
+    if result.as_given is None:
         lines += ["", "the settings as given do not fit"]
-    elif not result.given.fits:
+    elif not result.as_given.fits:
         lines += ["", "the settings as given fit by estimate only, not as compiled"]
     elif all(row.change for row in result.rows[:top]):
-        lines += ["", _cells(result.given, result.gpus, "as given")]
+        lines += ["", _cells(result.as_given, result.gpus, "as given")]
     if result.refuted:
         lines.append(f"{len(result.refuted)} more fit by estimate only, not as compiled")
     if result.left_out:
@@ -64,12 +64,9 @@ def table(result: Result, top: int = SHOWN) -> str:
 
 def _cells(row: Row, gpus: int, settings: str) -> str:
     """A row of the table."""
-    tokens = row.config.per_device_batch_size * row.config.sequence_len * row.config.gradient_accumulation_steps
-    rate = tokens / row.seconds
-    device = row.plan.device_bytes if row.plan else row.estimated.device
-    host = gpus * row.plan.host_bytes if row.plan else row.estimated.host
+    rate = row.tokens / row.seconds
     cells = f"  {rate:>9,.0f} {gpus * rate:>9,.0f} {_ms(row.seconds):>8} {_ms(row.estimated_s):>10}"
-    cells += f" {device / GiB:>8.1f} {row.estimated.device / GiB:>10.1f} {host / GiB:>7.1f}"
+    cells += f" {row.device_bytes / GiB:>8.1f} {row.estimated.device / GiB:>10.1f} {row.host_bytes / GiB:>7.1f}"
     return cells + f" {row.estimated.files / GiB:>7.1f}  {waits_for(row):<18}{settings}"
 
 
@@ -92,7 +89,7 @@ def nothing_fits(result: Result) -> list[str]:
     limit = advice.gib(result.limits.device)
     lines = [f"nothing fits {result.gpus} x {GPUS[result.gpu].name} with {limit} of each for the program"]
     nearest = result.nearest
-    if result.given is not None and result.given.estimated.files and result.given.fits:
+    if result.as_given is not None and result.as_given.estimated.files and result.as_given.fits:
         lines.append("without files, that is; the settings as given use files and fit: pass --nvme")
     if result.refuted:
         least = min(row.plan.device_bytes for row in result.refuted if row.plan)
@@ -111,16 +108,14 @@ def describe(row: Row, result: Result, base: str, file: Path) -> str:
     """The docstring of the config file of a row."""
     name = GPUS[result.gpu].name
     what = "predicted" if row.plan and row.plan.predicted_step_s else "estimated"
-    device = row.plan.device_bytes if row.plan else row.estimated.device
-    host = result.gpus * row.plan.host_bytes if row.plan else row.estimated.host
-    tokens = row.config.per_device_batch_size * row.config.sequence_len * row.config.gradient_accumulation_steps
+    device, host = row.device_bytes, row.host_bytes
     needs = f"Needs {advice.gib(device)} on each GPU" + (f" and {advice.gib(host)} of host memory" if host else "")
     lines = [
         f"{base} on {result.gpus} x {name}, as surojax.fit found it on {time.strftime('%Y-%m-%d')}.",
         "",
         f"    python -m surojax.train --config {file}",
         "",
-        f"{needs}; {what} {_ms(row.seconds)} ms a step, {tokens / row.seconds:,.0f} tokens/s per GPU.",
+        f"{needs}; {what} {_ms(row.seconds)} ms a step, {row.tokens / row.seconds:,.0f} tokens/s per GPU.",
     ]
     if device > footprint.DEFAULT_POOL * GPUS[result.gpu].memory_bytes:
         lines.append(f"Set {footprint.POOL_SETTING} in the environment: JAX takes {footprint.DEFAULT_POOL} by itself.")
@@ -180,7 +175,7 @@ def as_json(result: Result) -> dict:
         "gpu": result.gpu,
         "gpus": result.gpus,
         "rows": [of(row) for row in result.rows],
-        "given": of(result.given) if result.given else None,
+        "given": of(result.as_given) if result.as_given else None,
         "left_out": result.left_out,
         "remedies": result.remedies,
     }

@@ -234,8 +234,8 @@ def train(config: Config) -> Result:
             say(sample(c, run, train_state.weights, tokenizer, found.held_out))
         say(f"{step - first_step} steps in {time.perf_counter() - started:.0f} s")
         durations = [record["duration_ms"] / 1e3 for record in history if record["log"] == "step"]
-        if beside := prediction.comparison(predicted, durations, samples_per_step * c.sequence_len):
-            say(beside)
+        if compared := prediction.comparison(predicted, durations, samples_per_step * c.sequence_len):
+            say(compared)
         if comparison := compare(need, train_step, devices[0]):
             say(comparison)
         say(evaluation_summary(output_dir))

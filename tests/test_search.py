@@ -48,7 +48,7 @@ def config(name: str = "llama7b", **changes):
 def everything(c, limits: Limits) -> list[tuple[float, Need]]:
     """(estimated seconds, need) of every setting of a space without rules: placement, recomputation, microbatches."""
     found = []
-    homes = [dict(zip(search.OFFLOADABLE, on, strict=True)) for on in itertools.product((False, True), repeat=5)]
+    homes = [dict(zip(search.OFFLOADS, on, strict=True)) for on in itertools.product((False, True), repeat=5)]
     splits = [(1, 2), (2, 1)]
     for home, again, (size, count) in itertools.product(homes, search.recomputations(c), splits):
         change = {f"offload_{name}": on for name, on in home.items()} | again
@@ -167,7 +167,7 @@ def test_what_has_nothing_more_to_offer_is_not_searched():
     c = checked(config(**SMALL | {"optimizer": "adamw8bit"}), GPU)
     found = search.search(c, GPUS[GPU], Limits(2**40), allow=("adamw8bit",), keep=BLOCK).candidates
     assert len({tuple(flat(x.config).items()) for x in found}) == len(found) > 0
-    assert not any(x.config[f"offload_{name}"] for x in found for name in search.OFFLOADABLE)
+    assert not any(x.config[f"offload_{name}"] for x in found for name in search.OFFLOADS)
 
 
 def test_a_mesh_of_one_gpu_can_be_kept():
@@ -181,7 +181,7 @@ def test_a_mesh_of_one_gpu_can_be_kept():
 @pytest.mark.parametrize("changes", [{}, {"gpus": 4, "zero_level": 3, "offload_master": True}], ids=["1", "4"])
 def test_estimates_are_near_what_is_compiled(changes):
     """Device memory within 10 %, as footprint.py says; time within 25 % of the simulated step."""
-    changes = changes or {f"offload_{name}": True for name in search.OFFLOADABLE} | {"gpus": 1}
+    changes = changes or {f"offload_{name}": True for name in search.OFFLOADS} | {"gpus": 1}
     c = checked(config(**changes), aot.kind() or GPU)
     need, phases = search.estimate(c, GPUS[GPU])
     p = plan(c, GPU)
@@ -343,8 +343,8 @@ def test_a_config_that_uses_files_fits_with_them(monkeypatch):
     home = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "x", "offload_grads": True}
     c = config(**home | {"offload_residual": True, "offload_weights": True})
     without, scarce = (fastest.fastest(c, GPU, nvme=nvme, keep=SLICES_TOO) for nvme in (None, 1))
-    assert without.given and without.given.estimated.files and "as given" in command.table(without)
-    assert scarce.given is None and "the settings as given do not fit" in command.table(scarce)
+    assert without.as_given and without.as_given.estimated.files and "as given" in command.table(without)
+    assert scarce.as_given is None and "the settings as given do not fit" in command.table(scarce)
 
 
 def faked_rows(monkeypatch, row):
@@ -370,7 +370,7 @@ def test_what_the_compiler_refuses_is_no_row(monkeypatch):
         fastest.fastest(config(**SMALL), GPU, keep=SLICES_TOO)
     faked_rows(monkeypatch, lambda change: bool(change) or refused(change))
     result = fastest.fastest(config(**SMALL), GPU, keep=("per_device_batch_size",))
-    assert result.rows and result.given and not result.given.fits
+    assert result.rows and result.as_given and not result.as_given.fits
     assert "the settings as given fit by estimate only" in command.table(result)
 
 

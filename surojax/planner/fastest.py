@@ -44,12 +44,28 @@ class Row:
         predicted = self.plan.predicted_step_s if self.plan else None
         return self.estimated_s if predicted is None else predicted
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step on each GPU."""
+        c = self.config
+        return c.per_device_batch_size * c.sequence_len * c.gradient_accumulation_steps
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on each GPU, as compiled if it was."""
+        return self.plan.device_bytes if self.plan else self.estimated.device
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for all GPUs, as compiled if it was."""
+        return self.plan.gpus * self.plan.host_bytes if self.plan else self.estimated.host
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
     """What was found. rows: those that fit, the fastest first. refuted: those that fit by estimate only.
 
-    given: the given config, with its own files if there is no limit for files; None if it does not fit by estimate.
+    as_given: the given config, with its own files if there is no limit for files; None if it does not fit by estimate.
     nearest: if nothing fits, what comes closest. left_out: for each setting that changes numbers, was not allowed and
     is worth it, the estimated seconds of the best row with it. remedies: if nothing fits, what would.
     """
@@ -59,7 +75,7 @@ class Result:
     limits: Limits
     rows: list[Row]
     refuted: list[Row]
-    given: Row | None
+    as_given: Row | None
     found: Found
     nearest: Candidate | None
     left_out: dict[str, float]
@@ -126,7 +142,7 @@ def fastest(
     if refusal is not None and not rows and not refuted:
         raise refusal
     own_files = limits if nvme is not None else limits._replace(files=math.inf)
-    given = next((row for row in (*rows, *refuted) if not row.change), None) or _given(config, c, gpu, own_files)
+    as_given = next((row for row in (*rows, *refuted) if not row.change), None) or _given(config, c, gpu, own_files)
     rows.sort(key=lambda row: row.seconds)
     return Result(
         gpu=gpu,
@@ -134,7 +150,7 @@ def fastest(
         limits=limits,
         rows=rows,
         refuted=refuted,
-        given=given,
+        as_given=as_given,
         found=found,
         nearest=None if rows or refuted else _nearest(c, found, facts, limits, allow, keep),
         left_out=_left_out(c, rows[0], gpu, allow) if rows else {},
@@ -184,7 +200,7 @@ def _nearest(
     """What comes closest where nothing fits: within the host memory that there is, if anything is."""
     if found.nearest is not None or limits.host == math.inf:
         return found.nearest
-    more = search.search(c, gpu, limits._replace(host=math.inf), allow=allow, keep=keep, kept=1)
+    more = search.search(c, gpu, limits._replace(host=math.inf), allow=allow, keep=keep, num_candidates=1)
     return next(iter(more.candidates), more.nearest)
 
 
@@ -218,7 +234,7 @@ def _remedies(
     options += [("without --keep", limits, allow, ())] if keep else []
     lines = []
     for what, limit, words, fixed in options:
-        best = next(iter(search.search(c, gpu, limit, allow=words, keep=fixed, kept=1).candidates), None)
+        best = next(iter(search.search(c, gpu, limit, allow=words, keep=fixed, num_candidates=1).candidates), None)
         if best is not None:
             lines.append(f"{what}: {best.need.text()}, estimated {1e3 * best.seconds:,.0f} ms")
     if further := _further(c, found, gpu, limits, keep):

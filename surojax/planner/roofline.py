@@ -37,6 +37,7 @@ from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import SHARD
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.planner import footprint, traffic
+from surojax.planner.advice import OFFLOADS
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu, Rates
 from surojax.step.state_plan import bytes_per_device
@@ -46,7 +47,6 @@ BACKWARD_PASSES = 3.2
 LOGIT_PASSES = 4  # times that logits are read or written
 SCORE_PASSES = 4  # times that attention scores are, forward; twice as often backward
 HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32", "float8": "f8e4m3fn", "float4": "f4e2m1fn"}
-OFFLOADABLE = ("residual", "optimizer", "master", "grads", "weights")  # as in the settings `offload_*`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Work:
 
 
 def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]]) -> dict[str, int]:
-    """Bytes per GPU of what each of OFFLOADABLE moves, in whichever memory; residuals: of one microbatch.
+    """Bytes per GPU of what each of OFFLOADS moves, in whichever memory; residuals: of one microbatch.
 
     rows: `footprint.by_class` of the run, which does not count files.
     """
@@ -86,7 +86,7 @@ def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]]) -> dict[str, in
     }
 
 
-def work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int]) -> Work:
+def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int]) -> Work:
     """The `Work` of a step. sizes: see `stored_bytes`."""
     rates = _rates(gpu)
     k = batch.microbatches
@@ -117,10 +117,10 @@ def work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int]) -
 def phases(work: Work, offloaded: Collection[str], resident: float = 0.0) -> dict[str, float]:
     """Estimated seconds of each phase of a step.
 
-    offloaded: those of OFFLOADABLE that are in host memory. resident: the fraction of layers whose weights are in
+    offloaded: those of OFFLOADS that are in host memory. resident: the fraction of layers whose weights are in
     device memory all the same.
     """
-    host = {name: work.sizes[name] * (name in offloaded) for name in OFFLOADABLE}
+    host = {name: work.sizes[name] * (name in offloaded) for name in OFFLOADS}
     weights = host["weights"] * (1 - resident)
     k = work.microbatches
     forward = _phase(
@@ -157,9 +157,8 @@ def _phase(work: Work, *, seconds: float, link: float, read: float, written: flo
     both_ways = min(read, written) / (host_rate * rates.duplex)
     host = one_way + both_ways
     collectives = link / (gpu.link_bandwidth * rates.link)
-    shared = gpu.link_bandwidth <= gpu.pcie_bandwidth
     slowed = seconds + rates.collective_sms * min(collectives, seconds)
-    return max(slowed, host + collectives if shared else max(host, collectives))
+    return max(slowed, host + collectives if gpu.shares_pcie else max(host, collectives))
 
 
 def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) -> tuple[float, float]:

@@ -33,9 +33,8 @@ from surojax.errors import ConfigError
 from surojax.placement.home import NVME
 from surojax.placement.mesh import abstract_mesh
 from surojax.planner import footprint, roofline, traffic
-from surojax.planner.advice import FOLDER, Change, changed, differing, flags, gib
+from surojax.planner.advice import FOLDER, OFFLOADS, Change, changed, differing, flags, gib
 from surojax.planner.gpus import Gpu
-from surojax.planner.roofline import OFFLOADABLE
 from surojax.sizes import divisor
 from surojax.step.state_plan import bytes_per_device
 
@@ -129,30 +128,38 @@ class Family(NamedTuple):
 
 
 def search(
-    c: Config, gpu: Gpu, limits: Limits, *, allow: Collection[str] = (), keep: Collection[str] = (), kept: int = KEPT
+    c: Config,
+    gpu: Gpu,
+    limits: Limits,
+    *,
+    allow: Collection[str] = (),
+    keep: Collection[str] = (),
+    num_candidates: int = KEPT,
 ) -> Found:
     """The fastest settings that fit, for a checked config (`plan.checked`) and a GPU with rates.
 
-    allow: words of ALLOWED. keep: fields that are not changed. kept: number of candidates. Raises ConfigError for
-    tp_size above 1: tensor parallelism is not searched.
+    allow: words of ALLOWED. keep: fields that are not changed. Raises ConfigError for tp_size above 1: tensor
+    parallelism is not searched.
     """
     if c.tp_size > 1:
         raise ConfigError(
             f"tp_size: expected 1, since fit does not search tensor parallelism, got {c.tp_size}; leave it out"
         )
-    return Search(c, gpu, limits, allow, keep, kept).run()
+    return Search(c, gpu, limits, allow, keep, num_candidates).run()
 
 
 class Search:
     """One search: what was estimated so far."""
 
-    def __init__(self, c: Config, gpu: Gpu, limits: Limits, allow: Collection[str], keep: Collection[str], kept: int):
+    def __init__(
+        self, c: Config, gpu: Gpu, limits: Limits, allow: Collection[str], keep: Collection[str], num_candidates: int
+    ):
         self.c = c
         self.gpu = gpu
         self.limits = limits
         self.allow = allow
         self.keep = {name: flat(c)[name] for name in keep}
-        self.kept = kept
+        self.num_candidates = num_candidates
         self.assemblies: dict[tuple, Assembly] = {}
         self.tried = 0
         self.nearest: Candidate | None = None
@@ -162,9 +169,9 @@ class Search:
         found: list[Candidate] = []
         for in_files in (False, True) if self.limits.files else (False,):
             for family in families:
-                if len(found) >= self.kept and family.floor > found[self.kept - 1].seconds:
+                if len(found) >= self.num_candidates and family.floor > found[self.num_candidates - 1].seconds:
                     break
-                found = but_for_slices([*found, *self.fastest(family, in_files)])[: self.kept]
+                found = but_for_slices([*found, *self.fastest(family, in_files)])[: self.num_candidates]
             if found:
                 break
         return Found(found, len(families), self.tried, None if found else self.nearest)
@@ -176,7 +183,7 @@ class Search:
             change = {name: value for part in of_part for name, value in part.items()}
             if self.changes_kept(change):
                 continue
-            change |= {f"offload_{name}": False for name in OFFLOADABLE} | {"resident_layers": 0, "nvme_path": ""}
+            change |= {f"offload_{name}": False for name in OFFLOADS} | {"resident_layers": 0, "nvme_path": ""}
             if self.c.persistent_quants:
                 change["offload_quants"] = False
             try:
@@ -204,11 +211,11 @@ class Search:
             return math.floor((self.limits.device - needed) * layers / max(1, sizes["weights"]))
 
         queue = []
-        for offloaded in subsets(OFFLOADABLE):
+        for offloaded in subsets(OFFLOADS):
             room = room_for(offloaded, least - sum(sizes[name] for name in offloaded))
             resident = min(max(room, 0), layers - 1) if "weights" in offloaded and not self.c.persistent_quants else 0
             resident = self.keep.get("resident_layers", resident)
-            if room >= 0 or len(offloaded) == len(OFFLOADABLE):
+            if room >= 0 or len(offloaded) == len(OFFLOADS):
                 queue.append(placed(offloaded, resident))
         heapq.heapify(queue)
         found: list[Candidate] = []
@@ -294,7 +301,7 @@ def alternatives(c: Config, gpu: Gpu, limits: Limits) -> list[str]:
         change = differing(c, candidate.change)
         return f"{flags(change)} -> {gib(need.device)}{host} (fits), estimated {1e3 * candidate.seconds:,.0f} ms a step"
 
-    found = search(c, gpu, limits, kept=ALTERNATIVES).candidates
+    found = search(c, gpu, limits, num_candidates=ALTERNATIVES).candidates
     return [f"{'or ' if i else ''}{line(candidate)}" for i, candidate in enumerate(found)]
 
 
@@ -386,7 +393,7 @@ def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
     """(estimated bytes, estimated seconds of each phase of a step) of a checked config on a GPU with rates."""
     run = assembly(c)
     rows = footprint.by_class(run, c.per_device_batch_size, c.sequence_len, "gpu")
-    offloaded = [name for name in OFFLOADABLE if c[f"offload_{name}"]]
+    offloaded = [name for name in OFFLOADS if c[f"offload_{name}"]]
     if c.offload_quants and "weights" not in offloaded:
         offloaded.append("weights")
     phases = roofline.phases(work_of(c, run, rows, gpu), offloaded, c.resident_layers / run.model.num_layers)
@@ -401,7 +408,7 @@ def assembly(c: Config) -> Assembly:
 def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> roofline.Work:
     """The `Work` of a config's step. rows: `footprint.by_class` of the run."""
     batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
-    return roofline.work(run, batch, gpu, roofline.stored_bytes(run, rows))
+    return roofline.step_work(run, batch, gpu, roofline.stored_bytes(run, rows))
 
 
 def needed(c: Config, run: Assembly, rows: dict[str, dict[str, int]]) -> Need:
