@@ -3168,8 +3168,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "both directions of PCI Express are one",
         "surojax/planner/traffic.py",
-        "(max(h2d, d2h) + (link_bytes if shared else 0))",
-        "(h2d + d2h + (link_bytes if shared else 0))",
+        "(max(h2d, d2h) + (link_bytes if gpu.shares_pcie else 0))",
+        "(h2d + d2h + (link_bytes if gpu.shares_pcie else 0))",
         "tests/test_plan.py::test_times_are_bytes_over_rates",
     ),
     Mutant(
@@ -3387,9 +3387,44 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "roofline: accumulators are fetched for every microbatch",
         "surojax/planner/roofline.py",
-        'read=work.fetches * (weights + host["grads"])',
-        'read=work.fetches * weights + k * host["grads"]',
+        '(work.fetches - 1) * host["grads"]',
+        '(k - 1) * host["grads"]',
         "tests/test_search.py::test_microbatches_of_one_fetch_share_its_transfers",
+    ),
+    Mutant(
+        "roofline: master weights in files take no time",
+        "surojax/planner/roofline.py",
+        'both["master"] + bytes_per_device(run.plan.master, NVME)',
+        'both["master"]',
+        "tests/test_search.py::test_state_in_files_is_not_faster_than_in_host_memory",
+    ),
+    Mutant(
+        "search: more is offloaded than what fits already",
+        "surojax/planner/search.py",
+        "if any(fewer < set(offloaded) for fewer in placements):",
+        "if False:",
+        "tests/test_search.py::test_what_has_nothing_more_to_offer_is_not_searched",
+    ),
+    Mutant(
+        "fastest: changes are said of what comes closest, not of the config",
+        "surojax/planner/fastest.py",
+        "advice.flags(differing(c, flat(end)))",
+        "advice.flags(differing(begin, flat(end)))",
+        "tests/test_search.py::test_changes_that_make_it_fit_are_of_the_config_as_given",
+    ),
+    Mutant(
+        "fit: another batch has microbatches of one sequence",
+        "surojax/fit.py",
+        "largest_divisor(of_gpu, c.per_device_batch_size)",
+        "1",
+        "tests/test_search.py::test_another_batch_keeps_its_microbatches_where_it_can",
+    ),
+    Mutant(
+        "train: tokens of a tensor-parallel group count for each of its GPUs",
+        "surojax/train.py",
+        "rate = len(devices) * (found.tokens_per_s_per_gpu or 0.0)",
+        "rate = len(devices) * batch.tokens * batch.microbatches / found.predicted_step_s",
+        "tests/test_plan.py::test_train_counts_the_tokens_of_a_tensor_parallel_group_once",
     ),
     Mutant(
         "fastest: the slowest first",

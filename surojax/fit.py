@@ -5,7 +5,8 @@
         [--json FILE]
 
 It searches placement, mesh, recomputation and microbatches by estimate, and compiles and simulates the best few. Model,
-data and the sequences of a step stay as they are. Settings that change numbers are left out unless allowed.
+data and the sequences of a step stay as they are. Settings that change numbers are left out unless allowed; tensor
+parallelism is not searched.
 `surojax.planner.fastest.fastest(config, gpu)` is the function behind this command.
 """
 
@@ -27,7 +28,7 @@ from surojax.planner import advice, aot, footprint
 from surojax.planner.advice import GiB, flags
 from surojax.planner.fastest import MOST_COMPILED, Result, Row, fastest
 from surojax.planner.gpus import GPUS
-from surojax.planner.search import ALLOWED
+from surojax.planner.search import ALLOWED, divisors
 
 SHOWN = 5  # rows by default
 
@@ -43,10 +44,12 @@ def table(result: Result, top: int = SHOWN) -> str:
     if result.rows[0].plan is None:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the best: {aot.EXTRA}")
     lines += ["", head, *(_cells(row, result.gpus, flags(row.change) or "as given") for row in result.rows[:top])]
-    if result.given:
-        lines += ["", _cells(result.given, result.gpus, "as given")]
-    elif all(row.change for row in result.rows):
+    if result.as_given is None:
         lines += ["", "the settings as given do not fit"]
+    elif not result.as_given.fits:
+        lines += ["", "the settings as given fit by estimate only, not as compiled"]
+    elif all(row.change for row in result.rows[:top]):
+        lines += ["", _cells(result.as_given, result.gpus, "as given")]
     if result.refuted:
         lines.append(f"{len(result.refuted)} more fit by estimate only, not as compiled")
     if result.left_out:
@@ -61,13 +64,15 @@ def table(result: Result, top: int = SHOWN) -> str:
 
 def _cells(row: Row, gpus: int, settings: str) -> str:
     """A row of the table."""
-    tokens = row.config.per_device_batch_size * row.config.sequence_len * row.config.gradient_accumulation_steps
-    rate = tokens / row.seconds
-    device = row.plan.device_bytes if row.plan else row.estimated.device
-    host = gpus * row.plan.host_bytes if row.plan else row.estimated.host
-    cells = f"  {rate:>9,.0f} {gpus * rate:>9,.0f} {1e3 * row.seconds:>8,.0f} {1e3 * row.estimated_s:>10,.0f}"
-    cells += f" {device / GiB:>8.1f} {row.estimated.device / GiB:>10.1f} {host / GiB:>7.1f}"
+    rate = row.tokens / row.seconds
+    cells = f"  {rate:>9,.0f} {gpus * rate:>9,.0f} {_ms(row.seconds):>8} {_ms(row.estimated_s):>10}"
+    cells += f" {row.device_bytes / GiB:>8.1f} {row.estimated.device / GiB:>10.1f} {row.host_bytes / GiB:>7.1f}"
     return cells + f" {row.estimated.files / GiB:>7.1f}  {waits_for(row):<18}{settings}"
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds as text, with one decimal below 100."""
+    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1}f}"
 
 
 def waits_for(row: Row) -> str:
@@ -83,18 +88,19 @@ def nothing_fits(result: Result) -> list[str]:
     """Lines that say by how much nothing fits, and what would."""
     limit = advice.gib(result.limits.device)
     lines = [f"nothing fits {result.gpus} x {GPUS[result.gpu].name} with {limit} of each for the program"]
-    nearest = result.found.nearest
+    nearest = result.nearest
+    if result.as_given is not None and result.as_given.estimated.files and result.as_given.fits:
+        lines.append("without files, that is; the settings as given use files and fit: pass --nvme")
     if result.refuted:
         least = min(row.plan.device_bytes for row in result.refuted if row.plan)
         lines.append(
             f"{len(result.refuted)} settings fit by estimate; as compiled they need {advice.gib(least)} or more"
         )
     elif nearest is not None:
-        over = advice.gib(nearest.need.device - result.limits.device)
-        host = f" and {advice.gib(nearest.need.host)} of host memory" if nearest.need.host else ""
-        lines.append(f"the least needs {advice.gib(nearest.need.device)} on each{host}, which is {over} too much")
+        over = nearest.need.beyond(result.limits)
+        lines.append(f"the nearest needs {nearest.need.text()}; too much by {over.text()}")
     else:
-        lines.append(f"everything that fits the GPUs needs more host memory than {advice.gib(result.limits.host)}")
+        lines.append("nothing that was tried can be placed with the fields that are kept")
     return lines + [f"  {'what would change it:' if not i else ' ' * 21} {x}" for i, x in enumerate(result.remedies)]
 
 
@@ -102,16 +108,14 @@ def describe(row: Row, result: Result, base: str, file: Path) -> str:
     """The docstring of the config file of a row."""
     name = GPUS[result.gpu].name
     what = "predicted" if row.plan and row.plan.predicted_step_s else "estimated"
-    device = row.plan.device_bytes if row.plan else row.estimated.device
-    host = result.gpus * row.plan.host_bytes if row.plan else row.estimated.host
-    tokens = row.config.per_device_batch_size * row.config.sequence_len * row.config.gradient_accumulation_steps
+    device, host = row.device_bytes, row.host_bytes
     needs = f"Needs {advice.gib(device)} on each GPU" + (f" and {advice.gib(host)} of host memory" if host else "")
     lines = [
         f"{base} on {result.gpus} x {name}, as surojax.fit found it on {time.strftime('%Y-%m-%d')}.",
         "",
         f"    python -m surojax.train --config {file}",
         "",
-        f"{needs}; {what} {1e3 * row.seconds:,.0f} ms a step, {tokens / row.seconds:,.0f} tokens/s per GPU.",
+        f"{needs}; {what} {_ms(row.seconds)} ms a step, {row.tokens / row.seconds:,.0f} tokens/s per GPU.",
     ]
     if device > footprint.DEFAULT_POOL * GPUS[result.gpu].memory_bytes:
         lines.append(f"Set {footprint.POOL_SETTING} in the environment: JAX takes {footprint.DEFAULT_POOL} by itself.")
@@ -128,7 +132,10 @@ def words(option: str, text: str, known) -> tuple[str, ...]:
 
 
 def with_batch(c: Config, sequences: int | None) -> Config:
-    """The config with so many sequences a step on all GPUs. Raises ConfigError if the GPUs do not divide them."""
+    """The config with so many sequences a step on all GPUs; its microbatches stay as large as they are if they can.
+
+    Raises ConfigError if the GPUs do not divide them.
+    """
     if sequences is None:
         return c
     if sequences < 1 or c.gpus < 1 or sequences % c.gpus:
@@ -136,7 +143,20 @@ def with_batch(c: Config, sequences: int | None) -> Config:
             f"--effective-batch: expected a multiple of the {c.gpus} GPUs, got {sequences}; it counts sequences of a "
             "step on all GPUs"
         )
-    return advice.changed(c, {"per_device_batch_size": 1, "gradient_accumulation_steps": sequences // c.gpus})
+    of_gpu = sequences // c.gpus
+    size = largest_divisor(of_gpu, c.per_device_batch_size)
+    change = {
+        "per_device_batch_size": size,
+        "gradient_accumulation_steps": of_gpu // size,
+        "microbatches_per_fetch": largest_divisor(of_gpu // size, c.microbatches_per_fetch),
+        "lmhead_chunks": largest_divisor(size * c.sequence_len, c.lmhead_chunks),
+    }
+    return advice.changed(c, change)
+
+
+def largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is not above `most`, at least 1."""
+    return max((d for d in divisors(n) if d <= most), default=1)
 
 
 def as_json(result: Result) -> dict:
@@ -155,7 +175,7 @@ def as_json(result: Result) -> dict:
         "gpu": result.gpu,
         "gpus": result.gpus,
         "rows": [of(row) for row in result.rows],
-        "given": of(result.given) if result.given else None,
+        "given": of(result.as_given) if result.as_given else None,
         "left_out": result.left_out,
         "remedies": result.remedies,
     }
@@ -163,24 +183,39 @@ def as_json(result: Result) -> dict:
 
 def parser() -> argparse.ArgumentParser:
     """The command's own options."""
-    found = argparse.ArgumentParser(prog="python -m surojax.fit", description=(__doc__ or "").partition("\n")[0])
+    description = (
+        f"{(__doc__ or '').partition(chr(10))[0]} Model, data and the sequences of a step stay as they are; tensor "
+        "parallelism is not searched."
+    )
+    found = argparse.ArgumentParser(prog="python -m surojax.fit", description=description)
     found.add_argument("--gpu", metavar="NAME", help=f"the GPU to search for: {', '.join(GPUS)}")
     found.add_argument(
-        "--host-memory", metavar="GIB", type=float, help="host memory for all GPUs; unlimited if left out"
+        "--host-memory",
+        metavar="GIB",
+        type=float,
+        help="host memory for all GPUs, in GiB (2^30); unlimited if left out",
     )
-    found.add_argument("--nvme", metavar="GB", type=float, help="room for state in files; none are used if left out")
+    found.add_argument(
+        "--nvme", metavar="GB", type=float, help="room for state in files, in GB (10^9); none are used if left out"
+    )
     found.add_argument(
         "--allow",
         metavar="WORDS",
         default="",
         help=f"settings that change numbers: a comma list of {', '.join(ALLOWED)}",
     )
-    found.add_argument("--keep", metavar="FIELDS", default="", help="comma list of fields that are not changed")
+    found.add_argument("--keep", metavar="FIELDS", default="", help="comma list of fields that stay as in the config")
     found.add_argument(
         "--effective-batch", metavar="N", type=int, help="sequences of a step on all GPUs; the config's if left out"
     )
-    found.add_argument("--out", metavar="FILE", help="the config file to write; CONFIG_GPUSxGPU.py if left out")
-    found.add_argument("--top", metavar="N", type=int, default=SHOWN, help=f"settings to print, {SHOWN} if left out")
+    found.add_argument("--out", metavar="FILE", help="the new config file to write; CONFIG_GPUSxGPU.py if left out")
+    found.add_argument(
+        "--top",
+        metavar="N",
+        type=int,
+        default=SHOWN,
+        help=f"settings to print, {SHOWN} if left out; above {MOST_COMPILED} more are compiled",
+    )
     found.add_argument("--json", metavar="FILE", help="write what was found there, as JSON")
     return found
 

@@ -234,8 +234,8 @@ def train(config: Config) -> Result:
             say(sample(c, run, train_state.weights, tokenizer, found.held_out))
         say(f"{step - first_step} steps in {time.perf_counter() - started:.0f} s")
         durations = [record["duration_ms"] / 1e3 for record in history if record["log"] == "step"]
-        if beside := prediction.comparison(predicted, durations, samples_per_step * c.sequence_len):
-            say(beside)
+        if compared := prediction.comparison(predicted, durations, samples_per_step * c.sequence_len):
+            say(compared)
         if comparison := compare(need, train_step, devices[0]):
             say(comparison)
         say(evaluation_summary(output_dir))
@@ -360,7 +360,7 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
     if found.predicted_step_s is None or found.predicted_range_s is None:
         return found
     low, high = (f"{1e3 * t:,.0f}" for t in found.predicted_range_s)
-    rate = len(devices) * batch.tokens * batch.microbatches / found.predicted_step_s
+    rate = len(devices) * (found.tokens_per_s_per_gpu or 0.0)
     say(f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s")
     return found
 

@@ -26,7 +26,7 @@ from surojax.config import flags
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.placement.mesh import DATA, make_mesh
-from surojax.planner import advice, aot, costs, footprint, hlo, plan as planner, report, traffic
+from surojax.planner import advice, aot, costs, footprint, hlo, plan as planner, prediction, report, search, traffic
 from surojax.planner.advice import GiB
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import Transfer
@@ -472,6 +472,22 @@ def test_train_predicts_what_the_plan_says(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_train_counts_the_tokens_of_a_tensor_parallel_group_once(monkeypatch, capsys):
+    """16 sequences of 128 tokens in 2 s on two GPUs that compute them together."""
+    c = flags.load(str(CONFIGS / "tiny.py"))
+    c.gpus, c.tp_size = 2, 2
+
+    def in_two_seconds(module, gpu, mesh_shape, *, tokens: int, compute_time: float) -> prediction.Prediction:
+        return prediction.Prediction(2.0, [1.8, 2.2], tokens_per_s_per_gpu=tokens / 2.0)
+
+    monkeypatch.setattr(prediction, "predict", in_two_seconds)
+    monkeypatch.setattr(hlo, "parse", lambda text: None)
+    compiled = SimpleNamespace(as_text=lambda: "")
+    found = predict(c, search.assembly(c), compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)] * 2)
+    assert capsys.readouterr().out.strip().endswith(" 1,024 tok/s")
+    assert "predicted 1,024 " in prediction.comparison(found, [2.0], 16 * 128)
+
+
 PLACED_IN_HOST = [
     (1, ALL),
     (4, ALL | SHARDED),
@@ -750,7 +766,7 @@ def test_what_does_not_fit_comes_with_what_would(monkeypatch):
     assert (
         not p.fits and len(p.changes) == 3 and all("offload_" in change and "(fits)" in change for change in p.changes)
     )
-    times = [float(re.search(r"about ([\d,]+) ms a step$", change)[1].replace(",", "")) for change in p.changes]
+    times = [float(re.search(r"estimated ([\d,]+) ms a step$", change)[1].replace(",", "")) for change in p.changes]
     assert times == sorted(times)  # the fastest first
     text = report.table(p)
     assert "does not fit: " in text and all(change in text for change in p.changes)

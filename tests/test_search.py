@@ -12,7 +12,7 @@ from surojax import fit as command
 from surojax.config import checks, flags, write
 from surojax.config.fields import flat
 from surojax.errors import ConfigError
-from surojax.planner import advice, aot, fastest, footprint, roofline, search, traffic
+from surojax.planner import advice, aot, fastest, footprint, roofline, search
 from surojax.planner.advice import changed
 from surojax.planner.costs import product_time
 from surojax.planner.gpus import GPUS
@@ -48,7 +48,7 @@ def config(name: str = "llama7b", **changes):
 def everything(c, limits: Limits) -> list[tuple[float, Need]]:
     """(estimated seconds, need) of every setting of a space without rules: placement, recomputation, microbatches."""
     found = []
-    homes = [dict(zip(search.OFFLOADABLE, on, strict=True)) for on in itertools.product((False, True), repeat=5)]
+    homes = [dict(zip(search.OFFLOADS, on, strict=True)) for on in itertools.product((False, True), repeat=5)]
     splits = [(1, 2), (2, 1)]
     for home, again, (size, count) in itertools.product(homes, search.recomputations(c), splits):
         change = {f"offload_{name}": on for name, on in home.items()} | again
@@ -135,17 +135,45 @@ def test_a_phase_takes_as_long_as_its_busiest_resource():
 
 
 def test_microbatches_of_one_fetch_share_its_transfers():
-    """Weights and accumulators are fetched once for all of them, residuals are not."""
-    c = checked(config(**SMALL | {"gradient_accumulation_steps": 8}), GPU)
-    run = search.assembly(c)
-    sizes = roofline.stored_bytes(run, footprint.by_class(run, 1, 256, "gpu"))
-    of = lambda group: roofline.work(run, traffic.Batch(1, 256, 8), GPUS[GPU], sizes, per_fetch=group)
-    one, four = of(1), of(4)
-    assert (one.fetches, four.fetches) == (8, 2)
-    for names, ratio in ((("weights",), 4), (("grads",), 4), (("residual",), 1)):
-        moved = [dataclasses.replace(w, forward=0.0, backward=0.0, gathered=0.0, reduced=0.0) for w in (one, four)]
-        a, b = (sum(roofline.phases(w, names)[phase] for phase in ("forward", "backward")) for w in moved)
-        assert a == pytest.approx(ratio * b)
+    """By hand: weights are read twice a fetch, residuals written and read for each microbatch.
+
+    Accumulators are written for each fetch, and read for each but the first.
+    """
+    gpu = GPUS[GPU]
+    rate = gpu.pcie_bandwidth * gpu.rates.host
+    for group, fetches in ((1, 8), (4, 2), (8, 1)):
+        c = checked(config(**SMALL | {"gradient_accumulation_steps": 8, "microbatches_per_fetch": group}), GPU)
+        run = search.assembly(c)
+        work = search.work_of(c, run, footprint.by_class(run, 1, 256, "gpu"), gpu)
+        assert work.fetches == fetches
+        work = dataclasses.replace(work, forward=0.0, backward=0.0, gathered=0.0, reduced=0.0)
+        grads = 1 + (fetches - 1) / gpu.rates.duplex
+        for name, times in (("weights", 2 * fetches), ("grads", grads), ("residual", 2 * 8)):
+            found = roofline.phases(work, (name,))
+            moved = times * work.sizes[name] / rate
+            assert found["forward"] + found["backward"] == pytest.approx(moved), (group, name)
+
+
+def test_state_in_files_is_not_faster_than_in_host_memory():
+    """The estimate of a step has no time of a drive, but that of the host link."""
+    in_host = {"offload_optimizer": True, "offload_master": True, "offload_grads": True}
+    in_files = in_host | {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "x"}
+    host, files = (search.estimate(checked(config(**SMALL | x), GPU), GPUS[GPU])[1] for x in (in_host, in_files))
+    assert files["update"] == pytest.approx(host["update"])
+
+
+def test_what_has_nothing_more_to_offer_is_not_searched():
+    """A word that the config has already, and where all fits, an offload of anything."""
+    c = checked(config(**SMALL | {"optimizer": "adamw8bit"}), GPU)
+    found = search.search(c, GPUS[GPU], Limits(2**40), allow=("adamw8bit",), keep=BLOCK).candidates
+    assert len({tuple(flat(x.config).items()) for x in found}) == len(found) > 0
+    assert not any(x.config[f"offload_{name}"] for x in found for name in search.OFFLOADS)
+
+
+def test_a_mesh_of_one_gpu_can_be_kept():
+    c = checked(config(**SMALL | {"zero_level": 3}), GPU)
+    found = search.search(c, GPUS[GPU], Limits(2**40), keep=(*BLOCK, "zero_level")).candidates
+    assert found and all(x.config.zero_level == 3 for x in found)
 
 
 @needs_compiler
@@ -153,7 +181,7 @@ def test_microbatches_of_one_fetch_share_its_transfers():
 @pytest.mark.parametrize("changes", [{}, {"gpus": 4, "zero_level": 3, "offload_master": True}], ids=["1", "4"])
 def test_estimates_are_near_what_is_compiled(changes):
     """Device memory within 10 %, as footprint.py says; time within 25 % of the simulated step."""
-    changes = changes or {f"offload_{name}": True for name in search.OFFLOADABLE} | {"gpus": 1}
+    changes = changes or {f"offload_{name}": True for name in search.OFFLOADS} | {"gpus": 1}
     c = checked(config(**changes), aot.kind() or GPU)
     need, phases = search.estimate(c, GPUS[GPU])
     p = plan(c, GPU)
@@ -264,6 +292,105 @@ def test_if_nothing_fits_it_says_by_how_much_and_what_would(tmp_path, monkeypatc
     text = capsys.readouterr().out
     assert "nothing fits 1 x NVIDIA GeForce RTX 4090" in text
     assert "more host memory: " in text and "files (--nvme): " in text
+
+
+SLICES_TOO = (*BLOCK, "lmhead_chunks")
+
+
+def test_it_says_which_resource_is_too_small(monkeypatch):
+    """Files; then both memories at once."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    monkeypatch.setattr(fastest, "_remedies", lambda *of: [])  # seconds, and other tests are about them
+    c = config(**SMALL, gpus=1)
+    whole = search.estimate(checked(c, GPU), GPUS[GPU])[0].device
+
+    def tried(of_device: float, of_host: float, nvme: float | None) -> fastest.Result:
+        """On a card and in host memory with these parts of what the settings as given need on the card."""
+        memory = int((of_device * whole + search.RESERVE) / footprint.POOL)
+        monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], memory_bytes=memory))
+        return fastest.fastest(c, GPU, host_memory=of_host * whole / advice.GiB, nvme=nvme, keep=(*SLICES_TOO, "gpus"))
+
+    files = tried(0.4, 0.45, 0.001)
+    assert files.nearest and [x > 0 for x in files.nearest.need.beyond(files.limits)] == [False, False, True]
+    said = "\n".join(command.nothing_fits(files))
+    over = files.nearest.need.files - 1e6
+    assert f"too much by {over / 1e9:.1f} GB of files" in said
+    both = tried(0.05, 0.1, None)
+    assert both.nearest and [x > 0 for x in both.nearest.need.beyond(both.limits)] == [True, True, False]
+    assert Need(2**30, 3 * 2**30, 5 * 10**8).text() == "1.0 GiB on each GPU, 3.0 GiB of host memory, 0.5 GB of files"
+
+
+@pytest.mark.parametrize("kept", [(), ("gpus",)], ids=["free", "kept"])
+def test_changes_that_make_it_fit_are_of_the_config_as_given(kept, monkeypatch):
+    """As flags beside the given config they lead to the memory that is said; what is kept is not among them."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    monkeypatch.setattr(advice, "MORE_GPUS", (8,))
+    c = config("llama70b", gpus=1)
+    result = fastest.fastest(c, "rtx5060ti_16gb", keep=(*BLOCK, *kept))
+    found = [line.partition(": ") for line in result.remedies if "gpus=" in line]
+    assert len(found) == (0 if kept else 1)
+    for options, _, said in found:
+        for flag in options.split():
+            flags._override(c, *flag.split("=", 1))
+        checks.check(c)
+        need = footprint.needs(c, c.gpus, "gpu")
+        assert need.device <= result.limits.device and said.startswith(f"{advice.gib(need.device)} on each GPU, ")
+
+
+def test_a_config_that_uses_files_fits_with_them(monkeypatch):
+    """Its own files count as there are, unless --nvme says how much room there is."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    home = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "x", "offload_grads": True}
+    c = config(**home | {"offload_residual": True, "offload_weights": True})
+    without, scarce = (fastest.fastest(c, GPU, nvme=nvme, keep=SLICES_TOO) for nvme in (None, 1))
+    assert without.as_given and without.as_given.estimated.files and "as given" in command.table(without)
+    assert scarce.as_given is None and "the settings as given do not fit" in command.table(scarce)
+
+
+def faked_rows(monkeypatch, row):
+    """Has `row(change)` compile the settings, which takes no compiler."""
+
+    def compiled(config, candidate, gpu, limits):
+        change = advice.differing(config, candidate.change)
+        seconds, need = candidate.seconds, candidate.need
+        return fastest.Row(changed(config, change), change, seconds, need, None, row(change))
+
+    monkeypatch.setattr(aot, "available", lambda: False)
+    monkeypatch.setattr(fastest, "_row", compiled)
+
+
+def test_what_the_compiler_refuses_is_no_row(monkeypatch):
+    """All refused: its reason is the error. The given settings refused: the search goes on, and says so."""
+
+    def refused(change: dict) -> bool:
+        raise ConfigError("kernels: expected 'xla', got 'mosaic'; leave it out")
+
+    faked_rows(monkeypatch, refused)
+    with pytest.raises(ConfigError, match="kernels: expected 'xla'"):
+        fastest.fastest(config(**SMALL), GPU, keep=SLICES_TOO)
+    faked_rows(monkeypatch, lambda change: bool(change) or refused(change))
+    result = fastest.fastest(config(**SMALL), GPU, keep=("per_device_batch_size",))
+    assert result.rows and result.as_given and not result.as_given.fits
+    assert "the settings as given fit by estimate only" in command.table(result)
+
+
+def test_settings_as_given_are_compiled_and_shown_once(monkeypatch):
+    compiled = []
+    faked_rows(monkeypatch, lambda change: compiled.append(change) is None)
+    result = fastest.fastest(config(**SMALL), GPU, keep=("recompute_block", "recompute_norm", *SLICES_TOO))
+    assert compiled.count({}) == 1 and command.table(result, top=99).count("as given") == 1
+    assert all(result.rows[0].estimated_s - s > 0.01 * result.rows[0].estimated_s for s in result.left_out.values())
+
+
+@pytest.mark.parametrize(
+    "size, group, sequences, expected",
+    [(16, 1, 16, (16, 1, 1)), (4, 4, 24, (4, 6, 3)), (16, 4, 6, (6, 1, 1)), (4, 2, 6, (3, 2, 2))],
+)
+def test_another_batch_keeps_its_microbatches_where_it_can(size, group, sequences, expected):
+    c = config("tiny", per_device_batch_size=size, microbatches_per_fetch=group, gradient_accumulation_steps=4)
+    c = command.with_batch(c, sequences)
+    checks.check(c)
+    assert (c.per_device_batch_size, c.gradient_accumulation_steps, c.microbatches_per_fetch) == expected
 
 
 def test_a_gpu_without_rates_is_refused(monkeypatch):

@@ -16,6 +16,7 @@ from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.data import load as data
 from surojax.data.batches import batches
+from surojax.data.samples import check_length
 from surojax.data.show import table
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import ConfigError
@@ -33,7 +34,10 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
     checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
-    return data.load(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size), tokenizer
+    found = data.load(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size)
+    groups = max(1, (c.gpus or 1) // c.tp_size)
+    check_length(found.train.all, groups * c.per_device_batch_size * c.gradient_accumulation_steps)
+    return found, tokenizer
 
 
 def first_samples(found: data.Data, tokenizer: Tokenizer, *, rows: int, seed: int, color: bool) -> Iterator[str]:

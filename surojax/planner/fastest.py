@@ -5,13 +5,12 @@ the best of each other kind was compiled, since they are nearly equal. One whose
 more than `BAND` is not compiled.
 """
 
-import copy
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection
 
-from surojax.config.fields import Config
+from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
 from surojax.planner import advice, aot, footprint, search
 from surojax.planner.advice import GiB, changed, differing
@@ -20,6 +19,7 @@ from surojax.planner.plan import Plan, checked, plan
 from surojax.planner.search import ALLOWED, Candidate, Found, Limits, Need, device_limit
 
 MOST_COMPILED = 10
+WORTH = 0.01  # relative; what saves less time is not worth other numbers
 BAND = 0.1  # relative; roofline.py's estimates were at most so much above the predicted time
 
 
@@ -44,13 +44,30 @@ class Row:
         predicted = self.plan.predicted_step_s if self.plan else None
         return self.estimated_s if predicted is None else predicted
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step on each GPU."""
+        c = self.config
+        return c.per_device_batch_size * c.sequence_len * c.gradient_accumulation_steps
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on each GPU, as compiled if it was."""
+        return self.plan.device_bytes if self.plan else self.estimated.device
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for all GPUs, as compiled if it was."""
+        return self.plan.gpus * self.plan.host_bytes if self.plan else self.estimated.host
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
     """What was found. rows: those that fit, the fastest first. refuted: those that fit by estimate only.
 
-    given: the given config, None if it does not fit by estimate. left_out: for each setting that changes numbers and
-    was not allowed, the estimated seconds of the best row with it. remedies: if nothing fits, what would.
+    as_given: the given config, with its own files if there is no limit for files; None if it does not fit by estimate.
+    nearest: if nothing fits, what comes closest. left_out: for each setting that changes numbers, was not allowed and
+    is worth it, the estimated seconds of the best row with it. remedies: if nothing fits, what would.
     """
 
     gpu: str
@@ -58,8 +75,9 @@ class Result:
     limits: Limits
     rows: list[Row]
     refuted: list[Row]
-    given: Row | None
+    as_given: Row | None
     found: Found
+    nearest: Candidate | None
     left_out: dict[str, float]
     remedies: list[str]
     search_s: float
@@ -102,11 +120,11 @@ def fastest(
     if not found.families:
         raise ConfigError(f"--keep: expected fields that leave settings to try, got {', '.join(keep)}; keep fewer")
     say(
-        f"estimated {found.tried:,} settings of {found.families:,} kinds in {searched - started:.0f} s: "
-        f"{len(found.candidates)} of the fastest that fit"
+        f"estimated {found.tried:,} settings of {found.families:,} kinds in {searched - started:.0f} s; "
+        f"candidates that fit: {len(found.candidates)}"
     )
-    given = _given(config, c, facts, limits)
     rows, refuted = [], []
+    refusal = None  # of the compiler or of the checks that come with it
     compiled = 0
     for candidate in in_order(found.candidates):
         best = min((row.seconds for row in rows if row.plan), default=math.inf)
@@ -114,14 +132,17 @@ def fastest(
             continue
         try:
             row = _row(config, candidate, gpu, limits)
-        except ConfigError:  # what only compiling shows, such as a kernel that does not take these shapes
+        except ConfigError as error:  # what only compiling shows, such as a kernel that does not take these shapes
+            refusal = error
             continue
         compiled += row.plan is not None
         (rows if row.fits else refuted).append(row)
         if row.plan:
             say(f"compiled {compiled}: {advice.flags(row.change) or 'as given'}: {1e3 * row.seconds:,.0f} ms")
-    if given is not None and aot.available():
-        given = dataclasses.replace(given, plan=plan(given.config, gpu, advise=False))
+    if refusal is not None and not rows and not refuted:
+        raise refusal
+    own_files = limits if nvme is not None else limits._replace(files=math.inf)
+    as_given = next((row for row in (*rows, *refuted) if not row.change), None) or _given(config, c, gpu, own_files)
     rows.sort(key=lambda row: row.seconds)
     return Result(
         gpu=gpu,
@@ -129,8 +150,9 @@ def fastest(
         limits=limits,
         rows=rows,
         refuted=refuted,
-        given=given,
+        as_given=as_given,
         found=found,
+        nearest=None if rows or refuted else _nearest(c, found, facts, limits, allow, keep),
         left_out=_left_out(c, rows[0], gpu, allow) if rows else {},
         remedies=[] if rows else _remedies(c, found, facts, limits, allow, keep),
         search_s=searched - started,
@@ -160,23 +182,41 @@ def _row(config: Config, candidate: Candidate, gpu: str, limits: Limits) -> Row:
     return Row(c, change, candidate.seconds, candidate.need, p, need.fits(limits))
 
 
-def _given(config: Config, c: Config, gpu: Gpu, limits: Limits) -> Row | None:
-    """The row of the given config, not compiled; None if it does not fit by estimate. c: the checked config."""
-    need, phases = search.estimate(c, gpu)
-    return Row(config, {}, sum(phases.values()), need, None, True) if need.fits(limits) else None
+def _given(config: Config, c: Config, gpu: str, limits: Limits) -> Row | None:
+    """The row of the given config; None if it does not fit by estimate. c: the checked config."""
+    need, phases = search.estimate(c, GPUS[gpu])
+    if not need.fits(limits):
+        return None
+    seconds = sum(phases.values())
+    try:
+        return _row(config, Candidate(c, {}, seconds, need, phases), gpu, limits)
+    except ConfigError:  # what only compiling shows
+        return Row(config, {}, seconds, need, None, False)
+
+
+def _nearest(
+    c: Config, found: Found, gpu: Gpu, limits: Limits, allow: Collection[str], keep: Collection[str]
+) -> Candidate | None:
+    """What comes closest where nothing fits: within the host memory that there is, if anything is."""
+    if found.nearest is not None or limits.host == math.inf:
+        return found.nearest
+    more = search.search(c, gpu, limits._replace(host=math.inf), allow=allow, keep=keep, num_candidates=1)
+    return next(iter(more.candidates), more.nearest)
 
 
 def _left_out(c: Config, best: Row, gpu: str, allow: Collection[str]) -> dict[str, float]:
-    """Estimated seconds of the best row with each setting that changes numbers and was not allowed."""
+    """Estimated seconds of the best row with each setting that changes numbers, was not allowed and is worth it."""
     found = {}
     for word, change in ALLOWED.items():
         if word in allow or not differing(changed(c, best.change), change):
             continue
         try:
             tried = checked(changed(c, best.change, change), gpu)
-            found[word] = sum(search.estimate(tried, GPUS[gpu])[1].values())
+            seconds = sum(search.estimate(tried, GPUS[gpu])[1].values())
         except ConfigError:  # such as fp8 with settings or on a GPU that it is not for
             continue
+        if seconds < best.estimated_s * (1 - WORTH):
+            found[word] = seconds
     return found
 
 
@@ -187,21 +227,35 @@ def _remedies(
     options: list[tuple[str, Limits, Collection[str], Collection[str]]] = []
     if limits.host < math.inf:
         options.append(("more host memory", limits._replace(host=math.inf), allow, keep))
-    if not limits.files:
-        options.append(("files (--nvme)", limits._replace(files=math.inf), allow, keep))
+    if limits.files < math.inf:
+        what = "more files (--nvme)" if limits.files else "files (--nvme)"
+        options.append((what, limits._replace(files=math.inf), allow, keep))
     options += [(f"--allow {word}", limits, (*allow, word), keep) for word in ALLOWED if word not in allow]
-    options += [("nothing kept", limits, allow, ())] if keep else []
+    options += [("without --keep", limits, allow, ())] if keep else []
     lines = []
     for what, limit, words, fixed in options:
-        best = next(iter(search.search(c, gpu, limit, allow=words, keep=fixed, kept=1).candidates), None)
+        best = next(iter(search.search(c, gpu, limit, allow=words, keep=fixed, num_candidates=1).candidates), None)
         if best is not None:
-            need = best.need
-            stored = f", {advice.gib(need.host)} of host memory" if need.host else ""
-            stored += f", {need.files / 1e9:,.0f} GB of files" if need.files else ""
-            lines.append(f"{what}: {advice.gib(need.device)} on each GPU{stored}, about {1e3 * best.seconds:,.0f} ms")
-    more = copy.deepcopy(c if found.nearest is None else found.nearest.config)
-    memory = advice.Memory(int(limits.device), limits.host)
-    helps = advice.changes_that_help(more, c.gpus, memory, "gpu", lambda c, n: footprint.needs(c, n, "gpu"))
-    if helps and not any(advice.missing(helps[-1][1], memory)):
-        lines.append("changed: " + ", ".join(advice.lines(helps, memory)))
+            lines.append(f"{what}: {best.need.text()}, estimated {1e3 * best.seconds:,.0f} ms")
+    if further := _further(c, found, gpu, limits, keep):
+        lines.append(further)
     return lines or ["a smaller model or sequence_len, or GPUs with more memory"]
+
+
+def _further(c: Config, found: Found, gpu: Gpu, limits: Limits, keep: Collection[str]) -> str:
+    """All changes of the config with which it would fit, found by advice.py from what comes closest; "" if none do."""
+    kept = {name: flat(c)[name] for name in keep}
+
+    def needs(tried: Config, n: int) -> advice.Memory:
+        if differing(tried, kept):
+            raise ConfigError("--keep: expected fields that stay as they are, got another value; try another change")
+        return footprint.needs(tried, n, "gpu")
+
+    begin = c if found.nearest is None else found.nearest.config
+    memory = advice.Memory(int(limits.device), limits.host)
+    helps = advice.changes_that_help(begin, c.gpus, memory, "gpu", needs)
+    if not helps or any(advice.missing(helps[-1][1], memory)):
+        return ""
+    end = changed(begin, *(change for change, _ in helps))
+    need, phases = search.estimate(end, gpu)
+    return f"{advice.flags(differing(c, flat(end)))}: {need.text()}, estimated {1e3 * sum(phases.values()):,.0f} ms"

@@ -9,8 +9,8 @@ Ratio of the estimate to `compiled.memory_analysis()` of the real step (argument
 * XLA's GPU compiler, on a machine without a GPU: configs/llama{125m,1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py
   on H100, on 1 to 8 GPUs, ZeRO 1 to 3, with nothing, one class, the state, or everything offloaded, state in files,
   with and without recomputation, flash attention and communication in 8 bits: 26 variants, 0.99 to 1.06.
-* CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24. tests/test_fit.py compares six of
-  them with the present engine: between 0.9 and 1.4.
+* CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24. tests/test_footprint.py compares
+  nine of them with the present engine: between 0.9 and 1.4.
 
 Not counted: cuDNN's workspaces and fragmentation (a few hundred MiB on a GPU), and the copy of master weights and
 moments in host memory while a checkpoint is written.

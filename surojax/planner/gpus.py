@@ -108,6 +108,11 @@ class Gpu:
     aliases: tuple[str, ...] = ()  # other device kinds of exactly the same card
     rates: Rates | None = None  # None: no time is predicted
 
+    @property
+    def shares_pcie(self) -> bool:
+        """Whether GPUs communicate over PCI Express, so that collectives and host copies share it."""
+        return self.link_bandwidth <= self.pcie_bandwidth
+
 
 GPUS: dict[str, Gpu] = {
     # "NVIDIA A100 Tensor Core GPU" data sheet, column A100 80GB SXM: 2,039 GB/s, 312 bf16 (624 sparse), 156 TF32,

@@ -7,7 +7,7 @@ The phases of a step, with what happens at the same time in each:
 * forward, L layers for every microbatch: products, attention and passes over activations; weights are all-gathered and
   read from host memory; residuals are written to host memory.
 * backward, likewise: products for two gradients, and the forward ones again if the block is recomputed; weights once
-  more; gradients are reduced; residuals and accumulators are read, accumulators are written.
+  more; gradients are reduced; residuals are read; accumulators are written, and read but for the first time.
 * head, for every microbatch: three products for each slice of tokens, passes over logits.
 * update, once a step: master weights, moments and gradients are read, master weights, moments and weights are written.
 * between: collectives that happen once a step and overlap with nothing.
@@ -33,10 +33,11 @@ import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.models.model import Segment
-from surojax.placement.home import DEVICE, HOST
+from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import SHARD
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.planner import footprint, traffic
+from surojax.planner.advice import OFFLOADS
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu, Rates
 from surojax.step.state_plan import bytes_per_device
@@ -46,7 +47,6 @@ BACKWARD_PASSES = 3.2
 LOGIT_PASSES = 4  # times that logits are read or written
 SCORE_PASSES = 4  # times that attention scores are, forward; twice as often backward
 HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32", "float8": "f8e4m3fn", "float4": "f4e2m1fn"}
-OFFLOADABLE = ("residual", "optimizer", "master", "grads", "weights")  # as in the settings `offload_*`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Work:
     sizes: dict[str, int]  # see `stored_bytes`
 
 
-def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]], *, per_fetch: int = 1) -> dict[str, int]:
-    """Bytes per GPU of what each of OFFLOADABLE moves; residuals: of one microbatch.
+def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Bytes per GPU of what each of OFFLOADS moves, in whichever memory; residuals: of one microbatch.
 
-    rows: `footprint.by_class` of the run. per_fetch: microbatches that a layer is fetched for.
+    rows: `footprint.by_class` of the run, which does not count files.
     """
     both = {name: sum(row.values()) for name, row in rows.items()}
     outer = {k: v for k, v in run.plan.weights.items() if k == OUTER}
@@ -78,16 +78,16 @@ def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]], *, per_fetch: i
     itemsize = jnp.dtype(run.engine.table.grads.dtype).itemsize
     outer_size = sum(math.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(outer))
     return {
-        "residual": both["activations"] // per_fetch,
-        "optimizer": both["moments"],
-        "master": both["master"],
+        "residual": both["activations"] // run.engine.microbatches_per_fetch,
+        "optimizer": both["moments"] + bytes_per_device((run.plan.moments, run.plan.history), NVME),
+        "master": both["master"] + bytes_per_device(run.plan.master, NVME),
         "grads": both["gradients"] - itemsize * outer_size,
         "weights": blocks,
     }
 
 
-def work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int], *, per_fetch: int = 1) -> Work:
-    """The `Work` of a step. sizes: see `stored_bytes`. per_fetch: microbatches that a layer is fetched for."""
+def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int]) -> Work:
+    """The `Work` of a step. sizes: see `stored_bytes`."""
     rates = _rates(gpu)
     k = batch.microbatches
     bandwidth = gpu.memory_bandwidth * rates.memory
@@ -102,7 +102,7 @@ def work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int], *
         gpu=gpu,
         rates=rates,
         microbatches=k,
-        fetches=k // per_fetch,
+        fetches=k // run.engine.microbatches_per_fetch,
         forward=forward,
         backward=backward + 2 * grads,  # accumulators are read and written
         head=_head(run, batch, gpu),
@@ -117,10 +117,10 @@ def work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, int], *
 def phases(work: Work, offloaded: Collection[str], resident: float = 0.0) -> dict[str, float]:
     """Estimated seconds of each phase of a step.
 
-    offloaded: those of OFFLOADABLE that are in host memory. resident: the fraction of layers whose weights are in
+    offloaded: those of OFFLOADS that are in host memory. resident: the fraction of layers whose weights are in
     device memory all the same.
     """
-    host = {name: work.sizes[name] * (name in offloaded) for name in OFFLOADABLE}
+    host = {name: work.sizes[name] * (name in offloaded) for name in OFFLOADS}
     weights = host["weights"] * (1 - resident)
     k = work.microbatches
     forward = _phase(
@@ -134,7 +134,7 @@ def phases(work: Work, offloaded: Collection[str], resident: float = 0.0) -> dic
         work,
         seconds=k * work.backward,
         link=work.fetches * work.gathered + k * work.reduced,
-        read=work.fetches * (weights + host["grads"]) + k * host["residual"],
+        read=work.fetches * weights + (work.fetches - 1) * host["grads"] + k * host["residual"],
         written=work.fetches * host["grads"],
     )
     state = host["master"] + host["optimizer"]
@@ -157,9 +157,8 @@ def _phase(work: Work, *, seconds: float, link: float, read: float, written: flo
     both_ways = min(read, written) / (host_rate * rates.duplex)
     host = one_way + both_ways
     collectives = link / (gpu.link_bandwidth * rates.link)
-    shared = gpu.link_bandwidth <= gpu.pcie_bandwidth
     slowed = seconds + rates.collective_sms * min(collectives, seconds)
-    return max(slowed, host + collectives if shared else max(host, collectives))
+    return max(slowed, host + collectives if gpu.shares_pcie else max(host, collectives))
 
 
 def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) -> tuple[float, float]:

@@ -8,9 +8,9 @@ There are too many combinations to try all. Three rules make few of them enough.
 
 * Storing a class of tensors in host memory never makes a step faster. So settings that differ in placement only are a
   `Family`, and of each family only the fastest placement that fits can be the best. Placements are tried in the order
-  of their estimated time; the first that fits ends the search of the family, but for ties with it. A placement that
-  would not fit even if working space did not grow is passed over. If weights are offloaded, as many layers stay
-  resident as fit.
+  of their estimated time; the first that fits ends the search of the family, but for ties with it that do not offload
+  all that it does. A placement that would not fit even if working space did not grow is passed over. If weights are
+  offloaded, as many layers stay resident as fit.
 * With nothing offloaded a family is as fast as it can be. Families are taken in the order of that time. As soon as it
   exceeds the time of the `KEPT`-th best placement found, no other family can have a better one, and the search ends.
 * Files are slower than host memory. They are tried only if nothing fits without them.
@@ -33,9 +33,8 @@ from surojax.errors import ConfigError
 from surojax.placement.home import NVME
 from surojax.placement.mesh import abstract_mesh
 from surojax.planner import footprint, roofline, traffic
-from surojax.planner.advice import FOLDER, Change, changed, differing, flags, gib
+from surojax.planner.advice import FOLDER, OFFLOADS, Change, changed, differing, flags, gib
 from surojax.planner.gpus import Gpu
-from surojax.planner.roofline import OFFLOADABLE
 from surojax.sizes import divisor
 from surojax.step.state_plan import bytes_per_device
 
@@ -74,6 +73,19 @@ class Need(NamedTuple):
     def fits(self, limits: Limits) -> bool:
         return all(need <= limit for need, limit in zip(self, limits, strict=True))
 
+    def text(self) -> str:
+        """As text: "1.0 GiB on each GPU, 2.0 GiB of host memory, 3 GB of files", without what is 0."""
+        sizes = (
+            f"{gib(self.device)} on each GPU",
+            f"{gib(self.host)} of host memory",
+            f"{self.files / 1e9:,.1f} GB of files",
+        )
+        return ", ".join(text for text, size in zip(sizes, self, strict=True) if size > 0)
+
+    def beyond(self, limits: Limits) -> "Need":
+        """The bytes that exceed the limits."""
+        return Need(*(math.ceil(max(0, need - limit)) for need, limit in zip(self, limits, strict=True)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -93,7 +105,7 @@ class Candidate:
 class Found:
     """The result of a search. candidates: the fastest that fit, by estimated time.
 
-    nearest: if nothing fits, the settings that need the least device memory, within the host memory that there is.
+    nearest: if nothing fits, the settings that miss the least memory, within the host memory that there is.
     """
 
     candidates: list[Candidate]
@@ -116,28 +128,38 @@ class Family(NamedTuple):
 
 
 def search(
-    c: Config, gpu: Gpu, limits: Limits, *, allow: Collection[str] = (), keep: Collection[str] = (), kept: int = KEPT
+    c: Config,
+    gpu: Gpu,
+    limits: Limits,
+    *,
+    allow: Collection[str] = (),
+    keep: Collection[str] = (),
+    num_candidates: int = KEPT,
 ) -> Found:
     """The fastest settings that fit, for a checked config (`plan.checked`) and a GPU with rates.
 
-    allow: words of ALLOWED. keep: fields that are not changed. kept: number of candidates. Raises ConfigError for
-    tp_size above 1: tensor parallelism is not searched.
+    allow: words of ALLOWED. keep: fields that are not changed. Raises ConfigError for tp_size above 1: tensor
+    parallelism is not searched.
     """
     if c.tp_size > 1:
-        raise ConfigError(f"tp_size: expected 1, with which fit searches, got {c.tp_size}; leave it out")
-    return Search(c, gpu, limits, allow, keep, kept).run()
+        raise ConfigError(
+            f"tp_size: expected 1, since fit does not search tensor parallelism, got {c.tp_size}; leave it out"
+        )
+    return Search(c, gpu, limits, allow, keep, num_candidates).run()
 
 
 class Search:
     """One search: what was estimated so far."""
 
-    def __init__(self, c: Config, gpu: Gpu, limits: Limits, allow: Collection[str], keep: Collection[str], kept: int):
+    def __init__(
+        self, c: Config, gpu: Gpu, limits: Limits, allow: Collection[str], keep: Collection[str], num_candidates: int
+    ):
         self.c = c
         self.gpu = gpu
         self.limits = limits
         self.allow = allow
         self.keep = {name: flat(c)[name] for name in keep}
-        self.kept = kept
+        self.num_candidates = num_candidates
         self.assemblies: dict[tuple, Assembly] = {}
         self.tried = 0
         self.nearest: Candidate | None = None
@@ -147,21 +169,21 @@ class Search:
         found: list[Candidate] = []
         for in_files in (False, True) if self.limits.files else (False,):
             for family in families:
-                if len(found) >= self.kept and family.floor > found[self.kept - 1].seconds:
+                if len(found) >= self.num_candidates and family.floor > found[self.num_candidates - 1].seconds:
                     break
-                found = but_for_slices([*found, *self.fastest(family, in_files)])[: self.kept]
+                found = but_for_slices([*found, *self.fastest(family, in_files)])[: self.num_candidates]
             if found:
                 break
         return Found(found, len(families), self.tried, None if found else self.nearest)
 
     def families(self) -> Iterator[Family]:
         """All families that the checks accept."""
-        parts = numbers(self.allow), meshes(self.c), recomputations(self.c), batches(self.c)
+        parts = numbers(self.c, self.allow), meshes(self.c, self.keep), recomputations(self.c), batches(self.c)
         for of_part in itertools.product(*parts):
             change = {name: value for part in of_part for name, value in part.items()}
             if self.changes_kept(change):
                 continue
-            change |= {f"offload_{name}": False for name in OFFLOADABLE} | {"resident_layers": 0, "nvme_path": ""}
+            change |= {f"offload_{name}": False for name in OFFLOADS} | {"resident_layers": 0, "nvme_path": ""}
             if self.c.persistent_quants:
                 change["offload_quants"] = False
             try:
@@ -189,27 +211,31 @@ class Search:
             return math.floor((self.limits.device - needed) * layers / max(1, sizes["weights"]))
 
         queue = []
-        for offloaded in subsets(OFFLOADABLE):
+        for offloaded in subsets(OFFLOADS):
             room = room_for(offloaded, least - sum(sizes[name] for name in offloaded))
             resident = min(max(room, 0), layers - 1) if "weights" in offloaded and not self.c.persistent_quants else 0
             resident = self.keep.get("resident_layers", resident)
-            if room >= 0 or len(offloaded) == len(OFFLOADABLE):
+            if room >= 0 or len(offloaded) == len(OFFLOADS):
                 queue.append(placed(offloaded, resident))
         heapq.heapify(queue)
         found: list[Candidate] = []
+        placements: list[set[str]] = []  # of what was found
         while queue and not (found and queue[0][0] > found[0].seconds * (1 + TIE)):
             seconds, _, offloaded, resident = heapq.heappop(queue)
+            if any(fewer < set(offloaded) for fewer in placements):
+                continue
             candidates = self.stored(family, offloaded, resident, in_files, seconds)
             if best := next((x for x in candidates if x.need.fits(self.limits)), None):
                 found.append(best)
+                placements.append(set(offloaded))
                 continue
             for x in candidates:
-                if x.need.host <= self.limits.host and (not self.nearest or x.need.device < self.nearest.need.device):
+                if x.need.host <= self.limits.host and (not self.nearest or self.beyond(x) < self.beyond(self.nearest)):
                     self.nearest = x
             # Working space has grown.
             if candidates and resident and candidates[0].need.device > self.limits.device:
-                fewer = resident + min(-1, room_for(offloaded, candidates[0].need.device))
-                heapq.heappush(queue, placed(offloaded, max(0, fewer)))
+                then = resident + min(-1, room_for(offloaded, candidates[0].need.device))
+                heapq.heappush(queue, placed(offloaded, max(0, then)))
         return found
 
     def stored(
@@ -237,6 +263,10 @@ class Search:
             phases = roofline.phases(family.work, offloaded, resident / self.c.model.num_hidden_layers)
             found.append(Candidate(tried, change, seconds, need, phases))
         return found
+
+    def beyond(self, candidate: Candidate) -> int:
+        """Bytes that a candidate needs beyond the limits, of any memory."""
+        return sum(candidate.need.beyond(self.limits))
 
     def changes_kept(self, change: Change) -> bool:
         """Whether a change has another value for a field that is to be kept."""
@@ -269,9 +299,9 @@ def alternatives(c: Config, gpu: Gpu, limits: Limits) -> list[str]:
         need = candidate.need
         host = f", {gib(need.host)} of host memory" if need.host and limits.host < math.inf else ""
         change = differing(c, candidate.change)
-        return f"{flags(change)} -> {gib(need.device)}{host} (fits), about {1e3 * candidate.seconds:,.0f} ms a step"
+        return f"{flags(change)} -> {gib(need.device)}{host} (fits), estimated {1e3 * candidate.seconds:,.0f} ms a step"
 
-    found = search(c, gpu, limits, kept=ALTERNATIVES).candidates
+    found = search(c, gpu, limits, num_candidates=ALTERNATIVES).candidates
     return [f"{'or ' if i else ''}{line(candidate)}" for i, candidate in enumerate(found)]
 
 
@@ -288,20 +318,22 @@ def kind(candidate: Candidate, *without: str) -> tuple:
     return tuple((name, value) for name, value in candidate.change.items() if name not in without)
 
 
-def numbers(allow: Collection[str]) -> list[Change]:
-    """Every combination of the settings that change numbers and are allowed, none of them first."""
-    return [{k: v for word in of for k, v in ALLOWED[word].items()} for of in subsets(allow)]
+def numbers(c: Config, allow: Collection[str]) -> list[Change]:
+    """Every combination of the settings that change numbers, are allowed and not set yet, none of them first."""
+    words = [word for word in allow if differing(c, ALLOWED[word])]
+    return [{k: v for word in of for k, v in ALLOWED[word].items()} for of in subsets(words)]
 
 
-def meshes(c: Config) -> list[Change]:
-    """Ways to shard over the GPUs, the config's own among them.
+def meshes(c: Config, keep: Collection[str]) -> list[Change]:
+    """Ways to shard over the GPUs, the config's own among them; on one GPU its own only if one of its fields is kept.
 
     Replicas gather less from each other and store more, so they are for sharded gradients or weights only.
     """
     n = c.gpus
     fixed = {"shard_weights": None, "shard_gradients": None, "dp_shard_size": -1}
     if n == 1:
-        return [fixed | {"zero_level": 1, "dp_replicate_size": 1, "shard_outer": False}]
+        plain = fixed | {"zero_level": 1, "dp_replicate_size": 1, "shard_outer": False}
+        return [{name: c[name] for name in plain} if any(name in keep for name in plain) else plain]
     found = [(1, 1)] + [(level, replicas) for level in (2, 3) for replicas in divisors(n)[:-1]]
     tried = [
         fixed | {"zero_level": level, "dp_replicate_size": replicas, "shard_outer": outer}
@@ -337,8 +369,7 @@ def batches(c: Config) -> list[Change]:
             "gradient_accumulation_steps": microbatches,
             "lmhead_chunks": divisor(tokens, math.ceil(tokens / most)),
         }
-        groups = divisors(microbatches) if "microbatches_per_fetch" in c else [0]
-        changes = [change | ({"microbatches_per_fetch": group} if group else {}) for group in groups]
+        changes = [change | {"microbatches_per_fetch": group} for group in divisors(microbatches)]
         found += [x for x in changes if x not in found]
     return with_own(c, found)
 
@@ -362,7 +393,7 @@ def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
     """(estimated bytes, estimated seconds of each phase of a step) of a checked config on a GPU with rates."""
     run = assembly(c)
     rows = footprint.by_class(run, c.per_device_batch_size, c.sequence_len, "gpu")
-    offloaded = [name for name in OFFLOADABLE if c[f"offload_{name}"]]
+    offloaded = [name for name in OFFLOADS if c[f"offload_{name}"]]
     if c.offload_quants and "weights" not in offloaded:
         offloaded.append("weights")
     phases = roofline.phases(work_of(c, run, rows, gpu), offloaded, c.resident_layers / run.model.num_layers)
@@ -376,10 +407,8 @@ def assembly(c: Config) -> Assembly:
 
 def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> roofline.Work:
     """The `Work` of a config's step. rows: `footprint.by_class` of the run."""
-    per_fetch = c.microbatches_per_fetch if "microbatches_per_fetch" in c else 1
     batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
-    sizes = roofline.stored_bytes(run, rows, per_fetch=per_fetch)
-    return roofline.work(run, batch, gpu, sizes, per_fetch=per_fetch)
+    return roofline.step_work(run, batch, gpu, roofline.stored_bytes(run, rows))
 
 
 def needed(c: Config, run: Assembly, rows: dict[str, dict[str, int]]) -> Need:

@@ -102,7 +102,7 @@ class Machine:
         self.most = most
         self.host_rate = gpu.pcie_bandwidth * rates.host
         self.link_rate = gpu.link_bandwidth * rates.link
-        self.shares_link = gpu.link_bandwidth <= gpu.pcie_bandwidth
+        self.shares_link = gpu.shares_pcie
         self.time = 0.0
         self.streams: defaultdict[str, deque[Task]] = defaultdict(deque)
         self.sms: deque[Task] = deque()  # the kernel that runs, and those that wait for it

@@ -309,10 +309,9 @@ def bounds(
     If GPUs communicate over PCI Express, collectives and host copies share it. Then each direction carries the bytes of
     both that a GPU sends, or receives.
     """
-    shared = gpu.link_bandwidth <= gpu.pcie_bandwidth
     return {
         "compute": compute_time(gpu, flops),
         "device memory": device_bytes / gpu.memory_bandwidth,
         "link": link_bytes / gpu.link_bandwidth,
-        "pcie": (max(h2d, d2h) + (link_bytes if shared else 0)) / gpu.pcie_bandwidth,
+        "pcie": (max(h2d, d2h) + (link_bytes if gpu.shares_pcie else 0)) / gpu.pcie_bandwidth,
     }
