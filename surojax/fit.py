@@ -34,7 +34,7 @@ SHOWN = 5  # rows by default
 
 
 def table(result: Result, top: int = SHOWN) -> str:
-    """What was found, as text."""
+    """The table of a search's result, as text."""
     name = GPUS[result.gpu].name
     if not result.rows:
         return "\n".join(nothing_fits(result))
@@ -76,7 +76,7 @@ def _ms(seconds: float) -> str:
 
 
 def waits_for(row: Row) -> str:
-    """What the compute stream waits for most, with its part of the step; "compute" if it waits for less than 5 %."""
+    """The transfers that compute waits for most, with their part of a step; "compute" if it waits less than 5 %."""
     if row.plan is None or row.plan.predicted_step_s is None or not row.plan.exposed_s:
         return "-"
     kind, seconds = max(row.plan.exposed_s.items(), key=lambda item: item[1])

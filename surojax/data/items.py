@@ -26,7 +26,7 @@ class Item[T](NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where items come from.
+    """A source of items.
 
     key: all that the items depend on besides the content of the files, as JSON. items: yields them; its argument says
     whether their keys are needed. name; what: an item is called; instead: the setting that names other data to evaluate
@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
 
 class Unit[U](NamedTuple):
-    """What is encoded at a time: an item, or a piece of a long one.
+    """A text that is encoded at a time: an item, or a piece of a long one.
 
     content: for the encoder. num_bytes: as of an item. is_last: of its item.
     """

@@ -24,7 +24,7 @@ IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "mod
 
 
 def has_parts(config: dict[str, Any]) -> bool:
-    """Whether this config.json is of a model with a language model that is known, and other parts."""
+    """True if this config.json describes a model of several parts, whose language model is of a known family."""
     family = config.get("model_type")
     return isinstance(family, str) and family in FAMILIES
 

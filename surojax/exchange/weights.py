@@ -158,7 +158,7 @@ def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) 
 
 
 def describe(tensors: Tensors) -> str:
-    """Where tensors are from and, in the same line, what else is there and is left aside."""
+    """One line: the path that tensors are read from, and the tensors there that are left aside."""
     if not isinstance(tensors, Weights) or not tensors.left_aside:
         return str(tensors.path)
     others = sorted({name.removeprefix("model.").partition(".")[0] for name in tensors.left_aside})

@@ -23,7 +23,7 @@ from surojax.placement.mesh import TENSOR
 
 
 def is_divided(axis: str) -> bool:
-    """Whether products with a matrix see a part of this logical axis of it on each device."""
+    """True if each device computes products with a part of this logical axis of a matrix."""
     return bool(active(*MESH_AXES[axis]))
 
 

@@ -63,7 +63,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What was found. rows: those that fit, the fastest first. refuted: those that fit by estimate only.
+    """The result of a search. rows: settings that fit, the fastest first. refuted: settings that fit by estimate only.
 
     as_given: the given config, with its own files if there is no limit for files; None if it does not fit by estimate.
     nearest: if nothing fits, what comes closest. left_out: for each setting that changes numbers, was not allowed and
@@ -197,7 +197,7 @@ def _given(config: Config, c: Config, gpu: str, limits: Limits) -> Row | None:
 def _nearest(
     c: Config, found: Found, gpu: Gpu, limits: Limits, allow: Collection[str], keep: Collection[str]
 ) -> Candidate | None:
-    """What comes closest where nothing fits: within the host memory that there is, if anything is."""
+    """The candidate that comes closest if nothing fits; one that the host memory holds, if there is one."""
     if found.nearest is not None or limits.host == math.inf:
         return found.nearest
     more = search.search(c, gpu, limits._replace(host=math.inf), allow=allow, keep=keep, num_candidates=1)

@@ -110,7 +110,7 @@ class Gpu:
 
     @property
     def shares_pcie(self) -> bool:
-        """Whether GPUs communicate over PCI Express, so that collectives and host copies share it."""
+        """True if GPUs communicate over PCI Express, so that collectives and host copies share it."""
         return self.link_bandwidth <= self.pcie_bandwidth
 
 

@@ -71,7 +71,7 @@ def of_compiled(text: str, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Pre
 
 
 def of_module(module: Module, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
-    """The same for a parsed program."""
+    """The `Prediction` of a step from its parsed program."""
     tokens = batch.tokens * batch.microbatches // tensor_parallel(run.mesh)
     compute_time = tokens * traffic.compute_time(gpu, traffic.token_flops(run, batch.sequence_len))
     return predict(module, gpu, run.mesh.shape, tokens=tokens, compute_time=compute_time)

@@ -190,7 +190,7 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
 
 
 def _repeated(run: Assembly, segment: Segment, p: Param) -> bool:
-    """Whether the backward pass computes the product with a matrix again."""
+    """True if the backward pass computes the product with a matrix again."""
     if run.engine.recompute_block:
         return all(p.name != last.name for last in segment.last_products)
     recompute = run.model.compute.recompute
