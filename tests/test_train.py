@@ -485,12 +485,12 @@ def test_warmup_longer_than_the_data_lasts(config, tmp_path):
 def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, capsys, monkeypatch):
     """Predicted beside measured tokens/s, and one line where the compiled step cannot be read."""
     short = changed(config, max_steps=2, save_steps=0, eval_steps=0, sample_tokens=0)
-    predicted = Prediction(predicted_step_s=0.5, predicted_range_s=[0.4, 0.6])
+    predicted = Prediction(predicted_step_s=0.5, predicted_range_s=[0.4, 0.6], tokens_per_s_per_gpu=512.0)
     monkeypatch.setattr(module.prediction, "of_compiled", lambda text, run, batch, gpu: predicted)
     monkeypatch.setattr(module.gpus, "find_gpu", lambda kind: GPUS["rtx4090"])
     assert train(short).finished
     said = capsys.readouterr().out
-    assert "predicted: 500.0 ms a step (400 to 600), 512 tok/s" in said  # 8 sequences of 32 tokens
+    assert "predicted: 500.0 ms a step (400 to 600), 512 tok/s" in said
     assert re.search(r"tok/s: measured [\d,]+, predicted 512 \(427 to 640\), measured / predicted [\d.]+", said)
     monkeypatch.setattr(module.prediction, "of_compiled", lambda *_: {}["a text of XLA"])
     assert train(changed(short, output_dir=str(tmp_path / "again"))).finished

@@ -140,9 +140,7 @@ def default_config() -> Config:
     c.recompute_swiglu = False  # recompute_block=False: recompute silu(gate) * up
     c.recompute_ffn = False  # recompute_block=False: recompute silu(gate) * up, gate and up
     c.recompute_att = False  # recompute_block=False: recompute queries, keys, values and attention
-    c.microbatches_per_fetch = (
-        1  # microbatches that a layer is fetched for at once; divides gradient_accumulation_steps
-    )
+    c.microbatches_per_fetch = 1  # microbatches that each fetch of a layer serves; divides gradient_accumulation_steps
     c.lmhead_chunks = 1  # chunks of the tokens in head and loss; more chunks = less memory for logits
 
     # Mesh: GPUs = dp_replicate_size x dp_shard_size x tp_size
