@@ -18,7 +18,8 @@ Nothing of size S x S is in memory. Dtypes: products of 16-bit operands are summ
 the dtype of q before they are multiplied; softmax is float32. Tensor cores read their second operand with neighbours of
 the summed dimension in one register, so tensors that are summed over positions are transposed beforehand by XLA.
 
-Shape suffixes: B batch, S positions of queries, T positions of keys, H query heads, K key/value heads, h head dimension.
+Shape suffixes: B batch, S positions of queries, T positions of keys, H query heads, K key/value heads, h head
+dimension.
 """
 
 from __future__ import annotations
@@ -350,11 +351,10 @@ def attention(
 ) -> Float[Array, "B S H h"]:
     """softmax(score(q k^T)) v over the keys of the query's document up to its own, differentiable; see above.
 
-    The queries are the last S of the keys' T positions.
-    starts: int32, indices among the keys, nondecreasing in a row. window: number of latest positions that a query attends to, its own included;
-    0: all. scale: None: 1 / sqrt(h). softcap: 0: none. Raises ValueError for other shapes and dtypes, and
-    dispatch.Unserved if implementation="mosaic" and the kernel does not take the heads: 16-bit, a multiple of 16 up to
-    128 channels.
+    The queries are the last S of the keys' T positions. starts: int32, indices among the keys, nondecreasing in a row.
+    window: number of latest positions that a query attends to, its own included; 0: all. scale: None: 1 / sqrt(h).
+    softcap: 0: none. Raises ValueError for other shapes and dtypes, and dispatch.Unserved if implementation="mosaic"
+    and the kernel does not take the heads: 16-bit, a multiple of 16 up to 128 channels.
     """
     _check(q, k, v, starts, window)
     rule = Rule(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
