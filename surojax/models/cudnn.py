@@ -36,9 +36,15 @@ def attend_after(
     """Attention `[B, S, H, h]` of the last S of T positions. window, scale: see `attention.attend`."""
     before = k_BTKh.shape[1] - q_BSHh.shape[1]
     if window:
-        q_BTHh = jnp.pad(q_BSHh, ((0, 0), (before, 0), (0, 0), (0, 0)))
+        odd = k_BTKh.shape[1] % 2  # cuDNN refuses odd lengths; causality hides what is added behind the last position
+
+        def padded(x, first: int) -> jax.Array:
+            return jnp.pad(x, ((0, 0), (first, odd), (0, 0), (0, 0)))
+
         options: Any = {"scale": scale, "implementation": "cudnn", "local_window_size": (window - 1, 0)}
-        return jax.nn.dot_product_attention(q_BTHh, k_BTKh, v_BTKh, is_causal=True, **options)[:, before:]
+        operands = padded(q_BSHh, before), padded(k_BTKh, 0), padded(v_BTKh, 0)
+        y_BTHh = jax.nn.dot_product_attention(*operands, is_causal=True, **options)
+        return y_BTHh[:, before : k_BTKh.shape[1]]
     return _in_two_parts(q_BSHh, k_BTKh, v_BTKh, q_BSHh.shape[-1] ** -0.5 if scale is None else scale)
 
 
