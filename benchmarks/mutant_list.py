@@ -3170,7 +3170,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "attention scores of one position",
         "surojax/planner/footprint.py",
-        '(4 if platform == "cpu" else 2) * heads * S * tensor * 4',
+        '(4 if platform == "cpu" else 2) * heads * S * chunks * tensor * 4',
         '(4 if platform == "cpu" else 2) * heads * tensor * 4',
         "tests/test_footprint.py::test_flash_attention_has_no_scores",
     ),
