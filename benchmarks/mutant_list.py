@@ -35,6 +35,7 @@ OPTAX = "tests/test_optim.py::test_layer_by_layer_equals_optax_on_the_whole"
 SCHEDULES = "tests/test_optim.py::test_decaying_schedules"
 PAPER = "tests/test_muon.py::test_the_rule_is_that_of_the_paper"
 FIRST_STEP = "tests/test_kernel_adamw8bit.py::test_the_first_step_is_that_of_adamw"
+CHUNKED = "tests/test_chunked.py::test_equals_grad_of_the_plain_model"
 EVALUATION = "tests/test_data.py::test_evaluation_covers_every_token_once_with_constant_shapes"
 JUDGE = "tests/test_verify.py::test_what_is_held_against_a_bound"
 FIELDS = "tests/test_bad_input.py::test_fields"
@@ -189,6 +190,77 @@ MUTANTS: tuple[Mutant, ...] = (
         "(ends_ref[b, tile] + COLUMNS - 1) // COLUMNS - start",
         "ends_ref[b, tile] // COLUMNS - start",
         "tests/test_kernel_attention.py::test_kernel -k 40",
+    ),
+    Mutant(
+        "kernel: queries that begin later see as if they began with the keys",
+        "pallas_kernels/attention.py",
+        "products.index((ROWS, COLUMNS), 1) + offset",
+        "products.index((ROWS, COLUMNS), 1)",
+        "tests/test_kernel_attention.py::test_queries_that_begin_later_than_the_keys -k 96",
+    ),
+    Mutant(
+        "kernel: the keys' gradients are made from the first query on that has their index",
+        "pallas_kernels/attention.py",
+        "jnp.maximum(tile * ROWS - offset, 0) // COLUMNS",
+        "tile * (ROWS // COLUMNS)",
+        "tests/test_kernel_attention.py::test_queries_that_begin_later_than_the_keys -k 96",
+    ),
+    # -- chunks of the sequence ---------------------------------------------------------------------------------------
+    Mutant(
+        "chunks: later ones give no gradient to a chunk's keys and values",
+        "surojax/models/chunked.py",
+        "chunk.of(d).astype(x.dtype)",
+        "0 * chunk.of(d).astype(x.dtype)",
+        f"{CHUNKED} -k 2-packed]",
+    ),
+    Mutant(
+        "chunks: sums of gradients are rounded in each",
+        "surojax/models/chunked.py",
+        "jax.tree.map(lambda x: x.astype(jnp.float32), more)",
+        "more",
+        "tests/test_chunked.py::test_sums_over_chunks_are_rounded_once",
+    ),
+    Mutant(
+        "chunks: documents are those of the first chunk",
+        "surojax/models/chunked.py",
+        "body(w, x_BCD, earlier, variant, chunk.of(starts_BS))\n\n",
+        "body(w, x_BCD, earlier, variant, chunk._replace(start=0, stop=x_BCD.shape[1]).of(starts_BS))\n\n",
+        f"{CHUNKED} -k 2-packed]",
+    ),
+    Mutant(
+        "chunks: every one begins at position 0",
+        MODEL,
+        "return 0 if self.keys is None else self.keys.shape[1]",
+        "return 0",
+        f"{CHUNKED} -k 2-packed]",
+    ),
+    Mutant(
+        "chunks: a window is one key shorter",
+        OPERATIONS,
+        "max(0, cache.start + 1 - window)",
+        "max(0, cache.start + 2 - window)",
+        f"{CHUNKED} -k 4-window]",
+    ),
+    Mutant(
+        "cudnn: the parts are added as if each had half of the weight",
+        "surojax/models/cudnn.py",
+        "jnp.exp(lse_of_part_BHS - lse_BHS)",
+        "0.5 * jnp.exp(lse_of_part_BHS - lse_of_part_BHS)",
+        "tests/test_chunked.py::test_the_parts_that_cudnn_computes_make_attention",
+    ),
+    Mutant(
+        "cudnn: the backward pass reads the logsumexp of the second part",
+        "surojax/models/cudnn.py",
+        "(q, k, v, o, lse_BHS)",
+        "(q, k, v, o, lse2_BHS)",
+        "tests/test_chunked.py::test_the_parts_that_cudnn_computes_make_attention",
+    ),
+    Mutant(
+        "a sequence that its chunks do not divide is taken",
+        "surojax/config/checks.py",
+        "c.sequence_len % n == 0",
+        "True",
+        f"{FIELDS} -k sequence_chunks",
     ),
     Mutant(
         "kernel: a window is one key wider",
@@ -3098,7 +3170,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "attention scores of one position",
         "surojax/planner/footprint.py",
-        '(4 if platform == "cpu" else 2) * heads * S * tensor * 4',
+        '(4 if platform == "cpu" else 2) * heads * S * chunks * tensor * 4',
         '(4 if platform == "cpu" else 2) * heads * tensor * 4',
         "tests/test_footprint.py::test_flash_attention_has_no_scores",
     ),

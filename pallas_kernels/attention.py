@@ -5,6 +5,9 @@ where first[i] = max(starts[i], i - window + 1) with a window, else starts[i]. S
 mask, and since first never decreases, tiles of keys before it, or of queries after the document, are skipped: the time
 is that of the documents, not of the square of the row.
 
+There may be more keys than queries: the S queries are then the last ones of T positions, and `starts` counts from the
+first key. The loops over tiles of keys end with a query's own, so keys that causality hides cost nothing.
+
     forward, per tile of queries:     s = score(q k^T), o = softmax(s) v, lse = log(sum(exp(s)))
     backward, per tile of queries:    p = exp(s - lse), ds = p (do v^T - sum(do o)) score', dq = ds k
     backward, per tile of keys:       dk = ds^T q, dv = p^T do, summed over the query heads that share them
@@ -15,7 +18,8 @@ Nothing of size S x S is in memory. Dtypes: products of 16-bit operands are summ
 the dtype of q before they are multiplied; softmax is float32. Tensor cores read their second operand with neighbours of
 the summed dimension in one register, so tensors that are summed over positions are transposed beforehand by XLA.
 
-Shape suffixes: B batch, S positions, H query heads, K key/value heads, h head dimension.
+Shape suffixes: B batch, S positions of queries, T positions of keys, H query heads, K key/value heads, h head
+dimension.
 """
 
 from __future__ import annotations
@@ -69,11 +73,14 @@ class Rule(NamedTuple):
         return self.scale * (1 - part * part)
 
 
-def first_seen(starts_BS: jax.Array, window: int) -> jax.Array:
-    """The index of the first key that each query attends to, int32 `[B, S]`; it never decreases along a row."""
+def first_seen(starts_BS: jax.Array, window: int, offset: int) -> jax.Array:
+    """The index of the first key that each query attends to, int32 `[B, S]`; it never decreases along a row.
+
+    offset: index of the first query's own key.
+    """
     if not window:
         return starts_BS
-    index_1S = jnp.arange(starts_BS.shape[1], dtype=i32)[None, :]
+    index_1S = offset + jnp.arange(starts_BS.shape[1], dtype=i32)[None, :]
     return jnp.maximum(starts_BS, index_1S - (window - 1))
 
 
@@ -81,13 +88,15 @@ def first_seen(starts_BS: jax.Array, window: int) -> jax.Array:
 
 
 def reference(q, k, v, starts, rule: Rule) -> jax.Array:
-    """Softmax over a mask `[B, S, S]`, in jnp."""
+    """Softmax over a mask `[B, S, T]`, in jnp."""
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     s = rule.score(jnp.einsum("bshc,bthc->bhst", q, k, preferred_element_type=f32))
-    index = jnp.arange(q.shape[1])
-    first = first_seen(starts, rule.window)
-    seen = (index[None, None, :] <= index[None, :, None]) & (index[None, None, :] >= first[:, :, None])
+    offset = k.shape[1] - q.shape[1]
+    query = offset + jnp.arange(q.shape[1])
+    key = jnp.arange(k.shape[1])
+    first = first_seen(starts, rule.window, offset)
+    seen = (key[None, None, :] <= query[None, :, None]) & (key[None, None, :] >= first[:, :, None])
     p = jax.nn.softmax(jnp.where(seen[:, None], s, HIDDEN), axis=-1)
     return jnp.einsum("bhst,bthc->bshc", p.astype(q.dtype), v, preferred_element_type=f32).astype(q.dtype)
 
@@ -185,8 +194,8 @@ def _program():
     return tuple(jax.lax.axis_index(name) for name in ("row", "head", "tile"))
 
 
-def _forward_mosaic(q, k, v, first, rule: Rule, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """(o, lse `[B, H, S]`)."""
+def _forward_mosaic(q, k, v, first, offset: int, rule: Rule, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """(o, lse `[B, H, S]`). offset: index of the first query's own key."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
     products = Products(q.dtype, interpret)
@@ -197,7 +206,7 @@ def _forward_mosaic(q, k, v, first, rule: Rule, interpret: bool) -> tuple[jax.Ar
         rows = pl.ds(tile * ROWS, ROWS)
         q = products.rows(q_ref, (b, rows, head))
         first = products.vector(first_ref, (b, rows), 0)
-        query = products.index((ROWS, COLUMNS), 0) + tile * ROWS
+        query = products.index((ROWS, COLUMNS), 0) + (tile * ROWS + offset)
         key = products.index((ROWS, COLUMNS), 1)
 
         def step(j, carry):
@@ -214,7 +223,7 @@ def _forward_mosaic(q, k, v, first, rule: Rule, interpret: bool) -> tuple[jax.Ar
             return o, new, total * shrunk + jnp.sum(p, axis=1)
 
         start = first_ref[b, tile * ROWS] // COLUMNS
-        stop = (tile + 1) * (ROWS // COLUMNS)
+        stop = (tile + 1) * (ROWS // COLUMNS) + pl.cdiv(offset, COLUMNS)
         carry = products.filled(0, ROWS, h), products.filled(HIDDEN, ROWS), products.filled(0, ROWS)
         o, top, total = jax.lax.fori_loop(start, stop, step, carry)
         tiles.store(o_ref, (b, rows, head), (o / _over(total, o, 0)).astype(q_ref.dtype))
@@ -224,7 +233,7 @@ def _forward_mosaic(q, k, v, first, rule: Rule, interpret: bool) -> tuple[jax.Ar
     return _launch(kernel, (q, k, _transposed(v), first), out, (S // ROWS, H, B), interpret)
 
 
-def _queries_mosaic(q, k, v, first, lse, delta, do, rule: Rule, interpret: bool) -> jax.Array:
+def _queries_mosaic(q, k, v, first, offset: int, lse, delta, do, rule: Rule, interpret: bool) -> jax.Array:
     """dq."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
@@ -237,7 +246,7 @@ def _queries_mosaic(q, k, v, first, lse, delta, do, rule: Rule, interpret: bool)
         q, do = (products.rows(ref, (b, rows, head)) for ref in (q_ref, do_ref))
         lse, delta = (products.vector(ref, (b, head, rows), 0) for ref in (lse_ref, delta_ref))
         first = products.vector(first_ref, (b, rows), 0)
-        query = products.index((ROWS, COLUMNS), 0) + tile * ROWS
+        query = products.index((ROWS, COLUMNS), 0) + (tile * ROWS + offset)
         key = products.index((ROWS, COLUMNS), 1)
 
         def step(j, dq):
@@ -253,7 +262,7 @@ def _queries_mosaic(q, k, v, first, lse, delta, do, rule: Rule, interpret: bool)
             return products.plus(dq, products.operand(ds), kT)
 
         start = first_ref[b, tile * ROWS] // COLUMNS
-        stop = (tile + 1) * (ROWS // COLUMNS)
+        stop = (tile + 1) * (ROWS // COLUMNS) + pl.cdiv(offset, COLUMNS)
         dq = jax.lax.fori_loop(start, stop, step, products.filled(0, ROWS, h))
         tiles.store(dq_ref, (b, rows, head), dq.astype(q_ref.dtype))
 
@@ -261,13 +270,15 @@ def _queries_mosaic(q, k, v, first, lse, delta, do, rule: Rule, interpret: bool)
     return _launch(kernel, operands, jax.ShapeDtypeStruct(q.shape, q.dtype), (S // ROWS, H, B), interpret)
 
 
-def _keys_mosaic(q, k, v, first, lse, delta, do, rule: Rule, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def _keys_mosaic(
+    q, k, v, first, offset: int, lse, delta, do, rule: Rule, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     """(dk, dv): a program has a tile of keys, and goes through the queries of all heads that see some of them."""
-    B, S, H, h = q.shape
-    group = H // k.shape[2]
+    B, T, K, h = k.shape
+    group = q.shape[2] // K
     products = Products(q.dtype, interpret)
     # Queries before `ends` see a key of the tile or come before it; no later one does, since `first` never decreases.
-    last_key = jnp.arange(ROWS - 1, S, ROWS, dtype=i32)
+    last_key = jnp.arange(ROWS - 1, T, ROWS, dtype=i32)
     ends = jnp.sum(first[:, None, :] <= last_key[None, :, None], axis=-1, dtype=i32)
 
     def kernel(k_ref, v_ref, q_ref, qT_ref, do_ref, doT_ref, first_ref, ends_ref, lse_ref, delta_ref, dk_ref, dv_ref):
@@ -275,8 +286,8 @@ def _keys_mosaic(q, k, v, first, lse, delta, do, rule: Rule, interpret: bool) ->
         rows = pl.ds(tile * ROWS, ROWS)
         k, v = (products.rows(ref, (b, rows, shared)) for ref in (k_ref, v_ref))
         key = products.index((ROWS, COLUMNS), 0) + tile * ROWS
-        query = products.index((ROWS, COLUMNS), 1)
-        start = tile * (ROWS // COLUMNS)
+        query = products.index((ROWS, COLUMNS), 1) + offset
+        start = jnp.maximum(tile * ROWS - offset, 0) // COLUMNS
         count = (ends_ref[b, tile] + COLUMNS - 1) // COLUMNS - start
 
         def step(number, carry):
@@ -304,7 +315,7 @@ def _keys_mosaic(q, k, v, first, lse, delta, do, rule: Rule, interpret: bool) ->
 
     out = jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)
     operands = k, v, q, _transposed(q), do, _transposed(do), first, ends, lse, delta
-    return _launch(kernel, operands, out, (S // ROWS, k.shape[2], B), interpret)
+    return _launch(kernel, operands, out, (T // ROWS, K, B), interpret)
 
 
 def _transposed(x_BSHh: jax.Array) -> jax.Array:
@@ -328,8 +339,8 @@ class Saved(NamedTuple):
 
 def attention(
     q: Float[Array, "B S H h"],
-    k: Float[Array, "B S K h"],
-    v: Float[Array, "B S K h"],
+    k: Float[Array, "B T K h"],
+    v: Float[Array, "B T K h"],
     starts: Int[Array, "B S"],
     *,
     window: int = 0,
@@ -340,10 +351,10 @@ def attention(
 ) -> Float[Array, "B S H h"]:
     """softmax(score(q k^T)) v over the keys of the query's document up to its own, differentiable; see above.
 
-    starts: int32, nondecreasing in a row. window: number of latest positions that a query attends to, its own included;
-    0: all. scale: None: 1 / sqrt(h). softcap: 0: none. Raises ValueError for other shapes and dtypes, and
-    dispatch.Unserved if implementation="mosaic" and the kernel does not take the heads: 16-bit, a multiple of 16 up to
-    128 channels.
+    The queries are the last S of the keys' T positions. starts: int32, indices among the keys, nondecreasing in a row.
+    window: number of latest positions that a query attends to, its own included; 0: all. scale: None: 1 / sqrt(h).
+    softcap: 0: none. Raises ValueError for other shapes and dtypes, and dispatch.Unserved if implementation="mosaic"
+    and the kernel does not take the heads: 16-bit, a multiple of 16 up to 128 channels.
     """
     _check(q, k, v, starts, window)
     rule = Rule(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
@@ -361,35 +372,38 @@ def _attention(q, k, v, starts, rule: Rule, interpret: bool):
 
 def _attention_fwd(q, k, v, starts, rule: Rule, interpret: bool):
     S = q.shape[1]
-    o, lse = _forward_mosaic(*_whole_tiles(q, k, v, starts, rule.window), rule, interpret)
+    o, lse = _forward_mosaic(*_whole_tiles(q, k, v, starts, rule.window), k.shape[1] - S, rule, interpret)
     o, lse = o[:, :S], lse[:, :, :S]
     return o, Saved(q, k, v, starts, o, lse)
 
 
 def _attention_bwd(rule: Rule, interpret: bool, saved: Saved, do):
     S = do.shape[1]
+    T = saved.k.shape[1]
     delta = jnp.einsum("bshc,bshc->bhs", saved.o, do, preferred_element_type=f32)
     operands = _whole_tiles(saved.q, saved.k, saved.v, saved.starts, rule.window)
     extra = operands[0].shape[1] - S
     lse, delta = (_padded(x, 2, extra) for x in (saved.lse, delta))
     gradients = lse, delta, _padded(do, 1, extra)
-    dq = _queries_mosaic(*operands, *gradients, rule, interpret)
-    dk, dv = _keys_mosaic(*operands, *gradients, rule, interpret)
-    return dq[:, :S], dk[:, :S], dv[:, :S], None
+    dq = _queries_mosaic(*operands, T - S, *gradients, rule, interpret)
+    dk, dv = _keys_mosaic(*operands, T - S, *gradients, rule, interpret)
+    return dq[:, :S], dk[:, :T], dv[:, :T], None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _whole_tiles(q, k, v, starts, window: int) -> tuple[Any, Any, Any, Any]:
-    """(q, k, v, first) with as many positions as whole tiles have. The added ones see themselves only."""
-    extra = -q.shape[1] % ROWS
-    first = first_seen(starts, window)
+    """(q, k, v, first) with as many positions as whole tiles have. The added queries see themselves only."""
+    B, S = starts.shape
+    T = k.shape[1]
+    extra = -S % ROWS
+    first = first_seen(starts, window, T - S)
     if extra:
-        added = jnp.arange(q.shape[1], q.shape[1] + extra, dtype=i32)
-        first = jnp.concatenate([first, jnp.broadcast_to(added[None, :], (q.shape[0], extra))], axis=1)
-    q, k, v = (_padded(x, 1, extra) for x in (q, k, v))
-    return q, k, v, first
+        added = jnp.arange(T, T + extra, dtype=i32)
+        first = jnp.concatenate([first, jnp.broadcast_to(added[None, :], (B, extra))], axis=1)
+    of_keys = extra + -(T + extra) % ROWS
+    return _padded(q, 1, extra), _padded(k, 1, of_keys), _padded(v, 1, of_keys), first
 
 
 def _padded(x, axis: int, extra: int):
@@ -402,7 +416,9 @@ def _check(q, k, v, starts, window: int) -> None:
     op = "attention"
     need(q.ndim == 4 and q.size > 0, op, "q", "[B, S, H, h], not empty", q.shape)
     B, S, H, h = q.shape
-    need(k.ndim == 4 and k.shape == (B, S, k.shape[2], h) and H % k.shape[2] == 0, op, "k", (B, S, "K", h), k.shape)
+    T = k.shape[1] if k.ndim == 4 else 0
+    shaped = T >= S and k.shape == (B, T, k.shape[2], h) and H % k.shape[2] == 0
+    need(shaped, op, "k", (B, f"{S} or more", "K", h), k.shape)
     need(v.shape == k.shape, op, "v", k.shape, v.shape)
     need(q.dtype == k.dtype == v.dtype, op, "dtype of k and v", q.dtype, (k.dtype, v.dtype))
     need(

@@ -191,6 +191,7 @@ def compute(c: configs.Config) -> Compute:
             kernels=c.kernels,
             block_scaled_products=c.block_scaled_products,
         ),
+        sequence_chunks=c.sequence_chunks,
     )
 
 

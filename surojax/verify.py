@@ -99,6 +99,7 @@ NVME: dict[str, Any] = {"offload_optimizer": "nvme", "offload_master": "nvme"}
 SAVED: dict[str, Any] = {"recompute_block": False}
 PARTS: dict[str, Any] = dict.fromkeys(configs.RECOMPUTE_PARTS, True)
 GROUPED: dict[str, Any] = {"microbatches_per_fetch": 2}
+CHUNKS: dict[str, Any] = {"sequence_chunks": 4}
 ZERO3: dict[str, Any] = {"zero_level": 3}
 TP: dict[str, Any] = {"tp_size": 2}
 ZERO3_TP: dict[str, Any] = ZERO3 | TP
@@ -113,6 +114,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("recompute_block=false", SAVED, expect="saved"),
     *(Setting(part, SAVED | {part: True}, expect="saved") for part in PARTS),
     Setting("recompute_parts", SAVED | PARTS, expect="saved"),
+    Setting("sequence_chunks", CHUNKS, expect="order"),
+    Setting("sequence_chunks_packed", CHUNKS | {"sample_packing": True}, expect="order"),
     Setting("lmhead_chunks", {"lmhead_chunks": 8}, expect="order"),
     Setting("gradient_accumulation_steps", {}, expect="order", split=2),
     Setting("microbatches_per_fetch", GROUPED, like="gradient_accumulation_steps", expect="grouped", split=2),
@@ -121,6 +124,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("offload_grouped", ALL | GROUPED, like="gradient_accumulation_steps", expect="grouped", split=2),
     *(Setting(name, {name: True}) for name in OFFLOADS),
     Setting("offload_all", ALL),
+    Setting("sequence_chunks_offload_all", CHUNKS | ALL, like="sequence_chunks"),
     Setting("resident_layers", {"offload_weights": True, "resident_layers": 1}),
     Setting("offload_saved", SAVED | ALL, like="recompute_block=false"),
     *(Setting(f"{name}@4", ZERO3 | {name: True}, 4, like="zero_level=3@4") for name in OFFLOADS),
@@ -139,6 +143,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("shard_outer@4", ZERO3 | {"shard_outer": True}, 4, expect="order"),
     Setting("shard_outer_offload_all@4", ZERO3 | ALL | {"shard_outer": True}, 4, like="shard_outer@4"),
     Setting("zero_level=3@8", ZERO3, 8, expect="order"),
+    Setting("sequence_chunks@4", ZERO3 | CHUNKS, 4, expect="order"),
     Setting("hsdp_2x2", ZERO3 | {"dp_replicate_size": 2}, 4, expect="order"),
     Setting("hsdp_2x4", ZERO3 | {"dp_replicate_size": 2}, 8, expect="order"),
     Setting("hsdp_2x4_offload_all", ZERO3 | ALL | {"dp_replicate_size": 2, "shard_outer": True}, 8, expect="order"),
@@ -185,7 +190,14 @@ OWN = "as_configured"
 NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings of `place` that rows take from the config
 RESET = (  # fields that have their defaults in every row that does not change them
     *(name for name in placement.SETTINGS if name not in NUMBERS),
-    *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
+    *(
+        "recompute_block",
+        *configs.RECOMPUTE_PARTS,
+        "sequence_chunks",
+        "lmhead_chunks",
+        "dp_replicate_size",
+        "dp_shard_size",
+    ),
     *("sample_packing", "microbatches_per_fetch", "tp_size"),
 )
 

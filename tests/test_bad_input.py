@@ -83,6 +83,11 @@ def field_cases() -> list[tuple[str, str]]:
     save_total_limit=0          | save_total_limit: expected 1 or more, got 0; raise it
     per_device_batch_size=0     | per_device_batch_size: expected 1 or more
     gradient_accumulation_steps=0 | gradient_accumulation_steps: expected 1 or more
+    sequence_chunks=0           | sequence_chunks: expected 1 or more, got 0; raise it
+    sequence_chunks=6           | sequence_chunks: expected a divisor of sequence_len = 128, got 6; use 8
+    sequence_chunks=4 recompute_block=false | recompute_block: expected True with sequence_chunks=4, for which it is not
+    sequence_chunks=4 recipe=mxfp8 | recipe: expected 'bf16' with sequence_chunks=4, for which it is not built yet, got
+    sequence_chunks=4 tp_size=2 | tp_size: expected 1 with sequence_chunks=4, for which it is not built yet, got 2
     microbatches_per_fetch=0    | microbatches_per_fetch: expected 1 or more, got 0; raise it
     sequence_len=0              | sequence_len: expected 1 or more
     sequence_len=-128           | sequence_len: expected 1 or more

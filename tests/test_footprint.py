@@ -71,6 +71,8 @@ def estimate(c, platform: str = "cpu") -> dict[str, int]:
             ({"gpus": 4, "zero_level": 2, "optimizer": "normuon"},),
             ({"microbatches_per_fetch": 2, "recompute_block": False},),
             ({"microbatches_per_fetch": 2, "gpus": 4, "zero_level": 3},),
+            ({"sequence_len": 1024, "per_device_batch_size": 2, "sequence_chunks": 4, "lmhead_chunks": 8},),
+            ({"gpus": 4, "zero_level": 3, "sequence_len": 512, "sequence_chunks": 8, "sample_packing": True},),
         ],
         0,
         3,
@@ -82,11 +84,11 @@ def test_estimate_is_near_what_xla_plans(changes):
     c = small(**changes)
     run, need = plan(c), estimate(c)
     shape = (c.gradient_accumulation_steps, c.per_device_batch_size * c.gpus, c.sequence_len)
-    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh(c)))
+    arrays = [jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh(c)))] * len(run.engine.batch_arrays)
     quick = {"xla_backend_optimization_level": 0}  # compiles in half the time and plans the same memory
-    real = run.train_step().lower(run.plan, tokens, tokens).compile(quick).memory_analysis()
+    real = run.train_step().lower(run.plan, *arrays).compile(quick).memory_analysis()
     state = sum(size for name, size in need.items() if name in ("weights", "quants", "master", "moments"))
-    inputs = 2 * 4 * np.prod(shape) // c.gpus
+    inputs = len(arrays) * 4 * np.prod(shape) // c.gpus
     assert real.argument_size_in_bytes == pytest.approx(state + inputs, rel=0.001)  # the state is exact
     assert real.temp_size_in_bytes > 0.3 * state  # so that the rest of the estimate counts
     assert 0.9 < sum(need.values()) / (real.argument_size_in_bytes + real.temp_size_in_bytes) < 1.4
@@ -97,6 +99,7 @@ def test_what_saves_memory_does_so_in_the_estimate():
     assert total() < total(recompute_block=False)
     assert total() < total(microbatches_per_fetch=2)
     assert total(vocab_size=8000, lmhead_chunks=8) < total(vocab_size=8000)
+    assert total(sequence_len=1024, sequence_chunks=8) < total(sequence_len=1024)
     assert total(gpus=4, zero_level=3) < total(gpus=4, zero_level=2) < total(gpus=4) < total()
     assert total(optimizer="adamw8bit") < total(opt_m_dtype="bfloat16", opt_v_dtype="bfloat16") < total()
     assert total(opt_m_dtype="bfloat16") < total() > total(accum_dtype="bfloat16")

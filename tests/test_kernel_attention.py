@@ -78,6 +78,36 @@ def test_kernel(lengths, H, K, h, window, scores):
         np.testing.assert_allclose(got, want, rtol=2**-6, atol=2**-7 * np.abs(want).max())
 
 
+LATE = [  # documents, the first query, H, K, h, window, the rest
+    ([(70, 3, 77), (150,)], 71, 4, 2, 32, 0, {}),  # queries and keys end within tiles, and no tile of theirs coincides
+    ([(70, 3, 77), (150,)], 96, 4, 2, 32, 40, {}),  # a window that begins before the first query
+    ([(64, 64)], 64, 3, 1, 16, 0, {"scale": 0.5, "softcap": 2.0}),  # a document that begins with the first query
+    ([(63, 65), (65, 63)], 64, 2, 1, 16, 0, {}),  # one that begins just before it, or just after
+    ([(130,)], 129, 2, 2, 48, 0, {}),  # one query
+]
+
+
+def of_later_queries(f, first, q, k, v, do):
+    """(o, dq, dk, dv) of f, whose result is that of queries from `first` on."""
+    o, dq, dk, dv = with_gradients(f, q, k, v, do[:, first:])
+    return o, dq[:, first:] if dq.shape[1] == do.shape[1] else dq, dk, dv
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths, first, H, K, h, window, scores", quick_at(LATE, 1))
+def test_queries_that_begin_later_than_the_keys(lengths, first, H, K, h, window, scores):
+    """Against all queries written out, of which only these have a gradient."""
+    q, k, v, do, starts = data(lengths, H, K, h)
+    kernel = lambda q, k, v: op.attention(q, k, v, starts[:, first:], window=window, **scores, **KERNEL)
+    found = jax.jit(functools.partial(of_later_queries, kernel, first))(q[:, first:], k, v, do)
+    everything = lambda q, k, v: written_out(q, k, v, starts, window, **scores)[:, first:]
+    expected = of_later_queries(everything, first, q, k, v, do)
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == bf16 and got.shape == want.shape
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        np.testing.assert_allclose(got, want, rtol=2**-6, atol=2**-7 * np.abs(want).max())  # as in `test_kernel`
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", quick_at([(0,), (50,)], 1))
 def test_no_gradient_crosses_documents(window):
@@ -116,6 +146,11 @@ def test_the_reference_is_the_mask_written_out():
         expected = with_gradients(lambda q, k, v, how=how: written_out(q, k, v, starts, **how), q, k, v, do)
         for got, want in zip(found, expected, strict=True):
             np.testing.assert_allclose(got, want, atol=2e-6)
+        later = functools.partial(op.attention, starts=starts[:, 5:], **how)
+        found = of_later_queries(lambda q, k, v, f=later: f(q, k, v), 5, q[:, 5:], k, v, do)
+        everything = lambda q, k, v, how=how: written_out(q, k, v, starts, **how)[:, 5:]
+        for got, want in zip(found, of_later_queries(everything, 5, q, k, v, do), strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-6)
 
 
 def test_what_the_kernel_does_not_take_is_refused():
@@ -127,6 +162,8 @@ def test_what_the_kernel_does_not_take_is_refused():
             op.attention(q, k, v, jnp.asarray(wrong))
     with pytest.raises(ValueError, match="attention: k: expected"):
         op.attention(q, k[:, :, :, :4], v, starts)
+    with pytest.raises(ValueError, match=r"attention: k: expected \(1, '16 or more', 'K', 8\), got \(1, 15, 2, 8\)"):
+        op.attention(q, k[:, 1:], v[:, 1:], starts)
     with pytest.raises(NotImplementedError, match="cudnn attention: expected one document in a row, got several; use"):
         attend(q, k, v, starts=jnp.asarray(starts), implementation="cudnn")
 

@@ -48,7 +48,7 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "num_epochs eval_batches save_total_limit sequence_len per_device_batch_size gradient_accumulation_steps "
-        "microbatches_per_fetch lmhead_chunks dp_replicate_size tp_size cp_size pp_size "
+        "microbatches_per_fetch sequence_chunks lmhead_chunks dp_replicate_size tp_size cp_size pp_size "
         "model.vocab_size model.hidden_size model.intermediate_size "
         "model.num_hidden_layers model.num_attention_heads model.num_key_value_heads "
         "model.rope_original_max_position_embeddings fp8_amax_history",
@@ -316,11 +316,30 @@ def _check_sizes(c: Config) -> None:
     for name in RECOMPUTE_PARTS if c.recompute_block else ():
         expected = "False with recompute_block=True, which computes all of it again"
         _need(not c[name], name, expected, c[name], "leave it out, or set recompute_block=False")
+    _check_chunks(c)
     others = c.dp_replicate_size * c.tp_size
     shards = c.gpus // others if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
     if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients or c.shard_outer):
         expected = "2 or more, to shard over, with zero_level above 1, shard_weights or shard_gradients"
         _need(shards != 1, "dp_shard_size", expected, 1, "lower dp_replicate_size or zero_level, or raise gpus")
+
+
+# What chunks of the sequence are not built for, or not tested with: each has its default if sequence_chunks is above 1.
+NOT_WITH_CHUNKS = ("recipe", "recompute_block", "tp_size", "cp_size", "pp_size")
+
+
+def _check_chunks(c: Config) -> None:
+    """Checks the settings that chunks of the sequence depend on."""
+    n = c.sequence_chunks
+    if n == 1:
+        return
+    expected = f"a divisor of sequence_len = {c.sequence_len}"
+    change = f"use {divisor(c.sequence_len, min(n, c.sequence_len))}"
+    _need(c.sequence_len % n == 0, "sequence_chunks", expected, n, change)
+    defaults = default_config()
+    for name in NOT_WITH_CHUNKS:
+        expected = f"{defaults[name]!r} with sequence_chunks={n}, for which it is not built yet"
+        _need(c[name] == defaults[name], name, expected, c[name], "leave it out, or set sequence_chunks=1")
 
 
 def check_output_dir(path: str) -> Path:

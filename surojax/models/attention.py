@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: by XLA, by cuDNN or by our kernel. No other file calls them.
+"""Scaled dot-product attention: by XLA, by cuDNN or by our kernel. Only cudnn.py calls one, too.
 
 Shape suffixes: B batch, S query positions, T key positions, H query heads, K key/value heads, h head dimension.
 """
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention as kernel, dispatch
+from surojax.models import cudnn
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "mosaic")
 
@@ -59,7 +60,7 @@ def attend(
 ) -> jax.Array:
     """Causal attention softmax(scale q k^T) v: `[B, S, H, h]`.
 
-    start: position of the first query if the keys are a cache of T positions; None: queries and keys have the same
+    start: position of the first query if the keys are a cache of T positions; None: the queries are the last S of the T
     positions. starts: int32 `[B, S]`, for each token the index in its row at which its document starts, if a row has
     several: a query attends to its own document only. window: number of positions that a query attends to, its own and
     those before it (Beltagy et al. 2020); 0: its own and all before it.
@@ -92,6 +93,8 @@ def attend(
         scores: Any = {"window": window, "scale": scale, "softcap": softcap}
         return kernel.attention(q_BSHh, k_BTKh, v_BTKh, starts, implementation="mosaic", **scores)
     if implementation == "cudnn":
+        if k_BTKh.shape[1] > q_BSHh.shape[1]:
+            return cudnn.attend_after(q_BSHh, k_BTKh, v_BTKh, window, scale)
         local = (window - 1, 0) if window else None
         options: dict[str, Any] = {"scale": scale, "implementation": implementation}
         return jax.nn.dot_product_attention(q_BSHh, k_BTKh, v_BTKh, is_causal=True, local_window_size=local, **options)
@@ -101,7 +104,8 @@ def attend(
     # made inside, else it would be saved too.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def masked(q, k, v, starts):
-        mask = visible(0 if start is None else start, q.shape[1], k.shape[1], window)[None, None]
+        first = k.shape[1] - q.shape[1] if start is None else start
+        mask = visible(first, q.shape[1], k.shape[1], window)[None, None]
         if starts is not None:
             mask = mask & same_document(starts, k.shape[1])
         return by_xla(q, k, v, mask, factor, softcap)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.models.model import Cache
+from surojax.models.model import Cache, Earlier
 from surojax.models.operations import Operations, recomputed
 from surojax.placement.param import Kind
 
@@ -69,10 +69,10 @@ class Attention(nnx.Module):
             self.q_norm = norm_weight(rngs, c, c.head_dim, "head_dim")
             self.k_norm = norm_weight(rngs, c, c.head_dim, "head_dim")
 
-    def __call__(
-        self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None]:
-        """(attention of x `[B, S, D]`, or of norm(x), which is then recomputed; the cache extended by S positions)."""
+    def heads(
+        self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: jax.Array | int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values `[B, S, heads, h]` of x or norm(x). first: index of the first token in its row."""
         c = self.config
         biases = (self.bq, self.bk, self.bv) if c.attention_bias else (None, None, None)
         projected = ops.linears(x_BSD, (self.wq, self.wk, self.wv), biases, norm)
@@ -81,10 +81,17 @@ class Attention(nnx.Module):
         if c.qk_norm:
             q = ops.norm(q, self.q_norm[...], c.rms_norm_eps, c.norm_plus_one)
             k = ops.norm(k, self.k_norm[...], c.rms_norm_eps, c.norm_plus_one)
-        q, k = ops.rotate(q, k, 0 if cache is None else cache.start, *c.rotary(ops.variant))
+        return *ops.rotate(q, k, first, *c.rotary(ops.variant)), v
+
+    def __call__(
+        self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | Earlier | None = None
+    ) -> tuple[jax.Array, Cache | Earlier | None]:
+        """(attention of x `[B, S, D]`, or of norm(x), which is then recomputed; see `Operations.attend`)."""
+        c = self.config
+        q, k, v = self.heads(x_BSD, ops, norm, 0 if cache is None else cache.start)
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
         y_BSHh, cache = ops.attend(q, k, v, cache, scale=scale, softcap=c.attn_logit_softcapping)
-        return ops.linear(y_BSHh.reshape(B, S, -1), self.wo), cache
+        return ops.linear(y_BSHh.reshape(*y_BSHh.shape[:2], -1), self.wo), cache
 
 
 class SwiGLU(nnx.Module):

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.models import llama_fp8
+from surojax.models import chunked, llama_fp8
 from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
-from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Heads, Model, Segment, Variant, collect_params
+from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Heads, Model, Segment, Variant, collect_params
 from surojax.models.operations import NO_ROTATION, Operations, RopeScaling, linear, recomputed, softcapped
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
@@ -132,8 +132,17 @@ class Block(nnx.Module):
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()
 
-    def __call__(self, x_BSD: jax.Array, ops: Operations, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
-        """(the block of x `[B, S, D]`, the cache extended by S positions)."""
+    def keys_values(self, x_BSD: jax.Array, ops: Operations, first: int) -> Earlier:
+        """Keys and values that attention makes of x. first: index in its row of the first token."""
+        how = self.config.rms_norm_eps, self.config.norm_plus_one
+        normed_BSD = ops.norm(x_BSD, self.attention_norm[...], *how)
+        _, k_BSKh, v_BSKh = self.attention.heads(normed_BSD, ops, None, first)
+        return Earlier(k_BSKh, v_BSKh)
+
+    def __call__(
+        self, x_BSD: jax.Array, ops: Operations, cache: Cache | Earlier | None = None
+    ) -> tuple[jax.Array, Cache | Earlier | None]:
+        """(the block of x `[B, S, D]`, the second result of `Operations.attend`)."""
         again = ops.compute.recompute
         how = self.config.rms_norm_eps, self.config.norm_plus_one
 
@@ -304,6 +313,8 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
 def _block_functions(config: LlamaConfig, compute: Compute, graph) -> tuple[Callable, Callable, Callable]:
     """`block`, `block_forward` and `block_backward` of a `Segment`: in float8 written out, else by reverse mode."""
     precision = compute.precision
+    if compute.sequence_chunks > 1:
+        return chunked.block_functions(*_chunk_functions(compute, graph), compute.sequence_chunks)
 
     def in_fp8(variant: Variant) -> bool:
         return variant.recipe_enabled and precision.fp8
@@ -339,3 +350,15 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph) -> tuple[Call
         return dw, dx_BSD, fp8.unobserved(llama_fp8.SITES) if precision.delayed else None
 
     return block, block_forward, block_backward
+
+
+def _chunk_functions(compute: Compute, graph) -> tuple[Callable, Callable]:
+    """`body` and `keys_values` of `chunked.block_functions`."""
+
+    def body(w, x_BCD, earlier: Earlier, variant: Variant, starts_BC):
+        return nnx.merge(graph, w)(x_BCD, Operations(compute, variant, starts=starts_BC), earlier)
+
+    def keys_values(w, x_BCD, first: int, variant: Variant, starts_BC):
+        return nnx.merge(graph, w).keys_values(x_BCD, Operations(compute, variant, starts=starts_BC), first)
+
+    return body, keys_values

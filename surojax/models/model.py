@@ -45,12 +45,13 @@ class Compute:
     """How a model is computed; its architecture does not depend on it.
 
     attention: an implementation, see `attention.attend`. precision: the recipe of the blocks' matrix products, and the
-    kernels between them.
+    kernels between them. sequence_chunks: parts of the sequence that a block computes one after another (chunked.py).
     """
 
     attention: str = "auto"
     recompute: Recompute = dataclasses.field(default_factory=Recompute)
     precision: Precision = dataclasses.field(default_factory=Precision)
+    sequence_chunks: int = 1
 
 
 class Variant(NamedTuple):
@@ -89,6 +90,24 @@ class Cache(NamedTuple):
     values: jax.Array
     start: jax.Array | int
     first: jax.Array | None = None
+
+
+class Earlier(NamedTuple):
+    """Keys and values `[B, T, K, h]` of all positions before a chunk of the sequence; None before the first chunk."""
+
+    keys: jax.Array | None = None
+    values: jax.Array | None = None
+
+    @property
+    def start(self) -> int:
+        """Index in its row of the chunk's first token."""
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    def with_own(self, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(keys, values) up to the chunk's last token, from those of the chunk itself."""
+        if self.keys is None or self.values is None:
+            return keys, values
+        return jnp.concatenate([self.keys, keys], axis=1), jnp.concatenate([self.values, values], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

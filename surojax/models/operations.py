@@ -27,7 +27,7 @@ from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
 from pallas_kernels.swiglu import swiglu as kernel_swiglu
 from surojax.models.attention import attend
-from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Variant
+from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Variant
 from surojax.numerics.blockscaled import mxfp8_linear, nvfp4_linear
 from surojax.numerics.recipes import Precision
 from surojax.numerics.rounding import materialised
@@ -376,20 +376,30 @@ class Operations:
         q_BSHh: jax.Array,
         k_BSKh: jax.Array,
         v_BSKh: jax.Array,
-        cache: Cache | None = None,
+        cache: Cache | Earlier | None = None,
         *,
         scale: float | None = None,
         softcap: float = 0.0,
-    ) -> tuple[jax.Array, Cache | None]:
-        """(causal attention `[B, S, H, h]` within the window, over the cached positions too; the extended cache).
+    ) -> tuple[jax.Array, Cache | Earlier | None]:
+        """(causal attention `[B, S, H, h]` within the window, over the cached or earlier positions too; the second).
+
+        second: the extended cache, or of a chunk its own keys and values, without those before it.
 
         scale, softcap: of the scores, see `attention.attend`.
         """
         scores: Any = {"scale": scale, "softcap": softcap}
         window = self.variant.window
+        how = self.compute.attention
+        starts = self.starts
+        if isinstance(cache, Earlier):
+            keys, values = cache.with_own(k_BSKh, v_BSKh)
+            out_of_sight = max(0, cache.start + 1 - window) if window else 0
+            if out_of_sight:
+                keys, values = keys[:, out_of_sight:], values[:, out_of_sight:]
+                starts = None if starts is None else jnp.maximum(starts - out_of_sight, 0)
+            y_BSHh = attend(q_BSHh, keys, values, starts=starts, window=window, implementation=how, **scores)
+            return y_BSHh, Earlier(k_BSKh, v_BSKh)
         if cache is None:
-            how = self.compute.attention
-            starts = self.starts
             return attend(q_BSHh, k_BSKh, v_BSKh, starts=starts, window=window, implementation=how, **scores), None
         keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, k_BSKh, cache.start, 1)
         values = jax.lax.dynamic_update_slice_in_dim(cache.values, v_BSKh, cache.start, 1)

@@ -8,7 +8,8 @@ Ratio of the estimate to `compiled.memory_analysis()` of the real step (argument
 
 * XLA's GPU compiler, on a machine without a GPU: configs/llama{1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py on
   H100, on 1 to 8 GPUs, ZeRO 1 and 3, with nothing, one class, the state, or everything offloaded, one to four
-  microbatches a step and one or two a fetch: 15 variants, 0.98 to 1.09.
+  microbatches a step and one or two a fetch: 15 variants, 0.98 to 1.09. With
+  sequence_chunks, 7B and 8B at 32,768 to 131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.17.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24. tests/test_footprint.py compares
   nine of them with the present engine: between 0.9 and 1.4.
 
@@ -147,7 +148,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     # The backward pass of a block first has all values of its forward pass in memory, then all its gradients. If
     # gradients are sharded, each is freed when it is reduced. The factors are fitted to the measurements above.
     recompute_factor = (2 if platform == "cpu" else 1.1) if engine.recompute_block else 1
-    values = max(int(recompute_factor * segment.saved) + segment.scores for segment in segments)
+    values = max(segment.values(recompute_factor) for segment in segments)
     # The layer's weights are freed by then. A gradient is freed when it is reduced, or added to sums on the device.
     gradients = max(layer_bytes // (2 if grads.sharded or grads.home.streamed else 1), exchanged)
     block = values + 2 * layer_bytes if platform == "cpu" else max(values, gradients)
@@ -181,9 +182,15 @@ class SegmentBytes(NamedTuple):
     kept: int  # residuals of one layer, from the forward pass to the backward pass
     saved: int  # residuals of one layer if nothing is recomputed
     scores: int  # attention scores in the backward pass of one layer
+    sequence: int  # with chunks of the sequence: keys and values of all of it, less its input (changed in place)
+    sums: int  # with chunks: the sums of the gradients of keys and values, and the copy of these that a chunk reads
     layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
     grads: int  # gradient accumulators of all layers
     activations: int  # residuals of all layers
+
+    def values(self, recompute_factor: float) -> int:
+        """Bytes of values while a block is differentiated. With chunks, the MLP's and the attention's come in turn."""
+        return max(int(recompute_factor * self.saved) + self.scores, self.sums) + self.sequence
 
 
 def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
@@ -193,10 +200,17 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     layer = _in_products(run, segment)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
     packed = engine.packed
-    saved, scores = _block_bytes(run, run.model, segment, x, platform, packed)
-    # The backward pass has all residuals of a layer in memory at once, even if they are recomputed.
-    plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute()))
-    all_saved = saved if plain is run.model else _block_bytes(run, plain, segment, x, platform, packed)[0]
+    chunks = compute.sequence_chunks
+    # The backward pass has all residuals of a layer, or of one chunk, in memory at once, even if they are recomputed.
+    plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute(), sequence_chunks=1))
+    B, S, D = x.shape
+    chunk = jax.ShapeDtypeStruct((B, S // chunks, D), x.dtype)
+    all_saved, scores = _block_bytes(run, plain, segment, chunk, platform, packed, chunks)
+    saved = all_saved
+    if plain is not run.model and not engine.recompute_block:
+        saved, _ = _block_bytes(run, run.model, segment, x, platform, packed)
+    itemsize = x.dtype.itemsize
+    numbers = 2 * B * S * segment.heads.key_value * segment.heads.channels  # of keys and values
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
     grads = jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes)
@@ -207,6 +221,8 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
         kept=kept,
         saved=all_saved,
         scores=scores,
+        sequence=itemsize * numbers - _bytes(x) if chunks > 1 else 0,
+        sums=(4 + itemsize) * numbers if chunks > 1 else 0,
         layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // segment.num_layers,
         grads=grads,
         activations=segment.num_layers * kept,
@@ -234,9 +250,18 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
 
 
 def _block_bytes(
-    run: assembly.Assembly, model: Model, segment: Segment, x: jax.ShapeDtypeStruct, platform: str, packed: bool
+    run: assembly.Assembly,
+    model: Model,
+    segment: Segment,
+    x: jax.ShapeDtypeStruct,
+    platform: str,
+    packed: bool,
+    chunks: int = 1,
 ) -> tuple[int, int]:
-    """(bytes of the block's residuals without its weights, bytes that attention needs in its backward pass)."""
+    """(bytes of the block's residuals without its weights, bytes that attention needs in its backward pass).
+
+    chunks: x is one of so many equal parts of a sequence, which attends to all of it.
+    """
     B, S, _ = x.shape
     itemsize = x.dtype.itemsize
     compute = model.compute
@@ -251,10 +276,11 @@ def _block_bytes(
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
-        copied = (2 * heads_of.query + max(heads_of.key_value, tensor)) * heads_of.channels if flash == "mosaic" else 0
+        keys = chunks * max(heads_of.key_value, tensor)
+        copied = (2 * heads_of.query + keys) * heads_of.channels if flash == "mosaic" else 0
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
         return saved + kept, B * S * copied * itemsize
-    return saved, (4 if platform == "cpu" else 2) * heads * S * tensor * 4
+    return saved, (4 if platform == "cpu" else 2) * heads * S * chunks * tensor * 4
 
 
 @functools.lru_cache(maxsize=1024)

@@ -233,12 +233,12 @@ def _predicted(
 def _check_attention(c: Config, gpu: str, batch: traffic.Batch) -> None:
     """Raises ConfigError for a model that the attention does not support; only traces it."""
 
-    def heads(number: int) -> jax.ShapeDtypeStruct:
-        shape = (batch.sequences, batch.sequence_len, number, configs.head_dim(c))
+    def heads(number: int, length: int) -> jax.ShapeDtypeStruct:
+        shape = (batch.sequences, length, number, configs.head_dim(c))
         return jax.ShapeDtypeStruct(shape, c.model_dtype)
 
-    queries = heads(c.model.num_attention_heads)
-    keys = heads(c.model.num_key_value_heads)
+    queries = heads(c.model.num_attention_heads, batch.sequence_len // c.sequence_chunks)
+    keys = heads(c.model.num_key_value_heads, batch.sequence_len)
     starts = jax.ShapeDtypeStruct(queries.shape[:2], np.int32) if c.sample_packing else None
 
     def attention(starts, *heads):

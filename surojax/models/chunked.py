@@ -1,0 +1,117 @@
+"""A block of a long sequence, chunk by chunk and exactly (`sequence_chunks`): memory for values of one chunk at a time.
+
+    forward:    for c in chunks:            y[c], keys[c], values[c] = body(x[c], keys and values before c)
+    backward:   for c in chunks:            keys[c], values[c] = keys_values(x[c])
+                for c in reversed(chunks):  dx[c], dkeys[:c], dvalues[:c], dw = vjp(body)(dy[c], dkeys[c], dvalues[c])
+
+What a block needs of the whole sequence is the residual stream, its gradient, keys and values, and the gradients of
+these. Everything else, above all the MLP's values, is of one chunk: the backward pass computes it again from x, so a
+block saves its input alone. Computed twice in the backward pass are only keys and values.
+
+The loops over chunks are unrolled, since the number of keys that a chunk attends to is a shape: no chunk multiplies
+keys that causality hides from all its queries, and FLOPs are those of the block in one piece. Barriers keep one chunk
+after the other, or XLA may have the values of several in memory.
+
+Sums over chunks (gradients of weights, keys and values) are in float32, and rounded once to the dtype that they have
+without chunks.
+
+Shape suffixes: B batch, S sequence, C a chunk of it, D hidden size, K key/value heads, h head dimension.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from surojax.models.model import PLAIN, Earlier, Variant
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` to `stop` - 1 of a sequence."""
+
+    start: int
+    stop: int
+
+    def of(self, x: jax.Array | None) -> Any:
+        """This part of an array `[B, S, ...]`, or None for None."""
+        return None if x is None else x[:, self.start : self.stop]
+
+    def replaced(self, x_BSD: jax.Array, new_BCD: jax.Array) -> jax.Array:
+        """x with this part replaced, in place if the compiler can."""
+        return jax.lax.dynamic_update_slice_in_dim(x_BSD, new_BCD, self.start, axis=1)
+
+
+def chunks_of(length: int, number: int) -> list[Chunk]:
+    """The chunks of a sequence. Raises ValueError if they would not be equally long."""
+    if length % number:
+        raise ValueError(f"sequence_chunks: expected a divisor of {length} tokens, got {number}; choose another")
+    size = length // number
+    return [Chunk(start, start + size) for start in range(0, length, size)]
+
+
+def block_functions(body: Callable, keys_values: Callable, number: int) -> tuple[Callable, Callable, Callable]:
+    """`block`, `block_forward` and `block_backward` of a `Segment`, in this number of chunks.
+
+    body: (weights, x `[B, C, D]`, Earlier, Variant, starts) -> (block of x, Earlier with the chunk's own keys and
+    values). keys_values: (weights, x, index of its first token, Variant, starts) -> that Earlier alone.
+    """
+
+    def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
+        earlier = Earlier()
+        out_BSD = x_BSD
+        for chunk in chunks_of(x_BSD.shape[1], number):
+            x_BCD, out_BSD, earlier = jax.lax.optimization_barrier((chunk.of(out_BSD), out_BSD, earlier))
+            y_BCD, own = body(w, x_BCD, earlier, variant, chunk.of(starts_BS))
+            earlier = Earlier(*earlier.with_own(*own))
+            out_BSD = chunk.replaced(out_BSD, y_BCD)
+        return out_BSD, None
+
+    def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
+        return block(w, x_BSD, recipe_inputs, variant, starts_BS), x_BSD
+
+    def block_backward(w, x_BSD, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
+        chunks = chunks_of(x_BSD.shape[1], number)
+        everything = _keys_values(keys_values, chunks, w, x_BSD, variant, starts_BS)
+        d_stream, _ = d_result
+        d_later = Earlier()  # gradients of keys and values of all chunks that are not differentiated yet, float32
+        dw = None
+        for chunk in reversed(chunks):
+            x_BCD, dy_BCD, d_stream, d_later, dw = jax.lax.optimization_barrier(
+                (chunk.of(x_BSD), chunk.of(d_stream), d_stream, d_later, dw)
+            )
+            first = chunk.start == 0
+            earlier = Earlier() if first else Earlier(*(x[:, : chunk.start] for x in everything))
+
+            def run(w, x_BCD, earlier, chunk=chunk):
+                return body(w, x_BCD, earlier, variant, chunk.of(starts_BS))
+
+            (_, own), vjp = jax.vjp(run, w, x_BCD, earlier)
+            d_own = jax.tree.map(jnp.zeros_like, own)
+            if d_later.keys is not None:
+                d_own = jax.tree.map(lambda d, x, chunk=chunk: chunk.of(d).astype(x.dtype), d_later, own)
+            dw_of_chunk, dx_BCD, d_earlier = vjp((dy_BCD, d_own))
+            dw = _plus(dw, dw_of_chunk)
+            if not first:
+                before = None if d_later.keys is None else jax.tree.map(lambda d, c=chunk: d[:, : c.start], d_later)
+                d_later = _plus(before, d_earlier)
+            d_stream = chunk.replaced(d_stream, dx_BCD)
+        return jax.tree.map(lambda d, x: d.astype(x.dtype), dw, w), d_stream, None
+
+    return block, block_forward, block_backward
+
+
+def _plus(total, more):
+    """The float32 sum of two trees; total: None if there is none yet."""
+    more = jax.tree.map(lambda x: x.astype(jnp.float32), more)
+    return more if total is None else jax.tree.map(jnp.add, total, more)
+
+
+def _keys_values(keys_values: Callable, chunks: list[Chunk], w, x_BSD, variant: Variant, starts_BS) -> Earlier:
+    """Keys and values of the whole sequence."""
+    found = Earlier()
+    for chunk in chunks:
+        x_BCD, found = jax.lax.optimization_barrier((chunk.of(x_BSD), found))
+        own = keys_values(w, x_BCD, chunk.start, variant, chunk.of(starts_BS))
+        found = Earlier(*found.with_own(*own))
+    return found
