@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention as kernel, dispatch
+from surojax.parallel import context
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "mosaic")
 
@@ -107,6 +108,17 @@ def attend(
         return by_xla(q, k, v, mask, factor, softcap)
 
     return masked(q_BSHh, k_BTKh, v_BTKh, starts)
+
+
+def attend_in_context(
+    q_BsHh: jax.Array, k_BsKh: jax.Array, v_BsKh: jax.Array, method: context.Method, **how: Any
+) -> jax.Array:
+    """`attend` of this device's queries to the keys of whole sequences, which are divided over the devices of `cp`.
+
+    how: arguments of `attend`; its `starts` are of whole rows.
+    """
+    assert method == "ulysses", method
+    return context.gather_heads(attend(*context.scatter_heads(q_BsHh, k_BsKh, v_BsKh), **how))
 
 
 USE_AUTO = "use attention='auto', or 'xla', which has S x S scores in memory"
