@@ -19,6 +19,8 @@ OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_
 ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
 ONE_KV_HEAD = dataclasses.replace(QWEN, num_key_value_heads=1, num_hidden_layers=2)
 ULYSSES = Compute(cp_method="ulysses")
+ALLGATHER = Compute(cp_method="allgather")
+RING = Compute(cp_method="ring")
 PLACED = {  # (model, devices, placement, whether blocks are computed again)
     "ulysses-2": (CONFIG, 2, {"cp_size": 2, "zero_level": 3, "compute": ULYSSES}, False),
     "ulysses-2kv-4": (CONFIG, 4, {"cp_size": 4, "zero_level": 2, "compute": ULYSSES}, True),
@@ -37,6 +39,10 @@ PLACED = {  # (model, devices, placement, whether blocks are computed again)
         {"cp_size": 2, "zero_level": 3, "use_all_to_all_reduce": True, "compute": ULYSSES},
         True,
     ),
+    "allgather-2": (CONFIG, 2, {"cp_size": 2, "zero_level": 3, "compute": ALLGATHER}, False),
+    "ring-2": (CONFIG, 2, {"cp_size": 2, "zero_level": 3, "compute": RING}, False),
+    "ring-4": (CONFIG, 4, {"cp_size": 4, "zero_level": 3, "compute": RING}, True),
+    "allgather-4": (CONFIG, 4, {"cp_size": 4, "zero_level": 3, "compute": ALLGATHER}, True),
 }
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention as kernel, dispatch
+from surojax.models.ring_attention import ring_attention
 from surojax.parallel import context
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "mosaic")
@@ -117,8 +118,11 @@ def attend_in_context(
 
     how: arguments of `attend`; its `starts` are of whole rows.
     """
-    assert method == "ulysses", method
-    return context.gather_heads(attend(*context.scatter_heads(q_BsHh, k_BsKh, v_BsKh), **how))
+    if method == "ulysses":
+        return context.gather_heads(attend(*context.scatter_heads(q_BsHh, k_BsKh, v_BsKh), **how))
+    scale = q_BsHh.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
+    rest: Any = {"window": how["window"], "scale": scale, "softcap": how["softcap"]}
+    return ring_attention(q_BsHh, k_BsKh, v_BsKh, how["starts"], method=method, **rest)
 
 
 USE_AUTO = "use attention='auto', or 'xla', which has S x S scores in memory"

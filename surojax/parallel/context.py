@@ -87,3 +87,58 @@ def scatter_heads(q_BsHh: jax.Array, k_BsKh: jax.Array, v_BsKh: jax.Array) -> tu
 def gather_heads(y_BSHh: jax.Array) -> jax.Array:
     """All heads of this device's tokens `[B, s, H, h]`, from whole sequences of a part of the heads; ulysses."""
     return jax.lax.all_to_all(y_BSHh, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+
+
+def device() -> tuple[jax.Array | int, int]:
+    """(index of this device among those that have parts of the same sequences, number of these devices)."""
+    return device_number(CONTEXT)
+
+
+def all_gather(tree):
+    """The arrays of all devices, `[n, ...]`; allgather."""
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, CONTEXT), tree)
+
+
+def of_device(tree, number: jax.Array | int):
+    """The arrays of one device, from those that `all_gather` returns."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
+
+
+def to_next_device(tree):
+    """What the device before this one has: every device sends its arrays to the next one; ring."""
+    _, devices = device()
+    pairs = [(i, (i + 1) % devices) for i in range(devices)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, pairs), tree)
+
+
+class Collected:
+    """Sums of what all devices add to a tensor of each device, in the order of hops: to its own, to that of device
+    number i - 1, i - 2 and so on.
+
+    ring: a sum travels with the block that it belongs to, while the next device computes what it adds. allgather: all
+    terms are kept and reduce-scattered at the end.
+    """
+
+    def __init__(self, own, method: Method):
+        self.method = method
+        self.terms = [own]
+        self.sum = own
+
+    def add(self, term) -> None:
+        """Adds a tree to the sum of the device of this hop."""
+        if self.method == "ring":
+            self.sum = jax.tree.map(jnp.add, to_next_device(self.sum), term)
+        else:
+            self.terms.append(term)
+
+    def sums(self):
+        """The sum that belongs to this device."""
+        if self.method == "ring":
+            return to_next_device(self.sum)
+        number, devices = device()
+        hops = (number - jnp.arange(devices)) % devices  # hop of each device
+
+        def own(*terms: jax.Array) -> jax.Array:
+            return jax.lax.psum_scatter(jnp.stack(terms)[hops], CONTEXT, scatter_dimension=0, tiled=False)
+
+        return jax.tree.map(own, *self.terms)
