@@ -200,6 +200,11 @@ def head_dim(c: Config) -> int:
     return c.model.head_dim or c.model.hidden_size // c.model.num_attention_heads
 
 
+def gpus_per_sequence(c: Config) -> int:
+    """Number of GPUs that each have a part of the same sequences."""
+    return c.cp_size * c.tp_size
+
+
 def mesh_sizes(c: Config) -> dict[str, int]:
     """The keywords of `placement.mesh.mesh_shape`."""
     sizes = {name: c[name] for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size")}

@@ -73,7 +73,7 @@ def scatter_heads(q_BsHh: jax.Array, k_BsKh: jax.Array, v_BsKh: jax.Array) -> tu
     def for_each_device(x_BsHh: jax.Array) -> jax.Array:
         """`[B, s, n, H / n, h]`."""
         B, s, H, h = x_BsHh.shape
-        x_BsHh = x_BsHh if H >= devices else jnp.repeat(x_BsHh, devices // H, axis=2)
+        x_BsHh = x_BsHh if devices <= H else jnp.repeat(x_BsHh, devices // H, axis=2)
         return x_BsHh.reshape(B, s, devices, -1, h)
 
     parts = [for_each_device(x) for x in (q_BsHh, k_BsKh, v_BsKh)]
