@@ -162,7 +162,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("use_all_to_all_reduce_tp_2x2", ZERO3_TP | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting("hsdp_tp_2x2x2", ZERO3_TP | {"dp_replicate_size": 2}, 8, expect="order"),
     Setting("hsdp_tp_2x2x2_offload_all", ZERO3_TP | ALL | {"dp_replicate_size": 2}, 8, like="hsdp_tp_2x2x2"),
-    # Context parallelism: dp_shard_size x cp_size, dp_replicate_size x dp_shard_size x cp_size, or with tp_size at the end
+    # Context parallelism: dp_shard_size x cp_size, with dp_replicate_size before it or tp_size behind it
     *(Setting(f"cp_{name}_2x2", ZERO3 | of_method, 4, expect="order") for name, of_method in CP.items()),
     *(
         Setting(f"cp_{name}_2x4", ZERO3 | of_method | {"cp_size": 4}, 8, expect="order")

@@ -278,8 +278,8 @@ class Operations:
     """The operations of one layer, computed as `compute` and its variant say.
 
     seed: uint32 [], of the recipe's random numbers (nvfp4). starts: int32 `[B, S]`, for each token of whole rows the
-    index in its row at which its document starts; None: a row is one document. Residuals that follow from starts are made again in the
-    backward pass.
+    index in its row at which its document starts; None: a row is one document. Residuals that follow from starts are
+    made again in the backward pass.
     """
 
     compute: Compute = DEFAULT

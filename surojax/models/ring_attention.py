@@ -9,17 +9,18 @@ Each device has two pieces of consecutive tokens of every sequence, early and la
 
 are computed, so that every hop costs the same on all devices. Each pair gives softmax-weighted values and their
 log-sum-exp. `merged` makes of two such results that of all their keys (Liu et al. 2023, arXiv:2310.01889, from the
-online softmax of Milakov and Gimelshein 2018). With allgather a device has the keys of all others from the beginning; with
-ring it passes on those that it has received, while it computes with them.
+online softmax of Milakov and Gimelshein 2018). With allgather a device has the keys of all others from the beginning;
+with ring it passes on those that it has received, while it computes with them.
 
 Reverse mode is written out, as in FlashAttention: p = exp(s - lse) with the log-sum-exp of *all* keys, so a pair's
 gradients need nothing of other pairs. Differentiating the hops one by one would need the gradient of each log-sum-exp.
 Log-sum-exp, results and gradients are summed over hops in float32. dk and dv of a block of keys travel with it around
 the ring; with allgather they are reduce-scattered.
 
-Scores of a pair are in memory, float32 `[B, H, s / 2, s / 2]`: attention by XLA. Shape suffixes: B batch, s this device's
-tokens of a sequence, t and u tokens of a piece of queries and of keys, H query heads, K key/value heads, G query heads
-that share one, h head dimension, n devices.
+Scores of a pair are in memory, float32 `[B, H, s / 2, s / 2]`: attention by XLA.
+
+Shape suffixes: B batch, s this device's tokens of a sequence, t and u tokens of a piece of queries and of keys, H query
+heads, K key/value heads, G query heads that share one, h head dimension.
 """
 
 import functools
@@ -246,7 +247,7 @@ def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, how: How):
 
 def _backward(how: How, saved, dy_BsHh):
     q_BsHh, k_BsKh, v_BsKh, starts_BS, y_BsHh, lse_BKGs = saved
-    number, devices = context.device()
+    number, _ = context.device()
     hops = _hops(k_BsKh, v_BsKh, how.method)
     early, late = _queries(q_BsHh, k_BsKh.shape[2], starts_BS, how)
     B, s, K, h = k_BsKh.shape

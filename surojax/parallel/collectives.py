@@ -1,7 +1,7 @@
 """Data-parallel communication of parameter trees, inside `shard_map`.
 
 A layout (placement/layout.py) says which dimension of an array is sharded over `dp_shard x cp`. An array without such a
-dimension is replicated. The devices of `cp` have other tokens of the same sequences: for a matrix that is as if they had
+dimension is replicated. The devices of `cp` have other tokens of the same sequences: for a matrix that is the same as
 other sequences.
 
 Mesh axes of one device are skipped: values are not marked as varying over them and no collective names them. So a
@@ -151,7 +151,7 @@ def reshard(x: jax.Array, stored: Layout, wanted: Layout) -> jax.Array:
 
 
 def reduce_scatter(tree, params, layouts, reduce: Reduce = "reduce_scatter"):
-    """Sums arrays over `dp_shard x cp`. Each device keeps its shard of a sharded array, or the full sum of a replicated one.
+    """Sums arrays over `dp_shard x cp`. Each device keeps its shard of a sharded array, or a replicated one's sum.
 
     reduce_scatter: one collective that sums in the array's dtype. all_to_all: each device receives the terms of its
     shard from all devices and sums them in float32. int8: all_to_all with matrices sent in 8 bits (ZeRO++'s qgZ in one

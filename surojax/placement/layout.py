@@ -1,9 +1,9 @@
 """Layouts: for each parameter and tensor class, how it is sharded while it is stored and while it is computed with.
 
 A layout follows from two rules. `MESH_AXES` says over which mesh axes a logical axis is sharded in every product. The
-ZeRO rule also shards stored tensors over `dp_shard x cp`: along the first dimension that these devices divide evenly. It
-is the first, because sharding the last dimension makes XLA keep a transposed copy of the entire stack of layers. If a
-product shards that dimension too, each of its devices' parts is divided once more, so that all-gathering over
+ZeRO rule also shards stored tensors over `dp_shard x cp`: along the first dimension that these devices divide evenly.
+It is the first, because sharding the last dimension makes XLA keep a transposed copy of the entire stack of layers. If
+a product shards that dimension too, each of its devices' parts is divided once more, so that all-gathering over
 `dp_shard x cp` restores the part.
 
 PartitionSpecs in this file have an entry for each dimension of one layer; `stacked` adds the layer axis in front.

@@ -1,8 +1,8 @@
 """The device mesh and the names of its axes, outermost first: `dp_replicate`, `dp_shard`, `cp`, `tp`, `tp_rep`.
 
-The batch is sharded over `dp_replicate x dp_shard`, and every sequence over `cp` (parallel/context.py). State is sharded
-over `dp_shard x cp`, so that each replica stores one complete copy. With several replicas of several shards, this is
-HSDP.
+The batch is sharded over `dp_replicate x dp_shard`, and every sequence over `cp` (parallel/context.py). State is
+sharded over `dp_shard x cp`, so that each replica stores one complete copy. With several replicas of several shards,
+this is HSDP.
 
 Heads, MLP and vocabulary are sharded over `tp x tp_rep`, the tp_size devices of a tensor-parallel group, which have the
 same sequences (parallel/tensor.py). With fewer key/value heads than tp_size, there are as many devices along `tp` as

@@ -93,8 +93,8 @@ class Gradients(NamedTuple):
 class Microbatch(NamedTuple):
     """What a pass over layers reads of a microbatch.
 
-    inputs_BS, labels_BS: of this device's tokens. starts_BS: of documents, of whole sequences, None if the engine is not
-    packed. recipe_inputs: a function of the number of a layer.
+    inputs_BS, labels_BS: of this device's tokens. starts_BS: of the documents of whole sequences, None if the engine is
+    not packed. recipe_inputs: a function of the number of a layer.
     """
 
     inputs_BS: jax.Array
