@@ -201,7 +201,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(method, recompute_block):
     assert {axis for _, axis in expected} == {"cp", "dp_shard+cp"}
     for key, size in expected.items():
         assert found.get(key, 0) == pytest.approx(size, rel=0.02, abs=100), key
-    assert {axis for _, axis in found} <= {"cp", "dp_shard+cp"}
+    assert {axis for (_, axis), size in found.items() if size > 100} == {"cp", "dp_shard+cp"}  # others: scalars
 
 
 def test_groups_move_what_the_formulas_say():
