@@ -228,8 +228,8 @@ def test_groups_move_what_the_formulas_say():
     own = 2 * 2 * 8 * tokens  # a device's keys and values, elements
     assert of_method == {
         "ulysses": {"all-to-all": 3 / 4 * passes * 3 * (2 * 4 * 8 + 2 * 4 * 8) * tokens * 2},
-        "allgather": {"all-gather": 3 * passes * 3 * own * 2, "reduce-scatter": 3 * passes * own * 4},
-        "ring": {"collective-permute": 3 * passes * 3 * own * 2 + 4 * passes * own * 4},
+        "allgather": {"all-gather": 3 * passes * 2 * own * 2, "reduce-scatter": 3 * passes * own * 4},
+        "ring": {"collective-permute": 3 * passes * 2 * own * 2 + passes * own * (3 * 4 + 2)},
     }
 
 

@@ -173,24 +173,30 @@ def _either(first: jax.Array, one, other):
     return jax.tree.map(lambda a, b: jnp.where(first, a, b), one, other)
 
 
-def _hops(k_BsKh: jax.Array, v_BsKh: jax.Array, method: Method) -> Iterator[tuple[jax.Array | int, Any]]:
+def _hops(k_BsKh: jax.Array, v_BsKh: jax.Array, method: Method) -> Iterator[tuple[jax.Array, list[jax.Array]]]:
     """(number of a device, its keys and values) of all others.
 
-    ring: the next ones are on their way while those of a hop are computed with. The first hop's are asked for before
-    the caller computes with its own.
+    Keys and values travel in one array. As two, XLA joins a later hop of one with an earlier hop of the other, which
+    then waits. ring: the next block is on its way while one is computed with.
     """
     number, devices = context.device()
+    owners = [jnp.asarray(number - hop) % devices for hop in range(1, devices)]
+    own = _joined(k_BsKh, v_BsKh)
     if method == "allgather":
-        everyone = context.all_gather((k_BsKh, v_BsKh))
-        for hop in range(1, devices):
-            owner = (number - hop) % devices
-            yield owner, context.of_device(everyone, owner)
+        everyone = context.all_gather(own)
+        for owner in owners:
+            yield owner, jnp.split(context.of_device(everyone, owner), 2, axis=2)
         return
-    block = context.to_next_device((k_BsKh, v_BsKh))
-    for hop in range(1, devices):
-        following = context.to_next_device(block) if hop < devices - 1 else block
-        yield (number - hop) % devices, block
+    block = context.to_next_device(own)
+    for i, owner in enumerate(owners):
+        following = context.to_next_device(block) if i < len(owners) - 1 else block
+        yield owner, jnp.split(block, 2, axis=2)
         block = following
+
+
+def _joined(k_BsKh: jax.Array, v_BsKh: jax.Array) -> jax.Array:
+    """Keys and values, or their gradients, in one array."""
+    return jnp.concatenate([k_BsKh, v_BsKh], axis=2)
 
 
 # --- all keys ---------------------------------------------------------------------------------------------------------
@@ -259,7 +265,7 @@ def _backward(how: How, saved, dy_BsHh):
     masked = not how.all_seen
 
     def of_hop(owner, k, v, *, own: bool):
-        """(dq of the early piece, dq of the late one, (dk, dv) of this block of keys)."""
+        """(dq of the early piece, dq of the late one, dk and dv of this block of keys, joined)."""
         early_keys, late_keys = _keys(k, v, owner)
         dq_late, *d_early = gradients(late, early_keys, late_slopes, how, masked=masked)
         if own:
@@ -277,7 +283,7 @@ def _backward(how: How, saved, dy_BsHh):
             dq_more, d_late = _either(before, zeros, (dq, d_keys))
             d_early = [a + b for a, b in zip(d_early, more, strict=True)]
             dq_late = dq_late + dq_more
-        return dq_early, dq_late, [jnp.concatenate(pair, axis=1) for pair in zip(d_early, d_late, strict=True)]
+        return dq_early, dq_late, jnp.concatenate([_joined(*d_early), _joined(*d_late)], axis=1)
 
     dq_early, dq_late, d_block = of_hop(number, k_BsKh, v_BsKh, own=True)
     collected = context.Collected(d_block, how.method)
@@ -285,9 +291,9 @@ def _backward(how: How, saved, dy_BsHh):
         more_early, more_late, d_block = of_hop(owner, k, v, own=False)
         dq_early, dq_late = dq_early + more_early, dq_late + more_late
         collected.add(d_block)
-    dk_BsKh, dv_BsKh = collected.sums()
+    dk_BsKh, dv_BsKh = jnp.split(collected.sums(k_BsKh.dtype), 2, axis=2)
     dq_BsHh = jnp.concatenate([dq_early, dq_late], axis=1).reshape(q_BsHh.shape)
-    return dq_BsHh.astype(q_BsHh.dtype), dk_BsKh.astype(k_BsKh.dtype), dv_BsKh.astype(v_BsKh.dtype), None
+    return dq_BsHh.astype(q_BsHh.dtype), dk_BsKh, dv_BsKh, None
 
 
 _ring_attention.defvjp(_forward, _backward)

@@ -94,51 +94,47 @@ def device() -> tuple[jax.Array | int, int]:
     return device_number(CONTEXT)
 
 
-def all_gather(tree):
+def all_gather(x: jax.Array) -> jax.Array:
     """The arrays of all devices, `[n, ...]`; allgather."""
-    return jax.tree.map(lambda x: jax.lax.all_gather(x, CONTEXT), tree)
+    return jax.lax.all_gather(x, CONTEXT)
 
 
-def of_device(tree, number: jax.Array | int):
-    """The arrays of one device, from those that `all_gather` returns."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), tree)
+def of_device(x: jax.Array, number: jax.Array | int) -> jax.Array:
+    """The array of one device, from what `all_gather` returns."""
+    return jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
 
 
-def to_next_device(tree):
-    """What the device before this one has: every device sends its arrays to the next one; ring."""
+def to_next_device(x: jax.Array) -> jax.Array:
+    """The array of the device before this one: every device sends its array to the next one; ring."""
     _, devices = device()
     pairs = [(i, (i + 1) % devices) for i in range(devices)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, CONTEXT, pairs), tree)
+    return jax.lax.ppermute(x, CONTEXT, pairs)
 
 
 class Collected:
-    """Sums of what all devices add to a tensor of each device, in the order of hops: to its own, to that of device
+    """Sums of what all devices add to an array of each device, in the order of hops: to its own, to that of device
     number i - 1, i - 2 and so on.
 
     ring: a sum travels with the block that it belongs to, while the next device computes what it adds. allgather: all
     terms are kept and reduce-scattered at the end.
     """
 
-    def __init__(self, own, method: Method):
+    def __init__(self, own: jax.Array, method: Method):
         self.method = method
         self.terms = [own]
-        self.sum = own
 
-    def add(self, term) -> None:
-        """Adds a tree to the sum of the device of this hop."""
+    def add(self, term: jax.Array) -> None:
+        """Adds to the sum of the device of this hop."""
         if self.method == "ring":
-            self.sum = jax.tree.map(jnp.add, to_next_device(self.sum), term)
+            self.terms = [to_next_device(self.terms[0]) + term]
         else:
             self.terms.append(term)
 
-    def sums(self):
-        """The sum that belongs to this device."""
+    def sums(self, dtype) -> jax.Array:
+        """The sum that belongs to this device, rounded to a dtype: with ring before it is sent home."""
         if self.method == "ring":
-            return to_next_device(self.sum)
+            return to_next_device(self.terms[0].astype(dtype))
         number, devices = device()
         hops = (number - jnp.arange(devices)) % devices  # hop of each device
-
-        def own(*terms: jax.Array) -> jax.Array:
-            return jax.lax.psum_scatter(jnp.stack(terms)[hops], CONTEXT, scatter_dimension=0, tiled=False)
-
-        return jax.tree.map(own, *self.terms)
+        terms = jnp.stack(self.terms)[hops]
+        return jax.lax.psum_scatter(terms, CONTEXT, scatter_dimension=0, tiled=False).astype(dtype)

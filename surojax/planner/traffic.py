@@ -158,8 +158,7 @@ def context_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     """Bytes that each GPU sends per step for attention over the devices of `cp`, by (collective, axis).
 
     ulysses: queries, keys and values of one pass, and its results; so are their gradients. Others: a pass gets keys and
-    values of all others; reverse mode gets them again, and sends gradients of them in float32, with ring in one hop
-    more.
+    values of all others; reverse mode gets them again, for a recomputed block too, since XLA joins equal collectives. Gradients of them are float32, until ring sends them home in one hop more.
     """
     n = run.mesh.shape.get(CONTEXT, 1)
     sent = collections.defaultdict[tuple[str, str], float](float)
@@ -181,8 +180,8 @@ def context_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
             continue
         block = 2 * of_group * heads.channels * tokens
         to_others, home = ("all-gather", "reduce-scatter") if method == "allgather" else ("collective-permute",) * 2
-        sent[to_others, CONTEXT] += (n - 1) * passes * (3 if again else 2) * block * work
-        sent[home, CONTEXT] += (n - (method == "allgather")) * passes * block * 4
+        sent[to_others, CONTEXT] += (n - 1) * passes * 2 * block * work
+        sent[home, CONTEXT] += passes * block * ((n - 1) * 4 + (work if method == "ring" else 0))
     return sent
 
 
