@@ -158,7 +158,8 @@ def context_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     """Bytes that each GPU sends per step for attention over the devices of `cp`, by (collective, axis).
 
     ulysses: queries, keys and values of one pass, and its results; so are their gradients. Others: a pass gets keys and
-    values of all others; reverse mode gets them again, for a recomputed block too, since XLA joins equal collectives. Gradients of them are float32, until ring sends them home in one hop more.
+    values of all others; reverse mode gets them again, and XLA joins that with what a recomputed block gets. Gradients
+    of them are float32, until ring sends them home in one hop more.
     """
     n = run.mesh.shape.get(CONTEXT, 1)
     sent = collections.defaultdict[tuple[str, str], float](float)
