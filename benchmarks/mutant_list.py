@@ -40,6 +40,9 @@ EVALUATION = "tests/test_data.py::test_evaluation_covers_every_token_once_with_c
 JUDGE = "tests/test_verify.py::test_what_is_held_against_a_bound"
 FIELDS = "tests/test_bad_input.py::test_fields"
 TEXTBOOK = "tests/test_textbook.py"
+CONTEXT = "tests/test_context_parallel.py"
+CONTEXT_EDGES = f"{CONTEXT}::test_nothing_crosses_the_edge_of_a_document"
+CONTEXT_GRADS = f"{CONTEXT}::test_equals_grad_of_the_plain_model"
 TENSOR = "tests/test_tensor_parallel.py::test_equals_grad_of_the_plain_model"
 
 LAYERS = "surojax/models/layers.py"
@@ -152,8 +155,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: positions go on from document to document",
         LLAMA_FP8,
-        "positions_of(S, ops.starts)",
-        "positions_of(S)",
+        "positions_of(S, ops.starts, ",
+        "positions_of(S, ",
         "tests/test_packing.py::test_float8_rotates_by_positions_in_documents",
     ),
     Mutant(
@@ -462,8 +465,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "evaluation does not scale the embedding",
         "surojax/step/engine.py",
-        "embed(outer, own_part(inputs_BS), axes, engine.model.embedding_scale)",
-        "embed(outer, own_part(inputs_BS), axes)",
+        "embed(outer, own_slice(engine, inputs_BS), axes, engine.model.embedding_scale)",
+        "embed(outer, own_slice(engine, inputs_BS), axes)",
         "tests/test_families.py::test_evaluation_is_the_loss_of_the_plain_model -k gemma-shard_outer",
     ),
     Mutant(
@@ -1438,15 +1441,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "shards are gathered along the first dimension",
         "surojax/parallel/collectives.py",
-        "        return jax.lax.all_gather(x, SHARD, axis=dim, tiled=True)\n",
-        "        return jax.lax.all_gather(x, SHARD, axis=0, tiled=True)\n",
+        "        return jax.lax.all_gather(x, active(*SHARDS), axis=dim, tiled=True)\n",
+        "        return jax.lax.all_gather(x, active(*SHARDS), axis=0, tiled=True)\n",
         "tests/test_collectives.py::test_layers_compute_with_the_quantised_weights -k int8",
     ),
     Mutant(
         "reduce-scatter along the first dimension",
         "surojax/parallel/collectives.py",
-        "jax.lax.psum_scatter(x, SHARD, scatter_dimension=dim, tiled=True)",
-        "jax.lax.psum_scatter(x, SHARD, scatter_dimension=0, tiled=True)",
+        "jax.lax.psum_scatter(x, active(*SHARDS), scatter_dimension=dim, tiled=True)",
+        "jax.lax.psum_scatter(x, active(*SHARDS), scatter_dimension=0, tiled=True)",
         "tests/test_collectives.py::test_all_to_all_adds_up_like_reduce_scatter",
     ),
     Mutant(
@@ -1480,8 +1483,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "scales of whole matrices are the smallest of the shards'",
         "surojax/parallel/collectives.py",
-        "return jax.lax.pmax(x, SHARD) if SHARD in",
-        "return jax.lax.pmin(x, SHARD) if SHARD in",
+        "return jax.lax.pmax(x, names) if names else x",
+        "return jax.lax.pmin(x, names) if names else x",
         "tests/test_fp8.py::test_shards_have_the_scales_of_whole_weights -k 3]",
     ),
     Mutant(
@@ -1490,6 +1493,119 @@ MUTANTS: tuple[Mutant, ...] = (
         "number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)",
         "number + jax.lax.axis_index(axis)",
         "tests/test_fp8.py::test_every_block_of_every_device_draws_numbers_of_its_own",
+    ),
+    # -- Context parallelism: one collective after another is left out ------------------------------------------------
+    Mutant(
+        "ulysses: heads are not exchanged for sequences",
+        "surojax/parallel/context.py",
+        "jax.lax.all_to_all(joined, CONTEXT, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]",
+        "jnp.concatenate([joined[:, :, 0]] * devices, axis=1)",
+        f"{CONTEXT_EDGES} -k ulysses",
+    ),
+    Mutant(
+        "ulysses: sequences are not exchanged for heads",
+        "surojax/parallel/context.py",
+        "return jax.lax.all_to_all(y_BSHh, CONTEXT, split_axis=1, concat_axis=2, tiled=True)",
+        'return jnp.concatenate([own_tokens(y_BSHh, "ulysses")] * device()[1], axis=2)',
+        f"{CONTEXT_EDGES} -k ulysses",
+    ),
+    Mutant(
+        "allgather: a device has its own keys only",
+        "surojax/parallel/context.py",
+        "return jax.lax.all_gather(x, CONTEXT)",
+        "return jnp.stack([x] * device()[1])",
+        f"{CONTEXT_EDGES} -k allgather",
+    ),
+    Mutant(
+        "allgather: gradients of keys are not summed over devices",
+        "surojax/parallel/context.py",
+        "jax.lax.psum_scatter(terms, CONTEXT, scatter_dimension=0, tiled=False)",
+        "jnp.sum(terms, axis=0)",
+        f"{CONTEXT_EDGES} -k allgather",
+    ),
+    Mutant(
+        "ring: nothing is passed on",
+        "surojax/parallel/context.py",
+        "return jax.lax.ppermute(x, CONTEXT, pairs)",
+        "return x",
+        f"{CONTEXT_EDGES} -k ring",
+    ),
+    Mutant(
+        "ring: gradients of keys do not come home",
+        "surojax/parallel/context.py",
+        "return to_next_device(self.terms[0].astype(dtype))",
+        "return self.terms[0].astype(dtype)",
+        f"{CONTEXT_EDGES} -k ring",
+    ),
+    Mutant(
+        "ring: gradients of keys stay where they are computed",
+        "surojax/parallel/context.py",
+        "self.terms = [to_next_device(self.terms[0]) + term]",
+        "self.terms = [self.terms[0] + term]",
+        f"{CONTEXT_EDGES} -k ring",
+    ),
+    Mutant(
+        "allgather: the keys of every hop are a device's own",
+        "surojax/models/ring_attention.py",
+        "context.of_device(everyone, owner)",
+        "context.of_device(everyone, number)",
+        f"{CONTEXT_EDGES} -k allgather",
+    ),
+    Mutant(
+        "ring: the larger log-sum-exp of two in place of that of both",
+        "surojax/models/ring_attention.py",
+        "    lse_BKGt = jnp.logaddexp(one.lse_BKGt, other.lse_BKGt)\n",
+        "    lse_BKGt = jnp.maximum(one.lse_BKGt, other.lse_BKGt)\n",
+        f"{CONTEXT_EDGES} -k ring",
+    ),
+    Mutant(
+        "ring: a query that sees no key of a hop gets NaN",
+        "surojax/models/ring_attention.py",
+        "jnp.where(total_BKGt == 0, 1.0, total_BKGt)",
+        "total_BKGt",
+        f"{CONTEXT_EDGES} -k ring",
+    ),
+    Mutant(
+        "ring: documents of other devices are seen",
+        "surojax/models/ring_attention.py",
+        "all_seen=starts_BS is None and not window)",
+        "all_seen=True)",
+        f"{CONTEXT_EDGES} -k ring",
+    ),
+    Mutant(
+        "positions begin anew with each device's tokens",
+        "surojax/models/operations.py",
+        "        index_S = context.own_index(tokens, cp_method)\n",
+        "",
+        f"{CONTEXT_GRADS} -k ring-2x2-saved",
+    ),
+    Mutant(
+        "gradients are summed over dp_shard only",
+        "surojax/placement/mesh.py",
+        "SHARDS = (SHARD, CONTEXT)",
+        "SHARDS = (SHARD,)",
+        f"{CONTEXT_GRADS} -k ring-2x2-saved",
+    ),
+    Mutant(
+        "a sequence is cut after the devices of a tensor-parallel group have taken their parts",
+        "surojax/step/engine.py",
+        "return own_part(own_tokens(x_BS, engine.model.compute.cp_method))",
+        "return own_tokens(own_part(x_BS), engine.model.compute.cp_method)",
+        f"{CONTEXT_GRADS} -k allgather-2x2x2-tp",
+    ),
+    Mutant(
+        "tokens of a sequence are counted on each of its GPUs",
+        "surojax/planner/traffic.py",
+        "    tokens = batch.tokens / n\n",
+        "    tokens = batch.tokens\n",
+        f"{CONTEXT}::test_groups_move_what_the_formulas_say",
+    ),
+    Mutant(
+        "ulysses takes any number of heads",
+        "surojax/config/mesh.py",
+        "need(heads % (n * c.tp_size) == 0,",
+        "need(True,",
+        f"{CONTEXT}::test_what_is_not_built_is_refused",
     ),
     # -- Tensor parallelism: one collective after another is left out -------------------------------------------------
     Mutant(
@@ -1593,15 +1709,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "shards are divided by dp_shard before tp",
         "surojax/placement/layout.py",
-        "_spec([(*axes, SHARD) if i == dim",
-        "_spec([(SHARD, *axes) if i == dim",
+        "_spec([(*axes, *shard_axes(mesh)) if i == dim",
+        "_spec([(*shard_axes(mesh), *axes) if i == dim",
         f"{TENSOR} -k 1kv-2x2-zero3-saved",
     ),
     Mutant(
         "a sharded vocabulary's gradient is not summed over dp_shard",
         "surojax/step/gradients.py",
-        "if SHARD not in engine.layouts.weights[OUTER][name].computed_axes:",
-        "if not engine.layouts.weights[OUTER][name].computed_axes:",
+        "if not set(SHARDS) & set(computed_axes):",
+        "if not computed_axes:",
         f"{TENSOR} -k 1kv-2x2-zero3-saved",
     ),
     Mutant(
@@ -1642,7 +1758,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a group's FLOPs are those of each GPU",
         "surojax/planner/traffic.py",
-        "    tokens = batch.tokens * batch.microbatches / tensor_parallel(run.mesh)\n",
+        "    tokens = batch.tokens * batch.microbatches / devices_per_sequence(run.mesh)\n",
         "    tokens = batch.tokens * batch.microbatches\n",
         "tests/test_tensor_parallel.py::test_groups_move_what_the_formulas_say",
     ),
@@ -1968,8 +2084,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "normuon: a device keeps the next one's part of the update",
         "surojax/optim/normuon.py",
-        "jax.lax.axis_index(SHARD) * size, size, dim)",
-        "(jax.lax.axis_index(SHARD) + 1) * size, size, dim)",
+        "(x, number * size, size, dim)",
+        "(x, (number + 1) * size, size, dim)",
         "tests/test_optimizers.py::test_devices_and_levels_change_rounding_only -k zero 2 and normuon",
     ),
     Mutant(
@@ -3163,15 +3279,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "logits are never cut into slices",
         "surojax/planner/footprint.py",
-        "(batch * sequence_len // engine.lmhead_chunks)",
-        "(batch * sequence_len)",
+        "(batch * own_len // engine.lmhead_chunks)",
+        "(batch * own_len)",
         "tests/test_footprint.py::test_what_saves_memory_does_so_in_the_estimate",
     ),
     Mutant(
         "attention scores of one position",
         "surojax/planner/footprint.py",
-        '(4 if platform == "cpu" else 2) * heads * S * chunks * tensor * 4',
-        '(4 if platform == "cpu" else 2) * heads * tensor * 4',
+        '(4 if platform == "cpu" else 2) * heads * keys * 4',
+        '(4 if platform == "cpu" else 2) * heads * per_sequence * 4',
         "tests/test_footprint.py::test_flash_attention_has_no_scores",
     ),
     Mutant(

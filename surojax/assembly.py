@@ -23,7 +23,7 @@ from surojax.optim.optimizers import OPTIMIZERS
 from surojax.parallel import collectives
 from surojax.placement.home import DEVICE
 from surojax.placement.layout import layouts
-from surojax.placement.mesh import SHARD
+from surojax.placement.mesh import shards
 from surojax.placement.table import SETTINGS, Mesh, Placement, place
 from surojax.step import train_step as step
 from surojax.step.spec import Engine
@@ -158,7 +158,7 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
     settings = {name: c[name] for name in SETTINGS}
     return assemble(
         model(c),
-        table=place(**settings, num_shards=mesh.shape[SHARD]),
+        table=place(**settings, num_shards=shards(mesh)),
         optimizer=_optimizer(c, total_steps),
         mesh=mesh,
         recompute_block=c.recompute_block,
@@ -179,6 +179,7 @@ def compute(c: configs.Config) -> Compute:
     """The `Compute` settings of a checked config."""
     return Compute(
         attention=c.attention,
+        cp_method=c.cp_method,
         recompute=Recompute(**{name.removeprefix("recompute_"): c[name] for name in configs.RECOMPUTE_PARTS}),
         precision=Precision(
             recipe=c.recipe,

@@ -40,7 +40,7 @@ from surojax.memory import nvme
 from surojax.memory.lock import locked
 from surojax.models.attention import chosen_here
 from surojax.placement.layout import batch_sharding, replicated_matrices
-from surojax.placement.mesh import data_parallel, find_devices, make_mesh
+from surojax.placement.mesh import data_parallel, find_devices, make_mesh, shards as number_of_shards
 from surojax.planner import gpus, prediction, report as planned, traffic
 from surojax.planner.advice import summed
 from surojax.planner.check_fit import check_fit, compare, memory_limit
@@ -312,9 +312,9 @@ def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) ->
     """
     if before == now:
         return
-    if not changed.keys() & {"gpus", "tp_size", "per_device_batch_size", "gradient_accumulation_steps"}:
+    if not changed.keys() & {"gpus", "cp_size", "tp_size", "per_device_batch_size", "gradient_accumulation_steps"}:
         groups = now // (c.per_device_batch_size * c.gradient_accumulation_steps)
-        devices = groups * c.tp_size
+        devices = groups * configs.gpus_per_sequence(c)
         per_device, rest = divmod(before, groups * c.gradient_accumulation_steps)
         keep = "" if rest else f"per_device_batch_size={per_device} keeps it so, "
         raise CheckpointError(
@@ -336,9 +336,9 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
             say(f"{memory} per device: {summed(needs, digits=2)}")
     if run.engine.packed:
         say(planned.documents(chosen_here(c.attention, c.model_dtype, configs.head_dim(c), packed=True)))
-    shards = run.mesh.shape["dp_shard"]
+    shards = number_of_shards(run.mesh)
     if shards > 1 and (replicated := replicated_matrices(run.params, run.engine.layouts.master)):
-        say(f"note: not sharded over dp_shard, since {shards} divides none of their dimensions: {replicated}")
+        say(f"note: not sharded over {shards} devices, which divide none of their dimensions: {replicated}")
 
 
 def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:

@@ -103,6 +103,11 @@ CHUNKS: dict[str, Any] = {"sequence_chunks": 4}
 ZERO3: dict[str, Any] = {"zero_level": 3}
 TP: dict[str, Any] = {"tp_size": 2}
 ZERO3_TP: dict[str, Any] = ZERO3 | TP
+CP: dict[str, dict[str, Any]] = {
+    "ulysses": {"cp_size": 2},
+    "allgather": {"cp_size": 2, "cp_method": "allgather", "attention": "xla"},
+    "ring": {"cp_size": 2, "cp_method": "ring", "attention": "xla"},
+}
 FP8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "fp8"}
 INT8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "int8"}
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
@@ -162,6 +167,36 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("use_all_to_all_reduce_tp_2x2", ZERO3_TP | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting("hsdp_tp_2x2x2", ZERO3_TP | {"dp_replicate_size": 2}, 8, expect="order"),
     Setting("hsdp_tp_2x2x2_offload_all", ZERO3_TP | ALL | {"dp_replicate_size": 2}, 8, like="hsdp_tp_2x2x2"),
+    # Context parallelism: dp_shard_size x cp_size, with dp_replicate_size before it or tp_size behind it
+    *(Setting(f"cp_{name}_2x2", ZERO3 | of_method, 4, expect="order") for name, of_method in CP.items()),
+    *(
+        Setting(f"cp_{name}_2x4", ZERO3 | of_method | {"cp_size": 4}, 8, expect="order")
+        for name, of_method in CP.items()
+    ),
+    *(
+        Setting(f"cp_{name}_{part}_2x2", ZERO3 | of_method | changes, 4, like=f"cp_{name}_2x2", expect=expect)
+        for name, of_method in CP.items()
+        for part, changes, expect in (
+            ("saved", SAVED, "saved"),
+            ("offload_all", ALL, "same"),
+            ("offload_saved", SAVED | ALL, "saved"),
+            ("sample_packing", {"sample_packing": True}, "order"),
+        )
+    ),
+    *(Setting(f"zero_level={n}_cp_2x2", {"zero_level": n} | CP["ulysses"], 4, expect="order") for n in (1, 2)),
+    Setting("shard_outer_cp_2x2", ZERO3 | CP["ulysses"] | {"shard_outer": True}, 4, expect="order"),
+    Setting("use_all_to_all_reduce_cp_2x2", ZERO3 | CP["ulysses"] | {"use_all_to_all_reduce": True}, 4, expect="order"),
+    Setting("resident_layers_cp_2x2", ZERO3 | CP["ring"] | ALL | {"resident_layers": 1}, 4, like="cp_ring_2x2"),
+    Setting("hsdp_cp_2x2x2", ZERO3 | CP["ulysses"] | {"dp_replicate_size": 2}, 8, expect="order"),
+    Setting(
+        "hsdp_cp_2x2x2_offload_all", ZERO3 | ALL | CP["ulysses"] | {"dp_replicate_size": 2}, 8, like="hsdp_cp_2x2x2"
+    ),
+    *(Setting(f"cp_{name}_tp_2x2", of_method | TP, 4, expect="order") for name, of_method in CP.items()),
+    *(Setting(f"cp_{name}_tp_2x2x2", ZERO3_TP | of_method, 8, expect="order") for name, of_method in CP.items()),
+    *(
+        Setting(f"cp_{name}_tp_offload_all_2x2x2", ZERO3_TP | ALL | of_method, 8, like=f"cp_{name}_tp_2x2x2")
+        for name, of_method in CP.items()
+    ),
     # Communication
     Setting("use_all_to_all_reduce@4", ZERO3 | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting(
@@ -190,15 +225,8 @@ OWN = "as_configured"
 NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings of `place` that rows take from the config
 RESET = (  # fields that have their defaults in every row that does not change them
     *(name for name in placement.SETTINGS if name not in NUMBERS),
-    *(
-        "recompute_block",
-        *configs.RECOMPUTE_PARTS,
-        "sequence_chunks",
-        "lmhead_chunks",
-        "dp_replicate_size",
-        "dp_shard_size",
-    ),
-    *("sample_packing", "microbatches_per_fetch", "tp_size"),
+    *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
+    *("sample_packing", "sequence_chunks", "microbatches_per_fetch", "cp_size", "cp_method", "tp_size"),
 )
 
 
@@ -344,9 +372,9 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.nda
     """Returns ([(inputs, labels, starts) of each step, int32 `[B, S]`], number of microbatches), used by every row.
 
     B is the config's sequences per step, rounded up so that each microbatch divides evenly over 8 devices, over the
-    config's own tensor-parallel groups, and on one device into two.
+    config's own groups that share sequences, and on one device into two.
     """
-    own_groups = max(1, (c.gpus or devices) // c.tp_size)
+    own_groups = max(1, (c.gpus or devices) // configs.gpus_per_sequence(c))
     microbatches = max(2, c.gradient_accumulation_steps)
     multiple = math.lcm(8, own_groups) * microbatches
     sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_groups // multiple) * multiple
@@ -371,7 +399,7 @@ def changed(c: Config, s: Setting, steps: int, sequences: int, microbatches: int
     new.update({"max_steps": steps, "num_epochs": 1, "gpus": s.devices})
     new.gradient_accumulation_steps = microbatches
     new.update(s.changes)
-    new.per_device_batch_size = sequences * new.tp_size // (microbatches * s.devices)
+    new.per_device_batch_size = sequences * configs.gpus_per_sequence(new) // (microbatches * s.devices)
     checks.check(new)
     return new
 

@@ -18,7 +18,7 @@ from surojax.models.model import DEFAULT, Compute, Model
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import learning_rate_schedule
 from surojax.placement.layout import Layout, batch_sharding
-from surojax.placement.mesh import make_mesh
+from surojax.placement.mesh import make_mesh, shards
 from surojax.placement.param import Kind, Param
 from surojax.placement.table import place
 
@@ -101,6 +101,7 @@ class Small:
         compute: Compute = DEFAULT,
         model: Model | None = None,
         replicate: int = 1,
+        cp_size: int = 1,
         tp_size: int = 1,
         recompute_block: bool = True,
         lmhead_chunks: int = 1,
@@ -112,13 +113,18 @@ class Small:
         optimizer=optim.adamw,
         **placed,
     ):
-        sizes = {"dp_replicate_size": replicate, "tp_size": tp_size, "kv_heads": config.num_key_value_heads}
+        sizes = {
+            "dp_replicate_size": replicate,
+            "cp_size": cp_size,
+            "tp_size": tp_size,
+            "kv_heads": config.num_key_value_heads,
+        }
         self.mesh = make_mesh(jax.devices()[:devices], **sizes)
         placed = {"model_dtype": "float32", "recipe": compute.precision.recipe, **placed}
         schedule = learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
         self.run = assemble(
             model or llama.build(config, compute),
-            table=place(**placed, num_shards=self.mesh.shape["dp_shard"]),
+            table=place(**placed, num_shards=shards(self.mesh)),
             optimizer=optimizer(schedule, m_dtype=m_dtype),
             mesh=self.mesh,
             recompute_block=recompute_block,

@@ -19,6 +19,7 @@ from surojax.config.fields import (
     Config,
     default_config,
     flat,
+    gpus_per_sequence,
     head_dim,
     no_field,
     warmup_steps,
@@ -32,6 +33,7 @@ from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, BLOCK_SCALED_PRODUCTS, KERNELS, RECIPES
 from surojax.optim.optimizer import SCHEDULES
 from surojax.optim.optimizers import OPTIMIZERS
+from surojax.parallel.context import METHODS
 from surojax.placement.table import WEIGHT_FORMATS, ZERO_LEVELS
 from surojax.sizes import divisor
 
@@ -124,6 +126,7 @@ CHOICES: dict[str, tuple] = {
     "model.model_type": tuple(FAMILIES),
     **dict.fromkeys(("matmul_dtype", "gradient_dtype"), ("", *FLOATS)),
     "attention": IMPLEMENTATIONS,
+    "cp_method": METHODS,
     "kernels": KERNELS,
     "recipe": RECIPES,
     "block_scaled_products": BLOCK_SCALED_PRODUCTS,
@@ -317,7 +320,7 @@ def _check_sizes(c: Config) -> None:
         expected = "False with recompute_block=True, which computes all of it again"
         _need(not c[name], name, expected, c[name], "leave it out, or set recompute_block=False")
     _check_chunks(c)
-    others = c.dp_replicate_size * c.tp_size
+    others = c.dp_replicate_size * gpus_per_sequence(c)
     shards = c.gpus // others if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
     if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients or c.shard_outer):
         expected = "2 or more, to shard over, with zero_level above 1, shard_weights or shard_gradients"

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import attention as kernel, dispatch
 from surojax.models import cudnn
+from surojax.models.ring_attention import ring_attention
+from surojax.parallel import context
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "mosaic")
 
@@ -111,6 +113,20 @@ def attend(
         return by_xla(q, k, v, mask, factor, softcap)
 
     return masked(q_BSHh, k_BTKh, v_BTKh, starts)
+
+
+def attend_in_context(
+    q_BsHh: jax.Array, k_BsKh: jax.Array, v_BsKh: jax.Array, method: context.Method, **how: Any
+) -> jax.Array:
+    """`attend` of this device's queries to the keys of whole sequences, which are divided over the devices of `cp`.
+
+    how: arguments of `attend`; its `starts` are of whole rows.
+    """
+    if method == "ulysses":
+        return context.gather_heads(attend(*context.scatter_heads(q_BsHh, k_BsKh, v_BsKh), **how))
+    scale = q_BsHh.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
+    rest: Any = {"window": how["window"], "scale": scale, "softcap": how["softcap"]}
+    return ring_attention(q_BsHh, k_BsKh, v_BsKh, how["starts"], method=method, **rest)
 
 
 USE_AUTO = "use attention='auto', or 'xla', which has S x S scores in memory"

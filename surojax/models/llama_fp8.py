@@ -270,4 +270,5 @@ def _mlp_backward(config, quantiser: Quantiser, w: dict, saved: MlpSaved, d_out_
 
 def _angles(config, ops: Operations, S: int) -> tuple[jax.Array, jax.Array]:
     """The angles of rope for positions 0 to S - 1, or for those in the documents of each row."""
-    return rope_angles(config.head_dim, positions_of(S, ops.starts), *config.rotary(ops.variant))
+    positions = positions_of(S, ops.starts, cp_method=ops.compute.cp_method)
+    return rope_angles(config.head_dim, positions, *config.rotary(ops.variant))

@@ -23,6 +23,7 @@ from flax import nnx
 
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
+from surojax.parallel.context import Method
 from surojax.placement.param import OUTER, Kind, Param
 
 
@@ -44,11 +45,13 @@ class Recompute:
 class Compute:
     """How a model is computed; its architecture does not depend on it.
 
-    attention: an implementation, see `attention.attend`. precision: the recipe of the blocks' matrix products, and the
-    kernels between them. sequence_chunks: parts of the sequence that a block computes one after another (chunked.py).
+    attention: an implementation, see `attention.attend`. cp_method: how it is divided over the devices of `cp`, see
+    parallel/context.py. precision: the recipe of the blocks' matrix products, and the kernels between them.
+    sequence_chunks: parts of the sequence that a block computes one after another (chunked.py).
     """
 
     attention: str = "auto"
+    cp_method: Method = "ulysses"
     recompute: Recompute = dataclasses.field(default_factory=Recompute)
     precision: Precision = dataclasses.field(default_factory=Precision)
     sequence_chunks: int = 1

@@ -26,11 +26,12 @@ from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
 from pallas_kernels.swiglu import swiglu as kernel_swiglu
-from surojax.models.attention import attend
+from surojax.models.attention import attend, attend_in_context
 from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Variant
 from surojax.numerics.blockscaled import mxfp8_linear, nvfp4_linear
 from surojax.numerics.recipes import Precision
 from surojax.numerics.rounding import materialised
+from surojax.parallel import context
 from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
 
 # --- linear layers ----------------------------------------------------------------------------------------------------
@@ -210,12 +211,18 @@ def rope_angles(head_dim: int, positions: jax.Array, theta: float, scaling: Rope
     return (cos, sin) if scaling.magnitude == 1 else (scaling.magnitude * cos, scaling.magnitude * sin)
 
 
-def positions_of(tokens: int, starts_BS: jax.Array | None = None, first: jax.Array | int = 0) -> jax.Array:
-    """The positions of consecutive tokens, int32: `[S]`, or `[B, S]` in the documents that start there.
+def positions_of(
+    tokens: int, starts_BS: jax.Array | None = None, first: jax.Array | int = 0, cp_method: context.Method = "ulysses"
+) -> jax.Array:
+    """The positions of this device's tokens, int32: `[S]`, or `[B, S]` in the documents that start there.
 
-    first: index of the first of them in its row.
+    Tokens are consecutive, and the first of them has index `first` in its row, unless a row is divided over devices.
+    starts_BS: of whole rows.
     """
     index_S = first + jnp.arange(tokens)
+    if context.is_divided():
+        index_S = context.own_index(tokens, cp_method)
+        starts_BS = None if starts_BS is None else context.own_tokens(starts_BS, cp_method)
     return index_S if starts_BS is None else index_S[None, :] - starts_BS
 
 
@@ -270,9 +277,9 @@ def softcapped(x: jax.Array, cap: float) -> jax.Array:
 class Operations:
     """The operations of one layer, computed as `compute` and its variant say.
 
-    seed: uint32 [], of the recipe's random numbers (nvfp4). starts: int32 `[B, S]`, for each token the index in its row
-    at which its document starts; None: a row is one document. Residuals that follow from starts are made again in the
-    backward pass.
+    seed: uint32 [], of the recipe's random numbers (nvfp4). starts: int32 `[B, S]`, for each token of whole rows the
+    index in its row at which its document starts; None: a row is one document. Residuals that follow from starts are
+    made again in the backward pass.
     """
 
     compute: Compute = DEFAULT
@@ -348,7 +355,7 @@ class Operations:
         turned = scaling.channels(h)
 
         def rotated(q_BSHh, k_BSKh, starts_BS):
-            positions = positions_of(q_BSHh.shape[1], starts_BS, first)
+            positions = positions_of(q_BSHh.shape[1], starts_BS, first, self.compute.cp_method)
             if turned == h:
                 q, k = self._turned(q_BSHh, k_BSKh, positions, theta, scaling)
             else:
@@ -400,7 +407,10 @@ class Operations:
             y_BSHh = attend(q_BSHh, keys, values, starts=starts, window=window, implementation=how, **scores)
             return y_BSHh, Earlier(k_BSKh, v_BSKh)
         if cache is None:
-            return attend(q_BSHh, k_BSKh, v_BSKh, starts=starts, window=window, implementation=how, **scores), None
+            scores |= {"starts": starts, "window": window, "implementation": how}
+            if context.is_divided():
+                return attend_in_context(q_BSHh, k_BSKh, v_BSKh, self.compute.cp_method, **scores), None
+            return attend(q_BSHh, k_BSKh, v_BSKh, **scores), None
         keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, k_BSKh, cache.start, 1)
         values = jax.lax.dynamic_update_slice_in_dim(cache.values, v_BSKh, cache.start, 1)
         places: Any = {"start": cache.start, "starts": self.starts, "window": window}

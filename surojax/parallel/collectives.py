@@ -1,10 +1,12 @@
 """Data-parallel communication of parameter trees, inside `shard_map`.
 
-A layout (placement/layout.py) says which dimension of an array is sharded over `dp_shard`. An array without such a
-dimension is replicated.
+A layout (placement/layout.py) says which dimension of an array is sharded over `dp_shard x cp`. An array without such a
+dimension is replicated. The devices of `cp` have other tokens of the same sequences: for a matrix that is the same as
+other sequences.
 
 Mesh axes of one device are skipped: values are not marked as varying over them and no collective names them. So a
-program for one device has no collectives. Collectives of tensor parallelism within a block are in tensor.py.
+program for one device has no collectives. Collectives of tensor and context parallelism within a block are in tensor.py
+and context.py.
 """
 
 from typing import NamedTuple
@@ -18,7 +20,7 @@ from surojax.errors import ConfigError
 from surojax.numerics.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
 from surojax.numerics.rounding import materialised
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import AXES, DATA, SHARD, TENSOR
+from surojax.placement.mesh import AXES, SHARDS, TENSOR, TOKENS
 from surojax.placement.param import Kind, Param
 from surojax.placement.table import Reduce
 
@@ -69,7 +71,7 @@ def device_number(*axes: str) -> tuple[jax.Array | int, int]:
     return number, count
 
 
-def varying(tree, axes: tuple[str, ...] = DATA):
+def varying(tree, axes: tuple[str, ...] = TOKENS):
     """Marks values as varying over the axes, so that reverse mode keeps gradients local instead of summing them."""
     return jax.tree.map(lambda x: mark_varying(x, active(*axes)), tree)
 
@@ -93,10 +95,10 @@ def same(tree, *axes: str):
 
 
 def all_gather(tree, layouts):
-    """All-gathers shards over `dp_shard` into the arrays that are computed with. A Quantized is sent in 8 bits."""
+    """All-gathers shards over `dp_shard x cp` into the arrays that are computed with. A Quantized is sent in 8 bits."""
 
     def gathered(x: jax.Array, dim: int) -> jax.Array:
-        return jax.lax.all_gather(x, SHARD, axis=dim, tiled=True)
+        return jax.lax.all_gather(x, active(*SHARDS), axis=dim, tiled=True)
 
     def one(layout: Layout, x):
         dim = layout.sharded_dim
@@ -122,33 +124,34 @@ def _from_bits(x: jax.Array, dtype) -> jax.Array:
 
 
 def largest_of_shards(x: jax.Array) -> jax.Array:
-    """The elementwise maximum over the devices of `dp_shard`; x itself if it does not vary over them."""
-    return jax.lax.pmax(x, SHARD) if SHARD in varying_axes(x) else x
+    """The elementwise maximum over the devices of `dp_shard x cp`; x itself if it does not vary over them."""
+    return _largest(x, SHARDS)
 
 
 def largest_of_devices(tree):
     """The elementwise maximum over all devices, equal on all of them."""
+    return jax.tree.map(lambda x: _largest(x, AXES), tree)
 
-    def one(x):
-        names = tuple(a for a in AXES if a in varying_axes(x))
-        return jax.lax.pmax(x, names) if names else x
 
-    return jax.tree.map(one, tree)
+def _largest(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The elementwise maximum over those of the axes that x varies over."""
+    names = tuple(a for a in axes if a in varying_axes(x))
+    return jax.lax.pmax(x, names) if names else x
 
 
 def reshard(x: jax.Array, stored: Layout, wanted: Layout) -> jax.Array:
     """x, stored with layout `stored`, all-gathered if `wanted` is stored differently.
 
-    A gathered array is typed as equal on all devices of `dp_shard`.
+    A gathered array is typed as equal on all devices of `dp_shard x cp`.
     """
     dim = stored.sharded_dim
     if stored.stored == wanted.stored or dim is None:
         return x
-    return jax.lax.all_gather(x, SHARD, axis=dim, tiled=True, to="invarying")
+    return jax.lax.all_gather(x, active(*SHARDS), axis=dim, tiled=True, to="invarying")
 
 
 def reduce_scatter(tree, params, layouts, reduce: Reduce = "reduce_scatter"):
-    """Sums arrays over `dp_shard`. Each device keeps its shard of a sharded array, or the full sum of a replicated one.
+    """Sums arrays over `dp_shard x cp`. Each device keeps its shard of a sharded array, or a replicated one's sum.
 
     reduce_scatter: one collective that sums in the array's dtype. all_to_all: each device receives the terms of its
     shard from all devices and sums them in float32. int8: all_to_all with matrices sent in 8 bits (ZeRO++'s qgZ in one
@@ -157,7 +160,9 @@ def reduce_scatter(tree, params, layouts, reduce: Reduce = "reduce_scatter"):
 
     def sum_shard(x: jax.Array, layout: Layout):
         dim = layout.sharded_dim
-        return add_up(x, SHARD) if dim is None else jax.lax.psum_scatter(x, SHARD, scatter_dimension=dim, tiled=True)
+        if dim is None:
+            return add_up(x, *SHARDS)
+        return jax.lax.psum_scatter(x, active(*SHARDS), scatter_dimension=dim, tiled=True)
 
     if reduce == "reduce_scatter":
         return jax.tree.map(sum_shard, tree, layouts)
@@ -167,7 +172,7 @@ def reduce_scatter(tree, params, layouts, reduce: Reduce = "reduce_scatter"):
         dim = layout.sharded_dim
         if dim is None:
             return None
-        shape = (*x.shape[:dim], jax.lax.axis_size(SHARD), -1, *x.shape[dim + 1 :])
+        shape = (*x.shape[:dim], jax.lax.axis_size(active(*SHARDS)), -1, *x.shape[dim + 1 :])
         parts = jnp.moveaxis(x.reshape(shape), dim, 0)
         if reduce == "int8":
             # Vectors are sent as float32, the dtype of the scales, so that both are one transfer.
@@ -176,7 +181,7 @@ def reduce_scatter(tree, params, layouts, reduce: Reduce = "reduce_scatter"):
 
     def add_terms(x: jax.Array, layout: Layout, sent):
         if layout.sharded_dim is None:
-            return add_up(x, SHARD)
+            return add_up(x, *SHARDS)
         sent = dequantise(sent, jnp.float32) if is_quantized(sent) else sent.astype(jnp.float32)
         return jnp.sum(sent, axis=0).astype(x.dtype)
 
@@ -210,14 +215,14 @@ def _exchange(tree):
     for dtype in sorted({x.dtype for x in leaves}, key=str):
         which = [i for i, x in enumerate(leaves) if x.dtype == dtype]
         packed = jnp.concatenate([leaves[i].reshape(leaves[i].shape[0], -1) for i in which], axis=1)
-        packed = jax.lax.all_to_all(packed, SHARD, split_axis=0, concat_axis=0, tiled=True)
+        packed = jax.lax.all_to_all(packed, active(*SHARDS), split_axis=0, concat_axis=0, tiled=True)
         ends = np.cumsum([leaves[i].size // leaves[i].shape[0] for i in which])
         for i, part in zip(which, jnp.split(packed, ends[:-1], axis=1), strict=True):
             received[i] = part.reshape(leaves[i].shape)
     return jax.tree.unflatten(structure, received)
 
 
-STATE = (SHARD, *TENSOR)  # axes whose devices may store different parts of a tensor
+STATE = (*SHARDS, *TENSOR)  # axes whose devices may store different parts of a tensor
 
 
 class Squares(NamedTuple):

@@ -1,9 +1,10 @@
 """Layouts: for each parameter and tensor class, how it is sharded while it is stored and while it is computed with.
 
 A layout follows from two rules. `MESH_AXES` says over which mesh axes a logical axis is sharded in every product. The
-ZeRO rule also shards stored tensors: along the first dimension that `dp_shard` divides evenly. It is the first, because
-sharding the last dimension makes XLA keep a transposed copy of the entire stack of layers. If a product shards that
-dimension too, each of its devices' parts is divided once more, so that all-gathering over `dp_shard` restores the part.
+ZeRO rule also shards stored tensors over `dp_shard x cp`: along the first dimension that these devices divide evenly.
+It is the first, because sharding the last dimension makes XLA keep a transposed copy of the entire stack of layers. If
+a product shards that dimension too, each of its devices' parts is divided once more, so that all-gathering over
+`dp_shard x cp` restores the part.
 
 PartitionSpecs in this file have an entry for each dimension of one layer; `stacked` adds the layer axis in front.
 """
@@ -17,7 +18,7 @@ import jax
 
 from surojax.errors import ConfigError
 from surojax.placement.home import DEVICE, HOST, Home
-from surojax.placement.mesh import DATA, KV_HEADS, SHARD, TENSOR
+from surojax.placement.mesh import DATA, KV_HEADS, SHARD, SHARDS, TENSOR, shard_axes, shards
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.placement.table import Mesh, Placement, Row
 
@@ -57,10 +58,10 @@ class Layout:
 
     @property
     def sharded_dim(self) -> int | None:
-        """The dimension that is sharded over `dp_shard` in `stored` but not in `computed`; None if there is none."""
+        """The dimension that `stored` shards over `dp_shard x cp` and `computed` does not; None if there is none."""
         for dim, axes in enumerate(map(mesh_axes, self.stored)):
             computed = mesh_axes(self.computed[dim]) if dim < len(self.computed) else ()
-            if SHARD in axes and SHARD not in computed:
+            if any(axis in axes and axis not in computed for axis in SHARDS):
                 return dim
         return None
 
@@ -92,7 +93,7 @@ class Layouts(NamedTuple):
 def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
     """The layouts of these parameters.
 
-    Raises ConfigError if `tp` does not divide a dimension that it shards, or `dp_shard` a sharded vocabulary.
+    Raises ConfigError if `tp` does not divide a dimension that it shards, or `dp_shard x cp` a sharded vocabulary.
     """
 
     def layers(row: Row) -> dict[str, Any]:
@@ -132,15 +133,15 @@ def _devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def _zero(param: Param, row: Row, mesh: Mesh) -> Layout:
-    """The ZeRO rule: shards along the first dimension that `dp_shard` divides evenly, if the class is sharded."""
+    """The ZeRO rule: shards along the first dimension that `dp_shard x cp` divides evenly, if the class is sharded."""
     dims = _computed(param, mesh)
     computed = _spec(dims)
-    n = mesh.shape[SHARD]
+    n = shards(mesh)
     parts = [size // _devices(mesh, axes) for size, axes in zip(param.shape, dims, strict=True)]
     dim = next((i for i, size in enumerate(parts) if n > 1 and size % n == 0), None)
     if not row.sharded or dim is None:
         return Layout(computed, computed, row.home)
-    stored = _spec([(*axes, SHARD) if i == dim else axes for i, axes in enumerate(dims)])
+    stored = _spec([(*axes, *shard_axes(mesh)) if i == dim else axes for i, axes in enumerate(dims)])
     return Layout(stored, computed, row.home)
 
 
@@ -154,8 +155,8 @@ def _outer(param: Param, row: Row, mesh: Mesh) -> Layout:
         return Layout(computed, computed)
     layout = _zero(param, row, mesh)
     if layout.sharded_dim != 0:
-        n = _devices(mesh, (*_computed(param, mesh)[0], SHARD))
-        name = "dp_shard_size" if n == mesh.shape[SHARD] else f"dp_shard_size x tp_size = {n}"
+        n = _devices(mesh, (*_computed(param, mesh)[0], *shard_axes(mesh)))
+        name = "dp_shard_size" if n == mesh.shape[SHARD] else f"the {n} GPUs of a replica"
         raise ConfigError(f"shard_outer: expected a vocabulary that {name} divides, got {param.shape[0]} words; pad it")
     return Layout(layout.stored, layout.stored)
 
@@ -175,7 +176,7 @@ def specs(of_class: dict) -> dict:
 
 
 def replicated_matrices(params: dict, of_class: dict) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of matrices and tables that are not sharded over `dp_shard`."""
+    """Names and shapes of matrices and tables that are not sharded over `dp_shard x cp`."""
     found = {}
     for section, of_section in params.items():
         for param, layout in zip(jax.tree.leaves(of_section), jax.tree.leaves(of_class[section]), strict=True):
@@ -187,7 +188,8 @@ def replicated_matrices(params: dict, of_class: dict) -> dict[str, tuple[int, ..
 def batch_sharding(mesh: Mesh, *, accumulated: bool = True) -> jax.NamedSharding:
     """The sharding of tokens `[accumulation, batch, S]`, or of `[batch, S]` if not accumulated (evaluation).
 
-    The batch is sharded over the data-parallel devices.
+    The batch is sharded over the data-parallel devices. All devices of `cp` and `tp` get whole sequences: which part is
+    theirs is decided in the step, after labels were shifted and documents marked.
     """
     axes = tuple(a for a in DATA if mesh.shape[a] > 1)
     return jax.NamedSharding(mesh, jax.P(None, axes or None) if accumulated else jax.P(axes or None))

@@ -1,13 +1,14 @@
-"""The device mesh and the names of its axes, outermost first: `dp_replicate`, `dp_shard`, `tp`, `tp_rep`.
+"""The device mesh and the names of its axes, outermost first: `dp_replicate`, `dp_shard`, `cp`, `tp`, `tp_rep`.
 
-The batch is sharded over `dp_replicate x dp_shard`. State is sharded over `dp_shard`, so that each replica stores one
-complete copy. If both axes are larger than 1, this is HSDP.
+The batch is sharded over `dp_replicate x dp_shard`, and every sequence over `cp` (parallel/context.py). State is
+sharded over `dp_shard x cp`, so that each replica stores one complete copy. With several replicas of several shards,
+this is HSDP.
 
 Heads, MLP and vocabulary are sharded over `tp x tp_rep`, the tp_size devices of a tensor-parallel group, which have the
 same sequences (parallel/tensor.py). With fewer key/value heads than tp_size, there are as many devices along `tp` as
 key/value heads, and those along `tp_rep` share a head's keys and values; else `tp_rep` has one device.
 
-The mesh always has the two data axes. An axis of tensor parallelism with one device is not in it.
+The mesh always has the two data axes. Another axis with one device is not in it.
 """
 
 import logging
@@ -23,10 +24,13 @@ from surojax.errors import ConfigError
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
 DATA = (REPLICATE, SHARD)
+CONTEXT = "cp"
+SHARDS = (SHARD, CONTEXT)  # state is sharded over them
+TOKENS = (*DATA, CONTEXT)  # their devices have tokens of their own in products with weights
 KV_HEADS = "tp"
 SAME_KV_HEADS = "tp_rep"
 TENSOR = (KV_HEADS, SAME_KV_HEADS)
-AXES = (*DATA, *TENSOR)
+AXES = (*TOKENS, *TENSOR)
 
 
 def find_devices(gpus: int) -> list:
@@ -48,7 +52,13 @@ def find_devices(gpus: int) -> list:
 
 
 def mesh_shape(
-    n: int, *, dp_replicate_size: int = 1, dp_shard_size: int = -1, tp_size: int = 1, kv_heads: int = 0
+    n: int,
+    *,
+    dp_replicate_size: int = 1,
+    dp_shard_size: int = -1,
+    cp_size: int = 1,
+    tp_size: int = 1,
+    kv_heads: int = 0,
 ) -> dict[str, int]:
     """The size of each axis of a mesh of n devices.
 
@@ -56,8 +66,8 @@ def mesh_shape(
     Raises ConfigError if the product of the sizes is not n, or if neither of tp_size and kv_heads divides the other.
     """
     sizes = {"dp_replicate_size": dp_replicate_size, "dp_shard_size": dp_shard_size}
-    sizes |= {"tp_size": tp_size} if tp_size > 1 else {}
-    others = dp_replicate_size * tp_size
+    sizes |= {name: size for name, size in (("cp_size", cp_size), ("tp_size", tp_size)) if size > 1}
+    others = dp_replicate_size * cp_size * tp_size
     if dp_shard_size == -1 and n % others:
         fields = " x ".join(name for name in sizes if name != "dp_shard_size")
         change = f"use {math.gcd(n, others)}, or gpus={math.ceil(n / others) * others}"
@@ -73,9 +83,9 @@ def mesh_shape(
             f"tp_size: expected a multiple or a divisor of {kv_heads} key/value heads, got {tp_size}; lower it"
         )
     along_heads = math.gcd(tp_size, kv_heads) if kv_heads else tp_size
-    tensor = {KV_HEADS: along_heads, SAME_KV_HEADS: tp_size // along_heads}
+    within_data = {CONTEXT: cp_size, KV_HEADS: along_heads, SAME_KV_HEADS: tp_size // along_heads}
     data = {REPLICATE: dp_replicate_size, SHARD: sizes["dp_shard_size"]}
-    return data | {name: size for name, size in tensor.items() if size > 1}
+    return data | {name: size for name, size in within_data.items() if size > 1}
 
 
 def data_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
@@ -86,6 +96,21 @@ def data_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
 def tensor_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
     """Number of devices of a tensor-parallel group."""
     return math.prod(mesh.shape.get(axis, 1) for axis in TENSOR)
+
+
+def devices_per_sequence(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """Number of devices that each have a part of the same sequences."""
+    return mesh.shape.get(CONTEXT, 1) * tensor_parallel(mesh)
+
+
+def shard_axes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> tuple[str, ...]:
+    """The mesh axes of several devices over which state is sharded."""
+    return tuple(axis for axis in SHARDS if mesh.shape.get(axis, 1) > 1)
+
+
+def shards(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """Number of devices over which each replica of the state is sharded."""
+    return math.prod(mesh.shape[axis] for axis in shard_axes(mesh))
 
 
 def has_driver() -> bool:

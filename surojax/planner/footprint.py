@@ -34,7 +34,7 @@ from surojax.numerics import quantize
 from surojax.numerics.quantize import is_quantized
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import SHARD, abstract_mesh, tensor_parallel
+from surojax.placement.mesh import abstract_mesh, devices_per_sequence, shards, tensor_parallel
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
@@ -79,7 +79,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     work = table.weights
     grads = table.grads
     tensor = tensor_parallel(run.mesh)
-    x = jax.ShapeDtypeStruct((batch.sequences, batch.sequence_len // tensor, model.hidden_size), work.dtype)
+    own_len = batch.sequence_len // devices_per_sequence(run.mesh)
+    x = jax.ShapeDtypeStruct((batch.sequences, own_len, model.hidden_size), work.dtype)
     x_bytes = _bytes(x)
     segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
     layer_bytes = max(segment.weights for segment in segments)
@@ -91,9 +92,9 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     outer_grads = jnp.dtype(grads.dtype).itemsize * outer_size
 
     itemsize = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
-    logits = itemsize * (batch.tokens // engine.lmhead_chunks) * model.vocab_size // tensor
+    logits = itemsize * (batch.sequences * own_len // engine.lmhead_chunks) * model.vocab_size
     capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
-    vocabulary = model.vocab_size // tensor // (run.mesh.shape[SHARD] if table.outer.sharded else 1)
+    vocabulary = model.vocab_size // tensor // (shards(run.mesh) if table.outer.sharded else 1)
     head_gradient = itemsize * vocabulary * model.hidden_size
     head = (
         capped + logits + max(logits, head_gradient)
@@ -126,11 +127,11 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     loops = sum(len(runs(segment.variants)) for segment in model.segments) + bool(work.resident)
     during_layer += (loops - 1) * fetched if during_head else 0
     # Shards of the layer after the next are copied from the host before they are all-gathered.
-    during_layer += fetched // run.mesh.shape[SHARD] if work.sharded and streamed else 0
+    during_layer += fetched // shards(run.mesh) if work.sharded and streamed else 0
     if table.quants.dtype and platform == "cpu":  # the 8-bit matrices that the weights are dequantised from
         during_layer += max(segment.size for segment in model.segments)
     exchanged = {"reduce_scatter": 0, "all_to_all": 2 * layer_bytes, "int8": layer_bytes}[table.reduce]
-    exchanged = exchanged if run.mesh.shape[SHARD] > 1 else 0  # gradients of a layer, sent and received
+    exchanged = exchanged if shards(run.mesh) > 1 else 0  # gradients of a layer, sent and received
     if grads.home.streamed:
         # In flight: accumulators of the previous layer to the host, and of the last layer of every other segment. Those
         # of this layer that come to the device take their place, or that of gradients before they are reduced.
@@ -267,10 +268,11 @@ def _block_bytes(
     compute = model.compute
     heads_of = segment.heads
     tensor = tensor_parallel(run.mesh)
+    per_sequence = devices_per_sequence(run.mesh)
     shapes, structure = jax.tree.flatten(jax.tree.map(lambda w: w.shape, _in_products(run, segment)), is_leaf=_is_shape)
-    mesh = run.mesh if tensor > 1 else None
+    mesh = run.mesh if per_sequence > 1 else None
     saved = _traced_residuals(model, segment, tuple(shapes), structure, mesh, x.shape, x.dtype)
-    heads = B * S * heads_of.query  # in a tensor-parallel group: of whole sequences, a part of the heads
+    heads = B * S * heads_of.query  # in a group: of whole sequences, a part of the heads
     kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
     flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
     if flash != "xla":
@@ -280,7 +282,10 @@ def _block_bytes(
         copied = (2 * heads_of.query + keys) * heads_of.channels if flash == "mosaic" else 0
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
         return saved + kept, B * S * copied * itemsize
-    return saved, (4 if platform == "cpu" else 2) * heads * S * chunks * tensor * 4
+    keys = S * chunks * per_sequence
+    if per_sequence > tensor and compute.cp_method != "ulysses":
+        keys = S * tensor // 2  # of the two pairs of a hop: models/ring_attention.py
+    return saved, (4 if platform == "cpu" else 2) * heads * keys * 4
 
 
 @functools.lru_cache(maxsize=1024)
@@ -289,7 +294,7 @@ def _traced_residuals(
 ) -> int:
     """Bytes of a block's residuals without its weights, for an input of this shape. Traces the block, so it is cached.
 
-    weights, structure: shapes of the tree of weights on one device. mesh: of tensor parallelism, None without it.
+    weights, structure: shapes of the tree of weights on one device. mesh: None if devices have whole sequences.
 
     Families build the same model for the same settings once, so models can be keys.
     """

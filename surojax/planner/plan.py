@@ -351,7 +351,7 @@ def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
     host_difference = max(0, need.host - estimated.host)
 
     left = search.Limits(search.device_limit(gpu) - device_difference, limit.host - host_difference)
-    if gpu.rates is not None and c.tp_size == 1 and (lines := search.alternatives(c, gpu, left)):
+    if gpu.rates is not None and configs.gpus_per_sequence(c) == 1 and (lines := search.alternatives(c, gpu, left)):
         return lines
 
     def needs(c: Config, n: int) -> Memory:

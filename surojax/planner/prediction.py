@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from surojax.assembly import Assembly
-from surojax.placement.mesh import tensor_parallel
+from surojax.placement.mesh import devices_per_sequence
 from surojax.planner import costs, hlo, traffic
 from surojax.planner.costs import MAIN, STREAMS, TRANSFERS
 from surojax.planner.gpus import Gpu
@@ -72,7 +72,7 @@ def of_compiled(text: str, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Pre
 
 def of_module(module: Module, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
     """The `Prediction` of a step from its parsed program."""
-    tokens = batch.tokens * batch.microbatches // tensor_parallel(run.mesh)
+    tokens = batch.tokens * batch.microbatches // devices_per_sequence(run.mesh)
     compute_time = tokens * traffic.compute_time(gpu, traffic.token_flops(run, batch.sequence_len))
     return predict(module, gpu, run.mesh.shape, tokens=tokens, compute_time=compute_time)
 

@@ -2,7 +2,7 @@
 next to the figures of the compiled step.
 
 Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), as in DESIGN section 3. For n GPUs of
-`dp_shard`, k microbatches, and blocks whose work weights have P bytes, each GPU sends per step:
+`dp_shard x cp`, k microbatches, and blocks whose work weights have P bytes, each GPU sends per step:
 
 | sharded            | forward and backward                                | end of step                            |
 |--------------------|-----------------------------------------------------|----------------------------------------|
@@ -18,7 +18,8 @@ of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradient
 
 Replicated outer layers add a reduce-scatter and an all-gather once per step. Sharded outer layers transfer tokens
 instead: see `collective_bytes`. NorMuon all-gathers the momentum of the blocks' matrices once per step, in the work
-dtype. With tensor parallelism P is what a device of a group has; `tensor_bytes` says what its groups send besides.
+dtype. With tensor parallelism P is what a device of a group has; `tensor_bytes` says what its groups send besides,
+and `context_bytes` what attention sends over `cp`.
 Groups of `dp_replicate` all-reduce their shards once per step. Scalars (loss, label count, norm: a few bytes)
 are left out.
 
@@ -37,14 +38,24 @@ from surojax.config.fields import Config
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import REPLICATE, SHARD, TENSOR, tensor_parallel
+from surojax.placement.mesh import (
+    CONTEXT,
+    KV_HEADS,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    devices_per_sequence,
+    shard_axes,
+    shards,
+    tensor_parallel,
+)
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.planner.gpus import Gpu
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The tokens of a step on one GPU, or on one tensor-parallel group of GPUs."""
+    """The tokens of a step on one GPU, or on one group of GPUs that share sequences."""
 
     sequences: int  # per microbatch
     sequence_len: int
@@ -64,35 +75,36 @@ def batch_of(c: Config) -> Batch:
 def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     """Bytes that each GPU sends per step, by (collective, axis)."""
     table = run.engine.table
-    n = run.mesh.shape[SHARD]
+    n = shards(run.mesh)
+    over_shards = _joined(run, shard_axes(run.mesh)) or SHARD
     replicas = run.mesh.shape[REPLICATE]
     k = batch.microbatches
     groups = _groups(run, batch)
     ops = "all-gather", "reduce-scatter", "all-to-all", "all-reduce"
     sent = collections.defaultdict[tuple[str, str], float](float)
-    sent |= dict.fromkeys([*((op, SHARD) for op in ops), ("all-reduce", REPLICATE)], 0.0)
+    sent |= dict.fromkeys([*((op, over_shards) for op in ops), ("all-reduce", REPLICATE)], 0.0)
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
     ring = (n - 1) / n
     blocks, replicated_blocks = _sizes(run, *_segments(run))
     gathered = _in_8_bits(run, vectors=work) if table.quants.dtype else work * blocks
-    sent["all-gather", SHARD] += ring * (2 * groups * gathered if table.weights.sharded else work * blocks)
+    sent["all-gather", over_shards] += ring * (2 * groups * gathered if table.weights.sharded else work * blocks)
     rounds, itemsize = (k, work) if table.grads.sharded else (1, accum)
     reduce = "reduce-scatter" if table.reduce == "reduce_scatter" else "all-to-all"
     reduced = _in_8_bits(run, vectors=4) if table.reduce == "int8" else itemsize * blocks
-    sent[reduce, SHARD] += ring * reduced * rounds
-    sent["all-reduce", SHARD] += 2 * ring * itemsize * replicated_blocks * rounds
+    sent[reduce, over_shards] += ring * reduced * rounds
+    sent["all-reduce", over_shards] += 2 * ring * itemsize * replicated_blocks * rounds
 
     outer = sum(  # weights that are stored as shards are not gathered
         _size(run, p, master)
         for p, master, weights in _with_layouts(run, OUTER)
         if master.sharded_dim is not None and weights.stored != master.stored
     )
-    sent["all-gather", SHARD] += ring * work * outer
-    sent[reduce, SHARD] += ring * accum * outer
+    sent["all-gather", over_shards] += ring * work * outer
+    sent[reduce, over_shards] += ring * accum * outer
     sharded_outer, replicated_outer = _sizes(run, OUTER)
-    sent["all-reduce", SHARD] += 2 * ring * accum * replicated_outer
+    sent["all-reduce", over_shards] += 2 * ring * accum * replicated_outer
     if axes := run.engine.vocabulary_axes:
-        tokens = batch.tokens // tensor_parallel(run.mesh)
+        tokens = batch.tokens // devices_per_sequence(run.mesh)
         x = tokens * run.model.hidden_size * work
         ids = tokens * 4
         along = _joined(run, axes)
@@ -102,8 +114,9 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
         sent["all-gather", along] += k * others * (2 * x + 2 * ids)
         sent["reduce-scatter", along] += k * others * 2 * x
         sent["all-reduce", along] += k * 2 * others * 2 * ids  # largest logit and sum of exponentials, float32
-    for key, size in tensor_bytes(run, batch).items():
-        sent[key] += size
+    for of_blocks in (tensor_bytes(run, batch), context_bytes(run, batch)):
+        for key, size in of_blocks.items():
+            sent[key] += size
     if run.optimizer.matrices.gathers:  # normuon.py
         matrices = sum(
             segment.num_layers * _size(run, p, master)
@@ -111,7 +124,7 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
             for p, master, _ in _with_layouts(run, segment.name)
             if master.sharded_dim is not None and p.kind is Kind.MATRIX
         )
-        sent["all-gather", SHARD] += ring * work * matrices
+        sent["all-gather", over_shards] += ring * work * matrices
     parameters = blocks / n + replicated_blocks + sharded_outer / n + replicated_outer
     sent["all-reduce", REPLICATE] += 2 * (replicas - 1) / replicas * accum * parameters
     return {key: round(size) for key, size in sent.items() if size}
@@ -132,7 +145,7 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     work = jnp.dtype(engine.table.weights.dtype).itemsize
     k = batch.microbatches
     n = tensor_parallel(run.mesh)
-    x = (n - 1) / n * batch.tokens * run.model.hidden_size * work
+    x = (n - 1) / n * batch.tokens / run.mesh.shape.get(CONTEXT, 1) * run.model.hidden_size * work
     along = _joined(run, axes)
     for segment in run.model.segments:
         parts = (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn)  # whose inputs are gathered again
@@ -144,6 +157,38 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
             _add_shared(run, sent, p, layout, k * segment.num_layers * work)
     for p, layout, _ in _with_layouts(run, OUTER):
         _add_shared(run, sent, p, layout, k * engine.lmhead_chunks * work)
+    return sent
+
+
+def context_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
+    """Bytes that each GPU sends per step for attention over the devices of `cp`, by (collective, axis).
+
+    ulysses: queries, keys and values of one pass, and its results; so are their gradients. Others: a pass gets keys and
+    values of all others; reverse mode gets them again, and XLA joins that with what a recomputed block gets. Gradients
+    of them are float32, until ring sends them home in one hop more.
+    """
+    n = run.mesh.shape.get(CONTEXT, 1)
+    sent = collections.defaultdict[tuple[str, str], float](float)
+    if n == 1:
+        return sent
+    engine = run.engine
+    method = run.model.compute.cp_method
+    work = jnp.dtype(engine.table.weights.dtype).itemsize
+    tokens = batch.tokens / n
+    for segment in run.model.segments:
+        passes = batch.microbatches * segment.num_layers
+        again = engine.recompute_block or run.model.compute.recompute.att
+        heads = segment.heads
+        queries = heads.query // tensor_parallel(run.mesh) * heads.channels * tokens
+        of_group = heads.key_value // run.mesh.shape.get(KV_HEADS, 1)
+        if method == "ulysses":
+            keys = max(of_group, n) * heads.channels * tokens
+            sent["all-to-all", CONTEXT] += (n - 1) / n * passes * (3 if again else 2) * (2 * queries + 2 * keys) * work
+            continue
+        block = 2 * of_group * heads.channels * tokens
+        to_others, home = ("all-gather", "reduce-scatter") if method == "allgather" else ("collective-permute",) * 2
+        sent[to_others, CONTEXT] += (n - 1) * passes * 2 * block * work
+        sent[home, CONTEXT] += passes * block * ((n - 1) * 4 + (work if method == "ring" else 0))
     return sent
 
 
@@ -161,7 +206,7 @@ def _joined(run: Assembly, axes: tuple[str, ...]) -> str:
 
 
 def _size(run: Assembly, p: Param, layout: Layout) -> int:
-    """Elements of a parameter on each device of a tensor-parallel group, which are shared over `dp_shard`."""
+    """Elements of a parameter on each device of a tensor-parallel group, which are shared over `dp_shard x cp`."""
     divided = math.prod(run.mesh.shape[axis] for axis in TENSOR if axis in layout.computed_axes)
     return math.prod(p.shape) // divided
 
@@ -199,7 +244,7 @@ def _sizes(run: Assembly, *sections: str) -> tuple[int, int]:
 
 def _in_8_bits(run: Assembly, vectors: int) -> float:
     """Bytes of the layers' sharded parameters with matrices in 8 bits and their scales; vectors: bytes per number."""
-    n = run.mesh.shape[SHARD]
+    n = shards(run.mesh)
     total = 0.0
     for segment in run.model.segments:
         for p, master, _ in _with_layouts(run, segment.name):
@@ -249,7 +294,7 @@ def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[st
 def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
     """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer."""
     per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
-    tokens = batch.tokens * batch.microbatches / tensor_parallel(run.mesh)
+    tokens = batch.tokens * batch.microbatches / devices_per_sequence(run.mesh)
     found = {dtype: size * tokens for dtype, size in per_token.items()}
     for segment in run.model.segments:
         matrices = [p.shape for p in jax.tree.leaves(segment.params) if p.kind is Kind.MATRIX]
@@ -271,7 +316,7 @@ def compute_time(gpu: Gpu, flops: dict[str, float]) -> float:
 def device_traffic(run: Assembly, batch: Batch) -> int:
     """Least bytes that a step reads from and writes to device memory on each GPU: weights, state and residuals."""
     engine = run.engine
-    n = run.mesh.shape[SHARD]
+    n = shards(run.mesh)
     k = batch.microbatches
     table = engine.table
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
@@ -285,7 +330,7 @@ def device_traffic(run: Assembly, batch: Batch) -> int:
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves((run.plan.master, run.plan.moments))
     )
-    tokens = batch.tokens // tensor_parallel(run.mesh)
+    tokens = batch.tokens // devices_per_sequence(run.mesh)
     residuals = 2 * k * run.model.num_layers * tokens * run.model.hidden_size * work
     return round(weights + gradients + 2 * state + residuals)
 

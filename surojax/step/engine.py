@@ -35,8 +35,9 @@ host memory while the next layer computes. Values in flight are in the loops' ca
 starts when (assembly.compiler_options; `hlo.overlaps` reads its decisions).
 
 Everything here runs inside `jax.shard_map` over all mesh axes: arrays are one device's part. Data-parallel
-communication is only in `fetch`, `push` and `finish`; tensor-parallel communication is only in blocks
-(parallel/tensor.py) and in outer.py. Shape suffixes: A microbatches, B local batch, S sequence
+communication is only in `fetch`, `push` and `finish`; that of tensor and context parallelism is only in blocks
+(parallel/tensor.py, parallel/context.py) and in outer.py. Labels were shifted before a device takes its part of a
+sequence. Shape suffixes: A microbatches, B local batch, S sequence
 (or its part, see outer.py), D hidden size, N tokens.
 """
 
@@ -52,8 +53,9 @@ from surojax.models.model import Variant
 from surojax.numerics.fp8 import delayed_scales, extended, new_observed
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
+from surojax.parallel.context import own_tokens
 from surojax.parallel.tensor import own_part
-from surojax.placement.mesh import AXES, DATA
+from surojax.placement.mesh import AXES, DATA, TOKENS
 from surojax.placement.param import OUTER
 from surojax.step.gradients import (
     Accumulators,
@@ -91,7 +93,8 @@ class Gradients(NamedTuple):
 class Microbatch(NamedTuple):
     """What a pass over layers reads of a microbatch.
 
-    starts_BS: of documents, None if the engine is not packed. recipe_inputs: a function of the number of a layer.
+    inputs_BS, labels_BS: of this device's tokens. starts_BS: of the documents of whole sequences, None if the engine is
+    not packed. recipe_inputs: a function of the number of a layer.
     """
 
     inputs_BS: jax.Array
@@ -165,7 +168,7 @@ def loss_and_gradients(
     assert not left_over, f"expected a multiple of {group_size} microbatches, got {microbatches}"
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
     has_auxiliary = any(segment.has_auxiliary_loss for segment in model.segments)
-    auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*DATA)[1])
+    auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*TOKENS)[1])
     d_auxiliary = varying(jnp.float32(auxiliary_scale)) if has_auxiliary else None
     outer = varying(weights[OUTER])
     axes = engine.vocabulary_axes
@@ -178,7 +181,8 @@ def loss_and_gradients(
 
     def microbatch(batch, a) -> Microbatch:
         inputs_BS, labels_BS, starts_BS = read(batch, a)
-        return Microbatch(own_part(inputs_BS), own_part(labels_BS), starts_BS, functools.partial(recipe_inputs, a))
+        own = functools.partial(own_slice, engine)
+        return Microbatch(own(inputs_BS), own(labels_BS), starts_BS, functools.partial(recipe_inputs, a))
 
     def group(g, carry: GroupCarry, batch, segments, *, first: bool, last: bool) -> GroupCarry:
         of_group = [microbatch(batch, g * group_size + i) for i in range(group_size)]
@@ -252,9 +256,14 @@ def loss_and_gradients(
         carry = group(groups - 1, carry, batch, segments, first=False, last=True)
     loss = collectives.add_up(carry.loss, *AXES) * scale
     if carry.auxiliary is not None:
-        loss = loss + collectives.add_up(carry.auxiliary, *DATA) * auxiliary_scale
+        loss = loss + collectives.add_up(carry.auxiliary, *TOKENS) * auxiliary_scale
     grads, norm = finish(engine, carry.grads, carry.squares)
     return Gradients(loss, grads, norm, extended(history, collectives.largest_of_devices(carry.observed)))
+
+
+def own_slice(engine: Engine, x_BS: jax.Array) -> jax.Array:
+    """Those columns of whole sequences that this device has the activations of."""
+    return own_part(own_tokens(x_BS, engine.model.compute.cp_method))
 
 
 def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: jax.Array) -> Callable:
@@ -268,7 +277,7 @@ def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: ja
         scales = delayed_scales(history, model.sites, precision.margin, scale)
         return lambda a, l: scales[l]
     if precision.recipe == "nvfp4":
-        device, devices = collectives.device_number(*DATA)
+        device, devices = collectives.device_number(*TOKENS)
 
         def word(i) -> jax.Array:
             return jnp.asarray(i, jnp.uint32)
@@ -397,7 +406,7 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
     """(summed loss in nats, labels counted) over all devices; forward only, without auxiliary losses."""
     outer = varying(weights[OUTER])
     axes = engine.vocabulary_axes
-    x_BSD = embed(outer, own_part(inputs_BS), axes, engine.model.embedding_scale)
+    x_BSD = embed(outer, own_slice(engine, inputs_BS), axes, engine.model.embedding_scale)
     for segment in engine.model.segments:
         layers = Layers(engine, segment, weights[segment.name])
 
@@ -405,7 +414,7 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
             return segment.block(layer.weights, x_BSD, None, layer.variant, starts_BS)[0], prefetched
 
         x_BSD, _ = layers.loop(block, x_BSD, layers.first())
-    total = loss(engine.model, outer, x_BSD, own_part(labels_BS), chunks=engine.lmhead_chunks, axes=axes)
+    total = loss(engine.model, outer, x_BSD, own_slice(engine, labels_BS), chunks=engine.lmhead_chunks, axes=axes)
     return collectives.add_up(total, *AXES), count(labels_BS)
 
 

@@ -25,7 +25,7 @@ from surojax.numerics.quantize import dequantise_all
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import DATA, REPLICATE, SHARD
+from surojax.placement.mesh import REPLICATE, SHARDS, TOKENS
 from surojax.placement.param import OUTER
 from surojax.step.spec import Engine
 from surojax.step.weights import Layer, fetch
@@ -70,7 +70,7 @@ def accumulators(engine: Engine, weights) -> Accumulators:
     layers = {segment.name: new_sums(engine, segment, weights[segment.name]) for segment in engine.model.segments}
 
     def zeros(w: jax.Array, layout: Layout) -> jax.Array:
-        return varying(jnp.zeros(w.shape, row.dtype), (*DATA, *layout.computed_axes))
+        return varying(jnp.zeros(w.shape, row.dtype), (*TOKENS, *layout.computed_axes))
 
     outer = jax.tree.map(zeros, weights[OUTER], engine.layouts.weights[OUTER])
     return Accumulators(layers, outer)
@@ -87,8 +87,8 @@ def new_sums(engine: Engine, segment: Segment, weights) -> LayerSums:
         return collectives.reduce_scatter(w, segment.params, layouts) if row.sharded else w
 
     def axes(layout: Layout) -> tuple[str, ...]:
-        # A replicated array of sharded accumulators is summed over dp_shard at every push, so it is the same there.
-        data = (REPLICATE,) if row.sharded and layout.sharded_dim is None else DATA
+        # A replicated array of sharded accumulators is summed over dp_shard and cp at every push: it is the same there.
+        data = (REPLICATE,) if row.sharded and layout.sharded_dim is None else TOKENS
         return (*data, *layout.computed_axes)
 
     def zeros(*lead: int):
@@ -157,7 +157,7 @@ def push(engine: Engine, segment: Segment, grads: Accumulators, sums, layer: Lay
         # As in the update, a barrier between reads and writes keeps XLA from copying the whole stack.
         sums = jax.lax.optimization_barrier(sums)
     squares = collectives.sum_of_squares(sums, layouts) if last and not in_place else collectives.no_squares()
-    sums = varying(sums, DATA if replicated_stacks(engine) else (REPLICATE,))  # typed like layers that still differ
+    sums = varying(sums, TOKENS if replicated_stacks(engine) else (REPLICATE,))  # typed like layers that still differ
     if table.grads.home.streamed:
         return grads.with_layers(segment.name, deferred=sums), squares
     return grads.with_layers(segment.name, stack=write(stack, sums, layer.index)), squares
@@ -179,7 +179,7 @@ def peels_last_group(engine: Engine) -> bool:
     """
     table = engine.table
     in_shards = table.grads.sharded and table.outer.sharded
-    return bool(collectives.active(REPLICATE) or (collectives.active(SHARD) and not in_shards))
+    return bool(collectives.active(REPLICATE) or (collectives.active(*SHARDS) and not in_shards))
 
 
 def sums_in_place(engine: Engine) -> bool:
@@ -194,12 +194,13 @@ def sums_in_place(engine: Engine) -> bool:
 
 def replicated_stacks(engine: Engine) -> bool:
     """Whether every device has whole accumulators; `push` leaves the shards of their sums at the beginning of each."""
-    return bool(collectives.active(SHARD)) and not engine.table.grads.sharded
+    return bool(collectives.active(*SHARDS)) and not engine.table.grads.sharded
 
 
 def sum_outer(engine: Engine, name: str, grad: jax.Array):
     """The sum over all devices of an outer layer's gradient: the shard of this device."""
-    if SHARD not in engine.layouts.weights[OUTER][name].computed_axes:  # else no other device has its rows: outer.py
+    computed_axes = engine.layouts.weights[OUTER][name].computed_axes
+    if not set(SHARDS) & set(computed_axes):  # else no other device has its rows: outer.py
         reduce = engine.table.reduce
         reduce = "all_to_all" if reduce == "int8" else reduce  # sent once a step: not in 8 bits
         grad = collectives.reduce_scatter(grad, engine.params[OUTER][name], engine.layouts.master[OUTER][name], reduce)
@@ -242,6 +243,7 @@ def _shard_in_stack(stack: jax.Array, layout):
     """The shards of the sums in a stack of accumulators."""
     dim = layout.sharded_dim
     if dim is None:
-        return collectives.same(stack, SHARD)
+        return collectives.same(stack, *SHARDS)
     axis = dim + 1  # behind the axis of layers
-    return jax.lax.slice_in_dim(stack, 0, stack.shape[axis] // jax.lax.axis_size(SHARD), axis=axis)
+    _, devices = collectives.device_number(*SHARDS)
+    return jax.lax.slice_in_dim(stack, 0, stack.shape[axis] // devices, axis=axis)

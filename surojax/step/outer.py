@@ -3,8 +3,8 @@
 Replicated (the default): every device has all rows of the embedding and of the head. The gradients are summed over the
 devices once per step.
 
-Sharded (`shard_outer`: over `dp_shard`; tensor parallelism: over `tp`; or both): each of the n devices has V / n rows
-of the embedding and of the head, and of their accumulators. Each has tokens of its own: of other sequences, or of
+Sharded (`shard_outer`: over `dp_shard x cp`; tensor parallelism: over `tp`; or both): each of the n devices has V / n
+rows of the embedding and of the head, and of their accumulators. Each has tokens of its own: of other sequences, or of
 another part of the same sequences. Weights are never all-gathered; tokens are communicated instead:
 
 * The embedding all-gathers the token ids, looks up the rows that this device has, and reduce-scatters the result.

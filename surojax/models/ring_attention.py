@@ -1,0 +1,299 @@
+"""Causal attention of this device's queries to the keys of all devices of `cp`: methods allgather and ring.
+
+Each device has two pieces of consecutive tokens of every sequence, early and late, in zig-zag order
+(parallel/context.py). Its queries see the keys of a device in a *hop*. Of the four pairs of pieces of queries and keys,
+
+    own keys:           early x early (half of it), late x early, late x late (half of it)
+    a device before it: early x early, late x early
+    a device after it:  late x early, late x late
+
+are computed, so that every hop costs the same on all devices. Each pair gives softmax-weighted values and their
+log-sum-exp. `merged` makes of two such results that of all their keys (Liu et al. 2023, arXiv:2310.01889, from the
+online softmax of Milakov and Gimelshein 2018). With allgather a device has the keys of all others from the beginning;
+with ring it passes on those that it has received, while it computes with them.
+
+Reverse mode is written out, as in FlashAttention: p = exp(s - lse) with the log-sum-exp of *all* keys, so a pair's
+gradients need nothing of other pairs. Differentiating the hops one by one would need the gradient of each log-sum-exp.
+Log-sum-exp, results and gradients are summed over hops in float32. dk and dv of a block of keys travel with it around
+the ring; with allgather they are reduce-scattered.
+
+Scores of a pair are in memory, float32 `[B, H, s / 2, s / 2]`: attention by XLA.
+
+Shape suffixes: B batch, s this device's tokens of a sequence, t and u tokens of a piece of queries and of keys, H query
+heads, K key/value heads, G query heads that share one, h head dimension.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import HIDDEN, Rule
+from pallas_kernels.manual_axes import mark_varying, varying_axes
+from surojax.parallel import context
+from surojax.parallel.context import Method
+
+f32 = jnp.float32
+
+
+class Queries(NamedTuple):
+    """A piece of queries. index: in their sequence. first: index of the first key that each sees."""
+
+    q_BtKGh: jax.Array
+    index_t: jax.Array
+    first_Bt: jax.Array
+
+
+class Keys(NamedTuple):
+    """A piece of keys and values. index: in their sequence."""
+
+    k_BuKh: jax.Array
+    v_BuKh: jax.Array
+    index_u: jax.Array
+
+
+class Attended(NamedTuple):
+    """Attention to some of the keys: values weighted by their softmax, and log(sum(exp(score))), both float32."""
+
+    y_BtKGh: jax.Array
+    lse_BKGt: jax.Array
+
+
+class Slopes(NamedTuple):
+    """What the backward pass has of a piece of queries. delta: sum of dy * y over channels, of all keys."""
+
+    dy_BtKGh: jax.Array
+    lse_BKGt: jax.Array
+    delta_BKGt: jax.Array
+
+
+class How(NamedTuple):
+    """What is static. all_seen: a query sees all keys of earlier pieces, as neither documents nor windows hide some."""
+
+    method: Method
+    rule: Rule
+    all_seen: bool
+
+
+# --- a pair of pieces -------------------------------------------------------------------------------------------------
+
+
+def _seen(queries: Queries, keys: Keys) -> jax.Array:
+    """A mask `[B, 1, 1, t, u]`: whether a query sees a key."""
+    up_to_own_tu = keys.index_u[None, :] <= queries.index_t[:, None]
+    seen_Btu = up_to_own_tu[None] & (keys.index_u[None, None, :] >= queries.first_Bt[:, :, None])
+    return seen_Btu[:, None, None]
+
+
+def _scores(queries: Queries, keys: Keys, rule: Rule) -> jax.Array:
+    """Float32 `[B, K, G, t, u]`."""
+    return rule.score(jnp.einsum("BtKGh,BuKh->BKGtu", queries.q_BtKGh, keys.k_BuKh, preferred_element_type=f32))
+
+
+def _exponentials(scores_BKGtu: jax.Array, less_BKGt: jax.Array, queries: Queries, keys: Keys, masked: bool):
+    """exp(scores - less), 0 for keys that are not seen."""
+    p_BKGtu = jnp.exp(scores_BKGtu - less_BKGt[..., None])
+    return jnp.where(_seen(queries, keys), p_BKGtu, 0.0) if masked else p_BKGtu
+
+
+def attended(queries: Queries, keys: Keys, how: How, *, masked: bool) -> Attended:
+    """Attention of a piece of queries to a piece of keys. masked: some keys are not seen by some queries."""
+    s_BKGtu = _scores(queries, keys, how.rule)
+    s_BKGtu = jnp.where(_seen(queries, keys), s_BKGtu, HIDDEN) if masked else s_BKGtu
+    top_BKGt = jnp.max(s_BKGtu, axis=-1)
+    p_BKGtu = _exponentials(s_BKGtu, top_BKGt, queries, keys, masked)
+    total_BKGt = jnp.sum(p_BKGtu, axis=-1)
+    some_BKGt = jnp.where(total_BKGt == 0, 1.0, total_BKGt)  # a query that sees none of these keys: y = 0
+    v = keys.v_BuKh
+    y_BtKGh = jnp.einsum("BKGtu,BuKh->BtKGh", p_BKGtu.astype(v.dtype), v, preferred_element_type=f32)
+    return Attended(y_BtKGh / _over_channels(some_BKGt), top_BKGt + jnp.log(some_BKGt))
+
+
+def _over_channels(x_BKGt: jax.Array) -> jax.Array:
+    """`[B, t, K, G, 1]`."""
+    return jnp.moveaxis(x_BKGt, 3, 1)[..., None]
+
+
+def merged(one: Attended, other: Attended) -> Attended:
+    """Attention to the keys of both."""
+    lse_BKGt = jnp.logaddexp(one.lse_BKGt, other.lse_BKGt)
+    parts = (_over_channels(jnp.exp(x.lse_BKGt - lse_BKGt)) * x.y_BtKGh for x in (one, other))
+    return Attended(sum(parts, start=jnp.zeros_like(one.y_BtKGh)), lse_BKGt)
+
+
+def gradients(queries: Queries, keys: Keys, slopes: Slopes, how: How, *, masked: bool):
+    """(dq, dk, dv) that come from a pair of pieces, float32."""
+    dtype = queries.q_BtKGh.dtype
+    s_BKGtu = _scores(queries, keys, how.rule)
+    p_BKGtu = _exponentials(s_BKGtu, slopes.lse_BKGt, queries, keys, masked)
+    dp_BKGtu = jnp.einsum("BtKGh,BuKh->BKGtu", slopes.dy_BtKGh, keys.v_BuKh, preferred_element_type=f32)
+    ds_BKGtu = (p_BKGtu * (dp_BKGtu - slopes.delta_BKGt[..., None]) * how.rule.slope(s_BKGtu)).astype(dtype)
+    sums: Any = {"preferred_element_type": f32}
+    dq_BtKGh = jnp.einsum("BKGtu,BuKh->BtKGh", ds_BKGtu, keys.k_BuKh, **sums)
+    dk_BuKh = jnp.einsum("BKGtu,BtKGh->BuKh", ds_BKGtu, queries.q_BtKGh, **sums)
+    dv_BuKh = jnp.einsum("BKGtu,BtKGh->BuKh", p_BKGtu.astype(dtype), slopes.dy_BtKGh, **sums)
+    return dq_BtKGh, dk_BuKh, dv_BuKh
+
+
+# --- a hop ------------------------------------------------------------------------------------------------------------
+
+
+def _halves(x, axis: int = 1):
+    """The early and the late piece of arrays `[B, s, ...]`."""
+    early, late = jnp.split(x, 2, axis=axis)
+    return early, late
+
+
+def _queries(q_BsHh: jax.Array, kv_heads: int, starts_BS, how: How) -> tuple[Queries, Queries]:
+    """The early and the late piece of this device's queries."""
+    B, s, H, h = q_BsHh.shape
+    index_s = context.own_index(s, how.method)
+    first_Bs = jnp.zeros((1, s), jnp.int32) if starts_BS is None else context.own_tokens(starts_BS, how.method)
+    if how.rule.window:
+        first_Bs = jnp.maximum(first_Bs, index_s[None, :] - (how.rule.window - 1))
+    q_BsKGh = q_BsHh.reshape(B, s, kv_heads, H // kv_heads, h)
+    early, late = zip(_halves(q_BsKGh), _halves(index_s, 0), _halves(first_Bs), strict=True)
+    return Queries(*early), Queries(*late)
+
+
+def _keys(k_BsKh: jax.Array, v_BsKh: jax.Array, owner: jax.Array | int) -> tuple[Keys, Keys]:
+    """The early and the late piece of the keys and values of device number `owner`."""
+    _, devices = context.device()
+    length = k_BsKh.shape[1] // 2
+    index = jnp.arange(length, dtype=jnp.int32)
+    starts = owner * length, (2 * devices - 1 - owner) * length
+    early, late = zip(_halves(k_BsKh), _halves(v_BsKh), (start + index for start in starts), strict=True)
+    return Keys(*early), Keys(*late)
+
+
+def _either(first: jax.Array, one, other):
+    """One of two trees, known at run time."""
+    return jax.tree.map(lambda a, b: jnp.where(first, a, b), one, other)
+
+
+def _hops(k_BsKh: jax.Array, v_BsKh: jax.Array, method: Method) -> Iterator[tuple[jax.Array, list[jax.Array]]]:
+    """(number of a device, its keys and values) of all others.
+
+    Keys and values travel in one array. As two, XLA joins a later hop of one with an earlier hop of the other, which
+    then waits. ring: the next block is on its way while one is computed with.
+    """
+    number, devices = context.device()
+    owners = [jnp.asarray(number - hop) % devices for hop in range(1, devices)]
+    own = _joined(k_BsKh, v_BsKh)
+    if method == "allgather":
+        everyone = context.all_gather(own)
+        for owner in owners:
+            yield owner, jnp.split(context.of_device(everyone, owner), 2, axis=2)
+        return
+    block = context.to_next_device(own)
+    for i, owner in enumerate(owners):
+        following = context.to_next_device(block) if i < len(owners) - 1 else block
+        yield owner, jnp.split(block, 2, axis=2)
+        block = following
+
+
+def _joined(k_BsKh: jax.Array, v_BsKh: jax.Array) -> jax.Array:
+    """Keys and values, or their gradients, in one array."""
+    return jnp.concatenate([k_BsKh, v_BsKh], axis=2)
+
+
+# --- all keys ---------------------------------------------------------------------------------------------------------
+
+
+def ring_attention(
+    q_BsHh: jax.Array,
+    k_BsKh: jax.Array,
+    v_BsKh: jax.Array,
+    starts_BS: jax.Array | None,
+    *,
+    method: Method,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> jax.Array:
+    """Causal attention `[B, s, H, h]` of this device's queries to the keys of all devices, differentiable.
+
+    starts: of documents, of whole rows; None: a row is one document. The other arguments are those of
+    `attention.attend`.
+    """
+    axes = frozenset[str]().union(*(varying_axes(x) for x in (q_BsHh, k_BsKh, v_BsKh)))
+    q_BsHh, k_BsKh, v_BsKh = (mark_varying(x, axes) for x in (q_BsHh, k_BsKh, v_BsKh))
+    how = How(method, Rule(window, scale, softcap), all_seen=starts_BS is None and not window)
+    return _ring_attention(q_BsHh, k_BsKh, v_BsKh, starts_BS, how)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ring_attention(q_BsHh, k_BsKh, v_BsKh, starts_BS, how: How):
+    return _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, how)[0]
+
+
+def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, how: How):
+    number, _ = context.device()
+    hops = _hops(k_BsKh, v_BsKh, how.method)
+    early, late = _queries(q_BsHh, k_BsKh.shape[2], starts_BS, how)
+    own_early, own_late = _keys(k_BsKh, v_BsKh, number)
+    masked = not how.all_seen
+    y_early = attended(early, own_early, how, masked=True)
+    y_late = merged(attended(late, own_late, how, masked=True), attended(late, own_early, how, masked=masked))
+    for owner, (k, v) in hops:
+        early_keys, late_keys = _keys(k, v, owner)
+        before = owner < number
+        y_late = merged(y_late, attended(late, early_keys, how, masked=masked))
+        queries = _either(before, early, late)
+        found = attended(queries, _either(before, early_keys, late_keys), how, masked=masked)
+        total = merged(_either(before, y_early, y_late), found)
+        y_early = _either(before, total, y_early)
+        y_late = _either(before, y_late, total)
+    y_BsHh = jnp.concatenate([y_early.y_BtKGh, y_late.y_BtKGh], axis=1).reshape(q_BsHh.shape).astype(q_BsHh.dtype)
+    lse_BKGs = jnp.concatenate([y_early.lse_BKGt, y_late.lse_BKGt], axis=-1)
+    return y_BsHh, (q_BsHh, k_BsKh, v_BsKh, starts_BS, y_BsHh, lse_BKGs)
+
+
+def _backward(how: How, saved, dy_BsHh):
+    q_BsHh, k_BsKh, v_BsKh, starts_BS, y_BsHh, lse_BKGs = saved
+    number, _ = context.device()
+    hops = _hops(k_BsKh, v_BsKh, how.method)
+    early, late = _queries(q_BsHh, k_BsKh.shape[2], starts_BS, how)
+    B, s, K, h = k_BsKh.shape
+    grouped = (B, s, K, -1, h)
+    delta_BsKG = jnp.sum(y_BsHh.astype(f32) * dy_BsHh.astype(f32), axis=-1).reshape(B, s, K, -1)
+    arrays = dy_BsHh.reshape(grouped), lse_BKGs, jnp.moveaxis(delta_BsKG, 1, 3)
+    halves = zip(*(_halves(x, axis) for x, axis in zip(arrays, (1, 3, 3), strict=True)), strict=True)
+    early_slopes, late_slopes = (Slopes(*half) for half in halves)
+    masked = not how.all_seen
+
+    def of_hop(owner, k, v, *, own: bool):
+        """(dq of the early piece, dq of the late one, dk and dv of this block of keys, joined)."""
+        early_keys, late_keys = _keys(k, v, owner)
+        dq_late, *d_early = gradients(late, early_keys, late_slopes, how, masked=masked)
+        if own:
+            dq_early, *more = gradients(early, early_keys, early_slopes, how, masked=True)
+            dq_more, *d_late = gradients(late, late_keys, late_slopes, how, masked=True)
+            d_early = [a + b for a, b in zip(d_early, more, strict=True)]
+            dq_late = dq_late + dq_more
+        else:
+            before = owner < number
+            queries, slopes = _either(before, (early, early_slopes), (late, late_slopes))
+            keys = _either(before, early_keys, late_keys)
+            dq, *d_keys = gradients(queries, keys, slopes, how, masked=masked)
+            zeros = jax.tree.map(jnp.zeros_like, (dq, d_keys))
+            dq_early, more = _either(before, (dq, d_keys), zeros)
+            dq_more, d_late = _either(before, zeros, (dq, d_keys))
+            d_early = [a + b for a, b in zip(d_early, more, strict=True)]
+            dq_late = dq_late + dq_more
+        return dq_early, dq_late, jnp.concatenate([_joined(*d_early), _joined(*d_late)], axis=1)
+
+    dq_early, dq_late, d_block = of_hop(number, k_BsKh, v_BsKh, own=True)
+    collected = context.Collected(d_block, how.method)
+    for owner, (k, v) in hops:
+        more_early, more_late, d_block = of_hop(owner, k, v, own=False)
+        dq_early, dq_late = dq_early + more_early, dq_late + more_late
+        collected.add(d_block)
+    dk_BsKh, dv_BsKh = jnp.split(collected.sums(k_BsKh.dtype), 2, axis=2)
+    dq_BsHh = jnp.concatenate([dq_early, dq_late], axis=1).reshape(q_BsHh.shape)
+    return dq_BsHh.astype(q_BsHh.dtype), dk_BsKh, dv_BsKh, None
+
+
+_ring_attention.defvjp(_forward, _backward)

@@ -1,0 +1,343 @@
+"""Context parallelism: the engine equals `jax.grad` of the plain model on one device, and moves what it should.
+
+The oracle, its batch and the bound are those of tests/test_engine.py.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import CONFIG, Small, normal, plain_loss, quick_at, tokens, worst_relative
+from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, SMOLLM, engine_gradients, reference
+
+from surojax.assembly import from_config
+from surojax.config import checks
+from surojax.config.fields import default_config, mesh_sizes
+from surojax.errors import ConfigError
+from surojax.models import llama
+from surojax.models.attention import attend, attend_in_context
+from surojax.models.model import Compute
+from surojax.parallel import context
+from surojax.parallel.context import METHODS
+from surojax.placement.layout import layouts
+from surojax.placement.mesh import CONTEXT, SHARD, abstract_mesh, data_parallel, make_mesh, mesh_shape, shards
+from surojax.placement.table import place
+from surojax.planner import hlo, search, traffic
+from surojax.planner.gpus import GPUS
+from surojax.run.checkpoint import Checkpoints, find, restore
+from surojax.train import train
+
+OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
+ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
+# One key/value head, biases, qk-norm, a tied table, heads that are wider than hidden_size / heads.
+ONE_KV_HEAD = dataclasses.replace(QWEN, num_key_value_heads=1, num_hidden_layers=2)
+PLACED = {  # (method, model, devices, placement, whether blocks are computed again)
+    "ring-2x2-saved": ("ring", CONFIG, 4, {"cp_size": 2, "zero_level": 3}, False),
+    "ring-4": ("ring", CONFIG, 4, {"cp_size": 4, "zero_level": 1}, True),
+    "ring-gemma-2x2x2": ("ring", GEMMA, 8, {"cp_size": 2, "replicate": 2, "zero_level": 3, **ALL}, False),
+    "ring-1kv-cp4-tp2": ("ring", ONE_KV_HEAD, 8, {"cp_size": 4, "tp_size": 2, "zero_level": 3}, True),
+    "allgather-2": ("allgather", CONFIG, 2, {"cp_size": 2, "zero_level": 3}, False),
+    "allgather-qwen-4": ("allgather", QWEN, 4, {"cp_size": 4, "zero_level": 2, "shard_outer": True}, True),
+    "allgather-gemma-2x2": ("allgather", GEMMA, 4, {"cp_size": 2, "zero_level": 3, **ALL}, False),
+    "allgather-2x2x2-tp": ("allgather", CONFIG, 8, {"cp_size": 2, "tp_size": 2, "zero_level": 3}, True),
+    "ulysses-2": ("ulysses", CONFIG, 2, {"cp_size": 2, "zero_level": 3}, False),
+    "ulysses-2kv-4": ("ulysses", CONFIG, 4, {"cp_size": 4, "zero_level": 2}, True),
+    "ulysses-1kv-2x2-saved": ("ulysses", ONE_KV_HEAD, 4, {"cp_size": 2, "zero_level": 3}, False),
+    "ulysses-gemma-2x2x2": (
+        "ulysses",
+        GEMMA,
+        8,
+        {"cp_size": 2, "replicate": 2, "zero_level": 3, "shard_outer": True, **ALL},
+        True,
+    ),
+    "ulysses-smollm-2x2": ("ulysses", SMOLLM, 4, {"cp_size": 2, "zero_level": 1}, True),
+    "ulysses-2x2x2-tp": ("ulysses", CONFIG, 8, {"cp_size": 2, "tp_size": 2, "zero_level": 3}, True),
+    "ulysses-all_to_all": ("ulysses", CONFIG, 4, {"cp_size": 2, "zero_level": 3, "use_all_to_all_reduce": True}, True),
+}
+
+
+def equals(small: Small, batch, loss, grads):
+    """The engine's loss and each of its gradients are those expected, up to the order of sums."""
+    ours, our_grads = engine_gradients(small, batch)
+    assert ours == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
+    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
+
+
+@pytest.mark.parametrize(
+    "method, config, devices, placed, recompute_block", quick_at(list(PLACED.values()), 0), ids=PLACED.keys()
+)
+def test_equals_grad_of_the_plain_model(method, config, devices, placed, recompute_block):
+    """Windows, qk-norm, softcaps, tied tables, layers without rotary embedding; fewer key/value heads than devices."""
+    compute = Compute(cp_method=method)
+    small = Small(devices, config=config, compute=compute, recompute_block=recompute_block, lmhead_chunks=2, **placed)
+    equals(small, *reference(config))
+
+
+# Index of the last token of document A. Of 24 tokens, pieces of two devices begin at 6, 12 and 18, of four at 3, 6, 9.
+EDGES = (10, 11, 12, 5, 6, 17, 18, 20)
+
+
+@functools.cache
+def packed():
+    """Rows of two or three documents, of which one ends at, before or after the edge of a device's tokens.
+
+    The second half of a row has no label: of two devices that have consecutive tokens, the second counts none.
+    """
+    inputs, labels = tokens(2, 8, 24)
+    labels[..., 12:] = -1
+    labels[1] = -1  # nor does any in the second microbatch
+    starts = np.zeros((8, 24), np.int32)
+    for row, last in enumerate(EDGES):
+        starts[row, last + 1 :] = last + 1
+        starts[row, 22:] = 22
+    return inputs, labels, np.broadcast_to(starts, inputs.shape)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cp_size, window", [(2, 0), (4, 4)])
+@pytest.mark.full
+def test_documents_end_at_any_place_of_a_devices_part(method, cp_size, window):
+    config = dataclasses.replace(CONFIG, sliding_window=window)
+    compute = Compute(cp_method=method)
+    sizes: Any = {"cp_size": cp_size, "zero_level": 3, "packed": True}
+    params = jax.tree.map(np.asarray, Small(config=config).state.weights)
+    loss, grads = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *packed())
+    equals(Small(2 * cp_size, config=config, compute=compute, recompute_block=False, **sizes), packed(), loss, grads)
+
+
+def attention_over(method: str, cp_size: int, starts, **how):
+    """`attend_in_context` of whole arrays, cut and joined again by this function."""
+    mesh = make_mesh(jax.devices()[:cp_size], cp_size=cp_size)
+
+    def per_device(*heads):
+        own = [context.own_tokens(x, method) for x in heads]
+        y = attend_in_context(*own, method, starts=starts, implementation="xla", **how)
+        index = context.own_index(y.shape[1], method)
+        whole = jnp.zeros_like(heads[0])
+        return jax.lax.psum(jax.lax.pcast(whole, CONTEXT, to="varying").at[:, index].set(y), CONTEXT)
+
+    return jax.shard_map(per_device, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_crosses_the_edge_of_a_document(method):
+    """The gradient of document A's loss by document B's queries, keys and values is 0, not a small number.
+
+    Document A ends at, one before and one after the edge of a device's tokens. Scores of up to 60: a hop of keys that
+    are all hidden from some queries must leave no NaN.
+    """
+    S = 24
+    last = np.array(EDGES)
+    starts = np.where(np.arange(S)[None] > last[:, None], last[:, None] + 1, 0).astype(np.int32)
+    q, k, v, weight = (4 * normal(i, (len(last), S, heads, 8)) for i, heads in enumerate((4, 2, 2, 4)))
+    how: Any = {"window": 0, "scale": None, "softcap": 0.0}
+    in_A = (np.arange(S)[None] <= last[:, None])[..., None, None]
+
+    def of_A(attention):
+        return jax.jit(jax.value_and_grad(lambda *heads: jnp.sum(attention(*heads) * weight * in_A), (0, 1, 2)))
+
+    value, grads = of_A(attention_over(method, 2, starts, **how))(q, k, v)
+    expected = of_A(functools.partial(attend, starts=jnp.asarray(starts), implementation="xla", **how))(q, k, v)
+    assert worst_relative((value, grads), expected) < ORDER_OF_SUMS
+    for grad in grads:
+        assert np.all(np.asarray(grad)[~np.broadcast_to(in_A, grad.shape)] == 0)
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+def test_sixteen_bits_are_summed_in_float32(method):
+    """Of four hops: as far from float32 as one device is. Rounding a sum after each hop would double the distance."""
+    shapes = [(2, 64, heads, 16) for heads in (4, 2, 2, 4)]
+    q, k, v, weight = (normal(i, shape) for i, shape in enumerate(shapes))
+    how: Any = {"window": 0, "scale": None, "softcap": 0.0}
+
+    def grads(attention, dtype):
+        def loss(*heads):
+            return jnp.sum(attention(*heads).astype(jnp.float32) * weight)
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*(x.astype(dtype) for x in (q, k, v)))
+
+    one = functools.partial(attend, implementation="xla", **how)
+    exact = grads(one, jnp.float32)
+    ours = worst_relative(grads(attention_over(method, 4, None, **how), jnp.bfloat16), exact)
+    assert ours < 1.2 * worst_relative(grads(one, jnp.bfloat16), exact)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.full
+def test_five_steps_equal_those_of_one_device(method):
+    """Labels were shifted before a sequence is cut: the last label of a piece is the first token of another's."""
+    batches = [tokens(2, 8, 24, seed=i) for i in range(5)]
+    found = Small(8, cp_size=4, zero_level=3, compute=Compute(cp_method=method)).train(batches)
+    np.testing.assert_allclose(found, Small().train(batches), rtol=ORDER_OF_SUMS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.full
+def test_offloads_change_nothing(method):
+    """To the bit: blocks computed again, and residuals in host memory."""
+    batches = [tokens(2, 8, 24, seed=i) for i in range(3)]
+    for again in (True, False):
+        kind: Any = {"cp_size": 2, "zero_level": 3, "compute": Compute(cp_method=method), "recompute_block": again}
+        assert Small(4, **kind, **ALL).train(batches) == Small(4, **kind).train(batches)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("recompute_block", [True, False])
+@pytest.mark.full
+def test_a_compiled_step_moves_what_the_formulas_say(method, recompute_block):
+    """Within 2 %: on 2 x 4 devices, of which two share a key/value head."""
+    compute = Compute(cp_method=method)
+    small = Small(8, cp_size=4, zero_level=3, compute=compute, recompute_block=recompute_block)
+    batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
+    text = small.step.lower(small.plan, batch, batch).compile().as_text()
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives(hlo.parse(text), small.mesh.shape)}
+    of_group = traffic.Batch(sequences=1, sequence_len=24, microbatches=2)
+    expected = traffic.collective_bytes(small.run, of_group)
+    del expected["all-gather", "dp_shard+cp"]  # three layers of two microbatches: the first one's prefetch is 8 % more
+    assert {axis for _, axis in expected} == {"cp", "dp_shard+cp"}
+    for key, size in expected.items():
+        assert found.get(key, 0) == pytest.approx(size, rel=0.02, abs=100), key
+    assert {axis for (_, axis), size in found.items() if size > 100} == {"cp", "dp_shard+cp"}  # others: scalars
+
+
+def test_groups_move_what_the_formulas_say():
+    """By hand: 2 x 4 GPUs, four query heads and two key/value heads of 8 channels, 16 tokens, a recomputed block."""
+    L, D, F, V, S, K = 3, 32, 96, 64, 16, 5
+    c = default_config()
+    sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": F, "num_hidden_layers": L}
+    c.model.update(sizes | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    c.update({"gpus": 8, "cp_size": 4, "zero_level": 3, "sequence_len": S, "model_dtype": "bfloat16"})
+    of_method = {}
+    for method in METHODS:
+        c.update({"cp_method": method, "attention": "auto" if method == "ulysses" else "xla"})
+        checks.check(c)
+        run = from_config(c, abstract_mesh(8, **mesh_sizes(c)), total_steps=10)
+        batch = traffic.Batch(sequences=1, sequence_len=S, microbatches=K)
+        found = traffic.collective_bytes(run, batch)
+        flops = sum(traffic.token_flops(run, S, again=True).values())
+        assert sum(traffic.step_flops(run, batch).values()) == pytest.approx(flops * S * K / 4)
+        assert found.pop(("all-gather", "dp_shard+cp")) == pytest.approx(
+            7 / 8 * 2 * (2 * K * blocks(D, F, L) + 2 * V * D + D)
+        )
+        of_method[method] = {op: size for (op, axis), size in found.items() if axis == "cp"}
+    tokens, passes = 4, L * K
+    own = 2 * 2 * 8 * tokens  # a device's keys and values, elements
+    assert of_method == {
+        "ulysses": {"all-to-all": 3 / 4 * passes * 3 * (2 * 4 * 8 + 2 * 4 * 8) * tokens * 2},
+        "allgather": {"all-gather": 3 * passes * 2 * own * 2, "reduce-scatter": 3 * passes * own * 4},
+        "ring": {"collective-permute": 3 * passes * 2 * own * 2 + passes * own * (3 * 4 + 2)},
+    }
+
+
+def blocks(D: int, F: int, L: int) -> int:
+    """Parameters of the blocks in the test above: two key/value heads of four."""
+    return L * (2 * D * D + 2 * D * D // 2 + 3 * D * F + 2 * D)
+
+
+def test_layouts_and_meshes():
+    """State is sharded over both axes; a mesh without several devices along `cp` is what it was."""
+    assert mesh_shape(8, cp_size=2, tp_size=2, kv_heads=2) == {"dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 2}
+    assert "cp" not in mesh_shape(8)
+    with pytest.raises(ConfigError, match=r"^dp_replicate_size x cp_size: expected a divisor of the 8 devices in use"):
+        mesh_shape(8, cp_size=3)
+    mesh = abstract_mesh(8, cp_size=4)
+    found = layouts(llama.build(CONFIG).params, place(zero_level=3, num_shards=shards(mesh)), mesh)
+    wq = found.weights["blocks"]["attention"]["wq"]
+    assert wq.stored == jax.P((SHARD, CONTEXT)) and wq.computed == jax.P() and wq.sharded_dim == 0
+    alone = abstract_mesh(4, cp_size=4)
+    found = layouts(llama.build(CONFIG).params, place(zero_level=3, num_shards=shards(alone)), alone)
+    assert found.weights["blocks"]["attention"]["wq"].stored == jax.P(CONTEXT)
+
+
+@pytest.mark.parametrize("method, expected", [("ulysses", [[0, 1, 2], [3, 4, 5]]), ("ring", [[0, 3], [1, 2]])])
+def test_order_of_tokens(method, expected):
+    """Zig-zag: the first device has the first and the last piece."""
+    mesh = make_mesh(jax.devices()[:2], cp_size=2)
+    length = len(expected[0])
+    index = jax.shard_map(lambda: context.own_index(length, method), mesh=mesh, in_specs=(), out_specs=jax.P(CONTEXT))()
+    np.testing.assert_array_equal(np.asarray(index).reshape(2, length), expected)
+
+
+REFUSED = [
+    ({"cp_size": 3, "gpus": 3}, "sequence_len: expected a multiple of 3, as cp_size x tp_size GPUs divide it.*use 513"),
+    ({"cp_method": "ring", "attention": "xla", "sequence_len": 516}, "sequence_len: expected a multiple of 8.*use 520"),
+    (
+        {"model.num_attention_heads": 6, "model.num_key_value_heads": 6},
+        "model.num_attention_heads: expected a multiple",
+    ),
+    ({"model.num_key_value_heads": 6}, "model.num_key_value_heads: expected a multiple or a divisor of cp_size = 4"),
+    ({"cp_method": "ring"}, "attention: expected 'xla' with cp_method='ring'.*got 'auto'"),
+    ({"cp_method": "allgather", "attention": "mosaic"}, "attention: expected 'xla' with cp_method='allgather'"),
+    ({"cp_method": "zigzag"}, "cp_method: expected one of"),
+    ({"cp_size": 1, "cp_method": "ring"}, "cp_method: expected 'ulysses' with cp_size=1"),
+    ({"recipe": "fp8_hybrid"}, "recipe: expected 'bf16' with cp_size=4"),
+    ({"optimizer": "normuon"}, "optimizer: expected 'adamw' with cp_size=4"),
+    ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with cp_size=4"),
+    ({"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2}, "microbatches_per_fetch: expected 1 with cp"),
+    ({"lmhead_chunks": 512}, "lmhead_chunks: expected a divisor of .* / cp_size = 128"),
+    ({"cp_size": 2, "tp_size": 2, "lmhead_chunks": 256}, "lmhead_chunks: expected a divisor of .*tp_size. = 128"),
+]
+
+
+@pytest.mark.parametrize("changes, said", REFUSED, ids=[",".join(changes) for changes, _ in REFUSED])
+def test_what_is_not_built_is_refused(changes, said):
+    c = default_config()
+    c.update({"gpus": 4, "cp_size": 4})
+    c.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=f"^{said}") as error:
+        checks.check(c)
+    assert "\n" not in str(error.value)
+
+
+def test_fit_says_that_it_does_not_search_context_parallelism():
+    c = default_config()
+    c.update({"gpus": 4, "cp_size": 4})
+    with pytest.raises(ConfigError, match=r"^cp_size: expected 1, since fit does not search"):
+        search.search(c, GPUS["h100"], search.Limits(1, 1))
+
+
+@pytest.mark.full
+def test_a_checkpoint_moves_between_layouts(tmp_path):
+    """From one device to 2 x 4, and back: weights and moments equal to the bit."""
+    one, eight = Small(m_dtype="bfloat16"), Small(8, cp_size=4, zero_level=3, m_dtype="bfloat16")
+    one.train([tokens(1, 4, 24)])
+    saved = one.state
+    with Checkpoints(tmp_path / "one", save_total_limit=1) as checkpoints:
+        checkpoints.save(saved, {"step": 1})
+    there = restore(find(tmp_path / "one"), eight.plan)
+    with Checkpoints(tmp_path / "eight", save_total_limit=1) as checkpoints:
+        checkpoints.save(there, {"step": 1})
+    back = restore(find(tmp_path / "eight"), one.plan)
+    for found in (there, back):
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, saved)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_under_another_layout(tmp_path):
+    """On one device, then on two that share each sequence, then on one again: the same samples, step by step."""
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of the text\n" for i in range(2000)))
+    c = default_config()
+    c.model.update({"vocab_size": 320, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2})
+    c.model.update({"num_attention_heads": 4, "num_key_value_heads": 2})
+    c.update({"data": str(tmp_path / "text.txt"), "data_cache": str(tmp_path / "cache"), "model_dtype": "float32"})
+    c.update({"sequence_len": 64, "per_device_batch_size": 2, "sample_tokens": 5, "eval_steps": 0, "eval_batches": 2})
+    c.update({"sample_packing": True, "attention": "xla"})
+    losses = {}
+    for name, sizes in {"one": (1, 1, 1), "mixed": (1, 2, 1)}.items():
+        c.output_dir = str(tmp_path / name)
+        losses[name] = []
+        for steps, cp_size in zip((2, 4, 6), sizes, strict=True):
+            method = "ring" if cp_size > 1 else "ulysses"
+            c.update({"max_steps": steps, "gpus": cp_size, "cp_size": cp_size, "cp_method": method})
+            losses[name] += [x["loss"] for x in train(c).history]
+    assert len(losses["one"]) == 6 + 3  # and three evaluations
+    np.testing.assert_allclose(losses["mixed"], losses["one"], rtol=1e-4)
+
+
+def test_without_several_devices_nothing_is_cut():
+    x = np.ones((2, 4), np.float32)
+    assert context.own_tokens(x, "ring") is x and not context.is_divided()
