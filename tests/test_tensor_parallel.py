@@ -192,7 +192,7 @@ def test_meshes():
 REFUSED = [
     ({"cp_size": 2}, "cp_size: expected 1, since more is not built yet, got 2"),
     ({"pp_size": 2}, "pp_size: expected 1, since more is not built yet, got 2"),
-    ({"recipe": "fp8_hybrid"}, "recipe: expected 'bf16' with tp_size=4"),
+    ({"recipe": "mxfp8"}, "recipe: expected one of bf16, fp8_hybrid, fp8_current with tp_size=4"),
     ({"optimizer": "adamw8bit"}, "optimizer: expected 'adamw' with tp_size=4"),
     ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with tp_size=4"),
     ({"zero_quantized_gradients": True}, "zero_quantized_gradients: expected False with tp_size=4"),

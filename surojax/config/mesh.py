@@ -2,12 +2,12 @@
 
 from surojax.config.fields import Config, default_config
 from surojax.errors import ConfigError, need
+from surojax.numerics.recipes import BLOCK_SCALED
 
 NOT_BUILT = ("cp_size", "pp_size")
 
 # What is not built for tensor parallelism, or not tested with it: each has its default if tp_size is above 1.
 NOT_WITH_TP = (
-    "recipe",
     "optimizer",
     "zero_quantized_weights",
     "zero_quantized_gradients",
@@ -30,6 +30,8 @@ def check_mesh(c: Config) -> None:
     for name in NOT_WITH_TP:
         expected = f"{defaults[name]!r} with tp_size={n}, for which it is not built yet"
         need(c[name] == defaults[name], name, expected, c[name], "leave it out, or set tp_size=1")
+    expected = f"one of bf16, fp8_hybrid, fp8_current with tp_size={n}, for which no other is built yet"
+    need(c.recipe not in BLOCK_SCALED, "recipe", expected, c.recipe, "choose one, or set tp_size=1")
     m = c.model
     sizes = {
         "model.num_attention_heads": m.num_attention_heads,

@@ -36,7 +36,7 @@ from surojax.assembly import Assembly
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import REPLICATE, SHARD, TENSOR, tensor_parallel
+from surojax.placement.mesh import REPLICATE, SAME_KV_HEADS, SHARD, TENSOR, tensor_parallel
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.planner.gpus import Gpu
 
@@ -115,7 +115,8 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     """Bytes that each GPU sends per step within its tensor-parallel group, by (collective, axis), for the blocks.
 
     A pass over a block gathers the inputs of attention and MLP and scatters their results; reverse mode scatters where
-    the block gathers. A recomputed block does it again, except for a result that no gradient needs.
+    the block gathers. A recomputed block does it again, except for a result that no gradient needs. Recipes fp8_*
+    gather in 8 bits; their largest magnitudes, a number for each site, are left out.
     """
     axes = tuple(axis for axis in TENSOR if axis in run.mesh.shape)
     sent = collections.defaultdict[tuple[str, str], float](float)
@@ -127,15 +128,25 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     k = batch.microbatches
     n = tensor_parallel(run.mesh)
     x = (n - 1) / n * batch.tokens * run.model.hidden_size * work
+    sharers = run.mesh.shape.get(SAME_KV_HEADS, 1)  # of keys and values
     along = _joined(run, axes)
     for segment in run.model.segments:
         parts = (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn)  # whose inputs are gathered again
         again = 2 if engine.recompute_block else parts
         results = (1 if segment.last_products else 2) if engine.recompute_block else 0
-        sent["all-gather", along] += k * segment.num_layers * (4 + again) * x
+        in_fp8 = run.model.precision.fp8 * sum(variant.recipe_enabled for variant in segment.variants)
+        gathers = segment.num_layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
+        sent["all-gather", along] += k * gathers * (4 + again) * x
         sent["reduce-scatter", along] += k * segment.num_layers * (4 + results) * x
+        if sharers > 1:
+            # Of keys and values before they are quantised; reverse mode sums their matrices' gradients instead.
+            width = segment.heads.key_value * segment.heads.channels * sharers // n
+            keys_and_values = 2 * batch.tokens * width * work
+            sent["all-reduce", SAME_KV_HEADS] += k * in_fp8 * 2 * (sharers - 1) / sharers * keys_and_values
         for p, layout, _ in _with_layouts(run, segment.name):
-            _add_shared(run, sent, p, layout, k * segment.num_layers * work)
+            _add_shared(run, sent, p, layout, k * (segment.num_layers - in_fp8) * work)
+            if not any(axis in layout.computed_axes for axis in TENSOR):  # scales of norms
+                _add_shared(run, sent, p, layout, k * in_fp8 * 4)
     for p, layout, _ in _with_layouts(run, OUTER):
         _add_shared(run, sent, p, layout, k * engine.lmhead_chunks * work)
     return sent
@@ -193,16 +204,15 @@ def _sizes(run: Assembly, *sections: str) -> tuple[int, int]:
 
 def _in_8_bits(run: Assembly, vectors: int) -> float:
     """Bytes of the layers' sharded parameters with matrices in 8 bits and their scales; vectors: bytes per number."""
-    n = run.mesh.shape[SHARD]
     total = 0.0
     for segment in run.model.segments:
         for p, master, _ in _with_layouts(run, segment.name):
             if master.sharded_dim is None:
                 continue
-            row = p.shape[-1] // (n if master.sharded_dim == len(p.shape) - 1 else 1)
+            row = jax.NamedSharding(run.mesh, master.stored).shard_shape(p.shape)[-1]
             scale = 0 if run.engine.table.one_scale else 4 / block_size(row)  # one scale per matrix is not gathered
             number = 1 + scale if p.kind is Kind.MATRIX else vectors
-            total += segment.num_layers * math.prod(p.shape) * number
+            total += segment.num_layers * _size(run, p, master) * number
     return total
 
 
