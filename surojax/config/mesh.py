@@ -1,21 +1,16 @@
 """Checks of the mesh's sizes: what is divided must divide evenly, and what is not built for a size is refused."""
 
-from surojax.config.fields import Config, default_config
+import math
+
+from surojax.config.fields import Config, default_config, head_dim
 from surojax.errors import ConfigError, need
+from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED
 
 NOT_BUILT = ("cp_size", "pp_size")
 
-# What is not built for tensor parallelism, or not tested with it: each has its default if tp_size is above 1.
-NOT_WITH_TP = (
-    "optimizer",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "memcpy_all_gather",
-    "memcpy_send_recv",
-    "nvme_path",
-    "microbatches_per_fetch",
-)
+# Not tested with tensor parallelism, for which they take GPUs: each has its default if tp_size is above 1.
+NOT_WITH_TP = ("memcpy_all_gather", "memcpy_send_recv")
 
 
 def check_mesh(c: Config) -> None:
@@ -30,8 +25,8 @@ def check_mesh(c: Config) -> None:
     for name in NOT_WITH_TP:
         expected = f"{defaults[name]!r} with tp_size={n}, for which it is not built yet"
         need(c[name] == defaults[name], name, expected, c[name], "leave it out, or set tp_size=1")
-    expected = f"one of bf16, fp8_hybrid, fp8_current with tp_size={n}, for which no other is built yet"
-    need(c.recipe not in BLOCK_SCALED, "recipe", expected, c.recipe, "choose one, or set tp_size=1")
+    expected = f"one of bf16, fp8_hybrid, fp8_current, mxfp8 with tp_size={n}, for which nvfp4 is not built yet"
+    need(c.recipe != "nvfp4", "recipe", expected, c.recipe, "choose one, or set tp_size=1")
     m = c.model
     sizes = {
         "model.num_attention_heads": m.num_attention_heads,
@@ -45,6 +40,17 @@ def check_mesh(c: Config) -> None:
     kv = m.num_key_value_heads
     expected = f"a multiple or a divisor of tp_size={n}"
     need(kv % n == 0 or n % kv == 0, "model.num_key_value_heads", expected, kv, "lower tp_size")
+    if c.recipe in BLOCK_SCALED:
+        heads = m.num_attention_heads * head_dim(c) // n
+        shared = math.gcd(kv, n)
+        widths = {
+            "model.num_attention_heads x model.head_dim": heads,
+            "model.num_key_value_heads x model.head_dim": kv * head_dim(c) // shared,
+            "model.intermediate_size": m.intermediate_size // n,
+        }
+        for name, width in widths.items():
+            expected = f"a multiple of {WIDTHS} on each GPU with tp_size={n} and recipe={c.recipe!r}"
+            need(width % WIDTHS == 0, name, expected, width, "lower tp_size")
     tokens = c.per_device_batch_size * c.sequence_len // n
     expected = f"a divisor of per_device_batch_size x sequence_len / tp_size = {tokens}"
     need(tokens % c.lmhead_chunks == 0, "lmhead_chunks", expected, c.lmhead_chunks, "lower it")

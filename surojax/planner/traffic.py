@@ -18,9 +18,9 @@ of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradient
 
 Replicated outer layers add a reduce-scatter and an all-gather once per step. Sharded outer layers transfer tokens
 instead: see `collective_bytes`. NorMuon all-gathers the momentum of the blocks' matrices once per step, in the work
-dtype. With tensor parallelism P is what a device of a group has; `tensor_bytes` says what its groups send besides.
-Groups of `dp_replicate` all-reduce their shards once per step. Scalars (loss, label count, norm: a few bytes)
-are left out.
+dtype, whole on every GPU. In all else, with tensor parallelism P is what a device of a group has; `tensor_bytes` says
+what its groups send besides. Groups of `dp_replicate` all-reduce their shards once per step. Scalars (loss, label
+count, norm: a few bytes) are left out.
 
 Times are lower bounds: each resource alone, at its peak rate, perfectly overlapped with all others.
 """
@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from surojax.assembly import Assembly
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
-from surojax.placement.layout import Layout
+from surojax.placement.layout import Layout, mesh_axes
 from surojax.placement.mesh import REPLICATE, SAME_KV_HEADS, SHARD, TENSOR, tensor_parallel
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.planner.gpus import Gpu
@@ -99,13 +99,10 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     for key, size in tensor_bytes(run, batch).items():
         sent[key] += size
     if run.optimizer.matrices.gathers:  # normuon.py
-        matrices = sum(
-            segment.num_layers * _size(run, p, master)
-            for segment in run.model.segments
-            for p, master, _ in _with_layouts(run, segment.name)
-            if master.sharded_dim is not None and p.kind is Kind.MATRIX
-        )
-        sent["all-gather", SHARD] += ring * work * matrices
+        for segment in run.model.segments:
+            for p, master, _ in _with_layouts(run, segment.name):
+                if p.kind is Kind.MATRIX:
+                    _add_whole(run, sent, p, master, segment.num_layers * work)
     parameters = blocks / n + replicated_blocks + sharded_outer / n + replicated_outer
     sent["all-reduce", REPLICATE] += 2 * (replicas - 1) / replicas * accum * parameters
     return {key: round(size) for key, size in sent.items() if size}
@@ -158,6 +155,18 @@ def _add_shared(run: Assembly, sent: dict[tuple[str, str], float], p: Param, lay
     n = math.prod(run.mesh.shape[axis] for axis in axes)
     if n > 1:
         sent["all-reduce", _joined(run, axes)] += 2 * (n - 1) / n * itemsize * _size(run, p, layout)
+
+
+def _add_whole(run: Assembly, sent: dict[tuple[str, str], float], p: Param, layout: Layout, itemsize: int) -> None:
+    """Adds what gathering a whole matrix from its shards takes, one dimension after another."""
+    size = math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape))
+    for axes in map(mesh_axes, layout.stored):
+        n = math.prod(run.mesh.shape[axis] for axis in axes)
+        if n > 1:
+            sent["all-gather", _joined(run, tuple(axis for axis in axes if run.mesh.shape[axis] > 1))] += (
+                itemsize * size * (n - 1)
+            )
+            size *= n
 
 
 def _joined(run: Assembly, axes: tuple[str, ...]) -> str:
