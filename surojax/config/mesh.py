@@ -1,7 +1,5 @@
 """Checks of the mesh's sizes: what is divided must divide evenly, and what is not built for a size is refused."""
 
-import math
-
 from surojax.config.fields import Config, default_config, head_dim
 from surojax.errors import ConfigError, need
 from surojax.numerics.blockscaled import WIDTHS
@@ -41,11 +39,14 @@ def check_mesh(c: Config) -> None:
     expected = f"a multiple or a divisor of tp_size={n}"
     need(kv % n == 0 or n % kv == 0, "model.num_key_value_heads", expected, kv, "lower tp_size")
     if c.recipe in BLOCK_SCALED:
+        expected = (
+            f"at least tp_size={n} with recipe={c.recipe!r}: GPUs that share a head would round parts of its sums"
+        )
+        need(kv >= n, "model.num_key_value_heads", expected, kv, "lower tp_size, or use recipe='fp8_current'")
         heads = m.num_attention_heads * head_dim(c) // n
-        shared = math.gcd(kv, n)
         widths = {
             "model.num_attention_heads x model.head_dim": heads,
-            "model.num_key_value_heads x model.head_dim": kv * head_dim(c) // shared,
+            "model.num_key_value_heads x model.head_dim": kv * head_dim(c) // n,
             "model.intermediate_size": m.intermediate_size // n,
         }
         for name, width in widths.items():

@@ -160,13 +160,12 @@ def _add_shared(run: Assembly, sent: dict[tuple[str, str], float], p: Param, lay
 def _add_whole(run: Assembly, sent: dict[tuple[str, str], float], p: Param, layout: Layout, itemsize: int) -> None:
     """Adds what gathering a whole matrix from its shards takes, one dimension after another."""
     size = math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape))
-    for axes in map(mesh_axes, layout.stored):
+    for entry in map(mesh_axes, layout.stored):
+        axes = [axis for axis in entry if run.mesh.shape[axis] > 1]
         n = math.prod(run.mesh.shape[axis] for axis in axes)
-        if n > 1:
-            sent["all-gather", _joined(run, tuple(axis for axis in axes if run.mesh.shape[axis] > 1))] += (
-                itemsize * size * (n - 1)
-            )
-            size *= n
+        if axes:  # named by `hlo.collectives` in this order
+            sent["all-gather", "+".join(axes)] += itemsize * size * (n - 1)
+        size *= n
 
 
 def _joined(run: Assembly, axes: tuple[str, ...]) -> str:
