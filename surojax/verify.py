@@ -165,6 +165,18 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("shard_outer_tp_2x2", ZERO3_TP | {"shard_outer": True}, 4, expect="order"),
     Setting("lmhead_chunks_tp_2x2", ZERO3_TP | {"lmhead_chunks": 4}, 4, expect="order"),
     Setting("use_all_to_all_reduce_tp_2x2", ZERO3_TP | {"use_all_to_all_reduce": True}, 4, expect="order"),
+    Setting("offload_grouped_tp_2x2", ZERO3_TP | ALL | GROUPED, 4, like="zero_level=3_tp_2x2", expect="grouped"),
+    Setting("nvme_tp_2x2", ZERO3_TP | ALL | NVME, 4, like="zero_level=3_tp_2x2"),
+    Setting(
+        "zero_quantized_gradients_tp_2x2",
+        ZERO3_TP | {"zero_quantized_gradients": True},
+        4,
+        like="zero_level=3_tp_2x2",
+        expect="sent_int8",
+    ),
+    Setting("zero_quantized_weights=fp8_tp_2x2", FP8 | TP, 4, like="zero_level=3_tp_2x2", expect="fp8"),
+    Setting("zero_quantized_weights=int8_tp_2x2", INT8 | TP, 4, like="zero_level=3_tp_2x2", expect="int8"),
+    Setting("offload_quants_tp_2x2", FP8 | QUANTS | ALL | TP, 4, like="zero_quantized_weights=fp8_tp_2x2"),
     Setting("hsdp_tp_2x2x2", ZERO3_TP | {"dp_replicate_size": 2}, 8, expect="order"),
     Setting("hsdp_tp_2x2x2_offload_all", ZERO3_TP | ALL | {"dp_replicate_size": 2}, 8, like="hsdp_tp_2x2x2"),
     # Context parallelism: dp_shard_size x cp_size, with dp_replicate_size before it or tp_size behind it

@@ -191,10 +191,10 @@ def test_meshes():
 
 REFUSED = [
     ({"pp_size": 2}, "pp_size: expected 1, since more is not built yet, got 2"),
-    ({"recipe": "fp8_hybrid"}, "recipe: expected 'bf16' with tp_size=4"),
-    ({"optimizer": "adamw8bit"}, "optimizer: expected 'adamw' with tp_size=4"),
-    ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with tp_size=4"),
-    ({"zero_quantized_gradients": True}, "zero_quantized_gradients: expected False with tp_size=4"),
+    ({"recipe": "nvfp4"}, "recipe: expected one of bf16, fp8_hybrid, fp8_current, mxfp8 with tp_size=4"),
+    ({"recipe": "mxfp8", "model.intermediate_size": 64}, "model.intermediate_size: expected a multiple of 32 on each"),
+    ({"recipe": "mxfp8", "model.num_key_value_heads": 2}, "model.num_key_value_heads: expected at least tp_size=4"),
+    ({"memcpy_all_gather": True}, "memcpy_all_gather: expected False with tp_size=4"),
     ({"model.vocab_size": 1002}, "model.vocab_size: expected a multiple of tp_size=4.*use 1004"),
     ({"model.intermediate_size": 99}, "model.intermediate_size: expected a multiple of tp_size=4"),
     (
@@ -203,7 +203,6 @@ REFUSED = [
     ),
     ({"model.num_attention_heads": 12, "model.num_key_value_heads": 6}, "model.num_key_value_heads: .* or a divisor"),
     ({"sequence_len": 30}, "sequence_len: expected a multiple of tp_size=4.*use 32"),
-    ({"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2}, "microbatches_per_fetch: expected 1 with tp"),
     ({"lmhead_chunks": 512}, "lmhead_chunks: expected a divisor of .* / tp_size = 128"),
 ]
 

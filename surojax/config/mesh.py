@@ -2,22 +2,15 @@
 
 import math
 
-from surojax.config.fields import Config, default_config, gpus_per_sequence
+from surojax.config.fields import Config, default_config, gpus_per_sequence, head_dim
 from surojax.errors import ConfigError, need
+from surojax.numerics.blockscaled import WIDTHS
+from surojax.numerics.recipes import BLOCK_SCALED
 
 NOT_BUILT = ("pp_size",)
 
-# What is not built for tensor parallelism, or not tested with it: each has its default if tp_size is above 1.
-NOT_WITH_TP = (
-    "recipe",
-    "optimizer",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "memcpy_all_gather",
-    "memcpy_send_recv",
-    "nvme_path",
-    "microbatches_per_fetch",
-)
+# Not tested with tensor parallelism, for which they take GPUs: each has its default if tp_size is above 1.
+NOT_WITH_TP = ("memcpy_all_gather", "memcpy_send_recv")
 
 # Likewise for context parallelism.
 NOT_WITH_CP = (
@@ -42,6 +35,8 @@ def check_mesh(c: Config) -> None:
     if n == 1:
         return
     _need_defaults(c, NOT_WITH_TP, "tp_size")
+    expected = f"one of bf16, fp8_hybrid, fp8_current, mxfp8 with tp_size={n}, for which nvfp4 is not built yet"
+    need(c.recipe != "nvfp4", "recipe", expected, c.recipe, "choose one, or set tp_size=1")
     m = c.model
     sizes = {
         "model.num_attention_heads": m.num_attention_heads,
@@ -55,7 +50,26 @@ def check_mesh(c: Config) -> None:
     kv = m.num_key_value_heads
     expected = f"a multiple or a divisor of tp_size={n}"
     need(kv % n == 0 or n % kv == 0, "model.num_key_value_heads", expected, kv, "lower tp_size")
+    if c.recipe in BLOCK_SCALED:
+        _check_block_scaled(c)
     _check_head_chunks(c, "tp_size")
+
+
+def _check_block_scaled(c: Config) -> None:
+    """Raises ConfigError if a GPU's part of a matrix does not consist of whole blocks of one scale."""
+    m = c.model
+    n = c.tp_size
+    kv = m.num_key_value_heads
+    expected = f"at least tp_size={n} with recipe={c.recipe!r}: GPUs that share a head would round parts of its sums"
+    need(kv >= n, "model.num_key_value_heads", expected, kv, "lower tp_size, or use recipe='fp8_current'")
+    widths = {
+        "model.num_attention_heads x model.head_dim": m.num_attention_heads * head_dim(c) // n,
+        "model.num_key_value_heads x model.head_dim": kv * head_dim(c) // n,
+        "model.intermediate_size": m.intermediate_size // n,
+    }
+    for name, width in widths.items():
+        expected = f"a multiple of {WIDTHS} on each GPU with tp_size={n} and recipe={c.recipe!r}"
+        need(width % WIDTHS == 0, name, expected, width, "lower tp_size")
 
 
 def _need_defaults(c: Config, names: tuple[str, ...], size: str) -> None:

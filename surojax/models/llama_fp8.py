@@ -13,7 +13,13 @@ operands (fp8.py). So x and dy are quantised in two forms, as they are and trans
 Weights are `Quantized` with one scale each (step/weights.py). The residual stream, attention, scales of norms, biases
 and the block's gradients are in the model's dtype; gradients of scales of norms and of biases are in float32.
 
-Shape suffixes: N tokens (B x S), D hidden size, F intermediate size; T at the end of a name: transposed.
+In a tensor-parallel group (parallel/tensor.py) operands are quantised before they are gathered: inputs of column
+products forward, gradients of row products backward. The scale of a tensor that is divided over the group follows from
+its largest magnitude on all devices. Keys and values that several devices share get the sum of their gradients before
+it is quantised, since that is the tensor which one device would quantise. What the group shares is summed by hand here.
+
+Shape suffixes: N tokens (B x S), n this device's part of them, D hidden size, F intermediate size; T at the end of a
+name: transposed.
 """
 
 import dataclasses
@@ -27,6 +33,15 @@ from surojax.models.operations import Operations, positions_of, rope_angles
 from surojax.numerics.fp8 import E4M3, E5M2, Sites, product, scale_for
 from surojax.numerics.quantize import Quantized
 from surojax.numerics.recipes import Precision
+from surojax.parallel.collectives import add_up, same
+from surojax.parallel.tensor import (
+    all_gather_tokens,
+    in_group,
+    largest_of_group,
+    of_first_sharer,
+    reduce_scatter_tokens,
+)
+from surojax.placement.mesh import SAME_KV_HEADS, TENSOR
 
 # The tensors of a block that are quantised: operands of products, and gradients of the products' results.
 SITES = Sites(
@@ -39,7 +54,7 @@ SITE_NAMES = (*SITES.inputs, *SITES.gradients)
 class AttentionSaved(NamedTuple):
     """Residuals of the attention half of the block."""
 
-    x_ND: jax.Array
+    x_nD: jax.Array
     input_T: Quantized
     q: Any  # before qk_norm; None without qk_norm
     k: Any
@@ -50,7 +65,7 @@ class AttentionSaved(NamedTuple):
 class MlpSaved(NamedTuple):
     """Residuals of the MLP half of the block."""
 
-    total_ND: jax.Array  # x + o
+    total_nD: jax.Array  # x + o
     input_T: Quantized
     gate_NF: jax.Array
     up_NF: jax.Array
@@ -61,11 +76,12 @@ class Quantiser:
     """Makes operands of products: chooses their scales, and records the largest magnitude of each site.
 
     scales: float32 `[sites]`, known before the tensors (delayed scaling); None: each scale is made from its tensor.
-    observed: {site: largest magnitude}.
+    sequences: B. observed: {site: largest magnitude on this device}.
     """
 
-    def __init__(self, precision: Precision, scales: jax.Array | None):
+    def __init__(self, precision: Precision, scales: jax.Array | None, sequences: int):
         self.scales = scales
+        self.sequences = sequences
         self.observed = {}
         self.options: dict[str, Any] = {"implementation": precision.implementation}
 
@@ -77,7 +93,7 @@ class Quantiser:
         """The scale of a site whose tensor has the largest magnitude `absmax`; records it."""
         known = self.known(site)
         self.observed[site] = absmax
-        return scale_for(absmax, dtype) if known is None else known
+        return scale_for(largest_of_group(absmax), dtype) if known is None else known
 
     def made(self, site: str, kernel) -> tuple[Quantized, tuple]:
         """(the first result of a kernel as an operand, its results after absmax).
@@ -98,7 +114,7 @@ class Quantiser:
         known = self.known(site)
         if known is None:
             absmax = quantize.absmax(x_Nn, **self.options) if absmax is None else absmax
-            known = scale_for(absmax, dtype)
+            known = scale_for(largest_of_group(absmax), dtype)
         done = quantize.cast_transpose(x_Nn, known, dtype, **self.options)
         self.observed[site] = done.absmax
         return Quantized(done.values, known), Quantized(done.transposed, known)
@@ -106,8 +122,27 @@ class Quantiser:
     def one(self, site: str, x_Nn: jax.Array) -> Quantized:
         """The operand of a tensor, for a forward pass without gradients; no magnitude is recorded."""
         known = self.known(site)
-        scale = scale_for(quantize.absmax(x_Nn, **self.options), E4M3) if known is None else known
-        return Quantized(quantize.cast(x_Nn, scale, E4M3, **self.options), scale)
+        if known is None:
+            known = scale_for(largest_of_group(quantize.absmax(x_Nn, **self.options)), E4M3)
+        return Quantized(quantize.cast(x_Nn, known, E4M3, **self.options), known)
+
+    def gathered(self, x_nD: Quantized) -> Quantized:
+        """The operand for whole sequences, from this device's part of them."""
+        return x_nD._replace(values=all_gather_tokens(x_nD.values, self.sequences))
+
+    def both_gathered(
+        self, site: str, x_nD: jax.Array, dtype, absmax: jax.Array | None = None
+    ) -> tuple[Quantized, Quantized]:
+        """`both` for whole sequences, from this device's part of them."""
+        if not in_group():
+            return self.both(site, x_nD, dtype, absmax)
+        scale = self.scale(site, dtype, quantize.absmax(x_nD, **self.options) if absmax is None else absmax)
+        x_ND = self.gathered(Quantized(quantize.cast(x_nD, scale, dtype, **self.options), scale))
+        return x_ND, self.transposed(x_ND)
+
+    def scattered(self, y_ND: jax.Array) -> jax.Array:
+        """This device's part `[n, D]` of a sum over the group."""
+        return reduce_scatter_tokens(y_ND, self.sequences)
 
     def transposed(self, x: Quantized) -> Quantized:
         """A float8 matrix transposed."""
@@ -120,9 +155,9 @@ class Quantiser:
 
 def block(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Array | None) -> jax.Array:
     """The block's output for activations `[B, S, D]`; no residuals are saved."""
-    quantiser = Quantiser(ops.compute.precision, scales)
+    quantiser = Quantiser(ops.compute.precision, scales, len(x_BSD))
     x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-    o_ND, _ = _attention(config, quantiser, ops, w, x_ND, x_BSD.shape[1], saving=False)
+    o_ND, _ = _attention(config, quantiser, ops, w, x_ND, saving=False)
     return _mlp(config, quantiser, w, x_ND, o_ND, saving=False)[0].reshape(x_BSD.shape)
 
 
@@ -131,9 +166,9 @@ def forward(config, ops: Operations, w: dict, x_BSD: jax.Array, scales: jax.Arra
 
     The residuals are arrays in the model's dtype and in float8, scales, and the recorded magnitudes.
     """
-    quantiser = Quantiser(ops.compute.precision, scales)
+    quantiser = Quantiser(ops.compute.precision, scales, len(x_BSD))
     x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
-    o_ND, attention_saved = _attention(config, quantiser, ops, w, x_ND, x_BSD.shape[1], saving=True)
+    o_ND, attention_saved = _attention(config, quantiser, ops, w, x_ND, saving=True)
     y_ND, mlp_saved = _mlp(config, quantiser, w, x_ND, o_ND, saving=True)
     return y_ND.reshape(x_BSD.shape), (attention_saved, mlp_saved, quantiser.observed)
 
@@ -144,13 +179,11 @@ def backward(config, ops: Operations, w: dict, saved, dy_BSD: jax.Array, scales:
     The gradients of the weights are a tree like w, with arrays in place of `Quantized`.
     """
     attention_saved, mlp_saved, observed = saved
-    quantiser = Quantiser(ops.compute.precision, scales)
+    quantiser = Quantiser(ops.compute.precision, scales, len(dy_BSD))
     quantiser.observed |= observed
     dy_ND = dy_BSD.reshape(-1, dy_BSD.shape[-1])
     d_mlp, d_mlp_norm, d_total = _mlp_backward(config, quantiser, w, mlp_saved, dy_ND)
-    d_attention, d_attention_norm, dx = _attention_backward(
-        config, quantiser, ops, w, attention_saved, d_total, dy_BSD.shape
-    )
+    d_attention, d_attention_norm, dx = _attention_backward(config, quantiser, ops, w, attention_saved, d_total)
     dw = {"attention": d_attention, "attention_norm": d_attention_norm, "mlp": d_mlp, "mlp_norm": d_mlp_norm}
     return dw, dx.dx.reshape(dy_BSD.shape), quantiser.vector()
 
@@ -158,14 +191,15 @@ def backward(config, ops: Operations, w: dict, saved, dy_BSD: jax.Array, scales:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def _attention(config, quantiser: Quantiser, ops: Operations, w: dict, x_ND: jax.Array, S: int, *, saving: bool):
+def _attention(config, quantiser: Quantiser, ops: Operations, w: dict, x_nD: jax.Array, *, saving: bool):
     """(o, which is not yet added to x; AttentionSaved, or None without `saving`)."""
     a = w["attention"]
     options = quantiser.options
     eps = config.rms_norm_eps
+    dtype = x_nD.dtype
 
     def norm_of_input(**out):
-        return rms_norm.forward(x_ND, w["attention_norm"], eps=eps, **out)[:2]
+        return rms_norm.forward(x_nD, w["attention_norm"], eps=eps, **out)[:2]
 
     def split_heads(y):
         return y.reshape(-1, S, y.shape[-1] // config.head_dim, config.head_dim)
@@ -179,21 +213,23 @@ def _attention(config, quantiser: Quantiser, ops: Operations, w: dict, x_ND: jax
     def attend(q, k, v, starts):
         return dataclasses.replace(ops, starts=starts).attend(q, k, v)[0]
 
-    y, _ = quantiser.made("attention_input", norm_of_input)
-    q, k, v = (split_heads(product(y, a[f"w{x}"], x_ND.dtype, plus=bias(f"b{x}"))) for x in "qkv")
+    y = quantiser.gathered(quantiser.made("attention_input", norm_of_input)[0])
+    N = len(y.values)
+    S = N // quantiser.sequences
+    q, k, v = (split_heads(product(y, a[f"w{x}"], dtype, plus=bias(f"b{x}"))) for x in "qkv")
     rotated = rope.forward(qk_norm(q, "q_norm"), qk_norm(k, "k_norm"), *_angles(config, ops, S), **options)
     if not saving:
-        out = quantiser.one("attention_output", attend(rotated.q, rotated.k, v, ops.starts).reshape(x_ND.shape[0], -1))
-        return product(out, a["wo"], x_ND.dtype), None
+        out = quantiser.one("attention_output", attend(rotated.q, rotated.k, v, ops.starts).reshape(N, -1))
+        return quantiser.scattered(product(out, a["wo"], dtype)), None
     saveable = (True, True, True, False)
     y_BSHh, attend_vjp = jax.vjp(attend, rotated.q, rotated.k, v, ops.starts, saveable_args=saveable)
-    out, output_T = quantiser.both("attention_output", y_BSHh.reshape(x_ND.shape[0], -1), E4M3)
+    out, output_T = quantiser.both("attention_output", y_BSHh.reshape(N, -1), E4M3)
     before_norm = (q, k) if config.qk_norm else (None, None)
-    saved = AttentionSaved(x_ND, quantiser.transposed(y), *before_norm, attend_vjp, output_T)
-    return product(out, a["wo"], x_ND.dtype), saved
+    saved = AttentionSaved(x_nD, quantiser.transposed(y), *before_norm, attend_vjp, output_T)
+    return quantiser.scattered(product(out, a["wo"], dtype)), saved
 
 
-def _attention_backward(config, quantiser: Quantiser, ops: Operations, w: dict, saved: AttentionSaved, d_total, shape):
+def _attention_backward(config, quantiser: Quantiser, ops: Operations, w: dict, saved: AttentionSaved, d_total):
     """(gradients of the attention's weights, gradient of its norm's scale, result of the norm's backward pass).
 
     d_total: gradient of x + o, with its largest magnitude. The last result has the gradient of x and its largest
@@ -203,69 +239,83 @@ def _attention_backward(config, quantiser: Quantiser, ops: Operations, w: dict, 
     options = quantiser.options
     eps = config.rms_norm_eps
     dtype = d_total.dx.dtype
-    d_o, d_oT = quantiser.both("d_attention", d_total.dx, E5M2, d_total.absmax)
+    # Residuals come back typed as different on all devices.
+    input_T = same(saved.input_T, *TENSOR)
+    q, k, v = saved.attend_vjp.args_res[:3]
+    saved.attend_vjp.args_res = [q, *same((k, v), SAME_KV_HEADS), ops.starts]
+    d_o, d_oT = quantiser.both_gathered("d_attention", d_total.dx, E5M2, d_total.absmax)
     dw = {"wo": product(d_oT, saved.output_T, dtype)}
     dy = product(d_o, quantiser.transposed(a["wo"]), dtype)
-    saved.attend_vjp.args_res = [*saved.attend_vjp.args_res[:3], ops.starts]
-    dq, dk, dv, _ = saved.attend_vjp(dy.reshape(*shape[:2], -1, config.head_dim))
-    dq, dk, *absmax = rope.forward(dq, dk, *_angles(config, ops, shape[1]), inverse=True, **options)
+    N = len(dy)
+    dy_BSHh = dy.reshape(quantiser.sequences, -1, dy.shape[-1] // config.head_dim, config.head_dim)
+    dq, dk, dv, _ = saved.attend_vjp(dy_BSHh)
+    dq, dk, *absmax = rope.forward(dq, dk, *_angles(config, ops, dy_BSHh.shape[1]), inverse=True, **options)
     if config.qk_norm:
-        dq, dw["q_norm"], absmax[0] = rms_norm.backward(dq, saved.q, a["q_norm"], eps=eps, **options)
-        dk, dw["k_norm"], absmax[1] = rms_norm.backward(dk, saved.k, a["k_norm"], eps=eps, **options)
+        dq, d_q_norm, absmax[0] = rms_norm.backward(dq, saved.q, a["q_norm"], eps=eps, **options)
+        before_norm = same(saved.k, SAME_KV_HEADS)
+        dk, d_k_norm, absmax[1] = rms_norm.backward(dk, before_norm, a["k_norm"], eps=eps, **options)
+        dw |= add_up({"q_norm": d_q_norm, "k_norm": d_k_norm}, *TENSOR)
     d_input = None
     for name, d, top in zip("qkv", (dq, dk, dv), (*absmax, None), strict=True):
-        d = d.reshape(saved.x_ND.shape[0], -1)
+        d = d.reshape(N, -1)
         if f"b{name}" in a:
             dw[f"b{name}"] = jnp.sum(d, axis=0, dtype=jnp.float32)
         d8, d8T = quantiser.both(f"d_{name}", d, E5M2, top)
-        dw[f"w{name}"] = product(d8T, saved.input_T, dtype)
-        d_input = product(d8, quantiser.transposed(a[f"w{name}"]), dtype, plus=d_input)
+        dw[f"w{name}"] = product(d8T, input_T, dtype)
+        term = d8 if name == "q" else of_first_sharer(d8)
+        d_input = product(term, quantiser.transposed(a[f"w{name}"]), dtype, plus=d_input)
     assert d_input is not None
-    dx = rms_norm.backward(d_input, saved.x_ND, w["attention_norm"], d_total.dx, eps=eps, **options)
-    return dw, dx.d_scale, dx
+    d_input = quantiser.scattered(d_input)
+    dx = rms_norm.backward(d_input, saved.x_nD, w["attention_norm"], d_total.dx, eps=eps, **options)
+    return dw, add_up(dx.d_scale, *TENSOR), dx
 
 
 # --- MLP --------------------------------------------------------------------------------------------------------------
 
 
-def _mlp(config, quantiser: Quantiser, w: dict, x_ND: jax.Array, o_ND: jax.Array, *, saving: bool):
+def _mlp(config, quantiser: Quantiser, w: dict, x_nD: jax.Array, o_nD: jax.Array, *, saving: bool):
     """(x + o + mlp(x + o); MlpSaved, or None without `saving`)."""
     m = w["mlp"]
     eps = config.rms_norm_eps
 
     def norm_of_sum(**out):
-        return rms_norm.forward(x_ND, w["mlp_norm"], o_ND, eps=eps, **out)
+        return rms_norm.forward(x_nD, w["mlp_norm"], o_nD, eps=eps, **out)
 
-    y, (total_ND,) = quantiser.made("mlp_input", norm_of_sum)
-    gate, up = (product(y, m[name], x_ND.dtype) for name in ("w_gate", "w_up"))
+    y, (total_nD,) = quantiser.made("mlp_input", norm_of_sum)
+    y = quantiser.gathered(y)
+    gate, up = (product(y, m[name], x_nD.dtype) for name in ("w_gate", "w_up"))
     hidden, _ = quantiser.made("mlp_hidden", lambda **out: swiglu.forward(gate, up, **out))
-    out_ND = product(hidden, m["w_down"], x_ND.dtype, plus=total_ND)
+    if in_group():
+        out_nD = quantiser.scattered(product(hidden, m["w_down"], x_nD.dtype)) + total_nD
+    else:
+        out_nD = product(hidden, m["w_down"], x_nD.dtype, plus=total_nD)
     if not saving:
-        return out_ND, None
-    return out_ND, MlpSaved(total_ND, quantiser.transposed(y), gate, up, quantiser.transposed(hidden))
+        return out_nD, None
+    return out_nD, MlpSaved(total_nD, quantiser.transposed(y), gate, up, quantiser.transposed(hidden))
 
 
-def _mlp_backward(config, quantiser: Quantiser, w: dict, saved: MlpSaved, d_out_ND: jax.Array):
+def _mlp_backward(config, quantiser: Quantiser, w: dict, saved: MlpSaved, d_out_nD: jax.Array):
     """(gradients of the MLP's weights, gradient of its norm's scale, result of the norm's backward pass).
 
     The last result has the gradient of x + o and its largest magnitude.
     """
     m = w["mlp"]
     options = quantiser.options
-    dtype = d_out_ND.dtype
-    d_out, d_outT = quantiser.both("d_mlp", d_out_ND, E5M2)
+    dtype = d_out_nD.dtype
+    d_out, d_outT = quantiser.both_gathered("d_mlp", d_out_nD, E5M2)
     dw = {"w_down": product(d_outT, saved.hidden_T, dtype)}
     d_hidden = product(d_out, quantiser.transposed(m["w_down"]), dtype)
     d = swiglu.backward(d_hidden, saved.gate_NF, saved.up_NF, **options)
     d_input = None
     for name, x, top in (("gate", d.d_gate, d.absmax_gate), ("up", d.d_up, d.absmax_up)):
         x8, x8T = quantiser.both(f"d_{name}", x, E5M2, top)
-        dw[f"w_{name}"] = product(x8T, saved.input_T, dtype)
+        dw[f"w_{name}"] = product(x8T, same(saved.input_T, *TENSOR), dtype)
         d_input = product(x8, quantiser.transposed(m[f"w_{name}"]), dtype, plus=d_input)
     assert d_input is not None
+    d_input = quantiser.scattered(d_input)
     eps = config.rms_norm_eps
-    d_total = rms_norm.backward(d_input, saved.total_ND, w["mlp_norm"], d_out_ND, eps=eps, **options)
-    return dw, d_total.d_scale, d_total
+    d_total = rms_norm.backward(d_input, saved.total_nD, w["mlp_norm"], d_out_nD, eps=eps, **options)
+    return dw, add_up(d_total.d_scale, *TENSOR), d_total
 
 
 def _angles(config, ops: Operations, S: int) -> tuple[jax.Array, jax.Array]:

@@ -10,9 +10,9 @@ and decay fit (Liu et al. 2025, arXiv:2502.16982). As in the paper, there is no 
 et al. 2025, arXiv:2510.12402). Embedding, head and vectors have AdamW's rule, with AdamW's learning rate.
 
 **Sharded.** Master weights and momentum are sharded, but the orthogonalisation needs the full matrix. So momentum is
-all-gathered over the shards in the dtype of the products (`model_dtype`: bfloat16 on GPUs, to which they would round it
-anyway). Every device computes all of O and keeps its own shard. That costs each device per step, for P parameters in
-the blocks and n devices:
+all-gathered over the shards, and over the devices of a tensor-parallel group that divide the matrix, in the dtype of
+the products (`model_dtype`: bfloat16 on GPUs, to which they would round it anyway). Every device computes all of O and
+keeps its own shard. That costs each device per step, for P parameters in the blocks and n devices:
 
     (n - 1) / n x P x 2 bytes received, as many as ZeRO-1's all-gather after the update, and
     steps x (4 min(m, k)^2 max(m, k) + 2 min(m, k)^3) FLOPs for each matrix, not divided by n.
@@ -32,8 +32,7 @@ import jax.numpy as jnp
 from surojax.numerics.rounding import materialised, mix
 from surojax.optim.optimizer import Optimizer, Rule, Scalars, Schedule, TensorContext, adamw, rounded
 from surojax.parallel.collectives import active, device_number
-from surojax.placement.layout import Layout
-from surojax.placement.mesh import SHARDS
+from surojax.placement.layout import Layout, mesh_axes
 
 RMS = 0.2  # of an update
 # (a, b, c) of x -> a x + b x^3 + c x^5 for each step: Polar Express (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1),
@@ -148,15 +147,17 @@ def flops(matrices, num_layers: int, steps: int) -> int:
 
 def _gathered(x: jax.Array, layout: Layout) -> jax.Array:
     """The matrix of which x is a shard, all-gathered and typed as equal on all devices."""
-    dim = layout.sharded_dim
-    return x if dim is None else jax.lax.all_gather(x, active(*SHARDS), axis=dim, tiled=True, to="invarying")
+    for dim, entry in enumerate(layout.stored):
+        if axes := active(*mesh_axes(entry)):
+            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
+    return x
 
 
 def _own(x: jax.Array, layout: Layout) -> jax.Array:
-    """This device's shard of a replicated matrix."""
-    dim = layout.sharded_dim
-    if dim is None:
-        return x
-    number, devices = device_number(*SHARDS)
-    size = x.shape[dim] // devices
-    return jax.lax.dynamic_slice_in_dim(x, number * size, size, dim)
+    """This device's shard of a matrix that all devices have."""
+    for dim, entry in enumerate(layout.stored):
+        number, devices = device_number(*mesh_axes(entry))
+        if devices > 1:
+            size = x.shape[dim] // devices
+            x = jax.lax.dynamic_slice_in_dim(x, number * size, size, dim)
+    return x

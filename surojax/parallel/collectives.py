@@ -35,6 +35,9 @@ COPY_ENGINE: dict[str, dict[str, str | bool]] = {
 }
 
 
+STATE = (*SHARDS, *TENSOR)  # axes whose devices may store different parts of a tensor
+
+
 def compiler_options(settings: tuple[str, ...]) -> dict[str, str | bool]:
     """XLA options for these settings of COPY_ENGINE: the argument of `compile(compiler_options=...)` of a step."""
     return {name: value for setting in settings for name, value in COPY_ENGINE[setting].items()}
@@ -105,27 +108,27 @@ def all_gather(tree, layouts):
         if dim is None:
             return x
         if is_quantized(x):
-            values = gathered(_bits(x.values), dim)
+            values = gathered(as_bits(x.values), dim)
             scales = x.scales if has_one_scale(x) else gathered(x.scales, dim)
-            return Quantized(_from_bits(values, x.values.dtype), scales)
+            return Quantized(from_bits(values, x.values.dtype), scales)
         return gathered(x, dim)
 
     return varying(jax.tree.map(one, layouts, tree))
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def as_bits(x: jax.Array) -> jax.Array:
     """8-bit numbers as uint8, which no backend converts to a wider dtype to send it."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8)
 
 
-def _from_bits(x: jax.Array, dtype) -> jax.Array:
-    """The inverse of `_bits`."""
+def from_bits(x: jax.Array, dtype) -> jax.Array:
+    """The inverse of `as_bits`."""
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
 def largest_of_shards(x: jax.Array) -> jax.Array:
-    """The elementwise maximum over the devices of `dp_shard x cp`; x itself if it does not vary over them."""
-    return _largest(x, SHARDS)
+    """The elementwise maximum over the devices that store different parts, of those axes that x varies over."""
+    return _largest(x, STATE)
 
 
 def largest_of_devices(tree):
@@ -220,9 +223,6 @@ def _exchange(tree):
         for i, part in zip(which, jnp.split(packed, ends[:-1], axis=1), strict=True):
             received[i] = part.reshape(leaves[i].shape)
     return jax.tree.unflatten(structure, received)
-
-
-STATE = (*SHARDS, *TENSOR)  # axes whose devices may store different parts of a tensor
 
 
 class Squares(NamedTuple):

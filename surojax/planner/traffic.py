@@ -18,10 +18,9 @@ of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradient
 
 Replicated outer layers add a reduce-scatter and an all-gather once per step. Sharded outer layers transfer tokens
 instead: see `collective_bytes`. NorMuon all-gathers the momentum of the blocks' matrices once per step, in the work
-dtype. With tensor parallelism P is what a device of a group has; `tensor_bytes` says what its groups send besides,
-and `context_bytes` what attention sends over `cp`.
-Groups of `dp_replicate` all-reduce their shards once per step. Scalars (loss, label count, norm: a few bytes)
-are left out.
+dtype, whole on every GPU. In all else, with tensor parallelism P is what a device of a group has; `tensor_bytes` says
+what its groups send besides, and `context_bytes` what attention sends over `cp`. Groups of `dp_replicate` all-reduce
+their shards once per step. Scalars (loss, label count, norm: a few bytes) are left out.
 
 Times are lower bounds: each resource alone, at its peak rate, perfectly overlapped with all others.
 """
@@ -37,11 +36,12 @@ from surojax.assembly import Assembly
 from surojax.config.fields import Config
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
-from surojax.placement.layout import Layout
+from surojax.placement.layout import Layout, mesh_axes
 from surojax.placement.mesh import (
     CONTEXT,
     KV_HEADS,
     REPLICATE,
+    SAME_KV_HEADS,
     SHARD,
     TENSOR,
     devices_per_sequence,
@@ -118,13 +118,10 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
         for key, size in of_blocks.items():
             sent[key] += size
     if run.optimizer.matrices.gathers:  # normuon.py
-        matrices = sum(
-            segment.num_layers * _size(run, p, master)
-            for segment in run.model.segments
-            for p, master, _ in _with_layouts(run, segment.name)
-            if master.sharded_dim is not None and p.kind is Kind.MATRIX
-        )
-        sent["all-gather", over_shards] += ring * work * matrices
+        for segment in run.model.segments:
+            for p, master, _ in _with_layouts(run, segment.name):
+                if p.kind is Kind.MATRIX:
+                    _add_whole(run, sent, p, master, segment.num_layers * work)
     parameters = blocks / n + replicated_blocks + sharded_outer / n + replicated_outer
     sent["all-reduce", REPLICATE] += 2 * (replicas - 1) / replicas * accum * parameters
     return {key: round(size) for key, size in sent.items() if size}
@@ -134,7 +131,8 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     """Bytes that each GPU sends per step within its tensor-parallel group, by (collective, axis), for the blocks.
 
     A pass over a block gathers the inputs of attention and MLP and scatters their results; reverse mode scatters where
-    the block gathers. A recomputed block does it again, except for a result that no gradient needs.
+    the block gathers. A recomputed block does it again, except for a result that no gradient needs. Recipes fp8_*
+    gather in 8 bits; their largest magnitudes, a number for each site, are left out.
     """
     axes = tuple(axis for axis in TENSOR if axis in run.mesh.shape)
     sent = collections.defaultdict[tuple[str, str], float](float)
@@ -146,15 +144,25 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     k = batch.microbatches
     n = tensor_parallel(run.mesh)
     x = (n - 1) / n * batch.tokens / run.mesh.shape.get(CONTEXT, 1) * run.model.hidden_size * work
+    sharers = run.mesh.shape.get(SAME_KV_HEADS, 1)  # of keys and values
     along = _joined(run, axes)
     for segment in run.model.segments:
         parts = (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn)  # whose inputs are gathered again
         again = 2 if engine.recompute_block else parts
         results = (1 if segment.last_products else 2) if engine.recompute_block else 0
-        sent["all-gather", along] += k * segment.num_layers * (4 + again) * x
+        in_fp8 = run.model.precision.fp8 * sum(variant.recipe_enabled for variant in segment.variants)
+        gathers = segment.num_layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
+        sent["all-gather", along] += k * gathers * (4 + again) * x
         sent["reduce-scatter", along] += k * segment.num_layers * (4 + results) * x
+        if sharers > 1:
+            # Of keys and values before they are quantised; reverse mode sums their matrices' gradients instead.
+            width = segment.heads.key_value * segment.heads.channels * sharers // n
+            keys_and_values = 2 * batch.tokens * width * work
+            sent["all-reduce", SAME_KV_HEADS] += k * in_fp8 * 2 * (sharers - 1) / sharers * keys_and_values
         for p, layout, _ in _with_layouts(run, segment.name):
-            _add_shared(run, sent, p, layout, k * segment.num_layers * work)
+            _add_shared(run, sent, p, layout, k * (segment.num_layers - in_fp8) * work)
+            if not any(axis in layout.computed_axes for axis in TENSOR):  # scales of norms
+                _add_shared(run, sent, p, layout, k * in_fp8 * 4)
     for p, layout, _ in _with_layouts(run, OUTER):
         _add_shared(run, sent, p, layout, k * engine.lmhead_chunks * work)
     return sent
@@ -198,6 +206,17 @@ def _add_shared(run: Assembly, sent: dict[tuple[str, str], float], p: Param, lay
     n = math.prod(run.mesh.shape[axis] for axis in axes)
     if n > 1:
         sent["all-reduce", _joined(run, axes)] += 2 * (n - 1) / n * itemsize * _size(run, p, layout)
+
+
+def _add_whole(run: Assembly, sent: dict[tuple[str, str], float], p: Param, layout: Layout, itemsize: int) -> None:
+    """Adds what gathering a whole matrix from its shards takes, one dimension after another."""
+    size = math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape))
+    for entry in map(mesh_axes, layout.stored):
+        axes = [axis for axis in entry if run.mesh.shape[axis] > 1]
+        n = math.prod(run.mesh.shape[axis] for axis in axes)
+        if axes:  # named by `hlo.collectives` in this order
+            sent["all-gather", "+".join(axes)] += itemsize * size * (n - 1)
+        size *= n
 
 
 def _joined(run: Assembly, axes: tuple[str, ...]) -> str:
@@ -244,16 +263,15 @@ def _sizes(run: Assembly, *sections: str) -> tuple[int, int]:
 
 def _in_8_bits(run: Assembly, vectors: int) -> float:
     """Bytes of the layers' sharded parameters with matrices in 8 bits and their scales; vectors: bytes per number."""
-    n = shards(run.mesh)
     total = 0.0
     for segment in run.model.segments:
         for p, master, _ in _with_layouts(run, segment.name):
             if master.sharded_dim is None:
                 continue
-            row = p.shape[-1] // (n if master.sharded_dim == len(p.shape) - 1 else 1)
+            row = jax.NamedSharding(run.mesh, master.stored).shard_shape(p.shape)[-1]
             scale = 0 if run.engine.table.one_scale else 4 / block_size(row)  # one scale per matrix is not gathered
             number = 1 + scale if p.kind is Kind.MATRIX else vectors
-            total += segment.num_layers * math.prod(p.shape) * number
+            total += segment.num_layers * _size(run, p, master) * number
     return total
 
 

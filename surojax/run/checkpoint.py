@@ -44,6 +44,8 @@ from orbax.checkpoint import type_handlers
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.host import put
 from surojax.memory.nvme import THREADS, InFile, NvmeError, store_of
+from surojax.optim.optimizer import Moments8bit
+from surojax.optim.reblock import reblocked
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.param import OUTER
 from surojax.run.checksum import checksums, name_of
@@ -204,13 +206,13 @@ def restore(path: Path, plan: TrainState) -> TrainState:
     """
     meta = read_meta(path)
     with readable(path):
-        _check_moments(path, plan.moments, meta)
-        loaded = _load(path, {"master": plan.master, "moments": plan.moments})
+        stored = _stored_moments(path, plan.moments, meta)
+        loaded = _load(path, {"master": plan.master, "moments": stored})
         weights = _work_weights(loaded["master"], plan)
         step = jax.device_put(jnp.int32(meta["step"]), plan.step.sharding)
         state = TrainState(step, weights, loaded["master"], loaded["moments"], _history(path, plan))
         _verify(meta, master=state.master, moments=state.moments)
-    return state
+    return state._replace(moments=_reblocked(state.moments, plan.moments))
 
 
 def _history(path: Path, plan: TrainState):
@@ -259,8 +261,11 @@ def restore_weights(path: Path, plan: dict) -> dict:
     return weights
 
 
-def _check_moments(path: Path, moments, meta: dict[str, Any]) -> None:
-    """Raises CheckpointError if another optimizer wrote the state, or the 8-bit blocks have another size."""
+def _stored_moments(path: Path, moments, meta: dict[str, Any]):
+    """The plan of the moments with the scales of 8-bit blocks as they are stored, if these have another size.
+
+    Raises CheckpointError if another optimizer wrote the state, or if such scales are planned in a file.
+    """
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         metadata: Any = reader.metadata(path / "moments")
     stored = jax.tree_util.tree_leaves_with_path(metadata.item_metadata.tree)
@@ -274,13 +279,37 @@ def _check_moments(path: Path, moments, meta: dict[str, Any]) -> None:
             f"{name}); set optimizer to the one it was written with, use {written_by(meta)} if it is that one, or "
             "start anew (resume_from_checkpoint='no')"
         )
-    for name, shape in planned.items():
-        if name.endswith("_scale") and found[name] != shape:  # a block does not extend over two shards of a row
+
+    def as_stored(keys, x):
+        name = name_of(keys)
+        if not name.endswith("_scale") or found[name] == x.shape:
+            return x
+        if isinstance(x, InFile):
             raise CheckpointError(
-                f"checkpoint {path}: expected {name} of shape {shape}, for the 8-bit blocks of shards of rows on this "
-                f"number of GPUs, got {found[name]}; use a dp_shard_size as it was written with, or another that "
-                f"divides {shape[-2]}, so that whole rows are sharded"
+                f"checkpoint {path}: expected {name} of shape {x.shape}, for the 8-bit blocks of shards of rows on "
+                f"this number of GPUs, got {found[name]}; use the sizes of the mesh as it was written with, or set "
+                "offload_optimizer=True"
             )
+        rows = x.sharding.update(spec=jax.P(*x.sharding.spec[: len(x.shape) - 1]))  # no shard has a part of a row
+        return jax.ShapeDtypeStruct(found[name], x.dtype, sharding=rows)
+
+    return jax.tree_util.tree_map_with_path(as_stored, moments)
+
+
+def _reblocked(moments, planned):
+    """The moments in 8-bit blocks of the planned sizes."""
+
+    def is_state(x) -> bool:
+        return isinstance(x, Moments8bit)
+
+    def one(old, plan):
+        if not is_state(old) or old.m_scale.shape == plan.m_scale.shape:
+            return old
+        blocks = plan.m_scale.shape[-1]
+        new = jax.jit(lambda old: cast(reblocked(put(old, DEVICE), blocks), plan))(old)
+        return jax.device_put(new, shardings(plan))
+
+    return jax.tree.map(one, moments, planned, is_leaf=is_state)
 
 
 def _apart(tree):

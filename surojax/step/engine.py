@@ -237,7 +237,7 @@ def loss_and_gradients(
         auxiliary=varying(jnp.float32(0)) if has_auxiliary else None,
         squares=collectives.no_squares(),
         prefetched={name: layers.first() for name, layers in segments.items()},
-        observed=varying(new_observed(history)),
+        observed=varying(new_observed(history), AXES),
         saved={name: of.stacks(group_size) for name, of in residuals.items()},
     )
     peeled = peels_last_group(engine)

@@ -1,0 +1,287 @@
+"""Tensor parallelism with recipes, optimizers and transfers in 8 bits: a group equals one device with the same setting.
+
+The scale of an operand must be that of one device exactly, since the rounding to 8 bits would hide a wrong one. Then
+both round the same numbers, but for a float32 sum in another order that lies at the border between two of them.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from small import CONFIG, Small, quick_at, tokens, worst_relative
+from test_engine import ORDER_OF_SUMS
+from test_tensor_parallel import ALL, moves_what_is_said
+
+from surojax.models import llama_fp8
+from surojax.models.llama_fp8 import SITE_NAMES
+from surojax.models.model import Compute
+from surojax.numerics.fp8 import E4M3
+from surojax.numerics.quantize import scale_for
+from surojax.numerics.recipes import Precision
+from surojax.optim import optimizer as optim
+from surojax.optim.normuon import normuon
+from surojax.optim.optimizer import Moments8bit
+from surojax.optim.reblock import reblocked
+from surojax.placement.layout import batch_sharding, specs
+from surojax.placement.mesh import data_parallel
+from surojax.planner import hlo, traffic
+from surojax.run.checkpoint import Checkpoints, find, restore
+from surojax.step.engine import loss_and_gradients
+
+WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
+EXTRAS = dataclasses.replace(WIDE, attention_bias=True, qk_norm=True)
+ONE_KV_HEAD = dataclasses.replace(EXTRAS, num_key_value_heads=1, num_hidden_layers=2)
+
+
+def in_recipe(recipe: str, **options) -> Compute:
+    return Compute(precision=Precision(recipe=recipe, **options))
+
+
+class FirstStep(NamedTuple):
+    """What a device finds in a step from a new state."""
+
+    loss: float
+    grads: Any  # whole
+    observed: np.ndarray | None  # largest magnitudes `[layers, sites]`
+
+
+def first_steps(small: Small) -> list[FirstStep]:
+    """Of several batches."""
+    plan = small.plan
+
+    def gradients(weights, history, *batch):
+        found = loss_and_gradients(small.engine, weights, *batch, history=history)
+        return found.loss, found.grads, found.history
+
+    spec = jax.tree.map(lambda x: x.sharding.spec, (plan.weights, plan.history))
+    token_spec = batch_sharding(small.mesh).spec
+    out = (jax.P(), specs(small.engine.layouts.master), spec[1])
+    f = jax.jit(jax.shard_map(gradients, mesh=small.mesh, in_specs=(*spec, token_spec, token_spec), out_specs=out))
+    done = []
+    for seed in range(6):
+        batch = small.put(tokens(2, 4, 16, seed=seed))
+        loss, grads, history = jax.device_get(f(small.state.weights, small.state.history, *batch))
+        done.append(FirstStep(float(loss), grads, None if history is None else history[..., 0]))
+    return done
+
+
+@functools.cache
+def on_one_device(config, recipe: str) -> list[FirstStep]:
+    return first_steps(Small(config=config, compute=in_recipe(recipe)))
+
+
+FP8 = [  # (model, recipe, devices of a group, placement)
+    (ONE_KV_HEAD, "fp8_hybrid", 2, {"recompute_block": False}),
+    (EXTRAS, "fp8_hybrid", 4, {}),
+    (WIDE, "fp8_current", 2, {"recompute_block": False}),
+    (EXTRAS, "fp8_current", 4, {}),
+]
+
+
+@pytest.mark.parametrize("config, recipe, tp_size, placed", quick_at(FP8, 0))
+def test_float8_equals_one_device(config, recipe, tp_size, placed):
+    """In some of six batches no number lies at a border of float8, where the last bit of a sum decides. Then all
+    gradients agree to 1e-5, and observed magnitudes to float32's rounding; their scales are equal."""
+    small = Small(tp_size, tp_size=tp_size, config=config, compute=in_recipe(recipe), **placed)
+    pairs = list(zip(first_steps(small), on_one_device(config, recipe), strict=True))
+    errors = [worst_relative(found.grads, expected.grads) for found, expected in pairs]
+    assert min(errors) < ORDER_OF_SUMS and max(errors) < 0.1, errors
+    found, expected = pairs[int(np.argmin(errors))]
+    assert found.loss == pytest.approx(expected.loss, rel=ORDER_OF_SUMS)
+    if expected.observed is not None:
+        assert (expected.observed > 0).all()
+        np.testing.assert_allclose(found.observed, expected.observed, rtol=1e-6)
+        np.testing.assert_array_equal(scale_for(found.observed, E4M3), scale_for(expected.observed, E4M3))
+
+
+def scaled_by(small: Small, monkeypatch) -> np.ndarray:
+    """The largest magnitudes that scales were made of in a step, sorted, each once."""
+    found = set()
+
+    def recorded(absmax, *how):
+        jax.debug.callback(lambda x: found.add(float(x)), absmax)
+        return scale_for(absmax, *how)
+
+    monkeypatch.setattr(llama_fp8, "scale_for", recorded)
+    jax.block_until_ready(small.step(small.state, *small.put(tokens(1, 1, 16))))
+    jax.effects_barrier()
+    return np.sort(list(found))
+
+
+def test_scales_are_made_of_the_magnitudes_of_a_whole_tensor(monkeypatch):
+    """Of fp8_current, which keeps no history. Rounded with a part's scale, nearly all numbers would be the same."""
+    how: Any = {"config": dataclasses.replace(ONE_KV_HEAD, num_hidden_layers=1), "compute": in_recipe("fp8_current")}
+    expected = scaled_by(Small(**how), monkeypatch)
+    found = scaled_by(Small(2, tp_size=2, **how), monkeypatch)
+    assert len(expected) == len(SITE_NAMES)
+    nearest = expected[np.abs(found[:, None] - expected[None, :]).argmin(axis=1)]
+    np.testing.assert_allclose(found, nearest, rtol=1e-6)
+
+
+@pytest.mark.full
+def test_steps_in_float8():
+    """2 x 2 x 2 devices against 4 without groups, and the same offloaded, to the bit.
+
+    From the second step on weights differ in their last bits, and some are rounded to a neighbour in float8.
+    """
+    batches = [tokens(2, 8, 16, seed=i) for i in range(4)]
+    how: Any = {"config": ONE_KV_HEAD, "compute": in_recipe("fp8_hybrid"), "zero_level": 3, "replicate": 2}
+    expected = Small(4, **how).train(batches)
+    found = Small(8, tp_size=2, **how).train(batches)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
+    np.testing.assert_allclose(found, expected, rtol=5e-3)
+    quants = {"persistent_quants": True, "offload_quants": True}
+    assert Small(8, tp_size=2, **how, **ALL, **quants).train(batches) == found
+
+
+@pytest.mark.full
+def test_mxfp8_equals_one_device():
+    """Blocks of 32 do not span two devices, so they are those of one device."""
+    config = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, head_dim=32, num_hidden_layers=1)
+    small = Small(2, tp_size=2, config=config, compute=in_recipe("mxfp8"))
+    pairs = zip(first_steps(small), on_one_device(config, "mxfp8"), strict=True)
+    assert min(worst_relative(found.grads, expected.grads) for found, expected in pairs) < ORDER_OF_SUMS
+
+
+@pytest.mark.full
+def test_groups_gather_operands_in_8_bits():
+    moves_what_is_said(Small(8, tp_size=4, config=WIDE, compute=in_recipe("fp8_hybrid"), zero_level=3))
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+ROWS = dataclasses.replace(CONFIG, intermediate_size=512, num_hidden_layers=2)  # in blocks of 256, of 128 on 4 devices
+BATCHES = [tokens(2, 8, 24, seed=i) for i in range(4)]
+
+
+@pytest.mark.parametrize("optimizer", quick_at([(normuon,), (optim.adamw8bit,)], 0))
+def test_optimizers_update_divided_matrices(optimizer):
+    """adamw8bit rounds moments at random, on each device with numbers of its own; the first update has none to read."""
+    how: Any = {"config": ROWS, "optimizer": optimizer}
+    exact = len(BATCHES) if optimizer is normuon else 2
+    expected = Small(**how).train(BATCHES)
+    found = Small(8, tp_size=4, zero_level=3, **how).train(BATCHES)
+    np.testing.assert_allclose(found[:exact], expected[:exact], rtol=ORDER_OF_SUMS)
+    np.testing.assert_allclose(found, expected, rtol=5e-3)
+
+
+@pytest.mark.parametrize("optimizer", [normuon, optim.adamw8bit])
+@pytest.mark.full
+def test_offloaded_state_of_divided_matrices(optimizer):
+    how: Any = {"config": ROWS, "optimizer": optimizer, "tp_size": 4, "zero_level": 3}
+    assert Small(8, **how, **ALL).train(BATCHES[:3]) == Small(8, **how).train(BATCHES[:3])
+
+
+@pytest.mark.full
+def test_normuon_gathers_what_is_said():
+    moves_what_is_said(Small(8, tp_size=4, zero_level=3, optimizer=normuon))
+
+
+def decoded(state: Moments8bit) -> tuple[np.ndarray, np.ndarray]:
+    """(m, sqrt(v)) in float64, as pallas_kernels/adamw8bit.py defines the codes."""
+
+    def numbers(codes, scales, top: int) -> np.ndarray:
+        x = np.asarray(codes, np.float64) / top
+        return x * np.abs(x) * np.repeat(np.asarray(scales, np.float64), x.shape[-1] // scales.shape[-1], axis=-1)
+
+    return numbers(state.m, state.m_scale, 127), numbers(state.v, state.v_scale, 255)
+
+
+def test_blocks_of_another_size():
+    rng = np.random.default_rng(0)
+    m, v = rng.integers(-127, 128, (3, 96)).astype(np.int8), rng.integers(0, 256, (3, 96)).astype(np.uint8)
+    m_scale, v_scale = (rng.random((3, 2), np.float32) * 10.0 ** rng.integers(-6, 1, (3, 2)) for _ in range(2))
+    old = Moments8bit(m, np.float32(m_scale), v, np.float32(v_scale))
+    smaller = reblocked(old, 6)
+    for a, b in zip(decoded(smaller), decoded(old), strict=True):
+        np.testing.assert_array_equal(a, b)
+    again = reblocked(smaller, 2)
+    jax.tree.map(np.testing.assert_array_equal, again, old)
+    others = reblocked(old, 3)  # the middle one spans both old ones
+    for a, b, top in zip(decoded(others), decoded(old), (127, 255), strict=True):
+        largest = np.repeat(np.abs(b).reshape(3, 3, 32).max(axis=-1), 32, axis=-1)
+        scale = np.repeat(np.asarray(others.m_scale if top == 127 else others.v_scale), 32, axis=-1)
+        assert (scale >= largest * (1 - 1e-6)).all()
+        roots = np.sqrt(np.abs(np.stack([a, b])) / scale)
+        assert (np.abs(roots[0] - roots[1]) <= 1.001 / top).all() and (np.sign(a) * np.sign(b) >= 0).all()
+    assert (np.asarray(others.v)[v > 0] > 0).all()
+
+
+@pytest.mark.full
+def test_moments_in_8_bits_move_between_layouts(tmp_path):
+    """From one device to 2 x 4 whose blocks are smaller, and back: equal numbers there, equal bits back here."""
+    how: Any = {"config": ROWS, "optimizer": optim.adamw8bit}
+    one, eight = Small(**how), Small(8, tp_size=4, zero_level=3, offload_optimizer=True, **how)
+    one.train(BATCHES[:2])
+    saved = one.state
+    with Checkpoints(tmp_path / "one", save_total_limit=1) as checkpoints:
+        checkpoints.save(saved, {"step": 2})
+    there = restore(find(tmp_path / "one"), eight.plan)
+    assert jax.tree.map(lambda x: x.sharding, there) == jax.tree.map(lambda x: x.sharding, eight.plan)
+    w_down = there.moments["blocks"]["mlp"]["w_down"], saved.moments["blocks"]["mlp"]["w_down"]
+    assert [x.m_scale.shape[-1] for x in w_down] == [4, 2]
+    for a, b in zip(*map(decoded, w_down), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with Checkpoints(tmp_path / "eight", save_total_limit=1) as checkpoints:
+        checkpoints.save(there, {"step": 2})
+    back = restore(find(tmp_path / "eight"), one.plan)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), back, saved)
+
+
+# --- transfers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_groups_of_microbatches_change_no_bit():
+    how: Any = {"config": ONE_KV_HEAD, "tp_size": 4, "zero_level": 3}
+    expected = Small(8, **how).train(BATCHES[:3])
+    assert Small(8, **how, **ALL, microbatches_per_fetch=2).train(BATCHES[:3]) == expected
+
+
+@pytest.mark.full
+def test_state_in_files(tmp_path):
+    """Equal to the bit to the same layout in memory; its checkpoint is one for any layout."""
+    how: Any = {"tp_size": 2, "zero_level": 3}
+    memory = Small(4, **how)
+    files = Small(4, **how, **ALL | dict.fromkeys(("offload_optimizer", "offload_master"), "nvme"), nvme_path=tmp_path)
+    expected = memory.train(BATCHES[:3])
+    assert files.train(BATCHES[:3]) == expected
+    with Checkpoints(tmp_path / "saved", save_total_limit=1) as checkpoints:
+        checkpoints.save(files.state, {"step": 3})
+    found = restore(find(tmp_path / "saved"), Small().plan)
+    for a, b in ((found.master, memory.state.master), (found.moments, memory.state.moments)):
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), a, b)
+
+
+BLOCKS = dataclasses.replace(CONFIG, intermediate_size=256, head_dim=64, num_hidden_layers=2)  # of 128 on 1 and on 2
+
+
+@pytest.mark.parametrize(
+    "quantized",
+    [{"zero_quantized_weights": "int8"}, {"zero_quantized_weights": "fp8"}, {"zero_quantized_gradients": True}],
+)
+@pytest.mark.full
+def test_what_is_sent_in_8_bits(quantized):
+    """As between two devices without groups: the same blocks of the same numbers, of which a few lie at a border."""
+    how: Any = {"config": BLOCKS, "zero_level": 3}
+    plain = first_steps(Small(2, **how))[0].grads
+    expected = first_steps(Small(2, **how, **quantized))[0].grads
+    small = Small(4, tp_size=2, **how, **quantized)
+    found = first_steps(small)[0].grads
+
+    def distances(x, y) -> list[float]:
+        pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+        return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
+
+    assert max(distances(plain, expected)) > 2e-3
+    assert max(distances(found, expected)) < 2e-4
+    batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
+    compiled = hlo.parse(small.step.lower(small.plan, batch, batch).compile().as_text())
+    sent = {(x.op, x.axis): x.bytes for x in hlo.collectives(compiled, small.mesh.shape)}
+    said = traffic.collective_bytes(small.run, traffic.Batch(sequences=1, sequence_len=24, microbatches=2))
+    for op in ("all-gather", "reduce-scatter", "all-to-all"):
+        more = 1 + 1 / 8 if op == "all-gather" else 1  # in 2 microbatches, 8 layers are gathered, and one ahead
+        assert sent.get((op, "dp_shard"), 0) == pytest.approx(more * said.get((op, "dp_shard"), 0), rel=0.02, abs=100)
