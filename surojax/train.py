@@ -312,9 +312,9 @@ def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) ->
     """
     if before == now:
         return
-    if not changed.keys() & {"gpus", "tp_size", "per_device_batch_size", "gradient_accumulation_steps"}:
+    if not changed.keys() & {"gpus", "tp_size", "pp_size", "per_device_batch_size", "gradient_accumulation_steps"}:
         groups = now // (c.per_device_batch_size * c.gradient_accumulation_steps)
-        devices = groups * c.tp_size
+        devices = groups * configs.gpus_per_sequence(c)
         per_device, rest = divmod(before, groups * c.gradient_accumulation_steps)
         keep = "" if rest else f"per_device_batch_size={per_device} keeps it so, "
         raise CheckpointError(

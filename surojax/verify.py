@@ -186,7 +186,7 @@ NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings o
 RESET = (  # fields that have their defaults in every row that does not change them
     *(name for name in placement.SETTINGS if name not in NUMBERS),
     *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
-    *("sample_packing", "microbatches_per_fetch", "tp_size"),
+    *("sample_packing", "microbatches_per_fetch", "tp_size", "pp_size", "pp_schedule"),
 )
 
 
@@ -332,9 +332,9 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.nda
     """Returns ([(inputs, labels, starts) of each step, int32 `[B, S]`], number of microbatches), used by every row.
 
     B is the config's sequences per step, rounded up so that each microbatch divides evenly over 8 devices, over the
-    config's own tensor-parallel groups, and on one device into two.
+    config's own groups of GPUs with the same sequences, and on one device into two.
     """
-    own_groups = max(1, (c.gpus or devices) // c.tp_size)
+    own_groups = max(1, (c.gpus or devices) // configs.gpus_per_sequence(c))
     microbatches = max(2, c.gradient_accumulation_steps)
     multiple = math.lcm(8, own_groups) * microbatches
     sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_groups // multiple) * multiple
@@ -359,7 +359,7 @@ def changed(c: Config, s: Setting, steps: int, sequences: int, microbatches: int
     new.update({"max_steps": steps, "num_epochs": 1, "gpus": s.devices})
     new.gradient_accumulation_steps = microbatches
     new.update(s.changes)
-    new.per_device_batch_size = sequences * new.tp_size // (microbatches * s.devices)
+    new.per_device_batch_size = sequences * configs.gpus_per_sequence(new) // (microbatches * s.devices)
     checks.check(new)
     return new
 

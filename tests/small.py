@@ -102,6 +102,8 @@ class Small:
         model: Model | None = None,
         replicate: int = 1,
         tp_size: int = 1,
+        pp_size: int = 1,
+        pp_schedule: str = "gpipe",
         recompute_block: bool = True,
         lmhead_chunks: int = 1,
         z_loss: float = 0.0,
@@ -112,8 +114,8 @@ class Small:
         optimizer=optim.adamw,
         **placed,
     ):
-        sizes = {"dp_replicate_size": replicate, "tp_size": tp_size, "kv_heads": config.num_key_value_heads}
-        self.mesh = make_mesh(jax.devices()[:devices], **sizes)
+        sizes = {"dp_replicate_size": replicate, "tp_size": tp_size, "pp_size": pp_size}
+        self.mesh = make_mesh(jax.devices()[:devices], kv_heads=config.num_key_value_heads, **sizes)
         placed = {"model_dtype": "float32", "recipe": compute.precision.recipe, **placed}
         schedule = learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
         self.run = assemble(
@@ -126,6 +128,7 @@ class Small:
             z_loss=z_loss,
             packed=packed,
             microbatches_per_fetch=microbatches_per_fetch,
+            pp_schedule=pp_schedule,
         )
         self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer
         self.step = self.run.train_step()

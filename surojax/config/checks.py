@@ -19,6 +19,7 @@ from surojax.config.fields import (
     Config,
     default_config,
     flat,
+    gpus_per_sequence,
     head_dim,
     no_field,
     warmup_steps,
@@ -316,7 +317,7 @@ def _check_sizes(c: Config) -> None:
     for name in RECOMPUTE_PARTS if c.recompute_block else ():
         expected = "False with recompute_block=True, which computes all of it again"
         _need(not c[name], name, expected, c[name], "leave it out, or set recompute_block=False")
-    others = c.dp_replicate_size * c.tp_size
+    others = c.dp_replicate_size * gpus_per_sequence(c)
     shards = c.gpus // others if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
     if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients or c.shard_outer):
         expected = "2 or more, to shard over, with zero_level above 1, shard_weights or shard_gradients"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 
 from surojax.config import checks
-from surojax.config.fields import Config
+from surojax.config.fields import Config, gpus_per_sequence
 from surojax.config.flags import parse
 from surojax.data import load as data
 from surojax.data.batches import batches
@@ -35,7 +35,7 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
     found = data.load(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size)
-    groups = max(1, (c.gpus or 1) // c.tp_size)
+    groups = max(1, (c.gpus or 1) // gpus_per_sequence(c))
     check_length(found.train.all, groups * c.per_device_batch_size * c.gradient_accumulation_steps)
     return found, tokenizer
 

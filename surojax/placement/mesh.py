@@ -1,4 +1,4 @@
-"""The device mesh and the names of its axes, outermost first: `dp_replicate`, `dp_shard`, `tp`, `tp_rep`.
+"""The device mesh and the names of its axes, outermost first: `pp`, `dp_replicate`, `dp_shard`, `tp`, `tp_rep`.
 
 The batch is sharded over `dp_replicate x dp_shard`. State is sharded over `dp_shard`, so that each replica stores one
 complete copy. If both axes are larger than 1, this is HSDP.
@@ -7,7 +7,9 @@ Heads, MLP and vocabulary are sharded over `tp x tp_rep`, the tp_size devices of
 same sequences (parallel/tensor.py). With fewer key/value heads than tp_size, there are as many devices along `tp` as
 key/value heads, and those along `tp_rep` share a head's keys and values; else `tp_rep` has one device.
 
-The mesh always has the two data axes. An axis of tensor parallelism with one device is not in it.
+Layers are divided over the stages of `pp`, which have the same sequences (step/pipeline.py), and so is the vocabulary.
+
+The mesh always has the two data axes. Another axis with one device is not in it.
 """
 
 import logging
@@ -26,7 +28,8 @@ DATA = (REPLICATE, SHARD)
 KV_HEADS = "tp"
 SAME_KV_HEADS = "tp_rep"
 TENSOR = (KV_HEADS, SAME_KV_HEADS)
-AXES = (*DATA, *TENSOR)
+PIPELINE = "pp"
+AXES = (PIPELINE, *DATA, *TENSOR)
 
 
 def find_devices(gpus: int) -> list:
@@ -48,7 +51,13 @@ def find_devices(gpus: int) -> list:
 
 
 def mesh_shape(
-    n: int, *, dp_replicate_size: int = 1, dp_shard_size: int = -1, tp_size: int = 1, kv_heads: int = 0
+    n: int,
+    *,
+    dp_replicate_size: int = 1,
+    dp_shard_size: int = -1,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    kv_heads: int = 0,
 ) -> dict[str, int]:
     """The size of each axis of a mesh of n devices.
 
@@ -57,7 +66,8 @@ def mesh_shape(
     """
     sizes = {"dp_replicate_size": dp_replicate_size, "dp_shard_size": dp_shard_size}
     sizes |= {"tp_size": tp_size} if tp_size > 1 else {}
-    others = dp_replicate_size * tp_size
+    sizes |= {"pp_size": pp_size} if pp_size > 1 else {}
+    others = dp_replicate_size * tp_size * pp_size
     if dp_shard_size == -1 and n % others:
         fields = " x ".join(name for name in sizes if name != "dp_shard_size")
         change = f"use {math.gcd(n, others)}, or gpus={math.ceil(n / others) * others}"
@@ -75,7 +85,8 @@ def mesh_shape(
     along_heads = math.gcd(tp_size, kv_heads) if kv_heads else tp_size
     tensor = {KV_HEADS: along_heads, SAME_KV_HEADS: tp_size // along_heads}
     data = {REPLICATE: dp_replicate_size, SHARD: sizes["dp_shard_size"]}
-    return data | {name: size for name, size in tensor.items() if size > 1}
+    stages = {PIPELINE: pp_size} if pp_size > 1 else {}
+    return stages | data | {name: size for name, size in tensor.items() if size > 1}
 
 
 def data_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
@@ -86,6 +97,11 @@ def data_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
 def tensor_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
     """Number of devices of a tensor-parallel group."""
     return math.prod(mesh.shape.get(axis, 1) for axis in TENSOR)
+
+
+def pipeline_stages(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """Number of stages of pipeline parallelism."""
+    return mesh.shape.get(PIPELINE, 1)
 
 
 def has_driver() -> bool:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from surojax.config.fields import RECOMPUTE_PARTS, Config, flat
+from surojax.config.fields import RECOMPUTE_PARTS, Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.sizes import divisor
 
@@ -123,7 +123,7 @@ def _changes(c: Config, n: int, platform: str, scarce: bool) -> Iterator[Change]
     limit = min(tokens_per_chunk, 1024)  # smaller chunks are not needed
 
     def chunks(tokens: int) -> int:
-        return divisor(tokens // c.tp_size, math.ceil(tokens / limit))
+        return divisor(tokens // gpus_per_sequence(c), math.ceil(tokens / limit))
 
     if not c.recompute_block:
         yield {"recompute_norm": True, "recompute_swiglu": True}
@@ -156,7 +156,7 @@ def _offloads(c: Config, n: int, scarce: bool) -> Iterator[Change]:
     yield from moved.values()
     if n > 1:
         yield {"shard_outer": True} | SHARDED
-    if scarce and c.tp_size == 1:  # config/mesh.py
+    if scarce and gpus_per_sequence(c) == 1:  # config/mesh.py
         folder = {"nvme_path": c.nvme_path or FOLDER}
         yield from ({f"offload_{name}": "nvme"} | folder for name in ("optimizer", "master"))
         files = dict.fromkeys(("offload_optimizer", "offload_master"), "nvme") | folder

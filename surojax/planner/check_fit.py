@@ -9,7 +9,7 @@ import psutil
 
 from pallas_kernels import dispatch
 from surojax import assembly
-from surojax.config.fields import Config
+from surojax.config.fields import Config, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import check_recipe
 from surojax.parallel.collectives import check_copy_engine
@@ -112,7 +112,7 @@ def _advice(c: Config, devices, available: int) -> list[str]:
         return lines
     lines.append("a smaller model (configs/llama125m.py) or a machine with more memory")
     if platform == "cpu":
-        changes = [{"gpus": n} | (SHARDED if n > 1 else {}) for n in (1, 4, 8) if n % c.tp_size == 0]
+        changes = [{"gpus": n} | (SHARDED if n > 1 else {}) for n in (1, 4, 8) if n % gpus_per_sequence(c) == 0]
         sizes = [gib(needed(changed(c, change), change["gpus"], "gpu")) for change in changes]
         flagged = [flags({"gpus": change["gpus"]} | differing(c, change)) for change in changes]
         lines.append(
