@@ -102,6 +102,8 @@ GROUPED: dict[str, Any] = {"microbatches_per_fetch": 2}
 ZERO3: dict[str, Any] = {"zero_level": 3}
 TP: dict[str, Any] = {"tp_size": 2}
 ZERO3_TP: dict[str, Any] = ZERO3 | TP
+PP: dict[str, Any] = {"pp_size": 2}
+PP_1F1B: dict[str, Any] = PP | {"pp_schedule": "1f1b"}
 FP8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "fp8"}
 INT8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "int8"}
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
@@ -157,6 +159,23 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("use_all_to_all_reduce_tp_2x2", ZERO3_TP | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting("hsdp_tp_2x2x2", ZERO3_TP | {"dp_replicate_size": 2}, 8, expect="order"),
     Setting("hsdp_tp_2x2x2_offload_all", ZERO3_TP | ALL | {"dp_replicate_size": 2}, 8, like="hsdp_tp_2x2x2"),
+    # Pipeline parallelism: pp_size x dp_shard_size, x tp_size or with dp_replicate_size before dp_shard_size
+    Setting("pp@2", PP, 2, expect="order"),
+    Setting("pp_1f1b@2", PP_1F1B, 2, like="pp@2"),
+    Setting("pp_saved@2", PP | SAVED, 2, like="pp@2", expect="saved"),
+    *(Setting(f"zero_level={n}_pp_2x2", {"zero_level": n} | PP, 4, expect="order") for n in (1, 2, 3)),
+    Setting("zero_level=3_pp_1f1b_2x2", ZERO3 | PP_1F1B, 4, like="zero_level=3_pp_2x2"),
+    *(Setting(f"{name}_pp_2x2", ZERO3 | PP | {name: True}, 4, like="zero_level=3_pp_2x2") for name in OFFLOADS),
+    Setting("offload_all_pp_1f1b_2x2", ZERO3 | PP_1F1B | ALL, 4, like="zero_level=3_pp_2x2"),
+    Setting("offload_saved_pp_2x2", ZERO3 | PP | SAVED | ALL, 4, like="zero_level=3_pp_2x2", expect="saved"),
+    Setting("sample_packing_pp_2x2", ZERO3 | PP | {"sample_packing": True}, 4, expect="order"),
+    Setting("shard_outer_pp_2x2", ZERO3 | PP | {"shard_outer": True}, 4, expect="order"),
+    Setting("lmhead_chunks_pp_2x2", ZERO3 | PP | {"lmhead_chunks": 4}, 4, expect="order"),
+    Setting("use_all_to_all_reduce_pp_2x2", ZERO3 | PP | {"use_all_to_all_reduce": True}, 4, expect="order"),
+    Setting("hsdp_pp_2x2x2", ZERO3 | PP | {"dp_replicate_size": 2}, 8, expect="order"),
+    Setting("pp_tp_2x2", PP | TP, 4, expect="order"),
+    Setting("zero_level=3_pp_tp_2x2x2", ZERO3 | PP | TP, 8, expect="order"),
+    Setting("offload_all_pp_tp_2x2x2", ZERO3 | PP_1F1B | TP | ALL, 8, like="zero_level=3_pp_tp_2x2x2"),
     # Communication
     Setting("use_all_to_all_reduce@4", ZERO3 | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting(

@@ -191,7 +191,6 @@ def test_meshes():
 
 REFUSED = [
     ({"cp_size": 2}, "cp_size: expected 1, since more is not built yet, got 2"),
-    ({"pp_size": 2}, "pp_size: expected 1, since more is not built yet, got 2"),
     ({"recipe": "fp8_hybrid"}, "recipe: expected 'bf16' with tp_size=4"),
     ({"optimizer": "adamw8bit"}, "optimizer: expected 'adamw' with tp_size=4"),
     ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with tp_size=4"),
