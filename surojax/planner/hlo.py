@@ -14,7 +14,8 @@ permute b.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 
 import numpy as np
 
@@ -48,6 +49,8 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
 
+
+TRIPS = re.compile(r'"known_trip_count":\{"n":"([\d/]+)"')
 
 # name = shape opcode(operands), attributes
 LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)")
@@ -86,14 +89,28 @@ def _bits(dtype: str) -> int:
     return int(number[1]) if number else 8
 
 
-def executed(module: Module, computation: str = "", times: int = 1) -> Iterator[tuple[Instruction, int, dict]]:
+def with_rounds(module: Module, rounds: Callable[[Iterable[Instruction]], Fraction]) -> Module:
+    """The module with a trip count in each loop that has none: rounds of the instructions of its body, a mean."""
+
+    def known(i: Instruction) -> Instruction:
+        if i.opcode != "while" or TRIPS.search(i.attributes):
+            return i
+        mean = rounds(module[called(i, "body")[0]].values())
+        return dataclasses.replace(i, attributes=f'{i.attributes}, "known_trip_count":{{"n":"{mean}"')
+
+    return {name: {n: known(i) for n, i in instructions.items()} for name, instructions in module.items()}
+
+
+def executed(
+    module: Module, computation: str = "", times: int | Fraction = 1
+) -> Iterator[tuple[Instruction, int, dict]]:
     """Yields (instruction, how often it runs, its computation), without the instructions inside fusions.
 
     All branches of a conditional count. Raises ValueError for a loop without a known trip count.
     """
     instructions = module[computation]
     for i in instructions.values():
-        yield i, times, instructions
+        yield i, round(times), instructions
         if i.opcode == "while":
             yield from executed(module, called(i, "body")[0], times * trips(i))
         elif i.opcode in ("conditional", "call", "async-start"):
@@ -101,12 +118,12 @@ def executed(module: Module, computation: str = "", times: int = 1) -> Iterator[
                 yield from executed(module, name, times)
 
 
-def trips(loop: Instruction) -> int:
-    """The trip count of a loop."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+def trips(loop: Instruction) -> int | Fraction:
+    """The trip count of a loop; a fraction if it is a mean over rounds of the loop around it, see `with_rounds`."""
+    known = TRIPS.search(loop.attributes)
     if not known:
         raise ValueError(f"loop {loop.name}: expected a known trip count, got none; give it a constant length")
-    return int(known[1])
+    return Fraction(known[1]) if "/" in known[1] else int(known[1])
 
 
 def called(i: Instruction, attribute: str) -> list[str]:
@@ -270,7 +287,7 @@ def overlaps(module: Module) -> list[Transfer]:
         if i.opcode == "while":
             body = called(i, "body")[0]
             for *what, size in _transfers(module, body):
-                key = body, times * trips(i), _products(module, body), *what
+                key = body, round(times * trips(i)), _products(module, body), *what
                 totals = found.setdefault(key, [0, 0])
                 totals[0] += 1
                 totals[1] += size
@@ -320,7 +337,7 @@ def _products(module: Module, computation: str) -> int:
 def _weight(module: Module, i: Instruction) -> int:
     """Matrix products and attentions that an instruction runs; for a loop those of all iterations."""
     if i.opcode == "while":
-        return trips(i) * _products(module, called(i, "body")[0])
+        return round(trips(i) * _products(module, called(i, "body")[0]))
     if i.opcode == "fusion" and "kind=kCustom" in i.attributes:  # a product that reads or writes a layer of a stack
         return _products(module, called(i, "calls")[0])
     return int(i.opcode == "custom-call" and re.search(r'custom_call_target="__cu(blas|dnn)', i.attributes) is not None)
