@@ -1677,8 +1677,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a group's FLOPs are those of each GPU",
         "surojax/planner/traffic.py",
-        "    tokens = batch.tokens * batch.microbatches / tensor_parallel(run.mesh)\n",
-        "    tokens = batch.tokens * batch.microbatches\n",
+        "batch.microbatches / (tensor_parallel(run.mesh) * pipeline_stages(run.mesh))\n",
+        "batch.microbatches / pipeline_stages(run.mesh)\n",
         "tests/test_tensor_parallel.py::test_groups_move_what_the_formulas_say",
     ),
     # -- Numbers in 8 bits --------------------------------------------------------------------------------------------
@@ -1791,14 +1791,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "blocks are cut along the layers",
         "surojax/placement/layout.py",
-        "return jax.P(None, *spec) if spec else spec",
-        "return spec",
+        "return _spec([layout.layers, *map(mesh_axes, layout.stored)])",
+        "return _spec([*layout.layers, *map(mesh_axes, layout.stored)])",
         "tests/test_checkpoint.py::test_a_state_moves_from_one_device_to_eight_and_back -k 3]",
     ),
     Mutant(
         "moments are cut along the layers",
         "surojax/step/state_plan.py",
-        "spec = stacked(layout.stored)\n        if layout.home.in_file",
+        "spec = stacked(layout)\n        if layout.home.in_file",
         "spec = layout.stored\n        if layout.home.in_file",
         "tests/test_checkpoint.py::test_a_state_moves_from_one_device_to_eight_and_back -k 3]",
     ),
@@ -3191,7 +3191,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "activations of one layer",
         "surojax/planner/footprint.py",
-        "activations=segment.num_layers * kept",
+        "activations=layers * kept",
         "activations=kept",
         "tests/test_footprint.py::test_each_recomputation_saves_less -k gpu",
     ),
@@ -3268,8 +3268,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: the update does not read gradients",
         "surojax/planner/traffic.py",
-        'groups * host["grads"] + residuals + state\n    written',
-        '(groups - 1) * host["grads"] + residuals + state\n    written',
+        "read = fetched + grads + residuals + state",
+        'read = fetched + grads - host["grads"] + residuals + state',
         TEXTBOOK,
     ),
     Mutant(

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -103,14 +104,16 @@ def with_rounds(module: Module, rounds: Callable[[Iterable[Instruction]], Fracti
 
 def executed(
     module: Module, computation: str = "", times: int | Fraction = 1
-) -> Iterator[tuple[Instruction, int, dict]]:
+) -> Iterator[tuple[Instruction, Any, dict]]:
     """Yields (instruction, how often it runs, its computation), without the instructions inside fusions.
+
+    It runs a whole number of times, or a fraction as a mean, see `with_rounds`.
 
     All branches of a conditional count. Raises ValueError for a loop without a known trip count.
     """
     instructions = module[computation]
     for i in instructions.values():
-        yield i, round(times), instructions
+        yield i, times, instructions
         if i.opcode == "while":
             yield from executed(module, called(i, "body")[0], times * trips(i))
         elif i.opcode in ("conditional", "call", "async-start"):
@@ -149,7 +152,7 @@ class Collective:
 
 def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
     """The collectives of a step by kind and axis. mesh_shape: axes in the order in which devices are numbered."""
-    found: dict[tuple[str, str], tuple[int, float]] = {}
+    found: dict[tuple[str, str], tuple[Any, Any]] = {}
     for i, times, computation in executed(module):
         op = i.opcode.removesuffix("-start")
         if op in WIRE:
@@ -157,7 +160,7 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collectiv
             count, size = found.get((op, axis), (0, 0.0))
             sent = WIRE[op](n, sum(a.bytes for a in operands(i, computation)))
             found[op, axis] = count + times, size + times * sent
-    return [Collective(op, axis, count, round(size)) for (op, axis), (count, size) in sorted(found.items())]
+    return [Collective(op, axis, round(count), round(size)) for (op, axis), (count, size) in sorted(found.items())]
 
 
 def add_up(programs: Iterable[tuple[list[Collective], int]]) -> list[Collective]:
@@ -201,12 +204,12 @@ class HostCopies:
 
 def host_copies(module: Module) -> HostCopies:
     """Host copies of a step: of arrays, and of layers that are read from or written to stacks in host memory."""
-    moved: dict[str, int] = dict.fromkeys(("h2d", "d2h", "within"), 0)
+    moved: dict[str, Any] = dict.fromkeys(("h2d", "d2h", "within"), 0)
     for i, times, computation in executed(module):
         if (copy := host_copy(i, computation)) is not None:
             kind, size = copy
             moved[kind] += times * size
-    return HostCopies(moved["h2d"], moved["d2h"], moved["within"])
+    return HostCopies(*(round(moved[kind]) for kind in ("h2d", "d2h", "within")))
 
 
 def host_copy(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[str, int] | None:
@@ -257,7 +260,8 @@ def rematerialised(module: Module) -> Rematerialised:
         for i, times, _ in executed(module)
         if ".remat" in i.name and i.operands and i.opcode not in NAMES_ONLY
     ]
-    return Rematerialised(sum(n for _, n, _ in found), sum(b for b, *_ in found), max(found, default=(0, 0, ""))[2])
+    count = round(sum(n for _, n, _ in found))
+    return Rematerialised(count, round(sum(b for b, *_ in found)), max(found, default=(0, 0, ""))[2])
 
 
 @dataclasses.dataclass(frozen=True)
