@@ -68,21 +68,22 @@ from surojax.step.spec import Engine
 from surojax.step.weights import Layer, Layers
 
 
-class Slot(NamedTuple):
+class Slot(Residuals):
     """The residuals of one microbatch in flight, in stacks with those of all of them: see `Residuals`.
 
     In host memory, a slot begins with an entry that belongs to no layer: these stacks lag by one layer, so the first
     layer writes and reads there.
     """
 
-    residuals: Residuals
-    start: jax.Array  # index in the stacks of the stage's first layer
-    num_layers: int
+    def __init__(self, residuals: Residuals, start: jax.Array):
+        """residuals: of a stage's layers. start: index of the first one in the stacks."""
+        vars(self).update(vars(residuals))
+        self.start = start
 
     def begin_backward(self, stack: list[jax.Array]) -> Kept:
         """The residuals in the carry before the last layer, which the forward pass has left in the stacks."""
         last = self.start + self.num_layers - 1
-        return Kept(stack, read(stack, last) if self.residuals.home.streamed else None)
+        return Kept(stack, read(stack, last) if self.home.streamed else None)
 
     def end_forward(self, kept: Kept) -> list[jax.Array]:
         """The stacks, with the last layer's residuals too."""
@@ -90,10 +91,10 @@ class Slot(NamedTuple):
         return kept.stack if kept.deferred is None else write(kept.stack, kept.deferred, last)
 
     def keep(self, kept: Kept, values, l) -> Kept:
-        return self.residuals.keep(kept, values, self.start + l)
+        return super().keep(kept, values, self.start + l)
 
     def take(self, kept: Kept, l, variant):
-        return self.residuals.take(kept, self.start + l, variant)
+        return super().take(kept, self.start + l, variant)
 
 
 class TickCarry(NamedTuple):
@@ -118,13 +119,13 @@ def of_stage(model: Model, stages: int) -> Model:
     Raises ConfigError if stages would differ in more than the weights of their layers, or if blocks have a loss.
     """
     check_stages(model.num_layers, stages)
-    if len(model.segments) > 1 or model.segments[0].has_auxiliary_loss:
+    segment, *others = model.segments
+    if others or segment.has_auxiliary_loss:
         names = ", ".join(segment.name for segment in model.segments)
         raise ConfigError(
             f"pp_size: expected 1 for several kinds of layers or an auxiliary loss ({names}), for which more is not "
             f"built yet, got {stages}; leave it out"
         )
-    (segment,) = model.segments
     layers = model.num_layers // stages
     variants = segment.variants[:layers]
     if variants * stages != segment.variants:
@@ -179,7 +180,7 @@ class Stage:
 
     def slot(self, a) -> Slot:
         begin = a % self.slots * self.entries
-        return Slot(self.residuals, begin + self.entries - self.segment.num_layers, self.segment.num_layers)
+        return Slot(self.residuals, begin + self.entries - self.segment.num_layers)
 
     def tick(self, t, carry: TickCarry) -> TickCarry:
         """The carry after one tick of the schedule."""
