@@ -44,6 +44,7 @@ CONTEXT = "tests/test_context_parallel.py"
 CONTEXT_EDGES = f"{CONTEXT}::test_nothing_crosses_the_edge_of_a_document"
 CONTEXT_GRADS = f"{CONTEXT}::test_equals_grad_of_the_plain_model"
 TENSOR = "tests/test_tensor_parallel.py::test_equals_grad_of_the_plain_model"
+PIPELINE = "tests/test_pipeline.py::test_equals_grad_of_the_plain_model"
 
 LAYERS = "surojax/models/layers.py"
 MODEL = "surojax/models/model.py"
@@ -52,6 +53,112 @@ LLAMA = "surojax/models/llama.py"
 LLAMA_FP8 = "surojax/models/llama_fp8.py"
 
 MUTANTS: tuple[Mutant, ...] = (
+    # -- Pipeline parallelism -----------------------------------------------------------------------------------------
+    Mutant(
+        "a schedule's stages go backward in the order in which they go forward",
+        "surojax/parallel/schedule.py",
+        "backward = tick - first_backward - (stages - 1 - stage)",
+        "backward = tick - first_backward - stage",
+        "tests/test_schedule.py::test_a_schedule_is_a_pipeline",
+    ),
+    Mutant(
+        "1f1b waits for the first stage instead of the last",
+        "surojax/parallel/schedule.py",
+        "return _staggered(microbatches, stages, first_backward=stages - 1)",
+        "return _staggered(microbatches, stages, first_backward=2 * stages - 2)",
+        "tests/test_schedule.py::test_the_bubble_is_that_of_the_formula",
+    ),
+    Mutant(
+        "residuals of a microbatch that ends in this tick do not count",
+        "surojax/parallel/schedule.py",
+        "return (begun - ended_before).max(axis=0)",
+        "return (begun - ended).max(axis=0)",
+        "tests/test_schedule.py::test_microbatches_in_flight_are_bounded",
+    ),
+    Mutant(
+        "activations do not move to the next stage",
+        "surojax/parallel/pipeline.py",
+        "return jax.lax.ppermute(x_BSD, PIPELINE, [(i, i + 1) for i in range(stages - 1)])",
+        "return x_BSD",
+        f"{PIPELINE} -k 2x2-zero2-saved",
+    ),
+    Mutant(
+        "gradients do not move to the previous stage",
+        "surojax/parallel/pipeline.py",
+        "return jax.lax.ppermute(x_BSD, PIPELINE, [(i + 1, i) for i in range(stages - 1)])",
+        "return x_BSD",
+        f"{PIPELINE} -k 2x2-zero2-saved",
+    ),
+    Mutant(
+        "activations of all stages are added up for the head",
+        "surojax/parallel/pipeline.py",
+        "x_BSD = jnp.where(number == source, x_BSD, 0)",
+        "x_BSD = jnp.where(number >= 0, x_BSD, source)",
+        f"{PIPELINE} -k 2x2-zero2-saved",
+    ),
+    Mutant(
+        "a stage's part of the head is of its own activations",
+        "surojax/parallel/pipeline.py",
+        "return jax.lax.psum_scatter(x_BSD, PIPELINE, scatter_dimension=1, tiled=True)",
+        "return own_part(x_BSD)",
+        f"{PIPELINE} -k 2x2-zero2-saved",
+    ),
+    Mutant(
+        "sequences are not gathered from the parts of the stages",
+        "surojax/parallel/pipeline.py",
+        "return jax.lax.all_gather(x_BsD, PIPELINE, axis=1, tiled=True)",
+        "return jnp.tile(x_BsD, (1, stage()[1], 1))",
+        f"{PIPELINE} -k 2x2-zero2-saved",
+    ),
+    Mutant(
+        "the last sums over devices are left out",
+        "surojax/step/pipeline.py",
+        "push(self.engine, segment, grads, sums, layer, last=True)",
+        "push(self.engine, segment, grads, sums, layer, last=False)",
+        f"{PIPELINE} -k replicas",
+    ),
+    Mutant(
+        "all microbatches in flight have one slot",
+        "surojax/step/pipeline.py",
+        "begin = a % self.slots * self.entries",
+        "begin = 0 * a",
+        f"{PIPELINE} -k 2x2-zero2-saved",
+    ),
+    Mutant(
+        "the last layer's residuals stay behind in the carry",
+        "surojax/step/pipeline.py",
+        "return kept.stack if kept.deferred is None else write(kept.stack, kept.deferred, last)",
+        "return kept.stack",
+        f"{PIPELINE} -k pp4-1f1b-offloaded",
+    ),
+    Mutant(
+        "accumulators in host memory begin as they are",
+        "surojax/step/pipeline.py",
+        "return grads.with_layers(segment.name, stack=jax.lax.fori_loop(0, segment.num_layers, layer, sums.stack))",
+        "return grads",
+        f"{PIPELINE} -k pp4-1f1b-offloaded",
+    ),
+    Mutant(
+        "a stage's layers have the numbers of the first stage's",
+        "surojax/parallel/collectives.py",
+        "return device_number(PIPELINE)[0] * layers",
+        "return 0",
+        "tests/test_pipeline.py::test_a_stage_rounds_its_layers_as_one_device_does",
+    ),
+    Mutant(
+        "the norm is of one stage's layers",
+        "surojax/parallel/collectives.py",
+        "return *layout.layers, *layout.stored_axes",
+        "return layout.stored_axes",
+        f"{PIPELINE} -k 2x2-zero2-saved",
+    ),
+    Mutant(
+        "what moves activations counts once for each microbatch",
+        "surojax/planner/stages.py",
+        "Fraction(microbatches + stages - 1 if moves else microbatches, ticks)",
+        "Fraction(microbatches, ticks)",
+        "tests/test_pipeline.py::test_a_compiled_step_moves_what_the_formulas_say",
+    ),
     # -- Hugging Face's models ----------------------------------------------------------------------------------------
     Mutant(
         "layer_types: the window is off by one layer",
@@ -1758,8 +1865,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a group's FLOPs are those of each GPU",
         "surojax/planner/traffic.py",
-        "    tokens = batch.tokens * batch.microbatches / devices_per_sequence(run.mesh)\n",
-        "    tokens = batch.tokens * batch.microbatches\n",
+        "batch.microbatches / (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))\n",
+        "batch.microbatches / pipeline_stages(run.mesh)\n",
         "tests/test_tensor_parallel.py::test_groups_move_what_the_formulas_say",
     ),
     # -- Numbers in 8 bits --------------------------------------------------------------------------------------------
@@ -1872,14 +1979,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "blocks are cut along the layers",
         "surojax/placement/layout.py",
-        "return jax.P(None, *spec) if spec else spec",
-        "return spec",
+        "return _spec([layout.layers, *map(mesh_axes, layout.stored)])",
+        "return _spec([*layout.layers, *map(mesh_axes, layout.stored)])",
         "tests/test_checkpoint.py::test_a_state_moves_from_one_device_to_eight_and_back -k 3]",
     ),
     Mutant(
         "moments are cut along the layers",
         "surojax/step/state_plan.py",
-        "spec = stacked(layout.stored)\n        if layout.home.in_file",
+        "spec = stacked(layout)\n        if layout.home.in_file",
         "spec = layout.stored\n        if layout.home.in_file",
         "tests/test_checkpoint.py::test_a_state_moves_from_one_device_to_eight_and_back -k 3]",
     ),
@@ -3272,7 +3379,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "activations of one layer",
         "surojax/planner/footprint.py",
-        "activations=segment.num_layers * kept",
+        "activations=layers * kept",
         "activations=kept",
         "tests/test_footprint.py::test_each_recomputation_saves_less -k gpu",
     ),
@@ -3349,8 +3456,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: the update does not read gradients",
         "surojax/planner/traffic.py",
-        'groups * host["grads"] + residuals + state\n    written',
-        '(groups - 1) * host["grads"] + residuals + state\n    written',
+        "read = fetched + grads + residuals + state",
+        'read = fetched + grads - host["grads"] + residuals + state',
         TEXTBOOK,
     ),
     Mutant(

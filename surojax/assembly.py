@@ -23,9 +23,9 @@ from surojax.optim.optimizers import OPTIMIZERS
 from surojax.parallel import collectives
 from surojax.placement.home import DEVICE
 from surojax.placement.layout import layouts
-from surojax.placement.mesh import shards
+from surojax.placement.mesh import pipeline_stages, shards
 from surojax.placement.table import SETTINGS, Mesh, Placement, place
-from surojax.step import train_step as step
+from surojax.step import pipeline, train_step as step
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState, init_state, load_state
 from surojax.step.state_plan import state_plan
@@ -129,11 +129,16 @@ def assemble(
     z_loss: float = 0.0,
     packed: bool = False,
     microbatches_per_fetch: int = 1,
+    pp_schedule: str = "gpipe",
+    microbatches: int = 1,
 ) -> Assembly:
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
-    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch: see `spec.Engine`.
+    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch, pp_schedule, microbatches: see
+    `spec.Engine`.
     """
+    if pipeline_stages(mesh) > 1:
+        pipeline.of_stage(model, pipeline_stages(mesh))  # raises
     of_classes = layouts(model.params, table, mesh)
     engine = Engine(
         model,
@@ -144,6 +149,8 @@ def assemble(
         z_loss=z_loss,
         packed=packed,
         microbatches_per_fetch=microbatches_per_fetch,
+        pp_schedule=pp_schedule,
+        microbatches=microbatches,
     )
     precision = model.precision
     history = None
@@ -166,6 +173,8 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
         z_loss=c.z_loss,
         packed=c.sample_packing,
         microbatches_per_fetch=c.microbatches_per_fetch,
+        pp_schedule=c.pp_schedule,
+        microbatches=c.gradient_accumulation_steps,
     )
 
 

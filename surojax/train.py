@@ -312,7 +312,8 @@ def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) ->
     """
     if before == now:
         return
-    if not changed.keys() & {"gpus", "cp_size", "tp_size", "per_device_batch_size", "gradient_accumulation_steps"}:
+    sizes = {"gpus", "cp_size", "tp_size", "pp_size", "per_device_batch_size", "gradient_accumulation_steps"}
+    if not changed.keys() & sizes:
         groups = now // (c.per_device_batch_size * c.gradient_accumulation_steps)
         devices = groups * configs.gpus_per_sequence(c)
         per_device, rest = divmod(before, groups * c.gradient_accumulation_steps)

@@ -108,6 +108,8 @@ CP: dict[str, dict[str, Any]] = {
     "allgather": {"cp_size": 2, "cp_method": "allgather", "attention": "xla"},
     "ring": {"cp_size": 2, "cp_method": "ring", "attention": "xla"},
 }
+PP: dict[str, Any] = {"pp_size": 2}
+PP_1F1B: dict[str, Any] = PP | {"pp_schedule": "1f1b"}
 FP8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "fp8"}
 INT8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "int8"}
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
@@ -209,6 +211,23 @@ SETTINGS: tuple[Setting, ...] = (
         Setting(f"cp_{name}_tp_offload_all_2x2x2", ZERO3_TP | ALL | of_method, 8, like=f"cp_{name}_tp_2x2x2")
         for name, of_method in CP.items()
     ),
+    # Pipeline parallelism: pp_size x dp_shard_size, x tp_size or with dp_replicate_size before dp_shard_size
+    Setting("pp@2", PP, 2, expect="order"),
+    Setting("pp_1f1b@2", PP_1F1B, 2, like="pp@2"),
+    Setting("pp_saved@2", PP | SAVED, 2, like="pp@2", expect="saved"),
+    *(Setting(f"zero_level={n}_pp_2x2", {"zero_level": n} | PP, 4, expect="order") for n in (1, 2, 3)),
+    Setting("zero_level=3_pp_1f1b_2x2", ZERO3 | PP_1F1B, 4, like="zero_level=3_pp_2x2"),
+    *(Setting(f"{name}_pp_2x2", ZERO3 | PP | {name: True}, 4, like="zero_level=3_pp_2x2") for name in OFFLOADS),
+    Setting("offload_all_pp_1f1b_2x2", ZERO3 | PP_1F1B | ALL, 4, like="zero_level=3_pp_2x2"),
+    Setting("offload_saved_pp@2", PP | SAVED | ALL, 2, like="pp_saved@2"),
+    Setting("sample_packing_pp_2x2", ZERO3 | PP | {"sample_packing": True}, 4, expect="order"),
+    Setting("shard_outer_pp_2x2", ZERO3 | PP | {"shard_outer": True}, 4, expect="order"),
+    Setting("lmhead_chunks_pp_2x2", ZERO3 | PP | {"lmhead_chunks": 4}, 4, expect="order"),
+    Setting("use_all_to_all_reduce_pp_2x2", ZERO3 | PP | {"use_all_to_all_reduce": True}, 4, expect="order"),
+    Setting("hsdp_pp_2x2x2", ZERO3 | PP | {"dp_replicate_size": 2}, 8, expect="order"),
+    Setting("pp_tp_2x2", PP | TP, 4, expect="order"),
+    Setting("zero_level=3_pp_tp_2x2x2", ZERO3 | PP | TP, 8, expect="order"),
+    Setting("offload_all_pp_tp_2x2x2", ZERO3 | PP_1F1B | TP | ALL, 8, like="zero_level=3_pp_tp_2x2x2"),
     # Communication
     Setting("use_all_to_all_reduce@4", ZERO3 | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting(
@@ -239,6 +258,7 @@ RESET = (  # fields that have their defaults in every row that does not change t
     *(name for name in placement.SETTINGS if name not in NUMBERS),
     *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
     *("sample_packing", "sequence_chunks", "microbatches_per_fetch", "cp_size", "cp_method", "tp_size"),
+    *("pp_size", "pp_schedule"),
 )
 
 
@@ -384,7 +404,7 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.nda
     """Returns ([(inputs, labels, starts) of each step, int32 `[B, S]`], number of microbatches), used by every row.
 
     B is the config's sequences per step, rounded up so that each microbatch divides evenly over 8 devices, over the
-    config's own groups that share sequences, and on one device into two.
+    config's own groups of GPUs with the same sequences, and on one device into two.
     """
     own_groups = max(1, (c.gpus or devices) // configs.gpus_per_sequence(c))
     microbatches = max(2, c.gradient_accumulation_steps)

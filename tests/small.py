@@ -103,6 +103,8 @@ class Small:
         replicate: int = 1,
         cp_size: int = 1,
         tp_size: int = 1,
+        pp_size: int = 1,
+        pp_schedule: str = "gpipe",
         recompute_block: bool = True,
         lmhead_chunks: int = 1,
         z_loss: float = 0.0,
@@ -117,6 +119,7 @@ class Small:
             "dp_replicate_size": replicate,
             "cp_size": cp_size,
             "tp_size": tp_size,
+            "pp_size": pp_size,
             "kv_heads": config.num_key_value_heads,
         }
         self.mesh = make_mesh(jax.devices()[:devices], **sizes)
@@ -132,6 +135,7 @@ class Small:
             z_loss=z_loss,
             packed=packed,
             microbatches_per_fetch=microbatches_per_fetch,
+            pp_schedule=pp_schedule,
         )
         self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer
         self.step = self.run.train_step()

@@ -14,7 +14,8 @@ from surojax.models.model import Compute, Recompute
 from surojax.models.operations import RopeScaling
 from surojax.placement.layout import batch_sharding, replicated_matrices, specs
 from surojax.planner import hlo
-from surojax.step.engine import evaluate, loss_and_gradients
+from surojax.step.engine import evaluate
+from surojax.step.train_step import passes
 
 QWEN = dataclasses.replace(CONFIG, attention_bias=True, qk_norm=True, tie_word_embeddings=True, head_dim=16)
 # Everything that Gemma 2 and 3 have, in one model; caps as small as the scores and logits, so that they matter.
@@ -63,7 +64,7 @@ def engine_gradients(small: Small, batch):
     token_spec = batch_sharding(small.mesh).spec
     out = (jax.P(), specs(small.engine.layouts.master), jax.P())
     f = jax.shard_map(
-        lambda w, *batch: loss_and_gradients(small.engine, w, *batch)[:3],
+        lambda w, *batch: passes(small.mesh).loss_and_gradients(small.engine, w, *batch)[:3],
         mesh=small.mesh,
         in_specs=(spec, *(token_spec for _ in batch)),
         out_specs=out,

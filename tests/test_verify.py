@@ -19,7 +19,7 @@ SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 80,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }

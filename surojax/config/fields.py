@@ -53,7 +53,7 @@ def default_config() -> Config:
     c.system_prompt = ""  # for conversations and instructions that have none of their own
     c.tokenizer = "bytes"  # "bytes", a folder with a tokenizer.json, a tokenizer.json, or a .gguf file
     c.sequence_len = 512  # tokens of a training sequence
-    c.per_device_batch_size = 1  # sequences per GPU and microbatch; per cp_size x tp_size GPUs with these
+    c.per_device_batch_size = 1  # sequences per GPU and microbatch; with cp_size, tp_size or pp_size, per so many GPUs
     c.gradient_accumulation_steps = 1  # microbatches per step; effective batch = this x batch size x data-parallel GPUs
 
     # Model
@@ -144,13 +144,14 @@ def default_config() -> Config:
     c.sequence_chunks = 1  # chunks of the sequence that a block computes one after another, exactly; for long sequences
     c.lmhead_chunks = 1  # chunks of the tokens in head and loss; more chunks = less memory for logits
 
-    # Mesh: GPUs = dp_replicate_size x dp_shard_size x cp_size x tp_size
+    # Mesh: GPUs = dp_replicate_size x dp_shard_size x cp_size x tp_size x pp_size
     c.dp_replicate_size = 1  # number of replicas of the sharded state
     c.dp_shard_size = -1  # GPUs over which each replica is sharded, times cp_size; -1 = all that the other sizes leave
     c.tp_size = 1  # GPUs that share the products of each sequence: a part of the heads, MLP and vocabulary on each
     c.cp_size = 1  # GPUs that each have a part of every sequence; state is sharded over dp_shard_size x cp_size
     c.cp_method = "ulysses"  # attention with cp_size: "ulysses" (divides the heads), "allgather" or "ring"
-    c.pp_size = 1  # pipeline parallelism is not built yet: 1
+    c.pp_size = 1  # stages of consecutive layers, each on GPUs of its own; microbatches go from stage to stage
+    c.pp_schedule = "gpipe"  # gpipe (all microbatches forward, then backward) or 1f1b (fewer in flight)
 
     # Optimizer
     c.optimizer = "adamw"  # adamw, adamw8bit (8-bit moments of matrices), normuon (blocks' matrices; others: adamw)
@@ -202,13 +203,13 @@ def head_dim(c: Config) -> int:
 
 
 def gpus_per_sequence(c: Config) -> int:
-    """Number of GPUs that each have a part of the same sequences."""
-    return c.cp_size * c.tp_size
+    """Number of GPUs that share the same sequences: a batch is divided over groups of so many."""
+    return c.cp_size * c.tp_size * c.pp_size
 
 
 def mesh_sizes(c: Config) -> dict[str, int]:
     """The keywords of `placement.mesh.mesh_shape`."""
-    sizes = {name: c[name] for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size")}
+    sizes = {name: c[name] for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size", "pp_size")}
     return sizes | {"kv_heads": c.model.num_key_value_heads}
 
 

@@ -20,7 +20,7 @@ from surojax.errors import ConfigError
 from surojax.numerics.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
 from surojax.numerics.rounding import materialised
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import AXES, SHARDS, TENSOR, TOKENS
+from surojax.placement.mesh import AXES, PIPELINE, SHARDS, TENSOR, TOKENS
 from surojax.placement.param import Kind, Param
 from surojax.placement.table import Reduce
 
@@ -35,7 +35,7 @@ COPY_ENGINE: dict[str, dict[str, str | bool]] = {
 }
 
 
-STATE = (*SHARDS, *TENSOR)  # axes whose devices may store different parts of a tensor
+STATE = (PIPELINE, *SHARDS, *TENSOR)  # axes whose devices may store different parts of a tensor
 
 
 def compiler_options(settings: tuple[str, ...]) -> dict[str, str | bool]:
@@ -72,6 +72,11 @@ def device_number(*axes: str) -> tuple[jax.Array | int, int]:
         number = number * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
         count = count * jax.lax.axis_size(axis)
     return number, count
+
+
+def first_layer(layers: int) -> jax.Array | int:
+    """The number of the first layer of this device's stage, each stage having so many."""
+    return device_number(PIPELINE)[0] * layers
 
 
 def varying(tree, axes: tuple[str, ...] = TOKENS):
@@ -241,14 +246,19 @@ def sum_of_squares(tree, layouts, *, in_memory: bool = False) -> Squares:
     squares = materialised(jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree))
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(layouts), strict=True))
     start = no_squares()
-    of_shards = sum(_counted_once(square, layout) for square, layout in pairs if active(*layout.stored_axes))
-    of_replicated = sum(square for square, layout in pairs if not active(*layout.stored_axes))
+    of_shards = sum(_counted_once(square, layout) for square, layout in pairs if active(*_different(layout)))
+    of_replicated = sum(square for square, layout in pairs if not active(*_different(layout)))
     return Squares(start.of_shards + of_shards, start.of_replicated + of_replicated)
+
+
+def _different(layout: Layout) -> tuple[str, ...]:
+    """The mesh axes whose devices store different parts of a tensor, or different layers of its stack."""
+    return *layout.layers, *layout.stored_axes
 
 
 def _counted_once(square: jax.Array, layout: Layout) -> jax.Array:
     """The square of a shard; 0 on all but the first of the devices that store the same shard."""
-    number, copies = device_number(*(axis for axis in STATE if axis not in layout.stored_axes))
+    number, copies = device_number(*(axis for axis in STATE if axis not in _different(layout)))
     return square if copies == 1 else jnp.where(number == 0, square, 0.0)
 
 

@@ -18,13 +18,13 @@ import jax
 
 from surojax.errors import ConfigError
 from surojax.placement.home import DEVICE, HOST, Home
-from surojax.placement.mesh import DATA, KV_HEADS, SHARD, SHARDS, TENSOR, shard_axes, shards
+from surojax.placement.mesh import DATA, KV_HEADS, PIPELINE, SHARD, SHARDS, TENSOR, shard_axes, shards
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.placement.table import Mesh, Placement, Row
 
 # Logical axis of a parameter -> the mesh axes that it is sharded over in every product.
 MESH_AXES: dict[str, tuple[str, ...]] = {
-    "vocab": TENSOR,
+    "vocab": (PIPELINE, *TENSOR),
     "embed": (),
     "heads": TENSOR,
     "kv_heads": (KV_HEADS,),
@@ -49,12 +49,14 @@ def _spec(dims: list[tuple[str, ...]]) -> jax.P:
 class Layout:
     """How one tensor class of one parameter is sharded.
 
-    stored: PartitionSpec in its home. computed: PartitionSpec while it is computed with.
+    stored: PartitionSpec in its home. computed: PartitionSpec while it is computed with. layers: the mesh axes that a
+    stack's layers are divided over, which neither of the two names.
     """
 
     stored: jax.P
     computed: jax.P
     home: Home = DEVICE
+    layers: tuple[str, ...] = ()
 
     @property
     def sharded_dim(self) -> int | None:
@@ -67,12 +69,12 @@ class Layout:
 
     @property
     def stored_axes(self) -> tuple[str, ...]:
-        """The mesh axes whose devices store different parts."""
+        """The mesh axes whose devices store different parts of a layer."""
         return tuple(axis for entry in self.stored for axis in mesh_axes(entry))
 
     @property
     def computed_axes(self) -> tuple[str, ...]:
-        """The mesh axes whose devices compute with different parts."""
+        """The mesh axes whose devices compute with different parts of a layer."""
         return tuple(axis for entry in self.computed for axis in mesh_axes(entry))
 
 
@@ -96,10 +98,12 @@ def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
     Raises ConfigError if `tp` does not divide a dimension that it shards, or `dp_shard x cp` a sharded vocabulary.
     """
 
+    stages = (PIPELINE,) if PIPELINE in mesh.shape else ()
+
     def layers(row: Row) -> dict[str, Any]:
         """The layouts of all segments in this class."""
         segments = {name: of_segment for name, of_segment in params.items() if name != OUTER}
-        return jax.tree.map(lambda param: _zero(param, row, mesh), segments)
+        return jax.tree.map(lambda param: dataclasses.replace(_zero(param, row, mesh), layers=stages), segments)
 
     def state(row: Row) -> dict[str, Any]:
         """The layouts of master weights or moments."""
@@ -122,8 +126,9 @@ def _computed(param: Param, mesh: Mesh) -> list[tuple[str, ...]]:
     dims = [tuple(axis for axis in MESH_AXES[name] if axis in mesh.shape) for name in param.axes]
     for size, axes, name in zip(param.shape, dims, param.axes, strict=True):
         if size % _devices(mesh, axes):
+            sizes = " x ".join(["pp_size"] * (PIPELINE in axes) + ["tp_size"] * any(axis in TENSOR for axis in axes))
             raise ConfigError(
-                f"tp_size: expected a divisor of {param.name}'s {size} {name}, got {_devices(mesh, axes)}; lower it"
+                f"{sizes}: expected a divisor of {param.name}'s {size} {name}, got {_devices(mesh, axes)}; lower it"
             )
     return dims
 
@@ -161,16 +166,16 @@ def _outer(param: Param, row: Row, mesh: Mesh) -> Layout:
     return Layout(layout.stored, layout.stored)
 
 
-def stacked(spec: jax.P) -> jax.P:
-    """The PartitionSpec of a stack of layers, from the one of a layer. The layer axis is not sharded."""
-    return jax.P(None, *spec) if spec else spec
+def stacked(layout: Layout) -> jax.P:
+    """The PartitionSpec of a stored stack of layers, from the layout of a layer."""
+    return _spec([layout.layers, *map(mesh_axes, layout.stored)])
 
 
 def specs(of_class: dict) -> dict:
     """PartitionSpecs of stored arrays, from the layouts of a class; segments have stacks `[L, ...]`."""
 
     def spec(name: str, layout: Layout) -> jax.P:
-        return layout.stored if name == OUTER else stacked(layout.stored)
+        return layout.stored if name == OUTER else stacked(layout)
 
     return {name: jax.tree.map(functools.partial(spec, name), layouts) for name, layouts in of_class.items()}
 

@@ -1,4 +1,4 @@
-"""The device mesh and the names of its axes, outermost first: `dp_replicate`, `dp_shard`, `cp`, `tp`, `tp_rep`.
+"""The device mesh and the names of its axes, outermost first: `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`, `tp_rep`.
 
 The batch is sharded over `dp_replicate x dp_shard`, and every sequence over `cp` (parallel/context.py). State is
 sharded over `dp_shard x cp`, so that each replica stores one complete copy. With several replicas of several shards,
@@ -7,6 +7,8 @@ this is HSDP.
 Heads, MLP and vocabulary are sharded over `tp x tp_rep`, the tp_size devices of a tensor-parallel group, which have the
 same sequences (parallel/tensor.py). With fewer key/value heads than tp_size, there are as many devices along `tp` as
 key/value heads, and those along `tp_rep` share a head's keys and values; else `tp_rep` has one device.
+
+Layers are divided over the stages of `pp`, which have the same sequences (step/pipeline.py), and so is the vocabulary.
 
 The mesh always has the two data axes. Another axis with one device is not in it.
 """
@@ -30,7 +32,8 @@ TOKENS = (*DATA, CONTEXT)  # their devices have tokens of their own in products 
 KV_HEADS = "tp"
 SAME_KV_HEADS = "tp_rep"
 TENSOR = (KV_HEADS, SAME_KV_HEADS)
-AXES = (*TOKENS, *TENSOR)
+PIPELINE = "pp"
+AXES = (PIPELINE, *TOKENS, *TENSOR)
 
 
 def find_devices(gpus: int) -> list:
@@ -58,6 +61,7 @@ def mesh_shape(
     dp_shard_size: int = -1,
     cp_size: int = 1,
     tp_size: int = 1,
+    pp_size: int = 1,
     kv_heads: int = 0,
 ) -> dict[str, int]:
     """The size of each axis of a mesh of n devices.
@@ -66,8 +70,9 @@ def mesh_shape(
     Raises ConfigError if the product of the sizes is not n, or if neither of tp_size and kv_heads divides the other.
     """
     sizes = {"dp_replicate_size": dp_replicate_size, "dp_shard_size": dp_shard_size}
-    sizes |= {name: size for name, size in (("cp_size", cp_size), ("tp_size", tp_size)) if size > 1}
-    others = dp_replicate_size * cp_size * tp_size
+    within = {"cp_size": cp_size, "tp_size": tp_size, "pp_size": pp_size}
+    sizes |= {name: size for name, size in within.items() if size > 1}
+    others = dp_replicate_size * cp_size * tp_size * pp_size
     if dp_shard_size == -1 and n % others:
         fields = " x ".join(name for name in sizes if name != "dp_shard_size")
         change = f"use {math.gcd(n, others)}, or gpus={math.ceil(n / others) * others}"
@@ -85,7 +90,8 @@ def mesh_shape(
     along_heads = math.gcd(tp_size, kv_heads) if kv_heads else tp_size
     within_data = {CONTEXT: cp_size, KV_HEADS: along_heads, SAME_KV_HEADS: tp_size // along_heads}
     data = {REPLICATE: dp_replicate_size, SHARD: sizes["dp_shard_size"]}
-    return data | {name: size for name, size in within_data.items() if size > 1}
+    stages = {PIPELINE: pp_size} if pp_size > 1 else {}
+    return stages | data | {name: size for name, size in within_data.items() if size > 1}
 
 
 def data_parallel(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
@@ -111,6 +117,11 @@ def shard_axes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> tuple[str
 def shards(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
     """Number of devices over which each replica of the state is sharded."""
     return math.prod(mesh.shape[axis] for axis in shard_axes(mesh))
+
+
+def pipeline_stages(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """Number of stages of pipeline parallelism."""
+    return mesh.shape.get(PIPELINE, 1)
 
 
 def has_driver() -> bool:

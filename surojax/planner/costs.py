@@ -119,7 +119,7 @@ def _steps(p: Program, i: Instruction, computation: Mapping[str, Instruction]) -
         return
     if i.opcode == "while":
         body = p.steps(hlo.called(i, "body")[0])
-        yield Loop(_label(i, body), hlo.trips(i), body)
+        yield Loop(_label(i, body), round(hlo.trips(i)), body)
     elif i.opcode in ("call", "conditional"):  # of a conditional all branches, as in hlo.executed
         for name in hlo.called(i, "to_apply|calls|branch_computations|true_computation|false_computation"):
             yield from p.steps(name)

@@ -32,9 +32,10 @@ from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment, runs
 from surojax.numerics import quantize
 from surojax.numerics.quantize import is_quantized
+from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import Layout
-from surojax.placement.mesh import abstract_mesh, devices_per_sequence, shards, tensor_parallel
+from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline_stages, shards, tensor_parallel
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
@@ -79,6 +80,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     work = table.weights
     grads = table.grads
     tensor = tensor_parallel(run.mesh)
+    stages = pipeline_stages(run.mesh)
     own_len = batch.sequence_len // devices_per_sequence(run.mesh)
     x = jax.ShapeDtypeStruct((batch.sequences, own_len, model.hidden_size), work.dtype)
     x_bytes = _bytes(x)
@@ -92,15 +94,18 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     outer_grads = jnp.dtype(grads.dtype).itemsize * outer_size
 
     itemsize = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
-    logits = itemsize * (batch.sequences * own_len // engine.lmhead_chunks) * model.vocab_size
+    logits = itemsize * (batch.sequences * own_len // engine.lmhead_chunks) * model.vocab_size // stages
     capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
-    vocabulary = model.vocab_size // tensor // (shards(run.mesh) if table.outer.sharded else 1)
+    vocabulary = model.vocab_size // (tensor * stages) // (shards(run.mesh) if table.outer.sharded else 1)
     head_gradient = itemsize * vocabulary * model.hidden_size
     head = (
         capped + logits + max(logits, head_gradient)
     )  # first the logits with their gradient, then with the head's gradient
     group = engine.microbatches_per_fetch
     activations = group * sum(segment.activations for segment in segments)
+    if stages > 1:  # step/pipeline.py; a stack in host memory has an entry more
+        of_stages = SCHEDULES[engine.pp_schedule](engine.microbatches, stages).in_flight.tolist()
+        activations = max(of_stages) * (activations + table.residuals.home.streamed * kept)
 
     def by_home(tree) -> dict[str, int]:
         """Bytes of a planned tree in each memory."""
@@ -112,7 +117,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
 
     in_file = bytes_per_device(plan, NVME)
     layer_state = max(segment.layer_state for segment in segments)
-    layer_grads = [segment.grads // of.num_layers for segment, of in zip(segments, model.segments, strict=True)]
+    layers = [segment.num_layers // stages for segment in model.segments]
+    layer_grads = [segment.grads // n for segment, n in zip(segments, layers, strict=True)]
     saved_on_device = 0 if table.residuals.home.streamed else activations
     if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and table.outer.sharded):
         # XLA's CPU compiler allocates separate activations for the last group (gradients.peels_last_group).
@@ -157,6 +163,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     if in_file:  # all tensors of a layer are updated by one program, after the update of the outer layers
         update = layer_state + layer_bytes - outer_grads - saved_on_device
     working_space = max(block + during_layer, head + during_head, update) + 2 * x_bytes
+    if stages > 1:  # activations and gradients that come from the neighbours, and gradients from the head
+        working_space += 2 * x_bytes + of_stages[-1] * x_bytes // stages
     unquantised = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]
     of_grads = only_in(grads.home, block_grads)
     of_grads[DEVICE.name] += outer_grads
@@ -197,6 +205,7 @@ class SegmentBytes(NamedTuple):
 def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
     """The `SegmentBytes` of a segment whose layers have an input like x."""
     engine = run.engine
+    layers = segment.num_layers // pipeline_stages(run.mesh)
     compute = run.model.compute
     layer = _in_products(run, segment)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
@@ -214,7 +223,7 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     numbers = 2 * B * S * segment.heads.key_value * segment.heads.channels  # of keys and values
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
-    grads = jnp.dtype(engine.table.grads.dtype).itemsize * segment.num_layers * sum(sizes)
+    grads = jnp.dtype(engine.table.grads.dtype).itemsize * layers * sum(sizes)
     state = run.plan.master[segment.name], run.plan.moments[segment.name]
     return SegmentBytes(
         weights=_bytes(layer),
@@ -224,9 +233,9 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
         scores=scores,
         sequence=itemsize * numbers - _bytes(x) if chunks > 1 else 0,
         sums=(4 + itemsize) * numbers if chunks > 1 else 0,
-        layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // segment.num_layers,
+        layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
         grads=grads,
-        activations=segment.num_layers * kept,
+        activations=layers * kept,
     )
 
 

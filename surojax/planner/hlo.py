@@ -14,7 +14,9 @@ permute b.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +50,8 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
 
+
+TRIPS = re.compile(r'"known_trip_count":\{"n":"([\d/]+)"')
 
 # name = shape opcode(operands), attributes
 LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)")
@@ -86,8 +90,24 @@ def _bits(dtype: str) -> int:
     return int(number[1]) if number else 8
 
 
-def executed(module: Module, computation: str = "", times: int = 1) -> Iterator[tuple[Instruction, int, dict]]:
+def with_rounds(module: Module, rounds: Callable[[Iterable[Instruction]], Fraction]) -> Module:
+    """The module with a trip count in each loop that has none: rounds of the instructions of its body, a mean."""
+
+    def known(i: Instruction) -> Instruction:
+        if i.opcode != "while" or TRIPS.search(i.attributes):
+            return i
+        mean = rounds(module[called(i, "body")[0]].values())
+        return dataclasses.replace(i, attributes=f'{i.attributes}, "known_trip_count":{{"n":"{mean}"')
+
+    return {name: {n: known(i) for n, i in instructions.items()} for name, instructions in module.items()}
+
+
+def executed(
+    module: Module, computation: str = "", times: int | Fraction = 1
+) -> Iterator[tuple[Instruction, Any, dict]]:
     """Yields (instruction, how often it runs, its computation), without the instructions inside fusions.
+
+    It runs a whole number of times, or a fraction as a mean, see `with_rounds`.
 
     All branches of a conditional count. Raises ValueError for a loop without a known trip count.
     """
@@ -101,12 +121,12 @@ def executed(module: Module, computation: str = "", times: int = 1) -> Iterator[
                 yield from executed(module, name, times)
 
 
-def trips(loop: Instruction) -> int:
-    """The trip count of a loop."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+def trips(loop: Instruction) -> int | Fraction:
+    """The trip count of a loop; a fraction if it is a mean over rounds of the loop around it, see `with_rounds`."""
+    known = TRIPS.search(loop.attributes)
     if not known:
         raise ValueError(f"loop {loop.name}: expected a known trip count, got none; give it a constant length")
-    return int(known[1])
+    return Fraction(known[1]) if "/" in known[1] else int(known[1])
 
 
 def called(i: Instruction, attribute: str) -> list[str]:
@@ -132,7 +152,7 @@ class Collective:
 
 def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
     """The collectives of a step by kind and axis. mesh_shape: axes in the order in which devices are numbered."""
-    found: dict[tuple[str, str], tuple[int, float]] = {}
+    found: dict[tuple[str, str], tuple[Any, Any]] = {}
     for i, times, computation in executed(module):
         op = i.opcode.removesuffix("-start")
         if op in WIRE:
@@ -140,7 +160,7 @@ def collectives(module: Module, mesh_shape: Mapping[str, int]) -> list[Collectiv
             count, size = found.get((op, axis), (0, 0.0))
             sent = WIRE[op](n, sum(a.bytes for a in operands(i, computation)))
             found[op, axis] = count + times, size + times * sent
-    return [Collective(op, axis, count, round(size)) for (op, axis), (count, size) in sorted(found.items())]
+    return [Collective(op, axis, round(count), round(size)) for (op, axis), (count, size) in sorted(found.items())]
 
 
 def add_up(programs: Iterable[tuple[list[Collective], int]]) -> list[Collective]:
@@ -184,12 +204,12 @@ class HostCopies:
 
 def host_copies(module: Module) -> HostCopies:
     """Host copies of a step: of arrays, and of layers that are read from or written to stacks in host memory."""
-    moved: dict[str, int] = dict.fromkeys(("h2d", "d2h", "within"), 0)
+    moved: dict[str, Any] = dict.fromkeys(("h2d", "d2h", "within"), 0)
     for i, times, computation in executed(module):
         if (copy := host_copy(i, computation)) is not None:
             kind, size = copy
             moved[kind] += times * size
-    return HostCopies(moved["h2d"], moved["d2h"], moved["within"])
+    return HostCopies(*(round(moved[kind]) for kind in ("h2d", "d2h", "within")))
 
 
 def host_copy(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[str, int] | None:
@@ -240,7 +260,8 @@ def rematerialised(module: Module) -> Rematerialised:
         for i, times, _ in executed(module)
         if ".remat" in i.name and i.operands and i.opcode not in NAMES_ONLY
     ]
-    return Rematerialised(sum(n for _, n, _ in found), sum(b for b, *_ in found), max(found, default=(0, 0, ""))[2])
+    count = round(sum(n for _, n, _ in found))
+    return Rematerialised(count, round(sum(b for b, *_ in found)), max(found, default=(0, 0, ""))[2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +291,7 @@ def overlaps(module: Module) -> list[Transfer]:
         if i.opcode == "while":
             body = called(i, "body")[0]
             for *what, size in _transfers(module, body):
-                key = body, times * trips(i), _products(module, body), *what
+                key = body, round(times * trips(i)), _products(module, body), *what
                 totals = found.setdefault(key, [0, 0])
                 totals[0] += 1
                 totals[1] += size
@@ -320,7 +341,7 @@ def _products(module: Module, computation: str) -> int:
 def _weight(module: Module, i: Instruction) -> int:
     """Matrix products and attentions that an instruction runs; for a loop those of all iterations."""
     if i.opcode == "while":
-        return trips(i) * _products(module, called(i, "body")[0])
+        return round(trips(i) * _products(module, called(i, "body")[0]))
     if i.opcode == "fusion" and "kind=kCustom" in i.attributes:  # a product that reads or writes a layer of a stack
         return _products(module, called(i, "calls")[0])
     return int(i.opcode == "custom-call" and re.search(r'custom_call_target="__cu(blas|dnn)', i.attributes) is not None)

@@ -33,9 +33,9 @@ from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape
+from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape, pipeline_stages
 from surojax.placement.param import OUTER
-from surojax.planner import advice, aot, check_fit, footprint, hlo, prediction, search, traffic
+from surojax.planner import advice, aot, check_fit, footprint, hlo, prediction, search, stages, traffic
 from surojax.planner.advice import GiB, Memory
 from surojax.planner.gpus import GPUS, Gpu
 from surojax.planner.prediction import Prediction
@@ -179,7 +179,9 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch, trace: str | None) -> d
     except Unserved as error:
         raise check_fit.unserved(error) from error
     textbook = traffic.collective_bytes(run, batch)
-    modules = [(hlo.parse(compiled.text), times) for compiled, times in done]
+    modules = [
+        (stages.with_rounds(hlo.parse(compiled.text), run, batch.microbatches), times) for compiled, times in done
+    ]
     copies = [(hlo.host_copies(module), times) for module, times in modules]
     recomputed = [(hlo.rematerialised(module), times) for module, times in modules]
 
@@ -220,6 +222,8 @@ def _predicted(
     c: Config, gpu: str, run: Assembly, batch: traffic.Batch, modules: list[hlo.Module], trace: str | None
 ) -> dict[str, Any]:
     """Fields of the `Plan` about time, of a step that is one program. trace: see `plan`."""
+    if pipeline_stages(run.mesh) > 1:
+        return dataclasses.asdict(Prediction(not_predicted=stages.NOT_PREDICTED))
     if len(modules) > 1:
         return dataclasses.asdict(Prediction(not_predicted="state in files, and the drive's speed is not known"))
     (module,) = modules

@@ -139,17 +139,14 @@ def search(
 ) -> Found:
     """The fastest settings that fit, for a checked config (`plan.checked`) and a GPU with rates.
 
-    allow: words of ALLOWED. keep: fields that are not changed. Raises ConfigError for tp_size or cp_size
-    above 1: tensor and context parallelism are not searched.
+    allow: words of ALLOWED. keep: fields that are not changed. Raises ConfigError for tp_size, cp_size or pp_size above
+    1: none of them is searched.
     """
-    if c.tp_size > 1:
-        raise ConfigError(
-            f"tp_size: expected 1, since fit does not search tensor parallelism, got {c.tp_size}; leave it out"
-        )
-    if c.cp_size > 1:
-        raise ConfigError(
-            f"cp_size: expected 1, since fit does not search context parallelism, got {c.cp_size}; leave it out"
-        )
+    for name, kind in {"tp_size": "tensor", "cp_size": "context", "pp_size": "pipeline"}.items():
+        if c[name] > 1:
+            raise ConfigError(
+                f"{name}: expected 1, since fit does not search {kind} parallelism, got {c[name]}; leave it out"
+            )
     return Search(c, gpu, limits, allow, keep, num_candidates).run()
 
 

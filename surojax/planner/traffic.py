@@ -19,8 +19,9 @@ of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradient
 Replicated outer layers add a reduce-scatter and an all-gather once per step. Sharded outer layers transfer tokens
 instead: see `collective_bytes`. NorMuon all-gathers the momentum of the blocks' matrices once per step, in the work
 dtype, whole on every GPU. In all else, with tensor parallelism P is what a device of a group has; `tensor_bytes` says
-what its groups send besides, and `context_bytes` what attention sends over `cp`. Groups of `dp_replicate` all-reduce
-their shards once per step. Scalars (loss, label count, norm: a few bytes) are left out.
+what its groups send besides, and `context_bytes` what attention sends over `cp`. With pipeline parallelism P is what a
+stage has of that, and each pass gathers one layer more (step/pipeline.py); `stage_bytes` says what stages send. Groups
+of `dp_replicate` all-reduce their shards once per step. Scalars (loss, label count, norm: a few bytes) are left out.
 
 Times are lower bounds: each resource alone, at its peak rate, perfectly overlapped with all others.
 """
@@ -36,15 +37,18 @@ from surojax.assembly import Assembly
 from surojax.config.fields import Config
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
+from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.layout import Layout, mesh_axes
 from surojax.placement.mesh import (
     CONTEXT,
     KV_HEADS,
+    PIPELINE,
     REPLICATE,
     SAME_KV_HEADS,
     SHARD,
     TENSOR,
     devices_per_sequence,
+    pipeline_stages,
     shard_axes,
     shards,
     tensor_parallel,
@@ -87,6 +91,9 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     ring = (n - 1) / n
     blocks, replicated_blocks = _sizes(run, *_segments(run))
     gathered = _in_8_bits(run, vectors=work) if table.quants.dtype else work * blocks
+    stages = pipeline_stages(run.mesh)
+    if stages > 1:  # 2 passes over n layers fetch 2 (n + 1)
+        gathered += gathered * stages / run.model.num_layers
     sent["all-gather", over_shards] += ring * (2 * groups * gathered if table.weights.sharded else work * blocks)
     rounds, itemsize = (k, work) if table.grads.sharded else (1, accum)
     reduce = "reduce-scatter" if table.reduce == "reduce_scatter" else "all-to-all"
@@ -104,7 +111,7 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     sharded_outer, replicated_outer = _sizes(run, OUTER)
     sent["all-reduce", over_shards] += 2 * ring * accum * replicated_outer
     if axes := run.engine.vocabulary_axes:
-        tokens = batch.tokens // devices_per_sequence(run.mesh)
+        tokens = batch.tokens // (devices_per_sequence(run.mesh) * stages)
         x = tokens * run.model.hidden_size * work
         ids = tokens * 4
         along = _joined(run, axes)
@@ -114,9 +121,11 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
         sent["all-gather", along] += k * others * (2 * x + 2 * ids)
         sent["reduce-scatter", along] += k * others * 2 * x
         sent["all-reduce", along] += k * 2 * others * 2 * ids  # largest logit and sum of exponentials, float32
-    for of_blocks in (tensor_bytes(run, batch), context_bytes(run, batch)):
+    for of_blocks in (tensor_bytes(run, batch), context_bytes(run, batch), stage_bytes(run, batch)):
         for key, size in of_blocks.items():
             sent[key] += size
+    for p, layout, _ in _with_layouts(run, OUTER):
+        _add_shared(run, sent, p, layout, k * run.engine.lmhead_chunks * work)
     if run.optimizer.matrices.gathers:  # normuon.py
         for segment in run.model.segments:
             for p, master, _ in _with_layouts(run, segment.name):
@@ -139,6 +148,7 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     if not axes:
         return sent
     engine = run.engine
+    stages = pipeline_stages(run.mesh)
     recompute = run.model.compute.recompute
     work = jnp.dtype(engine.table.weights.dtype).itemsize
     k = batch.microbatches
@@ -147,24 +157,23 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     sharers = run.mesh.shape.get(SAME_KV_HEADS, 1)  # of keys and values
     along = _joined(run, axes)
     for segment in run.model.segments:
+        layers = segment.num_layers // stages
         parts = (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn)  # whose inputs are gathered again
         again = 2 if engine.recompute_block else parts
         results = (1 if segment.last_products else 2) if engine.recompute_block else 0
         in_fp8 = run.model.precision.fp8 * sum(variant.recipe_enabled for variant in segment.variants)
-        gathers = segment.num_layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
+        gathers = layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
         sent["all-gather", along] += k * gathers * (4 + again) * x
-        sent["reduce-scatter", along] += k * segment.num_layers * (4 + results) * x
+        sent["reduce-scatter", along] += k * layers * (4 + results) * x
         if sharers > 1:
             # Of keys and values before they are quantised; reverse mode sums their matrices' gradients instead.
             width = segment.heads.key_value * segment.heads.channels * sharers // n
             keys_and_values = 2 * batch.tokens * width * work
             sent["all-reduce", SAME_KV_HEADS] += k * in_fp8 * 2 * (sharers - 1) / sharers * keys_and_values
         for p, layout, _ in _with_layouts(run, segment.name):
-            _add_shared(run, sent, p, layout, k * (segment.num_layers - in_fp8) * work)
+            _add_shared(run, sent, p, layout, k * (layers - in_fp8) * work)
             if not any(axis in layout.computed_axes for axis in TENSOR):  # scales of norms
                 _add_shared(run, sent, p, layout, k * in_fp8 * 4)
-    for p, layout, _ in _with_layouts(run, OUTER):
-        _add_shared(run, sent, p, layout, k * engine.lmhead_chunks * work)
     return sent
 
 
@@ -200,9 +209,30 @@ def context_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     return sent
 
 
+def stage_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
+    """Bytes that each GPU sends per step to other stages, by (collective, axis), besides those of the vocabulary.
+
+    Between ticks activations move forward and their gradients backward, also those of microbatches that have left the
+    last stage. Embeddings and gradients of the head are gathered, their reverses scattered.
+    """
+    stages = pipeline_stages(run.mesh)
+    if stages == 1:
+        return {}
+    k = batch.microbatches
+    work = jnp.dtype(run.engine.table.weights.dtype).itemsize
+    x = batch.tokens // tensor_parallel(run.mesh) * run.model.hidden_size * work
+    others = (stages - 1) / stages
+    return {
+        ("collective-permute", PIPELINE): 2 * (k + stages - 1) * x,
+        ("all-gather", PIPELINE): 2 * k * others * x,
+        ("reduce-scatter", PIPELINE): 2 * k * others * x,
+    }
+
+
 def _add_shared(run: Assembly, sent: dict[tuple[str, str], float], p: Param, layout: Layout, itemsize: float) -> None:
     """Adds the sum over a group's devices of the gradient of a parameter that some of them share."""
-    axes = tuple(axis for axis in TENSOR if axis in run.mesh.shape and axis not in layout.computed_axes)
+    divided = (*layout.layers, *layout.computed_axes)
+    axes = tuple(axis for axis in (PIPELINE, *TENSOR) if axis in run.mesh.shape and axis not in divided)
     n = math.prod(run.mesh.shape[axis] for axis in axes)
     if n > 1:
         sent["all-reduce", _joined(run, axes)] += 2 * (n - 1) / n * itemsize * _size(run, p, layout)
@@ -225,8 +255,8 @@ def _joined(run: Assembly, axes: tuple[str, ...]) -> str:
 
 
 def _size(run: Assembly, p: Param, layout: Layout) -> int:
-    """Elements of a parameter on each device of a tensor-parallel group, which are shared over `dp_shard x cp`."""
-    divided = math.prod(run.mesh.shape[axis] for axis in TENSOR if axis in layout.computed_axes)
+    """Elements of a parameter on each device of a stage's tensor-parallel group, shared over `dp_shard x cp`."""
+    divided = math.prod(run.mesh.shape[axis] for axis in (PIPELINE, *TENSOR) if axis in layout.computed_axes)
     return math.prod(p.shape) // divided
 
 
@@ -248,7 +278,8 @@ def _with_layouts(run: Assembly, section: str) -> list[tuple[Param, Layout, Layo
 
 def _sizes(run: Assembly, *sections: str) -> tuple[int, int]:
     """(parameters whose state is sharded, parameters whose state is replicated) of sections of the model."""
-    layers = {segment.name: segment.num_layers for segment in run.model.segments} | {OUTER: 1}
+    stages = pipeline_stages(run.mesh)
+    layers = {segment.name: segment.num_layers // stages for segment in run.model.segments} | {OUTER: 1}
     sharded = 0
     replicated = 0
     for section in sections:
@@ -312,7 +343,7 @@ def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[st
 def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
     """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer."""
     per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
-    tokens = batch.tokens * batch.microbatches / devices_per_sequence(run.mesh)
+    tokens = batch.tokens * batch.microbatches / (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
     found = {dtype: size * tokens for dtype, size in per_token.items()}
     for segment in run.model.segments:
         matrices = [p.shape for p in jax.tree.leaves(segment.params) if p.kind is Kind.MATRIX]
@@ -349,7 +380,8 @@ def device_traffic(run: Assembly, batch: Batch) -> int:
         for x in jax.tree.leaves((run.plan.master, run.plan.moments))
     )
     tokens = batch.tokens // devices_per_sequence(run.mesh)
-    residuals = 2 * k * run.model.num_layers * tokens * run.model.hidden_size * work
+    layers = run.model.num_layers // pipeline_stages(run.mesh)
+    residuals = 2 * k * layers * tokens * run.model.hidden_size * work
     return round(weights + gradients + 2 * state + residuals)
 
 
@@ -365,8 +397,18 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
     weights = host["weights"] + host.get("quants", 0)
     state = host["master"] + host["moments"]
     residuals = groups * host["residuals"]  # a group's are in host memory together
-    read = 2 * groups * weights + groups * host["grads"] + residuals + state
-    written = weights + groups * host["grads"] + residuals + state
+    grads = groups * host["grads"]
+    fetched = 2 * groups * weights
+    stages = pipeline_stages(run.mesh)
+    if stages > 1:
+        # Residuals in flight are there together. Every pass reads a layer more, and of accumulators writes one more.
+        # These begin as zeros there, and after the last tick there is one more pass over them.
+        layers = run.model.num_layers // stages
+        residuals //= max(SCHEDULES[run.engine.pp_schedule](groups, stages).in_flight.tolist())
+        fetched += fetched // layers
+        grads = (groups + 1) * (host["grads"] + host["grads"] // layers) + host["grads"]
+    read = fetched + grads + residuals + state
+    written = weights + grads + residuals + state
     return read, written
 
 

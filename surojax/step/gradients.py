@@ -89,7 +89,7 @@ def new_sums(engine: Engine, segment: Segment, weights) -> LayerSums:
     def axes(layout: Layout) -> tuple[str, ...]:
         # A replicated array of sharded accumulators is summed over dp_shard and cp at every push: it is the same there.
         data = (REPLICATE,) if row.sharded and layout.sharded_dim is None else TOKENS
-        return (*data, *layout.computed_axes)
+        return (*data, *layout.layers, *layout.computed_axes)
 
     def zeros(*lead: int):
         def one(g, layout):

@@ -58,7 +58,7 @@ def state_plan(
 
     def stack(layers: int, shape, dtype, layout: Layout):
         """A planned stack of this many layers, each of this shape and layout."""
-        spec = stacked(layout.stored)
+        spec = stacked(layout)
         if layout.home.in_file:
             return InFile(store, (layers, *shape), dtype, jax.NamedSharding(mesh, spec))
         return array((layers, *shape), dtype, spec, layout.home)
@@ -71,7 +71,7 @@ def state_plan(
         """The planned 8-bit copy of `work`, a planned stack of matrices; a stack of vectors is returned unchanged."""
         if param.kind is not Kind.MATRIX:
             return work
-        spec = stacked(layout.stored)
+        spec = stacked(layout)
         block = 0 if table.one_scale else quantize.block_size(jax.NamedSharding(mesh, spec).shard_shape(work.shape)[-1])
         like = jax.ShapeDtypeStruct(work.shape, table.weights.dtype)
         planned = quantize.planned(like, table.quants.dtype, block)

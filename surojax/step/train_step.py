@@ -12,12 +12,18 @@ from surojax.memory.nvme import store_of
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer
 from surojax.placement.layout import batch_sharding
+from surojax.placement.mesh import pipeline_stages
 from surojax.placement.table import Mesh
-from surojax.step.engine import evaluate, loss_and_gradients
+from surojax.step import engine as whole_model, pipeline
 from surojax.step.file_step import FileStep
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState, shardings, specs_of
 from surojax.step.update import update
+
+
+def passes(mesh: Mesh):
+    """The module with forward and backward passes for a mesh."""
+    return pipeline if pipeline_stages(mesh) > 1 else whole_model
 
 
 def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> Callable:
@@ -32,7 +38,7 @@ def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh
         return FileStep(engine, optimizer, plan, mesh)
 
     def per_device(state: TrainState, *batch):
-        found = loss_and_gradients(engine, state.weights, *batch, history=state.history, step=state.step)
+        found = passes(mesh).loss_and_gradients(engine, state.weights, *batch, history=state.history, step=state.step)
         scalars = optim.scalars(optimizer, state.step, found.norm)
         metrics = {"loss": found.loss, "grad_norm": found.norm, "lr": scalars["lr"]}
         return update(engine, optimizer, state, found.grads, scalars, found.history), metrics
@@ -52,7 +58,7 @@ def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Callable:
     tokens = [batch_sharding(mesh, accumulated=False).spec for _ in engine.batch_arrays]
 
     def per_device(weights, *batch):
-        return evaluate(engine, weights, *batch)
+        return passes(mesh).evaluate(engine, weights, *batch)
 
     in_specs = (specs_of(plan.weights), *tokens)
     return jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=in_specs, out_specs=jax.P()))

@@ -80,7 +80,7 @@ def as_trees(done: list[TensorState], old: TensorState) -> TensorState:
 def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars) -> TensorState:
     """The state of a segment's tensor, all layers, after the update."""
     weights, master, moments = tensor.state
-    layers = jnp.arange(len(master))
+    layers = collectives.first_layer(len(master)) + jnp.arange(len(master))
     like = parts(weights)[0].stack
 
     def work_of_layer(old, master):

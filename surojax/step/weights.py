@@ -120,9 +120,9 @@ class Prefetch:
             return self.copy_in(p)
         return self._copy_in(self._in_part(2 * self.n - 1 - p if reverse else p))
 
-    def first(self):
-        """What is prefetched before position 0: the result of each stage."""
-        return tuple(self._prefetched(i, 0) for i in range(self.stages))
+    def first(self, *, reverse: bool = False):
+        """What is prefetched before a pass begins at position 0, or at n if reverse: the result of each stage."""
+        return tuple(self._prefetched(i, self.n if reverse else 0) for i in range(self.stages))
 
     def _prefetched(self, i: int, p: jax.Array | int):
         """The i-th of what is prefetched before position p: its weights, then the next position's shards."""
@@ -169,9 +169,9 @@ class Layers:
                 layers = range(part.start + run.start, part.start + run.stop)
                 self.prefetches.append(Prefetch(engine, segment, part, layers, run.period, stages=stages))
 
-    def first(self) -> list:
-        """What is prefetched before a forward pass."""
-        return [prefetch.first() for prefetch in self.prefetches]
+    def first(self, *, reverse: bool = False) -> list:
+        """What is prefetched before a forward pass, or before a backward pass."""
+        return [prefetch.first(reverse=reverse) for prefetch in self.prefetches]
 
     def turn(self, prefetched: list, group, *, reverse: bool) -> list:
         """What is prefetched when a pass begins, see `Prefetch.turn`."""

@@ -1,0 +1,91 @@
+"""Schedules of pipeline parallelism: which microbatch each stage computes at each tick, and in which direction.
+
+In a tick, every stage computes at most one microbatch forward and then at most one backward. Results move to the
+neighbours between ticks. A microbatch goes forward through one stage per tick; the loss follows the last stage in the
+same tick, and so may its backward pass. For p stages and m microbatches:
+
+| schedule | forward of a in stage s | backward of a in stage s    | ticks        | microbatches in flight |
+|----------|-------------------------|-----------------------------|--------------|------------------------|
+| gpipe    | s + a                   | m + p - 1 + (p - 1 - s) + a | 2 (m + p - 1) | m                     |
+| 1f1b     | s + a                   | p - 1 + (p - 1 - s) + a     | m + 2 (p - 1) | 2 (p - 1 - s) + 1     |
+
+(gpipe: Huang et al. 2019, arXiv:1811.06965; 1f1b: Narayanan et al. 2019, PipeDream.) In both, p - 1 ticks at the
+beginning are forward only and p - 1 at the end backward only, so a stage idles (p - 1) / (m + p - 1) of the time.
+
+The program of all stages is one, so stages go from tick to tick together, and a tick takes as long as its slowest
+stage. The classic 1f1b has p - s microbatches in flight, because neighbours compute in opposite directions; here each
+of its ticks would take as long as a backward pass, three or four forward passes with recomputed blocks: 1.5 times the
+step. With both directions in every tick, all stages have the same work, and inputs of p - 1 more microbatches rest.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from surojax.errors import ConfigError
+
+NONE = -1  # no microbatch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """Tables `[ticks, stages]` int32: the microbatch that a stage computes in this direction, or NONE."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+
+    @property
+    def ticks(self) -> int:
+        return len(self.forward)
+
+    @functools.cached_property
+    def in_flight(self) -> np.ndarray:
+        """For each stage, the largest number of microbatches of which it keeps residuals at once."""
+        begun = np.cumsum(self.forward != NONE, axis=0)
+        ended = np.cumsum(self.backward != NONE, axis=0)
+        ended_before = np.concatenate([np.zeros_like(ended[:1]), ended[:-1]])
+        return (begun - ended_before).max(axis=0)
+
+    def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
+        """The fraction of the time that a stage idles, if a microbatch takes it so long forward and backward."""
+        forwards = self.forward != NONE
+        backwards = self.backward != NONE
+        busy = forward * forwards.sum() + backward * backwards.sum()
+        elapsed = forward * forwards.any(axis=1).sum() + backward * backwards.any(axis=1).sum()
+        return float(1 - busy / (elapsed * forwards.shape[1]))
+
+
+def gpipe(microbatches: int, stages: int) -> Schedule:
+    """All microbatches forward, then all backward."""
+    return _staggered(microbatches, stages, first_backward=microbatches + stages - 1)
+
+
+def one_forward_one_backward(microbatches: int, stages: int) -> Schedule:
+    """Each microbatch backward as soon as it has left the last stage."""
+    return _staggered(microbatches, stages, first_backward=stages - 1)
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+
+
+def _staggered(microbatches: int, stages: int, *, first_backward: int) -> Schedule:
+    """Microbatches in order, one tick apart. first_backward: the tick in which the last stage begins to go backward."""
+    stage = np.arange(stages)
+    tick = np.arange(first_backward + stages - 1 + microbatches)[:, None]
+    forward = tick - stage
+    backward = tick - first_backward - (stages - 1 - stage)
+
+    def table(found: np.ndarray) -> np.ndarray:
+        return np.where((found >= 0) & (found < microbatches), found, NONE).astype(np.int32)
+
+    return Schedule(table(forward), table(backward))
+
+
+def check_stages(layers: int, stages: int) -> None:
+    """Raises ConfigError if the layers cannot be divided evenly over the stages."""
+    if layers % stages:
+        raise ConfigError(
+            f"pp_size: expected a divisor of the {layers} layers, since uneven stages are not built yet, got {stages}; "
+            f"use {max(d for d in range(1, min(stages, layers) + 1) if layers % d == 0)}"
+        )

@@ -1,0 +1,278 @@
+"""Pipeline parallelism: the engine equals `jax.grad` of the plain model on one device, whatever the schedule.
+
+The oracle and the bound are those of tests/test_engine.py, with more microbatches than are in flight.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
+from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, engine_gradients
+from test_models import toy
+from test_tensor_parallel import packed
+
+from surojax.assembly import from_config
+from surojax.config import checks
+from surojax.config.fields import default_config, mesh_sizes
+from surojax.errors import ConfigError
+from surojax.models import llama
+from surojax.placement.layout import layouts, specs
+from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
+from surojax.placement.table import place
+from surojax.planner import footprint, hlo, search, stages, traffic
+from surojax.planner.gpus import GPUS
+from surojax.run.checkpoint import Checkpoints, find, restore
+from surojax.step.pipeline import of_stage
+from surojax.train import train
+
+OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
+ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
+FOUR = dataclasses.replace(CONFIG, num_hidden_layers=4)
+TIED = dataclasses.replace(QWEN, num_hidden_layers=4)
+WINDOWS = dataclasses.replace(GEMMA, num_hidden_layers=4)
+ONE_BACK: dict[str, Any] = {"pp_schedule": "1f1b"}
+PLACED = {  # (model, devices, placement, whether blocks are computed again)
+    "2x2-zero2-saved": (FOUR, 4, {"pp_size": 2, "zero_level": 2, **ONE_BACK}, False),
+    "tied-2x2x2-zero3-offloaded": (TIED, 8, {"pp_size": 2, "tp_size": 2, "zero_level": 3, **ONE_BACK, **ALL}, True),
+    "pp4": (FOUR, 4, {"pp_size": 4}, True),
+    "pp4-1f1b-offloaded": (FOUR, 4, {"pp_size": 4, **ONE_BACK, **ALL}, True),
+    "2x2x2-replicas": (FOUR, 8, {"pp_size": 2, "replicate": 2}, True),
+    "tied-2x4-zero3-saved-offloaded": (TIED, 8, {"pp_size": 2, "zero_level": 3, **ALL}, False),
+    "windows-2x2-1f1b": (WINDOWS, 4, {"pp_size": 2, "zero_level": 3, **ONE_BACK}, True),
+    "2x4-tp": (FOUR, 8, {"pp_size": 2, "tp_size": 4}, False),
+    "shard_outer": (TIED, 8, {"pp_size": 2, "tp_size": 2, "zero_level": 3, "shard_outer": True}, True),
+    "2x2x2-hsdp-all_to_all": (
+        FOUR,
+        8,
+        {"pp_size": 2, "replicate": 2, "zero_level": 3, "use_all_to_all_reduce": True, **ONE_BACK},
+        True,
+    ),
+}
+
+
+@functools.cache
+def reference(config):
+    """Loss and gradients of the plain model on nine microbatches, some labels of which do not count."""
+    small, (inputs, labels) = Small(config=config), tokens(9, 4, 24)
+    labels[2:4, :, 5:] = -1
+    params = jax.tree.map(np.asarray, small.state.weights)
+    loss, grads = jax.jit(jax.value_and_grad(plain_loss(config)))(params, inputs, labels)
+    return (inputs, labels), float(loss), jax.tree.map(np.asarray, grads)
+
+
+@pytest.mark.parametrize(
+    "config, devices, placed, recompute_block", quick_at(list(PLACED.values()), 0), ids=PLACED.keys()
+)
+def test_equals_grad_of_the_plain_model(config, devices, placed, recompute_block):
+    """And the norm is that of all gradients: of all stages' layers, and of what they share once."""
+    batch, loss, grads = reference(config)
+    small = Small(devices, config=config, recompute_block=recompute_block, lmhead_chunks=2, **placed)
+    ours, our_grads = engine_gradients(small, batch)
+    assert ours == pytest.approx(loss, rel=ORDER_OF_SUMS)
+    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
+
+
+@pytest.mark.full
+def test_documents_end_at_any_place_of_a_stages_part():
+    """Half of the parts of a sequence in the head have no label; documents end at, before and after their edges."""
+    config = dataclasses.replace(FOUR, sliding_window=4)
+    small = Small(8, config=config, pp_size=4, zero_level=3, packed=True, pp_schedule="1f1b")
+    params = jax.tree.map(np.asarray, Small(config=config).state.weights)
+    loss, grads = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *packed())
+    ours, our_grads = engine_gradients(small, packed())
+    assert ours == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
+    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
+
+
+@pytest.mark.full
+def test_five_steps_equal_those_of_one_device():
+    """And they are the same to the bit with the other schedule, and with everything in host memory."""
+    batches = [tokens(4, 8, 24, seed=i) for i in range(5)]
+    kind: dict[str, Any] = {"config": TIED, "z_loss": 1e-3}
+    expected = Small(**kind).train(batches)
+    kind |= {"pp_size": 2, "zero_level": 3}
+    found = Small(4, **kind).train(batches)
+    np.testing.assert_allclose(found, expected, rtol=ORDER_OF_SUMS)
+    assert Small(4, **kind, **ONE_BACK, **ALL).train(batches) == found
+
+
+@pytest.mark.full
+def test_a_stage_rounds_its_layers_as_one_device_does():
+    """Master weights in 16 bits are rounded at random; the numbers follow from a layer's place in the whole model."""
+    kind: dict[str, Any] = {"config": FOUR, "master_dtype": "bfloat16"}
+    one, four = Small(**kind), Small(4, pp_size=4, **kind)
+    for small in (one, four):
+        small.train([tokens(1, 4, 24)])
+
+    def equal(a, b) -> list[float]:
+        """The fraction of equal numbers in each layer."""
+        return np.mean(np.asarray(a) == np.asarray(b), axis=tuple(range(1, a.ndim))).tolist()
+
+    found = jax.tree.leaves(jax.tree.map(equal, one.state.master["blocks"], four.state.master["blocks"]))
+    assert min(found) > 0.99
+
+
+@pytest.mark.full
+def test_evaluation_equals_that_of_one_device():
+    inputs, labels = (x[0] for x in tokens(1, 4, 24))
+    labels[1, 3:] = -1
+    expected = Small(config=TIED)
+    expected = expected.run.eval_step()(expected.state.weights, inputs, labels)
+    for placed in ({"pp_size": 4}, {"pp_size": 2, "tp_size": 2, "zero_level": 3}):
+        small = Small(8, config=TIED, **placed)
+        total, counted = small.run.eval_step()(small.state.weights, inputs, labels)
+        assert int(counted) == int(expected[1])
+        np.testing.assert_allclose(total, expected[0], rtol=ORDER_OF_SUMS)
+
+
+@pytest.mark.full
+def test_a_checkpoint_moves_between_layouts(tmp_path):
+    """From one device to stages, and back: weights and moments equal to the bit."""
+    one, eight = Small(config=TIED), Small(8, config=TIED, pp_size=2, tp_size=2, zero_level=3)
+    one.train([tokens(1, 4, 24)])
+    saved = one.state
+    with Checkpoints(tmp_path / "one", save_total_limit=1) as checkpoints:
+        checkpoints.save(saved, {"step": 1})
+    there = restore(find(tmp_path / "one"), eight.plan)
+    assert jax.tree.map(lambda x: x.sharding, there) == jax.tree.map(lambda x: x.sharding, eight.plan)
+    with Checkpoints(tmp_path / "eight", save_total_limit=1) as checkpoints:
+        checkpoints.save(there, {"step": 1})
+    back = restore(find(tmp_path / "eight"), one.plan)
+    for found in (there, back):
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, saved)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_with_stages_and_without(tmp_path):
+    """The same samples, evaluations and losses, whether a run has two stages, one, or changes in between."""
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of the text\n" for i in range(2000)))
+    c = default_config()
+    c.model.update({"vocab_size": 320, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2})
+    c.model.update({"num_attention_heads": 4, "num_key_value_heads": 2})
+    c.update({"data": str(tmp_path / "text.txt"), "data_cache": str(tmp_path / "cache"), "model_dtype": "float32"})
+    c.update({"sequence_len": 64, "per_device_batch_size": 2, "sample_tokens": 5, "eval_steps": 0, "eval_batches": 2})
+    losses = {}
+    for name, sizes in {"one": (1, 1, 1), "mixed": (1, 2, 1)}.items():
+        c.output_dir = str(tmp_path / name)
+        losses[name] = []
+        for steps, pp_size in zip((2, 4, 6), sizes, strict=True):
+            c.update({"max_steps": steps, "gpus": pp_size, "pp_size": pp_size, "gradient_accumulation_steps": 2})
+            losses[name] += [x["loss"] for x in train(c).history]
+    assert len(losses["one"]) == 6 + 3  # and three evaluations
+    np.testing.assert_allclose(losses["mixed"], losses["one"], rtol=1e-4)
+
+
+def test_layouts():
+    """Layers and words are divided over stages, and what a stage has over `dp_shard`; norms of the head are shared."""
+    mesh = abstract_mesh(8, pp_size=4)
+    found = layouts(llama.build(FOUR).params, place(zero_level=3, num_shards=2), mesh)
+    wq = found.weights["blocks"]["attention"]["wq"]
+    assert wq.layers == (PIPELINE,) and PIPELINE not in (*wq.stored_axes, *wq.computed_axes)
+    of_weights, of_master = specs(found.weights), specs(found.master)
+    assert of_weights["blocks"]["attention"]["wq"] == jax.P(PIPELINE, SHARD)
+    assert of_weights["outer"] == {"embed": jax.P(PIPELINE), "head": jax.P(PIPELINE), "norm": jax.P()}
+    assert of_master["outer"]["embed"] == jax.P((PIPELINE, SHARD))
+    with pytest.raises(ConfigError, match=r"^pp_size: expected a divisor of embed's 64 vocab, got 3; lower it"):
+        layouts(llama.build(CONFIG).params, place(num_shards=1), abstract_mesh(3, pp_size=3))
+
+
+def test_meshes():
+    """Stages are outermost: their devices send least. Without stages, programs are what they were."""
+    assert list(mesh_shape(8, pp_size=2, tp_size=2)) == ["pp", "dp_replicate", "dp_shard", "tp"]
+    assert mesh_shape(8, pp_size=4) == {"pp": 4, "dp_replicate": 1, "dp_shard": 2}
+    assert "pp" not in mesh_shape(8)
+    with pytest.raises(ConfigError, match=r"^dp_replicate_size x pp_size: expected a divisor of the 8 devices in use"):
+        mesh_shape(8, pp_size=3)
+
+
+def test_stages_have_the_same_program():
+    """Layers, windows and rotary embeddings of all stages repeat; else it is said which setting does not."""
+    stage = of_stage(llama.build(WINDOWS), 2)
+    assert stage.num_layers == 2 and stage.segments[0].variants == llama.build(WINDOWS).segments[0].variants[2:]
+    with pytest.raises(
+        ConfigError, match=r"^pp_size: expected stages whose windows .* repeat, got 4 stages of 1 layers"
+    ):
+        of_stage(llama.build(WINDOWS), 4)
+    with pytest.raises(ConfigError, match=r"^pp_size: expected 1 for several kinds of layers"):
+        of_stage(toy(), toy().num_layers)
+
+
+REFUSED = [
+    ({"model.num_hidden_layers": 6}, "pp_size: expected a divisor of the 6 layers.*got 4; use 3"),
+    ({"model.num_hidden_layers": 2}, "pp_size: expected a divisor of the 2 layers.*got 4; use 2"),
+    ({"recipe": "fp8_hybrid"}, "recipe: expected 'bf16' with pp_size=4"),
+    ({"optimizer": "normuon"}, "optimizer: expected 'adamw' with pp_size=4"),
+    ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with pp_size=4"),
+    ({"offload_weights": True, "resident_layers": 1}, "resident_layers: expected 0 with pp_size=4"),
+    ({"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2}, "microbatches_per_fetch: expected 1 with pp"),
+    ({"model.vocab_size": 1002}, "model.vocab_size: expected a multiple of pp_size=4.*use 1004"),
+    ({"model.vocab_size": 1004, "tp_size": 2, "gpus": 8}, "model.vocab_size: expected a multiple of tp_size x pp_size"),
+    ({"sequence_len": 30}, "sequence_len: expected a multiple of pp_size=4.*use 32"),
+    ({"lmhead_chunks": 512}, "lmhead_chunks: expected a divisor of .* / pp_size = 128"),
+    ({"pp_schedule": "zero_bubble"}, "pp_schedule: expected one of gpipe, 1f1b, got 'zero_bubble'"),
+    ({"pp_size": 1, "pp_schedule": "1f1b"}, "pp_schedule: expected 'gpipe' with pp_size=1"),
+]
+
+
+@pytest.mark.parametrize("changes, said", REFUSED, ids=[next(iter(changes)) for changes, _ in REFUSED])
+def test_what_is_not_built_is_refused(changes, said):
+    c = default_config()
+    c.update({"gpus": 4, "pp_size": 4})
+    c.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=f"^{said}") as error:
+        checks.check(c)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("pp_schedule, tp_size", [("gpipe", 1), ("1f1b", 2)])
+@pytest.mark.full
+def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size):
+    """Over every axis, within 2 %; loops whose rounds depend on the stage count as often as they run."""
+    kind: dict[str, Any] = {"pp_size": 2, "tp_size": tp_size, "zero_level": 3, "pp_schedule": pp_schedule}
+    eight = dataclasses.replace(CONFIG, num_hidden_layers=8)  # XLA unrolls loops of two layers, and drops a fetch
+    small = Small(8, config=eight, lmhead_chunks=2, **kind)
+    microbatches = 5
+    batch = jax.ShapeDtypeStruct((microbatches, data_parallel(small.mesh), 24), np.int32)
+    # On CPUs, XLA moves what a loop of one round or none does not change out of it, collectives too; not on GPUs.
+    options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+    compiled = small.step.lower(small.plan, batch, batch).compile(options)
+    module = stages.with_rounds(hlo.parse(compiled.as_text()), small.run, microbatches)
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives(module, small.mesh.shape)}
+    of_group = traffic.Batch(sequences=1, sequence_len=24, microbatches=microbatches)
+    expected = traffic.collective_bytes(small.run, of_group)
+    assert {("collective-permute", "pp"), ("all-gather", "dp_shard"), ("reduce-scatter", "dp_shard")} <= expected.keys()
+    for key, size in expected.items():
+        assert found[key] == pytest.approx(size, rel=0.02, abs=100), key
+
+
+def test_the_planner_counts_what_a_stage_has():
+    """A quarter of the layers, of their FLOPs, and of the vocabulary; residuals of the microbatches in flight."""
+
+    def run(**changes):
+        c = default_config()
+        c.model.update({"num_hidden_layers": 8})
+        c.update({"gpus": 4, "gradient_accumulation_steps": 16, **changes})
+        found = from_config(c, abstract_mesh(4, **mesh_sizes(c)), total_steps=10)
+        rows = footprint.by_class(found, 1, c.sequence_len, "gpu")
+        return found, {name: row["device"] for name, row in rows.items()}
+
+    batch = traffic.Batch(sequences=1, sequence_len=512, microbatches=16)
+    (one, of_one), (gpipe, of_gpipe) = run(dp_replicate_size=4), run(pp_size=4)
+    _, of_1f1b = run(pp_size=4, pp_schedule="1f1b")
+    for name in ("weights", "master", "moments", "gradients"):
+        assert of_gpipe[name] == pytest.approx(of_one[name] / 4, rel=1e-3)
+    assert of_gpipe["activations"] == 16 * of_one["activations"] / 4
+    assert of_1f1b["activations"] == 7 * of_one["activations"] / 4
+    flops = (sum(traffic.step_flops(of, batch).values()) for of in (one, gpipe))
+    assert next(flops) == 4 * next(flops)
+
+
+def test_fit_does_not_search_stages():
+    c = default_config()
+    c.update({"gpus": 4, "pp_size": 4})
+    with pytest.raises(ConfigError, match=r"^pp_size: expected 1, since fit does not search pipeline parallelism"):
+        search.search(c, GPUS["rtx4090"], search.Limits(0, 0))

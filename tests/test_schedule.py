@@ -1,0 +1,60 @@
+"""Schedules of pipeline parallelism, by the definition of a pipeline."""
+
+import numpy as np
+import pytest
+
+from surojax.errors import ConfigError
+from surojax.parallel.schedule import NONE, SCHEDULES, check_stages
+
+SIZES = [(1, 2), (2, 2), (3, 2), (8, 2), (4, 4), (2, 4), (9, 4), (16, 8), (5, 3)]
+
+
+def times(table, microbatch: int) -> list[int]:
+    """The tick in which each stage computes a microbatch; it must be exactly one."""
+    found = [np.flatnonzero(table[:, s] == microbatch) for s in range(table.shape[1])]
+    assert all(len(ticks) == 1 for ticks in found)
+    return [int(ticks[0]) for ticks in found]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("microbatches, stages", SIZES)
+def test_a_schedule_is_a_pipeline(name, microbatches, stages):
+    """Every microbatch once in each direction and stage, in the order that data can move: one stage a tick."""
+    schedule = SCHEDULES[name](microbatches, stages)
+    assert schedule.forward.shape == schedule.backward.shape == (schedule.ticks, stages)
+    assert {*np.unique(schedule.forward)} == {*np.unique(schedule.backward)} == {NONE, *range(microbatches)}
+    for a in range(microbatches):
+        forward, backward = times(schedule.forward, a), times(schedule.backward, a)
+        assert np.diff(forward).tolist() == [1] * (stages - 1)  # what a stage receives, it computes in the next tick
+        assert np.diff(backward).tolist() == [-1] * (stages - 1)
+        assert backward[-1] >= forward[-1]  # the last stage goes forward first within a tick
+    for table in (schedule.forward, schedule.backward):  # sums of gradients are in the order of microbatches
+        for column in table.T:
+            assert np.all(np.diff(column[column != NONE]) == 1)
+    assert (schedule.forward[-1] == NONE).all() and (schedule.backward[-1] != NONE).any()  # nothing after the last
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("microbatches, stages", SIZES)
+def test_the_bubble_is_that_of_the_formula(name, microbatches, stages):
+    """Whatever a backward pass takes: no stage waits for one that computes in the other direction."""
+    schedule = SCHEDULES[name](microbatches, stages)
+    expected = (stages - 1) / (microbatches + stages - 1)
+    for backward in (1.0, 2.0, 3.0):
+        assert schedule.bubble(1.0, backward) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("microbatches, stages", SIZES)
+def test_microbatches_in_flight_are_bounded(microbatches, stages):
+    """gpipe keeps all of them; 1f1b as many as there are ticks between a microbatch's two passes, by stage."""
+    assert SCHEDULES["gpipe"](microbatches, stages).in_flight.tolist() == [microbatches] * stages
+    expected = [min(microbatches, 2 * (stages - 1 - s) + 1) for s in range(stages)]
+    assert SCHEDULES["1f1b"](microbatches, stages).in_flight.tolist() == expected
+
+
+def test_stages_of_different_sizes_are_refused():
+    check_stages(8, 4)
+    with pytest.raises(ConfigError, match=r"^pp_size: expected a divisor of the 6 layers.*got 4; use 3$"):
+        check_stages(6, 4)
+    with pytest.raises(ConfigError, match=r"^pp_size: expected a divisor of the 3 layers.*got 4; use 3$"):
+        check_stages(3, 4)
