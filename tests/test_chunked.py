@@ -46,11 +46,10 @@ CASES = {  # (model, chunks, packed, devices, placement)
     "4-packed-gemma-zero3-offloaded": (GEMMA, 4, True, 2, {"zero_level": 3, **ALL}),
     "2-packed": (CONFIG, 2, True, 1, {}),
     **{f"{k}-one_document": (CONFIG, k, False, 1, {}) for k in (1, 2, 4)},
-    **{f"{k}-packed-again": (CONFIG, k, True, 1, {"lmhead_chunks": 4}) for k in (1, 4)},
-    **{f"{k}-window": (MISTRAL, k, False, 1, {}) for k in (2, 4)},
+    "4-packed": (CONFIG, 4, True, 1, {"lmhead_chunks": 4}),
+    "4-window": (MISTRAL, 4, False, 1, {}),
     "4-packed-window-hsdp": (MISTRAL, 4, True, 4, {"zero_level": 2, "replicate": 2}),
     "4-packed-grouped": (CONFIG, 4, True, 2, {"zero_level": 3, "microbatches_per_fetch": 2, **ALL}),
-    "32-packed-gemma": (GEMMA, 32, True, 1, {}),
     "2-packed-qwen": (QWEN, 2, True, 4, {"zero_level": 3, "shard_outer": True}),
     "4-packed-ministral": (MINISTRAL, 4, True, 1, {"offload_residual": True}),
 }
@@ -66,10 +65,9 @@ def test_equals_grad_of_the_plain_model(config, chunks, packed, devices, placed)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("chunks", [4, 2])
-def test_no_gradient_crosses_documents(chunks):
+def test_no_gradient_crosses_documents():
     """Exactly zero, wherever a document ends; and not zero from a document's own last token to its first one."""
-    (segment,) = llama.build(CONFIG, Compute(sequence_chunks=chunks)).segments
+    (segment,) = llama.build(CONFIG, Compute(sequence_chunks=4)).segments
     w = jax.tree.map(lambda p: normal(p.stream, p.shape), segment.params)
     x = normal(0, (8, 32, CONFIG.hidden_size))
     starts = documents().reshape(8, 32)
@@ -87,7 +85,7 @@ def test_no_gradient_crosses_documents(chunks):
 
 
 def test_sums_over_chunks_are_rounded_once():
-    """Thirty-one ones after a 256, which bfloat16 would add as nothing: gradients of a weight and of the first key."""
+    """Ones after a 256, which bfloat16 would add as nothing: gradients of a weight and of the first key."""
 
     def keys_values(w, x, first, variant, starts):
         return Earlier(x[..., None], x[..., None])
@@ -96,12 +94,12 @@ def test_sums_over_chunks_are_rounded_once():
         seen = 0 if earlier.keys is None else earlier.keys.sum(axis=(1, 3))[:, None]
         return w * x + seen, keys_values(w, x, 0, variant, starts)
 
-    _, _, backward = chunked.block_functions(body, keys_values, 32)
-    x = jnp.ones((1, 32, 1), jnp.bfloat16)
+    _, _, backward = chunked.block_functions(body, keys_values, 4)
+    x = jnp.ones((1, 4, 1), jnp.bfloat16)
     dw, dx, _ = backward(x[:, :1], x, (x.at[0, -1].set(256), None))  # ends with 256, with which the sums begin
     assert dw.dtype == dx.dtype == jnp.bfloat16
-    assert dw[0, 0, 0] == 288  # 287, rounded to even
-    assert dx[0, 0, 0] == 288 and dx[0, -1, 0] == 256  # as a factor, and as the first of 31 other keys: 1 + 286
+    assert dw[0, 0, 0] == 260  # 259, rounded to even
+    assert dx[0, 0, 0] == 260 and dx[0, -1, 0] == 256  # as a factor, and as a key of three later queries: 1 + 258
 
 
 def test_an_uneven_sequence_is_refused():

@@ -108,7 +108,7 @@ NO_ROW = {  # keywords of `place` that no row has, and why
 def test_every_setting_of_the_table_has_a_row():
     """A new keyword of `placement.place`, or a new way to recompute, needs a line in SETTINGS."""
     keywords = {*inspect.signature(placement.place).parameters, *verifier.configs.RECOMPUTE_PARTS}
-    keywords |= {"recompute_block", "microbatches_per_fetch"}
+    keywords |= {"recompute_block", "microbatches_per_fetch", "sequence_chunks"}
     assert keywords - {name for s in SETTINGS for name in s.changes} == set(NO_ROW)
 
 
@@ -128,7 +128,8 @@ def test_every_row_compares_two_different_things():
         assert per_step == len(batches[0][0])
         engine = assembly.from_config(row, mesh, 1).engine
         recompute = [row[name] for name in verifier.configs.RECOMPUTE_PARTS]
-        settings = (engine.recompute_block, recompute, engine.lmhead_chunks, engine.packed)
+        chunks = engine.model.compute.sequence_chunks, engine.lmhead_chunks
+        settings = (engine.recompute_block, recompute, chunks, engine.packed)
         return engine.table, shape, settings, engine.microbatches_per_fetch, s.split
 
     for s in SETTINGS[1:]:

@@ -81,7 +81,7 @@ def block_functions(body: Callable, keys_values: Callable, number: int) -> tuple
                 (chunk.of(x_BSD), chunk.of(d_stream), d_stream, d_later, dw)
             )
             first = chunk.start == 0
-            earlier = Earlier() if first else Earlier(*(x[:, : chunk.start] for x in everything))
+            earlier = Earlier() if first else jax.tree.map(lambda x, c=chunk: x[:, : c.start], everything)
 
             def run(w, x_BCD, earlier, chunk=chunk):
                 return body(w, x_BCD, earlier, variant, chunk.of(starts_BS))
