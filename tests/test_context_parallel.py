@@ -148,6 +148,7 @@ def test_nothing_crosses_the_edge_of_a_document(method):
 
 
 @pytest.mark.parametrize("method", ["ring", "allgather"])
+@pytest.mark.full
 def test_sixteen_bits_are_summed_in_float32(method):
     """Of four hops: as far from float32 as one device is. Rounding a sum after each hop would double the distance."""
     shapes = [(2, 64, heads, 16) for heads in (4, 2, 2, 4)]

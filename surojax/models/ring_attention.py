@@ -173,6 +173,11 @@ def _either(first: jax.Array, one, other):
     return jax.tree.map(lambda a, b: jnp.where(first, a, b), one, other)
 
 
+def _in_turn(tree):
+    """The keys of a hop and the sums before it, known only when all are: scores of one hop at a time are in memory."""
+    return jax.lax.optimization_barrier(tree)
+
+
 def _hops(k_BsKh: jax.Array, v_BsKh: jax.Array, method: Method) -> Iterator[tuple[jax.Array, list[jax.Array]]]:
     """(number of a device, its keys and values) of all others.
 
@@ -237,7 +242,8 @@ def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, how: How):
     masked = not how.all_seen
     y_early = attended(early, own_early, how, masked=True)
     y_late = merged(attended(late, own_late, how, masked=True), attended(late, own_early, how, masked=masked))
-    for owner, (k, v) in hops:
+    for owner, block in hops:
+        (k, v), y_early, y_late = _in_turn((block, y_early, y_late))
         early_keys, late_keys = _keys(k, v, owner)
         before = owner < number
         y_late = merged(y_late, attended(late, early_keys, how, masked=masked))
@@ -287,7 +293,8 @@ def _backward(how: How, saved, dy_BsHh):
 
     dq_early, dq_late, d_block = of_hop(number, k_BsKh, v_BsKh, own=True)
     collected = context.Collected(d_block, how.method)
-    for owner, (k, v) in hops:
+    for owner, block in hops:
+        (k, v), dq_early, dq_late = _in_turn((block, dq_early, dq_late))
         more_early, more_late, d_block = of_hop(owner, k, v, own=False)
         dq_early, dq_late = dq_early + more_early, dq_late + more_late
         collected.add(d_block)

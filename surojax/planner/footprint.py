@@ -293,7 +293,7 @@ def _block_bytes(
         return saved + kept, B * S * copied * itemsize
     keys = S * chunks * per_sequence
     if per_sequence > tensor and compute.cp_method != "ulysses":
-        keys = S * tensor // 2  # of the two pairs of a hop: models/ring_attention.py
+        keys = S * tensor  # two pairs of a hop, four pieces of scores each (compiled for an H100: 8 pieces)
     return saved, (4 if platform == "cpu" else 2) * heads * keys * 4
 
 
