@@ -62,7 +62,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/parallel/schedule.py",
         "return _staggered(microbatches, stages, first_backward=stages - 1)",
         "return _staggered(microbatches, stages, first_backward=2 * stages - 2)",
-        "tests/test_schedule.py::test_the_bubble_is_that_of_the_formula",
+        "tests/test_schedule.py::test_microbatches_in_flight_are_bounded",
     ),
     Mutant(
         "residuals of a microbatch that ends in this tick do not count",
