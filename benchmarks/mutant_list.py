@@ -66,7 +66,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/parallel/schedule.py",
         "return _staggered(microbatches, stages, first_backward=stages - 1)",
         "return _staggered(microbatches, stages, first_backward=2 * stages - 2)",
-        "tests/test_schedule.py::test_the_bubble_is_that_of_the_formula",
+        "tests/test_schedule.py::test_microbatches_in_flight_are_bounded",
     ),
     Mutant(
         "residuals of a microbatch that ends in this tick do not count",
@@ -3387,7 +3387,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "logits are never cut into slices",
         "surojax/planner/footprint.py",
         "(batch.tokens // engine.lmhead_chunks)",
-        "(batch.tokens)",
+        "batch.tokens",
         "tests/test_footprint.py::test_what_saves_memory_does_so_in_the_estimate",
     ),
     Mutant(

@@ -130,12 +130,10 @@ def assemble(
     packed: bool = False,
     microbatches_per_fetch: int = 1,
     pp_schedule: str = "gpipe",
-    microbatches: int = 1,
 ) -> Assembly:
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
-    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch, pp_schedule, microbatches: see
-    `spec.Engine`.
+    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch, pp_schedule: see `spec.Engine`.
     """
     if pipeline_stages(mesh) > 1:
         pipeline.of_stage(model, pipeline_stages(mesh))  # raises
@@ -150,7 +148,6 @@ def assemble(
         packed=packed,
         microbatches_per_fetch=microbatches_per_fetch,
         pp_schedule=pp_schedule,
-        microbatches=microbatches,
     )
     precision = model.precision
     history = None
@@ -174,7 +171,6 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
         packed=c.sample_packing,
         microbatches_per_fetch=c.microbatches_per_fetch,
         pp_schedule=c.pp_schedule,
-        microbatches=c.gradient_accumulation_steps,
     )
 
 

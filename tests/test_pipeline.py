@@ -252,15 +252,16 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size):
 def test_the_planner_counts_what_a_stage_has():
     """A quarter of the layers, of their FLOPs, and of the vocabulary; residuals of the microbatches in flight."""
 
+    batch = traffic.Batch(sequences=1, sequence_len=512, microbatches=16)
+
     def run(**changes):
         c = default_config()
         c.model.update({"num_hidden_layers": 8})
         c.update({"gpus": 4, "gradient_accumulation_steps": 16, **changes})
         found = from_config(c, abstract_mesh(4, **mesh_sizes(c)), total_steps=10)
-        rows = footprint.by_class(found, 1, c.sequence_len, "gpu")
+        rows = footprint.by_class(found, batch, "gpu")
         return found, {name: row["device"] for name, row in rows.items()}
 
-    batch = traffic.Batch(sequences=1, sequence_len=512, microbatches=16)
     (one, of_one), (gpipe, of_gpipe) = run(dp_replicate_size=4), run(pp_size=4)
     _, of_1f1b = run(pp_size=4, pp_schedule="1f1b")
     for name in ("weights", "master", "moments", "gradients"):

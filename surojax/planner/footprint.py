@@ -81,8 +81,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     grads = table.grads
     tensor = tensor_parallel(run.mesh)
     stages = pipeline_stages(run.mesh)
-    own_len = batch.sequence_len // devices_per_sequence(run.mesh)
-    x = jax.ShapeDtypeStruct((batch.sequences, own_len, model.hidden_size), work.dtype)
+    per_sequence = devices_per_sequence(run.mesh)
+    x = jax.ShapeDtypeStruct((batch.sequences, batch.sequence_len // per_sequence, model.hidden_size), work.dtype)
     x_bytes = _bytes(x)
     segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
     layer_bytes = max(segment.weights for segment in segments)
@@ -94,7 +94,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     outer_grads = jnp.dtype(grads.dtype).itemsize * outer_size
 
     itemsize = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
-    logits = itemsize * (batch.sequences * own_len // engine.lmhead_chunks) * model.vocab_size // stages
+    logits = itemsize * (batch.tokens // engine.lmhead_chunks) * model.vocab_size // (per_sequence * stages)
     capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
     vocabulary = model.vocab_size // (tensor * stages) // (shards(run.mesh) if table.outer.sharded else 1)
     head_gradient = itemsize * vocabulary * model.hidden_size
@@ -104,7 +104,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     group = engine.microbatches_per_fetch
     activations = group * sum(segment.activations for segment in segments)
     if stages > 1:  # step/pipeline.py; a stack in host memory has an entry more
-        of_stages = SCHEDULES[engine.pp_schedule](engine.microbatches, stages).in_flight.tolist()
+        of_stages = SCHEDULES[engine.pp_schedule](batch.microbatches, stages).in_flight.tolist()
         activations = max(of_stages) * (activations + table.residuals.home.streamed * kept)
 
     def by_home(tree) -> dict[str, int]:

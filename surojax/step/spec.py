@@ -16,7 +16,6 @@ class Engine:
     lmhead_chunks: slices of tokens in head and loss. z_loss: weight of logsumexp(logits)^2 in the gradients, not in the
     loss. packed: rows hold several documents, and a batch says where they start. microbatches_per_fetch: a layer is
     fetched once for so many microbatches, a divisor of a step's. pp_schedule: see `parallel.schedule`.
-    microbatches: of a step, for the planner; the step takes as many as its batch has.
     """
 
     model: Model
@@ -28,7 +27,6 @@ class Engine:
     packed: bool = False
     microbatches_per_fetch: int = 1
     pp_schedule: str = "gpipe"
-    microbatches: int = 1
 
     @property
     def params(self) -> dict:
