@@ -45,6 +45,8 @@ CONTEXT_EDGES = f"{CONTEXT}::test_nothing_crosses_the_edge_of_a_document"
 CONTEXT_GRADS = f"{CONTEXT}::test_equals_grad_of_the_plain_model"
 TENSOR = "tests/test_tensor_parallel.py::test_equals_grad_of_the_plain_model"
 PIPELINE = "tests/test_pipeline.py::test_equals_grad_of_the_plain_model"
+TENSOR_RECIPES = "tests/test_tensor_parallel_recipes.py"
+FLOAT8_GROUP = f"{TENSOR_RECIPES}::test_float8_equals_one_device -k config0"
 
 LAYERS = "surojax/models/layers.py"
 MODEL = "surojax/models/model.py"
@@ -1031,8 +1033,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: dx of the MLP without the residual",
         LLAMA_FP8,
-        'saved.total_ND, w["mlp_norm"], d_out_ND, eps=eps',
-        'saved.total_ND, w["mlp_norm"], eps=eps',
+        'saved.total_nD, w["mlp_norm"], d_out_nD, eps=eps',
+        'saved.total_nD, w["mlp_norm"], eps=eps',
         f"{BLOCK_FP8} -k llama and fp8_current",
     ),
     Mutant(
@@ -1066,8 +1068,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: gradients are not turned back",
         LLAMA_FP8,
-        "*_angles(config, ops, shape[1]), inverse=True, **options)",
-        "*_angles(config, ops, shape[1]), **options)",
+        "*_angles(config, ops, dy_BSHh.shape[1]), inverse=True, **options)",
+        "*_angles(config, ops, dy_BSHh.shape[1]), **options)",
         f"{BLOCK_FP8} -k llama and fp8_current",
     ),
     Mutant(
@@ -1080,8 +1082,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: gradients in e4m3 with the scale of e5m2",
         LLAMA_FP8,
-        'quantiser.both("d_mlp", d_out_ND, E5M2)',
-        'quantiser.both("d_mlp", d_out_ND, E4M3)',
+        'quantiser.both_gathered("d_mlp", d_out_nD, E5M2)',
+        'quantiser.both_gathered("d_mlp", d_out_nD, E4M3)',
         f"{BLOCK_FP8} -k llama and fp8_hybrid",
     ),
     Mutant(
@@ -1094,14 +1096,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: key norm's backward pass takes the queries' scale",
         LLAMA_FP8,
-        'rms_norm.backward(dk, saved.k, a["k_norm"], eps=eps, **options)',
-        'rms_norm.backward(dk, saved.k, a["q_norm"], eps=eps, **options)',
+        'rms_norm.backward(dk, before_norm, a["k_norm"], eps=eps, **options)',
+        'rms_norm.backward(dk, before_norm, a["q_norm"], eps=eps, **options)',
         "tests/test_fp8.py::test_without_rounding_the_written_out_block_is_reverse_mode",
     ),
     Mutant(
         "fp8: no biases in the forward pass",
         LLAMA_FP8,
-        'x_ND.dtype, plus=bias(f"b{x}"))',
+        'dtype, plus=bias(f"b{x}"))',
         "x_ND.dtype)",
         "tests/test_fp8.py::test_without_rounding_the_written_out_block_is_reverse_mode",
     ),
@@ -1590,8 +1592,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "scales of whole matrices are the smallest of the shards'",
         "surojax/parallel/collectives.py",
-        "return jax.lax.pmax(x, names) if names else x",
-        "return jax.lax.pmin(x, names) if names else x",
+        "return jax.lax.pmax(x, names) if names else x\n\n\ndef largest_of_devices",
+        "return jax.lax.pmin(x, names) if names else x\n\n\ndef largest_of_devices",
         "tests/test_fp8.py::test_shards_have_the_scales_of_whole_weights -k 3]",
     ),
     Mutant(
@@ -1749,6 +1751,97 @@ MUTANTS: tuple[Mutant, ...] = (
         "number * length, length, 1)",
         "0 * number, length, 1)",
         f"{TENSOR} -k tp2-saved",
+    ),
+    Mutant(
+        "fp8: a device's tokens are repeated in place of the others'",
+        "surojax/parallel/tensor.py",
+        'jax.lax.all_gather(x_BsD, axes, axis=1, tiled=True, to="invarying")',
+        "jnp.concatenate([x_BsD] * device_number(*axes)[1], axis=1)",
+        FLOAT8_GROUP,
+    ),
+    Mutant(
+        "fp8: scales of parts of a tensor",
+        "surojax/parallel/tensor.py",
+        "return jax.lax.pmax(x, axes) if axes else x",
+        "return x",
+        f"{TENSOR_RECIPES}::test_scales_are_made_of_the_magnitudes_of_a_whole_tensor",
+    ),
+    Mutant(
+        "fp8: all devices that share keys add their gradients to the input's",
+        "surojax/parallel/tensor.py",
+        "return x if sharers == 1 else",
+        "return x if sharers else",
+        FLOAT8_GROUP,
+    ),
+    Mutant(
+        "fp8: a group's scales of matrices are those of parts",
+        "surojax/parallel/collectives.py",
+        "names = tuple(a for a in STATE if a in varying_axes(x))",
+        "names = tuple(a for a in (SHARD,) if a in varying_axes(x))",
+        f"{TENSOR_RECIPES}::test_matrices_have_the_scales_of_one_device",
+    ),
+    Mutant(
+        "fp8: gradients of the attention's norm are not summed over a group",
+        LLAMA_FP8,
+        "return dw, add_up(dx.d_scale, *TENSOR), dx",
+        "return dw, dx.d_scale, dx",
+        FLOAT8_GROUP,
+    ),
+    Mutant(
+        "fp8: gradients of the MLP's norm are not summed over a group",
+        LLAMA_FP8,
+        "return dw, add_up(d_total.d_scale, *TENSOR), d_total",
+        "return dw, d_total.d_scale, d_total",
+        FLOAT8_GROUP,
+    ),
+    Mutant(
+        "fp8: gradients of the heads' norms are not summed over a group",
+        LLAMA_FP8,
+        'dw |= add_up({"q_norm": d_q_norm, "k_norm": d_k_norm}, *TENSOR)',
+        'dw |= {"q_norm": d_q_norm, "k_norm": d_k_norm}',
+        FLOAT8_GROUP,
+    ),
+    Mutant(
+        "fp8: products of the attention's input are not summed over a group",
+        LLAMA_FP8,
+        "    d_input = quantiser.scattered(d_input)\n    dx = rms_norm",
+        "    dx = rms_norm",
+        FLOAT8_GROUP,
+    ),
+    Mutant(
+        "fp8: operands are gathered in 16 bits by the planner",
+        "surojax/planner/traffic.py",
+        "in_fp8 + in_fp8 / work",
+        "in_fp8 + in_fp8",
+        f"{TENSOR_RECIPES}::test_groups_gather_operands_in_8_bits",
+    ),
+    Mutant(
+        "normuon: matrices are gathered over dp_shard only",
+        "surojax/optim/normuon.py",
+        "if axes := active(*mesh_axes(entry)):",
+        'if axes := active(*(a for a in mesh_axes(entry) if a == "dp_shard")):',
+        f"{TENSOR_RECIPES}::test_optimizers_update_divided_matrices -k normuon",
+    ),
+    Mutant(
+        "moments in smaller blocks have the smallest scale that they overlap",
+        "surojax/optim/reblock.py",
+        "new = jnp.max(of_number",
+        "new = jnp.min(of_number",
+        f"{TENSOR_RECIPES}::test_blocks_of_another_size",
+    ),
+    Mutant(
+        "second moments are rounded to 0 in another block",
+        "surojax/optim/reblock.py",
+        "v = jnp.where((old.v > 0) & (v == 0), 1, v)",
+        "v = jnp.where((old.v > 0) & (v == 0), v, v)",
+        f"{TENSOR_RECIPES}::test_blocks_of_another_size",
+    ),
+    Mutant(
+        "codes in another block are those of linear steps",
+        "surojax/optim/reblock.py",
+        "jnp.sqrt(of_number / largest)",
+        "of_number / largest",
+        f"{TENSOR_RECIPES}::test_blocks_of_another_size",
     ),
     Mutant(
         "the embedding's rows are not summed over a group",
@@ -2191,8 +2284,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "normuon: a device keeps the next one's part of the update",
         "surojax/optim/normuon.py",
-        "(x, number * size, size, dim)",
-        "(x, (number + 1) * size, size, dim)",
+        "number * size, size, dim)",
+        "(number + 1) * size, size, dim)",
         "tests/test_optimizers.py::test_devices_and_levels_change_rounding_only -k zero 2 and normuon",
     ),
     Mutant(

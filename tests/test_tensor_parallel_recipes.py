@@ -19,7 +19,7 @@ from surojax.models import llama_fp8
 from surojax.models.llama_fp8 import SITE_NAMES
 from surojax.models.model import Compute
 from surojax.numerics.fp8 import E4M3
-from surojax.numerics.quantize import scale_for
+from surojax.numerics.quantize import is_quantized, scale_for
 from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim
 from surojax.optim.normuon import normuon
@@ -30,6 +30,7 @@ from surojax.placement.mesh import data_parallel
 from surojax.planner import hlo, traffic
 from surojax.run.checkpoint import Checkpoints, find, restore
 from surojax.step.engine import loss_and_gradients
+from surojax.step.weights import quantise_with_one_scale
 
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
 EXTRAS = dataclasses.replace(WIDE, attention_bias=True, qk_norm=True)
@@ -111,6 +112,7 @@ def scaled_by(small: Small, monkeypatch) -> np.ndarray:
     return np.sort(list(found))
 
 
+@pytest.mark.full
 def test_scales_are_made_of_the_magnitudes_of_a_whole_tensor(monkeypatch):
     """Of fp8_current, which keeps no history. Rounded with a part's scale, nearly all numbers would be the same."""
     how: Any = {"config": dataclasses.replace(ONE_KV_HEAD, num_hidden_layers=1), "compute": in_recipe("fp8_current")}
@@ -119,6 +121,30 @@ def test_scales_are_made_of_the_magnitudes_of_a_whole_tensor(monkeypatch):
     assert len(expected) == len(SITE_NAMES)
     nearest = expected[np.abs(found[:, None] - expected[None, :]).argmin(axis=1)]
     np.testing.assert_allclose(found, nearest, rtol=1e-6)
+
+
+def test_matrices_have_the_scales_of_one_device():
+    """Of a group's and of `dp_shard`'s devices, each has a part with another largest magnitude."""
+    small = Small(8, tp_size=4, zero_level=3, config=WIDE, compute=in_recipe("fp8_current"))
+    (segment,) = small.run.model.segments
+    layouts = small.engine.layouts.weights["blocks"]
+
+    def growing(param) -> np.ndarray:
+        rows = np.exp2(np.arange(param.shape[0]) / 4 + 1)
+        return np.float32(rows if len(param.shape) == 1 else rows[:, None] * np.exp2(np.arange(param.shape[1]) / 4))
+
+    def scales(w):
+        return [
+            x.scales
+            for x in jax.tree.leaves(quantise_with_one_scale(segment.params, w, E4M3), is_leaf=is_quantized)
+            if is_quantized(x)
+        ]
+
+    w = jax.tree.map(growing, segment.params)
+    stored = jax.tree.map(lambda layout: layout.stored, layouts)
+    found = jax.jit(jax.shard_map(scales, mesh=small.mesh, in_specs=(stored,), out_specs=jax.P()))(w)
+    expected = [scale_for(np.max(x), E4M3) for x in jax.tree.leaves(w) if x.ndim == 2]
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.full
@@ -157,7 +183,7 @@ ROWS = dataclasses.replace(CONFIG, intermediate_size=512, num_hidden_layers=2)  
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(4)]
 
 
-@pytest.mark.parametrize("optimizer", quick_at([(normuon,), (optim.adamw8bit,)], 0))
+@pytest.mark.parametrize("optimizer", quick_at([(normuon,), (optim.adamw8bit,)]))
 def test_optimizers_update_divided_matrices(optimizer):
     """adamw8bit rounds moments at random, on each device with numbers of its own; the first update has none to read."""
     how: Any = {"config": ROWS, "optimizer": optimizer}
