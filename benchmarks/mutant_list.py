@@ -1470,6 +1470,20 @@ MUTANTS: tuple[Mutant, ...] = (
         f"{ENGINE} -k 4-weights-only",
     ),
     Mutant(
+        "two layers in the body of the forward loop as well",
+        "surojax/step/weights.py",
+        "return 2 if reverse and only_copied_in",
+        "return 2 if only_copied_in",
+        "tests/test_plan.py::test_transfers_overlap_computation -k [1]",
+    ),
+    Mutant(
+        "the gather is tied to the gradient that is reduced last",
+        "surojax/step/gradients.py",
+        "first = collectives.reduced_in_order(leaves)[0]",
+        "first = collectives.reduced_in_order(leaves)[-1]",
+        "tests/test_plan.py::test_transfers_overlap_computation -k [4]",
+    ),
+    Mutant(
         "what was prefetched beyond a run of layers is taken for its last layer",
         "surojax/step/weights.py",
         "right = int(at_end)",

@@ -9,6 +9,7 @@ program for one device has no collectives. Collectives of tensor and context par
 and context.py.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -196,6 +197,11 @@ def reduce_scatter(tree, params, layouts, reduce: Reduce = "reduce_scatter"):
     return jax.tree.map(add_terms, tree, layouts, _exchange(jax.tree.map(terms, tree, params, layouts)))
 
 
+def reduced_in_order(leaves: Sequence[jax.Array]) -> list[int]:
+    """The indices of a layer's gradients in the order in which they are reduced: the largest first."""
+    return sorted(range(len(leaves)), key=lambda i: -leaves[i].size)
+
+
 def reduce_scatter_in_turn(tree, params, layouts, reduce: Reduce):
     """`reduce_scatter` of a layer's gradients, one matrix after another, the largest first.
 
@@ -206,7 +212,7 @@ def reduce_scatter_in_turn(tree, params, layouts, reduce: Reduce):
     declared = list(zip(jax.tree.leaves(params), jax.tree.leaves(layouts), strict=True))
     done: dict[int, jax.Array] = {}
     previous = None
-    for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
+    for i in reduced_in_order(leaves):
         x = leaves[i]
         param, layout = declared[i]
         if previous is not None and param.kind is not Kind.VECTOR:

@@ -67,6 +67,7 @@ from surojax.step.gradients import (
     peels_last_group,
     push,
     read_accumulator,
+    reduce_behind,
     starts_in_first_group,
 )
 from surojax.step.outer import embed, head, loss, push_embed
@@ -370,12 +371,8 @@ def backward(
             for kept, deferred in zip(stacks, carry.deferred, strict=True)
         ]
         grads, sums = read_accumulator(segment, carry.grads, l, first=first)
+        deferred = [kept.deferred for _, kept in taken]
         dxs_BSD = list(carry.dxs_BSD)
-        if engine.recompute_block and engine.table.weights.sharded:
-            # The next weights are gathered while the block is recomputed, gradients are reduced while it is
-            # differentiated: one after the other, or the scheduler puts the gather behind the last gradient.
-            dxs_BSD[0], gathered = jax.lax.optimization_barrier((dxs_BSD[0], prefetched[0]))
-            prefetched = gathered, *prefetched[1:]
         d_auxiliary = carry.d_auxiliary if segment.has_auxiliary_loss else None
         observed = carry.observed
         for i, (each, (saved, _)) in enumerate(zip(of_group, taken, strict=True)):
@@ -385,10 +382,13 @@ def backward(
             d_result = dxs_BSD[i], d_auxiliary
             inputs = each.recipe_inputs(layer.number)
             dw, dxs_BSD[i], seen = block_backward(engine, segment, layer, saved, d_result, inputs, each.starts_BS)
+            if not i and engine.recompute_block and engine.table.weights.sharded:
+                # What is prefetched arrives before the first gradient is reduced, or the scheduler puts it behind the
+                # last one. Nothing that computes waits for it.
+                dw, (prefetched, deferred) = reduce_behind(dw, (prefetched, deferred))
             sums = accumulate(engine, segment, sums, dw)
             observed = jax.tree.map(lambda old, new: old.at[layer.number].max(new), observed, seen)
         grads, squares = push(engine, segment, grads, sums, layer, last=last)
-        deferred = [kept.deferred for _, kept in taken]
         squares = add(carry.squares, squares)
         return BackwardCarry(dxs_BSD, carry.d_auxiliary, grads, squares, deferred, observed), prefetched
 

@@ -124,6 +124,14 @@ def accumulate(engine: Engine, segment: Segment, sums, dw):
     return add(sums, dw)
 
 
+def reduce_behind(dw, before):
+    """(a layer's gradients, `before`), of which the gradient that is reduced first is known only when `before` is."""
+    leaves, structure = jax.tree.flatten(dw)
+    first = collectives.reduced_in_order(leaves)[0]
+    leaves[first], before = jax.lax.optimization_barrier((leaves[first], before))
+    return structure.unflatten(leaves), before
+
+
 def begin_backward(segment: Segment, grads: Accumulators, group: jax.Array | int, *, first: bool) -> Accumulators:
     """The accumulators that a backward pass begins with, in which the last layer's sums are the deferred ones.
 

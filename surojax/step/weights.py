@@ -141,6 +141,16 @@ class Prefetch:
         p = index_in_loop(self.n if reverse else 0, group)
         return (*prefetched[:right], *(self._prefetched(i, p) for i in range(right, self.stages)))
 
+    def layers_in_body(self, *, reverse: bool) -> int:
+        """The number of layers in a loop's body: a multiple of the variants' period.
+
+        Two layers that are copied in from host memory exchange their places in device memory. With one, XLA copies what
+        is prefetched into the carry. Forward, the transfers of two layers overlap less (docs/LOG.md, 2026-11-22), and
+        so do all-gathers.
+        """
+        only_copied_in = self.stages == 1 and not self.on_device
+        return 2 if reverse and only_copied_in and self.period == 1 and self.n >= 4 else self.period
+
     def take(self, prefetched, p, *, reverse: bool):
         """(weights of position p, what is prefetched afterwards: the next positions' stages)."""
         if self.stages == 2:
@@ -194,5 +204,6 @@ class Layers:
                 return function(Layer(index, number, variant, w), prefetched, carry)
 
             in_order = prefetch.variants[::-1] if reverse else prefetch.variants
-            carry, prefetched[i] = loop_over(in_order, prefetch.period, one, (carry, prefetched[i]))
+            period = prefetch.layers_in_body(reverse=reverse)
+            carry, prefetched[i] = loop_over(in_order, period, one, (carry, prefetched[i]))
         return carry, prefetched
