@@ -1606,8 +1606,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "scales of whole matrices are the smallest of the shards'",
         "surojax/parallel/collectives.py",
-        "return jax.lax.pmax(x, names) if names else x\n\n\ndef largest_of_devices",
-        "return jax.lax.pmin(x, names) if names else x\n\n\ndef largest_of_devices",
+        "return jax.lax.pmax(x, names) if names else x",
+        "return jax.lax.pmin(x, names) if names else x",
         "tests/test_fp8.py::test_shards_have_the_scales_of_whole_weights -k 3]",
     ),
     Mutant(
@@ -1790,8 +1790,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: a group's scales of matrices are those of parts",
         "surojax/parallel/collectives.py",
-        "names = tuple(a for a in STATE if a in varying_axes(x))",
-        "names = tuple(a for a in (SHARD,) if a in varying_axes(x))",
+        "return _largest(x, (*SHARDS, *TENSOR))",
+        "return _largest(x, SHARDS)",
         f"{TENSOR_RECIPES}::test_matrices_have_the_scales_of_one_device",
     ),
     Mutant(

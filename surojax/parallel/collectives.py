@@ -133,8 +133,8 @@ def from_bits(x: jax.Array, dtype) -> jax.Array:
 
 
 def largest_of_shards(x: jax.Array) -> jax.Array:
-    """The elementwise maximum over the devices that store different parts, of those axes that x varies over."""
-    return _largest(x, STATE)
+    """The elementwise maximum over the devices that store parts of a layer, of those axes that x varies over."""
+    return _largest(x, (*SHARDS, *TENSOR))
 
 
 def largest_of_devices(tree):
