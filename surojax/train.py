@@ -146,7 +146,7 @@ def train(config: Config) -> Result:
         options = run.compiler_options(
             devices[0].platform,
             memory_bytes=memory_limit(devices[0]),
-            host_temporaries=host_temporaries(run, c.per_device_batch_size, c.sequence_len),
+            host_temporaries=host_temporaries(run, traffic.batch_of(c)),
         )
         tokens_shape = (c.gradient_accumulation_steps, batch_size, c.sequence_len)
         tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=batch_sharding(mesh))
@@ -330,7 +330,7 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     millions = run.model.num_parameters / 1e6
     say(f"surojax: {millions:,.1f}M parameters on {len(devices)} x {devices[0].device_kind} ({axes})")
     # On a CPU, `need` already includes the host memory, since it is also the devices' memory.
-    host = {} if devices[0].platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
+    host = {} if devices[0].platform == "cpu" else estimate_host(run, traffic.batch_of(c))
     for memory, needs in (("memory", need), ("host memory", host)):
         if needs:
             say(f"{memory} per device: {summed(needs, digits=2)}")
@@ -349,7 +349,7 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
     gpu = gpus.find_gpu(devices[0].device_kind)
     if gpu is None:
         return Prediction(not_predicted="a GPU that is not in surojax/planner/gpus.py")
-    batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
+    batch = traffic.batch_of(c)
     try:
         if nvme.store_of(run.plan):
             return Prediction(not_predicted="state in files, and the drive's speed is not known")

@@ -18,6 +18,7 @@ from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.placement.layout import batch_sharding
 from surojax.planner import footprint
+from surojax.planner.traffic import batch_of
 from surojax.step.engine import evaluate
 
 
@@ -104,7 +105,7 @@ def test_the_estimate_counts_what_a_softcap_keeps_in_memory():
 
     def space(**changes) -> int:
         c = settings(**large | changes)
-        return footprint.estimate(planned(c), c.per_device_batch_size, c.sequence_len)["working space"]
+        return footprint.estimate(planned(c), batch_of(c))["working space"]
 
     scores = 4 * 8 * 2048 * 2048 * 4  # of 4 sequences and 8 heads, float32
     capped = {"model.attn_logit_softcapping": 50.0}

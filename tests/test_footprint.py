@@ -17,6 +17,7 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, make_mesh
 from surojax.planner import advice, check_fit, footprint
 from surojax.planner.advice import GiB, Memory
+from surojax.planner.traffic import Batch, batch_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SMALL = {
@@ -54,7 +55,7 @@ def plan(c):
 
 
 def estimate(c, platform: str = "cpu") -> dict[str, int]:
-    return footprint.estimate(plan(c), c.per_device_batch_size, c.sequence_len, platform=platform)
+    return footprint.estimate(plan(c), batch_of(c), platform=platform)
 
 
 @pytest.mark.parametrize(
@@ -125,14 +126,14 @@ def test_each_recomputation_saves_less(platform):
 def test_resident_layers_are_counted_where_they_rest():
     table = lambda n: small(offload_weights=True, resident_layers=n, model_dtype="bfloat16")
     device = lambda n: estimate(table(n), "gpu")["weights"]
-    host = lambda n: footprint.estimate_host(plan(table(n)), 8, 128)["weights"]
+    host = lambda n: footprint.estimate_host(plan(table(n)), Batch(8, 128, 2))["weights"]
     layer = 2 * (256 * (2 * 256 + 2 * 128) + 3 * 256 * 704 + 2 * 256)
     assert device(3) - device(0) == host(0) - host(3) == 3 * layer
 
 
 def test_host_memory_is_that_of_all_gpus():
     c = small(gpus=4, zero_level=3, offload_optimizer=True, offload_grads=True)
-    each = footprint.estimate_host(plan(c), c.per_device_batch_size, c.sequence_len)
+    each = footprint.estimate_host(plan(c), batch_of(c))
     assert each and footprint.needs(c, 4, "gpu").host == 4 * sum(each.values())
 
 

@@ -30,6 +30,7 @@ from surojax.placement.home import HOST, NVME
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.planner import advice, footprint
+from surojax.planner.traffic import Batch
 from surojax.run import checkpoint
 from surojax.run.checkpoint import Checkpoints
 from surojax.step.state_plan import bytes_per_device
@@ -144,10 +145,10 @@ def test_the_memory_that_is_counted(tmp_path):
     c = small_config(tmp_path)
     run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=9)
     on_disk = size(run.plan, NVME)
-    host = footprint.estimate_host(run, 1, 32)
+    host = footprint.estimate_host(run, Batch(1, 32, 2))
     assert host["layers from files"] == footprint.NVME_LAYERS * on_disk // c.model.num_hidden_layers
     assert "layers from files" not in footprint.estimate_host(
-        from_config(default_config(), run.mesh, total_steps=9), 1, 32
+        from_config(default_config(), run.mesh, total_steps=9), Batch(1, 32, 2)
     )
 
 

@@ -323,7 +323,7 @@ def test_layers_in_files(planned):
     rest, layer = sum(host.values()) - host["residuals"], in_files // 64
     assert p.host_bytes == pytest.approx(rest + max(host["residuals"] + layer, 4 * layer), rel=0.01)
     assert p.device_bytes < 10 * layer < p.host_bytes
-    assert footprint.estimate_host(from_config(c, MESH, 10), 1, 64)["layers from files"] == 4 * layer
+    assert footprint.estimate_host(from_config(c, MESH, 10), traffic.Batch(1, 64, 2))["layers from files"] == 4 * layer
     # The file's part crosses the host link as well, weights and gradients as they do without it.
     read, written = traffic.host_bytes(from_config(c, MESH, 10), traffic.Batch(1, 64, 2), p.classes)
     assert p.h2d_bytes == pytest.approx(read, rel=0.03) and p.d2h_bytes == pytest.approx(written, rel=0.03)
@@ -379,15 +379,21 @@ def test_transfers_overlap_computation(planned, changes):
         assert beside(large(coming)) == large(coming)
         assert size([x for x in coming if x.started == 0 and x.waited > FORWARD]) > 0.6 * weights
         return
-    assert size(beside(coming)) > 0.9 * size(coming)
-    assert [(x.count, x.started, x.waited) for x in kinds(forward, "all-gather")] == [(1, 0, FORWARD)]
+    # A loop for the first group, which reads no accumulators, and a loop for the last.
+    first, last = sorted({x.loop for x in coming}, key=lambda name: size([x for x in coming if x.loop == name]))
+    of_loop = lambda rows, name: [x for x in rows if x.loop == name]
+    for name, hidden in ((first, 0.6), (last, 0.99)):  # what the first fetches last is beside a reduction only
+        assert size(beside(of_loop(coming, name))) > hidden * size(of_loop(coming, name))
+    assert [(x.count, x.started, x.waited) for x in kinds(forward, "all-gather")] == 2 * [(1, 0, FORWARD)]
     # The next weights are gathered while the block is computed again; its gradients leave while it is differentiated,
-    # nearly from the first of them on, and what nothing hides is one small matrix.
-    (gather,) = kinds(backward, "all-gather")
-    assert gather.started <= 2 and gather.waited - gather.started >= 3 and gather.waited <= FORWARD - 1
-    reduced = kinds(backward, "reduce-scatter")
-    assert FORWARD <= min(x.started for x in reduced) <= FORWARD + 1
-    assert size(beside(reduced)) > 0.9 * size(reduced)
+    # nearly from the first of them on, and what nothing hides is one small matrix, in the first loop two.
+    gathers = kinds(backward, "all-gather")
+    assert len(gathers) == 2
+    assert all(x.started <= 2 and x.waited - x.started >= 3 and x.waited <= FORWARD - 1 for x in gathers)
+    for name, hidden in ((first, 0.8), (last, 0.9)):
+        reduced = of_loop(kinds(backward, "reduce-scatter"), name)
+        assert FORWARD <= min(x.started for x in reduced) <= FORWARD + 1
+        assert size(beside(reduced)) > hidden * size(reduced)
 
 
 @needs_compiler
@@ -782,7 +788,7 @@ def test_what_would_fit_leaves_room_in_host_memory(monkeypatch):
     offloaded = config(gpus=1, **ALL)
     assert planner.plan(offloaded, "rtx4090", host_memory=100).fits
     small = planner.plan(offloaded, "rtx4090", host_memory=64)  # the device is not the problem
-    assert not small.fits and all("(fits), about" in change for change in small.changes)
+    assert not small.fits and all("(fits), estimated" in change for change in small.changes)
     assert all(float(re.search(r"([\d.]+) GiB of host memory", x)[1]) <= 64 for x in small.changes)
     text = report.table(small)
     assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in text and small.changes[0] in text

@@ -18,6 +18,7 @@ from surojax.planner.costs import product_time
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import checked, plan
 from surojax.planner.search import Limits, Need
+from surojax.planner.traffic import batch_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -116,7 +117,7 @@ def test_a_phase_takes_as_long_as_its_busiest_resource():
     c = checked(config(**SMALL), GPU)
     run = search.assembly(c)
     gpu = GPUS[GPU]
-    work = search.work_of(c, run, footprint.by_class(run, 1, 256, "gpu"), gpu)
+    work = search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
     plain, offloaded = (roofline.phases(work, names) for names in ((), ("master", "optimizer")))
     parameters = 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512) + 2 * 1024 * 512 + 512
     moved = parameters * (4 + 2 + 2)  # float32 master weights, two bfloat16 moments: there and back
@@ -144,7 +145,7 @@ def test_microbatches_of_one_fetch_share_its_transfers():
     for group, fetches in ((1, 8), (4, 2), (8, 1)):
         c = checked(config(**SMALL | {"gradient_accumulation_steps": 8, "microbatches_per_fetch": group}), GPU)
         run = search.assembly(c)
-        work = search.work_of(c, run, footprint.by_class(run, 1, 256, "gpu"), gpu)
+        work = search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
         assert work.fetches == fetches
         work = dataclasses.replace(work, forward=0.0, backward=0.0, gathered=0.0, reduced=0.0)
         grads = 1 + (fetches - 1) / gpu.rates.duplex

@@ -19,6 +19,7 @@ from surojax.placement.table import Mesh
 from surojax.planner import advice
 from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
 from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING, estimate, estimate_host, needed, needs
+from surojax.planner.traffic import batch_of
 
 
 def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None = None) -> dict[str, int]:
@@ -38,7 +39,7 @@ def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None 
     check_recipe(run.model.precision, kind, devices[0])
     if c.kernels == "mosaic":
         check_kernels(c, run.mesh, devices[0])
-    need = estimate(run, c.per_device_batch_size, c.sequence_len, platform=platform)
+    need = estimate(run, batch_of(c), platform=platform)
     available = available_bytes(devices) if available is None else available
     if sum(need.values()) <= available:
         check_host(run, c, devices, available)
@@ -83,7 +84,7 @@ def check_host(run: assembly.Assembly, c: Config, devices, available: int) -> No
     """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
     n = len(devices)
     platform = devices[0].platform
-    need = {} if platform == "cpu" else estimate_host(run, c.per_device_batch_size, c.sequence_len)
+    need = {} if platform == "cpu" else estimate_host(run, batch_of(c))
     free = psutil.virtual_memory().available
     if n * sum(need.values()) > free:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in need.items())

@@ -6,10 +6,10 @@ backward pass of one block, one slice of logits, and the optimizer update of one
 
 Ratio of the estimate to `compiled.memory_analysis()` of the real step (arguments and temporaries; jax 0.12, 2026-11):
 
-* XLA's GPU compiler, on a machine without a GPU: configs/llama{125m,1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py
-  on H100, on 1 to 8 GPUs, ZeRO 1 to 3, with nothing, one class, the state, or everything offloaded, state in files,
-  with and without recomputation, flash attention and communication in 8 bits: 26 variants, 0.99 to 1.06. With
-  sequence_chunks, 7B and 8B at 32,768 to 131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.17.
+* XLA's GPU compiler, on a machine without a GPU: configs/llama{1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py on
+  H100, on 1 to 8 GPUs, ZeRO 1 and 3, with nothing, one class, the state, or everything offloaded, one to four
+  microbatches a step and one or two a fetch: 15 variants, 0.98 to 1.09. With sequence_chunks, 7B
+  and 8B at 32,768 to 131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.15.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24. tests/test_footprint.py compares
   nine of them with the present engine: between 0.9 and 1.4.
 
@@ -38,6 +38,7 @@ from surojax.placement.mesh import SHARD, abstract_mesh, tensor_parallel
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
+from surojax.planner.traffic import Batch, batch_of
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import quantise_with_one_scale
 
@@ -47,29 +48,29 @@ POOL_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={POOL}"  # environment variable 
 NVME_LAYERS = 4  # most layers in host memory: a prefetched one, the current one before and after its update, a written
 
 
-def estimate(run: assembly.Assembly, batch: int, sequence_len: int, *, platform: str = "gpu") -> dict[str, int]:
-    """Bytes in device memory per device and class, for microbatches of `batch` sequences of `sequence_len` tokens.
+def estimate(run: assembly.Assembly, batch: Batch, *, platform: str = "gpu") -> dict[str, int]:
+    """Bytes in device memory per device and class.
 
     See `estimate_host` for host memory. platform: "gpu" or "cpu". On CPUs XLA multiplies in float32 and fuses less, and
     host memory is also the devices' memory, so both are counted.
     """
     homes = (DEVICE, HOST) if platform == "cpu" else (DEVICE,)
-    return {k: sum(v[home.name] for home in homes) for k, v in by_class(run, batch, sequence_len, platform).items()}
+    return {k: sum(v[home.name] for home in homes) for k, v in by_class(run, batch, platform).items()}
 
 
-def estimate_host(run: assembly.Assembly, batch: int, sequence_len: int) -> dict[str, int]:
+def estimate_host(run: assembly.Assembly, batch: Batch) -> dict[str, int]:
     """Bytes of pinned host memory per GPU and class; empty if nothing is offloaded."""
-    found = {k: v[HOST.name] for k, v in by_class(run, batch, sequence_len, "gpu").items()}
+    found = {k: v[HOST.name] for k, v in by_class(run, batch, "gpu").items()}
     return {k: size for k, size in found.items() if size}
 
 
-def host_temporaries(run: assembly.Assembly, batch: int, sequence_len: int) -> int:
+def host_temporaries(run: assembly.Assembly, batch: Batch) -> int:
     """Bytes of pinned host memory per GPU that a step allocates: gradient accumulators and saved activations."""
-    need = by_class(run, batch, sequence_len, "gpu")
+    need = by_class(run, batch, "gpu")
     return need["gradients"][HOST.name] + need["activations"][HOST.name]
 
 
-def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: str) -> dict[str, dict[str, int]]:
+def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, dict[str, int]]:
     """Bytes per device of each class in each memory: {class: {"device": bytes, "host": bytes}}."""
     plan = run.plan
     engine = run.engine
@@ -78,7 +79,7 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     work = table.weights
     grads = table.grads
     tensor = tensor_parallel(run.mesh)
-    x = jax.ShapeDtypeStruct((batch, sequence_len // tensor, model.hidden_size), work.dtype)
+    x = jax.ShapeDtypeStruct((batch.sequences, batch.sequence_len // tensor, model.hidden_size), work.dtype)
     x_bytes = _bytes(x)
     segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
     layer_bytes = max(segment.weights for segment in segments)
@@ -90,7 +91,7 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     outer_grads = jnp.dtype(grads.dtype).itemsize * outer_size
 
     itemsize = 4 if platform == "cpu" else jnp.dtype(work.dtype).itemsize
-    logits = itemsize * (batch * sequence_len // engine.lmhead_chunks) * model.vocab_size // tensor
+    logits = itemsize * (batch.tokens // engine.lmhead_chunks) * model.vocab_size // tensor
     capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
     vocabulary = model.vocab_size // tensor // (run.mesh.shape[SHARD] if table.outer.sharded else 1)
     head_gradient = itemsize * vocabulary * model.hidden_size
@@ -131,10 +132,12 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
     exchanged = {"reduce_scatter": 0, "all_to_all": 2 * layer_bytes, "int8": layer_bytes}[table.reduce]
     exchanged = exchanged if run.mesh.shape[SHARD] > 1 else 0  # gradients of a layer, sent and received
     if grads.home.streamed:
-        # In flight: accumulators of the previous layer to the host, of this layer to the device, and of the last layer
-        # of every other segment. While the head computes: those of the previous microbatch.
-        during_layer += sum(layer_grads) + max(layer_grads)
-        during_head += sum(layer_grads)
+        # In flight: accumulators of the previous layer to the host, and of the last layer of every other segment. Those
+        # of this layer that come to the device take their place, or that of gradients before they are reduced.
+        during_layer += sum(layer_grads)
+        if batch.microbatches > group:  # while the head computes: those of the previous microbatch
+            during_layer += max(layer_grads) if grads.sharded else 0
+            during_head += sum(layer_grads)
     elif group > 1:  # the sums of a layer between two microbatches
         during_layer += max(layer_grads)
     if table.residuals.home.streamed:
@@ -144,7 +147,7 @@ def by_class(run: assembly.Assembly, batch: int, sequence_len: int, platform: st
         during_layer += in_flight * kept
     # The backward pass of a block first has all values of its forward pass in memory, then all its gradients. If
     # gradients are sharded, each is freed when it is reduced. The factors are fitted to the measurements above.
-    recompute_factor = (2 if platform == "cpu" else 1.25) if engine.recompute_block else 1
+    recompute_factor = (2 if platform == "cpu" else 1.1) if engine.recompute_block else 1
     values = max(segment.values(recompute_factor) for segment in segments)
     # The layer's weights are freed by then. A gradient is freed when it is reduced, or added to sums on the device.
     gradients = max(layer_bytes // (2 if grads.sharded or grads.home.streamed else 1), exchanged)
@@ -180,7 +183,7 @@ class SegmentBytes(NamedTuple):
     saved: int  # residuals of one layer if nothing is recomputed
     scores: int  # attention scores in the backward pass of one layer
     sequence: int  # with chunks of the sequence: keys and values of all of it, less its input (changed in place)
-    sums: int  # with chunks: the sums of the gradients of keys and values, and the copy of these that a chunk reads
+    sums: int  # with chunks: gradients of keys and values, their float32 sums, and the copy that a chunk reads
     layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
     grads: int  # gradient accumulators of all layers
     activations: int  # residuals of all layers
@@ -219,7 +222,7 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
         saved=all_saved,
         scores=scores,
         sequence=itemsize * numbers - _bytes(x) if chunks > 1 else 0,
-        sums=(4 + itemsize) * numbers if chunks > 1 else 0,
+        sums=(4 + 3 * itemsize) * numbers if chunks > 1 else 0,
         layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // segment.num_layers,
         grads=grads,
         activations=segment.num_layers * kept,
@@ -229,15 +232,15 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
 def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
     """Bytes that an update of one layer at a time takes.
 
-    Its largest tensor is in memory before and after the update, and a third time if part of its state is copied from
-    the host. If all layers are updated at once, in place, less is needed. layer_state: bytes of a layer's master
-    weights, moments and gradients on this device.
+    Its largest tensor is in memory before and after the update. If part of its state is copied from the host, so are
+    the next one, on its way to the device, and the one before, on its way back. If all layers are updated at once, in
+    place, less is needed. layer_state: bytes of a layer's master weights, moments and gradients on this device.
     """
     segments = run.model.segments
     sizes = [_shard_sizes(run, run.engine.layouts.master[segment.name], segment) for segment in segments]
     table = run.engine.table
     moved = any(row.home.streamed and not row.home.in_file for row in (table.master, table.moments, table.grads))
-    size = max((3 if moved else 2) * layer_state * max(of_layer) // sum(of_layer) for of_layer in sizes)
+    size = max((4 if moved else 2) * layer_state * max(of_layer) // sum(of_layer) for of_layer in sizes)
     if run.optimizer.matrices.gathers:
         # The all-gathered matrix in the work dtype, three float32 copies of it, and three float32 square matrices.
         params = jax.tree.leaves([segment.params for segment in segments])
@@ -327,7 +330,7 @@ def _is_shape(x) -> bool:
 def needs(c: Config, n: int, platform: str) -> Memory:
     """The `Memory` that a run on n devices needs; nothing is built. On CPUs all of it counts as device memory."""
     mesh = abstract_mesh(n, **configs.mesh_sizes(c) | {"dp_shard_size": -1})
-    rows = by_class(assembly.from_config(c, mesh, total_steps=1000), c.per_device_batch_size, c.sequence_len, platform)
+    rows = by_class(assembly.from_config(c, mesh, total_steps=1000), batch_of(c), platform)
     device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
     return Memory(device + host, 0) if platform == "cpu" else Memory(device, n * host)
 

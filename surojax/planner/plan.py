@@ -99,7 +99,7 @@ def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None, adv
     """`plan` of a checked config, in this process."""
     n = c.gpus
     facts = GPUS[gpu]
-    batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
+    batch = traffic.batch_of(c)
     found = _compiled(c, gpu, batch, trace) if aot.available() else _estimated(c, batch)
     if trace is not None and found["not_predicted"]:
         raise ConfigError(
@@ -171,7 +171,7 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch, trace: str | None) -> d
         "gpu",
         memory_bytes=GPUS[gpu].memory_bytes,
         plans_with=aot.PLANS_WITH,
-        host_temporaries=footprint.host_temporaries(run, batch.sequences, batch.sequence_len),
+        host_temporaries=footprint.host_temporaries(run, batch),
     )
     parts = programs(run, mesh, batch)
     try:
@@ -274,7 +274,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
     """The fields that `_compiled` returns, estimated from shapes."""
     run = from_config(c, abstract_mesh(c.gpus, **configs.mesh_sizes(c)), total_steps=1000)
     rows = classes(run, batch)
-    need = footprint.by_class(run, batch.sequences, batch.sequence_len, "gpu")
+    need = footprint.by_class(run, batch, "gpu")
     temporaries = ("gradients", "activations", "working space")
 
     def total(names, home: str) -> int:
@@ -318,7 +318,7 @@ def _with_textbook(found: list[hlo.Collective], textbook: dict[tuple[str, str], 
 
 def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
     """Bytes per GPU of each row of the placement table, by the memory that they are stored in."""
-    need = footprint.by_class(run, batch.sequences, batch.sequence_len, "gpu")
+    need = footprint.by_class(run, batch, "gpu")
     weights = dict(run.plan.weights)
     outer = weights.pop(OUTER)
     blocks = jax.tree.leaves(weights, is_leaf=is_quantized)

@@ -32,9 +32,10 @@ from surojax.config.fields import RECOMPUTE_PARTS, Config, flat, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.placement.home import NVME
 from surojax.placement.mesh import abstract_mesh
-from surojax.planner import footprint, roofline, traffic
+from surojax.planner import footprint, roofline
 from surojax.planner.advice import FOLDER, OFFLOADS, Change, changed, differing, flags, gib
 from surojax.planner.gpus import Gpu
+from surojax.planner.traffic import batch_of
 from surojax.sizes import divisor
 from surojax.step.state_plan import bytes_per_device
 
@@ -191,7 +192,7 @@ class Search:
                 run = self.assembly(tried)
             except ConfigError:
                 continue
-            rows = footprint.by_class(run, tried.per_device_batch_size, tried.sequence_len, "gpu")
+            rows = footprint.by_class(run, batch_of(tried), "gpu")
             work = work_of(tried, run, rows, self.gpu)
             yield Family(change, work, sum(roofline.phases(work, ()).values()))
 
@@ -289,7 +290,7 @@ class Search:
         """Estimated bytes that a config needs."""
         self.tried += 1
         run = self.assembly(c)
-        return needed(c, run, footprint.by_class(run, c.per_device_batch_size, c.sequence_len, "gpu"))
+        return needed(c, run, footprint.by_class(run, batch_of(c), "gpu"))
 
 
 def alternatives(c: Config, gpu: Gpu, limits: Limits) -> list[str]:
@@ -392,7 +393,7 @@ def divisors(n: int) -> list[int]:
 def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
     """(estimated bytes, estimated seconds of each phase of a step) of a checked config on a GPU with rates."""
     run = assembly(c)
-    rows = footprint.by_class(run, c.per_device_batch_size, c.sequence_len, "gpu")
+    rows = footprint.by_class(run, batch_of(c), "gpu")
     offloaded = [name for name in OFFLOADS if c[f"offload_{name}"]]
     if c.offload_quants and "weights" not in offloaded:
         offloaded.append("weights")
@@ -407,7 +408,7 @@ def assembly(c: Config) -> Assembly:
 
 def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> roofline.Work:
     """The `Work` of a config's step. rows: `footprint.by_class` of the run."""
-    batch = traffic.Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
+    batch = batch_of(c)
     return roofline.step_work(run, batch, gpu, roofline.stored_bytes(run, rows))
 
 

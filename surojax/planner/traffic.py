@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.assembly import Assembly
+from surojax.config.fields import Config
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.placement.layout import Layout
@@ -53,6 +54,11 @@ class Batch:
     def tokens(self) -> int:
         """Tokens of a microbatch."""
         return self.sequences * self.sequence_len
+
+
+def batch_of(c: Config) -> Batch:
+    """The `Batch` of a config."""
+    return Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
 
 
 def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
