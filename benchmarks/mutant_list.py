@@ -3163,8 +3163,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "logits are never cut into slices",
         "surojax/planner/footprint.py",
-        "(batch * sequence_len // engine.lmhead_chunks)",
-        "(batch * sequence_len)",
+        "(batch.tokens // engine.lmhead_chunks)",
+        "(batch.tokens)",
         "tests/test_footprint.py::test_what_saves_memory_does_so_in_the_estimate",
     ),
     Mutant(
