@@ -8,8 +8,8 @@ Ratio of the estimate to `compiled.memory_analysis()` of the real step (argument
 
 * XLA's GPU compiler, on a machine without a GPU: configs/llama{1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py on
   H100, on 1 to 8 GPUs, ZeRO 1 and 3, with nothing, one class, the state, or everything offloaded, one to four
-  microbatches a step and one or two a fetch: 15 variants, 0.98 to 1.09. With
-  sequence_chunks, 7B and 8B at 32,768 to 131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.17.
+  microbatches a step and one or two a fetch: 15 variants, 0.98 to 1.09. With sequence_chunks, 7B and 8B at 32,768 to
+  131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.15.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24. tests/test_footprint.py compares
   nine of them with the present engine: between 0.9 and 1.4.
 
@@ -192,7 +192,7 @@ class SegmentBytes(NamedTuple):
     saved: int  # residuals of one layer if nothing is recomputed
     scores: int  # attention scores in the backward pass of one layer
     sequence: int  # with chunks of the sequence: keys and values of all of it, less its input (changed in place)
-    sums: int  # with chunks: the sums of the gradients of keys and values, and the copy of these that a chunk reads
+    sums: int  # with chunks: gradients of keys and values, their float32 sums, and the copy that a chunk reads
     layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
     grads: int  # gradient accumulators of all layers
     activations: int  # residuals of all layers
@@ -232,7 +232,7 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
         saved=all_saved,
         scores=scores,
         sequence=itemsize * numbers - _bytes(x) if chunks > 1 else 0,
-        sums=(4 + itemsize) * numbers if chunks > 1 else 0,
+        sums=(4 + 3 * itemsize) * numbers if chunks > 1 else 0,
         layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
         grads=grads,
         activations=layers * kept,
