@@ -138,7 +138,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/step/pipeline.py",
         "return grads.with_layers(segment.name, stack=jax.lax.fori_loop(0, segment.num_layers, layer, sums.stack))",
         "return grads",
-        f"{PIPELINE} -k pp4-1f1b-offloaded",
+        f"{PIPELINE} -k tied-2x2x2-zero3-offloaded",
     ),
     Mutant(
         "a stage's layers have the numbers of the first stage's",
