@@ -381,7 +381,7 @@ def test_transfers_overlap_computation(planned, changes):
         assert beside(large(coming)) == large(coming)
         assert size([x for x in coming if x.waited - x.started > FORWARD]) > 0.9 * layers * weights
         return
-    assert size(beside(coming)) > 0.9 * size(coming)
+    assert size(beside(coming)) > 0.6 * size(coming)  # the shards of the layer after next come last
     assert {(x.count, x.started, x.waited) for x in kinds(forward, "all-gather")} == {(1, 0, FORWARD)}
     # The next weights are gathered until the first gradient is reduced, and no product waits for them before that;
     # gradients leave while the block is differentiated, all but two of the attention's four matrices: 17 %.

@@ -383,9 +383,10 @@ def backward(
             inputs = each.recipe_inputs(layer.number)
             dw, dxs_BSD[i], seen = block_backward(engine, segment, layer, saved, d_result, inputs, each.starts_BS)
             if not i and engine.recompute_block and engine.table.weights.sharded:
-                # What is prefetched arrives before the first gradient is reduced, or the scheduler puts it behind the
-                # last one. Nothing that computes waits for it.
-                dw, (prefetched, deferred) = reduce_behind(dw, (prefetched, deferred))
+                # The next layer's weights and residuals arrive before the first gradient is reduced, or the scheduler
+                # puts them behind the last one. Nothing that computes waits for them.
+                dw, (gathered, deferred) = reduce_behind(dw, (prefetched[0], deferred))
+                prefetched = gathered, *prefetched[1:]
             sums = accumulate(engine, segment, sums, dw)
             observed = jax.tree.map(lambda old, new: old.at[layer.number].max(new), observed, seen)
         grads, squares = push(engine, segment, grads, sums, layer, last=last)
