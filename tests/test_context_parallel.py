@@ -280,7 +280,10 @@ REFUSED = [
     ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with cp_size=4"),
     ({"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2}, "microbatches_per_fetch: expected 1 with cp"),
     ({"lmhead_chunks": 512}, "lmhead_chunks: expected a divisor of .* / cp_size = 128"),
-    ({"cp_size": 2, "tp_size": 2, "lmhead_chunks": 256}, "lmhead_chunks: expected a divisor of .* / cp_size / tp_size = 128"),
+    (
+        {"cp_size": 2, "tp_size": 2, "lmhead_chunks": 256},
+        "lmhead_chunks: expected a divisor of .* / cp_size / tp_size = 128",
+    ),
 ]
 
 

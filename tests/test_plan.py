@@ -504,6 +504,7 @@ PLACED_IN_HOST = [
     (1, ALL | {"recompute_block": False}),
     (1, ALL | {"optimizer": "adamw8bit"}),
     (4, ALL | {"zero_level": 3, "optimizer": "normuon"}),
+    (1, ALL | {"model.num_hidden_layers": 6}),  # two layers in a body
     (1, ALL | ALTERNATING),
     (4, ALL | {"zero_level": 3} | ALTERNATING),
     (1, ALL | {"microbatches_per_fetch": 3}),

@@ -128,8 +128,9 @@ def test_every_row_compares_two_different_things():
         assert per_step == len(batches[0][0])
         engine = assembly.from_config(row, mesh, 1).engine
         recompute = [row[name] for name in verifier.configs.RECOMPUTE_PARTS]
-        chunks = engine.model.compute.sequence_chunks, engine.lmhead_chunks
-        settings = (engine.recompute_block, recompute, chunks, engine.packed)
+        compute = engine.model.compute
+        chunks = compute.sequence_chunks, engine.lmhead_chunks, compute.cp_method
+        settings = (engine.recompute_block, recompute, chunks, engine.packed, engine.pp_schedule)
         return engine.table, shape, settings, engine.microbatches_per_fetch, s.split
 
     for s in SETTINGS[1:]:

@@ -146,10 +146,10 @@ class Prefetch:
 
         Two layers that are copied in from host memory exchange their places in device memory. With one, XLA copies what
         is prefetched into the carry. Forward, the transfers of two layers overlap less (docs/LOG.md, 2026-11-22), and
-        so do all-gathers.
+        so do all-gathers. What is left of an odd number would be unrolled, and its transfers kernels.
         """
         only_copied_in = self.stages == 1 and not self.on_device
-        return 2 if reverse and only_copied_in and self.period == 1 and self.n >= 4 else self.period
+        return 2 if reverse and only_copied_in and self.period == 1 and self.n % 2 == 0 else self.period
 
     def take(self, prefetched, p, *, reverse: bool):
         """(weights of position p, what is prefetched afterwards: the next positions' stages)."""
