@@ -8,7 +8,7 @@ Ratio of the estimate to `compiled.memory_analysis()` of the real step (argument
 
 * XLA's GPU compiler, on a machine without a GPU: configs/llama{1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py on
   H100, on 1 to 8 GPUs, ZeRO 1 and 3, with nothing, one class, the state, or everything offloaded, one to four
-  microbatches a step and one or two a fetch: 15 variants, 0.98 to 1.09. With sequence_chunks, 7B and 8B at 32,768 to
+  microbatches a step and one or two a fetch: 15 variants, 0.97 to 1.09. With sequence_chunks, 7B and 8B at 32,768 to
   131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.15.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24. tests/test_footprint.py compares
   nine of them with the present engine: between 0.9 and 1.4.
@@ -132,6 +132,10 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     # Every other loop over layers has prefetched weights of its own.
     loops = sum(len(runs(segment.variants)) for segment in model.segments) + bool(work.resident)
     during_layer += (loops - 1) * fetched if during_head else 0
+    if work.home.streamed and not work.sharded:
+        during_layer += (
+            3 * group * x_bytes
+        )  # activations of the other layer of a body: `weights.Prefetch.layers_in_body`
     # Shards of the layer after the next are copied from the host before they are all-gathered.
     during_layer += fetched // shards(run.mesh) if work.sharded and streamed else 0
     if table.quants.dtype and platform == "cpu":  # the 8-bit matrices that the weights are dequantised from
