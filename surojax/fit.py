@@ -5,8 +5,8 @@
         [--json FILE]
 
 It searches placement, mesh, recomputation and microbatches by estimate, and compiles and simulates the best few. Model,
-data and the sequences of a step stay as they are. Settings that change numbers are left out unless allowed; tensor
-parallelism is not searched.
+data and the sequences of a step stay as they are. Settings that change numbers are left out unless allowed. Tensor,
+context and pipeline parallelism are not searched.
 `surojax.planner.fastest.fastest(config, gpu)` is the function behind this command.
 """
 

@@ -336,7 +336,8 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
         if needs:
             say(f"{memory} per device: {summed(needs, digits=2)}")
     if run.engine.packed:
-        say(planned.documents(chosen_here(c.attention, c.model_dtype, configs.head_dim(c), packed=True)))
+        attention = chosen_here(c.attention, c.model_dtype, configs.head_dim(c), packed=True)
+        say(planned.documents(attention, c.cp_method))
     shards = number_of_shards(run.mesh)
     if shards > 1 and (replicated := replicated_matrices(run.params, run.engine.layouts.master)):
         say(f"note: not sharded over {shards} devices, which divide none of their dimensions: {replicated}")

@@ -14,7 +14,7 @@ different neighbours.
 A row does not take everything from the config. It uses:
 
 * its own memory and mesh settings; the row "as_configured" has those of the config,
-* random tokens, frequent and rare ones, with 5 % of the labels ignored,
+* random tokens, frequent and rare ones, with 5 % of the labels ignored; with sample_packing documents of 16 on average,
 * at least 2 microbatches, so that accumulators are read,
 * a learning rate that starts at its peak, so that every update is large enough to show.
 
@@ -97,6 +97,7 @@ OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_
 ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
 NVME: dict[str, Any] = {"offload_optimizer": "nvme", "offload_master": "nvme"}
 SAVED: dict[str, Any] = {"recompute_block": False}
+PACKED: dict[str, Any] = {"sample_packing": True}
 PARTS: dict[str, Any] = dict.fromkeys(configs.RECOMPUTE_PARTS, True)
 GROUPED: dict[str, Any] = {"microbatches_per_fetch": 2}
 CHUNKS: dict[str, Any] = {"sequence_chunks": 4}
@@ -122,11 +123,11 @@ SETTINGS: tuple[Setting, ...] = (
     *(Setting(part, SAVED | {part: True}, expect="saved") for part in PARTS),
     Setting("recompute_parts", SAVED | PARTS, expect="saved"),
     Setting("sequence_chunks", CHUNKS, expect="order"),
-    Setting("sequence_chunks_packed", CHUNKS | {"sample_packing": True}, expect="order"),
+    Setting("sequence_chunks_packed", CHUNKS | PACKED, like="sample_packing", expect="order"),
     Setting("lmhead_chunks", {"lmhead_chunks": 8}, expect="order"),
     Setting("gradient_accumulation_steps", {}, expect="order", split=2),
     Setting("microbatches_per_fetch", GROUPED, like="gradient_accumulation_steps", expect="grouped", split=2),
-    Setting("sample_packing", {"sample_packing": True}, expect="order"),
+    Setting("sample_packing", PACKED, expect="documents"),
     # Host memory
     Setting("offload_grouped", ALL | GROUPED, like="gradient_accumulation_steps", expect="grouped", split=2),
     *(Setting(name, {name: True}) for name in OFFLOADS),
@@ -163,7 +164,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("offload_all_tp_2x2", ZERO3_TP | ALL, 4, like="zero_level=3_tp_2x2"),
     Setting("offload_saved_tp_2x2", ZERO3_TP | SAVED | ALL, 4, like="zero_level=3_tp_2x2", expect="saved"),
     Setting("resident_layers_tp_2x2", ZERO3_TP | ALL | {"resident_layers": 1}, 4, like="zero_level=3_tp_2x2"),
-    Setting("sample_packing_tp_2x2", ZERO3_TP | {"sample_packing": True}, 4, expect="order"),
+    Setting("sample_packing_tp_2x2", ZERO3_TP | PACKED, 4, like="sample_packing", expect="order"),
     Setting("shard_outer_tp_2x2", ZERO3_TP | {"shard_outer": True}, 4, expect="order"),
     Setting("lmhead_chunks_tp_2x2", ZERO3_TP | {"lmhead_chunks": 4}, 4, expect="order"),
     Setting("use_all_to_all_reduce_tp_2x2", ZERO3_TP | {"use_all_to_all_reduce": True}, 4, expect="order"),
@@ -194,8 +195,11 @@ SETTINGS: tuple[Setting, ...] = (
             ("saved", SAVED, "saved"),
             ("offload_all", ALL, "same"),
             ("offload_saved", SAVED | ALL, "saved"),
-            ("sample_packing", {"sample_packing": True}, "order"),
         )
+    ),
+    *(
+        Setting(f"cp_{name}_sample_packing_2x2", ZERO3 | of_method | PACKED, 4, like="sample_packing", expect="order")
+        for name, of_method in CP.items()
     ),
     *(Setting(f"zero_level={n}_cp_2x2", {"zero_level": n} | CP["ulysses"], 4, expect="order") for n in (1, 2)),
     Setting("shard_outer_cp_2x2", ZERO3 | CP["ulysses"] | {"shard_outer": True}, 4, expect="order"),
@@ -220,7 +224,7 @@ SETTINGS: tuple[Setting, ...] = (
     *(Setting(f"{name}_pp_2x2", ZERO3 | PP | {name: True}, 4, like="zero_level=3_pp_2x2") for name in OFFLOADS),
     Setting("offload_all_pp_1f1b_2x2", ZERO3 | PP_1F1B | ALL, 4, like="zero_level=3_pp_2x2"),
     Setting("offload_saved_pp@2", PP | SAVED | ALL, 2, like="pp_saved@2"),
-    Setting("sample_packing_pp_2x2", ZERO3 | PP | {"sample_packing": True}, 4, expect="order"),
+    Setting("sample_packing_pp_2x2", ZERO3 | PP | PACKED, 4, like="sample_packing", expect="order"),
     Setting("shard_outer_pp_2x2", ZERO3 | PP | {"shard_outer": True}, 4, expect="order"),
     Setting("lmhead_chunks_pp_2x2", ZERO3 | PP | {"lmhead_chunks": 4}, 4, expect="order"),
     Setting("use_all_to_all_reduce_pp_2x2", ZERO3 | PP | {"use_all_to_all_reduce": True}, 4, expect="order"),
@@ -290,6 +294,7 @@ def bounds(c: Config) -> dict[str, Bound]:
         # A head that is also the embedding gets the gradients of a group's heads before those of its embeddings.
         "grouped": order if c.model.tie_word_embeddings else same,
         "order": order,
+        "documents": Bound(1.0, 1.0, "no token sees the documents before its own", approximate=True),
         "sent_int8": approximate(1e-2, 1e-2, "gradients sent in int8, each off by up to 1/254 of its block's largest"),
         "int8": approximate(1e-2, 1e-2, "weights in int8, each off by up to 1/254 of its block's largest"),
         "fp8": approximate(2e-2, 3e-2, "weights in fp8, each off by up to 1/16 of itself"),
@@ -410,14 +415,15 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[tuple[np.nda
     microbatches = max(2, c.gradient_accumulation_steps)
     multiple = math.lcm(8, own_groups) * microbatches
     sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_groups // multiple) * multiple
-    rng = np.random.default_rng(c.seed)
+    rng, of_documents = np.random.default_rng(c.seed), np.random.default_rng((c.seed, 1))
     shape = (sequences, c.sequence_len)
 
     def batch():
         # Some tokens are frequent. The model learns their frequencies in the first steps, so every update shows.
         inputs = (c.model.vocab_size * rng.random(shape) ** 3).astype(np.int32)
         labels = np.where(rng.random(shape) < 0.05, np.int32(-1), np.roll(inputs, -1, axis=-1))
-        return inputs, labels, np.zeros_like(inputs)  # each row is one document
+        begins = np.where(of_documents.random(shape) < 1 / 16, np.arange(c.sequence_len, dtype=np.int32), 0)
+        return inputs, labels, np.maximum.accumulate(begins, axis=1, dtype=np.int32)
 
     return [batch() for _ in range(steps)], microbatches
 

@@ -324,7 +324,8 @@ def _check_sizes(c: Config) -> None:
     shards = c.gpus // others if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
     if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients or c.shard_outer):
         expected = "2 or more, to shard over, with zero_level above 1, shard_weights or shard_gradients"
-        _need(shards != 1, "dp_shard_size", expected, 1, "lower dp_replicate_size or zero_level, or raise gpus")
+        change = "lower dp_replicate_size or zero_level, or raise gpus"
+        _need(shards * c.cp_size != 1, "dp_shard_size x cp_size", expected, 1, change)
 
 
 # What chunks of the sequence are not built for, or not tested with: each has its default if sequence_chunks is above 1.
@@ -339,6 +340,9 @@ def _check_chunks(c: Config) -> None:
     expected = f"a divisor of sequence_len = {c.sequence_len}"
     change = f"use {divisor(c.sequence_len, min(n, c.sequence_len))}"
     _need(c.sequence_len % n == 0, "sequence_chunks", expected, n, change)
+    tokens = c.sequence_len // n
+    expected = f"sequence_len / sequence_chunks = {tokens} to be even, or 'xla' or 'mosaic': cuDNN takes no odd length"
+    _need(tokens % 2 == 0 or c.attention in ("xla", "mosaic"), "attention", expected, c.attention, "change one of them")
     defaults = default_config()
     for name in NOT_WITH_CHUNKS:
         expected = f"{defaults[name]!r} with sequence_chunks={n}, for which it is not built yet"

@@ -117,7 +117,7 @@ def default_config() -> Config:
     c.skip_quant_last_layers = 0  # number of last blocks that use recipe bf16
 
     # Memory
-    c.zero_level = 1  # shards over dp_shard: 1 = optimizer state, 2 = + gradients, 3 = + block weights
+    c.zero_level = 1  # shards over dp_shard x cp: 1 = optimizer state, 2 = + gradients, 3 = + block weights
     c.shard_gradients = config_dict.placeholder(bool)  # shard the gradient accumulators; unset = zero_level >= 2
     c.shard_weights = config_dict.placeholder(bool)  # shard the block weights; unset = zero_level >= 3
     c.shard_outer = False  # shard embedding and head by token id, for large vocabularies; XLA then computes the loss

@@ -20,7 +20,7 @@ _NOT_IN_GROUPS = (
     "microbatches_per_fetch",
 )
 NOT_WITH = {
-    "tp_size": ("memcpy_all_gather", "memcpy_send_recv"),  # not tested: they need GPUs
+    "tp_size": ("memcpy_all_gather", "memcpy_send_recv"),
     "cp_size": _NOT_IN_GROUPS,
     "pp_size": (*_NOT_IN_GROUPS, "resident_layers", "cp_size"),
 }
@@ -31,7 +31,7 @@ def check_mesh(c: Config) -> None:
     defaults = default_config()
     for size, fields in NOT_WITH.items():
         for name in fields if c[size] > 1 else ():
-            expected = f"{defaults[name]!r} with {size}={c[size]}, for which it is not built yet"
+            expected = f"{defaults[name]!r} with {size}={c[size]}, for which it is not built or not tested yet"
             need(c[name] == defaults[name], name, expected, c[name], f"leave it out, or set {size}=1")
     _check_context(c)
     _check_stages(c)
@@ -107,7 +107,7 @@ def _check_context(c: Config) -> None:
         return
     heads = c.model.num_attention_heads
     expected = f"a multiple of cp_size x tp_size = {n * c.tp_size} with cp_method='ulysses', which divides the heads"
-    change = "lower cp_size, or set cp_method='ring'"
+    change = "lower cp_size, or set cp_method='ring' and attention='xla'"
     need(heads % (n * c.tp_size) == 0, "model.num_attention_heads", expected, heads, change)
     of_group = max(c.model.num_key_value_heads // c.tp_size, 1)
     expected = f"a multiple or a divisor of cp_size = {n} on the GPUs of a tensor-parallel group"

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: by XLA, by cuDNN or by our kernel. Only cudnn.py calls one, too.
+"""Scaled dot-product attention: by XLA, by cuDNN or by our kernel. No other file but cudnn.py calls one.
 
 Shape suffixes: B batch, S query positions, T key positions, H query heads, K key/value heads, h head dimension.
 """

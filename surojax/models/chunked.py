@@ -9,11 +9,11 @@ these. Everything else, above all the MLP's values, is of one chunk: the backwar
 block saves its input alone. Computed twice in the backward pass are only keys and values.
 
 The loops over chunks are unrolled, since the number of keys that a chunk attends to is a shape: no chunk multiplies
-keys that causality hides from all its queries, and FLOPs are those of the block in one piece. Barriers keep one chunk
-after the other, or XLA may have the values of several in memory.
+keys that causality hides from all its queries, and FLOPs are those of the block in one piece, and the products for keys
+and values once more. Barriers keep one chunk after the other, or XLA may have the values of several in memory.
 
-Sums over chunks (gradients of weights, keys and values) are in float32, and rounded once to the dtype that they have
-without chunks.
+A chunk's gradients of weights, keys and values have the dtype that they have without chunks; they are added in float32,
+and the sums rounded to that dtype.
 
 Shape suffixes: B batch, S sequence, C a chunk of it, D hidden size, K key/value heads, h head dimension.
 """

@@ -388,10 +388,9 @@ class Operations:
         scale: float | None = None,
         softcap: float = 0.0,
     ) -> tuple[jax.Array, Cache | Earlier | None]:
-        """(causal attention `[B, S, H, h]` within the window, over the cached or earlier positions too; the second).
+        """(causal attention `[B, S, H, h]` within the window, over the cached or earlier positions too; what is new).
 
-        second: the extended cache, or of a chunk its own keys and values, without those before it.
-
+        new: with a Cache the extended one; with an Earlier this chunk's own keys and values; else None.
         scale, softcap: of the scores, see `attention.attend`.
         """
         scores: Any = {"scale": scale, "softcap": softcap}

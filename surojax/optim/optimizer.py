@@ -158,7 +158,7 @@ class Rule(NamedTuple):
     apply_to_stack: (stack, its state) -> a function like `apply` that updates all layers in one pass, takes seeds
     `[L, 2]`, and returns None as its first result if the work dtype is None. Or None, if one pass would need memory for
     more than the results.
-    gathers: whether it all-gathers the matrix over `dp_shard`, in the work dtype.
+    gathers: whether it all-gathers the matrix over all that divide it, in the work dtype.
     flops: (shapes of matrices of one layer, number of layers) -> FLOPs of a step, 0 if negligible.
     """
 

@@ -4,6 +4,7 @@ No block spans two shards of a row (`optimizer.adamw8bit`), so where tensor para
 sizes. A block's scale is its largest magnitude. Smaller blocks within the old ones keep the scale: no number changes,
 and blocks with equal scales joined again have the codes that they had. A new block that overlaps several old ones has
 the largest of their scales, and the codes of the others are rounded to nearest: by at most half a step of the new code.
+A v that is not 0 keeps at least code 1.
 """
 
 import jax

@@ -133,7 +133,7 @@ def from_bits(x: jax.Array, dtype) -> jax.Array:
 
 
 def largest_of_shards(x: jax.Array) -> jax.Array:
-    """The elementwise maximum over the devices that store parts of a layer, of those axes that x varies over."""
+    """The elementwise maximum over `dp_shard x cp` and the tensor-parallel group, along the axes that x varies over."""
     return _largest(x, (*SHARDS, *TENSOR))
 
 

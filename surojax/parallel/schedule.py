@@ -15,7 +15,8 @@ beginning are forward only and p - 1 at the end backward only, so a stage idles 
 The program of all stages is one, so stages go from tick to tick together, and a tick takes as long as its slowest
 stage. The classic 1f1b has p - s microbatches in flight, because neighbours compute in opposite directions; here each
 of its ticks would take as long as a backward pass, three or four forward passes with recomputed blocks: 1.5 times the
-step. With both directions in every tick, all stages have the same work, and inputs of p - 1 more microbatches rest.
+step. With both directions in every tick, all stages have the same work, and residuals of p - 1 more microbatches are in
+memory. Every stage has room for those of the first, at most 2 p - 1.
 """
 
 import dataclasses

@@ -161,8 +161,10 @@ def _outer(param: Param, row: Row, mesh: Mesh) -> Layout:
     layout = _zero(param, row, mesh)
     if layout.sharded_dim != 0:
         n = _devices(mesh, (*_computed(param, mesh)[0], *shard_axes(mesh)))
-        name = "dp_shard_size" if n == mesh.shape[SHARD] else f"the {n} GPUs of a replica"
-        raise ConfigError(f"shard_outer: expected a vocabulary that {name} divides, got {param.shape[0]} words; pad it")
+        divisor = "dp_shard_size" if n == mesh.shape[SHARD] else f"the number of GPUs of a replica, {n},"
+        raise ConfigError(
+            f"shard_outer: expected a vocabulary that {divisor} divides, got {param.shape[0]} words; pad it"
+        )
     return Layout(layout.stored, layout.stored)
 
 

@@ -1,6 +1,6 @@
 """Where each tensor class is stored: one table, filled from the settings. No other code reads these settings.
 
-| class     | what it is                                   | sharded over dp_shard by          | in host memory by |
+| class     | what it is                                   | sharded over dp_shard x cp by     | in host memory by |
 |-----------|----------------------------------------------|-----------------------------------|-------------------|
 | weights   | work copy of the block weights               | zero_level >= 3 / shard_weights   | offload_weights * |
 | quants    | block matrices in 8 bits, if persistent      | as weights                        | offload_quants    |
@@ -47,7 +47,7 @@ class Row:
     """One tensor class."""
 
     dtype: str
-    sharded: bool  # over dp_shard
+    sharded: bool  # over dp_shard x cp
     home: Home = DEVICE
     folder: str = ""  # folder of the file, for a home of nvme
     resident: int = 0  # number of layers in device memory if the home of the others is host memory
@@ -59,7 +59,7 @@ class Placement:
 
     quants: dtype "" if weights are not quantised; home is used if they are persistent.
     one_scale: quantised weights have one scale per matrix, and are operands of products (recipes fp8_*).
-    reduce: how gradients are summed over `dp_shard`, see `collectives.reduce_scatter`.
+    reduce: how gradients are summed over `dp_shard x cp`, see `collectives.reduce_scatter`.
     copy_engine: the enabled settings of `collectives.COPY_ENGINE`.
     """
 
@@ -102,7 +102,7 @@ def place(
     master_dtype: str = "float32",
     num_shards: int,
 ) -> Placement:
-    """The table for these settings and `num_shards` devices of `dp_shard`.
+    """The table for these settings and `num_shards` devices of `dp_shard x cp`.
 
     The same config runs on any number of devices. On one device nothing is communicated, but weights are quantised as
     on several, so that their values are the same.

@@ -117,6 +117,9 @@ def _back(c: Config) -> Iterator[Change]:
     return ({f"offload_{name}": False} for name in reversed(OFFLOADS) if c[f"offload_{name}"] is True)
 
 
+LONG_SEQUENCE = 8192  # tokens; chunks of shorter ones save little
+
+
 def _changes(c: Config, n: int, platform: str, scarce: bool) -> Iterator[Change]:
     """Changes from mild to strong, for n devices; scarce: whether host memory has a limit."""
     tokens_per_chunk = c.per_device_batch_size * c.sequence_len // c.lmhead_chunks
@@ -129,12 +132,16 @@ def _changes(c: Config, n: int, platform: str, scarce: bool) -> Iterator[Change]
         yield {"recompute_norm": True, "recompute_swiglu": True}
     yield {"recompute_block": True} | dict.fromkeys(RECOMPUTE_PARTS, False)
     yield {"microbatches_per_fetch": 1}
+    if c.pp_size > 1:
+        yield {"pp_schedule": "1f1b"}
     yield {"lmhead_chunks": chunks(c.per_device_batch_size * c.sequence_len)}
     yield {
         "per_device_batch_size": 1,
         "gradient_accumulation_steps": c.per_device_batch_size * c.gradient_accumulation_steps,
         "lmhead_chunks": chunks(c.sequence_len),
     }
+    if gpus_per_sequence(c) == 1 and c.recipe == "bf16" and c.sequence_len > LONG_SEQUENCE:
+        yield {"sequence_chunks": max(c.sequence_chunks, divisor(c.sequence_len, c.sequence_len // LONG_SEQUENCE))}
     if platform != "cpu":
         yield {"model_dtype": "bfloat16"}
     yield dict.fromkeys(("opt_m_dtype", "opt_v_dtype", "accum_dtype"), "bfloat16")
@@ -156,7 +163,7 @@ def _offloads(c: Config, n: int, scarce: bool) -> Iterator[Change]:
     yield from moved.values()
     if n > 1:
         yield {"shard_outer": True} | SHARDED
-    if scarce and gpus_per_sequence(c) == 1:  # config/mesh.py
+    if scarce and c.cp_size * c.pp_size == 1:  # config/mesh.py
         folder = {"nvme_path": c.nvme_path or FOLDER}
         yield from ({f"offload_{name}": "nvme"} | folder for name in ("optimizer", "master"))
         files = dict.fromkeys(("offload_optimizer", "offload_master"), "nvme") | folder

@@ -116,9 +116,8 @@ def _advice(c: Config, devices, available: int) -> list[str]:
         changes = [{"gpus": n} | (SHARDED if n > 1 else {}) for n in (1, 4, 8) if n % gpus_per_sequence(c) == 0]
         sizes = [gib(needed(changed(c, change), change["gpus"], "gpu")) for change in changes]
         flagged = [flags({"gpus": change["gpus"]} | differing(c, change)) for change in changes]
-        lines.append(
-            "NVIDIA GPUs: " + ", ".join(f"{f} needs {size} on each" for f, size in zip(flagged, sizes, strict=True))
-        )
+        needed_on_gpus = [f"{f} needs {size} on each" for f, size in zip(flagged, sizes, strict=True)]
+        lines += [f"NVIDIA GPUs: {', '.join(needed_on_gpus)}"] if needed_on_gpus else []
     return lines
 
 

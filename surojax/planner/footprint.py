@@ -41,7 +41,7 @@ from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
 from surojax.planner.traffic import Batch, batch_of
 from surojax.step.state_plan import bytes_per_device
-from surojax.step.weights import quantise_with_one_scale
+from surojax.step.weights import comes_in_pairs, quantise_with_one_scale
 
 POOL = 0.95  # largest fraction of a GPU's memory that JAX can use: the driver needs the remainder
 DEFAULT_POOL = 0.75  # fraction that JAX uses by default
@@ -132,10 +132,9 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     # Every other loop over layers has prefetched weights of its own.
     loops = sum(len(runs(segment.variants)) for segment in model.segments) + bool(work.resident)
     during_layer += (loops - 1) * fetched if during_head else 0
-    if work.home.streamed and not work.sharded:
-        during_layer += (
-            3 * group * x_bytes
-        )  # activations of the other layer of a body: `weights.Prefetch.layers_in_body`
+    in_loops = [x for segment in model.segments for x in runs(segment.variants)]
+    if work.home.streamed and not work.sharded and any(comes_in_pairs(x.stop - x.start, x.period) for x in in_loops):
+        during_layer += 3 * group * x_bytes  # activations of the other layer of a backward body
     # Shards of the layer after the next are copied from the host before they are all-gathered.
     during_layer += fetched // shards(run.mesh) if work.sharded and streamed else 0
     if table.quants.dtype and platform == "cpu":  # the 8-bit matrices that the weights are dequantised from
@@ -297,7 +296,7 @@ def _block_bytes(
         return saved + kept, B * S * copied * itemsize
     keys = S * chunks * per_sequence
     if per_sequence > tensor and compute.cp_method != "ulysses":
-        keys = S * tensor  # two pairs of a hop, four pieces of scores each (compiled for an H100: 8 pieces)
+        keys = 2 * S * tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17 pieces)
     return saved, (4 if platform == "cpu" else 2) * heads * keys * 4
 
 

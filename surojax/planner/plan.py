@@ -33,7 +33,7 @@ from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape, pipeline_stages
+from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape
 from surojax.placement.param import OUTER
 from surojax.planner import advice, aot, check_fit, footprint, hlo, prediction, search, stages, traffic
 from surojax.planner.advice import GiB, Memory
@@ -53,6 +53,7 @@ class Plan(Prediction):
     parameters: int
     attention: str  # its implementation: "cudnn", "mosaic" or "xla"
     packed: bool  # rows hold several documents
+    cp_method: str  # how sequences are divided over `cp`
     mesh: dict[str, int]  # size of each axis
     estimate: bool  # True if nothing was compiled
     fits: bool
@@ -124,6 +125,7 @@ def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None, adv
         gpus=n,
         attention=c.attention,
         packed=c.sample_packing,
+        cp_method=c.cp_method,
         fits=fits,
         nvme_bytes=in_files,
         nvme_read_bytes=in_files,  # a step reads and writes the entire file once
@@ -222,8 +224,6 @@ def _predicted(
     c: Config, gpu: str, run: Assembly, batch: traffic.Batch, modules: list[hlo.Module], trace: str | None
 ) -> dict[str, Any]:
     """Fields of the `Plan` about time, of a step that is one program. trace: see `plan`."""
-    if pipeline_stages(run.mesh) > 1:
-        return dataclasses.asdict(Prediction(not_predicted=stages.NOT_PREDICTED))
     if len(modules) > 1:
         return dataclasses.asdict(Prediction(not_predicted="state in files, and the drive's speed is not known"))
     (module,) = modules

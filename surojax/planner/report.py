@@ -16,8 +16,12 @@ ATTENTION = {
 }
 
 
-def documents(attention: str) -> str:
+def documents(attention: str, cp_method: str = "ulysses") -> str:
     """A line that says how the documents of a packed row are separated, by this implementation of attention."""
+    if cp_method != "ulysses":
+        return (
+            f"documents in a row: attention by XLA piece by piece (cp_method={cp_method}), s/2 x s/2 scores in memory"
+        )
     return f"documents in a row: {ATTENTION[attention]}"
 
 
@@ -28,7 +32,7 @@ def table(p: Plan) -> str:
     if p.estimate:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the step: {aot.EXTRA}")
     if p.packed:
-        lines.append(documents(p.attention))
+        lines.append(documents(p.attention, p.cp_method))
     totals = [p.device_bytes, p.host_bytes, p.nvme_bytes]
     name, unit = memory_unit(max(totals))
     rows = {kind: [sizes[home.name] for home in HOMES] for kind, sizes in p.classes.items()}

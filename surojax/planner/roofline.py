@@ -167,7 +167,8 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
     rates = _rates(gpu)
     dtype = jnp.dtype(engine.table.weights.dtype)
     x = jax.ShapeDtypeStruct((batch.sequences, batch.sequence_len, model.hidden_size), dtype)
-    sizes = footprint.segment_bytes(run, segment, x, "gpu")
+    whole = model.rebuild(dataclasses.replace(model.compute, sequence_chunks=1))
+    sizes = footprint.segment_bytes(dataclasses.replace(run, model=whole), segment, x, "gpu")
     bandwidth = gpu.memory_bandwidth * rates.memory
     passes = sizes.saved / bandwidth
     attended, attended_back = _attention(segment, batch, gpu, sizes.scores)

@@ -37,8 +37,9 @@ starts when (assembly.compiler_options; `hlo.overlaps` reads its decisions).
 Everything here runs inside `jax.shard_map` over all mesh axes: arrays are one device's part. Data-parallel
 communication is only in `fetch`, `push` and `finish`; that of tensor and context parallelism is only in blocks
 (parallel/tensor.py, parallel/context.py) and in outer.py. Labels were shifted before a device takes its part of a
-sequence. Shape suffixes: A microbatches, B local batch, S sequence
-(or its part, see outer.py), D hidden size, N tokens.
+sequence.
+
+Shape suffixes: A microbatches, B local batch, S sequence (or its part, see outer.py), D hidden size, N tokens.
 """
 
 import functools

@@ -80,6 +80,15 @@ class Layer(NamedTuple):
     weights: Any
 
 
+def comes_in_pairs(n: int, period: int) -> bool:
+    """Whether a loop over n layers may have two of them in its body.
+
+    What is left of an odd number would be unrolled, and its transfers kernels. Two layers without a loop crash XLA (jax
+    0.12).
+    """
+    return period == 1 and n >= 4 and n % 2 == 0
+
+
 class Prefetch:
     """Fetches the weights of a run of layers early.
 
@@ -146,10 +155,10 @@ class Prefetch:
 
         Two layers that are copied in from host memory exchange their places in device memory. With one, XLA copies what
         is prefetched into the carry. Forward, the transfers of two layers overlap less (docs/LOG.md, 2026-11-22), and
-        so do all-gathers. What is left of an odd number would be unrolled, and its transfers kernels.
+        so do all-gathers.
         """
         only_copied_in = self.stages == 1 and not self.on_device
-        return 2 if reverse and only_copied_in and self.period == 1 and self.n % 2 == 0 else self.period
+        return 2 if reverse and only_copied_in and comes_in_pairs(self.n, self.period) else self.period
 
     def take(self, prefetched, p, *, reverse: bool):
         """(weights of position p, what is prefetched afterwards: the next positions' stages)."""
