@@ -85,6 +85,7 @@ def field_cases() -> list[tuple[str, str]]:
     gradient_accumulation_steps=0 | gradient_accumulation_steps: expected 1 or more
     sequence_chunks=0           | sequence_chunks: expected 1 or more, got 0; raise it
     sequence_chunks=6           | sequence_chunks: expected a divisor of sequence_len = 128, got 6; use 8
+    sequence_len=30 sequence_chunks=2 | attention: expected sequence_len / sequence_chunks = 15 to be even, or 'xla' or
     sequence_chunks=4 recompute_block=false | recompute_block: expected True with sequence_chunks=4, for which it is not
     sequence_chunks=4 recipe=mxfp8 | recipe: expected 'bf16' with sequence_chunks=4, for which it is not built yet, got
     sequence_chunks=4 tp_size=2 | tp_size: expected 1 with sequence_chunks=4, for which it is not built yet, got 2

@@ -249,6 +249,23 @@ def test_advice_leaves_room_in_host_memory():
     assert changes(c, 1, tight) == [{"offload_optimizer": "nvme", "nvme_path": "FOLDER"}]
 
 
+def test_advice_of_long_sequences_and_of_stages():
+    """What changes no number comes first: chunks of the sequence, and a schedule with fewer microbatches in flight."""
+    long = flags.load(str(CONFIGS / "llama8b_long.py"))
+    long.sequence_chunks = 1
+    assert changes(long, 1, Memory(int(22.5 * GiB), 200 * GiB)) == [{"sequence_chunks": 16}]
+    c = flags.load(str(CONFIGS / "llama7b.py"))
+    c.update({"gpus": 4, "pp_size": 4, "gradient_accumulation_steps": 64, "offload_optimizer": True})
+    before, after = (footprint.needed(advice.changed(c, x), 4, "gpu") for x in ({}, {"pp_schedule": "1f1b"}))
+    found = changes(c, 4, Memory((before + after) // 2, 200 * GiB))
+    assert {"pp_schedule": "1f1b"} in found
+
+
+def test_replicas_of_sequences_that_are_divided_have_shards():
+    """State is sharded over dp_shard x cp."""
+    checks.check(small(gpus=4, dp_replicate_size=2, cp_size=2, zero_level=3))
+
+
 def test_too_little_host_memory_is_refused_with_what_would_fit(host):
     c = flags.load(str(CONFIGS / "llama7b.py"))
     for name in ("residual", "optimizer", "master", "grads", "weights"):

@@ -521,6 +521,15 @@ def test_copy_engines_do_all_host_transfers_in_loops(gpus, changes):
 
 @needs_compiler
 @pytest.mark.full
+def test_two_layers_alone_are_not_unrolled(planned):
+    """XLA (jax 0.12) crashed on a backward pass of two layers side by side that are copied in from the host."""
+    offloaded = {"offload_weights": True, "offload_grads": True, "gradient_accumulation_steps": 2}
+    p = planned(config(gpus=1, **BLOCKS | offloaded | {"model.num_hidden_layers": 2}), "h200")
+    assert p.host_transfers["copy_engine"] > 0
+
+
+@needs_compiler
+@pytest.mark.full
 def test_layers_that_alternate_are_fetched_one_by_one(planned):
     """With a window in five of six layers a loop's body has six layers: as many gathers as without, and the weights of
     one layer more at most, where without an order all six would be gathered at once."""

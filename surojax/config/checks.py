@@ -325,7 +325,7 @@ def _check_sizes(c: Config) -> None:
     if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients or c.shard_outer):
         expected = "2 or more, to shard over, with zero_level above 1, shard_weights or shard_gradients"
         change = "lower dp_replicate_size or zero_level, or raise gpus"
-        _need(shards * c.cp_size != 1, "dp_shard_size x cp_size", expected, 1, change)
+        _need(shards * c.cp_size != 1, "dp_shard_size", expected, 1, change)
 
 
 # What chunks of the sequence are not built for, or not tested with: each has its default if sequence_chunks is above 1.
