@@ -73,18 +73,30 @@ def _check_heads(c: Config) -> None:
     kv = m.num_key_value_heads
     expected = f"a multiple or a divisor of tp_size={n}"
     need(kv % n == 0 or n % kv == 0, "model.num_key_value_heads", expected, kv, "lower tp_size")
-    if c.recipe not in BLOCK_SCALED:
-        return
-    expected = f"at least tp_size={n} with recipe={c.recipe!r}: GPUs that share a head would round parts of its sums"
-    need(kv >= n, "model.num_key_value_heads", expected, kv, "lower tp_size, or use recipe='fp8_current'")
+    if c.recipe != "bf16":
+        _check_widths(c)
+
+
+def _check_widths(c: Config) -> None:
+    """Raises ConfigError if a GPU's part of a matrix has a width that the recipe's products do not take."""
+    m = c.model
+    n = c.tp_size
+    kv = m.num_key_value_heads
+    multiple = 16  # of float8 products
+    if c.recipe in BLOCK_SCALED:
+        multiple = WIDTHS
+        expected = (
+            f"at least tp_size={n} with recipe={c.recipe!r}: GPUs that share a head would round parts of its sums"
+        )
+        need(kv >= n, "model.num_key_value_heads", expected, kv, "lower tp_size, or use recipe='fp8_current'")
     widths = {
-        "model.num_attention_heads x model.head_dim": m.num_attention_heads * head_dim(c) // n,
-        "model.num_key_value_heads x model.head_dim": kv * head_dim(c) // n,
+        "model.num_attention_heads x model.head_dim": m.num_attention_heads // n * head_dim(c),
+        "model.num_key_value_heads x model.head_dim": max(kv // n, 1) * head_dim(c),
         "model.intermediate_size": m.intermediate_size // n,
     }
     for name, width in widths.items():
-        expected = f"a multiple of {WIDTHS} on each GPU with tp_size={n} and recipe={c.recipe!r}"
-        need(width % WIDTHS == 0, name, expected, width, "lower tp_size")
+        expected = f"a multiple of {multiple} on each GPU with tp_size={n} and recipe={c.recipe!r}"
+        need(width % multiple == 0, name, expected, width, "lower tp_size")
 
 
 def _check_context(c: Config) -> None:
