@@ -217,12 +217,12 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     # Pipeline parallelism: pp_size x dp_shard_size, x tp_size or with dp_replicate_size before dp_shard_size
     Setting("pp@2", PP, 2, expect="order"),
-    Setting("pp_1f1b@2", PP_1F1B, 2, like="pp@2"),
+    Setting("pp_1f1b@2", PP_1F1B, 2, like="pp@2", expect="grouped"),
     Setting("pp_saved@2", PP | SAVED, 2, like="pp@2", expect="saved"),
     *(Setting(f"zero_level={n}_pp_2x2", {"zero_level": n} | PP, 4, expect="order") for n in (1, 2, 3)),
-    Setting("zero_level=3_pp_1f1b_2x2", ZERO3 | PP_1F1B, 4, like="zero_level=3_pp_2x2"),
+    Setting("zero_level=3_pp_1f1b_2x2", ZERO3 | PP_1F1B, 4, like="zero_level=3_pp_2x2", expect="grouped"),
     *(Setting(f"{name}_pp_2x2", ZERO3 | PP | {name: True}, 4, like="zero_level=3_pp_2x2") for name in OFFLOADS),
-    Setting("offload_all_pp_1f1b_2x2", ZERO3 | PP_1F1B | ALL, 4, like="zero_level=3_pp_2x2"),
+    Setting("offload_all_pp_1f1b_2x2", ZERO3 | PP_1F1B | ALL, 4, like="zero_level=3_pp_1f1b_2x2"),
     Setting("offload_saved_pp@2", PP | SAVED | ALL, 2, like="pp_saved@2"),
     Setting("sample_packing_pp_2x2", ZERO3 | PP | PACKED, 4, like="sample_packing", expect="order"),
     Setting("shard_outer_pp_2x2", ZERO3 | PP | {"shard_outer": True}, 4, expect="order"),
@@ -231,7 +231,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("hsdp_pp_2x2x2", ZERO3 | PP | {"dp_replicate_size": 2}, 8, expect="order"),
     Setting("pp_tp_2x2", PP | TP, 4, expect="order"),
     Setting("zero_level=3_pp_tp_2x2x2", ZERO3 | PP | TP, 8, expect="order"),
-    Setting("offload_all_pp_tp_2x2x2", ZERO3 | PP_1F1B | TP | ALL, 8, like="zero_level=3_pp_tp_2x2x2"),
+    Setting("offload_all_pp_tp_2x2x2", ZERO3 | PP | TP | ALL, 8, like="zero_level=3_pp_tp_2x2x2"),
     # Communication
     Setting("use_all_to_all_reduce@4", ZERO3 | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting(
@@ -291,7 +291,8 @@ def bounds(c: Config) -> dict[str, Bound]:
     return {
         "same": same,
         "saved": same if exact else order._replace(reason=rounded),
-        # A head that is also the embedding gets the gradients of a group's heads before those of its embeddings.
+        # A head that is also the embedding gets the gradients of a group's heads before those of its embeddings, and
+        # with stages in the order of their schedule.
         "grouped": order if c.model.tie_word_embeddings else same,
         "order": order,
         "documents": Bound(1.0, 1.0, "no token sees the documents before its own", approximate=True),

@@ -385,8 +385,11 @@ def backward(
             dw, dxs_BSD[i], seen = block_backward(engine, segment, layer, saved, d_result, inputs, each.starts_BS)
             if not i and engine.recompute_block and engine.table.weights.sharded:
                 # The next layer's weights and residuals arrive before the first gradient is reduced, or the scheduler
-                # puts them behind the last one. Nothing that computes waits for them.
-                dw, (gathered, deferred) = reduce_behind(dw, (prefetched[0], deferred))
+                # puts them behind the last one. Nothing that computes waits for them. With weights from the host,
+                # residuals may be later, for less memory.
+                residuals = [] if engine.table.weights.home.streamed else deferred
+                dw, (gathered, residuals) = reduce_behind(dw, (prefetched[0], residuals))
+                deferred = residuals or deferred
                 prefetched = gathered, *prefetched[1:]
             sums = accumulate(engine, segment, sums, dw)
             observed = jax.tree.map(lambda old, new: old.at[layer.number].max(new), observed, seen)
