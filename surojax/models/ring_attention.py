@@ -62,7 +62,7 @@ class Attended(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """What the backward pass has of a piece of queries. delta: sum of dy * y over channels, of all keys."""
+    """Values of the backward pass for a piece of queries. delta: sum of dy * y over channels, of all keys."""
 
     dy_BtKGh: jax.Array
     lse_BKGt: jax.Array
@@ -70,7 +70,7 @@ class Slopes(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is static. all_seen: a query sees all keys of earlier pieces, as neither documents nor windows hide some."""
+    """Static arguments. all_seen: a query sees all keys of earlier pieces, neither documents nor windows hide any."""
 
     method: Method
     rule: Rule

@@ -43,12 +43,12 @@ def spread(x_BSD: jax.Array, source: int) -> jax.Array:
 
 
 def to_next(x_BSD: jax.Array) -> jax.Array:
-    """What the stage before this one has; zeros in the first stage."""
+    """The values of the stage before this one; zeros in the first stage."""
     _, stages = stage()
     return jax.lax.ppermute(x_BSD, PIPELINE, [(i, i + 1) for i in range(stages - 1)])
 
 
 def to_previous(x_BSD: jax.Array) -> jax.Array:
-    """What the stage after this one has; zeros in the last stage."""
+    """The values of the stage after this one; zeros in the last stage."""
     _, stages = stage()
     return jax.lax.ppermute(x_BSD, PIPELINE, [(i + 1, i) for i in range(stages - 1)])

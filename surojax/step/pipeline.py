@@ -98,7 +98,7 @@ class Slot(Residuals):
 
 
 class TickCarry(NamedTuple):
-    """What goes from tick to tick.
+    """The loop carry from tick to tick.
 
     x_BSD, dx_BSD: received from the stage before, and from the stage after. from_head: gradients of the last stage's
     results, this stage's part of them `[slots, B, s, D]`. saved: residuals of the microbatches in flight, stacks. loss:

@@ -81,7 +81,7 @@ class Layer(NamedTuple):
 
 
 def comes_in_pairs(n: int, period: int) -> bool:
-    """Whether a loop over n layers may have two of them in its body.
+    """True if a loop over n layers may have two of them in its body.
 
     What is left of an odd number would be unrolled, and its transfers kernels. Two layers without a loop crash XLA (jax
     0.12).
@@ -130,7 +130,7 @@ class Prefetch:
         return self._copy_in(self._in_part(2 * self.n - 1 - p if reverse else p))
 
     def first(self, *, reverse: bool = False):
-        """What is prefetched before a pass begins at position 0, or at n if reverse: the result of each stage."""
+        """The results of each stage that are prefetched before a pass begins, at position 0 or, if reverse, at n."""
         return tuple(self._prefetched(i, self.n if reverse else 0) for i in range(self.stages))
 
     def _prefetched(self, i: int, p: jax.Array | int):
@@ -189,7 +189,7 @@ class Layers:
                 self.prefetches.append(Prefetch(engine, segment, part, layers, run.period, stages=stages))
 
     def first(self, *, reverse: bool = False) -> list:
-        """What is prefetched before a forward pass, or before a backward pass."""
+        """Weights that are prefetched before a forward pass, or before a backward pass."""
         return [prefetch.first(reverse=reverse) for prefetch in self.prefetches]
 
     def turn(self, prefetched: list, group, *, reverse: bool) -> list:
