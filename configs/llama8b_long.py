@@ -3,7 +3,7 @@
     python -m surojax.plan --config configs/llama8b_long.py --gpu rtx4090
 
 Everything that can be is in host memory, and blocks are computed in eight chunks of the sequence: 13.2 GiB on the
-device instead of the 32.7 GiB of `--config.sequence_chunks=1`, in the same predicted time (282 s a step, MFU 0.42).
+device instead of the 35.1 GiB of `--config.sequence_chunks=1`, in the same predicted time (282 s a step, MFU 0.42).
 With `surojax.train`, add data and tokenizer, or `--config.model_path`.
 """
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from layouts import check_checkpoint_moves, config_of_a_run
 from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, SMOLLM, engine_gradients, reference
 
@@ -27,7 +28,6 @@ from surojax.placement.layout import layouts
 from surojax.placement.mesh import KV_HEADS, SAME_KV_HEADS, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.table import place
 from surojax.planner import hlo, traffic
-from surojax.run.checkpoint import Checkpoints, find, restore
 from surojax.train import train
 
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
@@ -263,27 +263,13 @@ def test_a_checkpoint_moves_between_layouts(tmp_path):
     """From one device to 2 x 4 with fewer key/value heads, and back: weights and moments equal to the bit."""
     one, eight = Small(m_dtype="bfloat16"), Small(8, tp_size=4, zero_level=3, m_dtype="bfloat16")
     one.train([tokens(1, 4, 24)])
-    saved = one.state
-    with Checkpoints(tmp_path / "one", save_total_limit=1) as checkpoints:
-        checkpoints.save(saved, {"step": 1})
-    there = restore(find(tmp_path / "one"), eight.plan)
-    assert jax.tree.map(lambda x: x.sharding, there) == jax.tree.map(lambda x: x.sharding, eight.plan)
-    with Checkpoints(tmp_path / "eight", save_total_limit=1) as checkpoints:
-        checkpoints.save(there, {"step": 1})
-    back = restore(find(tmp_path / "eight"), one.plan)
-    for found in (there, back):
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, saved)
+    check_checkpoint_moves(one, eight, tmp_path)
 
 
 @pytest.mark.full
 def test_a_run_goes_on_under_another_layout(tmp_path):
     """On one device, then on two that share each sequence, then on one again: the same samples, step by step."""
-    (tmp_path / "text.txt").write_text("".join(f"line {i} of the text\n" for i in range(2000)))
-    c = default_config()
-    c.model.update({"vocab_size": 320, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2})
-    c.model.update({"num_attention_heads": 4, "num_key_value_heads": 2})
-    c.update({"data": str(tmp_path / "text.txt"), "data_cache": str(tmp_path / "cache"), "model_dtype": "float32"})
-    c.update({"sequence_len": 64, "per_device_batch_size": 2, "sample_tokens": 5, "eval_steps": 0, "eval_batches": 2})
+    c = config_of_a_run(tmp_path)
     losses = {}
     for name, sizes in {"one": (1, 1, 1), "mixed": (1, 2, 1)}.items():
         c.output_dir = str(tmp_path / name)

@@ -264,7 +264,7 @@ def loss_and_gradients(
 
 
 def own_slice(engine: Engine, x_BS: jax.Array) -> jax.Array:
-    """Those columns of whole sequences that this device has the activations of."""
+    """The columns of whole sequences whose activations are on this device."""
     return own_part(own_tokens(x_BS, engine.model.compute.cp_method))
 
 

@@ -180,7 +180,7 @@ def starts_in_first_group(engine: Engine) -> bool:
 
 
 def peels_last_group(engine: Engine) -> bool:
-    """Whether the last group of microbatches is peeled off the loop, to sum over devices what the others leave local.
+    """True if the last group of microbatches is peeled off the loop, to sum over devices what the others leave local.
 
     At ZeRO-2 and 3 without replicas they leave nothing local. Without `shard_outer` it saves memory there all the same:
     of two groups, no loop is left, and so no zeros for the first (7B on four GPUs: 0.5 GiB; docs/LOG.md, 2026-11-22).

@@ -138,7 +138,7 @@ class Prefetch:
         return self.copy_in(p + 1) if i else self.gather(self.copy_in(p))
 
     def turn(self, prefetched, group, *, reverse: bool):
-        """What is prefetched when a pass begins, with what the pass before read beyond its last layer fetched again.
+        """The prefetched values when a pass begins: what the pass before read beyond its last layer is fetched again.
 
         Only a slice at the end of the stack is right: clamped, it is the last layer, with which the next pass begins.
         group: the counter of the loop around it.
@@ -193,7 +193,7 @@ class Layers:
         return [prefetch.first(reverse=reverse) for prefetch in self.prefetches]
 
     def turn(self, prefetched: list, group, *, reverse: bool) -> list:
-        """What is prefetched when a pass begins, see `Prefetch.turn`."""
+        """The prefetched values of each loop when a pass begins, see `Prefetch.turn`."""
         pairs = zip(self.prefetches, prefetched, strict=True)
         return [prefetch.turn(early, group, reverse=reverse) for prefetch, early in pairs]
 

@@ -1,0 +1,35 @@
+"""Runs and checkpoints that go on under another layout: what tests of several axes share."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+from small import Small
+
+from surojax.config.fields import Config, default_config
+from surojax.run.checkpoint import Checkpoints, find, restore
+
+
+def check_checkpoint_moves(one: Small, other: Small, folder: Path) -> None:
+    """Saves the state of `one`, restores it as `other` places it, and back: equal to the bit, and placed as planned."""
+    saved = one.state
+    with Checkpoints(folder / "one", save_total_limit=1) as checkpoints:
+        checkpoints.save(saved, {"step": 1})
+    there = restore(find(folder / "one"), other.plan)
+    assert jax.tree.map(lambda x: x.sharding, there) == jax.tree.map(lambda x: x.sharding, other.plan)
+    with Checkpoints(folder / "other", save_total_limit=1) as checkpoints:
+        checkpoints.save(there, {"step": 1})
+    back = restore(find(folder / "other"), one.plan)
+    for found in (there, back):
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, saved)
+
+
+def config_of_a_run(folder: Path) -> Config:
+    """A config of two layers that trains on a text in this folder."""
+    (folder / "text.txt").write_text("".join(f"line {i} of the text\n" for i in range(2000)))
+    c = default_config()
+    c.model.update({"vocab_size": 320, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2})
+    c.model.update({"num_attention_heads": 4, "num_key_value_heads": 2})
+    c.update({"data": str(folder / "text.txt"), "data_cache": str(folder / "cache"), "model_dtype": "float32"})
+    c.update({"sequence_len": 64, "per_device_batch_size": 2, "sample_tokens": 5, "eval_steps": 0, "eval_batches": 2})
+    return c
