@@ -134,6 +134,16 @@ def test_moments_take_their_dtype():
 
 
 def test_flops_are_those_of_the_products():
-    """A step of a matrix [4, 8]: its gram [4, 4], the gram's square, and [4, 4] by [4, 8]; in each of three layers."""
+    """A step of a matrix [4, 8]: its gram [4, 4], the gram's square, and [4, 4] by [4, 8]."""
     step = 2 * (4 * 4 * 8 + 4 * 4 * 4 + 4 * 4 * 8)
-    assert muon.flops([(4, 8)], num_layers=3, steps=5) == 3 * 5 * step
+    assert muon.flops(5, (4, 8)) == 5 * step
+
+
+@pytest.mark.parametrize(
+    "parts, devices, expected",
+    [((32,), 4, 4), ((30,), 8, 6), ((2, 6), 4, 2), ((3,), 8, 3), ((31,), 8, 1), ((8,), 1, 1)],
+)
+def test_as_many_layers_are_updated_together_as_devices_divide(parts, devices, expected):
+    matrices = muon.normuon(optax.constant_schedule(0.1)).matrices
+    assert optim.layers_together(matrices, parts, devices) == expected
+    assert optim.layers_together(optim.adamw(optax.constant_schedule(0.1)).matrices, parts, devices) == 1

@@ -53,6 +53,30 @@ def test_offloading_changes_no_bit(name, master, devices):
     same(plain[1].moments, offloaded[1].moments)
 
 
+@pytest.mark.parametrize(
+    "devices, layers, placed",
+    quick_at(
+        [
+            (4, 3, {"zero_level": 3}),  # a device without a layer
+            (4, 6, OFFLOADED | {"master_dtype": "bfloat16"}),  # two groups of three; rounded at random
+            (4, 6, {"resident_layers": 2, "offload_weights": True, "zero_level": 3}),  # groups of two
+            (8, 4, {"zero_level": 1, "tp_size": 2}),  # both dimensions of a matrix are divided
+            (8, 4, {"zero_level": 3, "replicate": 2} | OFFLOADED),
+        ],
+        0,
+    ),
+)
+def test_devices_that_divide_the_orthogonalisation_compute_what_each_would_alone(devices, layers, placed, monkeypatch):
+    """To the bit: layers in groups, one on each device, and every layer gathered on all devices."""
+    how = placed | {"config": dataclasses.replace(CONFIG, num_hidden_layers=layers), "optimizer": muon.normuon}
+    in_groups = Small(devices, **how)
+    found = in_groups.train(BATCHES)
+    monkeypatch.setattr(optim, "layers_together", lambda *_: 1)
+    alone = Small(devices, **how)
+    assert found == alone.train(BATCHES)
+    same(in_groups.state, alone.state)
+
+
 def test_a_large_embedding_is_updated_in_parts_to_the_same_bits():
     """In host memory it is: 256 words are four parts, none larger than a matrix of a block, `[80, 32]`."""
     large = dataclasses.replace(CONFIG, vocab_size=256, num_hidden_layers=1)

@@ -9,16 +9,18 @@ and decay fit (Liu et al. 2025, arXiv:2502.16982). As in the paper, there is no 
 (the norm of O' cancels it). The decay is cautious: it applies only to weights that the update makes smaller too (Chen
 et al. 2025, arXiv:2510.12402). Embedding, head and vectors have AdamW's rule, with AdamW's learning rate.
 
-**Sharded.** Master weights and momentum are sharded, but the orthogonalisation needs the full matrix. So momentum is
-all-gathered over the shards, and over the devices of a tensor-parallel group that divide the matrix, in the dtype of
-the products (`model_dtype`: bfloat16 on GPUs, to which they would round it anyway). Every device computes all of O and
-keeps its own shard. That costs each device per step, for P parameters in the blocks and n devices:
+**Sharded.** Master weights and momentum are sharded over n devices (those of a tensor-parallel group included), but
+the orthogonalisation needs the full matrix. So as many layers are updated together: an all-to-all sends device i the
+momentum of the i-th of them, in the dtype of the products (`model_dtype`: bfloat16 on GPUs, to which they would round
+it anyway), and another one sends back what it has computed, in float32. That costs each device per step, for P
+parameters in the blocks:
 
-    (n - 1) / n x P x 2 bytes received, as many as ZeRO-1's all-gather after the update, and
-    steps x (4 min(m, k)^2 max(m, k) + 2 min(m, k)^3) FLOPs for each matrix, not divided by n.
+    (n - 1) / n x P / n x (2 + 4) bytes sent, where ZeRO-1's all-gather after the update sends (n - 1) / n x P x 2, and
+    steps x (4 min(m, k)^2 max(m, k) + 2 min(m, k)^3) / n FLOPs for each matrix.
 
-For Llama-7B (5 steps): 13 GB and 6.8e14 FLOPs on every device, as many as 17 thousand tokens take. Sending each layer
-to one device (an all-to-all there and one back) would divide the bytes by n / 2 and the FLOPs by n; not built.
+If n does not divide the number of layers, fewer are updated together: as many as the largest divisor below n, and some
+devices have nothing to do. A layer that is updated alone (in a file, or of a prime number of them) is all-gathered, and
+every device computes all of O. For Llama-7B (5 steps) O takes 6.8e14 FLOPs, as many as 17 thousand tokens.
 
 The second moment of the rows is replicated (4 bytes a row), so that no norm has to be summed over devices.
 """
@@ -113,20 +115,36 @@ def normuon(
     def state_layout(layout: Layout) -> Momentum:
         return Momentum(layout, Layout(jax.P(), jax.P()))
 
-    def apply(p, g, state: Momentum, tensor: TensorContext, dtype):
-        g = g.astype(jnp.float32) * tensor.scalars["clip"]
-        m = mix(momentum, state.m.astype(jnp.float32), g)
-        o = orthogonalised(_gathered(m.astype(dtype), tensor.layout), steps)
-        o, old_rows = materialised((o, state.rows))
+    def averaged(g, m, tensor: TensorContext):
+        """The momentum with this gradient, float32."""
+        return mix(momentum, m.astype(jnp.float32), g.astype(jnp.float32) * tensor.scalars["clip"])
+
+    def direction(m, old_rows):
+        """(O' of a whole matrix's momentum, of the size of AdamW's updates, and the new second moment of the rows)."""
+        o = orthogonalised(materialised(m), steps)
+        o, old_rows = materialised((o, old_rows))
         squares = materialised(jnp.mean(o * o, axis=1))
         rows = materialised(mix(beta2, old_rows, squares))
         o = o * materialised(1 / (jnp.sqrt(rows) + 1e-8))[:, None]
-        o = o * (RMS * o.size**0.5 * reciprocal(jnp.linalg.norm(o)))
-        o = _own(o, tensor.layout)
-        lr = tensor.scalars["matrices_lr"]
+        return o * (RMS * o.size**0.5 * reciprocal(jnp.linalg.norm(o))), rows
+
+    def moved(p, o, tensor: TensorContext):
+        """The weights after a step against o."""
         old = p.astype(jnp.float32)
-        new = old - lr * (o + jnp.where(o * old > 0, weight_decay * old, 0))
-        new = rounded(new, p.dtype, tensor)
+        new = old - tensor.scalars["matrices_lr"] * (o + jnp.where(o * old > 0, weight_decay * old, 0))
+        return rounded(new, p.dtype, tensor)
+
+    def apply(p, g, state: Momentum, tensor: TensorContext, dtype):
+        m = averaged(g, state.m, tensor)
+        o, rows = direction(_gathered(m.astype(dtype), tensor.layout), state.rows)
+        new = moved(p, _own(o, tensor.layout), tensor)
+        return new.astype(dtype), new, Momentum(m.astype(m_dtype), rows)
+
+    def apply_to_group(p, g, state: Momentum, tensor: TensorContext, dtype):
+        m = averaged(g, state.m, tensor)
+        whole, old_rows = _one_for_each_device(m.astype(dtype), state.rows, tensor.layout)
+        o, rows = _shards_of_each(*direction(whole, old_rows), tensor.layout, len(p))
+        new = jax.vmap(lambda p, o, seed: moved(p, o, tensor._replace(seed=seed)))(p, o, tensor.seed)
         return new.astype(dtype), new, Momentum(m.astype(m_dtype), rows)
 
     def scalars(done: jax.Array, grad_norm: jax.Array) -> Scalars:
@@ -134,30 +152,56 @@ def normuon(
 
     plain = adamw(schedule, weight_decay=weight_decay, m_dtype=m_dtype, **adam)
     return plain._replace(
-        matrices=Rule(init, state_layout, apply, gathers=True, flops=functools.partial(flops, steps=steps)),
+        matrices=Rule(init, state_layout, apply, apply_to_group=apply_to_group, flops=functools.partial(flops, steps)),
         scalars=scalars,
     )
 
 
-def flops(matrices, num_layers: int, steps: int) -> int:
-    """FLOPs of `orthogonalised` in a step, for matrices of these shapes `(m, k)` in each layer."""
-    of_matrix = (4 * min(m, k) ** 2 * max(m, k) + 2 * min(m, k) ** 3 for m, k in matrices)
-    return steps * num_layers * sum(of_matrix)
+def flops(steps: int, shape: tuple[int, int]) -> int:
+    """FLOPs of `orthogonalised` for a matrix of this shape `(m, k)`."""
+    m, k = shape
+    return steps * (4 * min(m, k) ** 2 * max(m, k) + 2 * min(m, k) ** 3)
+
+
+def _divided(layout: Layout) -> list[tuple[int, tuple[str, ...]]]:
+    """The dimensions of a matrix that are sharded, and the mesh axes of each."""
+    found = ((dim, active(*mesh_axes(entry))) for dim, entry in enumerate(layout.stored))
+    return [(dim, axes) for dim, axes in found if axes]
 
 
 def _gathered(x: jax.Array, layout: Layout) -> jax.Array:
     """The matrix of which x is a shard, all-gathered and typed as equal on all devices."""
-    for dim, entry in enumerate(layout.stored):
-        if axes := active(*mesh_axes(entry)):
-            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
+    for dim, axes in _divided(layout):
+        x = jax.lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
     return x
 
 
 def _own(x: jax.Array, layout: Layout) -> jax.Array:
     """This device's shard of a matrix that all devices have."""
-    for dim, entry in enumerate(layout.stored):
-        number, devices = device_number(*mesh_axes(entry))
-        if devices > 1:
-            size = x.shape[dim] // devices
-            x = jax.lax.dynamic_slice_in_dim(x, number * size, size, dim)
+    for dim, axes in _divided(layout):
+        number, devices = device_number(*axes)
+        size = x.shape[dim] // devices
+        x = jax.lax.dynamic_slice_in_dim(x, number * size, size, dim)
     return x
+
+
+def _one_for_each_device(x: jax.Array, rows: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """This device's matrix of a group, and its rows' second moment; zeros if there are more devices than layers.
+
+    x: shards of the group's matrices; rows `[layers, m]`.
+    """
+    number, devices = device_number(*layout.stored_axes)
+    missing = devices - len(x)
+    x, rows = (jnp.pad(v, [(0, missing), *[(0, 0)] * (v.ndim - 1)]) for v in (x, rows))
+    for dim, axes in _divided(layout):
+        x = jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=dim + 1, tiled=True)
+    return x[0], jax.lax.dynamic_index_in_dim(rows, number, keepdims=False)
+
+
+def _shards_of_each(o: jax.Array, rows: jax.Array, layout: Layout, layers: int) -> tuple[jax.Array, jax.Array]:
+    """The inverse of `_one_for_each_device`, for a group of so many layers; rows are equal on all devices again."""
+    o, rows = o[None], rows[None]
+    for dim, axes in reversed(_divided(layout)):
+        o = jax.lax.all_to_all(o, axes, split_axis=dim + 1, concat_axis=0, tiled=True)
+        rows = jax.lax.all_gather(rows, axes, axis=0, tiled=True, to="invarying")
+    return o[:layers], rows[:layers]

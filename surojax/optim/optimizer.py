@@ -3,7 +3,7 @@
 A tensor's update reads that tensor's gradient only. Values shared by all tensors (learning rate, clip factor, bias
 corrections) are computed once per step (`scalars`) and passed to the rules. AdamW is elementwise, and in 8 bits within
 blocks of a row, so it needs no communication: a shard gets the update that it would get within the full matrix. NorMuon
-(normuon.py) all-gathers the matrix.
+(normuon.py) needs the full matrix, each on one of the devices that share it.
 
 | optimizer | matrices of the blocks | embedding, head | vectors | state of a matrix, bytes per parameter          |
 |-----------|------------------------|-----------------|---------|-------------------------------------------------|
@@ -17,7 +17,8 @@ lost if rounded to nearest.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from surojax.numerics.rounding import materialised, mix
 from surojax.parallel.collectives import device_number
 from surojax.placement.layout import Layout
 from surojax.placement.param import Kind, Param
+from surojax.sizes import largest_divisor
 
 Schedule = optax.Schedule
 SCHEDULES = ("cosine", "linear", "wsd")
@@ -158,16 +160,18 @@ class Rule(NamedTuple):
     apply_to_stack: (stack, its state) -> a function like `apply` that updates all layers in one pass, takes seeds
     `[L, 2]`, and returns None as its first result if the work dtype is None. Or None, if one pass would need memory for
     more than the results.
-    gathers: whether it all-gathers the matrix over all that divide it, in the work dtype.
-    flops: (shapes of matrices of one layer, number of layers) -> FLOPs of a step, 0 if negligible.
+    apply_to_group: a function like `apply` for stacks of layers that are updated together, with seeds `[layers, 2]`,
+    or None. Of the devices that share a matrix, each does the work of one layer, so a group has no more layers than
+    these. If there is one, `apply` all-gathers the matrix in the work dtype.
+    flops: shape of a matrix -> FLOPs of its update, 0 if negligible.
     """
 
     init: Callable
     state_layout: Callable[[Layout], Any]
     apply: Callable
     apply_to_stack: Callable = lambda p, state: None
-    gathers: bool = False
-    flops: Callable = lambda matrices, num_layers: 0
+    apply_to_group: Callable | None = None
+    flops: Callable[[tuple[int, ...]], int] = lambda shape: 0
 
 
 class Optimizer(NamedTuple):
@@ -368,8 +372,24 @@ def apply(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, conte
     return optimizer.rule(param).apply(p, g, state, tensor, dtype)
 
 
+def layers_together(rule: Rule, parts: Iterable[int], devices: int) -> int:
+    """The number of layers that are updated together: 1 if the rule has no `apply_to_group`.
+
+    parts: numbers of layers of the stacks that a segment's weights are stored in; a group is within one of them.
+    devices: number of devices that share a matrix.
+    """
+    return largest_divisor(math.gcd(*parts), devices) if rule.apply_to_group else 1
+
+
+def apply_to_group(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, context: UpdateContext, dtype):
+    """`apply` for stacks of layers that are updated together; context.layer: their numbers."""
+    rule = optimizer.rule(param)
+    assert rule.apply_to_group is not None
+    return rule.apply_to_group(p, g, state, stack_context(param, layout, context, p.size // len(p)), dtype)
+
+
 def stack_context(param: Param, layout: Layout, context: UpdateContext, size: int) -> TensorContext:
-    """The context of `Rule.apply_to_stack` for all layers `context.layer`; size: of one layer on this device."""
+    """The context of a rule for all layers `context.layer`; size: of one layer on this device."""
     seeds = jax.vmap(lambda l: _seed(param, layout, context._replace(layer=l), size))(context.layer)
     return TensorContext(context.scalars, layout, seeds)
 

@@ -39,7 +39,7 @@ from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
-from surojax.planner.traffic import Batch, batch_of
+from surojax.planner.traffic import Batch, batch_of, layers_together
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import comes_in_pairs, quantise_with_one_scale
 
@@ -253,9 +253,16 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
     sizes = [_shard_sizes(run, run.engine.layouts.master[segment.name], segment) for segment in segments]
     table = run.engine.table
     moved = any(row.home.streamed and not row.home.in_file for row in (table.master, table.moments, table.grads))
-    size = max((4 if moved else 2) * layer_state * max(of_layer) // sum(of_layer) for of_layer in sizes)
-    if run.optimizer.matrices.gathers:
-        # The all-gathered matrix in the work dtype, three float32 copies of it, and three float32 square matrices.
+    together = 1
+    if run.optimizer.matrices.apply_to_group:
+        together = max(
+            layers_together(run, segment, layout)
+            for segment in segments
+            for layout in jax.tree.leaves(run.engine.layouts.master[segment.name])
+        )
+    size = max((4 if moved else 2) * together * layer_state * max(of_layer) // sum(of_layer) for of_layer in sizes)
+    if run.optimizer.matrices.apply_to_group:
+        # The whole matrix in the work dtype, three float32 copies of it, and three float32 square matrices.
         params = jax.tree.leaves([segment.params for segment in segments])
         largest = max((p.shape for p in params if p.kind is Kind.MATRIX), key=math.prod)
         size += math.prod(largest) * (12 + jnp.dtype(table.weights.dtype).itemsize) + 3 * 4 * min(largest) ** 2

@@ -17,11 +17,11 @@ matrix and 4 bytes for the scale of each of its blocks; fp8_* have no blocks. Ve
 of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradients in one hop).
 
 Replicated outer layers add a reduce-scatter and an all-gather once per step. Sharded outer layers transfer tokens
-instead: see `collective_bytes`. NorMuon all-gathers the momentum of the blocks' matrices once per step, in the work
-dtype, whole on every GPU. In all else, with tensor parallelism P is what a device of a group has; `tensor_bytes` says
-what its groups send besides, and `context_bytes` what attention sends over `cp`. With pipeline parallelism P is what a
-stage has of that, and each pass gathers one layer more (step/pipeline.py); `stage_bytes` says what stages send. Groups
-of `dp_replicate` all-reduce their shards once per step. Scalars (loss, label count, norm: a few bytes) are left out.
+instead: see `collective_bytes`, and for what NorMuon sends `_add_whole`. In all else, with tensor parallelism P is
+what a device of a group has; `tensor_bytes` says what its groups send besides, and `context_bytes` what attention sends
+over `cp`. With pipeline parallelism P is what a stage has of that, and each pass gathers one layer more
+(step/pipeline.py); `stage_bytes` says what stages send. Groups of `dp_replicate` all-reduce their shards once per step.
+Scalars (loss, label count, norm: a few bytes) are left out.
 
 Times are lower bounds: each resource alone, at its peak rate, perfectly overlapped with all others.
 """
@@ -35,8 +35,11 @@ import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
+from surojax.memory.host import parts
+from surojax.models.model import Segment
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
+from surojax.optim import optimizer as optim
 from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.layout import Layout, mesh_axes
 from surojax.placement.mesh import (
@@ -126,11 +129,11 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
             sent[key] += size
     for p, layout, _ in _with_layouts(run, OUTER):
         _add_shared(run, sent, p, layout, k * run.engine.lmhead_chunks * work)
-    if run.optimizer.matrices.gathers:  # normuon.py
+    if run.optimizer.matrices.apply_to_group:
         for segment in run.model.segments:
             for p, master, _ in _with_layouts(run, segment.name):
                 if p.kind is Kind.MATRIX:
-                    _add_whole(run, sent, p, master, segment.num_layers * work)
+                    _add_whole(run, sent, segment, p, master)
     parameters = blocks / n + replicated_blocks + sharded_outer / n + replicated_outer
     sent["all-reduce", REPLICATE] += 2 * (replicas - 1) / replicas * accum * parameters
     return {key: round(size) for key, size in sent.items() if size}
@@ -238,15 +241,41 @@ def _add_shared(run: Assembly, sent: dict[tuple[str, str], float], p: Param, lay
         sent["all-reduce", _joined(run, axes)] += 2 * (n - 1) / n * itemsize * _size(run, p, layout)
 
 
-def _add_whole(run: Assembly, sent: dict[tuple[str, str], float], p: Param, layout: Layout, itemsize: int) -> None:
-    """Adds what gathering a whole matrix from its shards takes, one dimension after another."""
-    size = math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape))
-    for entry in map(mesh_axes, layout.stored):
-        axes = [axis for axis in entry if run.mesh.shape[axis] > 1]
+def _add_whole(run: Assembly, sent: dict[tuple[str, str], float], segment: Segment, p: Param, layout: Layout) -> None:
+    """Adds what an optimizer sends that needs whole matrices (optim/normuon.py), one dimension after another.
+
+    Momentum in the work dtype, to the device that has a layer of a group, and the float32 result back; then the rows'
+    second moments. A layer that is updated alone is gathered by every device.
+    """
+    work = jnp.dtype(run.engine.table.weights.dtype).itemsize
+    together = layers_together(run, segment, layout)
+    groups = segment.num_layers // pipeline_stages(run.mesh) // together
+    whole = math.prod(p.shape)
+    gathered = math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape))
+    rows = p.shape[0]
+    axes_of_dims = [[axis for axis in entry if run.mesh.shape[axis] > 1] for entry in map(mesh_axes, layout.stored)]
+    devices = math.prod(run.mesh.shape[axis] for axes in axes_of_dims for axis in axes)
+    for axes in axes_of_dims:
         n = math.prod(run.mesh.shape[axis] for axis in axes)
         if axes:  # named by `hlo.collectives` in this order
-            sent["all-gather", "+".join(axes)] += itemsize * size * (n - 1)
-        size *= n
+            along = "+".join(axes)
+            if together == 1:
+                sent["all-gather", along] += groups * work * gathered * (n - 1)
+            else:
+                sent["all-to-all", along] += groups * (work + 4) * whole * (n - 1) / n
+                sent["all-gather", along] += groups * 4 * rows * devices * (n - 1) / n
+        gathered *= n
+        devices //= n
+
+
+def layers_together(run: Assembly, segment: Segment, layout: Layout) -> int:
+    """The number of layers of a matrix whose master weights have this layout that are updated together."""
+    if run.engine.table.master.home.in_file:
+        return 1
+    of_parts = [part.stop - part.start for part in parts(run.plan.weights[segment.name])]
+    devices = math.prod(run.mesh.shape[axis] for axis in layout.stored_axes)
+    of_stage = [layers // pipeline_stages(run.mesh) for layers in of_parts]
+    return optim.layers_together(run.optimizer.matrices, of_stage, devices)
 
 
 def _joined(run: Assembly, axes: tuple[str, ...]) -> str:
@@ -346,8 +375,10 @@ def step_flops(run: Assembly, batch: Batch) -> dict[str, float]:
     tokens = batch.tokens * batch.microbatches / (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
     found = {dtype: size * tokens for dtype, size in per_token.items()}
     for segment in run.model.segments:
-        matrices = [p.shape for p in jax.tree.leaves(segment.params) if p.kind is Kind.MATRIX]
-        found[run.engine.table.weights.dtype] += run.optimizer.matrices.flops(matrices, segment.num_layers)
+        for p, master, _ in _with_layouts(run, segment.name):
+            if p.kind is Kind.MATRIX:
+                groups = segment.num_layers // pipeline_stages(run.mesh) // layers_together(run, segment, master)
+                found[run.engine.table.weights.dtype] += groups * run.optimizer.matrices.flops(p.shape)
     return found
 
 

@@ -100,9 +100,46 @@ def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars:
             if not as_updated:
                 work, _ = _sweep_parts(work_of_layer, weights, (), master)
             return TensorState(work, master, moments)
+    together = layers_together(optimizer, tensor)
+    if together > 1:
+        return update_groups(engine, optimizer, tensor, scalars, layers, together)
     layer = functools.partial(update_tensor, engine, optimizer, tensor, scalars, like)
     work, (master, moments) = _sweep_parts(layer, weights, (master, moments), (tensor.grad, layers))
     return TensorState(work, master, moments)
+
+
+def layers_together(optimizer: Optimizer, tensor: Tensor) -> int:
+    """The number of layers of a segment's tensor that are updated together."""
+    of_parts = [part.stop - part.start for part in parts(tensor.state.weights)]
+    devices = collectives.device_number(*tensor.master_layout.stored_axes)[1]
+    return optim.layers_together(optimizer.rule(tensor.param), of_parts, devices)
+
+
+def update_groups(
+    engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars, layers: jax.Array, together: int
+) -> TensorState:
+    """The state of a segment's tensor after an update of `together` layers at a time."""
+    weights, *state = tensor.state
+    layout = tensor.master_layout
+    dtype = engine.table.weights.dtype
+
+    def grouped(tree):
+        return jax.tree.map(lambda x: x.reshape(-1, together, *x.shape[1:]), tree)
+
+    def single(tree):
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+    like = parts(weights)[0].stack
+
+    def group(old, inputs):
+        master, moments = old
+        grad, layers = inputs
+        context = UpdateContext(scalars, layers)
+        work, *new = optim.apply_to_group(optimizer, tensor.param, layout, master, grad, moments, context, dtype)
+        return jax.vmap(lambda layer: work_weights(engine, tensor, layer, like))(work), tuple(new)
+
+    work, new = _sweep_parts(group, grouped(weights), tuple(grouped(state)), grouped((tensor.grad, layers)))
+    return TensorState(single(work), *single(new))
 
 
 def update_tensor(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars, like, old, inputs):
