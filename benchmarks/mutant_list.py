@@ -2249,8 +2249,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "normuon: momentum and gradient exchanged",
         "surojax/optim/normuon.py",
-        "m = mix(momentum, state.m.astype(jnp.float32), g)",
-        "m = mix(1 - momentum, state.m.astype(jnp.float32), g)",
+        "mix(momentum, m.astype(jnp.float32)",
+        "mix(1 - momentum, m.astype(jnp.float32)",
         PAPER,
     ),
     Mutant(
@@ -2307,7 +2307,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/optim/normuon.py",
         "for dim, axes in reversed(_divided(layout))",
         "for dim, axes in _divided(layout)",
-        "tests/test_optimizers.py::test_devices_that_divide_the_orthogonalisation_compute_what_each_would_alone[8-4-placed3]",
+        "tests/test_optimizers.py::test_devices_that_divide_the_orthogonalisation_compute_what_each_would_alone -k 8-4",
     ),
     Mutant(
         "normuon: layers are updated together one by one",
