@@ -21,7 +21,7 @@ CASES = {
     # 8-bit copies of the weights; in float32 recomputed activations are those that are saved.
     "adamw": (
         ("model_dtype=float32",),
-        "recompute_parts,offload_all,offload_saved,microbatches_per_fetch,offload_grouped,offload_grouped@4,"
+        "recompute_parts,offload_all,offload_saved,offload_grouped@4,"
         "resident_layers@4,nvme@4,"
         "shard_outer_offload_all@4,offload_quants_all@4",
     ),

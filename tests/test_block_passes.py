@@ -56,10 +56,17 @@ def test_without_the_kernels_xla_makes_more_passes():
     assert between(plain) > between(fused)
 
 
+def all_products_are_block_scaled(launches: dict) -> None:
+    assert launches["forward"]["block-scaled product"]["launches"] == 7
+    assert launches["backward"]["block-scaled product"]["launches"] == 6 + 14
+    assert launches["forward"]["float8 product"]["launches"] == 0
+
+
 @pytest.mark.full
 def test_operands_of_mxfp8_are_made_by_fused_kernels():
     """Each in one pass, where XLA makes three; what it still adds is said in docs/kernels.md."""
     fused, plain = (passes("b200", "mxfp8", kernels)["launches"] for kernels in ("mosaic", "xla"))
+    all_products_are_block_scaled(fused)
     # By rows: 4 different inputs (queries, keys and values share one, gate and up another) and 7 weights. The others:
     # 2 norms, rope, swiglu. Backward: those but for the last product's two operands; of 7 products every gradient,
     # either way, and weight, and the 4 different inputs; each of the others again, and swiglu for the last input.
@@ -77,6 +84,7 @@ def test_operands_of_mxfp8_are_made_by_fused_kernels():
 def test_operands_of_nvfp4_are_made_by_fused_kernels():
     """Each in two passes, the first for the tensor's largest magnitude; what XLA adds is said in docs/kernels.md."""
     fused, plain = (passes("b200", "nvfp4", kernels)["launches"] for kernels in ("mosaic", "xla"))
+    all_products_are_block_scaled(fused)
     # As for mxfp8, in twos. Backward every matrix has signs of its own, which its input is rotated with: 7 of those.
     inputs, weights, others = 4, 7, 4
     again = inputs + weights - 2
@@ -89,12 +97,3 @@ def test_operands_of_nvfp4_are_made_by_fused_kernels():
             assert between(fused[way], what) < most * between(plain[way], what)
         for kind in ("block-scaled product", "attention"):
             assert fused[way][kind] == plain[way][kind]
-
-
-@pytest.mark.parametrize("recipe", ("mxfp8", "nvfp4"))
-@pytest.mark.full
-def test_block_scaled_products(recipe):
-    launches = passes("b200", recipe)["launches"]
-    assert launches["forward"]["block-scaled product"]["launches"] == 7
-    assert launches["backward"]["block-scaled product"]["launches"] == 6 + 14
-    assert launches["forward"]["float8 product"]["launches"] == 0

@@ -123,7 +123,7 @@ def test_the_engine_equals_the_plain_model(config, devices, options):
 PARTS = [Recompute(norm=True), Recompute(att=True), Recompute(ffn=True, swiglu=True), Recompute(True, True, True, True)]
 
 
-@pytest.mark.parametrize("recompute, kernels", quick_at([(p, k) for p in PARTS for k in ("xla", "auto")]))
+@pytest.mark.parametrize("recompute, kernels", quick_at([*((p, "auto") for p in PARTS), (PARTS[-1], "xla")]))
 def test_the_engine_with_recomputed_parts_equals_the_plain_model(recompute, kernels):
     compute = Compute(recompute=recompute, precision=Precision(kernels=kernels))
     small = Small(config=GEMMA, compute=compute, recompute_block=False, packed=True)
@@ -181,7 +181,7 @@ def block_in(recipe: str, kernels: str = "xla"):
 
 @pytest.mark.parametrize(
     "recipe, kernels, window",
-    quick_at([(r, k, w) for r in RECIPES for k in ("xla", "auto") for w in (0, 12)], 6),
+    quick_at([(r, k, w) for r in RECIPES for k, w in (("xla", 12), ("auto", 0))], 2),
 )
 def test_no_gradient_crosses_documents(recipe, kernels, window):
     """Exactly zero, in both directions; windows are longer than a document."""
@@ -254,7 +254,7 @@ def test_float8_rotates_by_positions_in_documents():
 
 @pytest.mark.parametrize(
     "recipe, recompute, kernels",
-    quick_at([(r, parts, k) for r in RECIPES for parts in (Recompute(), *PARTS) for k in ("xla", "auto")], 0, 1, 10),
+    quick_at([(r, p, k) for r in RECIPES for p in (Recompute(), PARTS[-1]) for k in ("xla", "auto")], 0, 1, 4),
 )
 def test_nothing_about_documents_is_saved_for_each_layer(recipe, recompute, kernels):
     """The residuals of a block are those without documents, or fewer: its positions are made again."""

@@ -195,23 +195,21 @@ def test_estimates_are_near_what_is_compiled(changes):
 def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
     """Compiles every setting of a small space, on a card on which some do not fit, and what the search chooses."""
     c = config(**SMALL, gpus=1, recompute_block=True)
-    keep = [name for name in flat(c) if name not in ("offload_master", "offload_optimizer", "per_device_batch_size")]
-    keep = [name for name in keep if name not in ("gradient_accumulation_steps", "lmhead_chunks", "nvme_path")]
+    keep = [name for name in flat(c) if name not in ("offload_master", "offload_optimizer", "nvme_path")]
     whole = search.estimate(checked(c, GPU), GPUS[GPU])[0].device
     card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.8 * whole + search.RESERVE) / footprint.POOL))
     monkeypatch.setitem(GPUS, GPU, card)
     result = fastest.fastest(c, GPU, keep=keep)
     plans = []
-    for master, moments, size in itertools.product((False, True), (False, True), (1, 2)):
-        change = {"offload_master": master, "offload_optimizer": moments, "per_device_batch_size": size}
-        tried = changed(c, change | {"gradient_accumulation_steps": 2 // size, "lmhead_chunks": 1})
+    for master, moments in itertools.product((False, True), (False, True)):
+        tried = changed(c, {"offload_master": master, "offload_optimizer": moments})
         p = plan(tried, GPU, advise=False)
         estimated = search.estimate(checked(tried, GPU), card)[
             0
         ].device  # `train` refuses what does not fit by estimate
         if max(p.device_bytes, estimated) <= search.device_limit(card):
             plans.append(p.predicted_step_s)
-    assert 0 < len(plans) < 8
+    assert 0 < len(plans) < 4
     assert result.rows[0].seconds == pytest.approx(min(plans))
 
 
