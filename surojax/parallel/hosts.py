@@ -9,6 +9,7 @@ task has a whole node. So they are read here too.
 and a first collective runs over all of them. Each failure is a ConfigError of one line, within a minute.
 """
 
+import argparse
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -152,6 +153,31 @@ def detect(
     if launcher and found.num_processes == 1:
         return None
     return found._replace(coordinator=_with_port(found.coordinator, found.source))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a command that several processes can run."""
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="several processes: the address of process 0")
+    parser.add_argument("--num_processes", type=int, metavar="N", help="several processes: how many")
+    parser.add_argument("--process_id", type=int, metavar="I", help="several processes: the number of this one, from 0")
+    parser.add_argument(
+        "--heartbeat",
+        type=float,
+        default=HEARTBEAT_S,
+        metavar="S",
+        help="seconds without a sign of life after which a process counts as hanging (default: %(default)s)",
+    )
+
+
+def detect_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> Hosts | None:
+    """`detect` with the options of `add_flags`. Raises ConfigError."""
+    need(args.heartbeat >= 1, "--heartbeat", "1 second or more", args.heartbeat, f"{HEARTBEAT_S:g} is usual")
+    return detect(
+        environment,
+        coordinator=args.coordinator,
+        num_processes=args.num_processes,
+        process_id=args.process_id,
+    )
 
 
 def _where(hosts: Hosts) -> str:
