@@ -1,6 +1,7 @@
-"""Several processes of a run on this machine, and their supervisor.
+"""Several processes of a run on this machine or on a Ray cluster, and their supervisor.
 
     python -m surojax.launch -n 2 [--restarts 3] [--elastic] -- python -m surojax.train --config configs/tiny.py ...
+    python -m surojax.launch -n 2 --ray [--gpus-per-process 8] -- python -m surojax.train ...
 
 Each process's lines come with its number. When one ends with an error, it is named, the others are ended within
 seconds, and all start again from the last checkpoint, up to `--restarts` times. With `--elastic`, they start again with
@@ -35,6 +36,8 @@ GRACE_S = 5.0  # between SIGTERM and SIGKILL for processes whose run has failed
 STOP_S = 600.0  # for a checkpoint, after SIGTERM to the supervisor
 POLL_S = 0.1
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
+# Gloo's line for every group of devices, and the stack of JAX's client when it loses the coordinator.
+NOISE = re.compile(r"\[Gloo\] Rank|\*\*\* Check failure stack|    @ +0x[0-9a-f]+ ")
 COMMAND = "python -m surojax.train ..."
 
 
@@ -127,7 +130,7 @@ def _copy_lines(process: subprocess.Popen, i: int) -> None:
     """Prints the lines of a process with its number in front."""
     assert process.stdout
     for line in process.stdout:
-        if not line.startswith("[Gloo] Rank"):  # a line for every group of devices
+        if not NOISE.match(line):
             sys.stdout.write(f"[{i}] {line if line.endswith(chr(10)) else line + chr(10)}")
             sys.stdout.flush()
 
@@ -145,8 +148,8 @@ def _in_words(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def _free_port(host: str = "127.0.0.1") -> int:
+    with socket.create_server((host, 0)) as server:
         return server.getsockname()[1]
 
 
@@ -215,6 +218,43 @@ def supervise(
     return 1
 
 
+def on_ray(command: list[str], n: int, *, restarts: int, gpus: int) -> int:
+    """Runs n processes as workers of Ray Train's JaxTrainer, with so many GPUs each; returns the exit code.
+
+    Ray chooses the hosts, and starts all workers again if one fails. Raises ConfigError if Ray is not installed.
+    """
+    try:
+        from ray import train
+        from ray.train.collective import broadcast_from_rank_zero
+        from ray.train.v2.jax import JaxConfig, JaxTrainer
+        from ray.util import get_node_ip_address
+    except ImportError as error:
+        raise ConfigError(f"--ray: expected Ray, got: {error}; pip install 'surojax[ray]'") from error
+
+    def work() -> None:
+        address = broadcast_from_rank_zero(f"{get_node_ip_address()}:{_free_port('')}")
+        context = train.get_context()
+        size, rank = context.get_world_size(), context.get_world_rank()
+        place = ["--coordinator", address, "--num_processes", str(size), "--process_id", str(rank)]
+        code = subprocess.run([*command, *place]).returncode
+        if code:
+            raise RuntimeError(f"process {rank} ended with {_in_words(code)}")
+
+    trainer = JaxTrainer(
+        work,
+        jax_config=JaxConfig(),  # neither GPU nor TPU: the processes connect themselves
+        scaling_config=train.ScalingConfig(num_workers=n, resources_per_worker={"CPU": 1, "GPU": gpus}),
+        run_config=train.RunConfig(failure_config=train.FailureConfig(max_failures=restarts)),
+    )
+    try:
+        trainer.fit()
+    except train.TrainingFailedError as error:
+        say(f"ended: {' '.join(str(error).split())[-300:]}")
+        return 1
+    say("all processes have finished")
+    return 0
+
+
 def say(text: str) -> None:
     """Prints a line of the supervisor."""
     print(f"surojax.launch: {text}", flush=True)
@@ -229,6 +269,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--devices-per-process", type=int, metavar="D", help="virtual CPU devices instead of GPUs")
     parser.add_argument("--restarts", type=int, default=0, metavar="R", help="starts after an error (default: 0)")
     parser.add_argument("--elastic", action="store_true", help="start again with fewer processes")
+    parser.add_argument("--ray", action="store_true", help="start the processes on a Ray cluster")
+    parser.add_argument("--gpus-per-process", type=int, default=0, metavar="G", help="with --ray: GPUs of each worker")
     dashes = argv.index("--") if "--" in argv else len(argv)
     command = argv[dashes + 1 :]
     a = parser.parse_args(argv[:dashes])
@@ -241,7 +283,13 @@ def main(argv: list[str] | None = None) -> None:
              a.devices_per_process, "correct it")  # fmt: skip
         if re.fullmatch(r"python3?", command[0]):
             command[0] = sys.executable
-        code = supervise(command, a.n, devices=a.devices_per_process, restarts=a.restarts, elastic=a.elastic)
+        for name in ("elastic", "devices_per_process") if a.ray else ("gpus_per_process",):
+            expected = f"nothing {'with' if a.ray else 'without'} --ray"
+            need(not getattr(a, name), f"--{name.replace('_', '-')}", expected, getattr(a, name), "leave it out")
+        if a.ray:
+            code = on_ray(command, a.n, restarts=a.restarts, gpus=a.gpus_per_process)
+        else:
+            code = supervise(command, a.n, devices=a.devices_per_process, restarts=a.restarts, elastic=a.elastic)
     except ConfigError as error:
         sys.exit(f"surojax.launch: error: {error}")
     sys.exit(code)
