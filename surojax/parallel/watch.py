@@ -28,7 +28,8 @@ FOLDER = "surojax/"
 PERIOD_S = 1.0
 END_MS = 24 * 3600 * 1000  # others may write an export for hours
 STOPPED = 75  # exit code of a run that was asked to stop, and saved: EX_TEMPFAIL of sysexits.h, "try again"
-OF_A_PEER = re.compile(r"gloo|nccl|connection (closed|reset)|peer|socket|coordination", re.IGNORECASE)
+# In the error of a collective, or of JAX's client, if another process is gone.
+OF_A_PEER = re.compile(r"\bgloo\b|\bnccl|connection (closed|reset)|CoordinationService", re.IGNORECASE)
 
 
 class Watch:
@@ -115,23 +116,27 @@ def together(watch: Watch | None) -> Iterator[None]:
         return
     try:
         yield
-    except SystemExit as exit:
-        if exit.code not in (None, 0, STOPPED):
-            message = str(exit.code) if isinstance(exit.code, str) else f"exit code {exit.code}"
-            watch.fail(message)
-            _exit(message, exit.code if isinstance(exit.code, int) else 1)
-        watch.finish()
-        raise
+    except SystemExit as error:
+        if error.code in (None, 0, STOPPED):
+            watch.finish()
+            raise
+        message = error.code if isinstance(error.code, str) else f"exit code {error.code}"
+        _leave_with(watch, message, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        if isinstance(error, jax.errors.JaxRuntimeError) and OF_A_PEER.search(message):
-            time.sleep(3 * PERIOD_S)  # the watch has the reason, if there is one
-            watch._leave(f"the connection to another process is lost ({message})")
-            time.sleep(60)  # another thread is leaving
-        traceback.print_exc()
-        watch.fail(message)
-        _exit("")
+        if not OF_A_PEER.search(message):
+            traceback.print_exc()
+        _leave_with(watch, message, 1)
     watch.finish()
+
+
+def _leave_with(watch: Watch, message: str, code: int) -> None:
+    """Ends this process because of an error: its own, or that of a collective in which another process is missing."""
+    if OF_A_PEER.search(message):
+        time.sleep(3 * PERIOD_S)  # if the other process said why it ended, the watch says that and ends this one
+        _exit(f"surojax: error: the connection to another process is lost ({message})", code)
+    watch.fail(message)
+    _exit(message, code)
 
 
 def _exit(text: str, code: int = 1) -> None:
