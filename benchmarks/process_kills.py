@@ -4,8 +4,9 @@
 
 A small Llama at ZeRO-3 with its optimizer state offloaded trains on 4 virtual devices of `-n` processes under
 `surojax.launch`, with a checkpoint every few steps. A random process, process 0 included, gets SIGKILL at a random
-moment after the start: while it connects, compiles, restores, trains or writes a checkpoint. The supervisor starts all
-again. The last start is left to end. With `--elastic`, each start has fewer processes, down to one.
+moment: while it restores, trains or writes a checkpoint, and every fifth time while it connects or compiles. The
+supervisor starts all again. The last start is left to end. With `--elastic`, each start has fewer processes, down to
+one.
 
 Exit code 1: the run did not finish, or its records in metrics.jsonl are not those of the undisturbed run to the bit;
 with `--elastic`, where sums have another order, a loss differs by more than 1e-3.
@@ -31,7 +32,8 @@ from surojax.launch import NOISE
 from surojax.run.metrics import METRICS_FILE
 
 DEVICES = 4
-SECONDS = 12.0  # a kill is at most this long after a start
+SECONDS = 8.0  # a kill is at most this long after its moment
+STARTING, TRAINING = "a start", "the end of the compilation"  # every fifth kill is after the first one
 TIMINGS = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu")
 
 
@@ -86,22 +88,24 @@ class Killer:
     def watch(self) -> None:
         """Reads the launcher's lines until it ends; each start but the last one gets a kill."""
         assert self.launcher.stdout
-        starts = self._after_start()
+        self._kill_later(STARTING)
         for line in self.launcher.stdout:
             if NOISE.match(line):
                 continue
             self.lines.append(line)
             if line.startswith("surojax.launch: start "):
-                starts = self._after_start()
+                self._kill_later(STARTING)
+            if line.startswith("[0] compiled in "):
+                self._kill_later(TRAINING)
             if line.startswith("surojax.launch: "):
                 print(line, end="", flush=True)
-        starts.cancel()
 
-    def _after_start(self) -> threading.Timer:
-        timer = threading.Timer(self.rng.uniform(1, SECONDS), self._kill)
-        if len(self.done) < self.kills:
+    def _kill_later(self, moment: str) -> None:
+        """Kills after a random time, if this is the moment from which the time of the next kill counts."""
+        if len(self.done) < self.kills and moment == (STARTING if len(self.done) % 5 == 4 else TRAINING):
+            timer = threading.Timer(self.rng.uniform(0, SECONDS), self._kill)
+            timer.daemon = True
             timer.start()
-        return timer
 
     def _kill(self) -> None:
         with contextlib.suppress(psutil.Error):
@@ -112,7 +116,10 @@ class Killer:
                 victim.kill()
                 self.done.append(int(words[words.index("--process_id") + 1]))
                 steps = [line for line in self.lines if " step " in line]
-                print(f"kill {len(self.done)}: process {self.done[-1]}; last: {steps[-1][:22] if steps else '-'}")
+                print(
+                    f"kill {len(self.done)}: process {self.done[-1]}; last: {steps[-1][:22] if steps else '-'}",
+                    flush=True,
+                )
 
 
 def run(folder: Path, kills: int, n: int, seed: int, elastic: bool) -> bool:

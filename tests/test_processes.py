@@ -6,6 +6,7 @@ have the order that the others' have; without it, XLA's sums within a process ha
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,14 +19,14 @@ import numpy as np
 import psutil
 import pytest
 
-from surojax import read_metrics
+from surojax import ConfigError, read_metrics
 from surojax.data.batches import batches
 from surojax.data.cache import Corpus
 from surojax.data.samples import Windows
 from surojax.parallel import watch
 from surojax.parallel.feed import Feed
 from surojax.parallel.watch import STOPPED, Watch
-from surojax.run import checkpoint
+from surojax.run import checkpoint, shared
 
 HERE = Path(__file__).parent
 CONFIG = """
@@ -203,6 +204,98 @@ def test_a_full_disk_of_one_process_ends_all_with_its_message(config, tmp_path):
     assert checkpoint.find(folder).name == "5"
 
 
+@pytest.mark.full
+def test_on_a_local_ray_cluster(config, tmp_path):
+    """Two workers of Ray Train, on this machine."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'surojax[ray]'")
+    folder = tmp_path / "run"
+    run = training(config, folder, "-n 2 --ray", "--config.max_steps=2", "--config.warmup_steps=1")
+    code, text = run.end()
+    assert code == 0 and "processes: 2 on 1 host by flags" in text, text
+    assert checkpoint.find(folder) == folder / "checkpoints/2"
+
+
+# -- Two hosts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_hosts():
+    """Names of two network namespaces with the addresses 10.77.0.1 and 10.77.0.2, connected by a link."""
+
+    def ip(*words: str) -> bool:
+        return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the command ip")
+    names = [f"surojax{os.getpid()}{x}" for x in "ab"]
+    links = [f"sj{os.getpid() % 10**6}{x}" for x in "ab"]
+    try:
+        made = all([ip("netns", "add", name) for name in names])
+        made = made and ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for i, (name, link) in enumerate(zip(names, links, strict=True)):
+            made = made and ip("link", "set", link, "netns", name)
+            made = made and ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", link)
+            made = made and ip("-n", name, "link", "set", link, "up") and ip("-n", name, "link", "set", "lo", "up")
+        if not made:
+            pytest.skip("this machine does not allow network namespaces")
+        yield names, links
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
+@pytest.mark.full
+def test_two_hosts_whose_link_is_cut(two_hosts, config, tmp_path):
+    """Both sides end within a minute and name the other one; when the link is back, the same command continues."""
+    names, links = two_hosts
+    folder = tmp_path / "run"
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+
+    def both() -> list[subprocess.Popen]:
+        place = ["--coordinator", "10.77.0.1:8476", "--num_processes", "2", "--heartbeat", "5"]
+        train = [sys.executable, "-u", "-m", "surojax.train", "--config", str(config)]
+        train += [f"--config.output_dir={folder}", "--config.max_steps=400"]
+        return [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *train, *place, "--process_id", str(i)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for i, name in enumerate(names)
+        ]
+
+    processes = both()
+    assert processes[0].stdout
+    lines = []
+    for line in processes[0].stdout:
+        lines.append(line)
+        if "step  12/400" in line:
+            break
+    assert lines and "step  12/400" in lines[-1], "".join(lines)
+    subprocess.run(["ip", "-n", names[1], "link", "set", links[1], "down"], check=True)
+    started = time.monotonic()
+    texts = [process.communicate(timeout=90)[0] for process in processes]
+    assert time.monotonic() - started < 60
+    assert [process.returncode for process in processes] == [1, 1], texts
+    for other, text in zip((1, 0), texts, strict=True):
+        assert re.search(rf"process {other} \(.*\) has not answered for 5 s|connection to another process", text), text
+
+    subprocess.run(["ip", "-n", names[1], "link", "set", links[1], "up"], check=True)
+    processes = both()
+    assert processes[0].stdout
+    text = ""
+    for line in processes[0].stdout:
+        text += line
+        if "continuing from" in line:
+            break
+    for process in processes:
+        process.kill()
+        process.communicate()
+    assert re.search(r"continuing from .*checkpoints/(5|10)\n", text), text
+
+
 # -- One process -----------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +324,28 @@ def test_a_feed_of_one_process_is_all_of_the_batch():
     feed.rows = np.arange(8)  # as with several processes
     (found,) = feed.put([x])
     np.testing.assert_array_equal(np.asarray(found), x)
+
+
+def test_a_folder_that_others_do_not_see_is_refused(tmp_path, monkeypatch):
+    """And other settings; nothing is left in the folder."""
+    monkeypatch.setattr(shared.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(shared, "SECONDS", 0.1)
+    monkeypatch.setattr(shared.multihost_utils, "sync_global_devices", lambda _: None)
+    others: dict[str, int] = {"token": 7}
+
+    def gather(mine: np.ndarray) -> np.ndarray:
+        """What both processes have said; the other one has written its token."""
+        return np.stack([mine, np.array([7, others.get("settings", mine[1])], np.uint32)])
+
+    monkeypatch.setattr(shared.multihost_utils, "process_allgather", gather)
+    with pytest.raises(ConfigError, match=r"^output_dir: .* where process 0 does not see what process 1 writes; use"):
+        shared.check_shared(tmp_path / "run", "settings")
+    assert list((tmp_path / "run").iterdir()) == []
+    (tmp_path / "run/.token-of-process-1").write_text("7")
+    shared.check_shared(tmp_path / "run", "settings")
+    others["settings"] = 1
+    with pytest.raises(ConfigError, match=r"^processes: expected the same settings in all, got different ones"):
+        shared.check_shared(tmp_path / "run", "settings")
 
 
 class Coordinator:
@@ -278,11 +393,11 @@ def watched(monkeypatch, disturb) -> str:
 
     thread = threading.Thread(target=others)
     thread.start()
-    watching = Watch(["a", "b", "c"], 1, heartbeat_s=0.4)
-    time.sleep(0.5)
+    watching = Watch(["a", "b", "c"], 1, heartbeat_s=1.5)
+    time.sleep(0.3)
     assert not said  # all is well
     disturb(coordinator)
-    found = left.wait(1.2)
+    found = left.wait(3.5)
     watching._ended.set()
     alive.set()
     thread.join()
@@ -291,7 +406,7 @@ def watched(monkeypatch, disturb) -> str:
 
 def test_the_watch_names_who_is_silent_or_failed(monkeypatch):
     silent = watched(monkeypatch, lambda c: c.values.update({"stopped/2": ""}))
-    assert silent.startswith("surojax: error: process 2 (c) has not answered for 0.4 s: it hangs")
+    assert silent.startswith("surojax: error: process 2 (c) has not answered for 1.5 s: it hangs")
     failed = watched(monkeypatch, lambda c: c.values.update({"surojax/failed/2": "no disk"}))
     assert failed == "surojax: error: process 2 (c) ended the run: no disk"
     gone = watched(monkeypatch, lambda c: setattr(c, "answers", False))
