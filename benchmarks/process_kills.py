@@ -32,7 +32,7 @@ from surojax.launch import NOISE
 from surojax.run.metrics import METRICS_FILE
 
 DEVICES = 4
-SECONDS = 8.0  # a kill is at most this long after its moment
+SECONDS = 15.0  # a kill is at most this long after its moment
 STARTING, TRAINING = "a start", "the end of the compilation"  # every fifth kill is after the first one
 TIMINGS = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu")
 

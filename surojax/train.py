@@ -42,7 +42,7 @@ from surojax.memory.lock import locked
 from surojax.models.attention import chosen_here
 from surojax.parallel import hosts
 from surojax.parallel.feed import Feed, from_host
-from surojax.parallel.watch import STOPPED, Watch, together
+from surojax.parallel.watch import STOPPED, Watch, leave, together
 from surojax.placement.layout import batch_sharding, replicated_matrices
 from surojax.placement.mesh import data_parallel, find_devices, make_mesh, own_device, shards as number_of_shards
 from surojax.planner import gpus, prediction, report as planned, traffic
@@ -479,7 +479,7 @@ def main(argv: list[str] | None = None) -> None:
             names = hosts.connect(place, os.environ, heartbeat_s=args.heartbeat, say=say)
             watch = Watch(names, place.process_id, args.heartbeat)
     except ConfigError as error:
-        sys.exit(f"surojax.train: error: {error}")
+        leave(f"surojax.train: error: {error}")
     with together(watch):
         run_command(c, args, argv)
 

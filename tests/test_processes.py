@@ -4,10 +4,13 @@ All run under the launcher, over gloo on this machine. One process under the lau
 have the order that the others' have; without it, XLA's sums within a process have another order (docs/clusters.md).
 """
 
+import contextlib
 import json
+import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -236,12 +239,19 @@ def two_hosts():
             made = made and ip("link", "set", link, "netns", name)
             made = made and ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", link)
             made = made and ip("-n", name, "link", "set", link, "up") and ip("-n", name, "link", "set", "lo", "up")
-        if not made:
+        # gloo listens where the host's own name leads; `ip netns exec` puts these files into /etc.
+        for i, name in enumerate(names):
+            with contextlib.suppress(OSError):
+                folder = Path("/etc/netns") / name
+                folder.mkdir(parents=True)
+                (folder / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.{i + 1} {socket.gethostname()}\n")
+        if not made or not all((Path("/etc/netns") / name / "hosts").exists() for name in names):
             pytest.skip("this machine does not allow network namespaces")
         yield names, links
     finally:
         for name in names:
             ip("netns", "delete", name)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
 @pytest.mark.full

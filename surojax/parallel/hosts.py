@@ -341,6 +341,8 @@ def connect(
             shutdown_timeout_seconds=SHUTDOWN_S,
         )
         counts = Counter(device.process_index for device in jax.devices())
+        if len(set(counts.values())) == 1:
+            multihost_utils.sync_global_devices("surojax: all processes are here")
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{_where(hosts)}: expected JAX to connect them, got: {reason}; start again") from error
@@ -348,7 +350,6 @@ def connect(
     same = len(set(per_process)) == 1 and per_process[0] > 0
     change = "give each process as many GPUs"
     need(same, _where(hosts), "the same number of devices in each process", per_process, change)
-    multihost_utils.sync_global_devices("surojax: all processes are here")
     machines = len(set(names))
     say(
         f"processes: {hosts.num_processes} on {machines} host{'s' * (machines > 1)} by {hosts.source}, "

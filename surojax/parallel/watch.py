@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from typing import NoReturn
 
 import jax
 from jax._src import distributed  # the client is not public; jax.experimental.multihost_utils takes it from there
@@ -137,6 +138,13 @@ def _leave_with(watch: Watch, message: str, code: int) -> None:
         _exit(f"surojax: error: the connection to another process is lost ({message})", code)
     watch.fail(message)
     _exit(message, code)
+
+
+def leave(text: str) -> NoReturn:
+    """Exits with a line, at once if JAX has connected processes: Python's own end would wait for the others."""
+    if jax.distributed.is_initialized():
+        _exit(text)
+    sys.exit(text)
 
 
 def _exit(text: str, code: int = 1) -> None:
