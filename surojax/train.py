@@ -9,9 +9,10 @@ the last checkpoint.
 
 import argparse
 import contextlib
+import json
 import math
+import os
 import shlex
-import signal
 import sys
 import time
 from pathlib import Path
@@ -39,8 +40,11 @@ from surojax.inference.prompts import complete
 from surojax.memory import nvme
 from surojax.memory.lock import locked
 from surojax.models.attention import chosen_here
+from surojax.parallel import hosts
+from surojax.parallel.feed import Feed, from_host
+from surojax.parallel.watch import STOPPED, Watch, leave, together
 from surojax.placement.layout import batch_sharding, replicated_matrices
-from surojax.placement.mesh import data_parallel, find_devices, make_mesh, shards as number_of_shards
+from surojax.placement.mesh import data_parallel, find_devices, make_mesh, own_device, shards as number_of_shards
 from surojax.planner import gpus, prediction, report as planned, traffic
 from surojax.planner.advice import summed
 from surojax.planner.check_fit import check_fit, compare, memory_limit
@@ -57,6 +61,8 @@ from surojax.run.metrics import (
     perplexity,
     read_metrics,
 )
+from surojax.run.shared import check_shared, is_first
+from surojax.run.stop import StopSignal
 from surojax.step import state
 
 IDENTITY = ("model", "seed", "sequence_len", "sample_packing")  # fields that a run continues with, unchanged
@@ -68,11 +74,14 @@ class Result(NamedTuple):
     state: state.TrainState
     history: list[dict[str, Any]]  # the records of metrics.jsonl that this call wrote
     checkpoint: Path | None  # the newest checkpoint
-    finished: bool  # False if SIGTERM or Ctrl-C stopped the run
+    finished: bool  # False if SIGTERM, Ctrl-C or the time limit stopped the run
 
 
-def train(config: Config) -> Result:
+def train(config: Config, *, max_minutes: float | None = None) -> Result:
     """Train a model as the config says; see `config.default_config` for the fields.
+
+    max_minutes: the run saves and stops after the step in which so many minutes have passed. With several processes,
+    all call this function, after `hosts.connect`; the first one prints and writes metrics.
 
     Raises ConfigError (bad settings or data, or too little memory; nothing was written), CheckpointError (a checkpoint
     cannot be written, read or continued), NonFiniteLoss (the loss is NaN or infinite), OSError (the disk has no room
@@ -80,6 +89,7 @@ def train(config: Config) -> Result:
     """
     c = resolved(config)
     started = time.perf_counter()
+    until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
 
     # -- Check: everything that can be checked without data -----------------------------------------------------------
     checks.check(c)
@@ -124,32 +134,36 @@ def train(config: Config) -> Result:
         if resume and first_step >= total_steps:
             say(f"nothing left to train: {resume} is at step {first_step} of {total_steps}; raise max_steps to go on")
             return Result(checkpoint.restore(resume, run.plan), [], resume, True)
+        check_shared(output_dir, json.dumps(c.to_dict() | meta | identity, sort_keys=True, default=str))
         output_dir.mkdir(parents=True, exist_ok=True)
-        until_end.enter_context(locked(output_dir / "lock", "output_dir"))
+        if is_first():
+            until_end.enter_context(locked(output_dir / "lock", "output_dir"))
         if checkpoint.find(output_dir / checkpoint.FOLDER) != newest:
             raise CheckpointError(
                 f"another run wrote checkpoints into {output_dir} while this one started; start again"
             )
-        if c.model_path and not (resume and keeps(output_dir, c.model_path)):
+        if is_first() and c.model_path and not (resume and keeps(output_dir, c.model_path)):
             convert.keep(c)
 
         # -- Compile; a thread prepares the first batches meanwhile ---------------------------------------------------
+        feed = Feed(batch_sharding(mesh), batch_size)
         batches = training_batches(
             samples,
             batch_size=batch_size,
             accumulation=c.gradient_accumulation_steps,
             seed=c.seed,
             start_sample=position,
+            rows=feed.rows,
         )
         until_end.enter_context(contextlib.closing(batches))
         compile_start = time.perf_counter()
         options = run.compiler_options(
             devices[0].platform,
-            memory_bytes=memory_limit(devices[0]),
+            memory_bytes=memory_limit(own_device(devices)),
             host_temporaries=host_temporaries(run, traffic.batch_of(c)),
         )
         tokens_shape = (c.gradient_accumulation_steps, batch_size, c.sequence_len)
-        tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=batch_sharding(mesh))
+        tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=feed.sharding)
         arrays = run.engine.batch_arrays
         train_step = run.train_step().lower(run.plan, *[tokens] * len(arrays)).compile(options)
         evaluate = Evaluation(c, run, mesh, found.evaluated)
@@ -178,9 +192,10 @@ def train(config: Config) -> Result:
             first_step=first_step,
             flops_per_token=sum(traffic.token_flops(run, c.sequence_len).values()),
             peak_flops=peak_flops(devices, run, c.sequence_len),
+            writes=is_first(),
         )
         until_end.enter_context(log)
-        stop = until_end.enter_context(StopSignal())
+        stop = until_end.enter_context(StopSignal(until))
         history = []
         deferred = DeferredMetrics()
         virtual_devices = devices[0].platform == "cpu" and len(devices) > 1
@@ -200,7 +215,7 @@ def train(config: Config) -> Result:
             asked = time.perf_counter()
             batch = next(batches)
             data_wait_s = time.perf_counter() - asked
-            on_devices = jax.device_put([batch[name] for name in arrays], tokens.sharding)
+            on_devices = feed.put([batch[name] for name in arrays])
             with jax.transfer_guard("disallow"):
                 train_state, metrics = train_step(train_state, *on_devices)
             position += samples_per_step
@@ -211,7 +226,7 @@ def train(config: Config) -> Result:
                 report(deferred.flush())
             checkpoints.check()
 
-            stopping = stop.received
+            stopping = stop.after(step)
             final = step == total_steps
             evaluate_now = final or (c.eval_steps and step % c.eval_steps == 0)
             save_now = final or stopping or (c.save_steps and step % c.save_steps == 0)
@@ -230,21 +245,29 @@ def train(config: Config) -> Result:
         # -- Finish ---------------------------------------------------------------------------------------------------
         checkpoints.wait()
         finished = step == total_steps
-        if finished and c.sample_tokens:
+        if finished and c.sample_tokens and jax.process_count() > 1:
+            say("no text is sampled with several processes: python -m surojax.generate does it from the checkpoint")
+        elif finished and c.sample_tokens:
             say(sample(c, run, train_state.weights, tokenizer, found.held_out))
         say(f"{step - first_step} steps in {time.perf_counter() - started:.0f} s")
         durations = [record["duration_ms"] / 1e3 for record in history if record["log"] == "step"]
         if compared := prediction.comparison(predicted, durations, samples_per_step * c.sequence_len):
             say(compared)
-        if comparison := compare(need, train_step, devices[0]):
+        if comparison := compare(need, train_step, own_device(devices)):
             say(comparison)
-        say(evaluation_summary(output_dir))
+        if is_first():
+            say(evaluation_summary(output_dir))
         say(f"checkpoint: {checkpoints.last}")
         return Result(train_state, history, checkpoints.last, finished)
 
 
 def say(text: str) -> None:
-    """Print a line, above the progress bar if there is one. Characters that the terminal cannot show are escaped."""
+    """Print a line, above the progress bar if there is one; of several processes, the first one does.
+
+    Characters that the terminal cannot show are escaped.
+    """
+    if not is_first():
+        return
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
@@ -388,7 +411,7 @@ class Evaluation:
         start = time.perf_counter()
         sums = []  # (sum of the losses, number of labels) of each batch
         for batch in evaluated.batches:
-            on_devices = jax.device_put([batch[name] for name in self.arrays], self.sharding)
+            on_devices = [from_host(batch[name], self.sharding) for name in self.arrays]
             # One batch at a time: programs with collectives in flight can block each other on virtual CPU devices.
             sums.append(jax.device_get(self.step(weights, *on_devices)))
         loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))
@@ -396,31 +419,6 @@ class Evaluation:
         bits = None if per_label is None else loss / math.log(2) / per_label
         duration_s = time.perf_counter() - start
         return {"name": evaluated.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s}
-
-
-class StopSignal:
-    """Context manager that records SIGTERM and the first Ctrl-C instead of ending the process.
-
-    A second Ctrl-C raises KeyboardInterrupt. received: name of the last recorded signal; "" if there was none.
-    """
-
-    received: str = ""
-
-    def __enter__(self):
-        self.old = {}
-        with contextlib.suppress(ValueError):  # raised outside the main thread, which cannot set signal handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self.old[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self.old.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: the old handler was not set from Python
-
-    def _receive(self, number, _frame):
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
 
 
 def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: Corpus) -> str:
@@ -461,19 +459,37 @@ def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, train, and print how to continue. An error exits with one line and a code above 0."""
+    """Parse the command line, connect to the other processes if there are any, and run.
+
+    An error exits with one line and a code above 0; a run that was asked to stop, and saved, with STOPPED.
+    """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m surojax.train", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--export", metavar="DIR", help="write the trained model there, as a Hugging Face folder in bfloat16"
     )
-    again = shlex.join(["python", "-m", "surojax.train", *argv])
+    parser.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
+    hosts.add_flags(parser)
+    watch = None
     try:
         c, args = parse(argv, parser)
         if args.export is not None:
             convert.check_exportable(resolved(c), args.export)
-        result = train(c)
-        if args.export is not None and result.checkpoint:
+        if place := hosts.detect_flags(args, os.environ):
+            names = hosts.connect(place, os.environ, heartbeat_s=args.heartbeat, say=say)
+            watch = Watch(names, place.process_id, args.heartbeat)
+    except ConfigError as error:
+        leave(f"surojax.train: error: {error}")
+    with together(watch):
+        run_command(c, args, argv)
+
+
+def run_command(c: Config, args: argparse.Namespace, argv: list[str]) -> None:
+    """Train, export, and print how to continue; errors exit as `main` says."""
+    again = shlex.join(["python", "-m", "surojax.train", *argv])
+    try:
+        result = train(c, max_minutes=args.max_minutes)
+        if args.export is not None and result.checkpoint and is_first():
             say(
                 f"exported: {convert.convert(result.checkpoint, args.export)}"
                 if result.finished
@@ -488,11 +504,10 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)  # what shells expect after Ctrl-C
     say(f"sample: python -m surojax.generate --checkpoint {shlex.quote(str(c.output_dir))} --prompt TEXT")
     elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
-    say(
-        f"resume: {again}"
-        + (f" --config.max_steps={2 * int(result.state.step)}" if result.finished else "")
-        + elsewhere
-    )
+    more = f" --config.max_steps={2 * int(result.state.step)}" if result.finished else ""
+    say(f"resume: {again}{more}{elsewhere}")
+    if not result.finished:
+        sys.exit(STOPPED)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ PACKAGE = Path(surojax.__file__).parent
 ORDER = (
     "numerics placement parallel memory models optim step run exchange config assembly inference planner commands"
 ).split()
-COMMANDS = ("train", "plan", "fit", "verify", "generate", "evaluate", "convert")
+COMMANDS = ("train", "launch", "plan", "fit", "verify", "generate", "evaluate", "convert")
 ANYWHERE = ("errors", "sizes")
 ALONE = {"data", "config.fields"}  # these import `errors` only
 

@@ -229,11 +229,13 @@ def signal_at(monkeypatch, step: int, *numbers: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tmp_path, capsys, monkeypatch, number):
-    """Exit code 0: `main` returns."""
+    """Exit code 75, "try again", which schedulers can tell from the end of a run."""
     handler = signal.getsignal(number)
     with monkeypatch.context() as patch:
         signal_at(patch, 4, number)
-        module.main(["--config", str(tmp_path / "config.py")])
+        with pytest.raises(SystemExit) as ended:
+            module.main(["--config", str(tmp_path / "config.py")])
+    assert ended.value.code == 75
     printed = capsys.readouterr()
     assert signal.getsignal(number) is handler
     assert steps_saved(tmp_path / "run") == [3, 5]  # step 4 is reported when step 5 is on its way
@@ -256,6 +258,12 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
             f"resume: {command} --config.max_steps=24",
         ):
             assert expected in printed
+
+
+def test_a_run_whose_time_is_up_saves_and_stops(config, tmp_path, capsys):
+    result = train(config, max_minutes=0)
+    assert not result.finished and steps_saved(tmp_path / "run") == [1]
+    assert "stopped by --max-minutes after step 1 of 12" in capsys.readouterr().out
 
 
 def test_ctrl_c_twice_aborts(config, tmp_path, capsys, monkeypatch):

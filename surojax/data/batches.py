@@ -81,6 +81,7 @@ def batches(
     start_sample: int = 0,
     num_epochs: int | None = None,
     prefetch: int = 2,
+    rows: np.ndarray | None = None,
 ) -> grain.DatasetIterator[Batch]:
     """Iterates over shuffled batches {"inputs", "labels"}, and "starts" if rows are packed, each int32 [A, B, S].
 
@@ -91,6 +92,8 @@ def batches(
     prefetch: number of steps that a background thread prepares in advance; 0: no thread. The thread starts in this
       call. It ends with the iterator or at its `close()`, so `contextlib.closing` works.
 
+    rows: of B, the only ones to read, in ascending order; None: all. Batches are then [A, number of rows, S].
+
     Raises ConfigError if there are fewer samples than one step needs, or a number is out of range.
     """
     _require(1, batch_size=batch_size, accumulation=accumulation, num_epochs=1 if num_epochs is None else num_epochs)
@@ -98,18 +101,38 @@ def batches(
     mixture = samples if isinstance(samples, Mixture) else Mixture([samples])
     check_length(mixture.all, accumulation * batch_size)
 
-    def to_batch(rows: Sequence[Sample]) -> Batch:
-        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    here = batch_size if rows is None else len(rows)
+
+    def to_batch(found: Sequence[Sample]) -> Batch:
+        batch = {name: np.stack([row[name] for row in found]) for name in found[0]}
         mixture.all.release()
-        return {name: x.reshape(accumulation, batch_size, -1) for name, x in batch.items()}
+        return {name: x.reshape(accumulation, here, -1) for name, x in batch.items()}
 
     dataset = mixture.order(seed, num_epochs)[start_sample:]
-    dataset = dataset.batch(accumulation * batch_size, drop_remainder=True, batch_fn=to_batch)
+    if rows is not None:
+        dataset = grain.MapDataset.source(_Part(dataset, batch_size, rows))
+    dataset = dataset.batch(accumulation * here, drop_remainder=True, batch_fn=to_batch)
     # One thread is enough, since the tokens are in mapped files; more would compete for the interpreter's lock.
     options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
     iterator = iter(dataset.to_iter_dataset(options))
     iterator.start_prefetch()
     return iterator
+
+
+class _Part:
+    """The samples of a data set that stand at these rows of every batch of batch_size."""
+
+    def __init__(self, dataset: grain.MapDataset[Sample], batch_size: int, rows: np.ndarray):
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.dataset) // self.batch_size * len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        batch, i = divmod(index, len(self.rows))
+        return self.dataset[batch * self.batch_size + int(self.rows[i])]
 
 
 def evaluation_batches(samples: Samples, *, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:

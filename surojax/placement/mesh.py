@@ -45,6 +45,11 @@ def find_devices(gpus: int) -> list:
         reason = " ".join(str(error).split())[:200] or f"JAX_PLATFORMS={jax.config.jax_platforms}"
         change = "install what drives them (pip install 'surojax[cuda]'), or set JAX_PLATFORMS=cpu"
         raise ConfigError(f"gpus: expected devices that JAX can use, got none ({reason}); {change}") from error
+    several = jax.process_count() > 1
+    if several and gpus not in (0, len(devices)):
+        raise ConfigError(
+            f"gpus: expected 0 or {len(devices)}, all devices of {jax.process_count()} processes, got {gpus}; use 0"
+        )
     if gpus > len(devices):
         kind = devices[0].device_kind
         hint = f" (virtual ones: XLA_FLAGS=--xla_force_host_platform_device_count={gpus})" if kind == "cpu" else ""
@@ -52,6 +57,11 @@ def find_devices(gpus: int) -> list:
             f"gpus: expected at most {len(devices)} ({kind}), got {gpus}; lower it or use 0 for all{hint}"
         )
     return devices[: gpus or len(devices)]
+
+
+def own_device(devices: Sequence):
+    """The first of these devices that this process drives: only such a one reports its memory."""
+    return next(device for device in devices if device.process_index == jax.process_index())
 
 
 def mesh_shape(

@@ -14,7 +14,7 @@ from surojax.errors import ConfigError
 from surojax.numerics.recipes import check_recipe
 from surojax.parallel.collectives import check_copy_engine
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import data_parallel
+from surojax.placement.mesh import data_parallel, own_device
 from surojax.placement.table import Mesh
 from surojax.planner import advice
 from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
@@ -82,7 +82,7 @@ def unserved(error: dispatch.Unserved) -> ConfigError:
 
 def check_host(run: assembly.Assembly, c: Config, devices, available: int) -> None:
     """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
-    n = len(devices)
+    n = sum(device.process_index == jax.process_index() for device in devices)  # host memory is each process's
     platform = devices[0].platform
     need = {} if platform == "cpu" else estimate_host(run, batch_of(c))
     free = psutil.virtual_memory().available
@@ -123,8 +123,9 @@ def _advice(c: Config, devices, available: int) -> list[str]:
 
 def available_bytes(devices) -> int:
     """Free bytes of each device: of the GPU's memory, or for CPU devices an equal part of the free host memory."""
-    if (limit := memory_limit(devices[0])) is not None:
-        return limit - devices[0].memory_stats().get("bytes_in_use", 0)
+    device = own_device(devices)
+    if (limit := memory_limit(device)) is not None:
+        return limit - device.memory_stats().get("bytes_in_use", 0)
     return psutil.virtual_memory().available // len(devices)
 
 

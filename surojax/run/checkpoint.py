@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import psutil
@@ -46,6 +45,7 @@ from surojax.memory.host import put
 from surojax.memory.nvme import THREADS, InFile, NvmeError, store_of
 from surojax.optim.optimizer import Moments8bit
 from surojax.optim.reblock import reblocked
+from surojax.parallel.feed import from_host
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.param import OUTER
 from surojax.run.checksum import checksums, name_of
@@ -209,7 +209,7 @@ def restore(path: Path, plan: TrainState) -> TrainState:
         stored = _stored_moments(path, plan.moments, meta)
         loaded = _load(path, {"master": plan.master, "moments": stored})
         weights = _work_weights(loaded["master"], plan)
-        step = jax.device_put(jnp.int32(meta["step"]), plan.step.sharding)
+        step = from_host(np.int32(meta["step"]), plan.step.sharding)
         state = TrainState(step, weights, loaded["master"], loaded["moments"], _history(path, plan))
         _verify(meta, master=state.master, moments=state.moments)
     return state._replace(moments=_reblocked(state.moments, plan.moments))
@@ -229,7 +229,7 @@ def _history(path: Path, plan: TrainState):
             saved = reader.restore(path / "history", args=ocp.args.PyTreeRestore(restore_args=options))["amax"]
         n = min(amax.shape[-1], saved.shape[-1])
         amax[..., :n] = saved[..., :n]
-    return jax.device_put(amax, plan.history.sharding)
+    return from_host(amax, plan.history.sharding)
 
 
 def _work_weights(master, plan: TrainState):
@@ -435,7 +435,12 @@ def _verify(meta: dict[str, Any], **trees) -> None:
 
 
 def _list_files(folder: Path) -> None:
-    """Writes `files.json`. Orbax calls this after all files are written and before it renames the folder."""
+    """Writes `files.json`. Orbax calls this after all files are written and before it renames the folder.
+
+    With several processes, the first one does it; the others pass the next barrier after it.
+    """
+    if jax.process_index() != 0:
+        return
     (unfinished,) = folder.glob("*.orbax-checkpoint-tmp")
     files = {str(p.relative_to(unfinished)): _measure(p) for p in unfinished.glob("*/**/*") if p.is_file()}
     (unfinished / FILES).write_text(json.dumps(files, indent=1))

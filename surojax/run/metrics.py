@@ -61,6 +61,7 @@ class MetricsLog:
         existing `metrics.jsonl` is replaced.
       console: stream for the lines; standard output by default.
       progress: stream for the progress bar, which is shown only on a terminal; standard error by default.
+      writes: False: only return the records, in a process that is not the first.
 
     Raises:
       ConfigError: a line of a resumed run's `metrics.jsonl`, other than the last one, is damaged.
@@ -77,6 +78,7 @@ class MetricsLog:
         first_step: int = 0,
         console: TextIO | None = None,
         progress: TextIO | None = None,
+        writes: bool = True,
     ):
         self._total_steps = total_steps
         self._tokens_per_step = tokens_per_step
@@ -85,13 +87,16 @@ class MetricsLog:
         self._console = sys.stdout if console is None else console
         self._recent_s: deque[float] | None = None  # None until the first step, whose duration is mostly compilation
 
+        self._bar = None
+        self._file = None
+        if not writes:
+            return
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir / METRICS_FILE
         _keep_up_to(path, first_step)
         self._file = path.open("ab")
         self._tensorboard = _Events(output_dir / TENSORBOARD_DIR, first_step)
         terminal = sys.stderr if progress is None else progress
-        self._bar = None
         if terminal.isatty():
             bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
             options = {"miniters": 1, "leave": False, "dynamic_ncols": True, "bar_format": bar_format}
@@ -111,8 +116,9 @@ class MetricsLog:
     def close(self) -> None:
         """Flush and close every output, even if one of them fails. A second call does nothing."""
         with contextlib.ExitStack() as outputs:
-            outputs.callback(self._file.close)
-            outputs.callback(self._tensorboard.close)
+            if self._file is not None:
+                outputs.callback(self._file.close)
+                outputs.callback(self._tensorboard.close)
             if self._bar is not None:
                 outputs.callback(self._bar.close)
 
@@ -173,16 +179,22 @@ class MetricsLog:
 
     def message(self, text: str) -> None:
         """Print a plain line, above the progress bar if there is one."""
+        if self._file is None:
+            return
         tqdm.write(text, file=self._console)
         self._console.flush()
 
     def _append(self, record: dict[str, Any]) -> None:
         """Write and flush one line, so that a SIGKILL loses at most the line being written."""
+        if self._file is None:
+            return
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._file.write(json.dumps(finite, separators=(",", ":"), allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def _scalars(self, group: str, step: int, scalars: dict[str, float]) -> None:
+        if self._file is None:
+            return
         self._tensorboard.scalars(step, {f"{group}/{name}": v for name, v in scalars.items() if math.isfinite(v)})
 
     def _eta(self, step: int, duration_s: float) -> str:

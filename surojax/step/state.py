@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from surojax.memory.host import joined, parts, put, read, write
 from surojax.memory.nvme import InFile, store_of
 from surojax.models.model import Model, Segment
 from surojax.numerics.quantize import work_copy
 from surojax.optim import optimizer as optim
+from surojax.parallel.feed import from_host
 from surojax.placement.home import DEVICE
 from surojax.placement.param import OUTER
 
@@ -191,13 +193,13 @@ def load_state(
     def layer_function(segment: Segment) -> Callable:
         where = shardings(layer_of(plan.master[segment.name]))
         state_of = jax.jit(layer_state_function(segment, plan, optimizer))
-        return lambda l: state_of(jax.device_put(read_layer(segment, l), where))
+        return lambda l: state_of(from_host(read_layer(segment, l), where))
 
     def state_of_outer(initial):
         return outer_state(model, plan, optimizer, initial)
 
     on_device = jax.tree.map(lambda p: p.sharding.with_memory_kind(DEVICE.memory_kind), plan.master[OUTER])
-    initial = jax.device_put(read_outer(model), on_device)
+    initial = from_host(read_outer(model), on_device)
     outer = jax.jit(state_of_outer, out_shardings=shardings(section(plan, OUTER)))(initial)
     return fill_state(model, plan, layer_function, outer)
 
@@ -210,8 +212,8 @@ def fill_state(model: Model, plan: TrainState, layer_function: Callable, outer: 
         others = (planned.master, planned.moments)
         weights, (master, moments) = fill_layers(planned.weights, others, layer_function(segment))
         sections[segment.name] = TensorState(weights, master, moments)
-    step = jax.device_put(jnp.int32(0), plan.step.sharding)
-    history = jax.device_put(new_history(plan), shardings(plan.history))
+    step = from_host(np.int32(0), plan.step.sharding)
+    history = from_host(new_history(plan), shardings(plan.history))
     return from_sections(step, sections | {OUTER: outer}, history)
 
 

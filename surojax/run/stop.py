@@ -1,0 +1,60 @@
+"""A run that is asked to stop: by a signal, or because its time is up. It then saves, and can be continued.
+
+With several processes, a signal to any of them counts for all: JAX's preemption service agrees on a step that none of
+them has passed yet, and every process stops after that one.
+"""
+
+import contextlib
+import os
+import signal
+import time
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class StopSignal:
+    """Context manager that records SIGTERM and the first Ctrl-C instead of ending the process.
+
+    A second Ctrl-C raises KeyboardInterrupt. until: `time.monotonic()` at which it counts as stopped; None: never.
+    received: name of the last recorded signal, or "--max-minutes"; "" if there was none.
+    """
+
+    received: str = ""
+
+    def __init__(self, until: float | None = None):
+        self.until = until
+        self.several = jax.process_count() > 1
+
+    def __enter__(self):
+        self.old = {}
+        # SIGTERM of several processes is left to JAX's preemption service, which tells the others.
+        numbers = (signal.SIGINT,) if self.several else (signal.SIGTERM, signal.SIGINT)
+        with contextlib.suppress(ValueError):  # raised outside the main thread, which cannot set signal handlers
+            for number in numbers:
+                self.old[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.old.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: the old handler was not set from Python
+
+    def _receive(self, number, _frame):
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+        if self.several:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def after(self, step: int) -> str:
+        """Returns why the run stops after this step, "" if it goes on. Call it once for every step.
+
+        All processes get the same answer, but only the one that received a signal knows which.
+        """
+        if self.until is not None and time.monotonic() >= self.until and not self.received:
+            self.received = "--max-minutes"
+            if self.several:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if not self.several:
+            return self.received
+        return self.received or "SIGTERM" if multihost_utils.reached_preemption_sync_point(step) else ""

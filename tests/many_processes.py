@@ -1,0 +1,84 @@
+"""What tests/test_processes.py runs in each of several processes: a few steps under several placements.
+
+    python tests/many_processes.py --coordinator HOST:PORT --num_processes N --process_id I
+
+Process 0 prints one line of JSON: {placement: [(loss, gradient norm), ...]} and, under "psum_scatter", the largest
+difference to numpy.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+PLACEMENTS = {
+    "ZeRO-3": {"shard_weights": True, "shard_gradients": True, "offload_optimizer": True},
+    "HSDP": {"replicate": 2, "shard_gradients": True},
+    "TP": {"tp_size": 2},
+    "CP": {"cp_size": 2},
+    "PP": {"pp_size": 2},
+}
+SCATTERED = 2 << 20  # float32 of a device's chunk: 8 MiB
+
+
+def losses(name: str) -> list[tuple[float, float]]:
+    """Trains a small model over all devices for 2 steps."""
+    import small
+
+    from surojax.models.llama import LlamaConfig
+    from surojax.parallel.feed import Feed
+    from surojax.placement.layout import batch_sharding
+    from surojax.placement.mesh import data_parallel
+
+    config = small.CONFIG if name != "PP" else LlamaConfig(**{**vars(small.CONFIG), "num_hidden_layers": 2})
+    run = small.Small(jax.device_count(), config=config, **PLACEMENTS[name])
+    state = run.init()
+    batch_size = 2 * data_parallel(run.mesh)
+    feed = Feed(batch_sharding(run.mesh), batch_size)
+    found = []
+    for step in range(2):
+        batch = small.tokens(2, batch_size, 16, seed=step)
+        own = batch if feed.rows is None else [x[:, feed.rows] for x in batch]
+        state, metrics = run.step(state, *feed.put(list(own)))
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return found
+
+
+def scattered() -> float:
+    """Largest difference of `psum_scatter` of large chunks to numpy's sum, relative to the largest sum."""
+    n = jax.device_count()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    x = np.random.default_rng(0).standard_normal((n, n * SCATTERED), np.float32)
+    array = jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    specs = {"mesh": mesh, "in_specs": jax.P("x"), "out_specs": jax.P("x")}
+    total = jax.jit(jax.shard_map(lambda x: jax.lax.psum_scatter(x[0], "x", tiled=True), **specs))(array)
+    expected = x.sum(0, dtype=np.float64)
+    parts = [(shard.data, expected[shard.index]) for shard in total.addressable_shards]
+    return max(float(np.abs(np.asarray(a, np.float64) - b).max() / np.abs(expected).max()) for a, b in parts)
+
+
+def main() -> None:
+    from surojax.parallel import hosts
+    from surojax.parallel.watch import Watch, together
+
+    parser = argparse.ArgumentParser()
+    hosts.add_flags(parser)
+    args = parser.parse_args()
+    place = hosts.detect_flags(args, os.environ)
+    assert place
+    names = hosts.connect(place, os.environ, say=lambda _: None)
+    with together(Watch(names, place.process_id, args.heartbeat)):
+        found = {name: losses(name) for name in PLACEMENTS} | {"psum_scatter": scattered()}
+        if place.process_id == 0:
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The files of docs/clusters: their fields, and what `surojax.train` takes from the environment that they make."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from small import quick_at
+
+from surojax.config.flags import _split
+from surojax.parallel.hosts import Hosts, detect
+
+DOCS = Path(__file__).parents[1] / "docs"
+FILES = DOCS / "clusters"
+
+
+def loaded(name: str) -> dict:
+    return yaml.safe_load((FILES / name).read_text())
+
+
+def environment(container: dict) -> dict[str, str]:
+    return {entry["name"]: entry["value"] for entry in container["env"]}
+
+
+def check_command(words: list[str]) -> None:
+    """A command trains on all GPUs, into a folder that is shared, with a config that exists."""
+    assert words[:3] == ["python", "-m", "surojax.train"]
+    rest, overrides = _split(words[3:])
+    assert rest[0] == "--config" and (DOCS.parent / rest[1]).is_file()
+    fields = dict(overrides)
+    assert fields["gpus"] == "0" and fields["output_dir"].startswith(("/shared/", "$HOME/"))
+
+
+def test_the_jobset():
+    """Its fields are those of jobset.x-k8s.io/v1alpha2 and batch/v1, and they agree with each other."""
+    found = loaded("jobset.yaml")
+    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert set(found["spec"]) <= {"failurePolicy", "replicatedJobs", "network", "successPolicy"}
+    (workers,) = found["spec"]["replicatedJobs"]
+    job = workers["template"]["spec"]
+    assert set(job) <= {"completionMode", "parallelism", "completions", "backoffLimit", "template"}
+    assert job["completionMode"] == "Indexed" and job["backoffLimit"] == 0 and workers["replicas"] == 1
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    check_command(container["command"] + container["args"])
+    n = job["parallelism"]
+    assert job["completions"] == n and environment(container)["JAX_NUM_PROCESSES"] == str(n)
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    # The name that JobSet gives to the first pod: <jobset>-<job>-<replica>-<index>.<jobset>
+    name = found["metadata"]["name"]
+    address = f"{name}-{workers['name']}-0-0.{name}:8476"
+    taken = detect(environment(container) | {"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert taken == Hosts("Kubeflow", address, n, 1)
+
+
+def test_the_trainjob():
+    found = loaded("trainjob.yaml")
+    assert (found["apiVersion"], found["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert set(found["spec"]) == {"runtimeRef", "trainer"} and found["spec"]["runtimeRef"]["name"] == "jax-distributed"
+    trainer = found["spec"]["trainer"]
+    assert set(trainer) <= {"image", "numNodes", "command", "args", "resourcesPerNode", "env", "numProcPerNode"}
+    check_command(trainer["command"] + trainer["args"])
+
+
+def test_the_skypilot_file():
+    found = loaded("skypilot.yaml")
+    assert set(found) == {"name", "num_nodes", "resources", "workdir", "file_mounts", "setup", "run"}
+    assert found["num_nodes"] == 2 and re.fullmatch(r"\w+:\d", found["resources"]["accelerators"])
+    check_command(found["run"].split())
+
+
+SRUN = """#!{python}
+# Starts the tasks of the step as Slurm would, with its variables; returns the highest exit code.
+import os, subprocess, sys
+command = [word for word in sys.argv[1:] if not word.startswith("--kill-on-bad-exit")]
+step = {{"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}}
+tasks = [subprocess.Popen(command, env=os.environ | step | {{"SLURM_PROCID": str(i), "SLURM_NODEID": str(i)}})
+         for i in range(2)]
+sys.exit(max(task.wait() for task in tasks))
+"""
+TASK = """#!{python}
+import os, pathlib, sys
+from surojax.parallel.hosts import detect, local_gpus
+found = detect(os.environ)
+folder = pathlib.Path(os.environ["HOME"])
+(folder / f"task-{{found.process_id}}").write_text(repr((tuple(found), local_gpus(found, {{}}, 8), sys.argv[1:])))
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize("code, requeued", quick_at([(0, False), (1, False), (75, True)], 2))
+def test_the_sbatch_file_with_an_srun_of_its_own(tmp_path, code, requeued):
+    """Each task is one of two processes with all GPUs of its node; only 75 requeues; the code is the job's."""
+    programs = {
+        "srun": SRUN.format(python=sys.executable),
+        "python": TASK.format(python=sys.executable, code=code),
+        "scontrol": '#!/bin/sh\necho "$@" > "$HOME/requeued"\n',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "HOME": str(tmp_path),
+        "SLURM_JOB_ID": "4097",
+        "SLURM_NTASKS": "2",
+    }
+    script = FILES / "train.sbatch"
+    done = subprocess.run(["bash", script], env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    for i in range(2):
+        found = (tmp_path / f"task-{i}").read_text()
+        assert found.startswith(f"(('Slurm', 'node1:61441', 2, {i}, 0, 1), None, ['-m', 'surojax.train', '--config'")
+        assert f"--config.output_dir={tmp_path}/runs" in found and "'--config.gpus=0'" in found
+    assert (tmp_path / "requeued").exists() == requeued
+    if requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 4097\n"
+    options = re.findall(r"#SBATCH --([\w-]+)", script.read_text())
+    assert {"nodes", "ntasks-per-node", "gpus-per-node", "requeue", "signal"} <= set(options)
+
+
+def test_the_page_names_every_file():
+    text = (DOCS / "clusters.md").read_text()
+    assert {p.name for p in FILES.iterdir()} == set(re.findall(r"\(clusters/([\w.]+)\)", text))

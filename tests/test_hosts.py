@@ -1,0 +1,187 @@
+"""Many processes: what is taken from each launcher's environment, and how processes that do not fit are refused."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from surojax import ConfigError
+from surojax.parallel import rendezvous
+from surojax.parallel.hosts import Hosts, detect, local_gpus
+
+SLURM = {
+    "SLURM_JOB_ID": "81237",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[003-004,7],gpu1",
+    "SLURM_STEP_NUM_TASKS": "14",
+    "SLURM_NTASKS": "14",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x3),2",
+    "SLURM_PROCID": "13",
+    "SLURM_NODEID": "3",
+    "SLURM_LOCALID": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "WORLD_SIZE": "16",
+    "RANK": "9",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "8",
+}
+KUBEFLOW = {"JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:6666", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+JOBSET = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "JOB_COMPLETION_INDEX": "1",
+    "JAX_COORDINATOR_ADDRESS": "train-workers-0-0.train",
+    "JAX_NUM_PROCESSES": "2",
+}
+JAXJOB = {"COORDINATOR_ADDRESS": "job-0", "COORDINATOR_PORT": "6666", "NUM_PROCESSES": "2", "PROCESS_ID": "0"}
+MAXTEXT = {"JAX_COORDINATOR_IP": "10.0.0.1", "JAX_COORDINATOR_PORT": "1234", "NNODES": "2", "NODE_RANK": "1"}
+SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    "environment, taken",
+    [
+        ({}, None),
+        ({"PATH": "/bin", "MASTER_ADDR": "set by hand"}, None),
+        # 61440 + 81237 % 4096: the port that JAX's own detection takes
+        (SLURM, Hosts("Slurm", f"node003:{61440 + 81237 % 4096}", 14, 13, 1, 2)),
+        (SLURM | {"SLURM_STEP_NODELIST": "a1,b[2-3]"}, Hosts("Slurm", f"a1:{61440 + 81237 % 4096}", 14, 13, 1, 2)),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),  # a batch script's own shell
+        (OPEN_MPI, Hosts("Open MPI", f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 3, 1, 2)),
+        (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "0.0;tcp6://[fe80::1,fe80::2]:4"},
+         Hosts("Open MPI", "[fe80::1]:61440", 4, 3, 1, 2)),
+        (KUBEFLOW, Hosts("Kubeflow", "job-node-0-0.job:6666", 3, 2)),
+        (KUBEFLOW | JOBSET | {"JAX_PROCESS_ID": "0"}, Hosts("Kubeflow", "train-workers-0-0.train:8476", 2, 0)),
+        (JOBSET, Hosts("Kubeflow", "train-workers-0-0.train:8476", 2, 1)),
+        (JAXJOB, Hosts("Kubeflow JAXJob", "job-0:6666", 2, 0)),
+        (MAXTEXT, Hosts("MaxText", "10.0.0.1:1234", 2, 1)),
+        (SKYPILOT, Hosts("SkyPilot", "10.0.0.4:8476", 2, 1)),
+        (SKYPILOT | {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}, None),
+        (TORCHRUN, Hosts("torchrun", "10.0.0.1:29501", 16, 9, 1, 8)),  # torchrun's store is at 29500
+        (TORCHRUN | SLURM, Hosts("torchrun", "10.0.0.1:29501", 16, 9, 1, 8)),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # every pod has it
+    ],
+)  # fmt: skip
+def test_what_is_taken_from_each_environment(environment, taken):
+    assert detect(environment) == taken
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+         r"^processes \(Slurm\): expected a task started by srun, .* 8 tasks .*; write srun before the command"),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"},
+         r"^processes \(Slurm\): expected SLURM_PROCID beside SLURM_STEP_ID, got nothing; .*--process_id$"),
+        ({k: v for k, v in OPEN_MPI.items() if "uri" not in k},
+         r"^processes \(Open MPI\): expected OMPI_MCA_orte_hnp_uri .*, or pass --coordinator HOST:PORT$"),
+        (KUBEFLOW | {"JAX_NUM_PROCESSES": "two"}, r"^JAX_NUM_PROCESSES: expected a whole number, got 'two'"),
+        (KUBEFLOW | {"JAX_PROCESS_ID": "3"}, r"^processes \(Kubeflow\): expected a process id from 0 to 2, got 3"),
+        (KUBEFLOW | {"JAX_NUM_PROCESSES": "0"}, r"^processes \(Kubeflow\): expected at least 1 process, got 0"),
+        (KUBEFLOW | {"JAX_COORDINATOR_ADDRESS": "host:port"}, r"^coordinator \(Kubeflow\): expected HOST:PORT, got"),
+        ({"JOB_COMPLETION_INDEX": "0"}, r"^processes \(Kubernetes\): expected JAX_COORDINATOR_ADDRESS and "),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, r"^processes \(torchrun\): expected MASTER_ADDR beside WORLD_SIZE"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_is_partly_set_is_refused(environment, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        detect(environment)
+    assert "\n" not in str(raised.value)
+
+
+def test_flags_come_first_and_fill_what_is_missing():
+    flags = {"coordinator": "here:1", "num_processes": 2, "process_id": 1}
+    assert detect(SLURM, **flags) == Hosts("flags", "here:1", 2, 1)
+    without = {k: v for k, v in OPEN_MPI.items() if "uri" not in k}
+    assert detect(without, coordinator="here:1") == Hosts("Open MPI", "here:1", 4, 3, 1, 2)
+    assert detect(SLURM, num_processes=1) == Hosts("flags", "127.0.0.1:0", 1, 0)
+    with pytest.raises(ConfigError, match=r"^--coordinator: expected all of .*, got only --coordinator; "):
+        detect({}, coordinator="here:1")
+    with pytest.raises(ConfigError, match=r"^--coordinator: expected HOST:PORT of process 0, got None"):
+        detect({}, num_processes=2, process_id=0)
+
+
+@pytest.mark.parametrize(
+    "local_id, local_processes, visible, taken",
+    [
+        (None, None, None, None),  # one process for a host: all of its GPUs
+        (0, 1, None, None),  # so also with Slurm's --ntasks-per-node=1, for which JAX would take one
+        (3, 8, None, [3]),
+        (1, 2, None, [4, 5, 6, 7]),
+        (3, 8, "5", None),  # --gpus-per-task=1: the launcher has chosen
+        (1, 2, "2,3,4,5", [2, 3]),  # numbers among those that are visible
+    ],
+)
+def test_processes_of_a_host_divide_its_gpus(local_id, local_processes, visible, taken):
+    hosts = Hosts("Slurm", "a:1", 16, 3, local_id, local_processes)
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert local_gpus(hosts, environment, 8) == taken
+
+
+def test_gpus_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match=r"^processes: expected a divisor of the 8 GPUs of a host, got 3"):
+        local_gpus(Hosts("Slurm", "a:1", 3, 0, 0, 3), {}, 8)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def meeting(*processes: tuple[int, int], timeout_s: float = 10.0) -> list:
+    """What each process, as (id, number of processes), gets from `meet`: the names, or the text of the error."""
+    address = f"127.0.0.1:{free_port()}"
+    found = [None] * len(processes)
+
+    def one(i: int, process_id: int, of: int) -> None:
+        try:
+            found[i] = rendezvous.meet(address, of, process_id, timeout_s)[0]
+        except ConfigError as error:
+            found[i] = str(error)
+
+    threads = [threading.Thread(target=one, args=(i, *process)) for i, process in enumerate(processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_processes_meet_in_any_order():
+    name = socket.gethostname()
+    assert meeting((2, 3), (0, 3), (1, 3)) == [[name] * 3] * 3
+    assert rendezvous.meet("127.0.0.1:0", 1, 0, 1)[0] == [name]
+
+
+def test_processes_that_do_not_fit_are_refused_everywhere_in_one_line():
+    """Within a second, or when the time is up."""
+    started = time.monotonic()
+    name = socket.gethostname()
+    twice = f"processes: expected an id of its own for each, got 1 twice, on {name} and {name}; correct --process_id, "
+    found = meeting((0, 3), (1, 3), (1, 3))
+    assert [text.startswith(twice) for text in found] == [True] * 3
+    found = meeting((0, 3), (1, 2))
+    assert [text.startswith("processes: expected 3, as process 0 says, got 2 from process 1") for text in found] == [
+        True
+    ] * 2
+    assert time.monotonic() - started < 5
+    found = meeting((0, 3), (2, 3), timeout_s=0.5)
+    assert found == ["processes: expected 3, got 2; process 1 did not come: see its own output, or correct the number "
+                     "of processes"] * 2  # fmt: skip
+    (found,) = meeting((1, 2), timeout_s=0.5)
+    assert found.startswith("coordinator: expected process 0 to listen at 127.0.0.1:")
+    with socket.create_server(("", 0)) as server, pytest.raises(ConfigError, match="two processes may both have id 0"):
+        rendezvous.meet(f"127.0.0.1:{server.getsockname()[1]}", 2, 0, 1)

@@ -1,0 +1,136 @@
+"""The supervisor of several processes, with processes that need no JAX."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from surojax import ConfigError, launch
+from surojax.parallel.watch import STOPPED
+
+# What each test's processes do, by their number `i` of `n`; the launcher appends its options to the command.
+PROGRAM = """
+import os, pathlib, signal, sys, time
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+i, n = int(options["--process_id"]), int(options["--num_processes"])
+folder = pathlib.Path(sys.argv[1])
+print(f"process {i} of {n} with {os.environ.get('XLA_FLAGS', '')}", flush=True)
+"""
+
+
+def command(folder, program: str) -> list[str]:
+    return [sys.executable, "-c", PROGRAM + program, str(folder)]
+
+
+def test_lines_have_the_number_of_their_process(tmp_path, capfd):
+    assert launch.supervise(command(tmp_path, ""), 3, devices=2) == 0
+    lines = capfd.readouterr().out.splitlines()
+    flags = "--xla_force_host_platform_device_count=2"
+    assert [line.partition(" with ")[0] for line in sorted(lines[:3])] == [f"[{i}] process {i} of 3" for i in range(3)]
+    assert all(line.endswith(flags) and line.count("device_count") == 1 for line in lines[:3])
+    assert lines[3:] == ["surojax.launch: all processes have finished"]
+
+
+@pytest.mark.parametrize(
+    "death, words",
+    [("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"), ("sys.exit('no disk')", "exit code 1")],
+)
+def test_the_first_that_dies_is_named_and_the_others_end(tmp_path, capfd, monkeypatch, death, words):
+    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    started = time.monotonic()
+    program = f"if i == 1: {death}\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+    assert launch.supervise(command(tmp_path, program), 3, devices=1) == 1
+    assert time.monotonic() - started < 10
+    assert f"surojax.launch: process 1 was the first to end ({words})" in capfd.readouterr().out
+
+
+def test_a_stopped_process_is_the_reason_if_another_one_ends(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    program = "if i == 0: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(0.5)\nsys.exit(1)"
+    assert launch.supervise(command(tmp_path, program), 2, devices=1) == 1
+    assert "surojax.launch: process 0 does not answer: it is stopped" in capfd.readouterr().out
+
+
+def test_they_start_again(tmp_path, capfd):
+    """As often as --restarts says; with the same number, and an end that is asked for is no error."""
+    program = """
+count = len(list(folder.glob(f"{i}-*")))
+(folder / f"{i}-{count}").touch()
+sys.exit([1, 1, %d][count] if i == n - 1 else %d)
+"""
+    assert launch.supervise(command(tmp_path, program % (STOPPED, STOPPED)), 2, devices=1, restarts=3) == STOPPED
+    out = capfd.readouterr().out
+    assert out.count("surojax.launch: start ") == 2 and "start 3 of 4, with 2 processes" in out
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert launch.supervise(command(tmp_path, program % (0, 0)), 2, devices=1, restarts=1) == 1
+    assert len(list(tmp_path.glob("0-*"))) == 2
+
+
+def test_sigterm_to_the_supervisor_reaches_all(tmp_path):
+    """Each saves and ends with STOPPED, and so does the supervisor."""
+    program = """
+signal.signal(signal.SIGTERM, lambda *_: ((folder / f"saved-{i}").touch(), os._exit(%d)))
+(folder / f"ready-{i}").touch()
+time.sleep(60)
+"""
+    options = [sys.executable, "-m", "surojax.launch", "-n", "2", "--devices-per-process", "1", "--restarts", "3", "--"]
+    process = subprocess.Popen([*options, *command(tmp_path, program % STOPPED)], stdout=subprocess.PIPE, text=True)
+
+    def stop() -> None:
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    out = process.communicate(timeout=60)[0]
+    thread.join()
+    assert process.returncode == STOPPED
+    assert {p.name for p in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+    assert out.endswith("surojax.launch: stopped and saved: start again to continue\n")
+
+
+def test_fewer_processes_divide_what_there_was():
+    assert [launch.fewer(n) for n in (1, 2, 3, 4, 6, 8, 12)] == [1, 1, 1, 2, 3, 4, 6]
+
+
+def test_with_fewer_processes_a_step_has_the_same_samples(tmp_path, capfd):
+    config = tmp_path / "config.py"
+    text = "from surojax import default_config\n\ndef get_config():\n    c = default_config()\n"
+    config.write_text(text + "    c.gradient_accumulation_steps = 3\n    return c\n")
+    train = ["python", "-m", "surojax.train", "--config", str(config)]
+    assert launch.accumulation(train) == 3
+    assert launch.accumulation([*train, "--export", "x", "--config.gradient_accumulation_steps=5"]) == 5
+    with pytest.raises(ConfigError, match=r"^--elastic: expected the command python -m surojax.train"):
+        launch.accumulation(["python", "my.py"])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ([], "command: expected one after --"),
+        (["-n", "0", "--", "x"], "-n: expected at least 1, got 0"),
+        (["--elastic", "--", "x"], "--restarts: expected 1 or more with --elastic, got 0"),
+        (["--devices-per-process", "0", "--", "x"], "--devices-per-process: expected at least 1, got 0"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(SystemExit, match=message):
+        launch.main(options)
+
+
+@pytest.mark.parametrize(
+    "visible, n, parts",
+    [("", 2, None), ("0,1,2,3", 2, ["0,1", "2,3"]), ("4,7", 2, ["4", "7"]), ("1", 1, ["1"])],
+)
+def test_gpus_are_divided(visible, n, parts):
+    assert launch._visible_gpus({"CUDA_VISIBLE_DEVICES": visible}, n) == parts
+
+
+def test_gpus_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match=r"^-n: expected a divisor of the 3 GPUs, got 2"):
+        launch._visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 2)

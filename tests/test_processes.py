@@ -1,0 +1,425 @@
+"""Runs over several processes: the same numbers as one process with as many devices, and what happens when one fails.
+
+All run under the launcher, over gloo on this machine. One process under the launcher uses gloo too, so that its sums
+have the order that the others' have; without it, XLA's sums within a process have another order (docs/clusters.md).
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import psutil
+import pytest
+
+from surojax import ConfigError, read_metrics
+from surojax.data.batches import batches
+from surojax.data.cache import Corpus
+from surojax.data.samples import Windows
+from surojax.parallel import watch
+from surojax.parallel.feed import Feed
+from surojax.parallel.watch import STOPPED, Watch
+from surojax.run import checkpoint, shared
+
+HERE = Path(__file__).parent
+CONFIG = """
+from surojax import default_config
+
+def get_config():
+    c = default_config()
+    c.data = {data!r}
+    c.model.vocab_size, c.model.hidden_size, c.model.intermediate_size = 320, 32, 64
+    c.model.num_hidden_layers, c.model.num_attention_heads, c.model.num_key_value_heads = 2, 4, 2
+    c.model_dtype, c.sequence_len, c.per_device_batch_size = "float32", 32, 2
+    c.max_steps, c.learning_rate, c.warmup_steps = 60, 1e-2, 2
+    c.eval_steps, c.eval_batches, c.save_steps, c.save_total_limit = 30, 2, 5, 99
+    c.sample_tokens, c.gpus, c.zero_level, c.offload_optimizer = 0, 0, 3, True
+    return c
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("processes")
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefghij"), rng.integers(2, 8))) for _ in range(60)]
+    (folder / "text.txt").write_text("\n".join(" ".join(rng.choice(words, 8)) for _ in range(900)))
+    (folder / "config.py").write_text(CONFIG.format(data=str(folder / "text.txt")))
+    return folder / "config.py"
+
+
+class Run:
+    """A launched run, whose lines can be waited for. options: of the launcher."""
+
+    def __init__(self, options: str, command: list[str]):
+        launch = [sys.executable, "-m", "surojax.launch", *options.split(), "--", sys.executable, *command]
+        self.process = subprocess.Popen(launch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.lines: list[str] = []
+
+    def until(self, text: str) -> str:
+        """Reads lines up to the first one with this text, and returns it."""
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if re.search(text, line):
+                return line
+        raise AssertionError("".join(self.lines))
+
+    def send(self, process_id: int, number: int) -> int:
+        """Sends a signal to one of the processes; returns its pid."""
+        for child in psutil.Process(self.process.pid).children():
+            words = child.cmdline()
+            if words[words.index("--process_id") + 1] == str(process_id):
+                child.send_signal(number)
+                return child.pid
+        raise AssertionError(f"no process {process_id}")
+
+    def end(self) -> tuple[int, str]:
+        """(exit code, all lines)."""
+        text = self.process.communicate(timeout=200)[0]
+        return self.process.returncode, "".join(self.lines) + text
+
+
+def training(config: Path, output_dir: Path, options: str, *more: str) -> Run:
+    settings = ["--config", str(config), f"--config.output_dir={output_dir}", *more]
+    return Run(options, ["-m", "surojax.train", *settings])
+
+
+def records(folder: Path) -> list[dict]:
+    """What metrics.jsonl says, but for timings."""
+    timings = ("tokens_per_second", "duration_ms", "data_wait_ms")
+    return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory) -> Path:
+    """The output folder of a run of one process with 4 devices."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    code, text = training(config, folder, "-n 1 --devices-per-process 4").end()
+    assert code == 0, text
+    return folder
+
+
+@pytest.mark.full
+def test_every_placement_equals_one_process_to_the_bit():
+    """ZeRO-3 with offloaded state, HSDP, TP, CP, PP; and `psum_scatter` of 8 MiB equals numpy's float64 sum."""
+    found = []
+    for n in (1, 2):
+        run = Run(f"-n {n} --devices-per-process {4 // n}", [str(HERE / "many_processes.py")])
+        found.append(json.loads(run.until(r"^\[0\] \{").removeprefix("[0] ")))
+        assert run.end()[0] == 0
+    one, two = found
+    assert one == two and len(two) == 6
+    assert two["psum_scatter"] < 1e-6  # one rounding of 3 sums in float32, relative to the largest
+
+
+@pytest.mark.full
+def test_four_processes_of_which_the_first_is_killed_and_then_two(whole, config, tmp_path):
+    """They continue from the last whole checkpoint. SIGTERM to one saves on all; then two continue."""
+    folder = tmp_path / "run"
+    run = training(config, folder, "-n 4 --devices-per-process 1 --restarts 1", "--heartbeat", "20")
+    run.until(r"^\[0\] step 13/60")
+    run.send(0, signal.SIGKILL)
+    line = run.until("was the first to end")
+    assert "process 0 was the first to end (killed by SIGKILL)" in line
+    run.until(r"^\[0\] continuing from .*checkpoints/(5|10)\n")
+    run.until(r"^\[0\] step 14/60")
+    run.send(2, signal.SIGTERM)
+    code, text = run.end()
+    assert code == STOPPED, text
+    assert "stopped and saved" in text
+    (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+) of 60", text)
+    assert checkpoint.find(folder).name == stopped
+
+    code, text = training(config, folder, "-n 2 --devices-per-process 2").end()
+    assert code == 0 and f"continuing from {folder}/checkpoints/{stopped}" in text, text
+    assert records(folder) == records(whole)
+
+
+@pytest.mark.full
+def test_elastic_down_to_one_process_and_a_checkpoint_of_one_on_two(whole, config, tmp_path):
+    """Two processes of two devices; then one of two, with twice the microbatches: the same samples, other sums."""
+    folder = tmp_path / "run"
+    run = training(config, folder, "-n 2 --devices-per-process 2 --restarts 1 --elastic")
+    run.until(r"^\[0\] step 13/60")
+    run.send(1, signal.SIGKILL)
+    code, text = run.end()
+    assert code == 0 and "start 2 of 2, with 1 process\n" in text, text
+    steps = [[r["loss"] for r in records(x) if r["log"] == "step"] for x in (folder, whole)]
+    differences = [abs(a - b) for a, b in zip(*steps, strict=True)]
+    print("largest difference of a loss:", max(differences))
+    assert max(differences[:5]) == 0  # the steps of the checkpoint
+    assert max(differences) < 1e-4  # float32: 60 steps of 1e-7 each, amplified by training
+
+    more = ("--config.max_steps=61", "--config.gradient_accumulation_steps=1")
+    code, text = training(config, folder, "-n 2 --devices-per-process 2", *more).end()
+    assert code == 0 and records(folder)[-2]["step"] == 61, text
+
+
+@pytest.mark.full
+def test_a_process_that_hangs_is_named(config, tmp_path):
+    """By the others after the heartbeat, and by the supervisor, and they start again."""
+    run = training(config, tmp_path / "run", "-n 2 --devices-per-process 1", "--heartbeat", "3")
+    run.until(r"^\[0\] step  4/60")
+    stopped = run.send(1, signal.SIGSTOP)
+    started = time.monotonic()
+    code, text = run.end()
+    assert code == 1 and time.monotonic() - started < 30
+    assert re.search(r"\[0\] surojax: error: process 1 \(.*\) has not answered for 3 s: it hangs", text), text
+    assert f"process 1 does not answer: it is stopped (process {stopped})" in text
+    assert not psutil.pid_exists(stopped)
+
+
+FULL_DISK = """
+import shutil, sys
+from types import SimpleNamespace
+
+free = [2**40, 2**40, 0]  # at the start, at the first checkpoint, at the second one
+if sys.argv[-2:] == ["--process_id", "1"]:
+    shutil.disk_usage = lambda _: SimpleNamespace(free=free.pop(0))
+"""
+
+
+@pytest.mark.full
+def test_a_full_disk_of_one_process_ends_all_with_its_message(config, tmp_path):
+    """The last checkpoint is good: a start with room continues from it."""
+    folder = tmp_path / "run"
+    full = tmp_path / "config.py"
+    full.write_text(FULL_DISK + config.read_text())
+    code, text = training(full, folder, "-n 2 --devices-per-process 1").end()
+    assert code == 1
+    message = "no room for the checkpoint of step 10 in "
+    assert f"[1] surojax.train: error: {message}" in text, text
+    assert re.search(rf"\[0\] surojax: error: process 1 \(.*\) ended the run: surojax.train: error: {message}", text), (
+        text
+    )
+    checkpoint.read_meta(folder / "checkpoints/5")
+    assert checkpoint.find(folder).name == "5"
+
+
+@pytest.mark.full
+def test_on_a_local_ray_cluster(config, tmp_path):
+    """Two workers of Ray Train, on this machine."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'surojax[ray]'")
+    folder = tmp_path / "run"
+    run = training(config, folder, "-n 2 --ray", "--config.max_steps=2", "--config.warmup_steps=1")
+    code, text = run.end()
+    assert code == 0 and "processes: 2 on 1 host by flags" in text, text
+    assert checkpoint.find(folder) == folder / "checkpoints/2"
+
+
+# -- Two hosts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_hosts():
+    """Names of two network namespaces with the addresses 10.77.0.1 and 10.77.0.2, connected by a link."""
+
+    def ip(*words: str) -> bool:
+        return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the command ip")
+    names = [f"surojax{os.getpid()}{x}" for x in "ab"]
+    links = [f"sj{os.getpid() % 10**6}{x}" for x in "ab"]
+    try:
+        made = all([ip("netns", "add", name) for name in names])
+        made = made and ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for i, (name, link) in enumerate(zip(names, links, strict=True)):
+            made = made and ip("link", "set", link, "netns", name)
+            made = made and ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", link)
+            made = made and ip("-n", name, "link", "set", link, "up") and ip("-n", name, "link", "set", "lo", "up")
+        # gloo listens where the host's own name leads; `ip netns exec` puts these files into /etc.
+        for i, name in enumerate(names):
+            with contextlib.suppress(OSError):
+                folder = Path("/etc/netns") / name
+                folder.mkdir(parents=True)
+                (folder / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.{i + 1} {socket.gethostname()}\n")
+        if not made or not all((Path("/etc/netns") / name / "hosts").exists() for name in names):
+            pytest.skip("this machine does not allow network namespaces")
+        yield names, links
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+
+@pytest.mark.full
+def test_two_hosts_whose_link_is_cut(two_hosts, config, tmp_path):
+    """Both sides end within a minute and name the other one; when the link is back, the same command continues."""
+    names, links = two_hosts
+    folder = tmp_path / "run"
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+
+    def both() -> list[subprocess.Popen]:
+        place = ["--coordinator", "10.77.0.1:8476", "--num_processes", "2", "--heartbeat", "5"]
+        train = [sys.executable, "-u", "-m", "surojax.train", "--config", str(config)]
+        train += [f"--config.output_dir={folder}", "--config.max_steps=400"]
+        return [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *train, *place, "--process_id", str(i)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for i, name in enumerate(names)
+        ]
+
+    processes = both()
+    assert processes[0].stdout
+    lines = []
+    for line in processes[0].stdout:
+        lines.append(line)
+        if "step  12/400" in line:
+            break
+    assert lines and "step  12/400" in lines[-1], "".join(lines)
+    subprocess.run(["ip", "-n", names[1], "link", "set", links[1], "down"], check=True)
+    started = time.monotonic()
+    texts = [process.communicate(timeout=90)[0] for process in processes]
+    assert time.monotonic() - started < 60
+    assert [process.returncode for process in processes] == [1, 1], texts
+    for other, text in zip((1, 0), texts, strict=True):
+        assert re.search(rf"process {other} \(.*\) has not answered for 5 s|connection to another process", text), text
+
+    subprocess.run(["ip", "-n", names[1], "link", "set", links[1], "up"], check=True)
+    processes = both()
+    assert processes[0].stdout
+    text = ""
+    for line in processes[0].stdout:
+        text += line
+        if "continuing from" in line:
+            break
+    for process in processes:
+        process.kill()
+        process.communicate()
+    assert re.search(r"continuing from .*checkpoints/(5|10)\n", text), text
+
+
+# -- One process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [2, 5], [3]])
+def test_the_order_of_samples_does_not_depend_on_who_reads_them(rows):
+    """Rows of B are the same rows of the whole batch, also from a sample on where a run continues."""
+    tokens = np.arange(3000, dtype=np.uint16)
+    samples = Windows(Corpus(tokens, 3000, "fingerprint", "name", np.array([0, 3000])), 8)
+    options = {"batch_size": 6, "accumulation": 2, "seed": 3, "start_sample": 24, "prefetch": 0}
+    whole = batches(samples, **options)
+    part = batches(samples, **options, rows=np.array(rows))
+    for _ in range(40):  # more than an epoch
+        expected, found = next(whole), next(part)
+        assert found["inputs"].shape == (2, len(rows), 8)
+        for name in expected:
+            np.testing.assert_array_equal(found[name], expected[name][:, rows])
+
+
+def test_a_feed_of_one_process_is_all_of_the_batch():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    feed = Feed(jax.NamedSharding(mesh, jax.P(None, "x")), 8)
+    assert feed.rows is None
+    x = np.arange(2 * 8 * 3).reshape(2, 8, 3)
+    (found,) = feed.put([x])
+    np.testing.assert_array_equal(np.asarray(found), x)
+    feed.rows = np.arange(8)  # as with several processes
+    (found,) = feed.put([x])
+    np.testing.assert_array_equal(np.asarray(found), x)
+
+
+def test_a_folder_that_others_do_not_see_is_refused(tmp_path, monkeypatch):
+    """And other settings; nothing is left in the folder."""
+    monkeypatch.setattr(shared.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(shared, "SECONDS", 0.1)
+    monkeypatch.setattr(shared.multihost_utils, "sync_global_devices", lambda _: None)
+    others: dict[str, int] = {"token": 7}
+
+    def gather(mine: np.ndarray) -> np.ndarray:
+        """What both processes have said; the other one has written its token."""
+        return np.stack([mine, np.array([7, others.get("settings", mine[1])], np.uint32)])
+
+    monkeypatch.setattr(shared.multihost_utils, "process_allgather", gather)
+    with pytest.raises(ConfigError, match=r"^output_dir: .* where process 0 does not see what process 1 writes; use"):
+        shared.check_shared(tmp_path / "run", "settings")
+    assert list((tmp_path / "run").iterdir()) == []
+    (tmp_path / "run/.token-of-process-1").write_text("7")
+    shared.check_shared(tmp_path / "run", "settings")
+    others["settings"] = 1
+    with pytest.raises(ConfigError, match=r"^processes: expected the same settings in all, got different ones"):
+        shared.check_shared(tmp_path / "run", "settings")
+
+
+class Coordinator:
+    """The key-value store of `jax.distributed`, as the watch uses it, for a few processes of which some are mute."""
+
+    def __init__(self):
+        self.values: dict[str, str] = {}
+        self.answers = True
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self._answer()
+        self.values[key] = value
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        self._answer()
+        return [(k, v) for k, v in self.values.items() if k.startswith(folder)]
+
+    def _answer(self) -> None:
+        if not self.answers:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+
+
+def watched(monkeypatch, disturb) -> str:
+    """What the watch of process 1 of 3 says when it ends its process, after disturb(coordinator)."""
+    coordinator = Coordinator()
+    left = threading.Event()
+    said = []
+
+    def leave(text: str, code: int = 1) -> None:
+        said.append(text)
+        left.set()
+
+    monkeypatch.setattr(watch, "_exit", leave)
+    monkeypatch.setattr(watch, "PERIOD_S", 0.02)
+    monkeypatch.setattr(watch.distributed.global_state, "client", coordinator)
+    alive = threading.Event()
+
+    def others() -> None:
+        count = 0
+        while not alive.wait(0.02):
+            count += 1
+            for i in (0, 2):
+                if f"stopped/{i}" not in coordinator.values:
+                    coordinator.values[f"surojax/alive/{i}"] = str(count)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    watching = Watch(["a", "b", "c"], 1, heartbeat_s=1.5)
+    time.sleep(0.3)
+    assert not said  # all is well
+    disturb(coordinator)
+    found = left.wait(3.5)
+    watching._ended.set()
+    alive.set()
+    thread.join()
+    return said[0] if found else ""
+
+
+def test_the_watch_names_who_is_silent_or_failed(monkeypatch):
+    silent = watched(monkeypatch, lambda c: c.values.update({"stopped/2": ""}))
+    assert silent.startswith("surojax: error: process 2 (c) has not answered for 1.5 s: it hangs")
+    failed = watched(monkeypatch, lambda c: c.values.update({"surojax/failed/2": "no disk"}))
+    assert failed == "surojax: error: process 2 (c) ended the run: no disk"
+    gone = watched(monkeypatch, lambda c: setattr(c, "answers", False))
+    assert gone.startswith("surojax: error: process 0 (a) has not answered")
+    finished = watched(monkeypatch, lambda c: c.values.update({"stopped/2": "", "surojax/done/2": ""}))
+    assert finished == ""
