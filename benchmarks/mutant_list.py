@@ -3687,6 +3687,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "bf16_flops=330.3 * TFLOPS",
         "tests/test_gpus.py::test_figures_agree_with_each_other",
     ),
+    Mutant(
+        "the first axis of a mesh is the innermost",
+        "surojax/planner/links.py",
+        "np.arange(math.prod(sizes)).reshape(sizes)",
+        "np.arange(math.prod(sizes)).reshape(sizes[::-1]).T",
+        "tests/test_links.py::test_axes_that_cross_machines",
+    ),
+    Mutant(
+        "a group sends over one adapter of a machine",
+        "surojax/planner/links.py",
+        "min(gpu.link_bandwidth, adapters * gpu.network_bandwidth)",
+        "min(gpu.link_bandwidth, gpu.network_bandwidth)",
+        "tests/test_links.py::test_a_group_sends_over_the_adapters_of_its_gpus",
+    ),
+    Mutant(
+        "the timeline has one rate for all collectives",
+        "surojax/planner/costs.py",
+        "rate = links.rate(p.gpu, p.mesh_shape, op, axes)",
+        "rate = p.gpu.link_bandwidth * p.rates.link",
+        "tests/test_links.py::test_a_collective_between_machines_takes_longer",
+    ),
     # -- The verifier -------------------------------------------------------------------------------------------------
     Mutant(
         "a row at its bound fails",
@@ -3789,8 +3810,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "host memory is not handed to the planner",
         "surojax/plan.py",
-        "plan(c, args.gpu, host_memory=args.host_memory, ",
-        "plan(c, args.gpu, ",
+        "host_memory=args.host_memory, gpus_per_node",
+        "gpus_per_node",
         "tests/test_plan.py::test_the_command_prints_and_writes_the_plan",
     ),
     Mutant(
