@@ -76,9 +76,9 @@ class Rates:
 
     products: of the peak of a dtype, by whole waves of the largest tiles. attention: of the bf16 peak, causal FLOPs.
     memory: of the device memory's bandwidth. host: of `pcie_bandwidth`, in one direction; duplex: of that, in each
-    direction while both are busy. link: of `link_bandwidth`. network: of `network_bandwidth`. hop: latency of a collective
-    for each of the other GPUs. launch: of a kernel. copy: latency of a copy engine. ramp: first loads and last stores of
-    a product. iteration: of a loop. collective_sms: of the multiprocessors, while a collective runs.
+    direction while both are busy. link: of `link_bandwidth`. network: of `network_bandwidth`. hop: latency of a
+    collective for each of the other GPUs. launch: of a kernel. copy: latency of a copy engine. ramp: first loads and
+    last stores of a product. iteration: of a loop. collective_sms: of the multiprocessors, while a collective runs.
     """
 
     products: float
