@@ -24,7 +24,7 @@ def test_all_rows_are_steps_that_train_accepts():
 
 @pytest.mark.parametrize("seconds, cells", [(2.5, "2.50 | 1,000 | 0.400 | 0.30 | 0.10"), (None, "- | - | - | - | -")])
 def test_a_line_says_what_is_exposed_and_what_does_not_fit(seconds, cells):
-    fields: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(Plan)))
+    fields: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Plan))
     exposed = {"gather": 0.1, "reduce": 0.2, "host in": 0.1, "host out": 0.0}
     memory = {"device_bytes": 80 * 2**30, "host_bytes": 2**30, "fits": False, "between_machines": ["pp", "dp_shard"]}
     times = {"predicted_step_s": seconds, "tokens_per_s_per_gpu": 1000.0, "mfu": 0.4, "exposed_s": exposed}
