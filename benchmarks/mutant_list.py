@@ -38,6 +38,7 @@ FIRST_STEP = "tests/test_kernel_adamw8bit.py::test_the_first_step_is_that_of_ada
 CHUNKED = "tests/test_chunked.py::test_equals_grad_of_the_plain_model"
 EVALUATION = "tests/test_data.py::test_evaluation_covers_every_token_once_with_constant_shapes"
 JUDGE = "tests/test_verify.py::test_what_is_held_against_a_bound"
+REMOVAL = "tests/test_verify_mutants.py::test_what_comes_in_the_place_of_a_collective"
 FIELDS = "tests/test_bad_input.py::test_fields"
 TEXTBOOK = "tests/test_textbook.py"
 CONTEXT = "tests/test_context_parallel.py"
@@ -3707,34 +3708,118 @@ MUTANTS: tuple[Mutant, ...] = (
         "bf16_flops=330.3 * TFLOPS",
         "tests/test_gpus.py::test_figures_agree_with_each_other",
     ),
+    Mutant(
+        "the first axis of a mesh is the innermost",
+        "surojax/planner/links.py",
+        "np.arange(math.prod(sizes)).reshape(sizes)",
+        "np.arange(math.prod(sizes)).reshape(sizes[::-1]).T",
+        "tests/test_links.py::test_axes_that_cross_machines",
+    ),
+    Mutant(
+        "a group sends over one adapter of a machine",
+        "surojax/planner/links.py",
+        "min(gpu.link_bandwidth, adapters * gpu.network_bandwidth)",
+        "min(gpu.link_bandwidth, gpu.network_bandwidth)",
+        "tests/test_links.py::test_a_group_sends_over_the_adapters_of_its_gpus",
+    ),
+    Mutant(
+        "the timeline has one rate for all collectives",
+        "surojax/planner/costs.py",
+        "rate = links.rate(p.gpu, p.mesh_shape, op, axes)",
+        "rate = p.gpu.link_bandwidth * p.rates.link",
+        "tests/test_links.py::test_a_collective_between_machines_takes_longer",
+    ),
     # -- The verifier -------------------------------------------------------------------------------------------------
     Mutant(
         "a row at its bound fails",
-        "surojax/verify.py",
+        "surojax/verification/bounds.py",
         "if x > most]",
         "if x >= most]",
         JUDGE,
     ),
     Mutant(
         "a setting that does nothing passes",
-        "surojax/verify.py",
+        "surojax/verification/bounds.py",
         "if bound.approximate and not differences.any():",
         "if bound.approximate and differences is None:",
         JUDGE,
     ),
     Mutant(
         "what is not finite passes",
-        "surojax/verify.py",
+        "surojax/verification/bounds.py",
         "if not (np.isfinite(a).all() and np.isfinite(b).all()):",
         "if not (np.isfinite(a).any() and np.isfinite(b).any()):",
         JUDGE,
     ),
     Mutant(
         "gradient norms of all steps count",
-        "surojax/verify.py",
+        "surojax/verification/bounds.py",
         "differences[: 1 if bound.first_norm else None, 1].max()",
         "differences[:, 1].max()",
         "tests/test_verify.py::test_bounds_of_a_recipe",
+    ),
+    Mutant(
+        "the config's own row has no settings of its own",
+        "surojax/verification/settings.py",
+        "return [*SETTINGS, Setting(OWN, own, n, expect=expect)]",
+        "return [*SETTINGS, Setting(OWN, {}, n, expect=expect)]",
+        "tests/test_verify.py::test_the_configs_own_settings_are_a_row",
+    ),
+    Mutant(
+        "a row's microbatches are those of the config",
+        "surojax/verification/training.py",
+        "new.gradient_accumulation_steps = microbatches",
+        "new.gradient_accumulation_steps = c.gradient_accumulation_steps",
+        "tests/test_verify.py::test_every_row_compares_two_different_things",
+    ),
+    Mutant(
+        "a row that failed once passes for another that is compared with it",
+        "surojax/verification/rows.py",
+        "if isinstance(found, ConfigError):",
+        "if found is None:",
+        "tests/test_verify.py::test_what_cannot_run_here_is_skipped_not_passed",
+    ),
+    Mutant(
+        "no table of rows fails",
+        "surojax/verify.py",
+        'not any(row.status == "FAIL" for row in rows)',
+        'not all(row.status == "FAIL" for row in rows)',
+        "tests/test_verify.py::test_a_setting_that_changes_the_result_fails",
+    ),
+    Mutant(
+        "nothing is taken out",
+        "surojax/verification/removal.py",
+        "if axes and computed and left_out(",
+        "if axes and not computed and left_out(",
+        REMOVAL,
+    ),
+    Mutant(
+        "what comes in an all-gather's place is not as long",
+        "surojax/verification/removal.py",
+        "join([x] * jax.lax.axis_size(axes)",
+        "join([x] * 1",
+        REMOVAL,
+    ),
+    Mutant(
+        "a reduce-scatter is replaced by another device's part",
+        "surojax/verification/removal.py",
+        "jax.lax.dynamic_slice_in_dim(x, number * length, length, dim)",
+        "jax.lax.dynamic_slice_in_dim(x, 0 * number, length, dim)",
+        REMOVAL,
+    ),
+    Mutant(
+        "collectives of reverse mode are those of the forward pass",
+        "surojax/verification/removal.py",
+        'any("backward_pass" in name for name in inside)',
+        "False",
+        "tests/test_verify_mutants.py::test_reverse_mode_has_collectives_of_its_own",
+    ),
+    Mutant(
+        "a mutant that is as good as the row is found",
+        "surojax/verification/mutants.py",
+        'return done(NOT_FOUND, off) if status == "pass" else',
+        "return",
+        "tests/test_verify_mutants.py::test_a_superfluous_collective_is_not_found",
     ),
     Mutant(
         "the plan's unit is that of the smallest number",
@@ -3746,8 +3831,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "host memory is not handed to the planner",
         "surojax/plan.py",
-        "plan(c, args.gpu, host_memory=args.host_memory, ",
-        "plan(c, args.gpu, ",
+        "host_memory=args.host_memory, gpus_per_node",
+        "gpus_per_node",
         "tests/test_plan.py::test_the_command_prints_and_writes_the_plan",
     ),
     Mutant(

@@ -195,6 +195,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         help="host memory for all GPUs, in GiB (2^30); unlimited if left out",
     )
+    found.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8)")
     found.add_argument(
         "--nvme", metavar="GB", type=float, help="room for state in files, in GB (10^9); none are used if left out"
     )
@@ -237,6 +238,7 @@ def main(argv: list[str] | None = None) -> None:
             with_batch(c, args.effective_batch),
             args.gpu,
             host_memory=args.host_memory,
+            gpus_per_node=args.gpus_per_node,
             nvme=args.nvme,
             allow=words("--allow", args.allow, tuple(ALLOWED)),
             keep=words("--keep", args.keep, tuple(flat(default_config()))),

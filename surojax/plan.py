@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         "--trace", metavar="FILE", help="write a trace of the simulated step there, for ui.perfetto.dev"
     )
     parser.add_argument("--host-memory", metavar="GIB", type=float, help="host memory for all GPUs, to check as well")
+    parser.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8)")
     try:
         c, args = parse(argv, parser)
         file = check_path("--json", args.json) if args.json is not None else None
@@ -58,7 +59,10 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
         if args.host_memory is not None and not args.host_memory > 0:
             raise ConfigError(f"--host-memory: expected GiB, more than 0, got {args.host_memory}; leave it out")
-        found = plan(c, args.gpu, host_memory=args.host_memory, trace=str(trace) if trace else None)
+        nodes = args.gpus_per_node
+        found = plan(
+            c, args.gpu, host_memory=args.host_memory, gpus_per_node=nodes, trace=str(trace) if trace else None
+        )
         print(table(found))
         if file:
             file.write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")

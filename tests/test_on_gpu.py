@@ -12,7 +12,8 @@ from surojax import train
 from surojax.config.fields import default_config
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
-from surojax.verify import OFFLOADS, verify
+from surojax.verification.rows import verify
+from surojax.verification.settings import OFFLOADS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,8 @@ import surojax
 PACKAGE = Path(surojax.__file__).parent
 # A room imports rooms to its left only.
 ORDER = (
-    "numerics placement parallel memory models optim step run exchange config assembly inference planner commands"
+    "numerics placement parallel memory models optim step run exchange config assembly inference planner "
+    "verification commands"
 ).split()
 COMMANDS = ("train", "launch", "plan", "fit", "verify", "generate", "evaluate", "convert")
 ANYWHERE = ("errors", "sizes")

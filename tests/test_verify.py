@@ -8,12 +8,17 @@ import pytest
 from small import quick_at
 
 from surojax import assembly, verify as verifier
+from surojax.config import fields as configs
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import RECIPES
 from surojax.placement import table as placement
 from surojax.placement.mesh import abstract_mesh, data_parallel
-from surojax.verify import OFFLOADS, OWN, SETTINGS, changed, judge, verify
+from surojax.verification import bounds as bounds_of, rows as rows_of, settings as settings_of, training
+from surojax.verification.bounds import judge
+from surojax.verification.rows import verify
+from surojax.verification.settings import OFFLOADS, OWN, SETTINGS
+from surojax.verification.training import changed
 
 SIZES = {
     "vocab_size": 64,
@@ -73,7 +78,7 @@ def test_a_setting_that_changes_the_result_fails(tmp_path, monkeypatch, capsys):
             c.learning_rate *= 1.0001
         return assembly.from_config(c, mesh, total_steps)
 
-    monkeypatch.setattr(verifier, "from_config", from_config)
+    monkeypatch.setattr(training, "from_config", from_config)
     (tmp_path / "small.py").write_text(CONFIG_FILE)
     with pytest.raises(SystemExit) as end:
         verifier.main(["--config", str(tmp_path / "small.py"), "--steps=2", "--only=plain,offload_optimizer"])
@@ -84,7 +89,7 @@ def test_a_setting_that_changes_the_result_fails(tmp_path, monkeypatch, capsys):
 
 def test_what_is_held_against_a_bound():
     """Equal to the bit, within a bound, a setting that did nothing, and numbers that are none."""
-    bounds, plain = verifier.bounds(small_config()), [(4.0, 1.0), (3.0, 2.0)]
+    bounds, plain = bounds_of.bounds(small_config()), [(4.0, 1.0), (3.0, 2.0)]
     moved = lambda by: [plain[0], (3.0 * (1 + by), 2.0)]
     assert judge(plain, plain, bounds["same"])[0] == "pass"
     assert judge(moved(2.0**-23), plain, bounds["same"])[0] == "FAIL"
@@ -98,7 +103,7 @@ def test_what_is_held_against_a_bound():
 
 
 NO_ROW = {  # keywords of `place` that no row has, and why
-    **dict.fromkeys(verifier.NUMBERS, "numbers are the config's"),
+    **dict.fromkeys(settings_of.NUMBERS, "numbers are the config's"),
     "num_shards": "follows from the mesh",
     "nvme_path": "rows with nvme get a temporary folder",
 }
@@ -106,7 +111,7 @@ NO_ROW = {  # keywords of `place` that no row has, and why
 
 def test_every_setting_of_the_table_has_a_row():
     """A new keyword of `placement.place`, or a new way to recompute, needs a line in SETTINGS."""
-    keywords = {*inspect.signature(placement.place).parameters, *verifier.configs.RECOMPUTE_PARTS}
+    keywords = {*inspect.signature(placement.place).parameters, *configs.RECOMPUTE_PARTS}
     keywords |= {"recompute_block", "microbatches_per_fetch", "sequence_chunks"}
     assert keywords - {name for s in SETTINGS for name in s.changes} == set(NO_ROW)
 
@@ -114,19 +119,19 @@ def test_every_setting_of_the_table_has_a_row():
 def test_every_row_compares_two_different_things():
     """Each row draws what its reference does not, exists, and comes to the same sequences a step."""
     c = small_config()
-    batches, microbatches = verifier.make_batches(c, 8, 1)
+    batches, microbatches = training.make_batches(c, 8, 1)
     table = {s.name: s for s in SETTINGS}
     assert len(table) == len(SETTINGS)
 
     def drawn(s):
         changes = s.changes | ({"nvme_path": "folder"} if "nvme" in s.changes.values() else {})
         row = changed(c, s._replace(changes=changes), 1, len(batches[0][0]), microbatches * s.split)
-        mesh = abstract_mesh(s.devices, **verifier.configs.mesh_sizes(row))
+        mesh = abstract_mesh(s.devices, **configs.mesh_sizes(row))
         shape = tuple(mesh.shape.items())
         per_step = row.per_device_batch_size * row.gradient_accumulation_steps * data_parallel(mesh)
         assert per_step == len(batches[0][0])
         engine = assembly.from_config(row, mesh, 1).engine
-        recompute = [row[name] for name in verifier.configs.RECOMPUTE_PARTS]
+        recompute = [row[name] for name in configs.RECOMPUTE_PARTS]
         compute = engine.model.compute
         chunks = compute.sequence_chunks, engine.lmhead_chunks, compute.cp_method
         settings = (engine.recompute_block, recompute, chunks, engine.packed, engine.pp_schedule)
@@ -149,10 +154,10 @@ def test_the_numbers_are_the_configs(recipe):
     c = in_recipe(recipe)
     own = in_recipe(recipe)
     own.update({"model_dtype": "bfloat16", "zero_level": 2})
-    for s in (*SETTINGS[:2], verifier.settings(own, 4)[-1]):
+    for s in (*SETTINGS[:2], settings_of.settings(own, 4)[-1]):
         assert changed(c, s, 1, 64, 2).recipe == recipe
         assert changed(own, s, 1, 64, 2).model_dtype == "bfloat16"
-    assert verifier.settings(own, 4)[-1].changes == {"zero_level": 2}
+    assert settings_of.settings(own, 4)[-1].changes == {"zero_level": 2}
 
 
 @pytest.mark.full
@@ -167,9 +172,9 @@ def test_a_recipe_in_8_bits_is_verified_in_itself():
     assert (found["offload_all"].loss, found["offload_all"].grad_norm) == (0, 0)
     assert "recompute_norm: expected False with recipe='fp8_current'" in found["recompute_norm"].why
     assert "whose weights travel in fp8 anyway" in found["zero_quantized_weights=fp8@4"].why
-    batches, microbatches = verifier.make_batches(in_recipe("bf16"), 8, 1)
+    batches, microbatches = training.make_batches(in_recipe("bf16"), 8, 1)
     losses = {
-        recipe: verifier.trained(in_recipe(recipe), SETTINGS[0], batches, microbatches, jax.devices()[:1])[0][0]
+        recipe: training.trained(in_recipe(recipe), SETTINGS[0], batches, microbatches, jax.devices()[:1])[0][0]
         for recipe in ("bf16", "fp8_current")
     }
     assert losses["bf16"] != losses["fp8_current"]
@@ -178,7 +183,7 @@ def test_a_recipe_in_8_bits_is_verified_in_itself():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bounds_of_a_recipe(recipe):
     """Nothing where no arithmetic changes; where numbers are rounded again, the first gradient norm counts."""
-    bounds = verifier.bounds(in_recipe(recipe))
+    bounds = bounds_of.bounds(in_recipe(recipe))
     plain = [(4.0, 1.0), (3.0, 2.0)]
     assert bounds["same"] == bounds["saved"] and bounds["same"].loss == bounds["same"].grad_norm == 0
     assert judge([(4.0, 1.2), (3.0, 2.0)], plain, bounds["order"])[0] == "FAIL"
@@ -198,11 +203,11 @@ def test_what_cannot_run_here_is_skipped_not_passed():
 def test_the_configs_own_settings_are_a_row():
     """Under the config's own mesh; the others are what they are without them."""
     c = small_config(gpus=3, offload_residual=True, gradient_accumulation_steps=4, per_device_batch_size=2)
-    own = verifier.settings(c, 8)[-1]
-    assert own.name == verifier.OWN and own.changes == {"offload_residual": True} and own.devices == 3
-    assert len(verifier.make_batches(c, 8, 1)[0][0][0]) == 96  # 24 a step, for 3 devices and for 8, 4 microbatches
+    own = settings_of.settings(c, 8)[-1]
+    assert own.name == OWN and own.changes == {"offload_residual": True} and own.devices == 3
+    assert len(training.make_batches(c, 8, 1)[0][0][0]) == 96  # 24 a step, for 3 devices and for 8, 4 microbatches
     assert not changed(c, SETTINGS[0], 5, 96, 4).offload_residual
-    assert verifier.settings(small_config(), 8) == list(SETTINGS)
+    assert settings_of.settings(small_config(), 8) == list(SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +219,7 @@ def test_the_configs_own_settings_are_a_row():
     ],
 )
 def test_errors_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
-    monkeypatch.setattr(verifier, "trained", lambda *_: [(1.0, 1.0)])
+    monkeypatch.setattr(rows_of, "trained", lambda *_: [(1.0, 1.0)])
     (tmp_path / "small.py").write_text(CONFIG_FILE)
     with pytest.raises(SystemExit) as end:
         verifier.main(["--config", str(tmp_path / "small.py"), *argv])
@@ -242,7 +247,9 @@ def test_what_was_not_verified_did_not_pass(tmp_path, argv, message):
 
 
 def test_offloads_as_configured_are_held_to_the_bit():
-    own = lambda **changes: [s.expect for s in verifier.settings(small_config(gpus=1, **changes), 8) if s.name == OWN]
+    own = lambda **changes: [
+        s.expect for s in settings_of.settings(small_config(gpus=1, **changes), 8) if s.name == OWN
+    ]
     assert own(offload_optimizer=True, offload_weights=True, resident_layers=1) == ["same"]
     assert own(offload_optimizer=True, lmhead_chunks=2) == ["order"] and own() == []
 
@@ -258,6 +265,6 @@ def test_a_model_that_does_not_fit_says_what_to_do(monkeypatch):
     def refuse(*_):
         raise ConfigError("does not fit: needs 9 GiB")
 
-    monkeypatch.setattr(verifier, "trained", refuse)
+    monkeypatch.setattr(rows_of, "trained", refuse)
     with pytest.raises(ConfigError, match=r"does not fit.*; or verify a smaller model"):
         verify(small_config(), only=["plain"])

@@ -18,7 +18,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from surojax.planner import hlo
+from surojax.planner import hlo, links
 from surojax.planner.gpus import Gpu, Rates
 from surojax.planner.hlo import Instruction, Module
 
@@ -71,6 +71,7 @@ class Work:
     latency: float = 0.0
     seconds: float = 0.0
     bytes: float = 0.0
+    rate: float = 0.0  # B/s of a collective
     needs_sms: bool = False  # occupies the multiprocessors
 
 
@@ -160,9 +161,10 @@ def _work(p: Program, i: Instruction, computation: Mapping[str, Instruction]) ->
 
 def _collective(p: Program, i: Instruction, collective: Instruction, computation) -> Work:
     op = collective.opcode.removesuffix("-start")
-    _, n = hlo.group(collective, p.mesh_shape)
+    axes, n = hlo.group(collective, p.mesh_shape)
     sent = hlo.WIRE[op](n, sum(a.bytes for a in hlo.operands(collective, computation)))
-    return Work(i.name, OF_COLLECTIVE[op], COLLECTIVES, latency=(n - 1) * p.rates.hop, bytes=sent)
+    rate = links.rate(p.gpu, p.mesh_shape, op, axes)
+    return Work(i.name, OF_COLLECTIVE[op], COLLECTIVES, latency=(n - 1) * p.rates.hop, bytes=sent, rate=rate)
 
 
 def _host_transfer(p: Program, i: Instruction, way: str, size: int) -> Work:

@@ -14,7 +14,7 @@ from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
 from surojax.planner import advice, aot, footprint, search
 from surojax.planner.advice import GiB, changed, differing
-from surojax.planner.gpus import GPUS, Gpu
+from surojax.planner.gpus import Gpu, with_nodes
 from surojax.planner.plan import Plan, checked, plan
 from surojax.planner.search import ALLOWED, Candidate, Found, Limits, Need, device_limit
 
@@ -89,6 +89,7 @@ def fastest(
     gpu: str,
     *,
     host_memory: float | None = None,
+    gpus_per_node: int | None = None,
     nvme: float | None = None,
     allow: Collection[str] = (),
     keep: Collection[str] = (),
@@ -97,13 +98,15 @@ def fastest(
 ) -> Result:
     """The fastest settings of `config.gpus` GPUs of this kind; the effective batch and the model stay as they are.
 
-    host_memory: of the machine, in GiB; None: as much as is needed. nvme: room for files in GB; None: no files. allow:
-    words of `search.ALLOWED`. keep: fields that are not changed. most: settings that are compiled. say: told what goes
-    on. Raises ConfigError for what `train` refuses, and for a GPU whose rates are not known.
+    host_memory: of the machine, in GiB; None: as much as is needed. gpus_per_node: GPUs in a machine; None: 8. nvme:
+    room for files in GB; None: no files. allow: words of `search.ALLOWED`. keep: fields that are not changed. most:
+    settings that are compiled. say: told what goes on.
+
+    Raises ConfigError for what `train` refuses, and for a GPU whose rates are not known.
     """
     started = time.perf_counter()
     c = checked(config, gpu)
-    facts = GPUS[gpu]
+    facts = with_nodes(gpu, gpus_per_node)
     if aot.available():
         aot.usable(gpu)  # before anything else: what it sets for XLA's log counts from the first use of XLA
     if facts.rates is None:
@@ -131,7 +134,7 @@ def fastest(
         if compiled == most or candidate.seconds > best * (1 + BAND):
             continue
         try:
-            row = _row(config, candidate, gpu, limits)
+            row = _row(config, candidate, gpu, facts, limits)
         except ConfigError as error:  # what only compiling shows, such as a kernel that does not take these shapes
             refusal = error
             continue
@@ -142,7 +145,9 @@ def fastest(
     if refusal is not None and not rows and not refuted:
         raise refusal
     own_files = limits if nvme is not None else limits._replace(files=math.inf)
-    as_given = next((row for row in (*rows, *refuted) if not row.change), None) or _given(config, c, gpu, own_files)
+    as_given = next((row for row in (*rows, *refuted) if not row.change), None) or _given(
+        config, c, gpu, facts, own_files
+    )
     rows.sort(key=lambda row: row.seconds)
     return Result(
         gpu=gpu,
@@ -153,7 +158,7 @@ def fastest(
         as_given=as_given,
         found=found,
         nearest=None if rows or refuted else _nearest(c, found, facts, limits, allow, keep),
-        left_out=_left_out(c, rows[0], gpu, allow) if rows else {},
+        left_out=_left_out(c, rows[0], gpu, facts, allow) if rows else {},
         remedies=[] if rows else _remedies(c, found, facts, limits, allow, keep),
         search_s=searched - started,
         compile_s=time.perf_counter() - searched,
@@ -171,25 +176,25 @@ def in_order(candidates: list[Candidate]) -> list[Candidate]:
     return [candidate for *_, candidate in sorted(ranked, key=lambda x: x[:2])]
 
 
-def _row(config: Config, candidate: Candidate, gpu: str, limits: Limits) -> Row:
+def _row(config: Config, candidate: Candidate, gpu: str, facts: Gpu, limits: Limits) -> Row:
     """The row of a candidate, compiled if there is a compiler."""
     change = differing(config, candidate.change)
     c = changed(config, change)
     if not aot.available():
         return Row(c, change, candidate.seconds, candidate.need, None, True)
-    p = plan(c, gpu, advise=False)
+    p = plan(c, gpu, gpus_per_node=facts.gpus_per_node, advise=False)
     need = Need(p.device_bytes, p.gpus * p.host_bytes, p.gpus * p.nvme_bytes)
     return Row(c, change, candidate.seconds, candidate.need, p, need.fits(limits))
 
 
-def _given(config: Config, c: Config, gpu: str, limits: Limits) -> Row | None:
+def _given(config: Config, c: Config, gpu: str, facts: Gpu, limits: Limits) -> Row | None:
     """The row of the given config; None if it does not fit by estimate. c: the checked config."""
-    need, phases = search.estimate(c, GPUS[gpu])
+    need, phases = search.estimate(c, facts)
     if not need.fits(limits):
         return None
     seconds = sum(phases.values())
     try:
-        return _row(config, Candidate(c, {}, seconds, need, phases), gpu, limits)
+        return _row(config, Candidate(c, {}, seconds, need, phases), gpu, facts, limits)
     except ConfigError:  # what only compiling shows
         return Row(config, {}, seconds, need, None, False)
 
@@ -204,7 +209,7 @@ def _nearest(
     return next(iter(more.candidates), more.nearest)
 
 
-def _left_out(c: Config, best: Row, gpu: str, allow: Collection[str]) -> dict[str, float]:
+def _left_out(c: Config, best: Row, gpu: str, facts: Gpu, allow: Collection[str]) -> dict[str, float]:
     """Estimated seconds of the best row with each setting that changes numbers, was not allowed and is worth it."""
     found = {}
     for word, change in ALLOWED.items():
@@ -212,7 +217,7 @@ def _left_out(c: Config, best: Row, gpu: str, allow: Collection[str]) -> dict[st
             continue
         try:
             tried = checked(changed(c, best.change, change), gpu)
-            seconds = sum(search.estimate(tried, GPUS[gpu])[1].values())
+            seconds = sum(search.estimate(tried, facts)[1].values())
         except ConfigError:  # such as fp8 with settings or on a GPU that it is not for
             continue
         if seconds < best.estimated_s * (1 - WORTH):

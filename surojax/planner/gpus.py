@@ -16,6 +16,11 @@ of a streaming multiprocessor are those of its compute capability (CUDA C++ Prog
 Link rates are per direction, after line coding; copies of pinned memory reach 80 to 90 % of them. So every rate is an
 upper bound, and times derived from rates are lower bounds.
 
+Between machines (`links`): DGX A100, H100, H200 and B200 have one InfiniBand adapter for each of 8 GPUs, of 200, 400,
+400 and 400 Gbit/s (NVIDIA's data sheets and user guides of these systems). Other cards have no system of their own:
+assumed is one adapter of 100 Gbit/s for a machine of 8, and of 400 for L40S. `--gpus-per-node` sets how many are in a
+machine.
+
 `Rates` say what programs reach of these bounds. None has been measured by us. Where a figure comes from:
 
 * products: fitted, one constant for each GPU, to rows that LLMQ publishes (benchmarks/calibrate.py prints them): RTX
@@ -26,13 +31,16 @@ upper bound, and times derived from rates are lower bounds.
   the H100's. A100: FlashAttention-2's figures for 2k tokens. Others: assumed; 3 to 8 % of the time of LLMQ's rows.
 * link: H100: 360 of 450 GB/s, which NVIDIA calls expected (github.com/NVIDIA/nccl-tests/issues/326); also assumed for
   A100, H200 and B200. GeForce and L40S: 12 and 20 GB/s through host memory, assumed (no peer-to-peer).
+* network: 0.9, assumed from NVIDIA's nccl-tests on machines with an adapter of 400 Gbit/s for each GPU.
 * memory: 0.9, what copies within device memory commonly reach. host: 25.8 of 31.5 GB/s on PCIe 4.0 x16 and 53.5 of 63
   on PCIe 5.0 x16, commonly printed by NVIDIA's bandwidthTest. duplex and all latencies: assumed.
 
 This file imports no jax.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from surojax.errors import ConfigError
 
 GB, TB, TFLOPS = 1e9, 1e12, 1e12
 MIB = 2**20
@@ -40,6 +48,7 @@ MIB = 2**20
 PCIE_4_X16 = 16e9 * 16 * 128 / 130 / 8  # 31.5 GB/s
 PCIE_5_X16 = 32e9 * 16 * 128 / 130 / 8  # 63.0 GB/s
 PCIE_5_X8 = PCIE_5_X16 / 2  # 31.5 GB/s
+GBIT = 1e9 / 8  # B/s
 
 
 @dataclass(frozen=True)
@@ -67,9 +76,9 @@ class Rates:
 
     products: of the peak of a dtype, by whole waves of the largest tiles. attention: of the bf16 peak, causal FLOPs.
     memory: of the device memory's bandwidth. host: of `pcie_bandwidth`, in one direction; duplex: of that, in each
-    direction while both are busy. link: of `link_bandwidth`. hop: latency of a collective for each of the other GPUs.
-    launch: of a kernel. copy: latency of a copy engine. ramp: first loads and last stores of a product. iteration: of
-    a loop. collective_sms: of the multiprocessors, while a collective runs.
+    direction while both are busy. link: of `link_bandwidth`. network: of `network_bandwidth`. hop: latency of a
+    collective for each of the other GPUs. launch: of a kernel. copy: latency of a copy engine. ramp: first loads and
+    last stores of a product. iteration: of a loop. collective_sms: of the multiprocessors, while a collective runs.
     """
 
     products: float
@@ -79,6 +88,7 @@ class Rates:
     host: float = 0.82
     duplex: float = 0.85
     link: float = 0.80
+    network: float = 0.90
     hop: float = 12e-6
     launch: float = 2.0e-6
     copy: float = 8e-6
@@ -102,9 +112,11 @@ class Gpu:
     tf32_flops: float  # FLOP/s, as bf16_flops
     fp32_flops: float  # FLOP/s, CUDA cores, no tensor cores
     link_bandwidth: float  # B/s per direction between GPUs of one host: NVLink, or PCIe if there is no NVLink
+    network_bandwidth: float  # B/s per direction of each GPU between machines
     pcie_bandwidth: float  # B/s per direction between GPU and host
     clock: float  # Hz, the highest of an SM
     l2_bytes: int  # second-level cache
+    gpus_per_node: int = 8  # GPUs in a machine, which share `link_bandwidth`
     aliases: tuple[str, ...] = ()  # other device kinds of exactly the same card
     rates: Rates | None = None  # None: no time is predicted
 
@@ -130,6 +142,7 @@ GPUS: dict[str, Gpu] = {
         tf32_flops=156 * TFLOPS,
         fp32_flops=19.5 * TFLOPS,
         link_bandwidth=300 * GB,
+        network_bandwidth=200 * GBIT,
         pcie_bandwidth=PCIE_4_X16,
         clock=1.41e9,
         l2_bytes=40 * MIB,
@@ -152,6 +165,7 @@ GPUS: dict[str, Gpu] = {
         tf32_flops=183 * TFLOPS,
         fp32_flops=91.6 * TFLOPS,
         link_bandwidth=PCIE_4_X16,
+        network_bandwidth=400 * GBIT / 8,
         pcie_bandwidth=PCIE_4_X16,
         clock=2.52e9,
         l2_bytes=96 * MIB,
@@ -173,6 +187,7 @@ GPUS: dict[str, Gpu] = {
         tf32_flops=82.6 * TFLOPS,
         fp32_flops=82.6 * TFLOPS,
         link_bandwidth=PCIE_4_X16,
+        network_bandwidth=100 * GBIT / 8,
         pcie_bandwidth=PCIE_4_X16,
         clock=2.52e9,
         l2_bytes=72 * MIB,
@@ -193,6 +208,7 @@ GPUS: dict[str, Gpu] = {
         tf32_flops=104.8 * TFLOPS,
         fp32_flops=104.8 * TFLOPS,
         link_bandwidth=PCIE_5_X16,
+        network_bandwidth=100 * GBIT / 8,
         pcie_bandwidth=PCIE_5_X16,
         clock=2.407e9,
         l2_bytes=96 * MIB,
@@ -216,6 +232,7 @@ GPUS: dict[str, Gpu] = {
         tf32_flops=23.7 * TFLOPS,
         fp32_flops=23.7 * TFLOPS,
         link_bandwidth=PCIE_5_X8,
+        network_bandwidth=100 * GBIT / 8,
         pcie_bandwidth=PCIE_5_X8,
         clock=2.572e9,
         l2_bytes=32 * MIB,
@@ -236,6 +253,7 @@ GPUS: dict[str, Gpu] = {
         tf32_flops=494.5 * TFLOPS,
         fp32_flops=67 * TFLOPS,
         link_bandwidth=450 * GB,
+        network_bandwidth=400 * GBIT,
         pcie_bandwidth=PCIE_5_X16,
         clock=1.98e9,
         l2_bytes=50 * MIB,
@@ -255,6 +273,7 @@ GPUS: dict[str, Gpu] = {
         tf32_flops=494.5 * TFLOPS,
         fp32_flops=67 * TFLOPS,
         link_bandwidth=450 * GB,
+        network_bandwidth=400 * GBIT,
         pcie_bandwidth=PCIE_5_X16,
         clock=1.98e9,
         l2_bytes=50 * MIB,
@@ -276,12 +295,22 @@ GPUS: dict[str, Gpu] = {
         tf32_flops=1125 * TFLOPS,
         fp32_flops=75 * TFLOPS,
         link_bandwidth=900 * GB,
+        network_bandwidth=400 * GBIT,
         pcie_bandwidth=PCIE_5_X16,
         clock=1.965e9,
         l2_bytes=132_644_864,
         rates=Rates(products=0.69, attention=0.42, attention_backward=0.36, host=0.85),
     ),
 }
+
+
+def with_nodes(gpu: str, gpus_per_node: int | None) -> Gpu:
+    """Returns the facts of a GPU in machines of so many; None: of 8. Raises ConfigError for fewer than one."""
+    if gpus_per_node is None:
+        return GPUS[gpu]
+    if gpus_per_node < 1:
+        raise ConfigError(f"--gpus-per-node: expected 1 or more GPUs in a machine, got {gpus_per_node}; leave it out")
+    return replace(GPUS[gpu], gpus_per_node=gpus_per_node)
 
 
 def find_gpu(device_kind: str) -> Gpu | None:

@@ -35,9 +35,9 @@ from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape
 from surojax.placement.param import OUTER
-from surojax.planner import advice, aot, check_fit, footprint, hlo, prediction, search, stages, traffic
+from surojax.planner import advice, aot, check_fit, footprint, hlo, links, prediction, search, stages, traffic
 from surojax.planner.advice import GiB, Memory
-from surojax.planner.gpus import GPUS, Gpu
+from surojax.planner.gpus import GPUS, Gpu, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
 from surojax.step.file_step import FileStep, Program
@@ -55,6 +55,7 @@ class Plan(Prediction):
     packed: bool  # rows hold several documents
     cp_method: str  # how sequences are divided over `cp`
     mesh: dict[str, int]  # size of each axis
+    between_machines: list[str]  # axes whose groups have GPUs in several machines
     estimate: bool  # True if nothing was compiled
     fits: bool
     device_bytes: int  # everything that the program needs in device memory
@@ -80,11 +81,18 @@ class Plan(Prediction):
 
 
 def plan(
-    config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None, advise: bool = True
+    config: Config,
+    gpu: str,
+    *,
+    host_memory: float | None = None,
+    gpus_per_node: int | None = None,
+    trace: str | None = None,
+    advise: bool = True,
 ) -> Plan:
     """Plans a run on `config.gpus` GPUs of this kind. host_memory: of the machine, in GiB; None: no limit is checked.
 
-    trace: a file for a trace of the simulated step (`prediction.trace`). advise: look for `changes` if it does not fit.
+    gpus_per_node: GPUs in a machine; None: 8. trace: a file for a trace of the simulated step (`prediction.trace`).
+    advise: look for `changes` if it does not fit.
 
     A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
     planned in a new process. Raises ConfigError for settings that `train` refuses, for an unknown GPU, for `gpus=0`,
@@ -92,16 +100,19 @@ def plan(
     """
     c = checked(config, gpu)
     if aot.available() and not aot.usable(gpu):
-        return plan_in_subprocess(c, gpu, host_memory=host_memory, trace=trace, advise=advise)
-    return _plan(c, gpu, host_memory, trace, advise)
+        options = {"host_memory": host_memory, "gpus_per_node": gpus_per_node, "trace": trace, "advise": advise}
+        return plan_in_subprocess(c, gpu, **options)
+    return _plan(c, gpu, host_memory, gpus_per_node, trace, advise)
 
 
-def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None, advise: bool) -> Plan:
+def _plan(
+    c: Config, gpu: str, host_memory: float | None, gpus_per_node: int | None, trace: str | None, advise: bool
+) -> Plan:
     """`plan` of a checked config, in this process."""
     n = c.gpus
-    facts = GPUS[gpu]
+    facts = with_nodes(gpu, gpus_per_node)
     batch = traffic.batch_of(c)
-    found = _compiled(c, gpu, batch, trace) if aot.available() else _estimated(c, batch)
+    found = _compiled(c, gpu, facts, batch, trace) if aot.available() else _estimated(c, batch)
     if trace is not None and found["not_predicted"]:
         raise ConfigError(
             f"--trace: expected a step whose time is predicted, got {found['not_predicted']}; leave it out"
@@ -111,6 +122,9 @@ def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None, adv
         flops=found.pop("flops"),
         device_bytes=found.pop("device_traffic"),
         link_bytes=sum(row["bytes"] for row in found["collectives"]),
+        link_seconds=sum(
+            row["bytes"] / links.bandwidth(facts, found["mesh"], row["op"], row["axis"]) for row in found["collectives"]
+        ),
         h2d=found["h2d_bytes"],
         d2h=found["d2h_bytes"],
     )
@@ -126,6 +140,7 @@ def _plan(c: Config, gpu: str, host_memory: float | None, trace: str | None, adv
         attention=c.attention,
         packed=c.sample_packing,
         cp_method=c.cp_method,
+        between_machines=links.crossing(facts, found["mesh"]),
         fits=fits,
         nvme_bytes=in_files,
         nvme_read_bytes=in_files,  # a step reads and writes the entire file once
@@ -164,14 +179,14 @@ def checked(config: Config, gpu: str) -> Config:
     return c
 
 
-def _compiled(c: Config, gpu: str, batch: traffic.Batch, trace: str | None) -> dict[str, Any]:
+def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str | None) -> dict[str, Any]:
     """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace: see `plan`."""
     mesh = make_mesh(aot.devices(gpu, c.gpus), **configs.mesh_sizes(c))
     run = from_config(c, mesh.abstract_mesh, total_steps=1000)
     _check_attention(c, gpu, batch)
     options = run.compiler_options(
         "gpu",
-        memory_bytes=GPUS[gpu].memory_bytes,
+        memory_bytes=facts.memory_bytes,
         plans_with=aot.PLANS_WITH,
         host_temporaries=footprint.host_temporaries(run, batch),
     )
@@ -216,21 +231,20 @@ def _compiled(c: Config, gpu: str, batch: traffic.Batch, trace: str | None) -> d
         },
         "flops": traffic.step_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
-        **_predicted(c, gpu, run, batch, [module for module, _ in modules], trace),
+        **_predicted(c, facts, run, batch, [module for module, _ in modules], trace),
     }
 
 
 def _predicted(
-    c: Config, gpu: str, run: Assembly, batch: traffic.Batch, modules: list[hlo.Module], trace: str | None
+    c: Config, gpu: Gpu, run: Assembly, batch: traffic.Batch, modules: list[hlo.Module], trace: str | None
 ) -> dict[str, Any]:
     """Fields of the `Plan` about time, of a step that is one program. trace: see `plan`."""
     if len(modules) > 1:
         return dataclasses.asdict(Prediction(not_predicted="state in files, and the drive's speed is not known"))
     (module,) = modules
-    found = prediction.of_module(module, run, batch, GPUS[gpu])
+    found = prediction.of_module(module, run, batch, gpu)
     if trace is not None and not found.not_predicted:
-        title = f"{c.gpus} x {GPUS[gpu].name}"
-        prediction.write_trace(Path(trace), module, GPUS[gpu], run.mesh.shape, title)
+        prediction.write_trace(Path(trace), module, gpu, run.mesh.shape, f"{c.gpus} x {gpu.name}")
     return dataclasses.asdict(found)
 
 
@@ -369,11 +383,17 @@ def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
 
 
 def plan_in_subprocess(
-    config: Config, gpu: str, *, host_memory: float | None = None, trace: str | None = None, advise: bool = True
+    config: Config,
+    gpu: str,
+    *,
+    host_memory: float | None = None,
+    gpus_per_node: int | None = None,
+    trace: str | None = None,
+    advise: bool = True,
 ) -> Plan:
     """`plan` in a new process. Raises ConfigError as `plan` does, and RuntimeError if that process fails."""
     code = "from surojax.planner.plan import serve; serve()"
-    options = {"host_memory": host_memory, "trace": trace, "advise": advise}
+    options = {"host_memory": host_memory, "gpus_per_node": gpus_per_node, "trace": trace, "advise": advise}
     request = json.dumps({"config": config.to_dict(), "gpu": gpu, "options": options})
     done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
     if done.returncode:

@@ -29,6 +29,8 @@ def table(p: Plan) -> str:
     """The plan as text."""
     axes = " x ".join(f"{name}={size}" for name, size in p.mesh.items())
     lines = [f"plan: {p.parameters / 1e6:,.1f}M parameters on {p.gpus} x {GPUS[p.gpu].name} ({axes})"]
+    if p.between_machines:
+        lines.append(f"between machines: {', '.join(p.between_machines)}")
     if p.estimate:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the step: {aot.EXTRA}")
     if p.packed:

@@ -36,7 +36,7 @@ from surojax.models.model import Segment
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import SHARD
 from surojax.placement.param import OUTER, Kind, Param
-from surojax.planner import footprint, traffic
+from surojax.planner import footprint, links, traffic
 from surojax.planner.advice import OFFLOADS
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu, Rates
@@ -51,7 +51,10 @@ HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32", "float8": "f8e4m3fn", "float
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A step on one GPU, wherever its tensors are stored. Seconds of a microbatch, bytes of a step or a microbatch."""
+    """A step on one GPU, wherever its tensors are stored. Seconds of a microbatch, bytes of a step or a microbatch.
+
+    Bytes of collectives between machines are those that would take as long within one (links.py).
+    """
 
     gpu: Gpu
     rates: Rates
@@ -94,6 +97,7 @@ def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, in
     grads = sizes["grads"] / bandwidth
     forward, backward = (sum(x) for x in zip(*(_segment(run, s, batch, gpu) for s in run.model.segments), strict=True))
     once, each = (traffic.collective_bytes(run, dataclasses.replace(batch, microbatches=n)) for n in (0, 1))
+    once, each = (_as_within_a_machine(run, gpu, found) for found in (once, each))
     added = {key: size - once.get(key, 0) for key, size in each.items()}
     gathers = (
         sum(size for (op, _), size in added.items() if op == "all-gather") if run.engine.table.weights.sharded else 0
@@ -112,6 +116,13 @@ def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, in
         once=sum(once.values()),
         sizes=sizes,
     )
+
+
+def _as_within_a_machine(run: Assembly, gpu: Gpu, found: dict[tuple[str, str], int]) -> dict[tuple[str, str], float]:
+    """Returns the bytes that would take as long as a collective's, if all GPUs were in one machine."""
+    shape = run.mesh.shape
+    within = gpu.link_bandwidth * _rates(gpu).link
+    return {(op, axes): size * within / links.rate(gpu, shape, op, axes) for (op, axes), size in found.items()}
 
 
 def phases(work: Work, offloaded: Collection[str], resident: float = 0.0) -> dict[str, float]:

@@ -12,6 +12,7 @@ Works slow each other as follows.
   kernel (costs.py) has tens of thousands of blocks, so a product behind it starts when it ends.
 * A host transfer has the link's rate, or `Rates.duplex` of it while the other direction is busy too. If GPUs have no
   link of their own, collectives and host transfers share PCI Express in proportion to their rates.
+* A collective has the rate of the slowest link that it crosses (links.py).
 * While a collective runs, kernels lose the multiprocessors that it occupies.
 
 Loops reach a steady state: after `MOST` iterations the others are taken to be like the last one.
@@ -196,7 +197,7 @@ class Machine:
                 rate = self.host_rate * (self.rates.duplex if OPPOSITE[stream] in busy else 1.0)
                 return rate * (share if COLLECTIVES in busy else 1.0)
             if stream == COLLECTIVES:
-                return self.link_rate * (share if busy & OPPOSITE.keys() else 1.0)
+                return x.work.rate * (share if busy & OPPOSITE.keys() else 1.0)
             return 1.0 - self.rates.collective_sms if COLLECTIVES in busy else 1.0
 
         return [of(x) for x in heads]

@@ -1,0 +1,105 @@
+"""Verifies the rows of the table: trains each, and compares its losses and gradient norms with its reference's."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from surojax.config import Config, checks
+from surojax.errors import ConfigError
+from surojax.exchange.sources import resolved
+from surojax.placement.mesh import find_devices
+from surojax.verification.bounds import Bound, Curve, bounds, judge
+from surojax.verification.settings import OWN, Setting, chosen, settings
+from surojax.verification.training import make_batches, trained
+
+
+class Row(NamedTuple):
+    """The result of a row."""
+
+    setting: Setting
+    status: str  # "pass", "FAIL" or "skipped"
+    loss: float | None  # largest relative difference over the steps; None if skipped
+    grad_norm: float | None  # as `loss`, over the steps that the bound compares
+    bound: Bound
+    why: str  # reason if it failed or was skipped, else ""
+    seconds: float
+
+
+class Curves:
+    """Losses and gradient norms of rows, each row trained once, on equal batches."""
+
+    def __init__(self, config: Config, steps: int, devices: Sequence | None):
+        """steps: of each row. devices: None for all devices of JAX. Raises ConfigError, as `verify`."""
+        if steps < 1:
+            raise ConfigError(f"--steps: expected 1 or more, got {steps}; raise it")
+        self.config = resolved(config)
+        checks.check(self.config)
+        self.devices = find_devices(0) if devices is None else devices
+        if config.nvme_path and not os.path.isdir(config.nvme_path):
+            raise ConfigError(f"nvme_path: expected a folder, got {config.nvme_path!r}; create it, or choose another")
+        self.table = {s.name: s for s in settings(self.config, len(self.devices))}
+        self.batches, self.microbatches = make_batches(self.config, len(self.devices), steps)
+        self._found: dict[str, Curve | ConfigError] = {}
+
+    def microbatches_of(self, s: Setting) -> int:
+        """Returns the number of microbatches of a row's step."""
+        return self.microbatches * s.split
+
+    def of(self, s: Setting) -> Curve:
+        """Returns the curve of a row. Raises ConfigError, in every call, if the row cannot run."""
+        if s.name not in self._found:
+            try:
+                trained_row = trained(self.config, s, self.batches, self.microbatches_of(s), self.devices)
+                self._found[s.name] = trained_row
+            except ConfigError as error:
+                self._found[s.name] = error
+        found = self._found[s.name]
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    def of_plain(self) -> Curve:
+        """Returns the curve of the first row. Raises ConfigError if the model does not fit on one device."""
+        try:
+            return self.of(self.table["plain"])
+        except ConfigError as error:
+            raise ConfigError(f"{error}; or verify a smaller model: --config.model.num_hidden_layers=2") from error
+
+
+def verify(
+    config: Config,
+    *,
+    steps: int = 5,
+    only: Sequence[str] | None = None,
+    devices: Sequence | None = None,
+    report: Callable[[Row], None] = lambda row: None,
+) -> list[Row]:
+    """Trains under each setting in turn and returns the rows.
+
+    steps: optimizer steps of each row.
+    only: names of rows, or patterns such as `offload_*`; None: all rows.
+    devices: the devices to use; None: all devices of JAX. A row that needs more devices is skipped, and so is a row
+      that the config does not allow.
+    report: called with each row as soon as it is done.
+
+    Raises ConfigError for settings that `train` would refuse, an unknown name, a missing nvme_path, or a plain run that
+    does not fit on one device. Raises OSError if a disk fails.
+    """
+    curves = Curves(config, steps, devices)
+    curves.of_plain()
+    allowed = bounds(curves.config)
+    rows = []
+    for s in chosen(curves.table, only):
+        started = time.perf_counter()
+        bound = allowed[s.expect]
+        try:
+            judged = judge(curves.of(s), curves.of(curves.table[s.like]), bound)
+        except ConfigError as error:
+            if s.name == OWN and s.devices <= len(curves.devices):
+                raise
+            judged = "skipped", None, None, str(error)
+        status, loss, grad_norm, why = judged
+        rows.append(Row(s, status, loss, grad_norm, bound, why, time.perf_counter() - started))
+        report(rows[-1])
+    return rows

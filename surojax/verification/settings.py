@@ -1,0 +1,251 @@
+"""The table of settings that are verified: which fields each row changes, and which row it is compared with."""
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from surojax.config import Config, default_config, fields as configs
+from surojax.errors import ConfigError
+from surojax.placement import table as placement
+
+
+class Setting(NamedTuple):
+    """A row of the table: a setting, and the row that it is compared with."""
+
+    name: str
+    changes: dict[str, Any]  # {field of the config: value}
+    devices: int = 1
+    like: str = "plain"  # name of the reference row
+    expect: str = "same"  # name of the bound, see `bounds`
+    split: int = 1  # factor on the number of microbatches
+
+
+OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
+ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
+NVME: dict[str, Any] = {"offload_optimizer": "nvme", "offload_master": "nvme"}
+SAVED: dict[str, Any] = {"recompute_block": False}
+PACKED: dict[str, Any] = {"sample_packing": True}
+PARTS: dict[str, Any] = dict.fromkeys(configs.RECOMPUTE_PARTS, True)
+GROUPED: dict[str, Any] = {"microbatches_per_fetch": 2}
+CHUNKS: dict[str, Any] = {"sequence_chunks": 4}
+ZERO3: dict[str, Any] = {"zero_level": 3}
+HSDP: dict[str, Any] = ZERO3 | {"dp_replicate_size": 2}
+TP: dict[str, Any] = {"tp_size": 2}
+ZERO3_TP: dict[str, Any] = ZERO3 | TP
+CP: dict[str, dict[str, Any]] = {
+    "ulysses": {"cp_size": 2},
+    "allgather": {"cp_size": 2, "cp_method": "allgather", "attention": "xla"},
+    "ring": {"cp_size": 2, "cp_method": "ring", "attention": "xla"},
+}
+PP: dict[str, Any] = {"pp_size": 2}
+PP_1F1B: dict[str, Any] = PP | {"pp_schedule": "1f1b"}
+FP8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "fp8"}
+INT8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "int8"}
+QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
+
+# To add a setting, add a line. @n in a name: on n devices.
+SETTINGS: tuple[Setting, ...] = (
+    Setting("plain", {}),
+    # Activations
+    Setting("recompute_block=false", SAVED, expect="saved"),
+    *(Setting(part, SAVED | {part: True}, expect="saved") for part in PARTS),
+    Setting("recompute_parts", SAVED | PARTS, expect="saved"),
+    Setting("sequence_chunks", CHUNKS, expect="order"),
+    Setting("sequence_chunks_packed", CHUNKS | PACKED, like="sample_packing", expect="order"),
+    Setting("lmhead_chunks", {"lmhead_chunks": 8}, expect="order"),
+    Setting("gradient_accumulation_steps", {}, expect="order", split=2),
+    Setting("microbatches_per_fetch", GROUPED, like="gradient_accumulation_steps", expect="grouped", split=2),
+    Setting("sample_packing", PACKED, expect="documents"),
+    # Host memory
+    Setting("offload_grouped", ALL | GROUPED, like="gradient_accumulation_steps", expect="grouped", split=2),
+    *(Setting(name, {name: True}) for name in OFFLOADS),
+    Setting("offload_all", ALL),
+    Setting("sequence_chunks_offload_all", CHUNKS | ALL, like="sequence_chunks"),
+    Setting("resident_layers", {"offload_weights": True, "resident_layers": 1}),
+    Setting("offload_saved", SAVED | ALL, like="recompute_block=false"),
+    *(Setting(f"{name}@4", ZERO3 | {name: True}, 4, like="zero_level=3@4") for name in OFFLOADS),
+    Setting("offload_all@4", ZERO3 | ALL, 4, like="zero_level=3@4"),
+    Setting("offload_grouped@4", ZERO3 | ALL | GROUPED, 4, like="zero_level=3@4", expect="grouped"),
+    Setting("resident_layers@4", ZERO3 | ALL | {"resident_layers": 1}, 4, like="zero_level=3@4"),
+    Setting("offload_saved@4", ZERO3 | SAVED | ALL, 4, like="zero_level=3@4", expect="saved"),
+    # Disk
+    Setting("offload_optimizer=nvme", {"offload_optimizer": "nvme"}),
+    Setting("offload_master=nvme", {"offload_master": "nvme"}),
+    Setting("nvme@4", ZERO3 | ALL | NVME, 4, like="zero_level=3@4"),
+    # Mesh
+    *(Setting(f"zero_level={n}@4", {"zero_level": n}, 4, expect="order") for n in (1, 2, 3)),
+    Setting("shard_gradients@4", {"shard_gradients": True}, 4, expect="order"),
+    Setting("shard_weights@4", {"shard_weights": True}, 4, expect="order"),
+    Setting("shard_outer@4", ZERO3 | {"shard_outer": True}, 4, expect="order"),
+    Setting("shard_outer_offload_all@4", ZERO3 | ALL | {"shard_outer": True}, 4, like="shard_outer@4"),
+    Setting("zero_level=3@8", ZERO3, 8, expect="order"),
+    Setting("sequence_chunks@4", ZERO3 | CHUNKS, 4, expect="order"),
+    Setting("hsdp_2x2", HSDP, 4, expect="order"),
+    Setting("hsdp_2x2_offload_all", HSDP | ALL, 4, like="hsdp_2x2"),
+    Setting("hsdp_2x2_sample_packing", HSDP | PACKED, 4, like="sample_packing", expect="order"),
+    Setting("hsdp_2x4", HSDP, 8, expect="order"),
+    Setting("hsdp_2x4_offload_all", HSDP | ALL | {"shard_outer": True}, 8, expect="order"),
+    # Tensor parallelism: dp_shard_size x tp_size, or dp_replicate_size x dp_shard_size x tp_size
+    Setting("tp@2", TP, 2, expect="order"),
+    Setting("tp@4", {"tp_size": 4}, 4, expect="order"),  # with 2 key/value heads, two devices share each
+    Setting("tp_saved@2", TP | SAVED, 2, like="tp@2", expect="saved"),
+    Setting("tp_offload_all@2", TP | ALL, 2, like="tp@2"),
+    *(Setting(f"zero_level={n}_tp_2x2", {"zero_level": n} | TP, 4, expect="order") for n in (1, 2, 3)),
+    *(Setting(f"{name}_tp_2x2", ZERO3_TP | {name: True}, 4, like="zero_level=3_tp_2x2") for name in OFFLOADS),
+    Setting("offload_all_tp_2x2", ZERO3_TP | ALL, 4, like="zero_level=3_tp_2x2"),
+    Setting("offload_saved_tp_2x2", ZERO3_TP | SAVED | ALL, 4, like="zero_level=3_tp_2x2", expect="saved"),
+    Setting("resident_layers_tp_2x2", ZERO3_TP | ALL | {"resident_layers": 1}, 4, like="zero_level=3_tp_2x2"),
+    Setting("sample_packing_tp_2x2", ZERO3_TP | PACKED, 4, like="sample_packing", expect="order"),
+    Setting("shard_outer_tp_2x2", ZERO3_TP | {"shard_outer": True}, 4, expect="order"),
+    Setting("lmhead_chunks_tp_2x2", ZERO3_TP | {"lmhead_chunks": 4}, 4, expect="order"),
+    Setting("use_all_to_all_reduce_tp_2x2", ZERO3_TP | {"use_all_to_all_reduce": True}, 4, expect="order"),
+    Setting("offload_grouped_tp_2x2", ZERO3_TP | ALL | GROUPED, 4, like="zero_level=3_tp_2x2", expect="grouped"),
+    Setting("nvme_tp_2x2", ZERO3_TP | ALL | NVME, 4, like="zero_level=3_tp_2x2"),
+    Setting(
+        "zero_quantized_gradients_tp_2x2",
+        ZERO3_TP | {"zero_quantized_gradients": True},
+        4,
+        like="zero_level=3_tp_2x2",
+        expect="sent_int8",
+    ),
+    Setting("zero_quantized_weights=fp8_tp_2x2", FP8 | TP, 4, like="zero_level=3_tp_2x2", expect="fp8"),
+    Setting("zero_quantized_weights=int8_tp_2x2", INT8 | TP, 4, like="zero_level=3_tp_2x2", expect="int8"),
+    Setting("offload_quants_tp_2x2", FP8 | QUANTS | ALL | TP, 4, like="zero_quantized_weights=fp8_tp_2x2"),
+    Setting("hsdp_tp_2x2x2", HSDP | TP, 8, expect="order"),
+    Setting("hsdp_tp_2x2x2_offload_all", HSDP | TP | ALL, 8, like="hsdp_tp_2x2x2"),
+    Setting("hsdp_tp_2x2x2_sample_packing", HSDP | TP | PACKED, 8, like="sample_packing", expect="order"),
+    # Context parallelism: dp_shard_size x cp_size, with dp_replicate_size before it or tp_size behind it
+    *(Setting(f"cp_{name}_2x2", ZERO3 | of_method, 4, expect="order") for name, of_method in CP.items()),
+    *(
+        Setting(f"cp_{name}_2x4", ZERO3 | of_method | {"cp_size": 4}, 8, expect="order")
+        for name, of_method in CP.items()
+    ),
+    *(
+        Setting(f"cp_{name}_{part}_2x2", ZERO3 | of_method | changes, 4, like=f"cp_{name}_2x2", expect=expect)
+        for name, of_method in CP.items()
+        for part, changes, expect in (
+            ("saved", SAVED, "saved"),
+            ("offload_all", ALL, "same"),
+            ("offload_saved", SAVED | ALL, "saved"),
+        )
+    ),
+    *(
+        Setting(f"cp_{name}_sample_packing_2x2", ZERO3 | of_method | PACKED, 4, like="sample_packing", expect="order")
+        for name, of_method in CP.items()
+    ),
+    *(Setting(f"zero_level={n}_cp_2x2", {"zero_level": n} | CP["ulysses"], 4, expect="order") for n in (1, 2)),
+    Setting("shard_outer_cp_2x2", ZERO3 | CP["ulysses"] | {"shard_outer": True}, 4, expect="order"),
+    Setting("use_all_to_all_reduce_cp_2x2", ZERO3 | CP["ulysses"] | {"use_all_to_all_reduce": True}, 4, expect="order"),
+    Setting("resident_layers_cp_2x2", ZERO3 | CP["ring"] | ALL | {"resident_layers": 1}, 4, like="cp_ring_2x2"),
+    Setting("hsdp_cp_2x2x2", HSDP | CP["ulysses"], 8, expect="order"),
+    Setting("hsdp_cp_2x2x2_offload_all", HSDP | CP["ulysses"] | ALL, 8, like="hsdp_cp_2x2x2"),
+    *(Setting(f"cp_{name}_tp_2x2", of_method | TP, 4, expect="order") for name, of_method in CP.items()),
+    *(
+        Setting(
+            f"cp_{name}_tp_offload_all_2x2",
+            of_method | TP | ALL | {"offload_grads": False},
+            4,
+            like=f"cp_{name}_tp_2x2",
+        )
+        for name, of_method in CP.items()
+    ),
+    *(
+        Setting(f"cp_{name}_tp_sample_packing_2x2", of_method | TP | PACKED, 4, like="sample_packing", expect="order")
+        for name, of_method in CP.items()
+    ),
+    *(Setting(f"cp_{name}_tp_2x2x2", ZERO3_TP | of_method, 8, expect="order") for name, of_method in CP.items()),
+    *(
+        Setting(f"cp_{name}_tp_offload_all_2x2x2", ZERO3_TP | ALL | of_method, 8, like=f"cp_{name}_tp_2x2x2")
+        for name, of_method in CP.items()
+    ),
+    *(
+        Setting(
+            f"cp_{name}_tp_sample_packing_2x2x2",
+            ZERO3_TP | of_method | PACKED,
+            8,
+            like="sample_packing",
+            expect="order",
+        )
+        for name, of_method in CP.items()
+    ),
+    # Pipeline parallelism: pp_size x dp_shard_size, x tp_size or with dp_replicate_size before dp_shard_size
+    Setting("pp@2", PP, 2, expect="order"),
+    Setting("pp_1f1b@2", PP_1F1B, 2, like="pp@2", expect="grouped"),
+    Setting("pp_saved@2", PP | SAVED, 2, like="pp@2", expect="saved"),
+    *(Setting(f"zero_level={n}_pp_2x2", {"zero_level": n} | PP, 4, expect="order") for n in (1, 2, 3)),
+    Setting("zero_level=3_pp_1f1b_2x2", ZERO3 | PP_1F1B, 4, like="zero_level=3_pp_2x2", expect="grouped"),
+    *(Setting(f"{name}_pp_2x2", ZERO3 | PP | {name: True}, 4, like="zero_level=3_pp_2x2") for name in OFFLOADS),
+    Setting("offload_all_pp_2x2", ZERO3 | PP | ALL, 4, like="zero_level=3_pp_2x2"),
+    Setting("offload_all_pp_1f1b_2x2", ZERO3 | PP_1F1B | ALL, 4, like="zero_level=3_pp_1f1b_2x2"),
+    Setting("offload_saved_pp@2", PP | SAVED | ALL, 2, like="pp_saved@2"),
+    Setting("sample_packing_pp_2x2", ZERO3 | PP | PACKED, 4, like="sample_packing", expect="order"),
+    Setting("shard_outer_pp_2x2", ZERO3 | PP | {"shard_outer": True}, 4, expect="order"),
+    Setting("lmhead_chunks_pp_2x2", ZERO3 | PP | {"lmhead_chunks": 4}, 4, expect="order"),
+    Setting("use_all_to_all_reduce_pp_2x2", ZERO3 | PP | {"use_all_to_all_reduce": True}, 4, expect="order"),
+    Setting("hsdp_pp_2x2x2", HSDP | PP, 8, expect="order"),
+    Setting("pp_tp_2x2", PP | TP, 4, expect="order"),
+    Setting("offload_all_pp_tp_2x2", PP | TP | ALL, 4, like="pp_tp_2x2"),
+    Setting("sample_packing_pp_tp_2x2", PP | TP | PACKED, 4, like="sample_packing", expect="order"),
+    Setting("zero_level=3_pp_tp_2x2x2", ZERO3 | PP | TP, 8, expect="order"),
+    Setting("offload_all_pp_tp_2x2x2", ZERO3 | PP | TP | ALL, 8, like="zero_level=3_pp_tp_2x2x2"),
+    Setting("sample_packing_pp_tp_2x2x2", ZERO3 | PP | TP | PACKED, 8, like="sample_packing", expect="order"),
+    # Communication
+    Setting("use_all_to_all_reduce@4", ZERO3 | {"use_all_to_all_reduce": True}, 4, expect="order"),
+    Setting(
+        "zero_quantized_gradients@4",
+        ZERO3 | {"zero_quantized_gradients": True},
+        4,
+        like="zero_level=3@4",
+        expect="sent_int8",
+    ),
+    Setting("zero_quantized_weights=fp8@4", FP8, 4, like="zero_level=3@4", expect="fp8"),
+    Setting("zero_quantized_weights=int8@4", INT8, 4, like="zero_level=3@4", expect="int8"),
+    Setting("persistent_quants=fp8@4", FP8 | {"persistent_quants": True}, 4, like="zero_quantized_weights=fp8@4"),
+    Setting("persistent_quants=int8@4", INT8 | {"persistent_quants": True}, 4, like="zero_quantized_weights=int8@4"),
+    Setting("offload_quants@4", FP8 | QUANTS, 4, like="zero_quantized_weights=fp8@4"),
+    Setting("offload_quants_all@4", FP8 | QUANTS | ALL, 4, like="zero_quantized_weights=fp8@4"),
+    Setting("memcpy_all_gather@4", ZERO3 | {"memcpy_all_gather": True}, 4, like="zero_level=3@4"),
+    Setting(
+        "memcpy_send_recv@4",
+        ZERO3 | {"use_all_to_all_reduce": True, "memcpy_send_recv": True},
+        4,
+        like="use_all_to_all_reduce@4",
+    ),
+)
+
+OWN = "as_configured"
+NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings of `place` that rows take from the config
+RESET = (  # fields that have their defaults in every row that does not change them
+    *(name for name in placement.SETTINGS if name not in NUMBERS),
+    *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
+    *("sample_packing", "sequence_chunks", "microbatches_per_fetch", "cp_size", "cp_method", "tp_size"),
+    *("pp_size", "pp_schedule"),
+)
+
+
+def settings(c: Config, devices: int) -> list[Setting]:
+    """Returns the rows for a config: SETTINGS, and a row with the config's own settings unless they equal "plain"."""
+    defaults = default_config()
+    own = {name: c[name] for name in RESET if c[name] != defaults[name]}
+    n = c.gpus or devices
+    if not own and n == 1:
+        return list(SETTINGS)
+    quantised = "sent_int8" if c.zero_quantized_gradients else "order"
+    expect = quantised if c.zero_quantized_weights == "none" else c.zero_quantized_weights
+    if n == 1 and all(name.startswith(("offload_", "resident_", "nvme_", "microbatches_per_fetch")) for name in own):
+        expect = "grouped" if "microbatches_per_fetch" in own else "same"
+    return [*SETTINGS, Setting(OWN, own, n, expect=expect)]
+
+
+def chosen(table: dict[str, Setting], only: Sequence[str] | None) -> list[Setting]:
+    """Returns the rows that `only` names or matches; None: all. Raises ConfigError for a name that matches no row."""
+    wanted = set(table if only is None else ())
+    for name in only or ():
+        found = fnmatch.filter(table, name)
+        if not found:
+            near = difflib.get_close_matches(name, table, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"--only: expected names of settings, got {name!r}; {hint}--list shows them all")
+        wanted.update(found)
+    return [s for name, s in table.items() if name in wanted]

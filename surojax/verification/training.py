@@ -1,0 +1,122 @@
+"""Trains the model of a config under the settings of a row, on batches that all rows share."""
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from surojax.assembly import Assembly, from_config
+from surojax.config import Config, checks, default_config, fields as configs
+from surojax.errors import ConfigError
+from surojax.memory import nvme
+from surojax.placement.layout import batch_sharding
+from surojax.placement.mesh import make_mesh
+from surojax.placement.table import Mesh
+from surojax.planner.check_fit import check_fit
+from surojax.verification.bounds import Curve
+from surojax.verification.settings import RESET, Setting
+
+type Batch = tuple[np.ndarray, ...]  # (inputs, labels, starts) of a step, int32 `[B, S]`
+
+
+class Built(NamedTuple):
+    """A row that is ready to be traced.
+
+    shape: of a batch, (microbatches, sequences of a microbatch, sequence length).
+    """
+
+    run: Assembly
+    mesh: Mesh
+    shape: tuple[int, int, int]
+    devices: Sequence
+    seed: int
+
+
+def make_batches(c: Config, devices: int, steps: int) -> tuple[list[Batch], int]:
+    """Returns ([(inputs, labels, starts) of each step, int32 `[B, S]`], number of microbatches), used by every row.
+
+    B is the config's sequences per step, rounded up so that each microbatch divides evenly over 8 devices, over the
+    config's own groups of GPUs with the same sequences, and on one device into two.
+    """
+    own_groups = max(1, (c.gpus or devices) // configs.gpus_per_sequence(c))
+    microbatches = max(2, c.gradient_accumulation_steps)
+    multiple = math.lcm(8, own_groups) * microbatches
+    sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_groups // multiple) * multiple
+    rng, of_documents = np.random.default_rng(c.seed), np.random.default_rng((c.seed, 1))
+    shape = (sequences, c.sequence_len)
+
+    def batch():
+        # Some tokens are frequent. The model learns their frequencies in the first steps, so every update shows.
+        inputs = (c.model.vocab_size * rng.random(shape) ** 3).astype(np.int32)
+        labels = np.where(rng.random(shape) < 0.05, np.int32(-1), np.roll(inputs, -1, axis=-1))
+        begins = np.where(of_documents.random(shape) < 1 / 16, np.arange(c.sequence_len, dtype=np.int32), 0)
+        return inputs, labels, np.maximum.accumulate(begins, axis=1, dtype=np.int32)
+
+    return [batch() for _ in range(steps)], microbatches
+
+
+def changed(c: Config, s: Setting, steps: int, sequences: int, microbatches: int) -> Config:
+    """Returns the config of a row. Raises ConfigError if its fields contradict each other."""
+    new = checks.restored_config(c.to_dict())
+    defaults = default_config()
+    new.update({name: defaults[name] for name in RESET})
+    new.update({"lr_scheduler_type": "cosine", "warmup_steps": 0, "warmup_ratio": 0.0, "cooldown_steps": 0})
+    new.update({"max_steps": steps, "num_epochs": 1, "gpus": s.devices})
+    new.gradient_accumulation_steps = microbatches
+    new.update(s.changes)
+    new.per_device_batch_size = sequences * configs.gpus_per_sequence(new) // (microbatches * s.devices)
+    checks.check(new)
+    return new
+
+
+@contextlib.contextmanager
+def built(c: Config, s: Setting, batches: list[Batch], microbatches: int, devices: Sequence) -> Iterator[Built]:
+    """Yields a row that is ready to be traced; its files, if it has any, are there until the end of the context.
+
+    Raises ConfigError if the row cannot run here.
+    """
+    if s.devices > len(devices):
+        raise ConfigError(f"needs {s.devices} devices, there {'is' if len(devices) == 1 else 'are'} {len(devices)}")
+    sequences = batches[0][0].shape[0]
+    devices = devices[: s.devices]
+    with contextlib.ExitStack() as until_end:
+        if "nvme" in s.changes.values():  # in a folder of its own: another run may be using nvme_path
+            folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix="verify", dir=c.nvme_path or None))
+            s = s._replace(changes=s.changes | {"nvme_path": folder})
+        c = changed(c, s, len(batches), sequences, microbatches)
+        mesh = make_mesh(devices, **configs.mesh_sizes(c))
+        run = from_config(c, mesh, total_steps=len(batches))
+        check_fit(c, run, devices)
+        if store := nvme.store_of(run.plan):
+            until_end.enter_context(nvme.claim(store))
+        yield Built(run, mesh, (microbatches, sequences // microbatches, c.sequence_len), devices, c.seed)
+
+
+def lowered(row: Built):
+    """Traces and lowers a row's step."""
+    tokens = jax.ShapeDtypeStruct(row.shape, np.int32, sharding=batch_sharding(row.mesh))
+    return row.run.train_step().lower(row.run.plan, *(tokens for _ in row.run.engine.batch_arrays))
+
+
+def curve(row: Built, step, batches: list[Batch]) -> Curve:
+    """Trains with a lowered step, from the row's first state; returns losses and gradient norms."""
+    sharding = batch_sharding(row.mesh)
+    compiled = step.compile(row.run.compiler_options(row.devices[0].platform))
+    state = row.run.init_state(row.seed)
+    found = []
+    for batch in batches:
+        # One step at a time: programs with collectives in flight can block each other on virtual CPU devices.
+        used = [x.reshape(row.shape) for x in batch[: len(row.run.engine.batch_arrays)]]
+        state, metrics = jax.block_until_ready(compiled(state, *jax.block_until_ready(jax.device_put(used, sharding))))
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return found
+
+
+def trained(c: Config, s: Setting, batches: list[Batch], microbatches: int, devices: Sequence) -> Curve:
+    """Trains a row and returns its losses and gradient norms. Raises ConfigError if it cannot run here."""
+    with built(c, s, batches, microbatches, devices) as row:
+        return curve(row, lowered(row), batches)

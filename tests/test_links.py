@@ -1,0 +1,61 @@
+"""Links between machines: which axes cross them, and what that costs."""
+
+import dataclasses
+
+import pytest
+from test_plan import config
+from test_timeline import GATHERED, GATHERS, GPU, ROUND, program, simulated
+
+from surojax.errors import ConfigError
+from surojax.planner import search
+from surojax.planner.gpus import GPUS, with_nodes
+from surojax.planner.links import bandwidth, crossing, rate
+
+H100 = GPUS["h100"]
+MESH_64 = {"pp": 2, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 4, "tp_rep": 1}
+
+
+@pytest.mark.parametrize(
+    "gpus_per_node, expected",
+    [(64, []), (32, ["pp"]), (8, ["pp", "dp_shard"]), (2, ["pp", "dp_shard", "tp"]), (6, ["pp", "dp_shard"])],
+)
+def test_axes_that_cross_machines(gpus_per_node, expected):
+    """The last axes are within a machine."""
+    assert crossing(dataclasses.replace(H100, gpus_per_node=gpus_per_node), MESH_64) == expected
+
+
+def test_a_group_sends_over_the_adapters_of_its_gpus():
+    """NVLink 450 GB/s within a machine; adapters of 50 GB/s between: one for each GPU of the group in a machine."""
+    assert bandwidth(H100, MESH_64, "all-gather", "tp") == 450e9
+    assert bandwidth(H100, MESH_64, "all-gather", "dp_shard") == 2 * 50e9  # 8 GPUs, of which 2 are in a machine
+    assert bandwidth(H100, MESH_64, "all-reduce", "dp_shard+tp") == 8 * 50e9
+    assert bandwidth(H100, MESH_64, "collective-permute", "pp") == 50e9
+    assert bandwidth(H100, {"dp_shard": 16}, "collective-permute", "dp_shard") == 50e9  # the slowest of a ring
+    assert bandwidth(dataclasses.replace(H100, network_bandwidth=200e9), MESH_64, "all-gather", "dp_shard+tp") == 450e9
+
+
+def test_what_programs_reach_of_it():
+    assert rate(H100, MESH_64, "all-gather", "tp") == pytest.approx(360e9)
+    assert rate(H100, MESH_64, "all-gather", "dp_shard") == pytest.approx(90e9)
+    with pytest.raises(ValueError, match="expected a GPU with rates"):
+        rate(dataclasses.replace(H100, rates=None), MESH_64, "all-gather", "tp")
+
+
+def test_a_collective_between_machines_takes_longer():
+    """Two megabytes: two seconds over a link of a megabyte a second, 20 over adapters of a tenth; and hops."""
+    rates = dataclasses.replace(ROUND, network=0.5)
+    far = dataclasses.replace(GPU, gpus_per_node=1, network_bandwidth=2e5, rates=rates)
+    seconds = [simulated(program(GATHERS, GATHERED), gpu).seconds for gpu in (GPU, far)]
+    assert seconds == [pytest.approx(0.5 + 2.0, rel=1e-4), pytest.approx(0.5 + 20.0, rel=1e-4)]
+
+
+def test_a_search_knows_the_links():
+    """By estimate, 16 GPUs of one machine take less time than 16 in machines of 2."""
+    c = config(gpus=16, zero_level=3)
+    one, eight = (sum(search.estimate(c, with_nodes("h100", n))[1].values()) for n in (16, 2))
+    assert one < eight
+
+
+def test_a_machine_without_gpus_is_refused():
+    with pytest.raises(ConfigError, match=r"^--gpus-per-node: expected 1 or more GPUs in a machine, got 0"):
+        with_nodes("h100", 0)

@@ -1,0 +1,144 @@
+"""`verify --mutants`: collectives are taken out one at a time, and what the rows do not notice is reported."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_verify import CONFIG_FILE, small_config
+
+from surojax import verify as verifier
+from surojax.errors import ConfigError
+from surojax.parallel import collectives
+from surojax.step import engine
+from surojax.verification import removal, rows
+from surojax.verification.mutants import AT_TRACE, BY_PARITY, NOT_FOUND, verify_mutants
+from surojax.verification.removal import watching
+
+N = 4
+IN_ITS_PLACE = {  # kind: (a collective of 4 devices, what device i has without it, of its rows x `[4, 3]`)
+    "psum": (lambda x: jax.lax.psum(x, "d"), lambda i, x: x),
+    "pmax": (lambda x: jax.lax.pmax(x, "d"), lambda i, x: x),
+    "all-gather": (lambda x: jax.lax.all_gather(x, "d", axis=1, tiled=True), lambda i, x: np.tile(x, (1, N))),
+    "all-gather, stacked": (lambda x: jax.lax.all_gather(x, "d"), lambda i, x: np.stack([x] * N)),
+    "reduce-scatter": (lambda x: jax.lax.psum_scatter(x, "d", tiled=True), lambda i, x: x[i : i + 1]),
+    "reduce-scatter, stacked": (lambda x: jax.lax.psum_scatter(x, "d"), lambda i, x: x[i]),
+    "all-to-all": (lambda x: jax.lax.all_to_all(x, "d", 0, 1, tiled=True), lambda i, x: x.reshape(1, -1)),
+    "ppermute": (lambda x: jax.lax.ppermute(x, "d", [(i, (i + 1) % N) for i in range(N)]), lambda i, x: x),
+}
+
+
+@pytest.mark.parametrize("kind", IN_ITS_PLACE)
+def test_what_comes_in_the_place_of_a_collective(monkeypatch, kind):
+    """Each device has what numpy says, of the collective's shape; outside of the context, nothing has changed."""
+    monkeypatch.setattr(removal, "PACKAGES", (__file__,))
+    collective, expected = IN_ITS_PLACE[kind]
+    mesh = jax.make_mesh((N,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = np.random.default_rng(0).standard_normal((N, N, 3)).astype(np.float32)
+
+    def per_device(x):
+        return collective(x[0])[None]
+
+    def run():
+        out_specs = jax.P("d")
+        return np.asarray(jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=jax.P("d"), out_specs=out_specs))(x))
+
+    seen = []
+    with watching(lambda found: bool(seen.append(found)) or True):
+        without = run()
+    assert [(found.kind, found.axes, found.reverse) for found in seen] == [(kind.partition(",")[0], ("d",), False)]
+    np.testing.assert_array_equal(without, np.stack([expected(i, x[i]) for i in range(N)]))
+    complete = run()
+    assert complete.shape == without.shape and not np.array_equal(complete, without)
+
+
+def test_reverse_mode_has_collectives_of_its_own(monkeypatch):
+    """The gradient of a gathered array is reduce-scattered; that alone can be taken out, and has the line of both."""
+    monkeypatch.setattr(removal, "PACKAGES", (__file__,))
+    mesh = jax.make_mesh((N,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gathered(x):
+        return jax.lax.all_gather(x, "d", tiled=True)
+
+    def per_device(x):
+        y, vjp = jax.vjp(gathered, x)
+        return vjp(y)[0]
+
+    seen = []
+    with watching(lambda found: bool(seen.append(found)) or found.reverse):
+        step = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d")))
+        x = jnp.arange(8.0)
+        np.testing.assert_array_equal(step(x), x)  # its part of its own term; the sum of all would be 4 x
+    forward = {(found.kind, found.lines[0]) for found in seen if not found.reverse}
+    ((_, line),) = forward
+    assert {(found.kind, found.lines[0]) for found in seen if found.reverse} == {("reduce-scatter", line)}
+    assert line.endswith("gathered")
+
+
+def only(collective: str):
+    """Lets mutants be those alone of which this is a part of the text."""
+
+    def watching_some(left_out):
+        return watching(lambda found: collective in str(found) and left_out(found))
+
+    return watching_some
+
+
+@pytest.mark.full
+def test_both_ways_to_find_one(tmp_path, monkeypatch, capsys):
+    """The command: a sum that the types ask for, and an all-gather that only numbers show."""
+    (tmp_path / "small.py").write_text(CONFIG_FILE)
+    monkeypatch.setattr("surojax.verification.mutants.watching", only("over tp, in reverse mode"))
+    with pytest.raises(SystemExit) as end:
+        verifier.main(["--config", str(tmp_path / "small.py"), "--mutants", "--only=tp@2", "--steps=2"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "3 mutants of 1 rows: 1 at trace, 2 by parity, 0 NOT FOUND" in out
+    (at_trace,) = [text for text in out.splitlines() if AT_TRACE in text and "mutants" not in text]
+    assert "psum over tp, in reverse mode: models/operations.py" in at_trace
+
+
+@pytest.mark.full
+def test_a_superfluous_collective_is_not_found(tmp_path, monkeypatch, capsys):
+    """A step that takes a maximum of equal numbers lives without that, and the exit code is 1."""
+    count = engine.count
+
+    def averaged_again(*args):
+        labels = count(*args)
+        return jax.lax.pmax(collectives.varying(labels, ("tp",)), "tp")
+
+    monkeypatch.setattr(engine, "count", averaged_again)
+    monkeypatch.setattr(removal, "PACKAGES", (*removal.PACKAGES, __file__))
+    monkeypatch.setattr("surojax.verification.mutants.watching", only("averaged_again"))
+    (tmp_path / "small.py").write_text(CONFIG_FILE)
+    with pytest.raises(SystemExit) as end:
+        verifier.main(["--config", str(tmp_path / "small.py"), "--mutants", "--only=tp@2", "--steps=2"])
+    out = capsys.readouterr().out
+    assert end.value.code == 1 and f"1 mutants of 1 rows: 0 {AT_TRACE}, 0 {BY_PARITY}, 1 {NOT_FOUND}" in out
+
+
+def test_a_row_that_fails_by_itself_shows_nothing(monkeypatch):
+    """Its mutants would all be found."""
+    monkeypatch.setattr(rows, "trained", lambda c, s, *_: [(float(s.devices), 1.0)])
+    with pytest.raises(ConfigError, match=r"--only: expected rows that pass, got tp@2: loss too far"):
+        verify_mutants(small_config(), steps=1, only=["tp@2"])
+
+
+def test_rows_that_cannot_run_are_said_to_be_skipped():
+    skipped = []
+    found = verify_mutants(
+        small_config(),
+        steps=1,
+        only=["plain", "tp@2"],
+        devices=jax.devices()[:1],
+        skipped=lambda s, why: skipped.append((s.name, why)),
+    )
+    assert found == [] and skipped == [("tp@2", "needs 2 devices, there is 1")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", ["hsdp_2x2", "cp_ring_2x2", "cp_ulysses_2x2", "pp_tp_2x2"])
+def test_every_collective_of_a_row_is_needed(row):
+    """The command with all rows takes half an hour; these have most collectives between them."""
+    found = verify_mutants(small_config(), steps=2, only=[row])
+    assert len(found) >= 8
+    assert not [str(outcome.mutant.removed) for outcome in found if outcome.found == NOT_FOUND]
