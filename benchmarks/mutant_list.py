@@ -89,21 +89,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/step/padding.py",
         "return kept_if(inputs.is_layer, y_BSD, x_BSD), auxiliary\n",
         "return y_BSD * inputs.is_layer, auxiliary\n",
-        "tests/test_pipeline.py::test_evaluation_equals_that_of_one_device -k uneven",
+        "tests/test_pipeline.py::test_padding_changes_nothing_and_has_no_gradient",
     ),
     Mutant(
         "padding ends the gradient of activations",
         "surojax/step/padding.py",
         "return dw, kept_if(inputs.is_layer, dx_BSD, dy_BSD), observed",
         "return dw, dx_BSD, observed",
-        f"{PIPELINE} -k uneven-2x2-zero2",
+        "tests/test_pipeline.py::test_padding_changes_nothing_and_has_no_gradient",
     ),
     Mutant(
         "padding has gradients",
         "surojax/step/padding.py",
         "of_layer = kept_if(inputs.is_layer, dy_BSD, jnp.zeros_like(dy_BSD)), d_auxiliary",
         "of_layer = d_result",
-        f"{PIPELINE} -k uneven-2x2-zero2",
+        "tests/test_pipeline.py::test_padding_changes_nothing_and_has_no_gradient",
     ),
     Mutant(
         "padding has initial weights",
@@ -117,7 +117,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/step/pipeline.py",
         "number = first_layer(engine) + l",
         "number = l + 0 * first_layer(engine)",
-        f"{PIPELINE} -k uneven-2x2-zero2",
+        "tests/test_pipeline_recipes.py::test_recipes_equal_one_device -k fp8_hybrid",
     ),
     Mutant(
         "activations do not move to the next stage",

@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from layouts import check_checkpoint_moves, config_of_a_run
@@ -21,11 +22,13 @@ from surojax.config import checks
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.models import llama
+from surojax.models.model import Compute
 from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.table import place
 from surojax.planner import footprint, hlo, search, stages, traffic
 from surojax.planner.gpus import GPUS
+from surojax.step.padding import Inputs, padded
 from surojax.step.pipeline import of_stage
 from surojax.train import train
 
@@ -40,6 +43,18 @@ ONE_BACK: dict[str, Any] = {"pp_schedule": "1f1b"}
 PLACED = {  # (model, devices, placement, whether blocks are computed again)
     "uneven-2x2-zero2-saved": (CONFIG, 4, {"pp_size": 2, "zero_level": 2, **ONE_BACK}, False),
     "uneven-4x2-zero3-offloaded": (SEVEN, 8, {"pp_size": 4, "zero_level": 3, **ONE_BACK, **ALL}, True),
+    "ulysses-2x2x2-zero3-offloaded": (
+        CONFIG,
+        8,
+        {"pp_size": 2, "cp_size": 2, "zero_level": 3, **ONE_BACK, **ALL},
+        True,
+    ),
+    "allgather-tp-2x2x2": (
+        FOUR,
+        8,
+        {"pp_size": 2, "cp_size": 2, "tp_size": 2, "zero_level": 3, "compute": Compute(cp_method="allgather")},
+        False,
+    ),
     "uneven-2x2x2-zero3-tp": (SEVEN, 8, {"pp_size": 2, "tp_size": 2, "zero_level": 3}, True),
     "2x2-zero2-saved": (FOUR, 4, {"pp_size": 2, "zero_level": 2, **ONE_BACK}, False),
     "tied-2x2x2-zero3-offloaded": (TIED, 8, {"pp_size": 2, "tp_size": 2, "zero_level": 3, **ONE_BACK, **ALL}, True),
@@ -88,16 +103,67 @@ def without_padding(sections: dict, config) -> dict:
     return sections | {"blocks": jax.tree.map(lambda x: np.asarray(x)[:n], sections["blocks"])}
 
 
+@pytest.mark.parametrize(
+    "placed",
+    [
+        {"pp_size": 4, "zero_level": 3, **ONE_BACK},
+        {"pp_size": 2, "cp_size": 2, "zero_level": 3, **ONE_BACK},
+        {"pp_size": 2, "cp_size": 4, "zero_level": 3, "compute": Compute(cp_method="allgather"), **ALL},
+    ],
+    ids=["pp4", "ulysses", "allgather"],
+)
 @pytest.mark.full
-def test_documents_end_at_any_place_of_a_stages_part():
+def test_documents_end_at_any_place_of_a_stages_part(placed):
     """Half of the parts of a sequence in the head have no label; documents end at, before and after their edges."""
     config = dataclasses.replace(FOUR, sliding_window=4)
-    small = Small(8, config=config, pp_size=4, zero_level=3, packed=True, pp_schedule="1f1b")
+    small = Small(8, config=config, packed=True, **placed)
     params = jax.tree.map(np.asarray, Small(config=config).state.weights)
     loss, grads = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *packed())
     ours, our_grads = engine_gradients(small, packed())
     assert ours == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
     assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
+
+
+def random_layer(seed: int):
+    """Arrays of a layer of CONFIG, none of which is 0."""
+    rng = np.random.default_rng(seed)
+    params = llama.build(CONFIG).segments[0].params
+    return jax.tree.map(lambda param: rng.standard_normal(param.shape).astype(np.float32), params)
+
+
+def test_padding_changes_nothing_and_has_no_gradient():
+    """Also if its weights were not zeros. Of a layer, block and gradients are those of the segment."""
+    (segment,) = llama.build(CONFIG).segments
+    w = random_layer(0)
+    x, dy = np.random.default_rng(1).standard_normal((2, 1, 8, 32)).astype(np.float32)
+    variant = segment.variants[0]
+
+    def passes_over(segment, inputs):
+        (y, _), saved = segment.block_forward(w, x, inputs, variant)
+        y_alone, _ = segment.block(w, x, inputs, variant)
+        dw, dx, _ = segment.block_backward(w, saved, (dy, None), inputs, variant, None)
+        return y, y_alone, dx, dw
+
+    y, y_alone, dx, dw = passes_over(padded(segment), Inputs(jnp.bool(False), None))
+    for found, expected in ((y, x), (y_alone, x), (dx, dy)):
+        np.testing.assert_array_equal(found, expected)
+    assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(dw))
+    ours, expected = passes_over(padded(segment), Inputs(jnp.bool(True), None)), passes_over(segment, None)
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+
+
+@pytest.mark.parametrize("method", ["ulysses", "allgather"])
+@pytest.mark.full
+def test_five_steps_of_divided_sequences(method):
+    """As one device, on packed rows too, and to the bit with everything in host memory."""
+    kind: dict[str, Any] = {"compute": Compute(cp_method=method)}
+    placed = {"pp_size": 2, "cp_size": 2, "zero_level": 3, **ONE_BACK}
+    for packs in (False, True):
+        batches = [packed()] * 5 if packs else [tokens(2, 8, 24, seed=i) for i in range(5)]
+        expected = Small(packed=packs, **kind).train(batches)
+        found = Small(8, packed=packs, **kind, **placed).train(batches)
+        np.testing.assert_allclose(found, expected, rtol=ORDER_OF_SUMS)
+        assert Small(8, packed=packs, **kind, **placed, **ALL).train(batches) == found
 
 
 @pytest.mark.full
@@ -207,7 +273,7 @@ def test_stages_have_the_same_program():
     stage = of_stage(llama.build(WINDOWS), 2)
     assert stage.num_layers == 2 and stage.segments[0].variants == llama.build(WINDOWS).segments[0].variants[2:]
     with pytest.raises(
-        ConfigError, match=r"^pp_size: expected stages whose windows .* repeat, got 4 stages of 1 layers"
+        ConfigError, match=r"^pp_size: expected stages whose layers have the same .* got 4 stages of 1 of .*; use 2$"
     ):
         of_stage(llama.build(WINDOWS), 4)
     with pytest.raises(ConfigError, match=r"^pp_size: expected 1 for several kinds of layers"):
@@ -215,13 +281,27 @@ def test_stages_have_the_same_program():
 
 
 REFUSED = [
+    (
+        {"model.num_hidden_layers": 8, "model.sliding_window": 64, "model.sliding_window_pattern": 3},
+        "pp_size: expected stages whose layers have the same windows.*got 4 stages of 2 of the 8 layers.*; use 1",
+    ),
+    (
+        {"model.num_hidden_layers": 8, "recipe": "fp8_current", "skip_quant_last_layers": 1},
+        "pp_size: expected stages whose layers have the same windows.*; use 1",
+    ),
     ({"model.num_hidden_layers": 6}, "pp_size: expected at most 3, since so many stages of 2 have all 6 layers, got 4"),
     ({"model.num_hidden_layers": 2}, "pp_size: expected at most 2, since so many stages of 1 have all 2 layers, got 4"),
-    ({"recipe": "fp8_hybrid"}, "recipe: expected 'bf16' with pp_size=4"),
-    ({"optimizer": "normuon"}, "optimizer: expected 'adamw' with pp_size=4"),
+    (
+        {"cp_size": 2, "gpus": 8, "cp_method": "ring", "attention": "xla"},
+        "cp_method: expected 'ulysses' or 'allgather' with pp_size=4",
+    ),
+    ({"zero_level": 3, "zero_quantized_weights": "fp8"}, "zero_quantized_weights: expected 'none' with pp_size=4"),
     ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with pp_size=4"),
     ({"offload_weights": True, "resident_layers": 1}, "resident_layers: expected 0 with pp_size=4"),
-    ({"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2}, "microbatches_per_fetch: expected 1 with pp"),
+    (
+        {"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2},
+        "microbatches_per_fetch: expected 1 with pp_size=4, whose stages",
+    ),
     ({"model.vocab_size": 1002}, "model.vocab_size: expected a multiple of pp_size=4.*use 1004"),
     ({"model.vocab_size": 1004, "tp_size": 2, "gpus": 8}, "model.vocab_size: expected a multiple of tp_size x pp_size"),
     ({"sequence_len": 30}, "sequence_len: expected a multiple of pp_size=4.*use 32"),

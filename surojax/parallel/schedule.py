@@ -27,6 +27,7 @@ entries are padding (step/padding.py).
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -106,4 +107,22 @@ def check_stages(layers: int, stages: int) -> None:
         raise ConfigError(
             f"pp_size: expected at most {needed}, since so many stages of {layers_of_stage(layers, stages)} have all "
             f"{layers} layers, got {stages}; use {needed}, which takes as long"
+        )
+
+
+def check_kinds(kinds: Sequence, stages: int) -> None:
+    """Raises ConfigError if the kinds of a stage's layers, in order, are not those of every stage.
+
+    kinds: of each layer of the model, anything that can be compared. All stages run one program.
+    """
+
+    def repeat(stages: int) -> bool:
+        n = layers_of_stage(len(kinds), stages)
+        return all(kind == kinds[l % n] for l, kind in enumerate(kinds))
+
+    if not repeat(stages):
+        fewer = max(n for n in range(1, stages) if repeat(n))
+        raise ConfigError(
+            f"pp_size: expected stages whose layers have the same windows, rotary embeddings and recipes, got {stages} "
+            f"stages of {layers_of_stage(len(kinds), stages)} of the {len(kinds)} layers, which have not; use {fewer}"
         )

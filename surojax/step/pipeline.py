@@ -41,7 +41,15 @@ from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives, pipeline
 from surojax.parallel.collectives import Squares, varying
 from surojax.parallel.pipeline import collect, own_part, spread
-from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, check_stages, layers_of_stage, stacked_layers
+from surojax.parallel.schedule import (
+    NONE,
+    SCHEDULES,
+    Schedule,
+    check_kinds,
+    check_stages,
+    layers_of_stage,
+    stacked_layers,
+)
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.step.engine import (
@@ -101,14 +109,9 @@ def of_stage(model: Model, stages: int) -> Model:
             f"pp_size: expected 1 for several kinds of layers or an auxiliary loss ({names}), for which more is not "
             f"built yet, got {stages}; leave it out"
         )
+    check_kinds(segment.variants, stages)
     layers = layers_of_stage(model.num_layers, stages)
-    variants = segment.variants[:layers]
-    if (variants * stages)[: model.num_layers] != segment.variants:
-        raise ConfigError(
-            f"pp_size: expected stages whose windows and rotary embeddings repeat, got {stages} stages of {layers} "
-            "layers; choose one for which the layers of a stage are a multiple of the pattern"
-        )
-    segment = dataclasses.replace(segment, variants=variants)
+    segment = dataclasses.replace(segment, variants=segment.variants[:layers])
     is_padded = stages * layers > model.num_layers
     return dataclasses.replace(model, segments=(padded(segment) if is_padded else segment,))
 
