@@ -1,4 +1,4 @@
-"""Pipeline parallelism with recipes and optimizers: stages equal one device with the same setting.
+"""Pipeline parallelism with recipes and optimizers, context parallelism with optimizers: they equal one device.
 
 A stage computes whole tensors of a microbatch, so every scale is that of one device, and every number that is rounded
 to 8 or 4 bits too, but for float32 sums in another order (tests/test_tensor_parallel_recipes.py).
@@ -72,15 +72,16 @@ def test_recipes_equal_one_device(config, recipe, placed):
 
 
 @pytest.mark.parametrize("optimizer", [normuon, optim.adamw8bit])
+@pytest.mark.parametrize("axis", ["pp_size", "cp_size"])
 @pytest.mark.full
-def test_optimizers_equal_one_device(optimizer):
+def test_optimizers_equal_one_device(optimizer, axis):
     """And they are the same to the bit with everything in host memory; padding stays zeros in every moment."""
     config = dataclasses.replace(CONFIG, intermediate_size=256)
     batches = [tokens(2, 8, 24, seed=i) for i in range(5)]
     how: Any = {"config": config, "optimizer": optimizer}
     exact = len(batches) if optimizer is normuon else 2  # adamw8bit rounds at random: test_tensor_parallel_recipes.py
     expected = Small(**how).train(batches)
-    how |= {"pp_size": 2, "zero_level": 3}
+    how |= {axis: 2, "zero_level": 3}
     small = Small(4, **how)
     found = small.train(batches)
     np.testing.assert_allclose(found[:exact], expected[:exact], rtol=ORDER_OF_SUMS)

@@ -231,7 +231,12 @@ def stage_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
 
 
 def _add_shared(run: Assembly, sent: dict[tuple[str, str], float], p: Param, layout: Layout, itemsize: float) -> None:
-    """Adds the sum over a group's devices of the gradient of a parameter that some of them share."""
+    """Adds the sum over a group's devices of the gradient of a parameter that some of them share.
+
+    It is in the loops over microbatches and slices of the head. For GPUs, XLA adds up the terms of the final norm on
+    each device and sums them over devices once, behind the loops: of Llama-7B with pp_size=4, 0.40 MiB of all-reduces
+    over pp are left of 1.88 MiB. On CPUs it does not.
+    """
     divided = (*layout.layers, *layout.computed_axes)
     axes = tuple(axis for axis in (PIPELINE, *TENSOR) if axis in run.mesh.shape and axis not in divided)
     n = math.prod(run.mesh.shape[axis] for axis in axes)
