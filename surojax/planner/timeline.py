@@ -127,7 +127,7 @@ class Machine:
                 self.streams[step.stream].append(self.open[step.name])
 
     def run_loop(self, loop: Loop) -> None:
-        """Runs a loop. Iterations after `most` are like the last of those; a part of one takes that part of its time."""
+        """Runs a loop. Iterations after `most` are like the last of those; a part of one takes a part of its time."""
         self.labels.append(loop.label)
         begin = self.time
         whole = self.events is not None and not loop.has_loops
