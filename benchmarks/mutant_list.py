@@ -199,9 +199,44 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what moves activations counts once for each microbatch",
         "surojax/planner/stages.py",
-        "Fraction(microbatches + stages - 1 if moves else microbatches, ticks)",
-        "Fraction(microbatches, ticks)",
+        "of_ticks = microbatches + stages - 1 if in_every_tick(body) else microbatches",
+        "of_ticks = microbatches",
         "tests/test_pipeline.py::test_a_compiled_step_moves_what_the_formulas_say",
+    ),
+    Mutant(
+        "the time of a step leaves out the ticks in which a stage waits",
+        "surojax/planner/stages.py",
+        "lambda body: _moves(body) or _passes(body)",
+        "_moves",
+        "tests/test_pipeline.py::test_a_compiled_step_moves_what_the_formulas_say",
+    ),
+    Mutant(
+        "a part of an iteration takes as long as all of it",
+        "surojax/planner/timeline.py",
+        "others = loop.trips - simulated",
+        "others = max(loop.trips - simulated, 0)",
+        "tests/test_timeline.py::test_loops_run_as_often_as_they_say",
+    ),
+    Mutant(
+        "a matrix of zeros is updated by 0 x infinity",
+        "surojax/optim/normuon.py",
+        "jnp.where(size > 0, 1 / jnp.maximum(size, jnp.finfo(jnp.float32).tiny), 0)",
+        "1 / jnp.maximum(size, jnp.finfo(jnp.float32).tiny)",
+        "tests/test_pipeline_recipes.py::test_optimizers_equal_one_device -k normuon and pp_size",
+    ),
+    Mutant(
+        "stages of other kinds of layers are not refused",
+        "surojax/parallel/schedule.py",
+        "return all(kind == kinds[l % n] for l, kind in enumerate(kinds))",
+        "return n > 0",
+        "tests/test_pipeline.py::test_what_is_not_built_is_refused",
+    ),
+    Mutant(
+        "stacks with padding are read as if all of it were layers",
+        "surojax/run/checkpoint.py",
+        "strict=shape[0] == x.shape[0] or shape[1:] != x.shape[1:]",
+        "strict=True",
+        "tests/test_pipeline.py::test_a_checkpoint_moves_between_layouts -k uneven",
     ),
     # -- Hugging Face's models ----------------------------------------------------------------------------------------
     Mutant(

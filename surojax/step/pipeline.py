@@ -29,7 +29,7 @@ part of it, if it is tensor parallel), D hidden size.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,12 +121,12 @@ def stage_engine(engine: Engine) -> Engine:
     return dataclasses.replace(engine, model=of_stage(engine.model, pipeline.stage()[1]))
 
 
-def first_layer(engine: Engine) -> jax.Array:
+def first_layer(engine: Engine) -> jax.Array | int:
     """The number in the model of this stage's first layer. engine: of one stage."""
     return collectives.first_layer(engine.model.num_layers)
 
 
-def inputs_of_stage(model: Model, number: jax.Array, recipe_inputs):
+def inputs_of_stage(model: Model, number: Any, recipe_inputs):
     """What the block of an entry of the stacks of all stages, with this number, takes as its `recipe_inputs`."""
     stages = pipeline.stage()[1]
     is_padded = stacked_layers(model.num_layers, stages) > model.num_layers
