@@ -77,6 +77,11 @@ class Assembly:
         """The model's `Param`s by section."""
         return self.model.params
 
+    @property
+    def layers(self) -> dict[str, int]:
+        """The number of layers of each segment; its stacks may be padded, see step/padding.py."""
+        return {segment.name: segment.num_layers for segment in self.model.segments}
+
     def init_state(self, seed: int) -> TrainState:
         """A new state, each array created in its own sharding and memory."""
         return init_state(self.model, self.plan, self.optimizer, seed)

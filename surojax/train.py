@@ -133,7 +133,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
             say(until_end.enter_context(nvme.claim(store)))
         if resume and first_step >= total_steps:
             say(f"nothing left to train: {resume} is at step {first_step} of {total_steps}; raise max_steps to go on")
-            return Result(checkpoint.restore(resume, run.plan), [], resume, True)
+            return Result(checkpoint.restore(resume, run.plan, run.layers), [], resume, True)
         check_shared(output_dir, json.dumps(c.to_dict() | meta | identity, sort_keys=True, default=str))
         output_dir.mkdir(parents=True, exist_ok=True)
         if is_first():
@@ -175,7 +175,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
             start = f"continuing from {resume.name}" if resume else "there is no checkpoint, so this starts anew"
             say(f"nvme: the last run ended within the update of step {step}, what it left is not used: {start}")
         if resume:
-            train_state = checkpoint.restore(resume, run.plan)
+            train_state = checkpoint.restore(resume, run.plan, run.layers)
             say(f"continuing from {resume}")
         elif initial:
             train_state = run.load_state(*readers(initial))
@@ -236,6 +236,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
                     history += [log.eval(step, **scores) for scores in evaluate(train_state.weights)]
                 if save_now:
                     progress = {"step": step, "samples": position, "samples_per_step": samples_per_step}
+                    progress["layers"] = run.layers
                     checkpoints.save(train_state, progress | {"config": c.to_dict(), **identity})
                 deferred.restart_clock()
             if stopping and not final:

@@ -276,7 +276,6 @@ REFUSED = [
     ({"cp_method": "zigzag"}, "cp_method: expected one of"),
     ({"cp_size": 1, "cp_method": "ring"}, "cp_method: expected 'ulysses' with cp_size=1"),
     ({"recipe": "fp8_hybrid"}, "recipe: expected 'bf16' with cp_size=4"),
-    ({"optimizer": "normuon"}, "optimizer: expected 'adamw' with cp_size=4"),
     ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with cp_size=4"),
     ({"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2}, "microbatches_per_fetch: expected 1 with cp"),
     ({"lmhead_chunks": 512}, "lmhead_chunks: expected a divisor of .* / cp_size = 128"),

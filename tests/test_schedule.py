@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from surojax.errors import ConfigError
-from surojax.parallel.schedule import NONE, SCHEDULES, check_stages
+from surojax.parallel.schedule import NONE, SCHEDULES, check_stages, layers_of_stage, stacked_layers
 
 SIZES = [(1, 2), (2, 2), (3, 2), (8, 2), (4, 4), (2, 4), (9, 4), (16, 8), (5, 3)]
 
@@ -52,9 +52,20 @@ def test_microbatches_in_flight_are_bounded(microbatches, stages):
     assert SCHEDULES["1f1b"](microbatches, stages).in_flight.tolist() == expected
 
 
-def test_stages_of_different_sizes_are_refused():
+@pytest.mark.parametrize(
+    "layers, stages, expected", [(126, 4, [32] * 3 + [30]), (126, 8, [16] * 7 + [14]), (3, 2, [2, 1])]
+)
+def test_the_last_stage_has_the_rest_of_the_layers(layers, stages, expected):
+    check_stages(layers, stages)
+    n = layers_of_stage(layers, stages)
+    assert [len(range(s * n, min((s + 1) * n, layers))) for s in range(stages)] == expected
+    assert stacked_layers(layers, stages) == stages * n
+
+
+def test_stages_without_layers_are_refused():
     check_stages(8, 4)
-    with pytest.raises(ConfigError, match=r"^pp_size: expected a divisor of the 6 layers.*got 4; use 3$"):
+    check_stages(7, 4)
+    with pytest.raises(ConfigError, match=r"^pp_size: expected at most 3, .* of 2 have all 6 layers, got 4; use 3, "):
         check_stages(6, 4)
-    with pytest.raises(ConfigError, match=r"^pp_size: expected a divisor of the 3 layers.*got 4; use 3$"):
+    with pytest.raises(ConfigError, match=r"^pp_size: expected at most 3, .* of 1 have all 3 layers, got 4; use 3, "):
         check_stages(3, 4)

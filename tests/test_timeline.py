@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ ARGUMENTS = """  %a = bf16[256,64]{1,0} parameter(0)
 Y = f"= (bf16[256,128]{{1,0}}, s8[4]{{0}}) {PRODUCT_OF_A_SECOND}"
 
 
-def program(*lines: str, body: tuple[str, ...] = (), trips: int = 0) -> hlo.Module:
+def program(*lines: str, body: tuple[str, ...] = (), trips: int | Fraction = 0) -> hlo.Module:
     """A program of these instructions; body: those of a loop before them."""
     text = HEAD
     if body:
@@ -217,6 +218,10 @@ def test_loops_run_as_often_as_they_say():
     assert found.exposed == {("backward", HOST_IN): pytest.approx(40)}
     whole = simulated(program(body=(READ, END, f"  %y {Y}"), trips=40), most=1000)
     assert whole.seconds == pytest.approx(found.seconds) and whole.busy == pytest.approx(found.busy)
+    for mean in (Fraction(2, 3), Fraction(41, 2)):
+        part = simulated(program(body=(READ, END, f"  %y {Y}"), trips=mean))
+        assert part.seconds == pytest.approx(2 * mean)
+        assert part.exposed == {("backward", HOST_IN): pytest.approx(float(mean))}
 
 
 def test_host_transfers_in_loops_are_told_apart():

@@ -4,25 +4,23 @@ import math
 
 from surojax.config.fields import Config, default_config, gpus_per_sequence, head_dim
 from surojax.errors import need
+from surojax.models.families import FAMILIES
 from surojax.numerics.blockscaled import WIDTHS
-from surojax.numerics.recipes import BLOCK_SCALED
-from surojax.parallel.schedule import SCHEDULES, check_stages
+from surojax.numerics.recipes import BLOCK_SCALED, Precision
+from surojax.parallel.schedule import SCHEDULES, check_kinds, check_stages
 
 # What is not built for a size, or not tested with it: each of these fields has its default if the size is above 1.
 _NOT_IN_GROUPS = (
-    "recipe",
-    "optimizer",
     "zero_quantized_weights",
     "zero_quantized_gradients",
     "memcpy_all_gather",
     "memcpy_send_recv",
     "nvme_path",
-    "microbatches_per_fetch",
 )
 NOT_WITH = {
     "tp_size": ("memcpy_all_gather", "memcpy_send_recv"),
-    "cp_size": _NOT_IN_GROUPS,
-    "pp_size": (*_NOT_IN_GROUPS, "resident_layers", "cp_size"),
+    "cp_size": ("recipe", *_NOT_IN_GROUPS, "microbatches_per_fetch"),
+    "pp_size": (*_NOT_IN_GROUPS, "resident_layers"),
 }
 
 
@@ -127,7 +125,7 @@ def _check_context(c: Config) -> None:
 
 
 def _check_stages(c: Config) -> None:
-    """Raises ConfigError for a schedule that is not known or not used, or if there are more stages than layers."""
+    """Raises ConfigError for a schedule that is not known or not used, and for what stages cannot do."""
     expected = f"one of {', '.join(SCHEDULES)}"
     need(c.pp_schedule in SCHEDULES, "pp_schedule", expected, c.pp_schedule, "choose one of them")
     default = default_config().pp_schedule
@@ -135,3 +133,16 @@ def _check_stages(c: Config) -> None:
     used = c.pp_size > 1 or c.pp_schedule == default
     need(used, "pp_schedule", expected, c.pp_schedule, "leave it out, or raise pp_size")
     check_stages(c.model.num_hidden_layers, c.pp_size)
+    if c.pp_size == 1:
+        return
+    expected = f"1 with pp_size={c.pp_size}, whose stages compute one microbatch in a tick and fetch each layer for it"
+    need(c.microbatches_per_fetch == 1, "microbatches_per_fetch", expected, c.microbatches_per_fetch, "leave it out")
+    expected = (
+        f"'ulysses' or 'allgather' with pp_size={c.pp_size}: in a tick some stages compute and others do not, and "
+    )
+    expected += "the devices of all stages would wait in a hop of the ring"
+    need(c.cp_method != "ring", "cp_method", expected, c.cp_method, "choose one of them")
+    settings = c.model.to_dict() | {"head_dim": head_dim(c)}
+    architecture = FAMILIES[settings.pop("model_type")].architecture(settings)
+    precision = Precision(c.recipe, skip_first=c.skip_quant_first_layers, skip_last=c.skip_quant_last_layers)
+    check_kinds(architecture.variants(precision), c.pp_size)

@@ -59,8 +59,8 @@ def coefficients(steps: int) -> list[tuple[float, float, float]]:
 
 
 def reciprocal(size: jax.Array) -> jax.Array:
-    """1 / size, a large number if size is 0. XLA computes the scalar before it multiplies a matrix with it."""
-    return materialised(1 / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
+    """1 / size; 0 if size is 0, so that zeros stay zeros. XLA computes the scalar before a matrix times it."""
+    return materialised(jnp.where(size > 0, 1 / jnp.maximum(size, jnp.finfo(jnp.float32).tiny), 0))
 
 
 def orthogonalised(x: jax.Array, steps: int = 5) -> jax.Array:
@@ -113,7 +113,7 @@ def normuon(
         return Momentum(jnp.zeros(shape, m_dtype), jnp.zeros(shape[:1], jnp.float32))
 
     def state_layout(layout: Layout) -> Momentum:
-        return Momentum(layout, Layout(jax.P(), jax.P()))
+        return Momentum(layout, Layout(jax.P(), jax.P(), layers=layout.layers))
 
     def averaged(g, m, tensor: TensorContext):
         """The momentum with this gradient, float32."""

@@ -17,10 +17,17 @@ stage. The classic 1f1b has p - s microbatches in flight, because neighbours com
 of its ticks would take as long as a backward pass, three or four forward passes with recomputed blocks: 1.5 times the
 step. With both directions in every tick, all stages have the same work, and residuals of p - 1 more microbatches are in
 memory. Every stage has room for those of the first, at most 2 p - 1.
+
+Layers are divided in order: L layers over p stages are n = ceil(L / p) for each stage, and the rest for the last one.
+126 layers over 4, 8, 16 stages: 32, 16, 8 for each, and 30, 14, 6 for the last. Another division of the rest would gain
+nothing, since a tick takes as long as its slowest stage, and memory has to hold n layers on some stage anyway. In
+exchange, layer l of the model is entry l of the stacks `[p n, ...]` of all stages, as without stages; the last p n - L
+entries are padding (step/padding.py).
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -83,10 +90,39 @@ def _staggered(microbatches: int, stages: int, *, first_backward: int) -> Schedu
     return Schedule(table(forward), table(backward))
 
 
+def layers_of_stage(layers: int, stages: int) -> int:
+    """The number of layers that each stage has room for; all but the last stage have so many."""
+    return -(-layers // stages)
+
+
+def stacked_layers(layers: int, stages: int) -> int:
+    """The number of entries in the stacks of all stages: the layers, then padding."""
+    return stages * layers_of_stage(layers, stages)
+
+
 def check_stages(layers: int, stages: int) -> None:
-    """Raises ConfigError if the layers cannot be divided evenly over the stages."""
-    if layers % stages:
+    """Raises ConfigError if a stage would have no layer."""
+    needed = -(-layers // layers_of_stage(layers, stages))
+    if needed < stages:
         raise ConfigError(
-            f"pp_size: expected a divisor of the {layers} layers, since uneven stages are not built yet, got {stages}; "
-            f"use {max(d for d in range(1, min(stages, layers) + 1) if layers % d == 0)}"
+            f"pp_size: expected at most {needed}, since so many stages of {layers_of_stage(layers, stages)} have all "
+            f"{layers} layers, got {stages}; use {needed}, which takes as long"
+        )
+
+
+def check_kinds(kinds: Sequence, stages: int) -> None:
+    """Raises ConfigError if the kinds of a stage's layers, in order, are not those of every stage.
+
+    kinds: of each layer of the model, anything that can be compared. All stages run one program.
+    """
+
+    def repeat(stages: int) -> bool:
+        n = layers_of_stage(len(kinds), stages)
+        return all(kind == kinds[l % n] for l, kind in enumerate(kinds))
+
+    if not repeat(stages):
+        fewer = max(n for n in range(1, stages) if repeat(n))
+        raise ConfigError(
+            f"pp_size: expected stages whose layers have the same windows, rotary embeddings and recipes, got {stages} "
+            f"stages of {layers_of_stage(len(kinds), stages)} of the {len(kinds)} layers, which have not; use {fewer}"
         )

@@ -17,6 +17,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 
 from surojax.planner import hlo, links
 from surojax.planner.gpus import Gpu, Rates
@@ -87,7 +88,7 @@ class Loop:
     """A loop. label: one of LOOPS, or "microbatches" if there is a loop in it, or "other loops"."""
 
     label: str
-    trips: int
+    trips: int | Fraction  # a fraction is a mean, see `stages.in_lockstep`
     body: tuple["Step", ...]
 
     @property
@@ -120,7 +121,7 @@ def _steps(p: Program, i: Instruction, computation: Mapping[str, Instruction]) -
         return
     if i.opcode == "while":
         body = p.steps(hlo.called(i, "body")[0])
-        yield Loop(_label(i, body), round(hlo.trips(i)), body)
+        yield Loop(_label(i, body), hlo.trips(i), body)
     elif i.opcode in ("call", "conditional"):  # of a conditional all branches, as in hlo.executed
         for name in hlo.called(i, "to_apply|calls|branch_computations|true_computation|false_computation"):
             yield from p.steps(name)

@@ -32,7 +32,7 @@ from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment, runs
 from surojax.numerics import quantize
 from surojax.numerics.quantize import is_quantized
-from surojax.parallel.schedule import SCHEDULES
+from surojax.parallel.schedule import SCHEDULES, layers_of_stage
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline_stages, shards, tensor_parallel
@@ -117,7 +117,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
 
     in_file = bytes_per_device(plan, NVME)
     layer_state = max(segment.layer_state for segment in segments)
-    layers = [segment.num_layers // stages for segment in model.segments]
+    layers = [layers_of_stage(segment.num_layers, stages) for segment in model.segments]
     layer_grads = [segment.grads // n for segment, n in zip(segments, layers, strict=True)]
     saved_on_device = 0 if table.residuals.home.streamed else activations
     if platform == "cpu" and run.mesh.size > 1 and not (grads.sharded and table.outer.sharded):
@@ -208,7 +208,7 @@ class SegmentBytes(NamedTuple):
 def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
     """The `SegmentBytes` of a segment whose layers have an input like x."""
     engine = run.engine
-    layers = segment.num_layers // pipeline_stages(run.mesh)
+    layers = layers_of_stage(segment.num_layers, pipeline_stages(run.mesh))
     compute = run.model.compute
     layer = _in_products(run, segment)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer

@@ -96,7 +96,7 @@ def with_rounds(module: Module, rounds: Callable[[Iterable[Instruction]], Fracti
     def known(i: Instruction) -> Instruction:
         if i.opcode != "while" or TRIPS.search(i.attributes):
             return i
-        mean = rounds(module[called(i, "body")[0]].values())
+        mean = rounds(list(module[called(i, "body")[0]].values()))
         return dataclasses.replace(i, attributes=f'{i.attributes}, "known_trip_count":{{"n":"{mean}"')
 
     return {name: {n: known(i) for n, i in instructions.items()} for name, instructions in module.items()}

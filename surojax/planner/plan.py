@@ -70,6 +70,7 @@ class Plan(Prediction):
     within_host_bytes: int  # copies from host memory to host memory
     nvme_read_bytes: int
     nvme_write_bytes: int
+    bubble: float  # fraction of a step in which a stage of `pp` idles, see `stages.bubble`; 0 without stages
     overlap: list[dict[str, Any]]  # `hlo.Transfer`s in loops, with the computation that overlaps them
     rematerialised: dict[str, Any]  # {"count", "bytes", "largest"}: operations that XLA recomputes to save memory
     step_time_bound_s: float
@@ -196,8 +197,10 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
     except Unserved as error:
         raise check_fit.unserved(error) from error
     textbook = traffic.collective_bytes(run, batch)
+    parsed = [hlo.parse(compiled.text) for compiled, _ in done]
     modules = [
-        (stages.with_rounds(hlo.parse(compiled.text), run, batch.microbatches), times) for compiled, times in done
+        (stages.with_rounds(module, run, batch.microbatches), times)
+        for module, (_, times) in zip(parsed, done, strict=True)
     ]
     copies = [(hlo.host_copies(module), times) for module, times in modules]
     recomputed = [(hlo.rematerialised(module), times) for module, times in modules]
@@ -210,7 +213,7 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
         """The largest of the programs' bytes in a memory, each with the state that is no argument of the program."""
         return max(getattr(x, name) + others(run, part, home) for (x, _), part in zip(done, parts, strict=True))
 
-    return _sizes(run) | {
+    return _sizes(run, batch) | {
         "estimate": False,
         "device_bytes": most("device_bytes", DEVICE),
         "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x, _ in done),
@@ -231,7 +234,7 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
         },
         "flops": traffic.step_flops(run, batch),
         "device_traffic": traffic.device_traffic(run, batch),
-        **_predicted(c, facts, run, batch, [module for module, _ in modules], trace),
+        **_predicted(c, facts, run, batch, parsed, trace),
     }
 
 
@@ -244,6 +247,7 @@ def _predicted(
     (module,) = modules
     found = prediction.of_module(module, run, batch, gpu)
     if trace is not None and not found.not_predicted:
+        module = stages.in_lockstep(module, run, batch.microbatches)
         prediction.write_trace(Path(trace), module, gpu, run.mesh.shape, f"{c.gpus} x {gpu.name}")
     return dataclasses.asdict(found)
 
@@ -300,7 +304,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
         return sum(need[name][home] for name in names)
 
     h2d, d2h = traffic.host_bytes(run, batch, rows)
-    return _sizes(run) | {
+    return _sizes(run, batch) | {
         "estimate": True,
         "device_bytes": total(need, "device"),
         "device_temp_bytes": total(temporaries, "device"),
@@ -319,9 +323,10 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
     }
 
 
-def _sizes(run: Assembly) -> dict[str, Any]:
+def _sizes(run: Assembly, batch: traffic.Batch) -> dict[str, Any]:
     """Fields of the `Plan` about the size of the model and of the mesh."""
-    return {"parameters": run.model.num_parameters, "mesh": dict(run.mesh.shape)}
+    bubble = stages.bubble(run, batch.microbatches)
+    return {"parameters": run.model.num_parameters, "mesh": dict(run.mesh.shape), "bubble": bubble}
 
 
 def _with_textbook(found: list[hlo.Collective], textbook: dict[tuple[str, str], int]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from surojax.planner import costs, hlo, traffic
 from surojax.planner.costs import MAIN, STREAMS, TRANSFERS
 from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
-from surojax.planner.stages import NOT_PREDICTED
+from surojax.planner.stages import in_lockstep
 from surojax.planner.timeline import WAITS, Timeline, program, simulate
 
 ERROR = 0.10  # relative, of a prediction: that of the worst row of benchmarks/calibrate.py
@@ -68,16 +68,13 @@ def predict(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, tokens: 
 
 def of_compiled(text: str, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
     """The `Prediction` of a compiled step of a run. text: its HLO, `jax.stages.Compiled.as_text()`."""
-    if pipeline_stages(run.mesh) > 1:
-        return Prediction(not_predicted=NOT_PREDICTED)
     return of_module(hlo.parse(text), run, batch, gpu)
 
 
 def of_module(module: Module, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:
-    """The `Prediction` of a step from its parsed program."""
-    if pipeline_stages(run.mesh) > 1:
-        return Prediction(not_predicted=NOT_PREDICTED)
-    tokens = batch.tokens * batch.microbatches // devices_per_sequence(run.mesh)
+    """The `Prediction` of a step from its parsed program; with stages an estimate, see `stages.in_lockstep`."""
+    module = in_lockstep(module, run, batch.microbatches)
+    tokens = batch.tokens * batch.microbatches // (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
     compute_time = tokens * traffic.compute_time(gpu, traffic.token_flops(run, batch.sequence_len))
     return predict(module, gpu, run.mesh.shape, tokens=tokens, compute_time=compute_time)
 

@@ -99,12 +99,14 @@ def overlap_lines(p: Plan) -> list[str]:
 
 def prediction_lines(p: Plan) -> list[str]:
     """The predicted time, what of it is exposed, and who does the host transfers in loops; or why nothing is said."""
+    idle = [f"pipeline: a stage idles {p.bubble:.1%} of a step (bubble)"] if p.bubble else []
     if p.predicted_step_s is None or p.predicted_range_s is None:
-        return ["", f"no time is predicted: {p.not_predicted}"]
+        return ["", f"no time is predicted: {p.not_predicted}", *idle]
     low, high = (f"{1e3 * t:,.0f}" for t in p.predicted_range_s)
     rate = p.tokens_per_s_per_gpu or 0.0
     head = f"predicted: {1e3 * p.predicted_step_s:,.1f} ms a step ({low} to {high}), "
     lines = ["", head + f"{rate:,.0f} tokens/s per GPU, {p.gpus * rate:,.0f} in all, MFU {p.mfu:.3f}"]
+    lines += [f"{line}; the predicted time is an estimate, of stages that go in lockstep" for line in idle]
     kinds = list(p.exposed_s)
     lines.append(f"  {'exposed ms':<17}" + "".join(f"{kind:>13}" for kind in kinds))
     rows = p.exposed_by_loop_s | {"total": p.exposed_s}

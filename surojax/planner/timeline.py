@@ -22,6 +22,7 @@ chooses better or worse than `costs.product_time`, GPUs that wait for slower one
 """
 
 import dataclasses
+import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -127,11 +128,11 @@ class Machine:
                 self.streams[step.stream].append(self.open[step.name])
 
     def run_loop(self, loop: Loop) -> None:
-        """Runs a loop; iterations after `most` are like the last of those."""
+        """Runs a loop. Iterations after `most` are like the last of those; a part of one takes a part of its time."""
         self.labels.append(loop.label)
         begin = self.time
         whole = self.events is not None and not loop.has_loops
-        simulated = loop.trips if whole else min(loop.trips, self.most)
+        simulated = math.ceil(loop.trips) if whole else min(math.ceil(loop.trips), self.most)
         before = (0.0, {})
         for k in range(simulated):
             if k == simulated - 1:
@@ -142,8 +143,8 @@ class Machine:
         if others:
             time, totals = before
             for key, total in list(self.totals.items()):
-                self.totals[key] += others * (total - totals.get(key, 0.0))
-            skipped = others * (self.time - time)
+                self.totals[key] += float(others) * (total - totals.get(key, 0.0))
+            skipped = float(others) * (self.time - time)
             self.record(f"{others} more iterations", "not simulated", MAIN, self.time, self.time + skipped)
             self.time += skipped
         self.labels.pop()

@@ -19,9 +19,14 @@ Orbax does not detect a damaged file: it returns a flipped byte as another numbe
   memory; reading the files a second time would take minutes.
 
 Both are written before the folder is renamed.
+
+If the last stage of `pp` is not full, stacks end with padding (step/padding.py): zeros, whose chunks are not written.
+`meta` then says how many `layers` each segment has. Another layout reads those, and pads with zeros itself if it has
+to; zeros add nothing to a checksum.
 """
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -198,16 +203,16 @@ class Checkpoints:
         return _Translate(message)
 
 
-def restore(path: Path, plan: TrainState) -> TrainState:
+def restore(path: Path, plan: TrainState, layers: dict[str, int] | None = None) -> TrainState:
     """Returns the state in a checkpoint. Each array is read directly into its planned sharding, or into its file.
 
-    Raises CheckpointError if the checkpoint cannot be used, NvmeError or ConfigError if a file of the plan cannot be
-    written.
+    layers: how many entries of a segment's planned stacks are layers; None: all of them. Raises CheckpointError if the
+    checkpoint cannot be used, NvmeError or ConfigError if a file of the plan cannot be written.
     """
     meta = read_meta(path)
     with readable(path):
         stored = _stored_moments(path, plan.moments, meta)
-        loaded = _load(path, {"master": plan.master, "moments": stored})
+        loaded = _load(path, {"master": plan.master, "moments": stored}, meta, layers or {})
         weights = _work_weights(loaded["master"], plan)
         step = from_host(np.int32(meta["step"]), plan.step.sharding)
         state = TrainState(step, weights, loaded["master"], loaded["moments"], _history(path, plan))
@@ -256,7 +261,7 @@ def restore_weights(path: Path, plan: dict) -> dict:
     """Returns only the weights in a checkpoint, in the dtype and sharding of `plan`. Raises CheckpointError."""
     meta = read_meta(path)
     with readable(path):
-        weights = _load(path, {"master": plan})["master"]
+        weights = _load(path, {"master": plan}, meta, {})["master"]
         _verify(meta, weights=weights)
     return weights
 
@@ -266,10 +271,7 @@ def _stored_moments(path: Path, moments, meta: dict[str, Any]):
 
     Raises CheckpointError if another optimizer wrote the state, or if such scales are planned in a file.
     """
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        metadata: Any = reader.metadata(path / "moments")
-    stored = jax.tree_util.tree_leaves_with_path(metadata.item_metadata.tree)
-    found = {name_of(keys): tuple(x.shape) for keys, x in stored if hasattr(x, "shape")}
+    found = _stored_shapes(path / "moments")
     planned = {name_of(keys): tuple(x.shape) for keys, x in jax.tree_util.tree_leaves_with_path(moments)}
     if found.keys() != planned.keys():
         name = sorted(found.keys() ^ planned.keys())[0]
@@ -282,7 +284,8 @@ def _stored_moments(path: Path, moments, meta: dict[str, Any]):
 
     def as_stored(keys, x):
         name = name_of(keys)
-        if not name.endswith("_scale") or found[name] == x.shape:
+        length = 0 if name_of(keys[:1]) == OUTER else 1  # of a stack, which may be padded
+        if not name.endswith("_scale") or found[name][length:] == x.shape[length:]:
             return x
         if isinstance(x, InFile):
             raise CheckpointError(
@@ -291,7 +294,7 @@ def _stored_moments(path: Path, moments, meta: dict[str, Any]):
                 "offload_optimizer=True"
             )
         rows = x.sharding.update(spec=jax.P(*x.sharding.spec[: len(x.shape) - 1]))  # no shard has a part of a row
-        return jax.ShapeDtypeStruct(found[name], x.dtype, sharding=rows)
+        return jax.ShapeDtypeStruct((*x.shape[:length], *found[name][length:]), x.dtype, sharding=rows)
 
     return jax.tree_util.tree_map_with_path(as_stored, moments)
 
@@ -324,12 +327,43 @@ def _in_host(x) -> bool:
     return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST.memory_kind
 
 
-def _load(path: Path, items: dict) -> dict:
-    """Reads the items of a checkpoint as planned; a stack that is planned in a file is copied to it layer by layer."""
+def _stored_shapes(item: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of an item's arrays by name."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        metadata: Any = reader.metadata(item)
+    leaves = jax.tree_util.tree_leaves_with_path(metadata.item_metadata.tree)
+    return {name_of(keys): tuple(x.shape) for keys, x in leaves if hasattr(x, "shape")}
+
+
+def _restore_args(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]):
+    """Returns orbax's options to read an item as planned: stacks of as many layers may differ in their padding.
+
+    layers: of the plan, see `restore`. Raises ValueError if the numbers of layers differ.
+    """
+    stored = _stored_shapes(item)
+
+    def one(keys, x, option):
+        if x is ... or name_of(keys[:1]) == OUTER:
+            return option
+        section, shape = name_of(keys[:1]), stored[name_of(keys)]
+        there, here = meta.get("layers", {}).get(section, shape[0]), layers.get(section, x.shape[0])
+        if there != here:
+            raise ValueError(f"{name_of(keys)}: expected {here} layers, got {there}")
+        return dataclasses.replace(option, strict=shape[0] == x.shape[0] or shape[1:] != x.shape[1:])
+
+    options = ocp.checkpoint_utils.construct_restore_args(plan)
+    return jax.tree_util.tree_map_with_path(one, plan, options)
+
+
+def _load(path: Path, items: dict, meta: dict[str, Any], layers: dict[str, int]) -> dict:
+    """Reads the items of a checkpoint as planned; a stack that is planned in a file is copied to it layer by layer.
+
+    layers: see `restore`.
+    """
     loaded = {}
     for name, plan in items.items():
         in_memory = jax.tree.map(lambda x: ... if isinstance(x, InFile) else x, plan)
-        options = ocp.checkpoint_utils.construct_restore_args(in_memory)
+        options = _restore_args(path / name, in_memory, meta, layers)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
         leaves = [(name_of(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(plan)]
@@ -344,7 +378,7 @@ def _load_file(item: Path, name: str, file: InFile) -> None:
     """Copies one stack of an item to its file, one chunk at a time, which may be several layers."""
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{item}", "path": f"{name}/"}}
     array: Any = ts.open(spec, open=True, read=True).result()
-    if array.shape != file.shape:
+    if array.shape[0] < file.shape[0] or array.shape[1:] != file.shape[1:]:
         raise ValueError(f"{item.name}/{name}: expected shape {file.shape}, got {array.shape}")
     layers = array.chunk_layout.read_chunk.shape[0]
     for start in range(0, file.shape[0], layers):

@@ -72,7 +72,7 @@ from surojax.step.gradients import (
     starts_in_first_group,
 )
 from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.residuals import Kept, Residuals, block_backward, block_forward
+from surojax.step.residuals import Kept, Residuals, Slot, block_backward, block_forward
 from surojax.step.spec import Engine
 from surojax.step.weights import Layer, Layers, fetch
 
@@ -134,7 +134,6 @@ class Forward(NamedTuple):
     """Results of a segment's forward pass, for each microbatch of a group, and prefetched weights."""
 
     microbatches: list[ForwardCarry]
-    residuals: Residuals
     prefetched: list
 
 
@@ -216,9 +215,12 @@ def loss_and_gradients(
         done = BackwardCarry(dxs_BSD, d_auxiliary, grads, collectives.no_squares(), [], carry.observed)
         prefetched = {}
         for name, layers in reversed(segments.items()):
-            passed = passes[name]._replace(prefetched=layers.turn(passes[name].prefetched, g, reverse=True))
+            early = layers.turn(passes[name].prefetched, g, reverse=True)
+            kept = [each.kept for each in passes[name].microbatches]
             done = done._replace(grads=begin_backward(layers.segment, done.grads, g, first=first))
-            done, prefetched[name] = backward(engine, layers, done, passed, of_group, first=first, last=last)
+            done, prefetched[name] = backward(
+                engine, layers, done, early, of_group, residuals[name], kept, first=first, last=last
+            )
         d_outer = done.grads.outer
         for each, dx_BSD in zip(of_group, done.dxs_BSD, strict=True):
             d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, axes, model.embedding_scale)
@@ -313,7 +315,7 @@ def forward(
     xs_BSD: list[jax.Array],
     prefetched,
     of_group: list[Microbatch],
-    residuals: Residuals,
+    residuals: Residuals | Slot,
     kept: list[Kept],
 ) -> Forward:
     """All blocks of a segment, for each microbatch of a group with its x. kept: before layer 0."""
@@ -344,7 +346,7 @@ def forward(
     auxiliary = varying(jnp.float32(0)) if segment.has_auxiliary_loss else None
     carries = [ForwardCarry(x_BSD, auxiliary, of) for x_BSD, of in zip(xs_BSD, kept, strict=True)]
     done, prefetched = layers.loop(one, carries, prefetched)
-    return Forward(done, residuals, prefetched)
+    return Forward(done, prefetched)
 
 
 @jax.named_scope("backward")
@@ -352,27 +354,28 @@ def backward(
     engine: Engine,
     layers: Layers,
     carry: BackwardCarry,
-    passed: Forward,
+    prefetched,
     of_group: list[Microbatch],
+    residuals: Residuals | Slot,
+    kept: list[Kept],
     *,
     first: bool,
     last: bool,
 ):
     """(BackwardCarry, prefetched) after all blocks of a segment in reverse, for each microbatch of a group.
 
-    passed: the segment's forward pass. first, last: group of the step, see `read_accumulator` and `push`.
+    kept: after the last layer's forward pass. first, last: group of the step, see `read_accumulator` and `push`.
     """
     segment = layers.segment
-    stacks = [each.kept for each in passed.microbatches]
 
     def one(layer: Layer, prefetched, carry: BackwardCarry):
         l = layer.index
         taken = [
-            passed.residuals.take(kept._replace(deferred=deferred), l, layer.variant)
-            for kept, deferred in zip(stacks, carry.deferred, strict=True)
+            residuals.take(of_microbatch._replace(deferred=deferred), l, layer.variant)
+            for of_microbatch, deferred in zip(kept, carry.deferred, strict=True)
         ]
         grads, sums = read_accumulator(segment, carry.grads, l, first=first)
-        deferred = [kept.deferred for _, kept in taken]
+        deferred = [of_microbatch.deferred for _, of_microbatch in taken]
         dxs_BSD = list(carry.dxs_BSD)
         d_auxiliary = carry.d_auxiliary if segment.has_auxiliary_loss else None
         observed = carry.observed
@@ -387,9 +390,9 @@ def backward(
                 # The next layer's weights and residuals arrive before the first gradient is reduced, or the scheduler
                 # puts them behind the last one. Nothing that computes waits for them. With weights from the host,
                 # residuals may be later, for less memory.
-                residuals = [] if engine.table.weights.home.streamed else deferred
-                dw, (gathered, residuals) = reduce_behind(dw, (prefetched[0], residuals))
-                deferred = residuals or deferred
+                arriving = [] if engine.table.weights.home.streamed else deferred
+                dw, (gathered, arriving) = reduce_behind(dw, (prefetched[0], arriving))
+                deferred = arriving or deferred
                 prefetched = gathered, *prefetched[1:]
             sums = accumulate(engine, segment, sums, dw)
             observed = jax.tree.map(lambda old, new: old.at[layer.number].max(new), observed, seen)
@@ -397,8 +400,8 @@ def backward(
         squares = add(carry.squares, squares)
         return BackwardCarry(dxs_BSD, carry.d_auxiliary, grads, squares, deferred, observed), prefetched
 
-    carry = carry._replace(deferred=[kept.deferred for kept in stacks])
-    done, prefetched = layers.loop(one, carry, passed.prefetched, reverse=True)
+    carry = carry._replace(deferred=[of_microbatch.deferred for of_microbatch in kept])
+    done, prefetched = layers.loop(one, carry, prefetched, reverse=True)
     return done._replace(deferred=[]), prefetched
 
 

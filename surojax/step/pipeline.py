@@ -27,8 +27,9 @@ part of it, if it is tensor parallel), D hidden size.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,21 +37,30 @@ import jax.numpy as jnp
 from surojax.errors import ConfigError
 from surojax.memory.host import allocate, read, write
 from surojax.models.model import Model, Segment
-from surojax.parallel import collectives, pipeline, tensor
+from surojax.numerics.fp8 import extended, new_observed
+from surojax.parallel import collectives, pipeline
 from surojax.parallel.collectives import Squares, varying
 from surojax.parallel.pipeline import collect, own_part, spread
-from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, check_stages
+from surojax.parallel.schedule import (
+    NONE,
+    SCHEDULES,
+    Schedule,
+    check_kinds,
+    check_stages,
+    layers_of_stage,
+    stacked_layers,
+)
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.step.engine import (
     BackwardCarry,
-    Forward,
-    ForwardCarry,
     Gradients,
     Microbatch,
     backward,
     count,
     forward,
+    own_slice,
+    recipe_inputs_of,
     residuals_of,
 )
 from surojax.step.gradients import (
@@ -63,38 +73,10 @@ from surojax.step.gradients import (
     read_accumulator,
 )
 from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.residuals import Kept, Residuals
+from surojax.step.padding import Inputs, padded
+from surojax.step.residuals import Slot
 from surojax.step.spec import Engine
 from surojax.step.weights import Layer, Layers
-
-
-class Slot(Residuals):
-    """The residuals of one microbatch in flight, in stacks with those of all of them: see `Residuals`.
-
-    In host memory, a slot begins with an entry that belongs to no layer: these stacks lag by one layer, so the first
-    layer writes and reads there.
-    """
-
-    def __init__(self, residuals: Residuals, start: jax.Array):
-        """residuals: of a stage's layers. start: index of the first one in the stacks."""
-        vars(self).update(vars(residuals))
-        self.start = start
-
-    def begin_backward(self, stack: list[jax.Array]) -> Kept:
-        """The residuals in the carry before the last layer, which the forward pass has left in the stacks."""
-        last = self.start + self.num_layers - 1
-        return Kept(stack, read(stack, last) if self.home.streamed else None)
-
-    def end_forward(self, kept: Kept) -> list[jax.Array]:
-        """The stacks, with the last layer's residuals too."""
-        last = self.start + self.num_layers - 1
-        return kept.stack if kept.deferred is None else write(kept.stack, kept.deferred, last)
-
-    def keep(self, kept: Kept, values, l) -> Kept:
-        return super().keep(kept, values, self.start + l)
-
-    def take(self, kept: Kept, l, variant):
-        return super().take(kept, self.start + l, variant)
 
 
 class TickCarry(NamedTuple):
@@ -102,7 +84,7 @@ class TickCarry(NamedTuple):
 
     x_BSD, dx_BSD: received from the stage before, and from the stage after. from_head: gradients of the last stage's
     results, this stage's part of them `[slots, B, s, D]`. saved: residuals of the microbatches in flight, stacks. loss:
-    summed so far, on this device.
+    summed so far, on this device. observed: largest magnitudes so far in this stage's layers, for delayed scales.
     """
 
     x_BSD: jax.Array
@@ -111,6 +93,7 @@ class TickCarry(NamedTuple):
     saved: list[jax.Array]
     grads: Accumulators
     loss: jax.Array
+    observed: jax.Array | None
 
 
 def of_stage(model: Model, stages: int) -> Model:
@@ -126,19 +109,28 @@ def of_stage(model: Model, stages: int) -> Model:
             f"pp_size: expected 1 for several kinds of layers or an auxiliary loss ({names}), for which more is not "
             f"built yet, got {stages}; leave it out"
         )
-    layers = model.num_layers // stages
-    variants = segment.variants[:layers]
-    if variants * stages != segment.variants:
-        raise ConfigError(
-            f"pp_size: expected stages whose windows and rotary embeddings repeat, got {stages} stages of {layers} "
-            "layers; choose one for which the layers of a stage are a multiple of the pattern"
-        )
-    return dataclasses.replace(model, segments=(dataclasses.replace(segment, variants=variants),))
+    check_kinds(segment.variants, stages)
+    layers = layers_of_stage(model.num_layers, stages)
+    segment = dataclasses.replace(segment, variants=segment.variants[:layers])
+    is_padded = stages * layers > model.num_layers
+    return dataclasses.replace(model, segments=(padded(segment) if is_padded else segment,))
 
 
 def stage_engine(engine: Engine) -> Engine:
     """The engine of one stage."""
     return dataclasses.replace(engine, model=of_stage(engine.model, pipeline.stage()[1]))
+
+
+def first_layer(engine: Engine) -> jax.Array | int:
+    """The number in the model of this stage's first layer. engine: of one stage."""
+    return collectives.first_layer(engine.model.num_layers)
+
+
+def inputs_of_stage(model: Model, number: Any, recipe_inputs):
+    """What the block of an entry of the stacks of all stages, with this number, takes as its `recipe_inputs`."""
+    stages = pipeline.stage()[1]
+    is_padded = stacked_layers(model.num_layers, stages) > model.num_layers
+    return Inputs(number < model.num_layers, recipe_inputs) if is_padded else recipe_inputs
 
 
 class Stage:
@@ -147,13 +139,17 @@ class Stage:
     Methods take the number of a microbatch, which is the same on all stages for what they do together.
     """
 
-    def __init__(self, engine: Engine, weights, batch, schedule: Schedule, scale: jax.Array):
-        """engine: of one stage. batch: inputs, labels and starts `[A, B, S]`. scale: of the loss in the gradient."""
+    def __init__(self, engine: Engine, weights, batch, schedule: Schedule, scale: jax.Array, recipe_inputs: Callable):
+        """engine: of one stage. batch: inputs, labels and starts `[A, B, S]`. scale: of the loss in the gradient.
+
+        recipe_inputs: a function (microbatch, number of an entry in the stage's stacks).
+        """
         (self.segment,) = engine.model.segments
         self.engine = engine
         self.batch = varying(batch, AXES)
         self.schedule = schedule
         self.scale = scale
+        self.recipe_inputs = recipe_inputs
         self.number, self.stages = pipeline.stage()
         self.outer = varying(weights[OUTER])
         self.layers = Layers(engine, self.segment, weights[self.segment.name])
@@ -162,7 +158,7 @@ class Stage:
         self.slots = int(schedule.in_flight.max())
         self.head_slots = int(schedule.in_flight[-1])
 
-    def first(self, weights) -> TickCarry:
+    def first(self, weights, history) -> TickCarry:
         """The carry before the first tick."""
         engine = self.engine
         inputs_BS = self.microbatch(0).inputs_BS
@@ -172,11 +168,14 @@ class Stage:
         from_head = varying(jnp.zeros((self.head_slots, batch, length // self.stages, width), x.dtype), AXES)
         saved = allocate(self.residuals.zeros(self.slots * self.entries), engine.table.residuals.home)
         grads = zeros_in_host_memory(self.segment, accumulators(engine, weights))
-        return TickCarry(x_BSD, x_BSD, from_head, saved, grads, varying(jnp.float32(0), AXES))
+        observed = None if history is None else new_observed(history[: self.segment.num_layers])
+        loss = varying(jnp.float32(0), AXES)
+        return TickCarry(x_BSD, x_BSD, from_head, saved, grads, loss, varying(observed, AXES))
 
     def microbatch(self, a) -> Microbatch:
         inputs_BS, labels_BS, starts_BS = read(self.batch, a)
-        return Microbatch(tensor.own_part(inputs_BS), tensor.own_part(labels_BS), starts_BS, lambda l: None)
+        own = functools.partial(own_slice, self.engine)
+        return Microbatch(own(inputs_BS), own(labels_BS), starts_BS, functools.partial(self.recipe_inputs, a))
 
     def slot(self, a) -> Slot:
         begin = a % self.slots * self.entries
@@ -237,11 +236,11 @@ class Stage:
         each = self.microbatch(a)
         slot = self.slot(a)
         kept = slot.begin_backward(carry.saved)
-        passed = Forward([ForwardCarry(carry.dx_BSD, None, kept)], slot, self.layers.first(reverse=True))
+        early = self.layers.first(reverse=True)
         grads = begin_backward(self.segment, carry.grads, a, first=False)
-        before = BackwardCarry([carry.dx_BSD], None, grads, collectives.no_squares(), [], None)
-        done, _ = backward(self.engine, self.layers, before, passed, [each], first=False, last=False)
-        return carry._replace(dx_BSD=done.dxs_BSD[0], grads=done.grads)
+        before = BackwardCarry([carry.dx_BSD], None, grads, collectives.no_squares(), [], carry.observed)
+        done, _ = backward(self.engine, self.layers, before, early, [each], slot, [kept], first=False, last=False)
+        return carry._replace(dx_BSD=done.dxs_BSD[0], grads=done.grads, observed=done.observed)
 
     def push_embed(self, a, carry: TickCarry) -> TickCarry:
         """All stages: the embedding's gradient from dx of stage 0."""
@@ -296,31 +295,51 @@ def loss_and_gradients(
     engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array, starts_ABS=None, *, history=None, step=0
 ) -> Gradients:
     """`engine.loss_and_gradients`, for layers that are divided over `pp`."""
-    assert history is None, "recipes with a history are refused with pp_size"
-    engine = stage_engine(engine)
-    schedule = SCHEDULES[engine.pp_schedule](inputs_ABS.shape[0], pipeline.stage()[1])
+    model = engine.model
+    microbatches = inputs_ABS.shape[0]
+    schedule = SCHEDULES[engine.pp_schedule](microbatches, pipeline.stage()[1])
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
-    stage = Stage(engine, weights, (inputs_ABS, labels_ABS, starts_ABS), schedule, scale)
-    done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first(weights))
+    of_model = recipe_inputs_of(engine, history, step, microbatches, scale)
+    engine = stage_engine(engine)
+
+    def recipe_inputs(a, l):
+        number = first_layer(engine) + l
+        return inputs_of_stage(model, number, of_model(a, number))
+
+    stage = Stage(engine, weights, (inputs_ABS, labels_ABS, starts_ABS), schedule, scale, recipe_inputs)
+    done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first(weights, history))
     grads, squares = stage.push_all(done.grads)
     grads, norm = finish(engine, grads, squares)
-    return Gradients(collectives.add_up(done.loss, *AXES) * scale, grads, norm, None)
+    loss = collectives.add_up(done.loss, *AXES) * scale
+    return Gradients(loss, grads, norm, extended(history, largest_of_stages(model, done.observed)))
+
+
+def largest_of_stages(model: Model, observed: jax.Array | None) -> jax.Array | None:
+    """The largest magnitudes `[layers, sites]` on all devices, from those of each stage's layers."""
+    if observed is None:
+        return None
+    entries = stacked_layers(model.num_layers, pipeline.stage()[1])
+    of_model = varying(jnp.zeros((entries, observed.shape[1]), observed.dtype), AXES)
+    start = collectives.first_layer(len(observed))
+    of_model = jax.lax.dynamic_update_slice_in_dim(of_model, observed, start, 0)
+    return collectives.largest_of_devices(of_model)[: model.num_layers]
 
 
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array, starts_BS=None):
     """`engine.evaluate`, for layers that are divided over `pp`: one stage after another, as one microbatch."""
-    engine = stage_engine(engine)
     model = engine.model
-    (segment,) = model.segments
+    engine = stage_engine(engine)
+    (segment,) = engine.model.segments
     number, stages = pipeline.stage()
     outer = varying(weights[OUTER])
     axes = engine.vocabulary_axes
     layers = Layers(engine, segment, weights[segment.name])
     starts_BS = varying(starts_BS, AXES)
-    x_BsD = embed(outer, own_part(tensor.own_part(inputs_BS)), axes, model.embedding_scale)
+    x_BsD = embed(outer, own_part(own_slice(engine, inputs_BS)), axes, model.embedding_scale)
 
     def block(layer: Layer, prefetched, x_BSD):
-        return segment.block(layer.weights, x_BSD, None, layer.variant, starts_BS)[0], prefetched
+        inputs = inputs_of_stage(model, first_layer(engine) + layer.index, None)
+        return segment.block(layer.weights, x_BSD, inputs, layer.variant, starts_BS)[0], prefetched
 
     def blocks(_, x_BSD):
         return layers.loop(block, x_BSD, layers.first())[0]
@@ -330,6 +349,6 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
         return jax.lax.cond(i == stages - 1, lambda x: x, pipeline.to_next, x_BSD)
 
     x_BSD = jax.lax.fori_loop(0, stages, of_stage, varying(collect(x_BsD), AXES))
-    labels_Bs = own_part(tensor.own_part(labels_BS))
+    labels_Bs = own_part(own_slice(engine, labels_BS))
     total = loss(model, outer, spread(x_BSD, stages - 1), labels_Bs, chunks=engine.lmhead_chunks, axes=axes)
     return collectives.add_up(total, *AXES), count(labels_BS)

@@ -71,6 +71,38 @@ class Residuals:
         return structure.unflatten(read(kept.stack, l)), kept
 
 
+class Slot:
+    """The residuals of one microbatch, in stacks that have those of several; see `Residuals`.
+
+    In host memory, a slot begins with an entry that belongs to no layer: these stacks lag by one layer, so the first
+    layer writes and reads there.
+    """
+
+    def __init__(self, residuals: Residuals, start: jax.Array):
+        """start: index of the first layer in the stacks."""
+        self.residuals = residuals
+        self.start = start
+
+    def keep(self, kept: Kept, values, l) -> Kept:
+        """See `Residuals.keep`."""
+        return self.residuals.keep(kept, values, self.start + l)
+
+    def take(self, kept: Kept, l, variant: Variant):
+        """See `Residuals.take`."""
+        return self.residuals.take(kept, self.start + l, variant)
+
+    def begin_backward(self, stack: list[jax.Array]) -> Kept:
+        """The residuals in the carry before the last layer, which the forward pass has left in the stacks."""
+        return Kept(stack, read(stack, self._last()) if self.residuals.home.streamed else None)
+
+    def end_forward(self, kept: Kept) -> list[jax.Array]:
+        """The stacks, with the last layer's residuals too."""
+        return kept.stack if kept.deferred is None else write(kept.stack, kept.deferred, self._last())
+
+    def _last(self) -> jax.Array:
+        return self.start + self.residuals.num_layers - 1
+
+
 def block_forward(engine: Engine, segment: Segment, layer: Layer, x_BSD: jax.Array, recipe_inputs, starts_BS):
     """((the block of x, its auxiliary loss), residuals: x itself if the block is recomputed)."""
     if engine.recompute_block:

@@ -16,6 +16,7 @@ from surojax.optim import optimizer as optim
 from surojax.parallel.feed import from_host
 from surojax.placement.home import DEVICE
 from surojax.placement.param import OUTER
+from surojax.step import padding
 
 
 class TrainState(NamedTuple):
@@ -193,7 +194,12 @@ def load_state(
     def layer_function(segment: Segment) -> Callable:
         where = shardings(layer_of(plan.master[segment.name]))
         state_of = jax.jit(layer_state_function(segment, plan, optimizer))
-        return lambda l: state_of(from_host(read_layer(segment, l), where))
+
+        def layer(l: int):
+            initial = read_layer(segment, l) if l < segment.num_layers else padding.zeros(segment)
+            return state_of(from_host(initial, where))
+
+        return layer
 
     def state_of_outer(initial):
         return outer_state(model, plan, optimizer, initial)
@@ -244,7 +250,13 @@ def outer_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, init
 def init_layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
     """A function (seed, l) -> the result of `layer_state_function` for a new layer, drawn at random."""
     state_of = layer_state_function(segment, plan, optimizer)
-    return lambda seed, l: state_of(segment.init(seed, l))
+    entries = jax.tree.leaves(plan.master[segment.name])[0].shape[0]
+
+    def state_of_new(seed, l):
+        initial = segment.init(seed, l)
+        return state_of(padding.zeros_beyond(segment, l, initial) if entries > segment.num_layers else initial)
+
+    return state_of_new
 
 
 def init_outer_function(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> Callable:

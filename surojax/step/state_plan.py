@@ -17,8 +17,10 @@ from surojax.memory.nvme import InFile, Store
 from surojax.models.model import Model, Segment
 from surojax.numerics import quantize
 from surojax.optim.optimizer import Optimizer, Rule
+from surojax.parallel.schedule import stacked_layers
 from surojax.placement.home import DEVICE, Home
 from surojax.placement.layout import Layout, Layouts, stacked
+from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.placement.table import Mesh, Placement
 from surojax.step.state import TrainState
@@ -36,8 +38,9 @@ def state_plan(
     """A TrainState of `jax.ShapeDtypeStruct`s with shardings, for the `Param`s of a model.
 
     Stacks of layers whose home is nvme are `InFile`s of one store. The work weights of a segment are `host.Split`s if
-    some of its layers stay on the device. history: its shape, see `fp8.history_shape`; None if there is none. Raises
-    ConfigError if `resident_layers` leaves no layer to stream, or if a model of several segments has a home of nvme.
+    some of its layers stay on the device. Stacks have padding if stages are not all full (step/padding.py). history:
+    its shape, see `fp8.history_shape`; None if there is none. Raises ConfigError if `resident_layers` leaves no layer
+    to stream, or if a model of several segments has a home of nvme.
     """
     if table.weights.resident >= model.num_layers:
         raise ConfigError(
@@ -52,6 +55,8 @@ def state_plan(
             f"({names}), got 'nvme', whose file has records of equal size; set them to true"
         )
     store = Store(table.master.folder, model.num_layers)
+    stages = pipeline_stages(mesh)
+    entries = {segment.name: stacked_layers(segment.num_layers, stages) for segment in model.segments}
 
     def array(shape, dtype, spec: jax.P, home: Home) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec, memory_kind=home.memory_kind))
@@ -82,7 +87,8 @@ def state_plan(
 
     def work_stacks(segment: Segment):
         """The planned work weights of a segment: of its resident layers, and of its streamed layers."""
-        resident = min(max(table.weights.resident - segment.start, 0), segment.num_layers)
+        layers = entries[segment.name]
+        resident = min(max(table.weights.resident - segment.start, 0), layers)
 
         def of_layers(layers: int, home: Home | None):
             """Stacks of this many layers in this memory; None: in the memory that each layout names."""
@@ -94,7 +100,7 @@ def state_plan(
             return jax.tree.map(one, segment.params, layouts.weights[segment.name])
 
         split = [of_layers(resident, DEVICE)] if resident else []
-        streamed = segment.num_layers - resident
+        streamed = layers - resident
         work = joined(split + [of_layers(streamed, None)] * bool(streamed))
         if table.persistent_quants:
             work = jax.tree.map(quants, segment.params, layouts.quants[segment.name], work)
@@ -123,7 +129,7 @@ def state_plan(
     moments = {}
     for segment in model.segments:
         name = segment.name
-        master[name], moments[name] = of_state(functools.partial(stack, segment.num_layers), name)
+        master[name], moments[name] = of_state(functools.partial(stack, entries[name]), name)
         weights[name] = work_stacks(segment)
     master[OUTER], moments[OUTER] = of_state(outer_array, OUTER)
     weights[OUTER] = jax.tree.map(

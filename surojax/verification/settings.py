@@ -184,6 +184,15 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("lmhead_chunks_pp_2x2", ZERO3 | PP | {"lmhead_chunks": 4}, 4, expect="order"),
     Setting("use_all_to_all_reduce_pp_2x2", ZERO3 | PP | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting("hsdp_pp_2x2x2", HSDP | PP, 8, expect="order"),
+    *(Setting(f"pp_cp_{name}_2x2x2", ZERO3 | PP | CP[name], 8, expect="order") for name in ("ulysses", "allgather")),
+    *(
+        Setting(f"offload_all_pp_cp_{name}_2x2x2", ZERO3 | PP | CP[name] | ALL, 8, like=f"pp_cp_{name}_2x2x2")
+        for name in ("ulysses", "allgather")
+    ),
+    *(
+        Setting(f"sample_packing_pp_cp_{name}_2x2x2", ZERO3 | PP | CP[name] | PACKED, 8, "sample_packing", "order")
+        for name in ("ulysses", "allgather")
+    ),
     Setting("pp_tp_2x2", PP | TP, 4, expect="order"),
     Setting("offload_all_pp_tp_2x2", PP | TP | ALL, 4, like="pp_tp_2x2"),
     Setting("sample_packing_pp_tp_2x2", PP | TP | PACKED, 4, like="sample_packing", expect="order"),

@@ -1,0 +1,57 @@
+"""Padding: entries at the end of a segment's stacks that are no layers, in the last of several stages.
+
+A stack of layers is divided evenly over the stages of `pp`, so it has as many entries as all stages have room for
+(parallel/schedule.py). Entries beyond the last layer hold zeros, in weights, master weights and moments. The last stage
+computes their blocks too, in the time in which the other stages compute a layer, and for each of them keeps x and its
+gradient as they were. Their own gradients are zeros, because the block is given zeros to differentiate, so neither the
+norm of all gradients nor an update sees them, and zeros they remain.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from surojax.models.model import Segment
+
+
+class Inputs(NamedTuple):
+    """`recipe_inputs` of a padded segment's block: whether the entry is a layer, bool [], and those of the layer."""
+
+    is_layer: jax.Array
+    of_layer: Any
+
+
+def padded(segment: Segment) -> Segment:
+    """The segment with blocks that take `Inputs`, and that change nothing if these say that the entry is no layer."""
+
+    def kept_if(is_layer: jax.Array, new, old):
+        return jax.tree.map(lambda new, old: jnp.where(is_layer, new, old), new, old)
+
+    def block(w, x_BSD, inputs: Inputs, variant, starts=None):
+        y_BSD, auxiliary = segment.block(w, x_BSD, inputs.of_layer, variant, starts)
+        return kept_if(inputs.is_layer, y_BSD, x_BSD), auxiliary
+
+    def block_forward(w, x_BSD, inputs: Inputs, variant, starts=None):
+        (y_BSD, auxiliary), saved = segment.block_forward(w, x_BSD, inputs.of_layer, variant, starts)
+        return (kept_if(inputs.is_layer, y_BSD, x_BSD), auxiliary), saved
+
+    def block_backward(w, saved, d_result, inputs: Inputs, variant, starts=None):
+        dy_BSD, d_auxiliary = d_result
+        of_layer = kept_if(inputs.is_layer, dy_BSD, jnp.zeros_like(dy_BSD)), d_auxiliary
+        dw, dx_BSD, observed = segment.block_backward(w, saved, of_layer, inputs.of_layer, variant, starts)
+        return dw, kept_if(inputs.is_layer, dx_BSD, dy_BSD), observed
+
+    return dataclasses.replace(segment, block=block, block_forward=block_forward, block_backward=block_backward)
+
+
+def zeros_beyond(segment: Segment, l: jax.Array, layer):
+    """A layer's arrays, zeros if l is not the number of a layer of the segment."""
+    return jax.tree.map(lambda x: jnp.where(l < segment.num_layers, x, jnp.zeros_like(x)), layer)
+
+
+def zeros(segment: Segment):
+    """The initial values of an entry that is no layer, as numpy arrays."""
+    return jax.tree.map(lambda param: np.zeros(param.shape, np.float32), segment.params)

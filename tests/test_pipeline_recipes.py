@@ -1,0 +1,91 @@
+"""Pipeline parallelism with recipes and optimizers, context parallelism with optimizers: they equal one device.
+
+A stage computes whole tensors of a microbatch, so every scale is that of one device, and every number that is rounded
+to 8 or 4 bits too, but for float32 sums in another order (tests/test_tensor_parallel_recipes.py).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small import CONFIG, Small, quick_at, tokens, worst_relative
+from test_engine import ORDER_OF_SUMS
+from test_pipeline import ALL, ONE_BACK, without_padding
+from test_tensor_parallel_recipes import EXTRAS, in_recipe
+
+from surojax.models.llama import LlamaConfig
+from surojax.optim import optimizer as optim
+from surojax.optim.normuon import normuon
+from surojax.placement.layout import batch_sharding, specs
+from surojax.step.train_step import passes
+
+BLOCKS = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, head_dim=32)  # in blocks of 32
+RECIPES: list[tuple[LlamaConfig, str, dict[str, Any]]] = [
+    (EXTRAS, "fp8_hybrid", {"recompute_block": False, **ONE_BACK}),
+    (EXTRAS, "fp8_current", {}),
+    (BLOCKS, "mxfp8", ONE_BACK),
+    (BLOCKS, "nvfp4", {}),
+]
+
+
+def first_step(small: Small, history, batch) -> tuple[float, dict, np.ndarray | None]:
+    """(loss, whole gradients, new history)."""
+
+    def gradients(weights, history, *batch):
+        found = passes(small.mesh).loss_and_gradients(small.engine, weights, *batch, history=history, step=3)
+        return found.loss, found.grads, found.history
+
+    spec = jax.tree.map(lambda x: x.sharding.spec, (small.plan.weights, small.plan.history))
+    token_spec = batch_sharding(small.mesh).spec
+    out = (jax.P(), specs(small.engine.layouts.master), spec[1])
+    f = jax.jit(jax.shard_map(gradients, mesh=small.mesh, in_specs=(*spec, token_spec, token_spec), out_specs=out))
+    loss, grads, history = jax.device_get(f(small.state.weights, history, *small.put(batch)))
+    return float(loss), grads, history
+
+
+@pytest.mark.parametrize("config, recipe, placed", quick_at(RECIPES))
+@pytest.mark.full
+def test_recipes_equal_one_device(config, recipe, placed):
+    """Three layers over two stages. In some of four batches no number lies at a border, as in groups of `tp`.
+
+    The history begins with another magnitude for each layer and site, so that a stage that took another layer's would
+    round to other numbers.
+    """
+    compute = in_recipe(recipe)
+    one, two = (Small(n, config=config, compute=compute, **of) for n, of in ((1, {}), (2, {"pp_size": 2, **placed})))
+    history = one.plan.history
+    if history is not None:
+        history = np.exp2(np.random.default_rng(0).integers(-1, 4, history.shape)).astype(np.float32)
+    errors = []
+    for seed in range(4):
+        batch = tokens(3, 4, 16, seed=seed)
+        loss, grads, observed = first_step(one, history, batch)
+        found_loss, found_grads, found = first_step(two, history, batch)
+        assert found_loss == pytest.approx(loss, rel=1e-3)
+        errors.append(worst_relative(without_padding(found_grads, config), grads))
+        if observed is not None and errors[-1] < ORDER_OF_SUMS:
+            np.testing.assert_allclose(found, observed, rtol=1e-6)
+            assert (observed[..., 0] > 0).all()
+    assert min(errors) < ORDER_OF_SUMS and max(errors) < 0.2, errors
+
+
+@pytest.mark.parametrize("optimizer", [normuon, optim.adamw8bit])
+@pytest.mark.parametrize("axis", ["pp_size", "cp_size"])
+@pytest.mark.full
+def test_optimizers_equal_one_device(optimizer, axis):
+    """And they are the same to the bit with everything in host memory; padding stays zeros in every moment."""
+    config = dataclasses.replace(CONFIG, intermediate_size=256)
+    batches = [tokens(2, 8, 24, seed=i) for i in range(5)]
+    how: Any = {"config": config, "optimizer": optimizer}
+    exact = len(batches) if optimizer is normuon else 2  # adamw8bit rounds at random: test_tensor_parallel_recipes.py
+    expected = Small(**how).train(batches)
+    how |= {axis: 2, "zero_level": 3}
+    small = Small(4, **how)
+    found = small.train(batches)
+    np.testing.assert_allclose(found[:exact], expected[:exact], rtol=ORDER_OF_SUMS)
+    np.testing.assert_allclose(found, expected, rtol=5e-3)
+    for state in (small.state.weights, small.state.master, small.state.moments):
+        without_padding(state, config)
+    assert Small(4, **how, **ALL).train(batches) == found
