@@ -30,6 +30,7 @@ SEGMENTS = "tests/test_models.py::test_segments_with_auxiliary_losses_equal_reve
 GENERATE = "tests/test_generate.py::test_greedy_is_the_argmax_of_the_plain_model"
 BLOCK_FP8 = "tests/test_fp8.py::test_the_written_out_block_against_reverse_mode"
 HEAD = "tests/test_loss.py::test_head"
+NF4 = "tests/test_nf4.py"
 HISTORY = "tests/test_fp8.py::test_a_history_gives_the_scales_of_its_largest_entries_and_forgets_the_oldest"
 OPTAX = "tests/test_optim.py::test_layer_by_layer_equals_optax_on_the_whole"
 SCHEDULES = "tests/test_optim.py::test_decaying_schedules"
@@ -1158,6 +1159,35 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_precision.py::test_loops_cover_the_layers_once",
     ),
     # -- Block-scaled products ----------------------------------------------------------------------------------------
+    # -- NF4 ----------------------------------------------------------------------------------------------------------
+    Mutant(
+        "the first of two codes is in the low half",
+        "surojax/numerics/nf4.py",
+        "packed = codes[:, 0] << 4 | codes[:, 1]",
+        "packed = codes[:, 1] << 4 | codes[:, 0]",
+        f"{NF4}::test_codes_and_scales_are_those_of_bitsandbytes",
+    ),
+    Mutant(
+        "every part of a row begins with a group of scales",
+        "surojax/numerics/nf4.py",
+        "shift = (begin % GROUP).astype(np.uint8)",
+        "shift = (0 * begin).astype(np.uint8)",
+        f"{NF4}::test_shards_are_complete",
+    ),
+    Mutant(
+        "what fills the last group counts as a scale",
+        "surojax/numerics/nf4.py",
+        "groups = jnp.pad(absmax - offset, (0, -absmax.size % GROUP)).reshape(-1, GROUP)",
+        "groups = (jnp.pad(absmax, (0, -absmax.size % GROUP)) - offset).reshape(-1, GROUP)",
+        f"{NF4}::test_codes_and_scales_are_those_of_bitsandbytes",
+    ),
+    Mutant(
+        "the mean of the scales is added in part",
+        "surojax/numerics/nf4.py",
+        "materialised(relative) + q.offset)",
+        "materialised(relative) + q.offset * 0.999)",
+        f"{NF4}::test_the_numbers_are_those_of_bitsandbytes_to_the_bit",
+    ),
     Mutant(
         "mxfp8: the largest number has the next scale",
         "surojax/numerics/blockscaled.py",
