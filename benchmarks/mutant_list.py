@@ -31,6 +31,8 @@ GENERATE = "tests/test_generate.py::test_greedy_is_the_argmax_of_the_plain_model
 BLOCK_FP8 = "tests/test_fp8.py::test_the_written_out_block_against_reverse_mode"
 HEAD = "tests/test_loss.py::test_head"
 NF4 = "tests/test_nf4.py"
+ADAPTERS = "tests/test_adapters.py"
+MERGED = f"{ADAPTERS}::test_a_merged_model_has_the_logits_of_peft"
 HISTORY = "tests/test_fp8.py::test_a_history_gives_the_scales_of_its_largest_entries_and_forgets_the_oldest"
 OPTAX = "tests/test_optim.py::test_layer_by_layer_equals_optax_on_the_whole"
 SCHEDULES = "tests/test_optim.py::test_decaying_schedules"
@@ -1159,6 +1161,63 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_precision.py::test_loops_cover_the_layers_once",
     ),
     # -- Block-scaled products ----------------------------------------------------------------------------------------
+    # -- Adapters -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "rsLoRA divides by the rank",
+        "surojax/exchange/adapter_config.py",
+        "math.sqrt(self.rank) if self.rank_stabilised else self.rank",
+        "self.rank",
+        f"{MERGED} -k dora",
+    ),
+    Mutant(
+        "a key that changes the arithmetic is left out",
+        "surojax/exchange/adapter_config.py",
+        "is_off = key in READ | UNUSED or value",
+        "is_off = key in READ | UNUSED or key in OFF or value",
+        f"{ADAPTERS}::test_what_is_not_computed_is_refused_by_name",
+    ),
+    Mutant(
+        "an ending of a module's name may begin within a word",
+        "surojax/exchange/adapter_config.py",
+        'return f".{module}".endswith(f".{name}")',
+        "return module.startswith(name)",
+        f"{ADAPTERS}::test_target_modules_in_every_spelling",
+    ),
+    Mutant(
+        "tensors of more layers than the model has are left aside",
+        "surojax/exchange/adapters.py",
+        "if unused := sorted(found.keys() - expected.keys()):",
+        "if unused := sorted(set[str]()):",
+        f"{ADAPTERS}::test_tensors_that_do_not_belong_to_the_model_are_refused",
+    ),
+    Mutant(
+        "the hash of a model is of its names and shapes alone",
+        "surojax/exchange/adapters.py",
+        "if any(layer in name for layer in sampled):",
+        "if not sampled:",
+        f"{ADAPTERS}::test_the_wrong_base_is_refused_by_its_hash",
+    ),
+    Mutant(
+        "DoRA's magnitudes are not used",
+        "surojax/exchange/merge.py",
+        "if magnitude is None:",
+        "if True:",
+        f"{MERGED} -k dora",
+    ),
+    Mutant(
+        "an embedding that was trained whole is the base's",
+        "surojax/exchange/merge.py",
+        "if name in self._saved:",
+        "if not self._layers:",
+        f"{MERGED} -k lora",
+    ),
+    Mutant(
+        "adapters are merged onto the base instead of onto each other",
+        "surojax/convert.py",
+        "tensors = Merged(tensors, adapters",
+        "tensors = Merged(opened.tensors, adapters",
+        f"{ADAPTERS}::test_merging_one_after_another_adds_up",
+    ),
     # -- NF4 ----------------------------------------------------------------------------------------------------------
     Mutant(
         "the first of two codes is in the low half",
