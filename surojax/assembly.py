@@ -15,6 +15,7 @@ import jax
 
 from surojax.config import fields as configs
 from surojax.models.families import FAMILIES
+from surojax.models.lora import Lora, saved_names, target_names
 from surojax.models.model import Compute, Model, Recompute
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
@@ -81,9 +82,9 @@ class Assembly:
         """A new state, each array created in its own sharding and memory."""
         return init_state(self.model, self.plan, self.optimizer, seed)
 
-    def load_state(self, layer: Callable, outer: Callable) -> TrainState:
+    def load_state(self, layer: Callable, outer: Callable, seed: int = 0) -> TrainState:
         """A new state with weights that are read layer by layer; see `state.load_state`."""
-        return load_state(self.model, self.plan, self.optimizer, layer, outer)
+        return load_state(self.model, self.plan, self.optimizer, layer, outer, seed)
 
     def train_step(self):
         """See `step.make_train_step`."""
@@ -177,7 +178,22 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
 def architecture(c: configs.Config) -> Any:
     """The frozen architecture of a checked config, for example a `LlamaConfig`."""
     settings = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
-    return FAMILIES[settings.pop("model_type")].architecture(settings)
+    found = FAMILIES[settings.pop("model_type")].architecture(settings)
+    return dataclasses.replace(found, lora=lora(c)) if c.lora else found
+
+
+def lora(c: configs.Config) -> Lora:
+    """The adapters of a checked config."""
+    return Lora(
+        rank=c.lora_rank,
+        alpha=c.lora_alpha,
+        targets=target_names(c.lora_target_modules),
+        saved=saved_names(c.modules_to_save),
+        dtype=c.lora_dtype,
+        rank_stabilised=c.use_rslora,
+        magnitudes=c.use_dora,
+        learning_rate_ratio=c.lora_plus_ratio,
+    )
 
 
 def compute(c: configs.Config) -> Compute:

@@ -111,6 +111,8 @@ def open_model(source: str | Path, tokenizer: str = "") -> Opened:
 def _open_checkpoint(found: Path, tokenizer: str) -> Opened:
     meta = checkpoint.read_meta(found)
     c = checks.restored_config(meta["config"], checkpoint.written_by(meta))
+    if c.lora:
+        raise ConfigError(f"--checkpoint: expected a checkpoint with all weights, got adapters in {found}; merge them")
     kept = kept_in(found.parent.parent)
     c.model_path = str(kept) if (kept / CONFIG).is_file() else c.model_path
     c.tokenizer = tokenizer or (str(kept) if (kept / "tokenizer.json").is_file() else c.tokenizer)

@@ -20,7 +20,7 @@ from surojax.exchange.families import NAMES, tensor_names
 from surojax.exchange.huggingface import block_size, read_config, read_whole_config
 from surojax.exchange.shards import Shard
 from surojax.models.model import Model, Segment
-from surojax.placement.param import OUTER, Param
+from surojax.placement.param import OUTER, Param, base
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "fetch the model again"
@@ -179,7 +179,7 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     found = {NAMES["embed"]: outer.pop(NAMES["embed"])}
     for segment in model.segments:
         for l in range(segment.num_layers):
-            found |= {name_of(param, segment, l): param.shape for param in jax.tree.leaves(segment.params)}
+            found |= {name_of(param, segment, l): param.shape for param in jax.tree.leaves(base(segment.params))}
     return found | outer
 
 
@@ -208,7 +208,7 @@ def readers(weights: Tensors) -> tuple[Callable[[Segment, int], Any], Callable[[
     """Functions (segment, l) -> the arrays of its layer l, and model -> those of the outer layers."""
 
     def layer(segment: Segment, l: int):
-        return jax.tree.map(lambda param: weights.read(name_of(param, segment, l)), segment.params)
+        return jax.tree.map(lambda param: weights.read(name_of(param, segment, l)), base(segment.params))
 
     def outer(model: Model) -> dict:
         return jax.tree.map(lambda param: weights.read(name_of(param)), model.params[OUTER])
@@ -231,5 +231,5 @@ def stacks(weights: Tensors, model: Model, dtype: str, sharding: jax.sharding.Sh
     def outer(param: Param) -> jax.Array:
         return jax.device_put(weights.read(name_of(param)).astype(dtype), sharding)
 
-    of_segments = {s.name: jax.tree.map(functools.partial(stack, s), s.params) for s in model.segments}
+    of_segments = {s.name: jax.tree.map(functools.partial(stack, s), base(s.params)) for s in model.segments}
     return of_segments | {OUTER: jax.tree.map(outer, model.outer_params)}

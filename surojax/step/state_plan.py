@@ -19,7 +19,7 @@ from surojax.numerics import quantize
 from surojax.optim.optimizer import Optimizer, Rule
 from surojax.placement.home import DEVICE, Home
 from surojax.placement.layout import Layout, Layouts, stacked
-from surojax.placement.param import OUTER, Kind, Param
+from surojax.placement.param import OUTER, Kind, Param, trainable
 from surojax.placement.table import Mesh, Placement
 from surojax.step.state import TrainState
 
@@ -89,7 +89,7 @@ def state_plan(
 
             def one(param: Param, layout: Layout):
                 layout = layout if home is None else dataclasses.replace(layout, home=home)
-                return stack(layers, param.shape, table.weights.dtype, layout)
+                return stack(layers, param.shape, param.dtype or table.weights.dtype, layout)
 
             return jax.tree.map(one, segment.params, layouts.weights[segment.name])
 
@@ -101,7 +101,10 @@ def state_plan(
         return work
 
     def of_state(make, name: str):
-        """The planned (master weights, moments) of a section; make: (shape, dtype, layout) -> a planned array."""
+        """The planned (master weights, moments) of what is trained in a section.
+
+        make: (shape, dtype, layout) -> a planned array.
+        """
 
         def moments(param: Param, master_layout: Layout, layout: Layout):
             rule = optimizer.rule(param)
@@ -110,7 +113,7 @@ def state_plan(
             shapes = _state_shapes(rule, param.shape, last_dim_shards)
             return jax.tree.map(lambda x, layout: make(x.shape, x.dtype, layout), shapes, rule.state_layout(layout))
 
-        params = model.params[name]
+        params = trainable(model.params[name])
         master_layouts = layouts.master[name]
         master = jax.tree.map(
             lambda param, layout: make(param.shape, table.master.dtype, layout), params, master_layouts
