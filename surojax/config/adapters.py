@@ -25,6 +25,7 @@ FIELDS = (
     "use_rslora",
     "use_dora",
     "lora_plus_ratio",
+    "qlora_bnb",
     "modules_to_save",
 )
 
@@ -48,6 +49,10 @@ def check_adapters(c: Config) -> None:
     expected = "no lm_head with a model whose head is its embedding"
     need(not tied, "modules_to_save", expected, c.modules_to_save, "name embed_tokens")
     _check_rank(c)
+    if c.qlora_bnb:
+        gathered = c.zero_quantized_weights
+        expected = "'none' with qlora_bnb=True: weights are gathered in 4 bits"
+        need(gathered == "none", "zero_quantized_weights", expected, gathered, "leave it out")
 
 
 def _check_names(value: str, field: str, known: Collection[str], alone: str) -> None:

@@ -125,6 +125,7 @@ def default_config() -> Config:
     c.use_rslora = False  # an adapter's product is multiplied by lora_alpha / sqrt(lora_rank)
     c.use_dora = False  # train also the length of each row of an adapted matrix
     c.lora_plus_ratio = 1.0  # learning rate of the factors b, which begin as zeros, over that of the others
+    c.qlora_bnb = False  # frozen matrices in NF4: 4 bits with double quantisation, as bitsandbytes stores them
     c.modules_to_save = ""  # comma list of outer layers that are trained whole: embed_tokens, lm_head
 
     # Memory

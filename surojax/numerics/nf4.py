@@ -165,8 +165,19 @@ def dequantise(q: Nf4, dtype) -> jax.Array:
     return numbers.astype(dtype).reshape(rows, of_row * BLOCK)
 
 
+def dequantise_all(tree, dtype):
+    """Dequantises every Nf4 of a tree."""
+    return jax.tree.map(lambda x: dequantise(x, dtype) if is_nf4(x) else x, tree, is_leaf=is_nf4)
+
+
 def _look_up(numbers: np.ndarray, codes: jax.Array) -> jax.Array:
     return jnp.asarray(numbers).at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
+
+
+def bytes_per_number(columns: int) -> float:
+    """Bytes that a number takes in rows of so many numbers: its code, and its part of the scales."""
+    row = planned((1, columns))
+    return sum(x.size * x.dtype.itemsize for x in row[:-1]) / columns
 
 
 def planned(shape: tuple[int, ...], parts: int = 1) -> Nf4:

@@ -30,7 +30,7 @@ from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment, runs
-from surojax.numerics import quantize
+from surojax.numerics import nf4, quantize
 from surojax.numerics.quantize import is_quantized
 from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
@@ -134,6 +134,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     # Every other loop over layers has prefetched weights of its own.
     loops = sum(len(runs(segment.variants)) for segment in model.segments) + bool(work.resident)
     during_layer += (loops - 1) * fetched if during_head else 0
+    during_layer += layer_bytes if table.nf4 else 0  # the numbers of its weights, beside their codes
     in_loops = [x for segment in model.segments for x in runs(segment.variants)]
     if work.home.streamed and not work.sharded and any(comes_in_pairs(x.stop - x.start, x.period) for x in in_loops):
         during_layer += 3 * group * x_bytes  # activations of the other layer of a backward body
@@ -215,6 +216,7 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     compute = run.model.compute
     layer = _in_products(run, segment)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
+    fetched = _in_nf4(segment.params, layer) if engine.table.nf4 else fetched
     packed = engine.packed
     chunks = compute.sequence_chunks
     # The backward pass has all residuals of a layer, or of one chunk, in memory at once, even if they are recomputed.
@@ -364,6 +366,15 @@ def needed(c: Config, n: int, platform: str) -> int:
 def _in_fp8(params, layer):
     """The shapes of a layer after its matrices are quantised to float8 with one scale each."""
     return jax.eval_shape(lambda w: quantise_with_one_scale(params, w, quantize.DTYPES["fp8"]), layer)
+
+
+def _in_nf4(params, layer):
+    """The shapes of a layer's weights on one device with frozen matrices in NF4."""
+
+    def one(param: Param, x: jax.ShapeDtypeStruct):
+        return nf4.planned(x.shape) if param.kind is Kind.MATRIX and not param.trainable else x
+
+    return jax.tree.map(one, params, layer)
 
 
 def _shard_sizes(run: assembly.Assembly, of_class, segment: Segment) -> list[int]:

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.models.model import Segment
+from surojax.numerics import nf4
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import SHARD
 from surojax.placement.param import OUTER, Kind, Param, part_of
@@ -187,6 +188,10 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
         backward += FORWARD_PASSES * passes * (1 - sizes.kept / sizes.saved)  # what was not kept is computed again
         for p in matrices:
             ahead = _product(gpu, batch.tokens, p.shape[0], p.shape[1], low)
+            if traffic.in_nf4(run, p):  # codes are read and numbers written, in each pass
+                moved = math.prod(p.shape) * (nf4.bytes_per_number(p.shape[1]) + dtype.itemsize)
+                forward += moved / bandwidth
+                backward += moved / bandwidth
             forward += ahead
             backward += _product(gpu, batch.tokens, p.shape[1], p.shape[0], low_back)
             backward += p.trainable * _product(gpu, p.shape[0], p.shape[1], batch.tokens, low_back)

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
+from surojax.numerics import nf4
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.parallel.schedule import SCHEDULES
@@ -321,8 +322,14 @@ def _in_8_bits(run: Assembly, of_class: dict, vectors: int, matrices: int = 0) -
             scale = 0 if run.engine.table.one_scale else 4 / block_size(row)  # one scale per matrix is not gathered
             number = (matrices or 1 + scale) if p.kind is Kind.MATRIX else vectors
             number = jnp.dtype(p.dtype).itemsize if p.dtype else number
+            number = nf4.bytes_per_number(row) if in_nf4(run, p) else number
             total += segment.num_layers * _size(run, p, layout) * number
     return total
+
+
+def in_nf4(run: Assembly, p: Param) -> bool:
+    """Whether a parameter is stored in NF4."""
+    return run.engine.table.nf4 and p.kind is Kind.MATRIX and not p.trainable
 
 
 def _pairs(run: Assembly, section: str, of_class: dict) -> list[tuple[Param, Layout]]:
@@ -403,6 +410,8 @@ def device_traffic(run: Assembly, batch: Batch) -> int:
     outer = sum(_size(run, *pair) for pair in _pairs(run, OUTER, weights_of))
     passes = 3 if engine.recompute_block else 2
     stored = 1 if table.persistent_quants else work
+    if table.nf4:  # codes are read, numbers written and read
+        stored = nf4.bytes_per_number(model.hidden_size) + 2 * work
     weights = k * (passes * stored * blocks + 3 * work * outer / (n if table.outer.sharded else 1))
     gradients = 2 * k * accum * trained / (n if table.grads.sharded else 1)
     state = sum(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from surojax.memory.host import joined, parts, put, read, write
 from surojax.memory.nvme import InFile, store_of
 from surojax.models.model import Model, Segment
+from surojax.numerics import nf4
 from surojax.numerics.quantize import work_copy
 from surojax.optim import optimizer as optim
 from surojax.placement.home import DEVICE
@@ -229,9 +230,19 @@ def fill_state(model: Model, plan: TrainState, layer_function: Callable, outer: 
 
 
 def initial_plan(plan: TrainState, name: str):
-    """The plan of a section's arrays from which its state is made: of master weights, or of weights without them."""
+    """The plan of a section's arrays from which its state is made: of master weights, or of weights without them.
+
+    Those that will be in NF4 are planned as numbers.
+    """
+
+    def numbers(x):
+        if not nf4.is_nf4(x):
+            return x
+        *rows, half = x.codes.shape
+        return jax.ShapeDtypeStruct((*rows, 2 * half), jnp.float32, sharding=x.codes.sharding)
+
     weights = plan.weights[name] if name == OUTER else parts(plan.weights[name])[0].stack
-    return with_part(weights, plan.master[name])
+    return with_part(jax.tree.map(numbers, weights, is_leaf=nf4.is_nf4), plan.master[name])
 
 
 def new_master(optimizer: optim.Optimizer, params, initial, master_plan):
