@@ -1163,10 +1163,10 @@ MUTANTS: tuple[Mutant, ...] = (
     # -- Block-scaled products ----------------------------------------------------------------------------------------
     # -- Adapters -----------------------------------------------------------------------------------------------------
     Mutant(
-        "rsLoRA divides by the rank",
+        "rsLoRA of another writer is plain LoRA",
         "surojax/exchange/adapter_config.py",
-        "math.sqrt(self.rank) if self.rank_stabilised else self.rank",
-        "self.rank",
+        'rank_stabilised=bool(found.get("use_rslora"))',
+        "rank_stabilised=False",
         f"{MERGED} -k dora",
     ),
     Mutant(
@@ -1192,7 +1192,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the hash of a model is of its names and shapes alone",
-        "surojax/exchange/adapters.py",
+        "surojax/exchange/base.py",
         "if any(layer in name for layer in sampled):",
         "if not sampled:",
         f"{ADAPTERS}::test_the_wrong_base_is_refused_by_its_hash",

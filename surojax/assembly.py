@@ -82,9 +82,12 @@ class Assembly:
         """A new state, each array created in its own sharding and memory."""
         return init_state(self.model, self.plan, self.optimizer, seed)
 
-    def load_state(self, layer: Callable, outer: Callable, seed: int = 0) -> TrainState:
+    def load_state(
+        self, layer: Callable, outer: Callable, seed: int = 0, *, reads_adapters: bool = False
+    ) -> TrainState:
         """A new state with weights that are read layer by layer; see `state.load_state`."""
-        return load_state(self.model, self.plan, self.optimizer, layer, outer, seed)
+        parts = self.model, self.plan, self.optimizer
+        return load_state(*parts, layer, outer, seed, reads_adapters=reads_adapters)
 
     def train_step(self):
         """See `step.make_train_step`."""

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from surojax import convert
-from surojax.assembly import Assembly, from_config
+from surojax.assembly import Assembly, from_config, lora
 from surojax.config import checks, fields as configs
 from surojax.config.adapters import FIELDS
 from surojax.config.fields import Config
@@ -33,6 +33,7 @@ from surojax.data.cache import Corpus
 from surojax.data.samples import check_length
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
+from surojax.exchange import adapters
 from surojax.exchange.base import fingerprint
 from surojax.exchange.sources import keeps, open_weights, resolved
 from surojax.exchange.weights import Tensors, describe as describe_weights, readers
@@ -60,6 +61,8 @@ from surojax.run.metrics import (
     read_metrics,
 )
 from surojax.step import state
+
+ADAPTER = "adapter"  # folder in the output_dir: the adapters in PEFT's format
 
 # Fields that a run continues with, unchanged.
 IDENTITY = (
@@ -117,6 +120,10 @@ def train(config: Config) -> Result:
     identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}
     if c.lora and initial:
         identity["base"] = fingerprint(initial, run.model)
+    adapter = None
+    if c.lora_adapter and not continues:
+        adapter = adapters.read(c.lora_adapter, run.model)
+        adapters.check_continues(adapter, lora(c), identity["base"], c.lora_adapter)
     resume = find_resume(c, output_dir, identity, samples_per_step)
     meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
     first_step = meta["step"]
@@ -176,9 +183,10 @@ def train(config: Config) -> Result:
             train_state = restored(c, run, resume, initial)
             say(f"continuing from {resume}")
         else:
-            train_state = new_state(c, run, initial)
+            train_state = new_state(c, run, initial, adapter)
             if initial:
-                say(f"starting from {describe_weights(initial)}")
+                beside = f", with the adapter in {c.lora_adapter}" if adapter else ""
+                say(f"starting from {describe_weights(initial)}{beside}")
 
         # -- Loop -----------------------------------------------------------------------------------------------------
         checkpoints = until_end.enter_context(Checkpoints(output_dir, save_total_limit=c.save_total_limit))
@@ -251,12 +259,27 @@ def train(config: Config) -> Result:
             say(comparison)
         say(evaluation_summary(output_dir))
         say(f"checkpoint: {checkpoints.last}")
+        if c.lora and finished:
+            say(f"adapter: {write_adapter(c, run, train_state.master, identity.get('base', ''))}")
         return Result(train_state, history, checkpoints.last, finished)
 
 
-def new_state(c: Config, run: Assembly, initial: Tensors | None) -> state.TrainState:
-    """The state before the first step, with these weights, or with new ones."""
-    return run.load_state(*readers(initial), c.seed) if initial else run.init_state(c.seed)
+def new_state(
+    c: Config, run: Assembly, initial: Tensors | None, adapter: adapters.Adapter | None = None
+) -> state.TrainState:
+    """The state before the first step, with these weights and this adapter, or with new ones."""
+    if initial is None:
+        return run.init_state(c.seed)
+    if adapter is None:
+        return run.load_state(*readers(initial), c.seed)
+    return run.load_state(*adapters.with_adapter(*readers(initial), adapter), reads_adapters=True)
+
+
+def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
+    """Writes the adapters of a state in PEFT's format into the output_dir; base: fingerprint of what they adapt."""
+    base_format = f"nf4 {c.model_dtype}" if c.qlora_bnb else adapters.STORED
+    found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), master), base, base_format)
+    return adapters.write(found, run.model, Path(c.output_dir).expanduser() / ADAPTER, base_name=c.model_path)
 
 
 def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) -> state.TrainState:

@@ -19,6 +19,7 @@ from test_huggingface import config, stored, write
 from surojax import ConfigError, convert
 from surojax.assembly import architecture
 from surojax.exchange import adapters, weights
+from surojax.exchange.base import fingerprint
 from surojax.exchange.merge import Merged, merged, through_nf4
 from surojax.numerics import nf4
 
@@ -72,7 +73,9 @@ def test_what_is_written_is_what_was_read(tmp_path, case):
     """Tensors under PEFT's names, and the keys that PEFT reads."""
     model = base_of(tmp_path, case).model
     adapter = adapters.read(save(tmp_path / "theirs", case), model)
-    out = adapters.write(adapter._replace(base="ab12", base_format="nf4"), model, tmp_path / "ours", dropout=0.1)
+    out = adapters.write(
+        adapter._replace(base="ab12", base_format="nf4 bfloat16"), model, tmp_path / "ours", dropout=0.1
+    )
     assert {file.name for file in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     chex.assert_trees_all_equal(safetensors.numpy.load_file(out / "adapter_model.safetensors"), theirs(case))
     said = json.loads((out / "adapter_config.json").read_text())
@@ -81,7 +84,7 @@ def test_what_is_written_is_what_was_read(tmp_path, case):
     assert all(said[key] == expected[key] for key in said.keys() - differs)
     assert {name.split(".")[-1] for name in expected["target_modules"]} == set(said["target_modules"])
     again = adapters.read(out, model)
-    assert (again.base, again.base_format, again.lora) == ("ab12", "nf4", adapter.lora)
+    assert (again.base, again.base_format, again.lora) == ("ab12", "nf4 bfloat16", adapter.lora)
     chex.assert_trees_all_equal((again.matrices, again.saved), (adapter.matrices, adapter.saved))
     adapters.write(adapter, model, out)  # in place of the other
     assert adapters.read(out, model).base == ""
@@ -126,10 +129,8 @@ def test_a_base_that_was_frozen_in_nf4_is_merged_in_nf4():
     random = np.random.RandomState(3)
     w, a, b = (random.standard_normal(shape).astype(np.float32) for shape in ((8, 128), (2, 128), (8, 2)))
     rounded = np.asarray(jax.jit(lambda w: nf4.dequantise(nf4.quantise(w), "float32"))(w))
-    np.testing.assert_array_equal(through_nf4(w), rounded)
-    assert through_nf4(w.astype(ml_dtypes.bfloat16)).dtype == ml_dtypes.bfloat16
-    narrow = w[:, :96]
-    assert through_nf4(narrow) is narrow
+    np.testing.assert_array_equal(through_nf4(w, "float32"), rounded)
+    assert through_nf4(w, "bfloat16").dtype == ml_dtypes.bfloat16
     np.testing.assert_allclose(merged(rounded, a, b, None, 0.5), rounded + 0.5 * b @ a, rtol=1e-5, atol=1e-6)
 
 
@@ -140,14 +141,14 @@ def test_the_wrong_base_is_refused_by_its_hash(tmp_path):
     """One number of the last layer is enough; another dtype of the same numbers is not."""
     opened = base_of(tmp_path, "lora")
     halves = {name: array.astype(ml_dtypes.bfloat16) for name, array in stored("llama").items()}
-    hashes = [adapters.fingerprint(opened.tensors, opened.model)]
+    hashes = [fingerprint(opened.tensors, opened.model)]
     for name, change in (("halves", 0), ("doubled", 0), ("other", 1)):
         tensors = dict(halves)
         if name == "doubled":
             tensors = {name: array.astype(np.float32) for name, array in halves.items()}
         tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.1.mlp.down_proj.weight"] + change
         found = convert.open_model(write(tmp_path / name, "llama", tensors=tensors))
-        hashes.append(adapters.fingerprint(found.tensors, found.model))
+        hashes.append(fingerprint(found.tensors, found.model))
     assert hashes[1] == hashes[2] and len(set(hashes)) == 3
     adapter = adapters.read(save(tmp_path / "adapter", "lora"), opened.model)
     Merged(opened.tensors, adapter._replace(base=hashes[0]), opened.model)

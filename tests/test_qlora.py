@@ -63,7 +63,8 @@ def test_it_is_lora_beside_the_dequantised_numbers(of_numbers):
 def test_where_it_is_stored_changes_nothing(of_numbers, devices, placed):
     run = Small(devices, config=SMALL, qlora_bnb=True, **placed)
     found = after(run)
-    chex.assert_trees_all_close(found, of_numbers[0], rtol=2e-4, atol=2e-6)
+    # Sums in another order; AdamW makes of them up to 1/500 of its steps of 1e-2.
+    chex.assert_trees_all_close(found, of_numbers[0], rtol=2e-4, atol=2e-5)
 
 
 def test_every_frozen_matrix_takes_half_a_byte_a_number():

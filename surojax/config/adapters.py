@@ -26,6 +26,8 @@ FIELDS = (
     "use_dora",
     "lora_plus_ratio",
     "qlora_bnb",
+    "lora_adapter",
+    "lora_base_adapter",
     "modules_to_save",
 )
 
@@ -49,6 +51,8 @@ def check_adapters(c: Config) -> None:
     expected = "no lm_head with a model whose head is its embedding"
     need(not tied, "modules_to_save", expected, c.modules_to_save, "name embed_tokens")
     _check_rank(c)
+    for name in ("lora_adapter", "lora_base_adapter"):
+        need(not c[name] or bool(c.model_path), name, "'' without a model_path", c[name], "set model_path to its base")
     if c.qlora_bnb:
         gathered = c.zero_quantized_weights
         expected = "'none' with qlora_bnb=True: weights are gathered in 4 bits"

@@ -4,22 +4,20 @@ A key that may change the arithmetic is refused with its name, unless it is off.
 """
 
 import json
-import math
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from surojax.errors import ConfigError
 from surojax.exchange.families import NAMES
 from surojax.exchange.weights import name_of
+from surojax.models.lora import ALL_LINEAR, SAVED, Lora
 from surojax.models.model import Model
 from surojax.placement.param import Kind
 
 CONFIG = "adapter_config.json"
-ALL_LINEAR = "all-linear"
-SAVED = {"embed_tokens": "embed", "lm_head": "head"}  # names of outer layers in PEFT's modules_to_save, and ours
 
 # Keys that are read, and keys that say nothing about a trained adapter.
 READ = {"peft_type", "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"}
@@ -40,22 +38,6 @@ UNUSED = {
 }
 # Values that leave the arithmetic as it is, besides null, false and what is empty.
 OFF: dict[str, tuple] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva")}
-
-
-class Lora(NamedTuple):
-    """What adapter_config.json says. targets: our names of adapted matrices. saved: of outer layers stored whole."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    saved: tuple[str, ...] = ()
-    rank_stabilised: bool = False
-    magnitudes: bool = False
-
-    @property
-    def scale(self) -> float:
-        """What b a is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 
 def modules(model: Model) -> dict[str, list[str]]:

@@ -14,8 +14,8 @@ An adapter means something only beside the model that it was trained on. What is
 PEFT's own adapters say neither: they are known by their shapes alone.
 """
 
-import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,19 +23,21 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange import adapter_config, shards
-from surojax.exchange.adapter_config import CONFIG, Lora, modules
+from surojax.exchange.adapter_config import CONFIG, modules
 from surojax.exchange.export import encoded
 from surojax.exchange.families import NAMES
-from surojax.exchange.weights import Tensors, shapes
-from surojax.models.model import Model
+from surojax.exchange.weights import shapes
+from surojax.models.lora import Lora, adapters as declared
+from surojax.models.model import Model, Segment
+from surojax.placement.param import OUTER, with_part
 
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FACTOR_A, FACTOR_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 SUFFIXES = {"a": FACTOR_A, "b": FACTOR_B, "magnitude": MAGNITUDE}
-STORED, NF4 = "stored", "nf4"  # frozen matrices as their files have them, or dequantised from NF4
+STORED = "stored"  # frozen matrices as their files have them
+NF4 = {"nf4 bfloat16": "bfloat16", "nf4 float32": "float32"}  # or dequantised from NF4 in this dtype
 FINGERPRINT, BASE_FORMAT = "surojax.base", "surojax.base_format"  # keys of the metadata
-SAMPLES = 4096  # numbers of a tensor in a fingerprint
 
 
 class Adapter(NamedTuple):
@@ -65,23 +67,6 @@ def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
         if lora.magnitudes:
             found[PREFIX + module + MAGNITUDE] = (rows,)
     return found | {PREFIX + NAMES[name]: of_base[NAMES[name]] for name in lora.saved}
-
-
-def fingerprint(base: Tensors, model: Model) -> str:
-    """A hash of a model: of its tensors' names and shapes, and of numbers of its first, middle and last layer.
-
-    Numbers are taken in float32, so a copy in another dtype that has the same numbers is the same model.
-    """
-    digest = hashlib.sha256()
-    layers = model.num_layers
-    sampled = tuple(f".layers.{l}." for l in (0, layers // 2, layers - 1))
-    for name, shape in shapes(model).items():
-        digest.update(f"{name} {[*shape]}\n".encode())
-        if any(layer in name for layer in sampled):
-            numbers = base.read(name).reshape(-1)
-            step = -(-numbers.size // SAMPLES)
-            digest.update(numbers[::step].astype("<f4").tobytes())
-    return digest.hexdigest()
 
 
 def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str = "", dropout: float = 0.0) -> Path:
@@ -140,7 +125,13 @@ def read(folder: str | Path, model: Model) -> Adapter:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"adapter: cannot read {path / TENSORS} ({reason}); save the adapter again") from error
-    return Adapter(lora, matrices, saved, file.metadata.get(FINGERPRINT, ""), file.metadata.get(BASE_FORMAT, STORED))
+    base_format = file.metadata.get(BASE_FORMAT, STORED)
+    if base_format not in (STORED, *NF4):
+        raise ConfigError(
+            f"adapter: {path / TENSORS}: {BASE_FORMAT}: expected one of {', '.join((STORED, *NF4))}, got "
+            f"{base_format!r}; give another adapter"
+        )
+    return Adapter(lora, matrices, saved, file.metadata.get(FINGERPRINT, ""), base_format)
 
 
 def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], lora: Lora, model: Model) -> None:
@@ -163,3 +154,77 @@ def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], lora: Lora, mo
             )
         if got != shape:
             raise ConfigError(f"{where}: {name}: expected {[*shape]}, got {[*got]}; give an adapter of this model")
+
+
+# -- In a run ---------------------------------------------------------------------------------------------------------
+
+
+def of_state(model: Model, lora: Lora, master: dict) -> tuple[dict, dict]:
+    """(matrices, saved) of an `Adapter` from the master weights of a state, copied to host memory."""
+    parts: dict[str, dict[str, list[np.ndarray]]] = {}
+    for segment in model.segments:
+        for matrix, names in declared(segment.params):
+            of_matrix = parts.setdefault(matrix, {})
+            for which, name in names._asdict().items():
+                if name is not None:
+                    of_matrix.setdefault(which, []).append(np.asarray(_at(master[segment.name], name)))
+    matrices = {
+        matrix: {which: np.concatenate(stacks) for which, stacks in of_matrix.items()}
+        for matrix, of_matrix in parts.items()
+    }
+    return matrices, {name: np.asarray(master[OUTER][name]) for name in lora.saved}
+
+
+def _at(tree: dict, name: str):
+    """The leaf of a tree of dicts at a path of names with dots between them."""
+    for key in name.split("."):
+        tree = tree[key]
+    return tree
+
+
+def with_adapter(layer: Callable, outer: Callable, adapter: Adapter) -> tuple[Callable, Callable]:
+    """`weights.readers` of a base, as readers of the base with an adapter's arrays."""
+
+    def layer_with(segment: Segment, l: int):
+        found = layer(segment, l)
+        for matrix, names in declared(segment.params):
+            stacks = adapter.matrices[matrix]
+            for which, name in names._asdict().items():
+                if name is not None:
+                    found = with_part(found, _nested(name, stacks[which][segment.start + l]))
+        return found
+
+    def outer_with(model: Model) -> dict:
+        return outer(model) | adapter.saved
+
+    return layer_with, outer_with
+
+
+def _nested(name: str, leaf: np.ndarray) -> dict:
+    """A tree of dicts with one leaf, at a path of names with dots between them."""
+    first, _, rest = name.partition(".")
+    return {first: _nested(rest, leaf) if rest else leaf}
+
+
+def check_continues(adapter: Adapter, lora: Lora, base: str, path: str) -> None:
+    """Raises ConfigError unless a run with these adapters, on a base with this fingerprint, may begin with an adapter.
+
+    path: of the adapter, for the message.
+    """
+    pairs = {
+        "lora_rank": (adapter.lora.rank, lora.rank),
+        "lora_alpha": (adapter.lora.alpha, lora.alpha),
+        "lora_target_modules": (set(adapter.lora.targets), set(lora.targets)),
+        "modules_to_save": (set(adapter.lora.saved), set(lora.saved)),
+        "use_rslora": (adapter.lora.rank_stabilised, lora.rank_stabilised),
+        "use_dora": (adapter.lora.magnitudes, lora.magnitudes),
+    }
+    for name, (theirs, ours) in pairs.items():
+        if theirs != ours:
+            expected, got = (", ".join(sorted(x)) if isinstance(x, set) else repr(x) for x in (theirs, ours))
+            raise ConfigError(f"{name}: expected {expected}, as lora_adapter {path} has it, got {got}; set it so")
+    if adapter.base and adapter.base != base:
+        raise ConfigError(
+            f"lora_adapter: expected one that was trained on model_path, whose hash begins with {base[:12]}, got "
+            f"{path} of {adapter.base[:12]}; give another, or its base"
+        )

@@ -5,6 +5,7 @@ since the adapter was trained beside those numbers. As `weights.Tensors`, the re
 another adapter, or be the base of a run; no more than one tensor is in memory.
 """
 
+import functools
 from pathlib import Path
 
 import jax
@@ -12,7 +13,8 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange.adapter_config import modules
-from surojax.exchange.adapters import NF4, SUFFIXES, Adapter, fingerprint
+from surojax.exchange.adapters import NF4, SUFFIXES, Adapter
+from surojax.exchange.base import fingerprint
 from surojax.exchange.families import NAMES
 from surojax.exchange.weights import Tensors
 from surojax.models.model import Model
@@ -58,7 +60,8 @@ class Merged:
         if name not in self._layers:
             return w
         target, l = self._layers[name]
-        w = through_nf4(w) if self._adapter.base_format == NF4 else w
+        if self._adapter.base_format in NF4:
+            w = through_nf4(w, NF4[self._adapter.base_format])
         stacks = self._adapter.matrices.get(target)
         if stacks is None:
             return w
@@ -76,11 +79,11 @@ def merged(w: np.ndarray, a: np.ndarray, b: np.ndarray, magnitude: np.ndarray | 
     return found * (magnitude.astype(np.float32)[:, None] / lengths)
 
 
-@jax.jit
-def _through_nf4(w: jax.Array) -> jax.Array:
-    return nf4.dequantise(nf4.quantise(w), w.dtype)
+@functools.partial(jax.jit, static_argnums=1)
+def _through_nf4(w: jax.Array, dtype: str) -> jax.Array:
+    return nf4.dequantise(nf4.quantise(w.astype(dtype)), dtype)
 
 
-def through_nf4(w: np.ndarray) -> np.ndarray:
-    """A matrix quantised to NF4 and back, in its own dtype; as it is if it does not divide into blocks."""
-    return np.asarray(_through_nf4(w)) if nf4.fits(w.shape) else w
+def through_nf4(w: np.ndarray, dtype: str) -> np.ndarray:
+    """A matrix quantised to NF4 from this dtype and back."""
+    return np.asarray(_through_nf4(w, dtype))

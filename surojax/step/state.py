@@ -188,17 +188,20 @@ def load_state(
     read_layer: Callable,
     read_outer: Callable,
     seed: int = 0,
+    *,
+    reads_adapters: bool = False,
 ) -> TrainState:
-    """A new state with initial weights that are read one layer after another; adapters are drawn.
+    """A new state with initial weights that are read one layer after another; adapters are drawn, or read with them.
 
     read_layer: (segment, l) -> numpy arrays of its layer l. read_outer: model -> numpy arrays of the outer layers. Host
     memory holds one layer of them at a time. Each device receives its shards only. seed: of the adapters.
     """
 
     def layer_function(segment: Segment) -> Callable:
-        where = shardings(part_of(layer_of(initial_plan(plan, segment.name)), base(segment.params)))
+        read_params = segment.params if reads_adapters else base(segment.params)
+        where = shardings(part_of(layer_of(initial_plan(plan, segment.name)), read_params))
         state_of = layer_state_function(segment, plan, optimizer)
-        with_adapters = segment.with_adapters
+        with_adapters = None if reads_adapters else segment.with_adapters
 
         @jax.jit
         def new(read, l):
