@@ -182,8 +182,8 @@ GPUS: dict[str, Gpu] = {
     # NVIDIA's GeForce RTX 4060 family specifications: 3,072 CUDA cores (24 SMs), boost 2.46 GHz, 128 bit at 17 Gbit/s =
     # 272 GB/s, 242 AI TOPS (sparse FP8), PCIe Gen4 x8, 24 MB L2. Rates are derived: the RTX 4090's FLOP per SM and
     # clock (512 bf16, 1024 FP8, 256 TF32 and FP32) x 24 SMs x 2.46 GHz. Check: FP8 gives 60.5, a quarter of 242.
-    # Memory: 7.63 GiB as PyTorch reports it under Linux (AIRI-Institute/HairFastGAN, issue 8). Products: torch reaches 31.2 of
-    # bfloat16 with 4096^3 (zzc0721/torch-performance-test-data, issue 66).
+    # Memory: 7.63 GiB as PyTorch reports it under Linux (AIRI-Institute/HairFastGAN, issue 8). Products: torch reaches
+    # 31.2 of bfloat16 with 4096^3 (zzc0721/torch-performance-test-data, issue 66).
     "rtx4060": Gpu(
         name="NVIDIA GeForce RTX 4060",
         compute_capability="8.9",
