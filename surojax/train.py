@@ -270,9 +270,10 @@ def new_state(
     """The state before the first step, with these weights and this adapter, or with new ones."""
     if initial is None:
         return run.init_state(c.seed)
+    read = readers(initial, run.nf4_parts)
     if adapter is None:
-        return run.load_state(*readers(initial), c.seed)
-    return run.load_state(*adapters.with_adapter(*readers(initial), adapter), reads_adapters=True)
+        return run.load_state(*read, c.seed)
+    return run.load_state(*adapters.with_adapter(*read, adapter), reads_adapters=True)
 
 
 def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:

@@ -125,6 +125,8 @@ def work_copy(weights, like, dtype, reduce=lambda absmax: absmax):
             if has_one_scale(like):
                 return quantise_whole(x, like.values.dtype, reduce(largest_magnitude(x)))
             return quantise(x, like.values.dtype, like.values.shape[-1] // like.scales.shape[-1])
+        if nf4.is_nf4(x):
+            return x
         if nf4.is_nf4(like):
             x = jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)
             return nf4.quantise(x, parts=like.shift.shape[-1])

@@ -199,7 +199,7 @@ def load_state(
 
     def layer_function(segment: Segment) -> Callable:
         read_params = segment.params if reads_adapters else base(segment.params)
-        where = shardings(part_of(layer_of(initial_plan(plan, segment.name)), read_params))
+        planned = part_of(layer_of(initial_plan(plan, segment.name)), read_params)
         state_of = layer_state_function(segment, plan, optimizer)
         with_adapters = None if reads_adapters else segment.with_adapters
 
@@ -207,7 +207,7 @@ def load_state(
         def new(read, l):
             return state_of(read if with_adapters is None else with_adapters(read, seed, l))
 
-        return lambda l: new(jax.device_put(read_layer(segment, l), where), l)
+        return lambda l: new(put_planned(read_layer(segment, l), planned), l)
 
     def state_of_outer(initial):
         return outer_state(model, plan, optimizer, initial)
@@ -233,19 +233,20 @@ def fill_state(model: Model, plan: TrainState, layer_function: Callable, outer: 
 
 
 def initial_plan(plan: TrainState, name: str):
-    """The plan of a section's arrays from which its state is made: of master weights, or of weights without them.
-
-    Those that will be in NF4 are planned as numbers.
-    """
-
-    def numbers(x):
-        if not nf4.is_nf4(x):
-            return x
-        *rows, half = x.codes.shape
-        return jax.ShapeDtypeStruct((*rows, 2 * half), jnp.float32, sharding=x.codes.sharding)
-
+    """The plan of a section's arrays from which its state is made: of master weights, or of weights without them."""
     weights = plan.weights[name] if name == OUTER else parts(plan.weights[name])[0].stack
-    return with_part(jax.tree.map(numbers, weights, is_leaf=nf4.is_nf4), plan.master[name])
+    return with_part(weights, plan.master[name])
+
+
+def put_planned(tree, plan):
+    """Puts numpy arrays where they are planned, in device memory. What will be in NF4 may be so, or be numbers."""
+
+    def one(planned, x):
+        if nf4.is_nf4(planned) and not nf4.is_nf4(x):
+            return jax.device_put(x, planned.codes.sharding)
+        return jax.device_put(x, shardings(planned))
+
+    return jax.tree.map(one, plan, tree, is_leaf=nf4.is_nf4)
 
 
 def new_master(optimizer: optim.Optimizer, params, initial, master_plan):
