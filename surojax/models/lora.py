@@ -115,7 +115,8 @@ class Adapter(nnx.Module):
             return y + low
         length_o = self._row_lengths(jax.lax.stop_gradient(w_oi), in_axis)
         factor_o = self.magnitude[...].astype(jnp.float32) / length_o
-        return (factor_o * (y + low).astype(jnp.float32)).astype(y.dtype)
+        factor = jnp.expand_dims(factor_o, tuple(range(y.ndim - 1)))
+        return (factor * (y + low).astype(jnp.float32)).astype(y.dtype)
 
     def _row_lengths(self, w_oi: jax.Array, in_axis: str) -> jax.Array:
         """Lengths `[out]` of the rows of w + scale b a, float32, without computing b a; no gradient goes through."""
