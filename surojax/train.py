@@ -62,14 +62,8 @@ from surojax.run.metrics import (
 from surojax.step import state
 
 # Fields that a run continues with, unchanged.
-IDENTITY = (
-    "model",
-    "seed",
-    "sequence_len",
-    "sample_packing",
-    "lora",
-    *(set(FIELDS) - {"lora_dtype", "lora_plus_ratio"}),
-)
+OF_ADAPTERS = (name for name in FIELDS if name not in ("lora_dtype", "lora_plus_ratio"))
+IDENTITY = ("model", "seed", "sequence_len", "sample_packing", "lora", *OF_ADAPTERS)
 
 
 class Result(NamedTuple):
