@@ -98,7 +98,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "adapters are not added to the products",
         OPERATIONS,
-        "y if adapter is None else adapter(x, w, y, inputs)",
+        "y if adapter is None else adapter(x, w, y, inputs, self._seed_of(number))",
         "y",
         f"{PEFT} -k dora-1",
     ),
@@ -115,6 +115,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "if model.head in trained:",
         "if model.head:",
         f"{FROZEN} -k True-1",
+    ),
+    Mutant(
+        "dropout shrinks the mean",
+        LORA,
+        "x * jnp.asarray(1 / (1 - probability), x.dtype)",
+        "x",
+        "tests/test_lora.py::test_dropout_leaves_out_what_it_says_and_keeps_the_mean",
     ),
     Mutant(
         "a rank may be larger than a matrix",

@@ -62,7 +62,7 @@ from surojax.run.metrics import (
 from surojax.step import state
 
 # Fields that a run continues with, unchanged.
-OF_ADAPTERS = (name for name in FIELDS if name not in ("lora_dtype", "lora_plus_ratio"))
+OF_ADAPTERS = (name for name in FIELDS if name not in ("lora_dtype", "lora_plus_ratio", "lora_dropout"))
 IDENTITY = ("model", "seed", "sequence_len", "sample_packing", "lora", *OF_ADAPTERS)
 
 

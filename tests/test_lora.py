@@ -19,7 +19,7 @@ from surojax.exchange.base import check_base, fingerprint
 from surojax.exchange.families import NAMES
 from surojax.exchange.weights import name_of
 from surojax.models import llama
-from surojax.models.lora import TARGETS, Lora, adapters, target_names
+from surojax.models.lora import TARGETS, Lora, adapters, dropped, target_names
 from surojax.models.model import Compute
 from surojax.optim import optimizer as optim
 from surojax.placement.param import part_of, with_part
@@ -216,6 +216,7 @@ BAD = {
     "nvme": ({"offload_optimizer": "nvme", "nvme_path": "/x"}, "offload_optimizer: expected true or false with lora"),
     "module": ({"modules_to_save": "norm"}, "modules_to_save: expected names among embed_tokens, lm_head"),
     "alpha": ({"lora_alpha": 0.0}, "lora_alpha: expected more than 0"),
+    "dropout": ({"lora_dropout": 0.1, "use_dora": True}, "use_dora: expected False with lora_dropout=0.1"),
     "dtype": ({"lora_dtype": "float16"}, "lora_dtype: expected one of"),
 }
 
@@ -227,6 +228,34 @@ def test_bad_settings_are_refused_in_one_line(changes, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")) as error:
         checks.check(c)
     assert "\n" not in str(error.value)
+
+
+def test_dropout_leaves_out_what_it_says_and_keeps_the_mean():
+    x = jnp.ones((64, 256))
+    y = np.asarray(dropped(x, jnp.uint32(3), 0.25))
+    assert set(np.unique(y)) == {0.0, np.float32(1 / 0.75)}
+    assert y.mean() == pytest.approx(1, abs=0.02) and y.std(axis=0).min() > 0.3
+    assert not np.array_equal(y, dropped(x, jnp.uint32(4), 0.25))
+    slope = jax.grad(lambda x: dropped(x, jnp.uint32(3), 0.25).sum())(x)
+    np.testing.assert_array_equal(slope, y)
+
+
+@pytest.mark.full
+def test_dropout_is_the_same_when_blocks_are_recomputed_and_is_not_in_evaluation():
+    config = dataclasses.replace(ADAPTED, lora=dataclasses.replace(ADAPTED.lora, dropout=0.5))
+    batches = [tokens(2, 4, 16)] * 2
+    recomputed, saved = (Small(config=config, recompute_block=again) for again in (True, False))
+    curve = recomputed.train(batches)
+    np.testing.assert_allclose(saved.train(batches), curve, rtol=1e-6)
+    plain = Small(config=ADAPTED)
+    assert abs(plain.train(batches)[0][0] - curve[0][0]) > 1e-4
+    rows = [x[0] for x in tokens(2, 4, 16)]
+    evaluated = [
+        float(small.run.eval_step()(Small(config=ADAPTED).state.weights, *rows)[0]) for small in (plain, saved)
+    ]
+    assert evaluated[0] == evaluated[1]
+    grouped = Small(2, config=config, tp_size=2)
+    assert np.isfinite(grouped.train(batches)).all()
 
 
 def test_names_are_those_of_peft():
