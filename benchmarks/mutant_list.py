@@ -36,6 +36,8 @@ MERGED = f"{ADAPTERS}::test_a_merged_model_has_the_logits_of_peft"
 HISTORY = "tests/test_fp8.py::test_a_history_gives_the_scales_of_its_largest_entries_and_forgets_the_oldest"
 OPTAX = "tests/test_optim.py::test_layer_by_layer_equals_optax_on_the_whole"
 SCHEDULES = "tests/test_optim.py::test_decaying_schedules"
+PEFT = "tests/test_lora.py::test_forward_gradients_and_two_steps_are_those_of_peft"
+FROZEN = "tests/test_lora.py::test_a_step_computes_no_gradient_of_what_is_frozen"
 PAPER = "tests/test_muon.py::test_the_rule_is_that_of_the_paper"
 FIRST_STEP = "tests/test_kernel_adamw8bit.py::test_the_first_step_is_that_of_adamw"
 CHUNKED = "tests/test_chunked.py::test_equals_grad_of_the_plain_model"
@@ -56,8 +58,102 @@ MODEL = "surojax/models/model.py"
 OPERATIONS = "surojax/models/operations.py"
 LLAMA = "surojax/models/llama.py"
 LLAMA_FP8 = "surojax/models/llama_fp8.py"
+LORA = "surojax/models/lora.py"
+ADAPTERS = "surojax/config/adapters.py"
 
 MUTANTS: tuple[Mutant, ...] = (
+    # -- Adapters -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "rsLoRA divides by the rank",
+        LORA,
+        "(math.sqrt(self.rank) if self.rank_stabilised else self.rank)",
+        "self.rank",
+        f"{PEFT} -k rslora",
+    ),
+    Mutant(
+        "DoRA: the rows' lengths are those of the base",
+        LORA,
+        "jnp.sum((2 * _times(w, a) + _times(b, _times(a, a))) * b, axis=1)",
+        "jnp.sum(0 * b, axis=1)",
+        f"{PEFT} -k dora-1",
+    ),
+    Mutant(
+        "DoRA: a group's devices take their part of a row for the row",
+        LORA,
+        "add_up(squares_o, *TENSOR) if is_divided(in_axis) else squares_o",
+        "squares_o",
+        f"{PEFT} -k dora-4",
+    ),
+    Mutant(
+        "LoRA+: all factors learn at the same rate",
+        LORA,
+        "learning_rate_factor=ratio, ",
+        "",
+        f"{PEFT} -k loraplus",
+    ),
+    Mutant(
+        "an adapter's first magnitudes are those of random matrices",
+        LORA,
+        'branch | {"magnitude": row_lengths(base[name.removesuffix(ADAPTER)])}',
+        "branch",
+        "tests/test_lora.py::test_adapters_begin_as_in_peft",
+    ),
+    Mutant(
+        "adapters are not added to the products",
+        OPERATIONS,
+        "y if adapter is None else adapter(x, w, y, inputs, self._seed_of(number))",
+        "y",
+        f"{PEFT} -k dora-1",
+    ),
+    Mutant(
+        "reverse mode computes gradients of the base",
+        LLAMA,
+        '"in_nzs": (True, False, True, True)',
+        '"in_nzs": (True, True, True, True)',
+        f"{FROZEN} -k True-1",
+    ),
+    Mutant(
+        "the gradient of a frozen head is computed",
+        "surojax/step/outer.py",
+        "if model.head in trained:",
+        "if model.head:",
+        f"{FROZEN} -k True-1",
+    ),
+    Mutant(
+        "dropout shrinks the mean",
+        LORA,
+        "x * jnp.asarray(1 / (1 - probability), x.dtype)",
+        "x",
+        "tests/test_lora.py::test_dropout_leaves_out_what_it_says_and_keeps_the_mean",
+    ),
+    Mutant(
+        "a rank may be larger than a matrix",
+        ADAPTERS,
+        "need(c.lora_rank <= smallest[name],",
+        "need(c.lora_rank > 0,",
+        "tests/test_lora.py::test_bad_settings_are_refused_in_one_line",
+    ),
+    Mutant(
+        "settings of adapters are ignored without lora",
+        ADAPTERS,
+        "        for name in FIELDS:",
+        "        for name in ():",
+        "tests/test_lora.py::test_bad_settings_are_refused_in_one_line",
+    ),
+    Mutant(
+        "adapters are loaded onto any base",
+        "surojax/exchange/base.py",
+        "if found != expected:",
+        "if not found:",
+        "tests/test_lora.py::test_a_base_is_told_by_its_values",
+    ),
+    Mutant(
+        "a base is told by its shapes alone",
+        "surojax/exchange/base.py",
+        "digest.update(np.ascontiguousarray(tensors.read(name_of(param, segment, l))).view(np.uint8).data)",
+        "pass",
+        "tests/test_lora.py::test_a_base_is_told_by_its_values",
+    ),
     # -- Pipeline parallelism -----------------------------------------------------------------------------------------
     Mutant(
         "a schedule's stages go backward in the order in which they go forward",
@@ -224,8 +320,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every layer has the first one's weights",
         "surojax/exchange/weights.py",
-        "weights.read(name_of(param, segment, l)), segment",
-        "weights.read(name_of(param, segment, 0)), segment",
+        "weights.read(name_of(param, segment, l)), base(",
+        "weights.read(name_of(param, segment, 0)), base(",
         "tests/test_huggingface.py::test_weights_arrive_to_the_bit_under_every_placement -k qwen2-1",
     ),
     Mutant(
@@ -260,8 +356,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "starts are saved for each layer",
         LLAMA,
-        "saveable_args=(False, True, False))",
-        "saveable_args=(False, True, True))",
+        "(False, False, True, False)",
+        "(False, False, True, True)",
         "tests/test_packing.py::test_nothing_about_documents_is_saved_for_each_layer -k bf16",
     ),
     Mutant(
@@ -338,8 +434,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks: documents are those of the first chunk",
         "surojax/models/chunked.py",
-        "body(w, x_BCD, earlier, variant, chunk.of(starts_BS))\n\n",
-        "body(w, x_BCD, earlier, variant, chunk._replace(start=0, stop=x_BCD.shape[1]).of(starts_BS))\n\n",
+        "x_BCD, earlier, variant, chunk.of(starts_BS))\n\n",
+        "x_BCD, earlier, variant, chunk._replace(start=0, stop=x_BCD.shape[1]).of(starts_BS))\n\n",
         f"{CHUNKED} -k 2-packed]",
     ),
     Mutant(
@@ -563,15 +659,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the softcap of the logits has no gradient",
         "surojax/step/outer.py",
-        "_products(capped_vjp(out.d_logits), y_ND, table_VD)",
-        "_products(out.d_logits, y_ND, table_VD)",
+        "_products(model, trained, capped_vjp(out.d_logits), ",
+        "_products(model, trained, out.d_logits, ",
         f"{ENGINE} -k gemma-1-saved",
     ),
     Mutant(
         "sharded head: the softcap of the logits has no gradient",
         "surojax/step/outer.py",
-        "_products(capped_vjp((d_logits_Mv * scale).astype(table_vD.dtype)), y_MD, table_vD)",
-        "_products((d_logits_Mv * scale).astype(table_vD.dtype), y_MD, table_vD)",
+        "capped_vjp((d_logits_Mv * scale).astype(table_vD.dtype))",
+        "(d_logits_Mv * scale).astype(table_vD.dtype)",
         f"{ENGINE} -k gemma-untied-4-shard_outer",
     ),
     Mutant(
@@ -937,8 +1033,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "biases of keys and values exchanged",
         LAYERS,
-        "(self.bq, self.bk, self.bv)",
-        "(self.bq, self.bv, self.bk)",
+        'projection(self, f"w{name}", f"b{name}") for name in "qkv"',
+        'projection(self, f"w{name}", f"b{other}") for name, other in zip("qkv", "qvk", strict=True)',
         f"{PARITY} -k qwen2",
     ),
     Mutant(
@@ -1021,8 +1117,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "key/value heads count once among the parameters",
         MODEL,
-        "for p in jax.tree.leaves(self.params) if p.kind is Kind.MATRIX)",
-        'for p in jax.tree.leaves(self.params) if p.axes[0] != "kv_heads" and p.kind is Kind.MATRIX)',
+        "for p in jax.tree.leaves(params) if p.kind in",
+        'for p in jax.tree.leaves(params) if p.axes[0] != "kv_heads" and p.kind in',
         "tests/test_plan.py::test_flops_count_recomputation",
     ),
     Mutant(
@@ -1314,7 +1410,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "only the last slice's gradient is kept",
         "surojax/step/outer.py",
-        "grads = grads | add({name: grads[name] for name in used}, d_used)",
+        "grads = grads | add({name: grads[name] for name in trained}, d_used)",
         "grads = grads | d_used",
         f"{HEAD} -k 1-False",
     ),
@@ -1328,8 +1424,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "z_loss does not reach the slices",
         "surojax/step/outer.py",
-        "loss_and_gradients(model, used, x, labels, scale, z_loss)",
-        "loss_and_gradients(model, used, x, labels, scale, 0.0)",
+        "loss_and_gradients(model, used, trained, x, labels, scale, z_loss)",
+        "loss_and_gradients(model, used, trained, x, labels, scale, 0.0)",
         f"{HEAD} -k 1-False",
     ),
     Mutant(

@@ -206,6 +206,7 @@ def lora(c: configs.Config) -> Lora:
         rank_stabilised=c.use_rslora,
         magnitudes=c.use_dora,
         learning_rate_ratio=c.lora_plus_ratio,
+        dropout=c.lora_dropout,
     )
 
 

@@ -65,14 +65,8 @@ from surojax.step import state
 ADAPTER = "adapter"  # folder in the output_dir: the adapters in PEFT's format
 
 # Fields that a run continues with, unchanged.
-IDENTITY = (
-    "model",
-    "seed",
-    "sequence_len",
-    "sample_packing",
-    "lora",
-    *(set(FIELDS) - {"lora_dtype", "lora_plus_ratio"}),
-)
+OF_ADAPTERS = (name for name in FIELDS if name not in ("lora_dtype", "lora_plus_ratio", "lora_dropout"))
+IDENTITY = ("model", "seed", "sequence_len", "sample_packing", "lora", *OF_ADAPTERS)
 
 
 class Result(NamedTuple):

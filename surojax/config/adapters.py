@@ -17,9 +17,11 @@ REFUSED = {
     "optimizer": "other optimizers are for matrices, and adapters' state is small",
     "zero_quantized_gradients": "the adapters' gradients are small",
 }
+NOT_WITH_DROPOUT = ("use_dora", "pp_size", "sequence_chunks")  # for which dropout is not built
 FIELDS = (
     "lora_rank",
     "lora_alpha",
+    "lora_dropout",
     "lora_target_modules",
     "lora_dtype",
     "use_rslora",
@@ -45,6 +47,9 @@ def check_adapters(c: Config) -> None:
     need(
         c.offload_optimizer != "nvme", "offload_optimizer", "true or false with lora=True", "nvme", "the state is small"
     )
+    for name in NOT_WITH_DROPOUT if c.lora_dropout else ():
+        expected = f"{defaults[name]!r} with lora_dropout={c.lora_dropout}, for which it is not built yet"
+        need(c[name] == defaults[name], name, expected, c[name], "leave it out, or set lora_dropout=0.0")
     _check_names(c.lora_target_modules, "lora_target_modules", TARGETS, ALL_LINEAR)
     _check_names(c.modules_to_save, "modules_to_save", SAVED, "")
     tied = c.model.tie_word_embeddings and "lm_head" in c.modules_to_save

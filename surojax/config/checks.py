@@ -84,7 +84,7 @@ RULES = (
         "divide a percentage by 100",
     ),
     Rule(
-        "adamw_beta1 adamw_beta2 muon_momentum muon_beta2",
+        "adamw_beta1 adamw_beta2 muon_momentum muon_beta2 lora_dropout",
         lambda v: 0 <= v < 1,
         "0 or more and below 1",
         "--help shows the default",

@@ -120,6 +120,7 @@ def default_config() -> Config:
     c.lora = False  # train adapters of the blocks' matrices; all else is frozen
     c.lora_rank = 16  # columns and rows of an adapter's factors
     c.lora_alpha = 32.0  # an adapter's product is multiplied by this / lora_rank
+    c.lora_dropout = 0.0  # probability that training leaves a number out of an adapter's input
     c.lora_target_modules = "all-linear"  # comma list: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
     c.lora_dtype = ""  # adapters' work weights and products: bfloat16 or float32; "" = model_dtype
     c.use_rslora = False  # an adapter's product is multiplied by lora_alpha / sqrt(lora_rank)

@@ -54,7 +54,8 @@ ADAPTER = "_lora"  # appended to the name of a matrix: the name of its adapter (
 
 def projection(module: nnx.Module, weight: str, bias: str = "") -> Projection:
     """The `Projection` of a module's matrix, its bias of this name if it has one, and its adapter."""
-    return Projection(*(getattr(module, name, None) for name in (weight, bias, weight + ADAPTER)))
+    adapter = getattr(module, weight + ADAPTER, None)
+    return Projection(getattr(module, weight), getattr(module, bias, None), adapter)
 
 
 class Attention(nnx.Module):

@@ -317,7 +317,13 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
         rebuild=functools.partial(_build, config),
         embedding_scale=config.embedding_scale,
         logit_softcap=config.final_logit_softcapping,
+        draws=_draws(config, compute),
     )
+
+
+def _draws(config: LlamaConfig, compute: Compute) -> bool:
+    """Whether training draws random numbers in the blocks."""
+    return compute.precision.recipe == "nvfp4" or (config.lora is not None and config.lora.dropout > 0)
 
 
 def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> tuple[Callable, Callable, Callable]:
@@ -326,6 +332,7 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> t
     trained: the `Param`s of which gradients are computed.
     """
     precision = compute.precision
+    draws = _draws(config, compute)
     if compute.sequence_chunks > 1:
         return chunked.block_functions(*_chunk_functions(compute, graph), compute.sequence_chunks, trained)
 
@@ -336,7 +343,7 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> t
         if in_fp8(variant):
             ops = Operations(compute, variant, starts=starts_BS)
             return llama_fp8.block(config, ops, w, x_BSD, recipe_inputs), None
-        seed = recipe_inputs if precision.recipe == "nvfp4" else None
+        seed = recipe_inputs if draws else None
         x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant, seed, starts_BS))
         return x_BSD, None
 

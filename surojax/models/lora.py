@@ -20,6 +20,7 @@ Names of matrices are those of PEFT ("q_proj") in settings, and those of this pr
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -27,9 +28,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.quantize import random_bits
 from surojax.models.layers import ADAPTER, parameter
-from surojax.parallel.collectives import add_up
+from surojax.models.operations import save_inputs_only
+from surojax.parallel.collectives import add_up, device_number
 from surojax.parallel.tensor import is_divided
+from surojax.placement.layout import MESH_AXES
 from surojax.placement.mesh import TENSOR
 from surojax.placement.param import Kind, Param
 
@@ -53,7 +57,8 @@ class Lora:
     """The adapters of a model.
 
     targets: names of the matrices that have one. saved: names of the outer parameters that are trained whole. dtype: of
-    the adapters' work weights and products; "": that of the other weights. learning_rate_ratio: of b to a.
+    the adapters' work weights and products; "": that of the other weights. learning_rate_ratio: of b to a. dropout: the
+    probability that training takes a number of x for 0 in an adapter's product.
     """
 
     rank: int
@@ -64,6 +69,7 @@ class Lora:
     rank_stabilised: bool = False
     magnitudes: bool = False
     learning_rate_ratio: float = 1.0
+    dropout: float = 0.0
 
     @property
     def scale(self) -> float:
@@ -106,16 +112,23 @@ class Adapter(nnx.Module):
             self.magnitude = parameter(rngs, (out_features,), (out_axis,), zeros, **declared)
             self.magnitude.set_value(row_lengths(weight[...]))
 
-    def __call__(self, x: jax.Array, w_oi: jax.Array, y: jax.Array, in_axis: str) -> jax.Array:
-        """The product with the adapted matrix, from y = x w^T. in_axis: the logical axis of w's inputs."""
+    def __call__(self, x: jax.Array, w_oi: jax.Array, y: jax.Array, in_axis: str, seed: jax.Array | None) -> jax.Array:
+        """The product with the adapted matrix, from y = x w^T.
+
+        in_axis: the logical axis of w's inputs. seed: uint32 [], of this product's dropout; None: nothing is dropped.
+        """
         a_ri, b_or = self.a[...], self.b[...]
+        if seed is not None and self.lora.dropout:
+            part, _ = device_number(*MESH_AXES[in_axis])
+            x = dropped(x, random_bits(seed, jnp.uint32(part)), self.lora.dropout)
         low = _times(_times(x.astype(a_ri.dtype), a_ri), b_or)
         low = (self.lora.scale * low).astype(y.dtype)
         if not self.lora.magnitudes:
             return y + low
         length_o = self._row_lengths(jax.lax.stop_gradient(w_oi), in_axis)
         factor_o = self.magnitude[...].astype(jnp.float32) / length_o
-        return (factor_o * (y + low).astype(jnp.float32)).astype(y.dtype)
+        factor = jnp.expand_dims(factor_o, tuple(range(y.ndim - 1)))
+        return (factor * (y + low).astype(jnp.float32)).astype(y.dtype)
 
     def _row_lengths(self, w_oi: jax.Array, in_axis: str) -> jax.Array:
         """Lengths `[out]` of the rows of w + scale b a, float32, without computing b a; no gradient goes through."""
@@ -123,6 +136,17 @@ class Adapter(nnx.Module):
         b = self.lora.scale * b
         squares_o = jnp.sum(w * w, axis=1) + jnp.sum((2 * _times(w, a) + _times(b, _times(a, a))) * b, axis=1)
         return jnp.sqrt(add_up(squares_o, *TENSOR) if is_divided(in_axis) else squares_o)
+
+
+@functools.partial(save_inputs_only, static_argnums=2)
+def dropped(x: jax.Array, seed: jax.Array, probability: float) -> jax.Array:
+    """x with each number 0 with this probability, and else divided by 1 - probability (Srivastava et al. 2014).
+
+    The random numbers follow from the seed and the position in x, so that the backward pass makes them again.
+    """
+    index = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
+    kept = random_bits(seed, index) >= jnp.uint32(round(probability * 2**32))
+    return jnp.where(kept, x * jnp.asarray(1 / (1 - probability), x.dtype), jnp.zeros_like(x))
 
 
 def _times(x: jax.Array, w_oi: jax.Array) -> jax.Array:
@@ -137,7 +161,9 @@ def row_lengths(w: jax.Array) -> jax.Array:
 
 def add_adapters(block: nnx.Module, lora: Lora | None, *, rngs: nnx.Rngs) -> None:
     """Adds the adapters to the modules of a block, after all else is drawn: its own values stay the same."""
-    for target in lora.targets if lora else ():
+    if lora is None:
+        return
+    for target in lora.targets:
         *path, name = target.split(".")
         module: Any = block
         for step in path:

@@ -122,7 +122,7 @@ class Segment:
 
     init: (seed, number of a layer in the segment; may be traced) -> its new float32 arrays.
     block: (weights of a layer, x `[B, S, D]`, recipe_inputs, Variant, starts) -> (x, auxiliary loss). recipe_inputs:
-    scales `[sites]` (fp8_hybrid), a seed uint32 (nvfp4), else None, which is enough for a pass without gradients.
+    scales `[sites]` (fp8_hybrid), a seed uint32 (if the model draws), else None, which is enough for a pass without gradients.
     starts: int32 `[B, S]`, the index in its row at which each token's document starts, or None if a row is one
     document. The auxiliary loss is float32 [], a mean over these tokens that training adds to its loss, if the segment
     `has_auxiliary_loss`, else None.
@@ -209,7 +209,7 @@ class Model:
     `[..., V]` float32, by XLA. rebuild: Compute -> this model computed so.
 
     embedding_scale: what the embedding is multiplied by, rounded to its dtype first. logit_softcap: the head's products
-    z become cap tanh(z / cap); 0: they are the logits.
+    z become cap tanh(z / cap); 0: they are the logits. draws: training draws random numbers in the blocks.
     """
 
     vocab_size: int
@@ -226,6 +226,7 @@ class Model:
     rebuild: Callable
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
+    draws: bool = False
 
     @property
     def precision(self) -> Precision:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
+from pallas_kernels.quantize import random_bits
 from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
 from pallas_kernels.swiglu import swiglu as kernel_swiglu
@@ -285,9 +286,9 @@ class Projection(NamedTuple):
 class Operations:
     """The operations of one layer, computed as `compute` and its variant say.
 
-    seed: uint32 [], of the recipe's random numbers (nvfp4). starts: int32 `[B, S]`, for each token of whole rows the
-    index in its row at which its document starts; None: a row is one document. Residuals that follow from starts are
-    made again in the backward pass.
+    seed: uint32 [], of the random numbers of the recipe (nvfp4) or of the adapters (dropout). starts: int32 `[B, S]`,
+    for each token of whole rows the index in its row at which its document starts; None: a row is one document.
+    Residuals that follow from starts are made again in the backward pass.
     """
 
     compute: Compute = DEFAULT
@@ -310,6 +311,10 @@ class Operations:
             precision = dataclasses.replace(precision, recipe="bf16")
         return recipe_product(precision, self.seed)
 
+    def _seed_of(self, number: int) -> jax.Array | None:
+        """The seed of a product's random numbers; None if there are none."""
+        return None if self.seed is None else random_bits(self.seed, jnp.uint32(number))
+
     def linear(self, x: jax.Array, projection: Projection) -> jax.Array:
         """x w^T (+ b) in the recipe's numbers, and what its adapter adds; of this device's part of the sequence if a
         group divides the inputs."""
@@ -319,7 +324,7 @@ class Operations:
 
         def product(x, w):
             y = self._product(x, w, number=number)
-            y = y if adapter is None else adapter(x, w, y, inputs)
+            y = y if adapter is None else adapter(x, w, y, inputs, self._seed_of(number))
             return reduce_scatter_sequence(y) if is_divided(inputs) else y
 
         return linear(x, weight[...], None if bias is None else bias[...], product)
