@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from small import plain_model
-from test_export import tensors_in
-from test_huggingface import config, stored, write
+from test_export import run_config, tensors_in
+from test_huggingface import config, save_tokenizer, stored, write
 
-from surojax import ConfigError, convert
-from surojax.assembly import architecture
+from surojax import ConfigError, convert, read_metrics, train
+from surojax.assembly import architecture, from_config, lora, model as model_of
 from surojax.exchange import adapters, weights
 from surojax.exchange.base import fingerprint
 from surojax.exchange.merge import Merged, merged, through_nf4
+from surojax.exchange.sources import open_weights
 from surojax.numerics import nf4
+from surojax.placement.mesh import make_mesh
 
 REFERENCE = dict(np.load(Path(__file__).parent / "fixtures" / "adapter_reference.npz"))
 CASES = ("lora", "dora")
@@ -235,3 +237,84 @@ def test_the_command_without_enough_is_one_line(tmp_path):
         convert.main(["merge", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"^surojax\.convert: error: --dtype: expected one of "):
         convert.main(["merge", *(str(tmp_path / name) for name in ("a", "b", "c")), "--dtype", "int8"])
+
+
+# -- In a run ---------------------------------------------------------------------------------------------------------
+
+SETTINGS = {"lora": True, "lora_rank": 3, "lora_target_modules": "q_proj,down_proj", "use_dora": True}
+
+
+def test_a_run_begins_with_the_adapter_that_another_wrote(tmp_path):
+    """Every array of the state, to the bit; under ZeRO-3 on four devices."""
+    c = config(write(tmp_path / "base", "llama"), **SETTINGS, modules_to_save="lm_head", zero_level=3)
+    run = from_config(c, make_mesh(jax.devices()[:4]), total_steps=1)
+    weights_of_base = open_weights(c, run.model)
+    assert weights_of_base is not None
+    read = weights.readers(weights_of_base)
+    state = run.load_state(*read, 5)
+    moved = state._replace(master=jax.tree.map(lambda x: x + 0.25, state.master))
+    found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), moved.master))
+    folder = adapters.write(found, run.model, tmp_path / "adapter")
+    again = adapters.read(folder, run.model)
+    adapters.check_continues(again, lora(c), "", str(folder))
+    loaded = run.load_state(*adapters.with_adapter(*read, again), reads_adapters=True)
+    chex.assert_trees_all_equal(jax.device_get(loaded.master), jax.device_get(moved.master))
+    frozen = state.weights["blocks"]["mlp"]["w_up"]
+    chex.assert_trees_all_equal(loaded.weights["blocks"]["mlp"]["w_up"], frozen)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"lora_rank": 4}, "lora_rank: expected 3, as lora_adapter there has it, got 4; set it so"),
+        ({"lora_target_modules": "q_proj"}, "lora_target_modules: expected attention.wq, mlp.w_down, as lora_adapter "),
+        ({"use_dora": False}, "use_dora: expected True, as lora_adapter there has it, got False; set it so"),
+        ({}, "lora_adapter: expected one that was trained on model_path, whose hash begins with cd, got there of ab; "),
+    ],
+)
+def test_an_adapter_of_another_run_is_refused(tmp_path, changes, message):
+    folder = write(tmp_path / "base", "llama")
+    adapter = adapters.Adapter(lora(config(folder, **SETTINGS)), {}, {}, base="ab")
+    with pytest.raises(ConfigError) as error:
+        adapters.check_continues(adapter, lora(config(folder, **SETTINGS | changes)), "cd", "there")
+    assert str(error.value).startswith(message)
+
+
+def test_a_base_adapter_is_part_of_the_base(tmp_path):
+    """The run's base is the model with it, under its own hash."""
+    folder = write(tmp_path / "base", "llama")
+    other = save(tmp_path / "adapter", "lora")
+    c = config(folder, lora=True, lora_rank=2, lora_base_adapter=str(other))
+    opened = convert.open_model(folder)
+    found = open_weights(c, opened.model)
+    assert found is not None
+    merged_by_hand = Merged(opened.tensors, adapters.read(other, opened.model), opened.model)
+    for name in ("model.layers.1.mlp.down_proj.weight", "lm_head.weight"):
+        np.testing.assert_array_equal(found.read(name), merged_by_hand.read(name))
+        assert not np.array_equal(found.read(name), opened.tensors.read(name))
+    assert fingerprint(found, opened.model) != fingerprint(opened.tensors, opened.model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nf4", [False, True])
+def test_a_merged_model_has_the_loss_of_the_run(tmp_path, nf4):
+    """A run's last evaluation, and the first of a run from what was merged: float32 in another order of sums."""
+    folder = write(tmp_path / "base", "llama", tensors={}, hidden_size=64, head_dim=16, intermediate_size=128)
+    random = np.random.RandomState(0)
+    shapes = weights.shapes(model_of(config(folder)))
+    tensors = {name: (0.1 * random.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
+    safetensors.numpy.save_file(tensors, folder / weights.SINGLE)
+    save_tokenizer(folder / "tokenizer.json")
+    c = run_config(tmp_path, folder)
+    c.update(SETTINGS | {"qlora_bnb": nf4, "learning_rate": 1e-2})
+    train(c)
+    out = convert.merge(
+        folder, [tmp_path / "run" / "adapter"], tmp_path / "out", dtype="float32", say=lambda line: None
+    )
+    after = run_config(tmp_path, out)
+    after.output_dir = str(tmp_path / "after")
+    train(after)
+    first = [r["loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["log"] == "eval"]
+    second = [r["loss"] for r in read_metrics(tmp_path / "after" / "metrics.jsonl") if r["log"] == "eval"]
+    assert abs(first[-1] - first[0]) > 1e-3
+    np.testing.assert_allclose(second[0], first[-1], rtol=2e-6)
