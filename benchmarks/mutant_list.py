@@ -30,9 +30,14 @@ SEGMENTS = "tests/test_models.py::test_segments_with_auxiliary_losses_equal_reve
 GENERATE = "tests/test_generate.py::test_greedy_is_the_argmax_of_the_plain_model"
 BLOCK_FP8 = "tests/test_fp8.py::test_the_written_out_block_against_reverse_mode"
 HEAD = "tests/test_loss.py::test_head"
+NF4 = "tests/test_nf4.py"
+ADAPTERS = "tests/test_adapters.py"
+MERGED = f"{ADAPTERS}::test_a_merged_model_has_the_logits_of_peft"
 HISTORY = "tests/test_fp8.py::test_a_history_gives_the_scales_of_its_largest_entries_and_forgets_the_oldest"
 OPTAX = "tests/test_optim.py::test_layer_by_layer_equals_optax_on_the_whole"
 SCHEDULES = "tests/test_optim.py::test_decaying_schedules"
+PEFT = "tests/test_lora.py::test_forward_gradients_and_two_steps_are_those_of_peft"
+FROZEN = "tests/test_lora.py::test_a_step_computes_no_gradient_of_what_is_frozen"
 PAPER = "tests/test_muon.py::test_the_rule_is_that_of_the_paper"
 FIRST_STEP = "tests/test_kernel_adamw8bit.py::test_the_first_step_is_that_of_adamw"
 CHUNKED = "tests/test_chunked.py::test_equals_grad_of_the_plain_model"
@@ -54,8 +59,102 @@ MODEL = "surojax/models/model.py"
 OPERATIONS = "surojax/models/operations.py"
 LLAMA = "surojax/models/llama.py"
 LLAMA_FP8 = "surojax/models/llama_fp8.py"
+LORA = "surojax/models/lora.py"
+ADAPTERS = "surojax/config/adapters.py"
 
 MUTANTS: tuple[Mutant, ...] = (
+    # -- Adapters -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "rsLoRA divides by the rank",
+        LORA,
+        "(math.sqrt(self.rank) if self.rank_stabilised else self.rank)",
+        "self.rank",
+        f"{PEFT} -k rslora",
+    ),
+    Mutant(
+        "DoRA: the rows' lengths are those of the base",
+        LORA,
+        "jnp.sum((2 * _times(w, a) + _times(b, _times(a, a))) * b, axis=1)",
+        "jnp.sum(0 * b, axis=1)",
+        f"{PEFT} -k dora-1",
+    ),
+    Mutant(
+        "DoRA: a group's devices take their part of a row for the row",
+        LORA,
+        "add_up(squares_o, *TENSOR) if is_divided(in_axis) else squares_o",
+        "squares_o",
+        f"{PEFT} -k dora-4",
+    ),
+    Mutant(
+        "LoRA+: all factors learn at the same rate",
+        LORA,
+        "learning_rate_factor=ratio, ",
+        "",
+        f"{PEFT} -k loraplus",
+    ),
+    Mutant(
+        "an adapter's first magnitudes are those of random matrices",
+        LORA,
+        'branch | {"magnitude": row_lengths(base[name.removesuffix(ADAPTER)])}',
+        "branch",
+        "tests/test_lora.py::test_adapters_begin_as_in_peft",
+    ),
+    Mutant(
+        "adapters are not added to the products",
+        OPERATIONS,
+        "y if adapter is None else adapter(x, w, y, inputs, self._seed_of(number))",
+        "y",
+        f"{PEFT} -k dora-1",
+    ),
+    Mutant(
+        "reverse mode computes gradients of the base",
+        LLAMA,
+        '"in_nzs": (True, False, True, True)',
+        '"in_nzs": (True, True, True, True)',
+        f"{FROZEN} -k True-1",
+    ),
+    Mutant(
+        "the gradient of a frozen head is computed",
+        "surojax/step/outer.py",
+        "if model.head in trained:",
+        "if model.head:",
+        f"{FROZEN} -k True-1",
+    ),
+    Mutant(
+        "dropout shrinks the mean",
+        LORA,
+        "x * jnp.asarray(1 / (1 - probability), x.dtype)",
+        "x",
+        "tests/test_lora.py::test_dropout_leaves_out_what_it_says_and_keeps_the_mean",
+    ),
+    Mutant(
+        "a rank may be larger than a matrix",
+        ADAPTERS,
+        "need(c.lora_rank <= smallest[name],",
+        "need(c.lora_rank > 0,",
+        "tests/test_lora.py::test_bad_settings_are_refused_in_one_line",
+    ),
+    Mutant(
+        "settings of adapters are ignored without lora",
+        ADAPTERS,
+        "        for name in FIELDS:",
+        "        for name in ():",
+        "tests/test_lora.py::test_bad_settings_are_refused_in_one_line",
+    ),
+    Mutant(
+        "adapters are loaded onto any base",
+        "surojax/exchange/base.py",
+        "if found != expected:",
+        "if not found:",
+        "tests/test_lora.py::test_a_base_is_told_by_its_values",
+    ),
+    Mutant(
+        "a base is told by its shapes alone",
+        "surojax/exchange/base.py",
+        "digest.update(np.ascontiguousarray(tensors.read(name_of(param, segment, l))).view(np.uint8).data)",
+        "pass",
+        "tests/test_lora.py::test_a_base_is_told_by_its_values",
+    ),
     # -- Pipeline parallelism -----------------------------------------------------------------------------------------
     Mutant(
         "a schedule's stages go backward in the order in which they go forward",
@@ -299,8 +398,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every layer has the first one's weights",
         "surojax/exchange/weights.py",
-        "weights.read(name_of(param, segment, l)), segment",
-        "weights.read(name_of(param, segment, 0)), segment",
+        "weights.read(name_of(param, segment, l)), base(",
+        "weights.read(name_of(param, segment, 0)), base(",
         "tests/test_huggingface.py::test_weights_arrive_to_the_bit_under_every_placement -k qwen2-1",
     ),
     Mutant(
@@ -335,8 +434,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "starts are saved for each layer",
         LLAMA,
-        "saveable_args=(False, True, False))",
-        "saveable_args=(False, True, True))",
+        "(False, False, True, False)",
+        "(False, False, True, True)",
         "tests/test_packing.py::test_nothing_about_documents_is_saved_for_each_layer -k bf16",
     ),
     Mutant(
@@ -413,8 +512,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks: documents are those of the first chunk",
         "surojax/models/chunked.py",
-        "body(w, x_BCD, earlier, variant, chunk.of(starts_BS))\n\n",
-        "body(w, x_BCD, earlier, variant, chunk._replace(start=0, stop=x_BCD.shape[1]).of(starts_BS))\n\n",
+        "x_BCD, earlier, variant, chunk.of(starts_BS))\n\n",
+        "x_BCD, earlier, variant, chunk._replace(start=0, stop=x_BCD.shape[1]).of(starts_BS))\n\n",
         f"{CHUNKED} -k 2-packed]",
     ),
     Mutant(
@@ -638,15 +737,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the softcap of the logits has no gradient",
         "surojax/step/outer.py",
-        "_products(capped_vjp(out.d_logits), y_ND, table_VD)",
-        "_products(out.d_logits, y_ND, table_VD)",
+        "_products(model, trained, capped_vjp(out.d_logits), ",
+        "_products(model, trained, out.d_logits, ",
         f"{ENGINE} -k gemma-1-saved",
     ),
     Mutant(
         "sharded head: the softcap of the logits has no gradient",
         "surojax/step/outer.py",
-        "_products(capped_vjp((d_logits_Mv * scale).astype(table_vD.dtype)), y_MD, table_vD)",
-        "_products((d_logits_Mv * scale).astype(table_vD.dtype), y_MD, table_vD)",
+        "capped_vjp((d_logits_Mv * scale).astype(table_vD.dtype))",
+        "(d_logits_Mv * scale).astype(table_vD.dtype)",
         f"{ENGINE} -k gemma-untied-4-shard_outer",
     ),
     Mutant(
@@ -1012,8 +1111,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "biases of keys and values exchanged",
         LAYERS,
-        "(self.bq, self.bk, self.bv)",
-        "(self.bq, self.bv, self.bk)",
+        'projection(self, f"w{name}", f"b{name}") for name in "qkv"',
+        'projection(self, f"w{name}", f"b{other}") for name, other in zip("qkv", "qvk", strict=True)',
         f"{PARITY} -k qwen2",
     ),
     Mutant(
@@ -1096,8 +1195,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "key/value heads count once among the parameters",
         MODEL,
-        "for p in jax.tree.leaves(self.params) if p.kind is Kind.MATRIX)",
-        'for p in jax.tree.leaves(self.params) if p.axes[0] != "kv_heads" and p.kind is Kind.MATRIX)',
+        "for p in jax.tree.leaves(params) if p.kind in",
+        'for p in jax.tree.leaves(params) if p.axes[0] != "kv_heads" and p.kind in',
         "tests/test_plan.py::test_flops_count_recomputation",
     ),
     Mutant(
@@ -1236,6 +1335,92 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_precision.py::test_loops_cover_the_layers_once",
     ),
     # -- Block-scaled products ----------------------------------------------------------------------------------------
+    # -- Adapters -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "rsLoRA of another writer is plain LoRA",
+        "surojax/exchange/adapter_config.py",
+        'rank_stabilised=bool(found.get("use_rslora"))',
+        "rank_stabilised=False",
+        f"{MERGED} -k dora",
+    ),
+    Mutant(
+        "a key that changes the arithmetic is left out",
+        "surojax/exchange/adapter_config.py",
+        "is_off = key in READ | UNUSED or value",
+        "is_off = key in READ | UNUSED or key in OFF or value",
+        f"{ADAPTERS}::test_what_is_not_computed_is_refused_by_name",
+    ),
+    Mutant(
+        "an ending of a module's name may begin within a word",
+        "surojax/exchange/adapter_config.py",
+        'return f".{module}".endswith(f".{name}")',
+        "return module.startswith(name)",
+        f"{ADAPTERS}::test_target_modules_in_every_spelling",
+    ),
+    Mutant(
+        "tensors of more layers than the model has are left aside",
+        "surojax/exchange/adapters.py",
+        "if unused := sorted(found.keys() - expected.keys()):",
+        "if unused := sorted(set[str]()):",
+        f"{ADAPTERS}::test_tensors_that_do_not_belong_to_the_model_are_refused",
+    ),
+    Mutant(
+        "the hash of a model is of its names and shapes alone",
+        "surojax/exchange/base.py",
+        "if any(layer in name for layer in sampled):",
+        "if not sampled:",
+        f"{ADAPTERS}::test_the_wrong_base_is_refused_by_its_hash",
+    ),
+    Mutant(
+        "DoRA's magnitudes are not used",
+        "surojax/exchange/merge.py",
+        "if magnitude is None:",
+        "if True:",
+        f"{MERGED} -k dora",
+    ),
+    Mutant(
+        "an embedding that was trained whole is the base's",
+        "surojax/exchange/merge.py",
+        "if name in self._saved:",
+        "if not self._layers:",
+        f"{MERGED} -k lora",
+    ),
+    Mutant(
+        "adapters are merged onto the base instead of onto each other",
+        "surojax/convert.py",
+        "tensors = Merged(tensors, adapters",
+        "tensors = Merged(opened.tensors, adapters",
+        f"{ADAPTERS}::test_merging_one_after_another_adds_up",
+    ),
+    # -- NF4 ----------------------------------------------------------------------------------------------------------
+    Mutant(
+        "the first of two codes is in the low half",
+        "surojax/numerics/nf4.py",
+        "packed = codes[:, 0] << 4 | codes[:, 1]",
+        "packed = codes[:, 1] << 4 | codes[:, 0]",
+        f"{NF4}::test_codes_and_scales_are_those_of_bitsandbytes",
+    ),
+    Mutant(
+        "every part of a row begins with a group of scales",
+        "surojax/numerics/nf4.py",
+        "shift = (begin % GROUP).astype(np.uint8)",
+        "shift = (0 * begin).astype(np.uint8)",
+        f"{NF4}::test_shards_are_complete",
+    ),
+    Mutant(
+        "what fills the last group counts as a scale",
+        "surojax/numerics/nf4.py",
+        "groups = jnp.pad(absmax - offset, (0, -absmax.size % GROUP)).reshape(-1, GROUP)",
+        "groups = (jnp.pad(absmax, (0, -absmax.size % GROUP)) - offset).reshape(-1, GROUP)",
+        f"{NF4}::test_codes_and_scales_are_those_of_bitsandbytes",
+    ),
+    Mutant(
+        "the mean of the scales is added in part",
+        "surojax/numerics/nf4.py",
+        "materialised(relative) + q.offset)",
+        "materialised(relative) + q.offset * 0.999)",
+        f"{NF4}::test_the_numbers_are_those_of_bitsandbytes_to_the_bit",
+    ),
     Mutant(
         "mxfp8: the largest number has the next scale",
         "surojax/numerics/blockscaled.py",
@@ -1303,7 +1488,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "only the last slice's gradient is kept",
         "surojax/step/outer.py",
-        "grads = grads | add({name: grads[name] for name in used}, d_used)",
+        "grads = grads | add({name: grads[name] for name in trained}, d_used)",
         "grads = grads | d_used",
         f"{HEAD} -k 1-False",
     ),
@@ -1317,8 +1502,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "z_loss does not reach the slices",
         "surojax/step/outer.py",
-        "loss_and_gradients(model, used, x, labels, scale, z_loss)",
-        "loss_and_gradients(model, used, x, labels, scale, 0.0)",
+        "loss_and_gradients(model, used, trained, x, labels, scale, z_loss)",
+        "loss_and_gradients(model, used, trained, x, labels, scale, 0.0)",
         f"{HEAD} -k 1-False",
     ),
     Mutant(

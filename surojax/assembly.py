@@ -14,9 +14,12 @@ from typing import Any
 import jax
 
 from surojax.config import fields as configs
+from surojax.memory.host import parts
 from surojax.models.families import FAMILIES
-from surojax.models.model import Compute, Model, Recompute
+from surojax.models.lora import Lora, saved_names, target_names
+from surojax.models.model import Compute, Model, Recompute, Segment
 from surojax.numerics import fp8
+from surojax.numerics.nf4 import is_nf4
 from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizers import OPTIMIZERS
@@ -24,6 +27,7 @@ from surojax.parallel import collectives
 from surojax.placement.home import DEVICE
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import pipeline_stages, shards
+from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, place
 from surojax.step import pipeline, train_step as step
 from surojax.step.spec import Engine
@@ -86,9 +90,19 @@ class Assembly:
         """A new state, each array created in its own sharding and memory."""
         return init_state(self.model, self.plan, self.optimizer, seed)
 
-    def load_state(self, layer: Callable, outer: Callable) -> TrainState:
+    def load_state(
+        self, layer: Callable, outer: Callable, seed: int = 0, *, reads_adapters: bool = False
+    ) -> TrainState:
         """A new state with weights that are read layer by layer; see `state.load_state`."""
-        return load_state(self.model, self.plan, self.optimizer, layer, outer)
+        of_run = self.model, self.plan, self.optimizer
+        return load_state(*of_run, layer, outer, seed, reads_adapters=reads_adapters)
+
+    def nf4_parts(self, segment: Segment, param: Param) -> int:
+        """The parts that rows of a parameter of a segment are in, if it is planned in NF4; else 0."""
+        planned = parts(self.plan.weights[segment.name])[0].stack
+        for key in param.name.split("."):
+            planned = planned[key]
+        return planned.shift.shape[-1] if is_nf4(planned) else 0
 
     def train_step(self):
         """See `step.make_train_step`."""
@@ -182,7 +196,23 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
 def architecture(c: configs.Config) -> Any:
     """The frozen architecture of a checked config, for example a `LlamaConfig`."""
     settings = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
-    return FAMILIES[settings.pop("model_type")].architecture(settings)
+    found = FAMILIES[settings.pop("model_type")].architecture(settings)
+    return dataclasses.replace(found, lora=lora(c)) if c.lora else found
+
+
+def lora(c: configs.Config) -> Lora:
+    """The adapters of a checked config."""
+    return Lora(
+        rank=c.lora_rank,
+        alpha=c.lora_alpha,
+        targets=target_names(c.lora_target_modules),
+        saved=saved_names(c.modules_to_save),
+        dtype=c.lora_dtype,
+        rank_stabilised=c.use_rslora,
+        magnitudes=c.use_dora,
+        learning_rate_ratio=c.lora_plus_ratio,
+        dropout=c.lora_dropout,
+    )
 
 
 def compute(c: configs.Config) -> Compute:

@@ -1,14 +1,16 @@
 """Writes a model as a Hugging Face folder: a run's, a checkpoint's, another folder's, or a GGUF file's.
 
     python -m surojax.convert --checkpoint runs/tiny --out FOLDER [--dtype float32]
+    python -m surojax.convert merge BASE ADAPTER [ADAPTER ...] FOLDER [--dtype float32]
     python -m surojax.convert --check FOLDER [--python INTERPRETER]
 
-The second compares logits and losses with those of transformers, if an interpreter has it with torch.
+The second merges adapters in PEFT's format into a model, each onto the result of those before it. The third compares
+logits and losses with those of transformers, if an interpreter has it with torch.
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +20,10 @@ from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
-from surojax.exchange import config_json, gguf, small_files
+from surojax.exchange import adapters, config_json, gguf, small_files
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.huggingface import read_config
+from surojax.exchange.merge import Merged
 from surojax.exchange.small_files import CONFIG, GENERATION, TOKENIZER_FILES, Files
 from surojax.exchange.sources import SOURCE, is_model, kept_in, locate, open_weights, resolved
 from surojax.exchange.stored import CheckpointTensors
@@ -57,12 +60,31 @@ def convert(
 
     Raises ConfigError or CheckpointError; then nothing is written.
     """
+    return merge(source, (), folder, dtype=dtype, tokenizer=tokenizer, say=say)
+
+
+def merge(
+    base: str | Path,
+    adapter_folders: Sequence[str | Path],
+    folder: str | Path,
+    *,
+    dtype: str = DEFAULT_DTYPE,
+    tokenizer: str = "",
+    say: Callable[[str], None] = print,
+) -> Path:
+    """`convert`, with adapters merged into the model in float32, one after another; see merge.py.
+
+    Raises ConfigError too if one of them is an adapter of another model.
+    """
     check_dtype(dtype)
     check_folder(folder)
-    opened = open_model(source, tokenizer)
+    opened = open_model(base, tokenizer)
     say(f"reading {describe(opened.tensors)}")
+    tensors = opened.tensors
+    for path in adapter_folders:
+        tensors = Merged(tensors, adapters.read(path, opened.model), opened.model)
     config = config_json.completed(opened.config, dtype)
-    return export(opened.tensors, opened.model, config, opened.files, folder, dtype=dtype)
+    return export(tensors, opened.model, config, opened.files, folder, dtype=dtype)
 
 
 def open_model(source: str | Path, tokenizer: str = "") -> Opened:
@@ -89,6 +111,8 @@ def open_model(source: str | Path, tokenizer: str = "") -> Opened:
 def _open_checkpoint(found: Path, tokenizer: str) -> Opened:
     meta = checkpoint.read_meta(found)
     c = checks.restored_config(meta["config"], checkpoint.written_by(meta))
+    if c.lora:
+        raise ConfigError(f"--checkpoint: expected a checkpoint with all weights, got adapters in {found}; merge them")
     kept = kept_in(found.parent.parent)
     c.model_path = str(kept) if (kept / CONFIG).is_file() else c.model_path
     c.tokenizer = tokenizer or (str(kept) if (kept / "tokenizer.json").is_file() else c.tokenizer)
@@ -183,8 +207,18 @@ def main(argv: list[str] | None = None) -> None:
     def refuse(message: str):
         raise ConfigError(f"{message}; see --help")
 
-    parser.error = refuse  # type: ignore[method-assign]
+    merging = argparse.ArgumentParser(prog="python -m surojax.convert merge")
+    merging.add_argument("base", metavar="BASE", help="as for --checkpoint: the model that the adapter was trained on")
+    merging.add_argument("adapters", metavar="ADAPTER", nargs="+", help="a folder that PEFT or a run wrote")
+    merging.add_argument("out", metavar="DIR", help="the folder to write, new or empty")
+    merging.add_argument("--dtype", default=DEFAULT_DTYPE, help=f"{', '.join(DTYPES)} (default {DEFAULT_DTYPE})")
+    parser.error = merging.error = refuse  # type: ignore[method-assign]
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        if argv[:1] == ["merge"]:
+            args = merging.parse_args(argv[1:])
+            print(f"written: {merge(args.base, args.adapters, args.out, dtype=args.dtype)}")
+            return
         args = parser.parse_args(argv)
         if args.check is not None:
             for name in ("checkpoint", "out", "dtype", "tokenizer"):

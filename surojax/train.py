@@ -23,8 +23,9 @@ import numpy as np
 from tqdm import tqdm
 
 from surojax import convert
-from surojax.assembly import Assembly, from_config
+from surojax.assembly import Assembly, from_config, lora
 from surojax.config import checks, fields as configs
+from surojax.config.adapters import FIELDS
 from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.data import load as data
@@ -33,8 +34,10 @@ from surojax.data.cache import Corpus
 from surojax.data.samples import check_length
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
+from surojax.exchange import adapters
+from surojax.exchange.base import fingerprint
 from surojax.exchange.sources import keeps, open_weights, resolved
-from surojax.exchange.weights import describe as describe_weights, readers
+from surojax.exchange.weights import Tensors, describe as describe_weights, readers
 from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
 from surojax.memory import nvme
@@ -65,7 +68,11 @@ from surojax.run.shared import check_shared, is_first
 from surojax.run.stop import StopSignal
 from surojax.step import state
 
-IDENTITY = ("model", "seed", "sequence_len", "sample_packing")  # fields that a run continues with, unchanged
+ADAPTER = "adapter"  # folder in the output_dir: the adapters in PEFT's format
+
+# Fields that a run continues with, unchanged.
+OF_ADAPTERS = (name for name in FIELDS if name not in ("lora_dtype", "lora_plus_ratio", "lora_dropout"))
+IDENTITY = ("model", "seed", "sequence_len", "sample_packing", "lora", *OF_ADAPTERS)
 
 
 class Result(NamedTuple):
@@ -102,7 +109,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     newest = checkpoint.find(output_dir / checkpoint.FOLDER)
     continues = newest is not None or c.resume_from_checkpoint not in ("auto", "no")
-    initial = None if continues else open_weights(c, run.model)
+    initial = None if continues and not c.lora else open_weights(c, run.model)
     checkpoint.check_room(output_dir, run.plan)
 
     # -- Data, and the checkpoint to continue from --------------------------------------------------------------------
@@ -115,6 +122,12 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
     samples = found.train
     check_length(samples.all, samples_per_step)
     identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}
+    if c.lora and initial:
+        identity["base"] = fingerprint(initial, run.model)
+    adapter = None
+    if c.lora_adapter and not continues:
+        adapter = adapters.read(c.lora_adapter, run.model)
+        adapters.check_continues(adapter, lora(c), identity["base"], c.lora_adapter)
     resume = find_resume(c, output_dir, identity, samples_per_step)
     meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
     first_step = meta["step"]
@@ -133,7 +146,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
             say(until_end.enter_context(nvme.claim(store)))
         if resume and first_step >= total_steps:
             say(f"nothing left to train: {resume} is at step {first_step} of {total_steps}; raise max_steps to go on")
-            return Result(checkpoint.restore(resume, run.plan, run.layers), [], resume, True)
+            return Result(restored(c, run, resume, initial), [], resume, True)
         check_shared(output_dir, json.dumps(c.to_dict() | meta | identity, sort_keys=True, default=str))
         output_dir.mkdir(parents=True, exist_ok=True)
         if is_first():
@@ -175,13 +188,13 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
             start = f"continuing from {resume.name}" if resume else "there is no checkpoint, so this starts anew"
             say(f"nvme: the last run ended within the update of step {step}, what it left is not used: {start}")
         if resume:
-            train_state = checkpoint.restore(resume, run.plan, run.layers)
+            train_state = restored(c, run, resume, initial)
             say(f"continuing from {resume}")
-        elif initial:
-            train_state = run.load_state(*readers(initial))
-            say(f"starting from {describe_weights(initial)}")
         else:
-            train_state = run.init_state(c.seed)
+            train_state = new_state(c, run, initial, adapter)
+            if initial:
+                beside = f", with the adapter in {c.lora_adapter}" if adapter else ""
+                say(f"starting from {describe_weights(initial)}{beside}")
 
         # -- Loop -----------------------------------------------------------------------------------------------------
         checkpoints = until_end.enter_context(Checkpoints(output_dir, save_total_limit=c.save_total_limit))
@@ -207,7 +220,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
                 )
                 check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last)
 
-        if initial:  # the loss that fine-tuning starts from
+        if initial and not resume:  # the loss that fine-tuning starts from
             history += [log.eval(first_step, **scores) for scores in evaluate(train_state.weights)]
             deferred.restart_clock()
         step = first_step
@@ -259,7 +272,34 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
         if is_first():
             say(evaluation_summary(output_dir))
         say(f"checkpoint: {checkpoints.last}")
+        if c.lora and finished:
+            say(f"adapter: {write_adapter(c, run, train_state.master, identity.get('base', ''))}")
         return Result(train_state, history, checkpoints.last, finished)
+
+
+def new_state(
+    c: Config, run: Assembly, initial: Tensors | None, adapter: adapters.Adapter | None = None
+) -> state.TrainState:
+    """The state before the first step, with these weights and this adapter, or with new ones."""
+    if initial is None:
+        return run.init_state(c.seed)
+    read = readers(initial, run.nf4_parts)
+    if adapter is None:
+        return run.load_state(*read, c.seed)
+    return run.load_state(*adapters.with_adapter(*read, adapter), reads_adapters=True)
+
+
+def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
+    """Writes the adapters of a state in PEFT's format into the output_dir; base: fingerprint of what they adapt."""
+    base_format = f"nf4 {c.model_dtype}" if c.qlora_bnb else adapters.STORED
+    found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), master), base, base_format)
+    return adapters.write(found, run.model, Path(c.output_dir).expanduser() / ADAPTER, base_name=c.model_path)
+
+
+def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) -> state.TrainState:
+    """The state in a checkpoint. With adapters, the base is not in it, but where the run took it from."""
+    base = new_state(c, run, initial).weights if c.lora else None
+    return checkpoint.restore(resume, run.plan, run.layers, base=base)
 
 
 def say(text: str) -> None:
@@ -317,7 +357,7 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
     saved = checks.restored_config(meta["config"], checkpoint.written_by(meta))
     changed = checkpoint.differences(saved.to_dict(), c.to_dict())
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] in IDENTITY}
-    fixed |= {k: (meta[k], v) for k, v in identity.items() if meta[k] != v}
+    fixed |= {k: (meta.get(k), v) for k, v in identity.items() if meta.get(k) != v}
     if fixed:
         what = ", ".join(f"{k} is {a!r} there and {b!r} here" for k, (a, b) in fixed.items())
         raise CheckpointError(f"checkpoint {found} is of another run: {what}; use the same, or another output_dir")
@@ -363,7 +403,7 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
         attention = chosen_here(c.attention, c.model_dtype, configs.head_dim(c), packed=True)
         say(planned.documents(attention, c.cp_method))
     shards = number_of_shards(run.mesh)
-    if shards > 1 and (replicated := replicated_matrices(run.params, run.engine.layouts.master)):
+    if shards > 1 and (replicated := replicated_matrices(run.engine.trained_params, run.engine.layouts.master)):
         say(f"note: not sharded over {shards} devices, which divide none of their dimensions: {replicated}")
 
 

@@ -135,7 +135,8 @@ def test_every_row_compares_two_different_things():
         compute = engine.model.compute
         chunks = compute.sequence_chunks, engine.lmhead_chunks, compute.cp_method
         settings = (engine.recompute_block, recompute, chunks, engine.packed, engine.pp_schedule)
-        return engine.table, shape, settings, engine.microbatches_per_fetch, s.split
+        trained = len(jax.tree.leaves(engine.layouts.master))
+        return engine.table, shape, settings, engine.microbatches_per_fetch, s.split, trained
 
     for s in SETTINGS[1:]:
         assert drawn(s) != drawn(table[s.like]), s.name

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from surojax.config.adapters import check_adapters
 from surojax.config.architecture import check_fp8_blocks, check_model
 from surojax.config.fields import (
     KINDS,
@@ -53,7 +54,7 @@ RULES = (
         "microbatches_per_fetch sequence_chunks lmhead_chunks dp_replicate_size tp_size cp_size pp_size "
         "model.vocab_size model.hidden_size model.intermediate_size "
         "model.num_hidden_layers model.num_attention_heads model.num_key_value_heads "
-        "model.rope_original_max_position_embeddings fp8_amax_history",
+        "model.rope_original_max_position_embeddings fp8_amax_history lora_rank",
         lambda v: v >= 1,
         "1 or more",
         "raise it",
@@ -71,7 +72,7 @@ RULES = (
     ),
     Rule(
         "learning_rate adamw_epsilon model.rms_norm_eps model.rope_theta model.initializer_range "
-        "model.rope_beta_slow model.rope_partial_rotary_factor",
+        "model.rope_beta_slow model.rope_partial_rotary_factor lora_alpha lora_plus_ratio",
         lambda v: v > 0,
         "more than 0",
         "--help shows the default",
@@ -83,7 +84,7 @@ RULES = (
         "divide a percentage by 100",
     ),
     Rule(
-        "adamw_beta1 adamw_beta2 muon_momentum muon_beta2",
+        "adamw_beta1 adamw_beta2 muon_momentum muon_beta2 lora_dropout",
         lambda v: 0 <= v < 1,
         "0 or more and below 1",
         "--help shows the default",
@@ -124,7 +125,7 @@ CHOICES: dict[str, tuple] = {
     "on_bad_row": ("error", "skip"),
     "train_on": ("assistant", "last", "all"),
     "model.model_type": tuple(FAMILIES),
-    **dict.fromkeys(("matmul_dtype", "gradient_dtype"), ("", *FLOATS)),
+    **dict.fromkeys(("matmul_dtype", "gradient_dtype", "lora_dtype"), ("", *FLOATS)),
     "attention": IMPLEMENTATIONS,
     "cp_method": METHODS,
     "kernels": KERNELS,
@@ -156,6 +157,7 @@ def check(c: Config) -> None:
         )
     _check_data(c)
     check_model(c)
+    check_adapters(c)
     _check_recipe(c)
     _check_schedule(c)
     _check_optimizer(c)

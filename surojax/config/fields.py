@@ -116,6 +116,21 @@ def default_config() -> Config:
     c.skip_quant_first_layers = 0  # number of first blocks that use recipe bf16
     c.skip_quant_last_layers = 0  # number of last blocks that use recipe bf16
 
+    # Adapters: low-rank updates of a frozen base
+    c.lora = False  # train adapters of the blocks' matrices; all else is frozen
+    c.lora_rank = 16  # columns and rows of an adapter's factors
+    c.lora_alpha = 32.0  # an adapter's product is multiplied by this / lora_rank
+    c.lora_dropout = 0.0  # probability that training leaves a number out of an adapter's input
+    c.lora_target_modules = "all-linear"  # comma list: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
+    c.lora_dtype = ""  # adapters' work weights and products: bfloat16 or float32; "" = model_dtype
+    c.use_rslora = False  # an adapter's product is multiplied by lora_alpha / sqrt(lora_rank)
+    c.use_dora = False  # train also the length of each row of an adapted matrix
+    c.lora_plus_ratio = 1.0  # learning rate of the factors b, which begin as zeros, over that of the others
+    c.qlora_bnb = False  # frozen matrices in NF4: 4 bits with double quantisation, as bitsandbytes stores them
+    c.lora_adapter = ""  # folder of an adapter in PEFT's format that training begins with; "" = new ones
+    c.lora_base_adapter = ""  # folder of an adapter in PEFT's format that is merged into the base, frozen with it
+    c.modules_to_save = ""  # comma list of outer layers that are trained whole: embed_tokens, lm_head
+
     # Memory
     c.zero_level = 1  # shards over dp_shard x cp: 1 = optimizer state, 2 = + gradients, 3 = + block weights
     c.shard_gradients = config_dict.placeholder(bool)  # shard the gradient accumulators; unset = zero_level >= 2

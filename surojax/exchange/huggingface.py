@@ -243,11 +243,13 @@ def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
     if found is None:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else found
+    if method == "bitsandbytes" and found.get("load_in_4bit") and found.get("bnb_4bit_quant_type") == "nf4":
+        return None  # every matrix says how it is quantised, see bitsandbytes.py
     block = found.get("weight_block_size") if method == "fp8" else None
     if isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block):
         return block[0], block[1]
     got = f"{method!r} without it" if method == "fp8" else repr(method)
     raise ConfigError(
-        "model_path: config.json: quantization_config: expected none, or quant_method 'fp8' with weight_block_size, "
-        f"got {got}; fetch the model before it was quantised"
+        "model_path: config.json: quantization_config: expected none, quant_method 'fp8' with weight_block_size, or "
+        f"'bitsandbytes' with bnb_4bit_quant_type 'nf4', got {got}; fetch the model before it was quantised"
     )

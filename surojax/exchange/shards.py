@@ -48,7 +48,10 @@ class Entry(NamedTuple):
 
 
 class Shard:
-    """A safetensors file, open for reading. Raises OSError if it cannot be read, ValueError if it is damaged."""
+    """A safetensors file, open for reading. Raises OSError if it cannot be read, ValueError if it is damaged.
+
+    entries: by name. metadata: what the file says beside its tensors.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -61,7 +64,7 @@ class Shard:
             header = json.loads(file.read(length))
         if not isinstance(header, dict):
             raise ValueError(f"its header is {type(header).__name__}, not an object")
-        header.pop("__metadata__", None)
+        self.metadata: dict[str, str] = dict(header.pop("__metadata__", None) or {})
         end = 8 + length
         for name, entry in header.items():
             self.entries[name], after = _entry(name, entry, 8 + length)
@@ -95,12 +98,19 @@ def _entry(name: str, entry: dict, data: int) -> tuple[Entry, int]:
     return Entry(dtype, shape, data + begin), data + end
 
 
-def write(path: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, tensors: Iterable[np.ndarray]) -> None:
+def write(
+    path: Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensors: Iterable[np.ndarray],
+    metadata: dict[str, str] | None = None,
+) -> None:
     """Writes a file with these tensors, of one dtype. Raises OSError.
 
     shapes: by name. tensors: in the same order, of that dtype; the next one is asked for when the last one is written.
+    metadata: what the file says beside its tensors.
     """
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"} | (metadata or {})}
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize

@@ -11,8 +11,9 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange import gguf, hub
+from surojax.exchange import adapters, gguf, hub
 from surojax.exchange.huggingface import read_config, settings
+from surojax.exchange.merge import Merged
 from surojax.exchange.weights import Tensors, Weights, check
 from surojax.models.model import Model
 
@@ -94,11 +95,16 @@ def resolved(c: Any) -> Any:
 
 
 def open_weights(c: Any, model: Model) -> Tensors | None:
-    """The weights that a config starts from, opened and checked; None if it draws new ones. Raises ConfigError."""
+    """The weights that a config starts from, opened and checked, with a `lora_base_adapter` merged into them.
+
+    None if it draws new ones. Raises ConfigError.
+    """
     if not c.model_path or c.from_scratch:
         return None
     weights = tensors_of(locate(c.model_path, weights=True))
     check(weights, model)
+    if c.lora_base_adapter:
+        return Merged(weights, adapters.read(c.lora_base_adapter, model), model)
     return weights
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from surojax.exchange.weights import name_of
 from surojax.models.model import Model
-from surojax.placement.param import OUTER
+from surojax.placement.param import OUTER, base
 from surojax.run.stored import StoredMaster
 
 
@@ -21,7 +21,7 @@ class CheckpointTensors:
             name_of(param): (f"{OUTER}.{param.name}", None) for param in jax.tree.leaves(model.outer_params)
         }
         for segment in model.segments:
-            for param in jax.tree.leaves(segment.params):
+            for param in jax.tree.leaves(base(segment.params)):
                 for l in range(segment.num_layers):
                     self._ours[name_of(param, segment, l)] = (f"{segment.name}.{param.name}", l)
 

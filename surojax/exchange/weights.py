@@ -15,12 +15,13 @@ import ml_dtypes
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange import parts
+from surojax.exchange import bitsandbytes, parts
 from surojax.exchange.families import NAMES, tensor_names
 from surojax.exchange.huggingface import block_size, read_config, read_whole_config
 from surojax.exchange.shards import Shard
 from surojax.models.model import Model, Segment
-from surojax.placement.param import OUTER, Param
+from surojax.numerics import nf4
+from surojax.placement.param import OUTER, Param, base
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "fetch the model again"
@@ -50,6 +51,8 @@ class Tensors(Protocol):
 class Weights:
     """The tensors of a folder with safetensors files; matrices in float8 are multiplied with their blocks' scales.
 
+    Matrices that bitsandbytes stored in NF4 are dequantised, or with `read_nf4` read as they are.
+
     Of a model of several parts they are those of its language model, and `left_aside` has the names of the others.
 
     Raises ConfigError if a file of the index is missing or damaged, if a tensor or its scales are not there, and if a
@@ -64,18 +67,25 @@ class Weights:
         self.left_aside: list[str] = sorted(files.keys() - set(self._stored_as.values()))
         shards = {name: self._open(name) for name in sorted({files[name] for name in self._stored_as.values()})}
         self._shard_of: dict[str, Shard] = {}
+        in_nf4 = bitsandbytes.matrices(set(self._stored_as))
+        self._beside = bitsandbytes.parts_of(in_nf4)
+        in_nf4 |= self._beside
         for tensor, name in self._stored_as.items():
             file = files[name]
             if name not in shards[file].entries:
                 raise ConfigError(f"model_path: {INDEX} names {name} in {file}, which does not have it; {AGAIN}")
             self._shard_of[tensor] = shards[file]
-            if (dtype := self._entry(tensor).dtype).kind in "biu":
+            if (dtype := self._entry(tensor).dtype).kind in "biu" and tensor not in in_nf4:
                 raise ConfigError(
                     f"model_path: {self.path}: expected {tensor} in a float dtype, got {dtype}; fetch the model before "
                     "it was quantised"
                 )
         self._in_float8 = {name for name in self._shard_of if self._entry(name).dtype in FLOAT8}
         self._block = self._check_scales() if self._in_float8 else (1, 1)
+        names = self._shard_of.keys()
+        self.in_nf4 = {
+            name: bitsandbytes.stored(name, set(names), self._read) for name in sorted(in_nf4 - self._beside)
+        }
 
     def _files(self) -> dict[str, str]:
         """The file of each tensor."""
@@ -126,15 +136,21 @@ class Weights:
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors but the scales of float8."""
-        return self._shard_of.keys() - {name + SCALES for name in self._in_float8}
+        """The names of all tensors but the scales of float8 and of NF4."""
+        return self._shard_of.keys() - {name + SCALES for name in self._in_float8} - self._beside
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        return self._entry(name).shape
+        return self.in_nf4[name].shape if name in self.in_nf4 else self._entry(name).shape
+
+    def read_nf4(self, name: str, parts: int) -> nf4.Nf4:
+        """A matrix of `in_nf4` as it is stored, for rows in so many parts."""
+        return bitsandbytes.quantised(name, self.in_nf4[name], self._read, parts)
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor in the dtype that it is stored in, or in float32 if that is float8."""
+        """A tensor in the dtype that it is stored in, in float32 if that is float8, dequantised if it is in NF4."""
+        if name in self.in_nf4:
+            return np.asarray(_dequantised_nf4(self.read_nf4(name, 1), self.in_nf4[name].dtype))
         if name not in self._in_float8:
             return self._read(name)
         scales = self._read(name + SCALES).astype(np.float32)
@@ -155,6 +171,11 @@ def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) 
     for i, of_rows in enumerate(scales):
         found[i * rows : (i + 1) * rows] *= np.repeat(of_rows, columns)[: found.shape[1]]
     return found
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _dequantised_nf4(q: nf4.Nf4, dtype: str) -> jax.Array:
+    return nf4.dequantise(q, dtype)
 
 
 def describe(tensors: Tensors) -> str:
@@ -179,7 +200,7 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     found = {NAMES["embed"]: outer.pop(NAMES["embed"])}
     for segment in model.segments:
         for l in range(segment.num_layers):
-            found |= {name_of(param, segment, l): param.shape for param in jax.tree.leaves(segment.params)}
+            found |= {name_of(param, segment, l): param.shape for param in jax.tree.leaves(base(segment.params))}
     return found | outer
 
 
@@ -204,11 +225,22 @@ def check(weights: Tensors, model: Model) -> None:
             )
 
 
-def readers(weights: Tensors) -> tuple[Callable[[Segment, int], Any], Callable[[Model], dict]]:
-    """Functions (segment, l) -> the arrays of its layer l, and model -> those of the outer layers."""
+def readers(
+    weights: Tensors, nf4_parts: Callable[[Segment, Param], int] | None = None
+) -> tuple[Callable[[Segment, int], Any], Callable[[Model], dict]]:
+    """Functions (segment, l) -> the arrays of its layer l, and model -> those of the outer layers.
+
+    nf4_parts: of a parameter, the parts that its rows are in if it stays in NF4; 0 if not. None: none does. Matrices
+    that are stored so are read as they are.
+    """
 
     def layer(segment: Segment, l: int):
-        return jax.tree.map(lambda param: weights.read(name_of(param, segment, l)), segment.params)
+        def one(param: Param):
+            name = name_of(param, segment, l)
+            parts = nf4_parts(segment, param) if nf4_parts and isinstance(weights, Weights) else 0
+            return weights.read_nf4(name, parts) if parts and name in weights.in_nf4 else weights.read(name)
+
+        return jax.tree.map(one, base(segment.params))
 
     def outer(model: Model) -> dict:
         return jax.tree.map(lambda param: weights.read(name_of(param)), model.params[OUTER])
@@ -231,5 +263,5 @@ def stacks(weights: Tensors, model: Model, dtype: str, sharding: jax.sharding.Sh
     def outer(param: Param) -> jax.Array:
         return jax.device_put(weights.read(name_of(param)).astype(dtype), sharding)
 
-    of_segments = {s.name: jax.tree.map(functools.partial(stack, s), s.params) for s in model.segments}
+    of_segments = {s.name: jax.tree.map(functools.partial(stack, s), base(s.params)) for s in model.segments}
     return of_segments | {OUTER: jax.tree.map(outer, model.outer_params)}

@@ -7,14 +7,16 @@ import jax
 
 from surojax import assembly
 from surojax.config.checks import check, check_vocabulary, restored_config
-from surojax.config.fields import default_config
+from surojax.config.fields import Config, default_config
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange import sources
+from surojax.exchange.base import check_base, fingerprint
 from surojax.exchange.weights import stacks
 from surojax.models.model import Model
 from surojax.placement.mesh import find_devices
+from surojax.placement.param import part_of, with_part
 from surojax.run import checkpoint
 
 
@@ -60,10 +62,26 @@ def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trai
     check_trained_with(meta, found_tokenizer)
     check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
     model = assembly.model(c)
-    shapes = model.abstract_params(c.model_dtype)
+    shapes = part_of(model.abstract_params(c.model_dtype), model.trained_params)
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)
+    base = base_of(c, meta, model, sharding) if c.lora else {}
     template = load_template(chat_template or c.chat_template, found_tokenizer)
-    return Trained(model, checkpoint.restore_weights(found, plan), found_tokenizer, template)
+    weights = with_part(base, checkpoint.restore_weights(found, plan))
+    return Trained(model, weights, found_tokenizer, template)
+
+
+def base_of(c: Config, meta: dict[str, Any], model: Model, sharding: jax.sharding.Sharding) -> dict:
+    """The work weights that a checkpoint's adapters belong to, from where its run took them.
+
+    Raises CheckpointError if there is another base by now.
+    """
+    found = sources.open_weights(c, model)
+    if found is None:
+        shapes = model.abstract_params(c.model_dtype)
+        new = jax.jit(lambda: jax.tree.map(lambda x, p: x.astype(p.dtype), model.init(c.seed), shapes))
+        return jax.device_put(new(), sharding)
+    check_base(fingerprint(found, model), meta["base"], str(found.path))
+    return stacks(found, model, c.model_dtype, sharding)
 
 
 def check_trained_with(meta: dict[str, Any], tokenizer: Tokenizer) -> None:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.models.model import PLAIN, Earlier, Variant
+from surojax.placement.param import part_of, with_part
 
 
 class Chunk(NamedTuple):
@@ -50,8 +51,12 @@ def chunks_of(length: int, number: int) -> list[Chunk]:
     return [Chunk(start, start + size) for start in range(0, length, size)]
 
 
-def block_functions(body: Callable, keys_values: Callable, number: int) -> tuple[Callable, Callable, Callable]:
+def block_functions(
+    body: Callable, keys_values: Callable, number: int, trained: dict
+) -> tuple[Callable, Callable, Callable]:
     """`block`, `block_forward` and `block_backward` of a `Segment`, in this number of chunks.
+
+    trained: the `Param`s of which gradients are computed.
 
     body: (weights, x `[B, C, D]`, Earlier, Variant, starts) -> (block of x, Earlier with the chunk's own keys and
     values). keys_values: (weights, x, index of its first token, Variant, starts) -> that Earlier alone.
@@ -83,10 +88,10 @@ def block_functions(body: Callable, keys_values: Callable, number: int) -> tuple
             first = chunk.start == 0
             earlier = Earlier() if first else jax.tree.map(lambda x, c=chunk: x[:, : c.start], everything)
 
-            def run(w, x_BCD, earlier, chunk=chunk):
-                return body(w, x_BCD, earlier, variant, chunk.of(starts_BS))
+            def run(w_trained, x_BCD, earlier, chunk=chunk):
+                return body(with_part(w, w_trained), x_BCD, earlier, variant, chunk.of(starts_BS))
 
-            (_, own), vjp = jax.vjp(run, w, x_BCD, earlier)
+            (_, own), vjp = jax.vjp(run, part_of(w, trained), x_BCD, earlier)
             d_own = jax.tree.map(jnp.zeros_like, own)
             if d_later.keys is not None:
                 d_own = jax.tree.map(lambda d, x, chunk=chunk: chunk.of(d).astype(x.dtype), d_later, own)
@@ -96,7 +101,7 @@ def block_functions(body: Callable, keys_values: Callable, number: int) -> tuple
                 before = None if d_later.keys is None else jax.tree.map(lambda d, c=chunk: d[:, : c.start], d_later)
                 d_later = _plus(before, d_earlier)
             d_stream = chunk.replaced(d_stream, dx_BCD)
-        return jax.tree.map(lambda d, x: d.astype(x.dtype), dw, w), d_stream, None
+        return jax.tree.map(lambda d, x: d.astype(x.dtype), dw, part_of(w, trained)), d_stream, None
 
     return block, block_forward, block_backward
 

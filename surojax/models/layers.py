@@ -8,13 +8,14 @@ h head dimension.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from surojax.models.model import Cache, Earlier
-from surojax.models.operations import Operations, recomputed
+from surojax.models.operations import Operations, Projection, recomputed
 from surojax.placement.param import Kind
 
 
@@ -25,14 +26,16 @@ def parameter(
     initializer,
     kind: Kind = Kind.MATRIX,
     product: int | None = None,
+    **declared: Any,
 ) -> nnx.Param:
     """A float32 parameter, declared by the logical names of its axes, its kind, and the product that it feeds.
 
     product: the number of its matrix product in the block, from which that product's random numbers follow (nvfp4).
-    Everything else follows from axes and kind: see `Param`, which `model.collect_params` makes of them.
+    declared: other fields of its `Param`, which `model.collect_params` makes. Everything else follows from axes and
+    kind.
     """
     named = nnx.with_partitioning(initializer, axes, eager_sharding=False)
-    return nnx.Param(named(rngs.params(), shape, jnp.float32), kind=kind, product=product)
+    return nnx.Param(named(rngs.params(), shape, jnp.float32), kind=kind, product=product, declared=declared)
 
 
 def vector(rngs: nnx.Rngs, size: int, axis: str, initializer) -> nnx.Param:
@@ -44,6 +47,15 @@ def norm_weight(rngs: nnx.Rngs, config, size: int, axis: str) -> nnx.Param:
     """The weight of an RMSNorm, which at first scales by 1."""
     initial = nnx.initializers.zeros if config.norm_plus_one else nnx.initializers.ones
     return vector(rngs, size, axis, initial)
+
+
+ADAPTER = "_lora"  # appended to the name of a matrix: the name of its adapter (lora.py) in the same module
+
+
+def projection(module: nnx.Module, weight: str, bias: str = "") -> Projection:
+    """The `Projection` of a module's matrix, its bias of this name if it has one, and its adapter."""
+    adapter = getattr(module, weight + ADAPTER, None)
+    return Projection(getattr(module, weight), getattr(module, bias, None), adapter)
 
 
 class Attention(nnx.Module):
@@ -74,8 +86,8 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values `[B, S, heads, h]` of x or norm(x). first: index of the first token in its row."""
         c = self.config
-        biases = (self.bq, self.bk, self.bv) if c.attention_bias else (None, None, None)
-        projected = ops.linears(x_BSD, (self.wq, self.wk, self.wv), biases, norm)
+        projections = [projection(self, f"w{name}", f"b{name}") for name in "qkv"]
+        projected = ops.linears(x_BSD, projections, norm)
         B, S, _ = projected[0].shape
         q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projected)
         if c.qk_norm:
@@ -91,7 +103,7 @@ class Attention(nnx.Module):
         q, k, v = self.heads(x_BSD, ops, norm, 0 if cache is None else cache.start)
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
         y_BSHh, cache = ops.attend(q, k, v, cache, scale=scale, softcap=c.attn_logit_softcapping)
-        return ops.linear(y_BSHh.reshape(*y_BSHh.shape[:2], -1), self.wo), cache
+        return ops.linear(y_BSHh.reshape(*y_BSHh.shape[:2], -1), projection(self, "wo")), cache
 
 
 class SwiGLU(nnx.Module):
@@ -110,9 +122,9 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None) -> jax.Array:
         """The MLP of x, or of norm(x), which is then recomputed."""
-        gate_BSF, up_BSF = ops.linears(x_BSD, (self.w_gate, self.w_up), (None, None), norm)
+        gate_BSF, up_BSF = ops.linears(x_BSD, [projection(self, name) for name in ("w_gate", "w_up")], norm)
 
         def down(gate_BSF, up_BSF):
-            return ops.linear(ops.gated(gate_BSF, up_BSF, self.activation), self.w_down)
+            return ops.linear(ops.gated(gate_BSF, up_BSF, self.activation), projection(self, "w_down"))
 
         return recomputed(down, ops.compute.recompute.swiglu)(gate_BSF, up_BSF)

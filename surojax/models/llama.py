@@ -19,11 +19,12 @@ from flax import nnx
 
 from surojax.models import chunked, llama_fp8
 from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
+from surojax.models.lora import Lora, add_adapters, frozen, with_adapters
 from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Heads, Model, Segment, Variant, collect_params
 from surojax.models.operations import NO_ROTATION, Operations, RopeScaling, linear, recomputed, softcapped
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
-from surojax.placement.param import OUTER, Kind
+from surojax.placement.param import OUTER, Kind, part_of, trainable, with_part
 
 BLOCKS = "blocks"  # the one segment
 
@@ -41,7 +42,8 @@ class LlamaConfig:
     qk_norm: RMSNorm on each head's queries and keys. norm_plus_one: norms scale by 1 + weight. sandwich_norms: norms
     also on what attention and MLP add to the residual stream. scale_embedding: by sqrt(hidden_size).
     query_pre_attn_scalar: attention scores are divided by its square root; 0: head_dim. attn_logit_softcapping,
-    final_logit_softcapping: caps of attention scores and logits, see `operations.softcapped`; 0: none.
+    final_logit_softcapping: caps of attention scores and logits, see `operations.softcapped`; 0: none. lora: adapters,
+    which are trained in place of all else; None: there are none.
     """
 
     vocab_size: int
@@ -69,6 +71,7 @@ class LlamaConfig:
     sliding_window_pattern: int = 0
     no_rope_layer_interval: int = 0
     initializer_range: float = 0.02
+    lora: Lora | None = None
 
     def variants(self, precision: Precision) -> tuple[Variant, ...]:
         """The `Variant` of each layer: whether the recipe is enabled, the attention window, the rotary embedding."""
@@ -131,6 +134,7 @@ class Block(nnx.Module):
         if config.sandwich_norms:
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()
+        add_adapters(self, config.lora, rngs=rngs)
 
     def keys_values(self, x_BSD: jax.Array, ops: Operations, first: int) -> Earlier:
         """Keys and values that attention makes of x. first: index in its row of the first token."""
@@ -256,7 +260,7 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
     def abstract(module) -> Any:
         return nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
 
-    params = collect_params({BLOCKS: abstract(Block), OUTER: abstract(Outer)})
+    params = frozen(collect_params({BLOCKS: abstract(Block), OUTER: abstract(Outer)}), config.lora)
     head = "embed" if config.tie_word_embeddings else "head"
     graph = nnx.graphdef(abstract(Block))
     # For sampling: a token at a time leaves the kernels' threads nothing to share.
@@ -273,7 +277,12 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
         starts_BS = None if cache.first is None else jnp.broadcast_to(cache.first[:, None], x_BSD.shape[:2])
         return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant, starts=starts_BS), cache)
 
-    block, block_forward, block_backward = _block_functions(config, compute, graph)
+    trained = trainable(params[BLOCKS])
+
+    def with_new_adapters(base, seed, l):
+        return with_adapters(base, part_of(init_layer(config, seed, l), trained))
+
+    block, block_forward, block_backward = _block_functions(config, compute, graph, trained)
     segment = Segment(
         name=BLOCKS,
         start=0,
@@ -291,6 +300,7 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
         block_backward=block_backward,
         cached_block=cached_block,
         last_products=() if config.sandwich_norms else (params[BLOCKS]["mlp"]["w_down"],),
+        with_adapters=with_new_adapters if config.lora else None,
     )
     return Model(
         vocab_size=config.vocab_size,
@@ -307,14 +317,24 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
         rebuild=functools.partial(_build, config),
         embedding_scale=config.embedding_scale,
         logit_softcap=config.final_logit_softcapping,
+        draws=_draws(config, compute),
     )
 
 
-def _block_functions(config: LlamaConfig, compute: Compute, graph) -> tuple[Callable, Callable, Callable]:
-    """`block`, `block_forward` and `block_backward` of a `Segment`: in float8 written out, else by reverse mode."""
+def _draws(config: LlamaConfig, compute: Compute) -> bool:
+    """Whether training draws random numbers in the blocks."""
+    return compute.precision.recipe == "nvfp4" or (config.lora is not None and config.lora.dropout > 0)
+
+
+def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> tuple[Callable, Callable, Callable]:
+    """`block`, `block_forward` and `block_backward` of a `Segment`: in float8 written out, else by reverse mode.
+
+    trained: the `Param`s of which gradients are computed.
+    """
     precision = compute.precision
+    draws = _draws(config, compute)
     if compute.sequence_chunks > 1:
-        return chunked.block_functions(*_chunk_functions(compute, graph), compute.sequence_chunks)
+        return chunked.block_functions(*_chunk_functions(compute, graph), compute.sequence_chunks, trained)
 
     def in_fp8(variant: Variant) -> bool:
         return variant.recipe_enabled and precision.fp8
@@ -323,7 +343,7 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph) -> tuple[Call
         if in_fp8(variant):
             ops = Operations(compute, variant, starts=starts_BS)
             return llama_fp8.block(config, ops, w, x_BSD, recipe_inputs), None
-        seed = recipe_inputs if precision.recipe == "nvfp4" else None
+        seed = recipe_inputs if draws else None
         x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant, seed, starts_BS))
         return x_BSD, None
 
@@ -333,10 +353,12 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph) -> tuple[Call
             x_BSD, saved = llama_fp8.forward(config, ops, w, x_BSD, recipe_inputs)
             return (x_BSD, None), saved
 
-        def run(w, x_BSD, starts_BS):
-            return block(w, x_BSD, recipe_inputs, variant, starts_BS)
+        def run(w_trained, w, x_BSD, starts_BS):
+            return block(with_part(w, w_trained), x_BSD, recipe_inputs, variant, starts_BS)
 
-        return jax.vjp(run, w, x_BSD, starts_BS, saveable_args=(False, True, False))
+        # Without a tangent, reverse mode computes no gradient of what is not trained.
+        how: Any = {"saveable_args": (False, False, True, False), "in_nzs": (True, False, True, True)}
+        return jax.vjp(run, part_of(w, trained), w, x_BSD, starts_BS, **how)
 
     def block_backward(w, saved, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
         if in_fp8(variant):
@@ -345,8 +367,8 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph) -> tuple[Call
             dw, dx_BSD, observed = llama_fp8.backward(config, ops, w, saved, dy_BSD, recipe_inputs)
             return dw, dx_BSD, observed if precision.delayed else None
         # As `saveable_args` asks for: neither weights nor starts are among what is saved. Weights are fetched again.
-        saved.args_res = [w, saved.args_res[1], starts_BS]
-        dw, dx_BSD, _ = saved(d_result)
+        saved.args_res = [part_of(w, trained), w, saved.args_res[2], starts_BS]
+        dw, _, dx_BSD, _ = saved(d_result)
         return dw, dx_BSD, fp8.unobserved(llama_fp8.SITES) if precision.delayed else None
 
     return block, block_forward, block_backward

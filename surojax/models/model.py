@@ -24,7 +24,7 @@ from flax import nnx
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
 from surojax.parallel.context import Method
-from surojax.placement.param import OUTER, Kind, Param
+from surojax.placement.param import OUTER, Kind, Param, trainable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,17 +122,19 @@ class Segment:
 
     init: (seed, number of a layer in the segment; may be traced) -> its new float32 arrays.
     block: (weights of a layer, x `[B, S, D]`, recipe_inputs, Variant, starts) -> (x, auxiliary loss). recipe_inputs:
-    scales `[sites]` (fp8_hybrid), a seed uint32 (nvfp4), else None, which is enough for a pass without gradients.
-    starts: int32 `[B, S]`, the index in its row at which each token's document starts, or None if a row is one
-    document. The auxiliary loss is float32 [], a mean over these tokens that training adds to its loss, if the segment
-    `has_auxiliary_loss`, else None.
+    scales `[sites]` (fp8_hybrid), a seed uint32 (if the model draws), else None, which is enough for a pass without
+    gradients. starts: int32 `[B, S]`, the index in its row at which each token's document starts, or None if a row is
+    one document. The auxiliary loss is float32 [], a mean over these tokens that training adds to its loss, if the
+    segment `has_auxiliary_loss`, else None.
     block_forward: the same arguments -> ((x, auxiliary loss), saved), where saved is what the backward pass reads in
     addition to the weights and starts.
     block_backward: (weights, saved, (dx, d auxiliary loss), recipe_inputs, Variant, starts) -> (gradients of the
-    weights, dx, observed: largest magnitudes `[sites]` of fp8_hybrid, else None).
+    weights that are trained, dx, observed: largest magnitudes `[sites]` of fp8_hybrid, else None).
     cached_block: (weights, x, Cache, Variant) -> (x, Cache), for sampling; as recipe bf16, by XLA.
     last_products: the matrices whose products are only added to the block's result. No gradient needs these products,
     so a recomputed block leaves them out.
+    with_adapters: (arrays of a layer without its adapters, seed, number of the layer) -> the arrays with new ones; None
+    if there are none.
     """
 
     name: str
@@ -147,6 +149,12 @@ class Segment:
     cached_block: Callable
     has_auxiliary_loss: bool = False
     last_products: tuple[Param, ...] = ()
+    with_adapters: Callable | None = None
+
+    @property
+    def trained_params(self) -> Any:
+        """Those of `params` that are trainable."""
+        return trainable(self.params)
 
     @property
     def num_layers(self) -> int:
@@ -160,7 +168,16 @@ class Segment:
     @property
     def matmul_size(self) -> int:
         """Parameters of one layer that multiply every token."""
-        return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params) if p.kind is Kind.MATRIX)
+        return self._multiplied(self.params)
+
+    @property
+    def trained_matmul_size(self) -> int:
+        """Those of `matmul_size` that are trained."""
+        return self._multiplied(self.trained_params)
+
+    def _multiplied(self, params) -> int:
+        found = (p for p in jax.tree.leaves(params) if p.kind in (Kind.MATRIX, Kind.FACTOR))
+        return sum(math.prod(p.shape) for p in found)
 
     @property
     def recomputed_matmul_size(self) -> int:
@@ -192,7 +209,7 @@ class Model:
     `[..., V]` float32, by XLA. rebuild: Compute -> this model computed so.
 
     embedding_scale: what the embedding is multiplied by, rounded to its dtype first. logit_softcap: the head's products
-    z become cap tanh(z / cap); 0: they are the logits.
+    z become cap tanh(z / cap); 0: they are the logits. draws: training draws random numbers in the blocks.
     """
 
     vocab_size: int
@@ -209,6 +226,7 @@ class Model:
     rebuild: Callable
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
+    draws: bool = False
 
     @property
     def precision(self) -> Precision:
@@ -222,6 +240,11 @@ class Model:
     def params(self) -> dict:
         """All `Param`s by section: of one layer for each segment, and the outer ones."""
         return {segment.name: segment.params for segment in self.segments} | {OUTER: self.outer_params}
+
+    @property
+    def trained_params(self) -> dict:
+        """Those of `params` that are trainable."""
+        return {name: trainable(section) for name, section in self.params.items()}
 
     @property
     def num_parameters(self) -> int:
@@ -239,6 +262,12 @@ class Model:
         """Parameters of the blocks and of the head that take part in matrix products once per token."""
         return self.block_matmul_params + self.vocab_size * self.hidden_size
 
+    @property
+    def trained_matmul_params(self) -> int:
+        """Those of `num_matmul_params` that are trained."""
+        head = self.vocab_size * self.hidden_size * self.outer_params[self.head].trainable
+        return head + sum(segment.num_layers * segment.trained_matmul_size for segment in self.segments)
+
     def init(self, seed: int | jax.Array) -> dict:
         """Random float32 parameters by section, all at once; `state.init_state` builds them layer by layer."""
 
@@ -248,10 +277,10 @@ class Model:
         return {segment.name: stack(segment) for segment in self.segments} | {OUTER: self.init_outer(seed)}
 
     def abstract_params(self, dtype="float32") -> dict:
-        """Shapes and dtypes of `init`, without building any array."""
+        """Shapes and dtypes of `init`, without building any array; dtype: of what does not declare its own."""
 
         def stack(layers: tuple[int, ...], params):
-            return jax.tree.map(lambda p: jax.ShapeDtypeStruct((*layers, *p.shape), dtype), params)
+            return jax.tree.map(lambda p: jax.ShapeDtypeStruct((*layers, *p.shape), p.dtype or dtype), params)
 
         stacks = {segment.name: stack((segment.num_layers,), segment.params) for segment in self.segments}
         return stacks | {OUTER: stack((), self.outer_params)}
@@ -347,7 +376,8 @@ def collect_params(modules: dict[str, Any]) -> dict[str, Any]:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             kind = variable.get_metadata("kind")
             axes = tuple(variable.get_metadata("out_sharding"))
-            params.append(Param(name, variable.get_value().shape, axes, kind, streams[section == OUTER]))
+            declared = variable.get_metadata("declared")
+            params.append(Param(name, variable.get_value().shape, axes, kind, streams[section == OUTER], **declared))
             streams[section == OUTER] += 2
         found[section] = structure.unflatten(params)
     return found

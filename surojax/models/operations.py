@@ -16,13 +16,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
+from pallas_kernels.quantize import random_bits
 from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
 from pallas_kernels.swiglu import swiglu as kernel_swiglu
@@ -273,13 +274,21 @@ def softcapped(x: jax.Array, cap: float) -> jax.Array:
 # --- what a block calls -----------------------------------------------------------------------------------------------
 
 
+class Projection(NamedTuple):
+    """A matrix, its bias, and its adapter (lora.py)."""
+
+    weight: nnx.Param
+    bias: nnx.Param | None = None
+    adapter: Callable | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Operations:
     """The operations of one layer, computed as `compute` and its variant say.
 
-    seed: uint32 [], of the recipe's random numbers (nvfp4). starts: int32 `[B, S]`, for each token of whole rows the
-    index in its row at which its document starts; None: a row is one document. Residuals that follow from starts are
-    made again in the backward pass.
+    seed: uint32 [], of the random numbers of the recipe (nvfp4) or of the adapters (dropout). starts: int32 `[B, S]`,
+    for each token of whole rows the index in its row at which its document starts; None: a row is one document.
+    Residuals that follow from starts are made again in the backward pass.
     """
 
     compute: Compute = DEFAULT
@@ -302,18 +311,25 @@ class Operations:
             precision = dataclasses.replace(precision, recipe="bf16")
         return recipe_product(precision, self.seed)
 
-    def linear(self, x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-        """x w^T (+ b) in the recipe's numbers; of this device's part of the sequence if a group divides the inputs."""
+    def _seed_of(self, number: int) -> jax.Array | None:
+        """The seed of a product's random numbers; None if there are none."""
+        return None if self.seed is None else random_bits(self.seed, jnp.uint32(number))
+
+    def linear(self, x: jax.Array, projection: Projection) -> jax.Array:
+        """x w^T (+ b) in the recipe's numbers, and what its adapter adds; of this device's part of the sequence if a
+        group divides the inputs."""
+        weight, bias, adapter = projection
         number = weight.get_metadata("product")
         *_, inputs = weight.get_metadata("out_sharding")
 
         def product(x, w):
             y = self._product(x, w, number=number)
+            y = y if adapter is None else adapter(x, w, y, inputs, self._seed_of(number))
             return reduce_scatter_sequence(y) if is_divided(inputs) else y
 
         return linear(x, weight[...], None if bias is None else bias[...], product)
 
-    def linears(self, x: jax.Array, weights: Sequence, biases: Sequence, norm: Callable | None) -> list[jax.Array]:
+    def linears(self, x: jax.Array, projections: Sequence[Projection], norm: Callable | None) -> list[jax.Array]:
         """Several `linear` of x, or of norm(x), which the backward pass then computes again.
 
         In a tensor-parallel group x is this device's part of the sequence, and the results are of all of it.
@@ -321,7 +337,7 @@ class Operations:
 
         def project(x):
             y = all_gather_sequence(norm(x) if norm else x)
-            return [self.linear(y, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+            return [self.linear(y, projection) for projection in projections]
 
         return recomputed(project, norm is not None)(x)
 

@@ -175,7 +175,7 @@ class Rule(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """The update rules for a model's tensors.
+    """The update rules for a model's tensors. factors: of adapters.
 
     scalars: (steps done, norm of all gradients) -> the values that the rules need. It has "lr" for the log, and "step"
     (1 in the first step) for the seeds.
@@ -184,11 +184,13 @@ class Optimizer(NamedTuple):
     matrices: Rule
     tables: Rule
     vectors: Rule
+    factors: Rule
     scalars: Callable[[jax.Array, jax.Array], Scalars]
 
     def rule(self, param: Param) -> Rule:
         """The rule for this kind of parameter."""
-        return {Kind.MATRIX: self.matrices, Kind.TABLE: self.tables, Kind.VECTOR: self.vectors}[param.kind]
+        rules = {Kind.MATRIX: self.matrices, Kind.TABLE: self.tables, Kind.VECTOR: self.vectors}
+        return (rules | {Kind.FACTOR: self.factors})[param.kind]
 
 
 def scalars(optimizer: Optimizer, done: jax.Array, grad_norm: jax.Array) -> Scalars:
@@ -267,11 +269,11 @@ def adamw(
 ) -> Optimizer:
     """AdamW for every tensor; settings: other arguments of `adamw_chain`. max_grad_norm: 0 means no clipping.
 
-    Decoupled weight decay applies to matrices and tables only (Loshchilov and Hutter 2019).
+    Decoupled weight decay applies to all but vectors (Loshchilov and Hutter 2019).
     """
     decayed = by_optax(adamw_chain(b1=b1, b2=b2, weight_decay=weight_decay, **settings))
     vectors = by_optax(adamw_chain(b1=b1, b2=b2, weight_decay=0.0, **settings))
-    return Optimizer(decayed, decayed, vectors, adam_scalars(schedule, b1, b2, max_grad_norm))
+    return Optimizer(decayed, decayed, vectors, decayed, adam_scalars(schedule, b1, b2, max_grad_norm))
 
 
 def adamw_chain(
@@ -368,7 +370,7 @@ def apply(optimizer: Optimizer, param: Param, layout: Layout, p, g, state, conte
 
     p, g, state: this device's shards of master weights, gradient and optimizer state; layout: of the master weights.
     """
-    tensor = TensorContext(context.scalars, layout, _seed(param, layout, context, p.size))
+    tensor = TensorContext(_scalars_of(param, context), layout, _seed(param, layout, context, p.size))
     return optimizer.rule(param).apply(p, g, state, tensor, dtype)
 
 
@@ -391,7 +393,13 @@ def apply_to_group(optimizer: Optimizer, param: Param, layout: Layout, p, g, sta
 def stack_context(param: Param, layout: Layout, context: UpdateContext, size: int) -> TensorContext:
     """The context of a rule for all layers `context.layer`; size: of one layer on this device."""
     seeds = jax.vmap(lambda l: _seed(param, layout, context._replace(layer=l), size))(context.layer)
-    return TensorContext(context.scalars, layout, seeds)
+    return TensorContext(_scalars_of(param, context), layout, seeds)
+
+
+def _scalars_of(param: Param, context: UpdateContext) -> Scalars:
+    """The step's scalars with the learning rate of this parameter."""
+    factor = param.learning_rate_factor
+    return context.scalars if factor == 1 else context.scalars | {"lr": factor * context.scalars["lr"]}
 
 
 def _seed(param: Param, layout: Layout, context: UpdateContext, size: int) -> jax.Array:

@@ -19,7 +19,7 @@ import jax
 from surojax.errors import ConfigError
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.mesh import DATA, KV_HEADS, PIPELINE, SHARD, SHARDS, TENSOR, shard_axes, shards
-from surojax.placement.param import OUTER, Kind, Param
+from surojax.placement.param import OUTER, Kind, Param, trainable
 from surojax.placement.table import Mesh, Placement, Row
 
 # Logical axis of a parameter -> the mesh axes that it is sharded over in every product.
@@ -30,6 +30,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "kv_heads": (KV_HEADS,),
     "head_dim": (),
     "mlp": TENSOR,
+    "rank": (),
 }
 
 
@@ -82,7 +83,7 @@ class Layouts(NamedTuple):
     """The layouts of a model by tensor class. Each is a dict by section, of trees with the structure of its parameters.
 
     weights: work weights. quants: their 8-bit copies, if they are persistent. grads: gradient accumulators. master,
-    moments: the optimizer's state, which ZeRO-1 always shards.
+    moments: the optimizer's state, which ZeRO-1 always shards. The last three have trainable parameters only.
     """
 
     weights: Any
@@ -99,8 +100,9 @@ def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
     """
 
     stages = (PIPELINE,) if PIPELINE in mesh.shape else ()
+    trained = {name: trainable(section) for name, section in params.items()}
 
-    def layers(row: Row) -> dict[str, Any]:
+    def layers(row: Row, params: dict) -> dict[str, Any]:
         """The layouts of all segments in this class."""
         segments = {name: of_segment for name, of_segment in params.items() if name != OUTER}
         return jax.tree.map(lambda param: dataclasses.replace(_zero(param, row, mesh), layers=stages), segments)
@@ -109,13 +111,17 @@ def layouts(params: dict, table: Placement, mesh: Mesh) -> Layouts:
         """The layouts of master weights or moments."""
         # Files store layers only. The outer layers are as large as a few layers and stay in pinned host memory.
         outer_row = dataclasses.replace(row, home=HOST) if row.home.in_file else row
-        return layers(row) | {OUTER: jax.tree.map(lambda param: _zero(param, outer_row, mesh), params[OUTER])}
+        of_outer = jax.tree.map(lambda param: _zero(param, outer_row, mesh), trained[OUTER])
+        return layers(row, trained) | {OUTER: of_outer}
 
-    outer = {OUTER: jax.tree.map(lambda param: _outer(param, table.outer, mesh), params[OUTER])}
+    def outer(params: dict) -> dict[str, Any]:
+        """The layouts of work weights and gradients of the outer layers."""
+        return {OUTER: jax.tree.map(lambda param: _outer(param, table.outer, mesh), params[OUTER])}
+
     return Layouts(
-        weights=layers(table.weights) | outer,
-        quants=layers(table.quants) | outer,
-        grads=layers(table.grads) | outer,
+        weights=layers(table.weights, params) | outer(params),
+        quants=layers(table.quants, params) | outer(params),
+        grads=layers(table.grads, trained) | outer(trained),
         master=state(table.master),
         moments=state(table.moments),
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from typing import Any
 
 OUTER = "outer"  # the section of embedding, final norm and head in a tree of parameters; other sections are of layers
 
@@ -12,6 +13,7 @@ class Kind(enum.Enum):
     MATRIX = "matrix"  # of a block, [out, in]: an operand of a matrix product
     TABLE = "table"  # embedding or head: a row for each entry of the vocabulary
     VECTOR = "vector"  # a norm's scale, a bias
+    FACTOR = "factor"  # of an adapter (models/lora.py): a small matrix, which no recipe rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,9 @@ class Param:
     shape: of one layer, without the layer axis; of the entire array for the outer layers.
     axes: logical names of its dimensions, see `layout.MESH_AXES`.
     stream: number of its random stream in stochastic rounding (optim/optimizer.py), unique in the model.
+    trainable: if not, it is only read: it has no gradient, accumulator, moments or master weights.
+    adapter: it belongs to an adapter, which the files of a model do not have.
+    dtype: of its work weights; "": that of the tensor class. learning_rate_factor: of its updates.
     """
 
     name: str
@@ -29,3 +34,40 @@ class Param:
     axes: tuple[str, ...]
     kind: Kind
     stream: int = 0
+    trainable: bool = True
+    adapter: bool = False
+    dtype: str = ""
+    learning_rate_factor: float = 1.0
+
+
+def trainable(params: dict) -> dict:
+    """The `Param`s of a tree that are trainable; a branch without any is left out."""
+    return _where(params, lambda param: param.trainable)
+
+
+def base(params: dict) -> dict:
+    """The `Param`s of a tree that belong to no adapter."""
+    return _where(params, lambda param: not param.adapter)
+
+
+def _where(params: dict, wanted) -> dict:
+    found = {}
+    for name, of_name in params.items():
+        if isinstance(of_name, dict):
+            if branch := _where(of_name, wanted):
+                found[name] = branch
+        elif wanted(of_name):
+            found[name] = of_name
+    return found
+
+
+def part_of(tree: Any, like: Any) -> Any:
+    """The part of a tree of dicts that has the names of `like`, another tree of dicts; leaves may be anything."""
+    return {name: part_of(tree[name], like[name]) for name in like} if isinstance(like, dict) else tree
+
+
+def with_part(tree: Any, new: Any) -> Any:
+    """A tree of dicts with the leaves of `new`, a part of it, in place of its own."""
+    if not isinstance(new, dict):
+        return new
+    return tree | {name: with_part(tree.get(name, {}), value) for name, value in new.items()}

@@ -21,6 +21,8 @@ recipes fp8_*, also on one device. By default they are made from `weights` whene
 `persistent_quants` they are made once, after the update, and stored in the state instead of the 16-bit matrices. Then
 `weights` has vectors only, and `offload_weights` moves these vectors only.
 
+With `qlora_bnb` block matrices that are not trained are `weights` in 4 bits: stored, copied and gathered so.
+
 Tensor parallelism shards what it divides in every class, before and besides `dp_shard` (`layout.MESH_AXES`).
 
 `layout.layouts` turns the table into a layout for each parameter and tensor class.
@@ -59,6 +61,7 @@ class Placement:
 
     quants: dtype "" if weights are not quantised; home is used if they are persistent.
     one_scale: quantised weights have one scale per matrix, and are operands of products (recipes fp8_*).
+    nf4: block matrices that are not trained are stored in NF4 (numerics/nf4.py), in the home of `weights`.
     reduce: how gradients are summed over `dp_shard x cp`, see `collectives.reduce_scatter`.
     copy_engine: the enabled settings of `collectives.COPY_ENGINE`.
     """
@@ -72,6 +75,7 @@ class Placement:
     residuals: Row
     persistent_quants: bool = False
     one_scale: bool = False
+    nf4: bool = False
     reduce: Reduce = "reduce_scatter"
     copy_engine: tuple[str, ...] = ()
 
@@ -100,6 +104,7 @@ def place(
     model_dtype: str = "bfloat16",
     accum_dtype: str = "float32",
     master_dtype: str = "float32",
+    qlora_bnb: bool = False,
     num_shards: int,
 ) -> Placement:
     """The table for these settings and `num_shards` devices of `dp_shard x cp`.
@@ -168,6 +173,7 @@ def place(
         residuals=Row("", False, home(offload_residual)),
         persistent_quants=persistent_quants,
         one_scale=one_scale,
+        nf4=qlora_bnb,
         reduce="int8" if zero_quantized_gradients else "all_to_all" if use_all_to_all_reduce else "reduce_scatter",
         copy_engine=("memcpy_all_gather",) * memcpy_all_gather + ("memcpy_send_recv",) * memcpy_send_recv,
     )

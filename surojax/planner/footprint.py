@@ -30,13 +30,13 @@ from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment, runs
-from surojax.numerics import quantize
+from surojax.numerics import nf4, quantize
 from surojax.numerics.quantize import is_quantized
 from surojax.parallel.schedule import SCHEDULES, layers_of_stage
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline_stages, shards, tensor_parallel
-from surojax.placement.param import OUTER, Kind, Param
+from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
 from surojax.planner.traffic import Batch, batch_of, layers_together
@@ -86,10 +86,12 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     x_bytes = _bytes(x)
     segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
     layer_bytes = max(segment.weights for segment in segments)
+    gradient_bytes = max(segment.gradients for segment in segments)
     fetched = max(segment.fetched for segment in segments)
     kept = max(segment.kept for segment in segments)
     block_grads = sum(segment.grads for segment in segments)
-    outer = jax.tree.leaves(plan.weights[OUTER])  # accumulators of outer layers are sharded like their work weights
+    # Accumulators of outer layers are sharded like their work weights.
+    outer = jax.tree.leaves(part_of(plan.weights[OUTER], plan.master[OUTER]))
     outer_size = sum(math.prod(w.sharding.shard_shape(w.shape)) for w in outer)
     outer_grads = jnp.dtype(grads.dtype).itemsize * outer_size
 
@@ -97,7 +99,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     logits = itemsize * (batch.tokens // engine.lmhead_chunks) * model.vocab_size // (per_sequence * stages)
     capped = logits if model.logit_softcap else 0  # the logits before the softcap are in memory too
     vocabulary = model.vocab_size // (tensor * stages) // (shards(run.mesh) if table.outer.sharded else 1)
-    head_gradient = itemsize * vocabulary * model.hidden_size
+    head_gradient = itemsize * vocabulary * model.hidden_size * model.outer_params[model.head].trainable
     head = (
         capped + logits + max(logits, head_gradient)
     )  # first the logits with their gradient, then with the head's gradient
@@ -132,6 +134,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     # Every other loop over layers has prefetched weights of its own.
     loops = sum(len(runs(segment.variants)) for segment in model.segments) + bool(work.resident)
     during_layer += (loops - 1) * fetched if during_head else 0
+    during_layer += layer_bytes if table.nf4 else 0  # the numbers of its weights, beside their codes
     in_loops = [x for segment in model.segments for x in runs(segment.variants)]
     if work.home.streamed and not work.sharded and any(comes_in_pairs(x.stop - x.start, x.period) for x in in_loops):
         during_layer += 3 * group * x_bytes  # activations of the other layer of a backward body
@@ -139,7 +142,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     during_layer += fetched // shards(run.mesh) if work.sharded and streamed else 0
     if table.quants.dtype and platform == "cpu":  # the 8-bit matrices that the weights are dequantised from
         during_layer += max(segment.size for segment in model.segments)
-    exchanged = {"reduce_scatter": 0, "all_to_all": 2 * layer_bytes, "int8": layer_bytes}[table.reduce]
+    exchanged = {"reduce_scatter": 0, "all_to_all": 2 * gradient_bytes, "int8": gradient_bytes}[table.reduce]
     exchanged = exchanged if shards(run.mesh) > 1 else 0  # gradients of a layer, sent and received
     if grads.home.streamed:
         # In flight: accumulators of the previous layer to the host, and of the last layer of every other segment. Those
@@ -160,8 +163,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     recompute_factor = (2 if platform == "cpu" else 1.1) if engine.recompute_block else 1
     values = max(segment.values(recompute_factor) for segment in segments)
     # The layer's weights are freed by then. A gradient is freed when it is reduced, or added to sums on the device.
-    gradients = max(layer_bytes // (2 if grads.sharded or grads.home.streamed else 1), exchanged)
-    block = values + 2 * layer_bytes if platform == "cpu" else max(values, gradients)
+    gradients = max(gradient_bytes // (2 if grads.sharded or grads.home.streamed else 1), exchanged)
+    block = values + layer_bytes + gradient_bytes if platform == "cpu" else max(values, gradients)
     update = _update_bytes(run, layer_state) - saved_on_device
     if in_file:  # all tensors of a layer are updated by one program, after the update of the outer layers
         update = layer_state + layer_bytes - outer_grads - saved_on_device
@@ -190,6 +193,7 @@ class SegmentBytes(NamedTuple):
     """Bytes of a segment on each device."""
 
     weights: int  # weights of one layer, in the dtype that products compute with
+    gradients: int  # gradients of one layer, in that dtype
     fetched: int  # weights of one layer, as they are all-gathered or copied to the device
     kept: int  # residuals of one layer, from the forward pass to the backward pass
     saved: int  # residuals of one layer if nothing is recomputed
@@ -212,6 +216,7 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     compute = run.model.compute
     layer = _in_products(run, segment)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
+    fetched = _in_nf4(segment.params, layer) if engine.table.nf4 else fetched
     packed = engine.packed
     chunks = compute.sequence_chunks
     # The backward pass has all residuals of a layer, or of one chunk, in memory at once, even if they are recomputed.
@@ -230,6 +235,7 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     state = run.plan.master[segment.name], run.plan.moments[segment.name]
     return SegmentBytes(
         weights=_bytes(layer),
+        gradients=_bytes(part_of(layer, segment.trained_params)),
         fetched=_bytes(fetched),
         kept=kept,
         saved=all_saved,
@@ -342,7 +348,7 @@ def _in_products(run: assembly.Assembly, segment: Segment):
 
     def one(param: Param, layout: Layout) -> jax.ShapeDtypeStruct:
         shape = jax.NamedSharding(run.mesh, layout.computed).shard_shape(param.shape)
-        return jax.ShapeDtypeStruct(shape, run.engine.table.weights.dtype)
+        return jax.ShapeDtypeStruct(shape, param.dtype or run.engine.table.weights.dtype)
 
     return jax.tree.map(one, segment.params, run.engine.layouts.weights[segment.name])
 
@@ -369,9 +375,18 @@ def _in_fp8(params, layer):
     return jax.eval_shape(lambda w: quantise_with_one_scale(params, w, quantize.DTYPES["fp8"]), layer)
 
 
+def _in_nf4(params, layer):
+    """The shapes of a layer's weights on one device with frozen matrices in NF4."""
+
+    def one(param: Param, x: jax.ShapeDtypeStruct):
+        return nf4.planned(x.shape) if param.kind is Kind.MATRIX and not param.trainable else x
+
+    return jax.tree.map(one, params, layer)
+
+
 def _shard_sizes(run: assembly.Assembly, of_class, segment: Segment) -> list[int]:
-    """Number of elements on one device of each parameter of one layer. of_class: the segment's layouts of a class."""
-    pairs = zip(jax.tree.leaves(segment.params), jax.tree.leaves(of_class), strict=True)
+    """Number of elements on one device of each trained parameter of one layer. of_class: the layouts of a class."""
+    pairs = zip(jax.tree.leaves(segment.trained_params), jax.tree.leaves(of_class), strict=True)
     return [math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape)) for p, layout in pairs]
 
 

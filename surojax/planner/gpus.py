@@ -47,6 +47,7 @@ MIB = 2**20
 # PCI Express base specification: transfers/s x lanes x 128b/130b coding / 8 bits, B/s per direction.
 PCIE_4_X16 = 16e9 * 16 * 128 / 130 / 8  # 31.5 GB/s
 PCIE_5_X16 = 32e9 * 16 * 128 / 130 / 8  # 63.0 GB/s
+PCIE_4_X8 = PCIE_4_X16 / 2  # 15.8 GB/s
 PCIE_5_X8 = PCIE_5_X16 / 2  # 31.5 GB/s
 GBIT = 1e9 / 8  # B/s
 
@@ -192,6 +193,28 @@ GPUS: dict[str, Gpu] = {
         clock=2.52e9,
         l2_bytes=72 * MIB,
         rates=Rates(products=0.97, link=12 * GB / PCIE_4_X16, collective_sms=0.03),
+    ),
+    # NVIDIA's GeForce RTX 4060 family specifications: 3,072 CUDA cores (24 SMs), boost 2.46 GHz, 128 bit at 17 Gbit/s =
+    # 272 GB/s, 242 AI TOPS (sparse FP8), PCIe Gen4 x8, 24 MB L2. Rates are derived: the RTX 4090's FLOP per SM and
+    # clock (512 bf16, 1024 FP8, 256 TF32 and FP32) x 24 SMs x 2.46 GHz. Check: FP8 gives 60.5, a quarter of 242.
+    # Memory: 7.63 GiB as PyTorch reports it under Linux (AIRI-Institute/HairFastGAN, issue 8). Products: torch reaches
+    # 31.2 of bfloat16 with 4096^3 (zzc0721/torch-performance-test-data, issue 66).
+    "rtx4060": Gpu(
+        name="NVIDIA GeForce RTX 4060",
+        compute_capability="8.9",
+        sm_count=24,
+        memory_bytes=7_813 * 2**20,
+        memory_bandwidth=272 * GB,
+        bf16_flops=30.2 * TFLOPS,
+        fp8_flops=60.5 * TFLOPS,
+        fp4_flops=None,
+        tf32_flops=15.1 * TFLOPS,
+        fp32_flops=15.1 * TFLOPS,
+        link_bandwidth=PCIE_4_X8,
+        pcie_bandwidth=PCIE_4_X8,
+        clock=2.46e9,
+        l2_bytes=24 * MIB,
+        rates=Rates(products=1.0),
     ),
     # "NVIDIA RTX Blackwell GPU Architecture" whitepaper, appendix, RTX 5090: 1,792 GB/s; dense with FP32 accumulate:
     # 209.5 bf16, 419 FP8, 1,676 FP4, 104.8 TF32; 104.8 FP32; 170 SMs; PCIe Gen5. No NVLink and no peer-to-peer, as the

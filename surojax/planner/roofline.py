@@ -33,9 +33,10 @@ import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.models.model import Segment
+from surojax.numerics import nf4
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import SHARD
-from surojax.placement.param import OUTER, Kind, Param
+from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.planner import footprint, links, traffic
 from surojax.planner.advice import OFFLOADS
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
@@ -73,19 +74,23 @@ class Work:
 def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]]) -> dict[str, int]:
     """Bytes per GPU of what each of OFFLOADS moves, in whichever memory; residuals: of one microbatch.
 
+    updated weights: those of the blocks that are trained.
     rows: `footprint.by_class` of the run, which does not count files.
     """
     both = {name: sum(row.values()) for name, row in rows.items()}
     outer = {k: v for k, v in run.plan.weights.items() if k == OUTER}
+    trained = part_of(run.plan.weights, run.plan.master)
     blocks = both["weights"] + both.get("quants", 0) - sum(bytes_per_device(outer, home) for home in (DEVICE, HOST))
     itemsize = jnp.dtype(run.engine.table.grads.dtype).itemsize
-    outer_size = sum(math.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(outer))
+    outer_size = sum(math.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(trained[OUTER]))
+    updated = {k: v for k, v in trained.items() if k != OUTER}
     return {
         "residual": both["activations"] // run.engine.microbatches_per_fetch,
         "optimizer": both["moments"] + bytes_per_device((run.plan.moments, run.plan.history), NVME),
         "master": both["master"] + bytes_per_device(run.plan.master, NVME),
         "grads": both["gradients"] - itemsize * outer_size,
         "weights": blocks,
+        "updated weights": sum(bytes_per_device(updated, home) for home in (DEVICE, HOST)),
     }
 
 
@@ -110,7 +115,7 @@ def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, in
         forward=forward,
         backward=backward + 2 * grads,  # accumulators are read and written
         head=_head(run, batch, gpu),
-        update_bytes=2 * (sizes["master"] + sizes["optimizer"]) + sizes["grads"] + sizes["weights"],
+        update_bytes=2 * (sizes["master"] + sizes["optimizer"]) + sizes["grads"] + sizes["updated weights"],
         gathered=gathers / 2,
         reduced=sum(added.values()) - gathers,
         once=sum(once.values()),
@@ -154,7 +159,7 @@ def phases(work: Work, offloaded: Collection[str], resident: float = 0.0) -> dic
         seconds=work.update_bytes / (work.gpu.memory_bandwidth * work.rates.memory),
         link=0.0,
         read=state + host["grads"],
-        written=state + weights,
+        written=state + work.sizes["updated weights"] * ("weights" in offloaded) * (1 - resident),
     )
     between = work.once / (work.gpu.link_bandwidth * work.rates.link)
     return {"forward": forward, "head": k * work.head, "backward": backward, "update": update, "between": between}
@@ -184,7 +189,7 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
     passes = sizes.saved / bandwidth
     attended, attended_back = _attention(segment, batch, gpu, sizes.scores)
     again = engine.recompute_block or model.compute.recompute.att
-    matrices = [p for p in jax.tree.leaves(segment.params) if p.kind is Kind.MATRIX]
+    matrices = [p for p in jax.tree.leaves(segment.params) if p.kind in (Kind.MATRIX, Kind.FACTOR)]
     forward = 0.0
     backward = 0.0
     for variant in segment.variants:
@@ -194,9 +199,13 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
         backward += FORWARD_PASSES * passes * (1 - sizes.kept / sizes.saved)  # what was not kept is computed again
         for p in matrices:
             ahead = _product(gpu, batch.tokens, p.shape[0], p.shape[1], low)
+            if traffic.in_nf4(run, p):  # codes are read and numbers written, in each pass
+                moved = math.prod(p.shape) * (nf4.bytes_per_number(p.shape[1]) + dtype.itemsize)
+                forward += moved / bandwidth
+                backward += moved / bandwidth
             forward += ahead
             backward += _product(gpu, batch.tokens, p.shape[1], p.shape[0], low_back)
-            backward += _product(gpu, p.shape[0], p.shape[1], batch.tokens, low_back)
+            backward += p.trainable * _product(gpu, p.shape[0], p.shape[1], batch.tokens, low_back)
             backward += ahead * _repeated(run, segment, p)
     return forward, backward
 
@@ -231,9 +240,10 @@ def _head(run: Assembly, batch: traffic.Batch, gpu: Gpu) -> float:
     vocabulary = model.vocab_size // shards
     dtype = str(jnp.dtype(table.outer.dtype))
     sizes = ((tokens, vocabulary, model.hidden_size), (tokens, model.hidden_size, vocabulary))
-    sizes += ((vocabulary, model.hidden_size, tokens),)
+    trained = model.outer_params[model.head].trainable
+    sizes += ((vocabulary, model.hidden_size, tokens),) * trained
     products = sum(_product(gpu, *size, HLO_DTYPES[dtype]) for size in sizes)
-    accumulator = vocabulary * model.hidden_size * jnp.dtype(table.grads.dtype).itemsize
+    accumulator = trained * vocabulary * model.hidden_size * jnp.dtype(table.grads.dtype).itemsize
     passes = LOGIT_PASSES * tokens * vocabulary * jnp.dtype(dtype).itemsize + accumulator
     return chunks * (products + passes / (gpu.memory_bandwidth * rates.memory))
 

@@ -16,6 +16,9 @@ bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes f
 matrix and 4 bytes for the scale of each of its blocks; fp8_* have no blocks. Vectors stay in the work dtype, gradients
 of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradients in one hop).
 
+Of a base that is frozen, below adapters, weights are gathered like others, and gradients and updates are those of the
+adapters alone.
+
 Replicated outer layers add a reduce-scatter and an all-gather once per step. Sharded outer layers transfer tokens
 instead: see `collective_bytes`, and for what NorMuon sends `_add_whole`. In all else, with tensor parallelism P is
 what a device of a group has; `tensor_bytes` says what its groups send besides, and `context_bytes` what attention sends
@@ -37,10 +40,12 @@ from surojax.assembly import Assembly
 from surojax.config.fields import Config
 from surojax.memory.host import parts
 from surojax.models.model import Segment
+from surojax.numerics import nf4
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.optim import optimizer as optim
 from surojax.parallel.schedule import SCHEDULES, layers_of_stage
+from surojax.placement.home import HOST
 from surojax.placement.layout import Layout, mesh_axes
 from surojax.placement.mesh import (
     CONTEXT,
@@ -56,8 +61,9 @@ from surojax.placement.mesh import (
     shards,
     tensor_parallel,
 )
-from surojax.placement.param import OUTER, Kind, Param
+from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.planner.gpus import Gpu
+from surojax.step.state_plan import bytes_per_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +99,14 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
     ring = (n - 1) / n
     blocks, replicated_blocks = _sizes(run, *_segments(run))
-    gathered = _in_8_bits(run, vectors=work) if table.quants.dtype else work * blocks
+    gathered = _gathered_bytes(run)
     stages = pipeline_stages(run.mesh)
-    if stages > 1:  # 2 passes over n layers fetch 2 (n + 1)
+    if stages > 1 and table.weights.sharded:  # 2 passes over n layers fetch 2 (n + 1)
         gathered += gathered / _layers(run, *run.model.segments)
-    sent["all-gather", over_shards] += ring * (2 * groups * gathered if table.weights.sharded else work * blocks)
+    sent["all-gather", over_shards] += ring * (2 * groups * gathered if table.weights.sharded else gathered)
     rounds, itemsize = (k, work) if table.grads.sharded else (1, accum)
     reduce = "reduce-scatter" if table.reduce == "reduce_scatter" else "all-to-all"
-    reduced = _in_8_bits(run, vectors=4) if table.reduce == "int8" else itemsize * blocks
+    reduced = _in_8_bits(run, run.engine.layouts.master, vectors=4) if table.reduce == "int8" else itemsize * blocks
     sent[reduce, over_shards] += ring * reduced * rounds
     sent["all-reduce", over_shards] += 2 * ring * itemsize * replicated_blocks * rounds
 
@@ -309,14 +315,15 @@ def _segments(run: Assembly) -> list[str]:
 
 
 def _with_layouts(run: Assembly, section: str) -> list[tuple[Param, Layout, Layout]]:
-    """(param, layout of its master weights, layout of its work weights) for each parameter of a section."""
+    """(param, layout of its master weights, layout of its work weights) for each trained parameter of a section."""
     layouts = run.engine.layouts
-    trees = run.params[section], layouts.master[section], layouts.weights[section]
+    master = layouts.master[section]
+    trees = part_of(run.params[section], master), master, part_of(layouts.weights[section], master)
     return list(zip(*map(jax.tree.leaves, trees), strict=True))
 
 
 def _sizes(run: Assembly, *sections: str) -> tuple[int, int]:
-    """(parameters whose state is sharded, parameters whose state is replicated) of sections of the model."""
+    """(trained parameters whose state is sharded, those whose state is replicated) of sections of the model."""
     layers = {segment.name: _layers(run, segment) for segment in run.model.segments} | {OUTER: 1}
     sharded = 0
     replicated = 0
@@ -330,18 +337,43 @@ def _sizes(run: Assembly, *sections: str) -> tuple[int, int]:
     return sharded, replicated
 
 
-def _in_8_bits(run: Assembly, vectors: int) -> float:
-    """Bytes of the layers' sharded parameters with matrices in 8 bits and their scales; vectors: bytes per number."""
+def _gathered_bytes(run: Assembly) -> float:
+    """Bytes of the layers' work weights that are gathered: of all of them in a pass, else of those that are updated."""
+    table, layouts = run.engine.table, run.engine.layouts
+    work = jnp.dtype(table.weights.dtype).itemsize
+    if table.weights.sharded:
+        return _in_8_bits(run, layouts.weights, vectors=work, matrices=0 if table.quants.dtype else work)
+    return _in_8_bits(run, layouts.master, vectors=work, matrices=work) / pipeline_stages(run.mesh)
+
+
+def _in_8_bits(run: Assembly, of_class: dict, vectors: int, matrices: int = 0) -> float:
+    """Bytes of the layers' parameters that are sharded in a class, with matrices in 8 bits and their scales.
+
+    vectors, matrices: bytes per number; of matrices 0 means 8 bits.
+    """
     total = 0.0
     for segment in run.model.segments:
-        for p, master, _ in _with_layouts(run, segment.name):
-            if master.sharded_dim is None:
+        for p, layout in _pairs(run, segment.name, of_class):
+            if layout.sharded_dim is None:
                 continue
-            row = jax.NamedSharding(run.mesh, master.stored).shard_shape(p.shape)[-1]
+            row = jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape)[-1]
             scale = 0 if run.engine.table.one_scale else 4 / block_size(row)  # one scale per matrix is not gathered
-            number = 1 + scale if p.kind is Kind.MATRIX else vectors
-            total += _layers(run, segment) * _size(run, p, master) * number
+            number = (matrices or 1 + scale) if p.kind is Kind.MATRIX else vectors
+            number = jnp.dtype(p.dtype).itemsize if p.dtype else number
+            number = nf4.bytes_per_number(row) if in_nf4(run, p) else number
+            total += _layers(run, segment) * _size(run, p, layout) * number
     return total
+
+
+def in_nf4(run: Assembly, p: Param) -> bool:
+    """Whether a parameter is stored in NF4."""
+    return run.engine.table.nf4 and p.kind is Kind.MATRIX and not p.trainable
+
+
+def _pairs(run: Assembly, section: str, of_class: dict) -> list[tuple[Param, Layout]]:
+    """(param, layout) for each parameter of a section that a class has."""
+    layouts = of_class[section]
+    return list(zip(jax.tree.leaves(part_of(run.params[section], layouts)), jax.tree.leaves(layouts), strict=True))
 
 
 def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dict[str, float]:
@@ -355,14 +387,15 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     work_dtype = run.engine.table.weights.dtype
     found = collections.defaultdict[str, float](float)
     attention = sum(segment.attention_flops(sequence_len) for segment in model.segments)
-    total = 3 * (2.0 * model.num_matmul_params + attention)  # one pass forward, two backward
+    # One pass forward, two backward: gradients of inputs, and of what is trained.
+    total = 2.0 * (2 * model.num_matmul_params + model.trained_matmul_params) + 3 * attention
     total += attention if again else 0
     for segment in model.segments:
         for variant in segment.variants:
             forward, backward = operands(model.precision, variant.recipe_enabled, work_dtype)
             recomputed = segment.recomputed_matmul_size if again else 0
             found[forward] += 2 * (segment.matmul_size + recomputed)
-            found[backward] += 4 * segment.matmul_size
+            found[backward] += 2 * (segment.matmul_size + segment.trained_matmul_size)
             total += 2 * recomputed
     found[work_dtype] += total - sum(found.values())
     return dict(found)
@@ -404,17 +437,23 @@ def compute_time(gpu: Gpu, flops: dict[str, float]) -> float:
 
 def device_traffic(run: Assembly, batch: Batch) -> int:
     """Least bytes that a step reads from and writes to device memory on each GPU: weights, state and residuals."""
+    model = run.model
+    weights_of = run.engine.layouts.weights
     engine = run.engine
     n = shards(run.mesh)
     k = batch.microbatches
     table = engine.table
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
-    blocks = sum(_sizes(run, *_segments(run)))
-    outer = sum(_sizes(run, OUTER))
+    trained = sum(_sizes(run, *_segments(run)))
+    blocks = sum(s.num_layers * _size(run, *pair) for s in model.segments for pair in _pairs(run, s.name, weights_of))
+    blocks //= pipeline_stages(run.mesh)
+    outer = sum(_size(run, *pair) for pair in _pairs(run, OUTER, weights_of))
     passes = 3 if engine.recompute_block else 2
     stored = 1 if table.persistent_quants else work
+    if table.nf4:  # codes are read, numbers written and read
+        stored = nf4.bytes_per_number(model.hidden_size) + 2 * work
     weights = k * (passes * stored * blocks + 3 * work * outer / (n if table.outer.sharded else 1))
-    gradients = 2 * k * accum * blocks / (n if table.grads.sharded else 1)
+    gradients = 2 * k * accum * trained / (n if table.grads.sharded else 1)
     state = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves((run.plan.master, run.plan.moments))
@@ -428,7 +467,8 @@ def device_traffic(run: Assembly, batch: Batch) -> int:
 def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
     """(host to device, device to host) bytes per step and GPU; rows: bytes by class of tensors and by memory.
 
-    Weights, or their persistent 8-bit copies, are read twice a group of microbatches and written once a step. Gradients
+    Weights, or their persistent 8-bit copies, are read twice a group of microbatches; those that are trained are
+    written once a step. Gradients
     are written once a group, and read by the next group or the update. Residuals are written and read once a
     microbatch. Master weights and moments are read and written once a step; those in files pass through host memory.
     """
@@ -448,7 +488,7 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
         fetched += fetched // layers
         grads = (groups + 1) * (host["grads"] + host["grads"] // layers) + host["grads"]
     read = fetched + grads + residuals + state
-    written = weights + grads + residuals + state
+    written = bytes_per_device(part_of(run.plan.weights, run.plan.master), HOST) + grads + residuals + state
     return read, written
 
 

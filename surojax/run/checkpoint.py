@@ -52,7 +52,7 @@ from surojax.optim.optimizer import Moments8bit
 from surojax.optim.reblock import reblocked
 from surojax.parallel.feed import from_host
 from surojax.placement.home import DEVICE, HOST
-from surojax.placement.param import OUTER
+from surojax.placement.param import OUTER, part_of, with_part
 from surojax.run.checksum import checksums, name_of
 from surojax.step.state import (
     TrainState,
@@ -158,7 +158,7 @@ class Checkpoints:
         if store := store_of(state):
             store.settle()
         step = meta["step"]
-        sums, bad = checksums(weights=state.weights, master=state.master, moments=state.moments)
+        sums, bad = checksums(weights=part_of(state.weights, state.master), master=state.master, moments=state.moments)
         if bad:
             raise CheckpointError(
                 f"no checkpoint of step {step} was written: {bad[0]} holds NaN or infinity, as do {len(bad) - 1} other "
@@ -203,17 +203,21 @@ class Checkpoints:
         return _Translate(message)
 
 
-def restore(path: Path, plan: TrainState, layers: dict[str, int] | None = None) -> TrainState:
+def restore(
+    path: Path, plan: TrainState, layers: dict[str, int] | None = None, *, base: dict | None = None
+) -> TrainState:
     """Returns the state in a checkpoint. Each array is read directly into its planned sharding, or into its file.
 
-    layers: how many entries of a segment's planned stacks are layers; None: all of them. Raises CheckpointError if the
+    layers: how many entries of a segment's planned stacks are layers; None: all of them. base: work weights, of which
+    those that are not trained, and so not in the checkpoint, are taken; None: all are. Raises CheckpointError if the
     checkpoint cannot be used, NvmeError or ConfigError if a file of the plan cannot be written.
     """
     meta = read_meta(path)
     with readable(path):
         stored = _stored_moments(path, plan.moments, meta)
         loaded = _load(path, {"master": plan.master, "moments": stored}, meta, layers or {})
-        weights = _work_weights(loaded["master"], plan)
+        of_trained = plan._replace(weights=part_of(plan.weights, plan.master))
+        weights = with_part(base or {}, _work_weights(loaded["master"], of_trained))
         step = from_host(np.int32(meta["step"]), plan.step.sharding)
         state = TrainState(step, weights, loaded["master"], loaded["moments"], _history(path, plan))
         _verify(meta, master=state.master, moments=state.moments)

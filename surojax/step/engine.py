@@ -280,7 +280,7 @@ def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: ja
     if precision.delayed:
         scales = delayed_scales(history, model.sites, precision.margin, scale)
         return lambda a, l: scales[l]
-    if precision.recipe == "nvfp4":
+    if model.draws:
         device, devices = collectives.device_number(*TOKENS)
 
         def word(i) -> jax.Array:

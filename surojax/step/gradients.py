@@ -26,7 +26,7 @@ from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import REPLICATE, SHARDS, TOKENS
-from surojax.placement.param import OUTER
+from surojax.placement.param import OUTER, part_of
 from surojax.step.spec import Engine
 from surojax.step.weights import Layer, fetch
 
@@ -62,7 +62,8 @@ def add(tree, more):
 
 
 def accumulators(engine: Engine, weights) -> Accumulators:
-    """Zeros: the layers' as the placement says, the outer ones as their weights (summed over devices once per step).
+    """Zeros for all that is trained: the layers' as the placement says, the outer ones as their weights (summed over
+    devices once per step).
 
     In host memory the layers' may hold anything; see `read_accumulator`.
     """
@@ -72,7 +73,8 @@ def accumulators(engine: Engine, weights) -> Accumulators:
     def zeros(w: jax.Array, layout: Layout) -> jax.Array:
         return varying(jnp.zeros(w.shape, row.dtype), (*TOKENS, *layout.computed_axes))
 
-    outer = jax.tree.map(zeros, weights[OUTER], engine.layouts.weights[OUTER])
+    layouts = engine.layouts.grads[OUTER]
+    outer = jax.tree.map(zeros, part_of(weights[OUTER], layouts), layouts)
     return Accumulators(layers, outer)
 
 
@@ -83,8 +85,9 @@ def new_sums(engine: Engine, segment: Segment, weights) -> LayerSums:
     stack = parts(weights)[0].stack
 
     def gradient_of_layer():
-        w = dequantise_all(fetch(engine, segment, stack, 0, segment.variants[0]), engine.table.weights.dtype)
-        return collectives.reduce_scatter(w, segment.params, layouts) if row.sharded else w
+        w = part_of(fetch(engine, segment, stack, 0, segment.variants[0]), layouts)
+        w = dequantise_all(w, engine.table.weights.dtype)
+        return collectives.reduce_scatter(w, segment.trained_params, layouts) if row.sharded else w
 
     def axes(layout: Layout) -> tuple[str, ...]:
         # A replicated array of sharded accumulators is summed over dp_shard and cp at every push: it is the same there.
@@ -120,7 +123,7 @@ def accumulate(engine: Engine, segment: Segment, sums, dw):
     table = engine.table
     if table.grads.sharded:
         layouts = engine.layouts.master[segment.name]
-        dw = collectives.reduce_scatter_in_turn(dw, segment.params, layouts, table.reduce)
+        dw = collectives.reduce_scatter_in_turn(dw, segment.trained_params, layouts, table.reduce)
     return add(sums, dw)
 
 
@@ -158,7 +161,7 @@ def push(engine: Engine, segment: Segment, grads: Accumulators, sums, layer: Lay
     stack = grads.layers[segment.name].stack
     if last:
         if replicated_stacks(engine):
-            sums = collectives.reduce_scatter_in_turn(sums, segment.params, layouts, table.reduce)
+            sums = collectives.reduce_scatter_in_turn(sums, segment.trained_params, layouts, table.reduce)
         sums = collectives.add_up(sums, REPLICATE)
     in_place = sums_in_place(engine)
     if not in_place:

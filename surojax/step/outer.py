@@ -60,7 +60,9 @@ def _rows(outer: dict, tokens_BS: jax.Array, axes: Axes) -> jax.Array:
 
 
 def push_embed(grads: dict, tokens_BS: jax.Array, dx_BSD: jax.Array, axes: Axes, scale: float = 1.0) -> dict:
-    """Adds the gradient of `embed` to the accumulators of the outer layers; returns all of them."""
+    """Adds the gradient of `embed` to the accumulators of the outer layers, if it is trained; returns all of them."""
+    if "embed" not in grads:
+        return grads
     table = grads["embed"]
     dx_BSD = dx_BSD if scale == 1 else dx_BSD * jnp.asarray(scale, dx_BSD.dtype)
     rows = tokens_BS
@@ -88,19 +90,21 @@ def head(
 
     The tokens are processed in `chunks` slices. Loss and gradient of a slice are computed together, so the logits of
     one slice are in memory at a time and are never recomputed. dx is written over x. Gradients are of the loss plus
-    z_loss * lse^2 per token; the returned loss is without that term.
+    z_loss * lse^2 per token; the returned loss is without that term. No gradient is computed of what has no accumulator
+    in `grads`.
     """
     x_ND = x_BSD.reshape(-1, x_BSD.shape[-1])
     labels_N = labels_BS.reshape(-1)
     used = {name: outer[name] for name in model.head_uses}
     n = labels_N.size // chunks
     loss_and_gradients = functools.partial(_sharded_slice, axes) if axes else _replicated_slice
+    trained = [name for name in used if name in grads]
 
     def chunk(c, carry):
         x_ND, grads, total = carry
         x, labels = (jax.lax.dynamic_slice_in_dim(v, c * n, n) for v in (x_ND, labels_N))
-        loss, d_used, dx = loss_and_gradients(model, used, x, labels, scale, z_loss)
-        grads = grads | add({name: grads[name] for name in used}, d_used)
+        loss, d_used, dx = loss_and_gradients(model, used, trained, x, labels, scale, z_loss)
+        grads = grads | add({name: grads[name] for name in trained}, d_used)
         return jax.lax.dynamic_update_slice_in_dim(x_ND, dx, c * n, 0), grads, total + loss
 
     x_ND, grads, total = jax.lax.fori_loop(0, chunks, chunk, (x_ND, grads, varying(jnp.float32(0), AXES)))
@@ -126,16 +130,19 @@ def loss(model: Model, outer: dict, x_BSD, labels_BS, *, chunks: int, axes: Axes
     return jax.lax.fori_loop(0, chunks, chunk, varying(jnp.float32(0), AXES))
 
 
-def _replicated_slice(model: Model, used: dict, x_ND, labels_N, scale, z_loss: float):
-    """(summed loss, gradients of `used`, gradient of x) of a slice of tokens, if the head is replicated."""
+def _replicated_slice(model: Model, used: dict, trained: list[str], x_ND, labels_N, scale, z_loss: float):
+    """(summed loss, gradients of those of `used` that are trained, gradient of x) of a slice of tokens.
+
+    The head is replicated.
+    """
     y_ND, final_vjp, table_VD = _final(model, used, x_ND)
     logits_NV, capped_vjp = _logits(model, y_ND, table_VD)
     out = kernel.loss_and_gradient(
         logits_NV, labels_N, scale, z_loss=z_loss, in_place=True, implementation=model.precision.implementation
     )
-    d_table_VD, dy_ND = _products(capped_vjp(out.d_logits), y_ND, table_VD)
+    d_table, dy_ND = _products(model, trained, capped_vjp(out.d_logits), y_ND, table_VD)
     d_others, dx_ND = final_vjp(dy_ND)
-    return -jnp.sum(out.logprob), d_others | {model.head: d_table_VD}, dx_ND
+    return -jnp.sum(out.logprob), _of(trained, d_others | d_table), dx_ND
 
 
 def _final(model: Model, used: dict, x_ND):
@@ -153,9 +160,17 @@ def _logits(model: Model, y_ND: jax.Array, table_VD: jax.Array) -> tuple[jax.Arr
     return logits_NV, lambda d_logits_NV: vjp(d_logits_NV)[0]
 
 
-def _products(d_logits_Mv, y_MD, table_vD):
-    """(gradient of the head's matrix, gradient of y) from these gradients of the logits."""
-    return jax.lax.dot_general(d_logits_Mv, y_MD, (((0,), (0,)), ((), ()))), d_logits_Mv @ table_vD
+def _products(model: Model, trained: list[str], d_logits_Mv, y_MD, table_vD) -> tuple[dict, jax.Array]:
+    """(gradient of the head's matrix by its name, if it is trained; gradient of y) from these of the logits."""
+    d_table = {}
+    if model.head in trained:
+        d_table[model.head] = jax.lax.dot_general(d_logits_Mv, y_MD, (((0,), (0,)), ((), ())))
+    return d_table, d_logits_Mv @ table_vD
+
+
+def _of(names: list[str], tree: dict) -> dict:
+    """These entries of a dict."""
+    return {name: tree[name] for name in names}
 
 
 def _gather_slice(axes: Axes, y_ND, labels_N):
@@ -165,13 +180,14 @@ def _gather_slice(axes: Axes, y_ND, labels_N):
     return y_MD, labels_M, owner_M == device_number(*axes)[0]
 
 
-def _sharded_slice(axes: Axes, model: Model, used: dict, x_ND, labels_N, scale, z_loss: float):
+def _sharded_slice(axes: Axes, model: Model, used: dict, trained: list[str], x_ND, labels_N, scale, z_loss: float):
     """`_replicated_slice` for a sharded head; the loss is this device's term of the sum over all devices."""
     y_ND, final_vjp, table_vD = _final(model, used, x_ND)
     y_MD, labels_M, mine_M = _gather_slice(axes, y_ND, labels_N)
     logits_Mv, capped_vjp = _logits(model, y_MD, table_vD)
     value, d_logits_Mv = sharded_cross_entropy(logits_Mv, labels_M, mine_M, axes, z_loss)
-    d_table_vD, dy_MD = _products(capped_vjp((d_logits_Mv * scale).astype(table_vD.dtype)), y_MD, table_vD)
+    d_logits_Mv = capped_vjp((d_logits_Mv * scale).astype(table_vD.dtype))
+    d_table, dy_MD = _products(model, trained, d_logits_Mv, y_MD, table_vD)
     dy_ND = jax.lax.psum_scatter(dy_MD, axes, scatter_dimension=0, tiled=True)
     d_others, dx_ND = final_vjp(dy_ND)
-    return value, d_others | {model.head: d_table_vD}, dx_ND
+    return value, _of(trained, d_others | d_table), dx_ND

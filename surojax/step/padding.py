@@ -52,6 +52,6 @@ def zeros_beyond(segment: Segment, l: jax.Array, layer):
     return jax.tree.map(lambda x: jnp.where(l < segment.num_layers, x, jnp.zeros_like(x)), layer)
 
 
-def zeros(segment: Segment):
-    """The initial values of an entry that is no layer, as numpy arrays."""
-    return jax.tree.map(lambda param: np.zeros(param.shape, np.float32), segment.params)
+def zeros(params: dict) -> dict:
+    """The initial values of these `Param`s in an entry that is no layer, as numpy arrays."""
+    return jax.tree.map(lambda param: np.zeros(param.shape, np.float32), params)

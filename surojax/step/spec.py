@@ -34,6 +34,11 @@ class Engine:
         return self.model.params
 
     @property
+    def trained_params(self) -> dict:
+        """Those of `params` that are trainable."""
+        return self.model.trained_params
+
+    @property
     def vocabulary_axes(self) -> tuple[str, ...]:
         """The mesh axes over which rows of the embedding and of the head are sharded; () if they are replicated."""
         return self.layouts.weights[OUTER]["embed"].computed_axes

@@ -11,11 +11,12 @@ import numpy as np
 from surojax.memory.host import joined, parts, put, read, write
 from surojax.memory.nvme import InFile, store_of
 from surojax.models.model import Model, Segment
+from surojax.numerics import nf4
 from surojax.numerics.quantize import work_copy
 from surojax.optim import optimizer as optim
 from surojax.parallel.feed import from_host
 from surojax.placement.home import DEVICE
-from surojax.placement.param import OUTER
+from surojax.placement.param import OUTER, base, part_of, trainable, with_part
 from surojax.step import padding
 
 
@@ -24,8 +25,9 @@ class TrainState(NamedTuple):
 
     weights, master and moments are dicts by section of the model. A segment has stacks `[L, ...]` of its layers.
     `weights` is always `master` cast to the work dtype, and with `persistent_quants` quantised after the cast, so
-    checkpoints contain `master` only. No random generator state is needed: random numbers are derived from a position
-    and either the run's seed (initial weights, order of the data) or the step (rounding).
+    checkpoints contain `master` only. What is not trained has `weights` alone, which no step changes. No random
+    generator state is needed: random numbers are derived from a position and either the run's seed (initial weights,
+    order of the data) or the step (rounding).
     """
 
     step: Any  # int32 scalar: number of optimizer steps done
@@ -133,11 +135,11 @@ def work_function(weights, dtype) -> Callable:
 
 def work_dtype(plan: TrainState):
     """The dtype of work weights that are not quantised."""
-    return jax.tree.leaves(plan.weights[OUTER])[0].dtype
+    return (jax.tree.leaves(plan.weights[OUTER]) or jax.tree.leaves(plan.weights))[0].dtype
 
 
 def work_weights(master, plan: TrainState):
-    """Work weights made from master weights, inside `jit`, one layer at a time."""
+    """Work weights made from master weights, inside `jit`, one layer at a time. plan: of what is trained."""
     weights = {}
     for name in segment_names(plan.weights):
         work = work_function(plan.weights[name], work_dtype(plan))
@@ -183,28 +185,43 @@ def init_program(model: Model, plan: TrainState, optimizer: optim.Optimizer) -> 
 
 
 def load_state(
-    model: Model, plan: TrainState, optimizer: optim.Optimizer, read_layer: Callable, read_outer: Callable
+    model: Model,
+    plan: TrainState,
+    optimizer: optim.Optimizer,
+    read_layer: Callable,
+    read_outer: Callable,
+    seed: int = 0,
+    *,
+    reads_adapters: bool = False,
 ) -> TrainState:
-    """A new state with initial weights that are read one layer after another.
+    """A new state with initial weights that are read one layer after another; adapters are drawn, or read with them.
 
     read_layer: (segment, l) -> numpy arrays of its layer l. read_outer: model -> numpy arrays of the outer layers. Host
-    memory holds one layer of them at a time. Each device receives its shards only.
+    memory holds one layer of them at a time. Each device receives its shards only. seed: of the adapters.
     """
 
     def layer_function(segment: Segment) -> Callable:
-        where = shardings(layer_of(plan.master[segment.name]))
-        state_of = jax.jit(layer_state_function(segment, plan, optimizer))
+        read_params = segment.params if reads_adapters else base(segment.params)
+        planned = part_of(layer_of(initial_plan(plan, segment.name)), read_params)
+        state_of = layer_state_function(segment, plan, optimizer)
+        with_adapters = None if reads_adapters else segment.with_adapters
+
+        @jax.jit
+        def new(read, l):
+            initial = read if with_adapters is None else with_adapters(read, seed, l)
+            return state_of(padding.zeros_beyond(segment, l, initial))
 
         def layer(l: int):
-            initial = read_layer(segment, l) if l < segment.num_layers else padding.zeros(segment)
-            return state_of(from_host(initial, where))
+            read = read_layer(segment, l) if l < segment.num_layers else padding.zeros(read_params)
+            return new(put_planned(read, planned), l)
 
         return layer
 
     def state_of_outer(initial):
         return outer_state(model, plan, optimizer, initial)
 
-    on_device = jax.tree.map(lambda p: p.sharding.with_memory_kind(DEVICE.memory_kind), plan.master[OUTER])
+    planned = initial_plan(plan, OUTER)
+    on_device = jax.tree.map(lambda p: p.sharding.with_memory_kind(DEVICE.memory_kind), planned)
     initial = from_host(read_outer(model), on_device)
     outer = jax.jit(state_of_outer, out_shardings=shardings(section(plan, OUTER)))(initial)
     return fill_state(model, plan, layer_function, outer)
@@ -223,10 +240,30 @@ def fill_state(model: Model, plan: TrainState, layer_function: Callable, outer: 
     return from_sections(step, sections | {OUTER: outer}, history)
 
 
+def initial_plan(plan: TrainState, name: str):
+    """The plan of a section's arrays from which its state is made: of master weights, or of weights without them."""
+    weights = plan.weights[name] if name == OUTER else parts(plan.weights[name])[0].stack
+    return with_part(weights, plan.master[name])
+
+
+def put_planned(tree, plan):
+    """Puts numpy arrays where they are planned, in device memory. What will be in NF4 may be so, or be numbers."""
+
+    def one(planned, x):
+        if nf4.is_nf4(planned) and not nf4.is_nf4(x):
+            return from_host(x, planned.codes.sharding)
+        return from_host(x, shardings(planned))
+
+    return jax.tree.map(one, plan, tree, is_leaf=nf4.is_nf4)
+
+
 def new_master(optimizer: optim.Optimizer, params, initial, master_plan):
-    """(master weights, moments) of parameters with these initial values, in the shardings of the master weights."""
-    master = cast(initial, master_plan)
-    return master, optim.init(optimizer, params, master, master_plan)
+    """(master weights, moments) of the trainable parameters of a tree with these initial values.
+
+    They are in the shardings of the master weights.
+    """
+    master = cast(part_of(initial, master_plan), master_plan)
+    return master, optim.init(optimizer, trainable(params), master, master_plan)
 
 
 def layer_state_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:
@@ -236,7 +273,7 @@ def layer_state_function(segment: Segment, plan: TrainState, optimizer: optim.Op
 
     def state_of(initial):
         master, moments = new_master(optimizer, segment.params, initial, master_plan)
-        return work(master), (master, moments)
+        return work(with_part(initial, master)), (master, moments)
 
     return state_of
 
@@ -244,7 +281,7 @@ def layer_state_function(segment: Segment, plan: TrainState, optimizer: optim.Op
 def outer_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, initial) -> TensorState:
     """The TensorState of the outer layers with these initial values."""
     master, moments = new_master(optimizer, model.outer_params, initial, plan.master[OUTER])
-    return TensorState(cast(master, plan.weights[OUTER]), master, moments)
+    return TensorState(cast(with_part(initial, master), plan.weights[OUTER]), master, moments)
 
 
 def init_layer_function(segment: Segment, plan: TrainState, optimizer: optim.Optimizer) -> Callable:

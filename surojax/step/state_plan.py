@@ -15,13 +15,13 @@ from surojax.errors import ConfigError
 from surojax.memory.host import joined
 from surojax.memory.nvme import InFile, Store
 from surojax.models.model import Model, Segment
-from surojax.numerics import quantize
+from surojax.numerics import nf4, quantize
 from surojax.optim.optimizer import Optimizer, Rule
 from surojax.parallel.schedule import stacked_layers
 from surojax.placement.home import DEVICE, Home
 from surojax.placement.layout import Layout, Layouts, stacked
 from surojax.placement.mesh import pipeline_stages
-from surojax.placement.param import OUTER, Kind, Param
+from surojax.placement.param import OUTER, Kind, Param, trainable
 from surojax.placement.table import Mesh, Placement
 from surojax.step.state import TrainState
 
@@ -85,6 +85,20 @@ def state_plan(
             return quantize.Quantized(values, array(planned.scales.shape, planned.scales.dtype, jax.P(), DEVICE))
         return quantize.Quantized(values, array(planned.scales.shape, planned.scales.dtype, spec, layout.home))
 
+    def nf4_stack(layers: int, param: Param, layout: Layout) -> nf4.Nf4:
+        """The planned NF4 of a stack of this many layers of a matrix."""
+        spec = stacked(layout)
+        shape = (layers, *param.shape)
+        parts = shape[-1] // jax.NamedSharding(mesh, spec).shard_shape(shape)[-1]
+        if not nf4.fits(param.shape, parts):
+            raise ConfigError(
+                f"qlora_bnb: expected rows of a multiple of {nf4.BLOCK * parts} numbers, for blocks of {nf4.BLOCK} on "
+                f"every device, got {param.name} with rows of {param.shape[1]}; set it to false"
+            )
+        *arrays, offset = nf4.planned(shape, parts)
+        planned = [array(x.shape, x.dtype, spec, layout.home) for x in arrays]
+        return nf4.Nf4(*planned, array(offset.shape, offset.dtype, jax.P(*spec[:1]), DEVICE))
+
     def work_stacks(segment: Segment):
         """The planned work weights of a segment: of its resident layers, and of its streamed layers."""
         layers = entries[segment.name]
@@ -95,7 +109,9 @@ def state_plan(
 
             def one(param: Param, layout: Layout):
                 layout = layout if home is None else dataclasses.replace(layout, home=home)
-                return stack(layers, param.shape, table.weights.dtype, layout)
+                if table.nf4 and param.kind is Kind.MATRIX and not param.trainable:
+                    return nf4_stack(layers, param, layout)
+                return stack(layers, param.shape, param.dtype or table.weights.dtype, layout)
 
             return jax.tree.map(one, segment.params, layouts.weights[segment.name])
 
@@ -107,7 +123,10 @@ def state_plan(
         return work
 
     def of_state(make, name: str):
-        """The planned (master weights, moments) of a section; make: (shape, dtype, layout) -> a planned array."""
+        """The planned (master weights, moments) of what is trained in a section.
+
+        make: (shape, dtype, layout) -> a planned array.
+        """
 
         def moments(param: Param, master_layout: Layout, layout: Layout):
             rule = optimizer.rule(param)
@@ -116,7 +135,7 @@ def state_plan(
             shapes = _state_shapes(rule, param.shape, last_dim_shards)
             return jax.tree.map(lambda x, layout: make(x.shape, x.dtype, layout), shapes, rule.state_layout(layout))
 
-        params = model.params[name]
+        params = trainable(model.params[name])
         master_layouts = layouts.master[name]
         master = jax.tree.map(
             lambda param, layout: make(param.shape, table.master.dtype, layout), params, master_layouts

@@ -17,7 +17,7 @@ from surojax.optim.optimizer import Optimizer, Scalars, UpdateContext
 from surojax.parallel import collectives
 from surojax.parallel.collectives import varying
 from surojax.placement.layout import Layout
-from surojax.placement.param import OUTER, Kind, Param
+from surojax.placement.param import OUTER, Kind, Param, part_of, with_part
 from surojax.sizes import divisor
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section
@@ -49,11 +49,11 @@ def update(engine: Engine, optimizer: Optimizer, state: TrainState, grads, scala
 
 
 def tensors(engine: Engine, name: str, old: TensorState, grads) -> list[Tensor]:
-    """The tensors of a section, from the trees of its state and gradients."""
+    """The tensors of a section that are trained, from the trees of its state and gradients."""
     leaves, structure = jax.tree.flatten(old.master)
     layouts = engine.layouts
     trees = (engine.params[name], layouts.master[name], layouts.weights[name], old.weights, old.moments, grads)
-    rows = zip(leaves, *map(structure.flatten_up_to, trees), strict=True)
+    rows = zip(leaves, *(structure.flatten_up_to(part_of(tree, old.master)) for tree in trees), strict=True)
     return [
         Tensor(param, master_layout, weights_layout, TensorState(weights, master, moments), grad)
         for master, param, master_layout, weights_layout, weights, moments, grad in rows
@@ -74,7 +74,8 @@ def in_turn(tensor: Tensor, done: list[TensorState]) -> Tensor:
 def as_trees(done: list[TensorState], old: TensorState) -> TensorState:
     """The inverse of `tensors`: the trees of the new state."""
     structure = jax.tree.structure(old.master)
-    return TensorState(*(structure.unflatten(column) for column in zip(*done, strict=True)))
+    weights, master, moments = (structure.unflatten([tensor[i] for tensor in done]) for i in range(3))
+    return TensorState(with_part(old.weights, weights), master, moments)
 
 
 def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars) -> TensorState:
@@ -84,14 +85,14 @@ def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars:
     like = parts(weights)[0].stack
 
     def work_of_layer(old, master):
-        return work_weights(engine, tensor, master.astype(engine.table.weights.dtype), like), ()
+        return work_weights(engine, tensor, master.astype(work_dtype(engine, tensor)), like), ()
 
     if on_device((master, moments, tensor.grad)):
         # All layers in one pass, if the rule allows it: a loop would copy each slice before overwriting it.
         # as_updated: the pass itself returns the new work weights, in the form in which they are stored.
         as_updated = tensor.master_layout.stored == tensor.weights_layout.stored
         as_updated = as_updated and on_device(weights) and not is_quantized(weights)
-        dtype = engine.table.weights.dtype if as_updated else None
+        dtype = work_dtype(engine, tensor) if as_updated else None
         apply_to_stack = optimizer.rule(tensor.param).apply_to_stack(master, moments)
         if apply_to_stack:
             size = master.size // len(master)
@@ -150,7 +151,7 @@ def update_tensor(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars:
     """
     master, moments = old
     grad, layer = inputs
-    dtype = engine.table.weights.dtype
+    dtype = work_dtype(engine, tensor)
     context = UpdateContext(scalars, layer)
     work, master, moments = optim.apply(
         optimizer, tensor.param, tensor.master_layout, master, grad, moments, context, dtype
@@ -162,6 +163,11 @@ def work_weights(engine: Engine, tensor: Tensor, work: jax.Array, like):
     """New work weights from shards of them: all-gathered if work weights are replicated, quantised if `like` is."""
     work = collectives.reshard(work, tensor.master_layout, tensor.weights_layout)
     return work_copy(work, like, engine.table.weights.dtype, collectives.largest_of_shards)
+
+
+def work_dtype(engine: Engine, tensor: Tensor) -> str:
+    """The dtype of a tensor's work weights before they are quantised."""
+    return tensor.param.dtype or engine.table.weights.dtype
 
 
 def _sweep_parts(function, weights, state, inputs):

@@ -42,6 +42,8 @@ PP: dict[str, Any] = {"pp_size": 2}
 PP_1F1B: dict[str, Any] = PP | {"pp_schedule": "1f1b"}
 FP8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "fp8"}
 INT8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "int8"}
+LORA: dict[str, Any] = {"lora": True, "lora_rank": 4, "lora_alpha": 16.0, "modules_to_save": "embed_tokens"}
+LORA_OFFLOADS: dict[str, Any] = LORA | ALL | {"offload_master": False}
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
 # To add a setting, add a line. @n in a name: on n devices.
@@ -223,6 +225,27 @@ SETTINGS: tuple[Setting, ...] = (
     ),
 )
 
+# With the plain row they share the base; then each other. There are none if the config itself trains adapters.
+ADAPTERS: tuple[Setting, ...] = (
+    Setting("lora", LORA, expect="adapters"),
+    Setting("lora_saved", LORA | SAVED, like="lora", expect="saved"),
+    Setting("lora_sequence_chunks", LORA | CHUNKS, like="lora", expect="order"),
+    Setting("lora_offload_all", LORA_OFFLOADS, like="lora"),
+    Setting("lora_resident_layers", LORA_OFFLOADS | {"resident_layers": 1}, like="lora"),
+    Setting("lora_sample_packing", LORA | PACKED, like="sample_packing", expect="adapters"),
+    Setting("lora_zero_level=3@4", LORA | ZERO3, 4, like="lora", expect="order"),
+    Setting("lora_offload_all@4", LORA_OFFLOADS | ZERO3, 4, like="lora_zero_level=3@4"),
+    Setting("lora_zero_quantized_weights=int8@4", LORA | INT8, 4, like="lora_zero_level=3@4", expect="int8"),
+    Setting("lora_hsdp_2x2", LORA | ZERO3 | {"dp_replicate_size": 2}, 4, like="lora", expect="order"),
+    Setting("lora_tp@2", LORA | TP, 2, like="lora", expect="order"),
+    Setting("lora_tp_2x2", LORA_OFFLOADS | ZERO3_TP, 4, like="lora", expect="order"),
+    Setting("lora_cp_ulysses_2x2", LORA | ZERO3 | CP["ulysses"], 4, like="lora", expect="order"),
+    Setting("lora_cp_ring_2x2", LORA | ZERO3 | CP["ring"], 4, like="lora", expect="order"),
+    Setting("lora_pp_2x2", LORA | ZERO3 | PP, 4, like="lora", expect="order"),
+    Setting("lora_pp_1f1b_tp_2x2x2", LORA_OFFLOADS | ZERO3 | PP_1F1B | TP, 8, like="lora", expect="order"),
+)
+SETTINGS += ADAPTERS
+
 OWN = "as_configured"
 NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings of `place` that rows take from the config
 RESET = (  # fields that have their defaults in every row that does not change them
@@ -238,13 +261,14 @@ def settings(c: Config, devices: int) -> list[Setting]:
     defaults = default_config()
     own = {name: c[name] for name in RESET if c[name] != defaults[name]}
     n = c.gpus or devices
+    rows = [s for s in SETTINGS if not (c.lora and s in ADAPTERS)]
     if not own and n == 1:
-        return list(SETTINGS)
+        return rows
     quantised = "sent_int8" if c.zero_quantized_gradients else "order"
     expect = quantised if c.zero_quantized_weights == "none" else c.zero_quantized_weights
     if n == 1 and all(name.startswith(("offload_", "resident_", "nvme_", "microbatches_per_fetch")) for name in own):
         expect = "grouped" if "microbatches_per_fetch" in own else "same"
-    return [*SETTINGS, Setting(OWN, own, n, expect=expect)]
+    return [*rows, Setting(OWN, own, n, expect=expect)]
 
 
 def chosen(table: dict[str, Setting], only: Sequence[str] | None) -> list[Setting]:

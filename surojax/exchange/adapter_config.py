@@ -1,0 +1,164 @@
+"""adapter_config.json, which PEFT writes beside an adapter's tensors: read for a model of ours, and written.
+
+A key that may change the arithmetic is refused with its name, unless it is off.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from surojax.errors import ConfigError
+from surojax.exchange.families import NAMES
+from surojax.exchange.weights import name_of
+from surojax.models.lora import ALL_LINEAR, SAVED, Lora
+from surojax.models.model import Model
+from surojax.placement.param import Kind
+
+CONFIG = "adapter_config.json"
+
+# Keys that are read, and keys that say nothing about a trained adapter.
+READ = {"peft_type", "r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora"}
+UNUSED = {
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "inference_mode",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
+# Values that leave the arithmetic as it is, besides null, false and what is empty.
+OFF: dict[str, tuple] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva")}
+
+
+def modules(model: Model) -> dict[str, list[str]]:
+    """The names of every matrix' modules, layer after layer, by our name of the matrix."""
+    found: dict[str, list[str]] = {}
+    for segment in model.segments:
+        for param in jax.tree.leaves(segment.params):
+            if param.kind is Kind.MATRIX:
+                names = (name_of(param, segment, l).removesuffix(".weight") for l in range(segment.num_layers))
+                found.setdefault(param.name, []).extend(names)
+    return found
+
+
+def written(lora: Lora, base_name: str = "", dropout: float = 0.0) -> dict[str, Any]:
+    """The content of adapter_config.json. base_name: what others load the base model by."""
+    theirs = {ours: name for name, ours in SAVED.items()}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name or None,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": dropout,
+        "target_modules": [NAMES[target].split(".")[-2] for target in lora.targets],
+        "modules_to_save": [theirs[name] for name in lora.saved] or None,
+        "use_rslora": lora.rank_stabilised,
+        "use_dora": lora.magnitudes,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def read(folder: Path, model: Model) -> Lora:
+    """What the adapter_config.json of a folder means for a model.
+
+    Raises ConfigError if there is none, if it says what is not computed here, or names modules that the model has not.
+    """
+    file = folder / CONFIG
+    found = _content(folder)
+
+    def need(ok: bool, key: str, expected: str, change: str = "give another adapter") -> None:
+        if not ok:
+            raise ConfigError(f"adapter: {file}: {key}: expected {expected}, got {found.get(key)!r}; {change}")
+
+    need(found.get("peft_type") == "LORA", "peft_type", "'LORA'")
+    for key, value in sorted(found.items()):
+        allowed = OFF.get(key, ())
+        expected = repr(allowed[0]) if allowed else "it off"
+        is_off = key in READ | UNUSED or value in (None, False, {}, [], *allowed)
+        need(is_off, key, expected, "nothing else is computed here")
+    rank = found.get("r")
+    alpha = found.get("lora_alpha")
+    need(type(rank) is int and rank > 0, "r", "a whole number more than 0")
+    need(type(alpha) in (int, float) and alpha > 0, "lora_alpha", "a number more than 0")
+    saved = found.get("modules_to_save") or []
+    known = [] if model.head == "embed" else list(SAVED)
+    expected = f"names among {', '.join(known)}" if known else "none for a model whose head is its embedding"
+    need(isinstance(saved, list) and all(name in known for name in saved), "modules_to_save", expected)
+    said = found.get("target_modules")
+    names = [said] if isinstance(said, str) else said
+    need(isinstance(names, list) and all(isinstance(name, str) for name in names), "target_modules", "names of modules")
+    return Lora(
+        rank=rank,
+        alpha=float(alpha),
+        targets=_targets(file, names, model, is_expression=isinstance(said, str)),
+        saved=tuple(SAVED[name] for name in saved),
+        rank_stabilised=bool(found.get("use_rslora")),
+        magnitudes=bool(found.get("use_dora")),
+    )
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / CONFIG).read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"adapter: expected a folder with {CONFIG}, got {str(folder)!r} ({reason}); give one that PEFT or a run "
+            "wrote"
+        ) from error
+    return found
+
+
+def _targets(file: Path, names: list[str], model: Model, *, is_expression: bool) -> tuple[str, ...]:
+    """Our names of the matrices that are adapted.
+
+    names: ends of modules' names, or one regular expression. Raises ConfigError if one of them matches no matrix, or
+    if a matrix is adapted in some layers only.
+    """
+    of_matrices = modules(model)
+    if is_expression and names == [ALL_LINEAR]:
+        return tuple(of_matrices)
+
+    def matches(name: str, module: str) -> bool:
+        if is_expression:
+            return re.fullmatch(name, module) is not None
+        return f".{module}".endswith(f".{name}")
+
+    used = set()
+    targets = []
+    for target, of_layers in of_matrices.items():
+        matching = {module: [name for name in names if matches(name, module)] for module in of_layers}
+        used.update(*matching.values())
+        without = [module for module, found in matching.items() if not found]
+        if not without:
+            targets.append(target)
+        elif len(without) < len(of_layers):
+            raise ConfigError(
+                f"adapter: {file}: target_modules: expected {target} in every layer or in none, got none for "
+                f"{without[0]}; give another adapter"
+            )
+    if unknown := sorted(set(names) - used) or (not names and ["none"]):
+        endings = sorted(of_layers[0].split(".")[-1] for of_layers in of_matrices.values())
+        raise ConfigError(
+            f"adapter: {file}: target_modules: expected modules among {', '.join(endings)}, got {unknown[0]!r}; give "
+            "an adapter of this model"
+        )
+    return tuple(targets)

@@ -1,0 +1,230 @@
+"""Adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
+
+Every adapted matrix has two tensors, or three with DoRA, under its module's name in the wrapped model:
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight           [rank, in]
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight           [out, rank]
+    base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector   [out]
+
+An embedding or head that is trained whole is stored whole: base_model.model.lm_head.weight. PEFT, transformers and vLLM
+read these names.
+
+An adapter means something only beside the model that it was trained on. What is written here names that model by its
+`fingerprint`, in the metadata of the safetensors file, which others skip; and the format that the frozen matrices had.
+PEFT's own adapters say neither: they are known by their shapes alone.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from surojax.errors import ConfigError
+from surojax.exchange import adapter_config, shards
+from surojax.exchange.adapter_config import CONFIG, modules
+from surojax.exchange.export import encoded
+from surojax.exchange.families import NAMES
+from surojax.exchange.weights import shapes
+from surojax.models.lora import Lora, adapters as declared
+from surojax.models.model import Model, Segment
+from surojax.placement.param import OUTER, with_part
+
+TENSORS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+FACTOR_A, FACTOR_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+SUFFIXES = {"a": FACTOR_A, "b": FACTOR_B, "magnitude": MAGNITUDE}
+STORED = "stored"  # frozen matrices as their files have them
+NF4 = {"nf4 bfloat16": "bfloat16", "nf4 float32": "float32"}  # or dequantised from NF4 in this dtype
+FINGERPRINT, BASE_FORMAT = "surojax.base", "surojax.base_format"  # keys of the metadata
+
+
+class Adapter(NamedTuple):
+    """An adapter of a model.
+
+    matrices: {our name of a matrix: {"a": [L, rank, in], "b": [L, out, rank], with DoRA "magnitude": [L, out]}}, of all
+    layers of the model. saved: {our name of an outer layer: array}. base: `fingerprint` of the model that it was
+    trained on; "": not known. base_format: `STORED` or `NF4`.
+    """
+
+    lora: Lora
+    matrices: dict[str, dict[str, np.ndarray]]
+    saved: dict[str, np.ndarray]
+    base: str = ""
+    base_format: str = STORED
+
+
+def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
+    """The shapes of an adapter's tensors by name."""
+    of_base = shapes(model)
+    of_matrices = modules(model)
+    found = {}
+    for module in (module for target in lora.targets for module in of_matrices[target]):
+        rows, columns = of_base[f"{module}.weight"]
+        found[PREFIX + module + FACTOR_A] = (lora.rank, columns)
+        found[PREFIX + module + FACTOR_B] = (rows, lora.rank)
+        if lora.magnitudes:
+            found[PREFIX + module + MAGNITUDE] = (rows,)
+    return found | {PREFIX + NAMES[name]: of_base[NAMES[name]] for name in lora.saved}
+
+
+def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str = "", dropout: float = 0.0) -> Path:
+    """Writes an adapter of a model in float32, and returns its folder; an adapter there is replaced.
+
+    base_name: what others load the base model by. Raises ConfigError if the folder cannot be written.
+    """
+    path = Path(folder).expanduser()
+    expected = tensor_shapes(adapter.lora, model)
+    arrays = _by_name(adapter, model)
+    metadata = {BASE_FORMAT: adapter.base_format} | ({FINGERPRINT: adapter.base} if adapter.base else {})
+    float32 = np.dtype(np.float32)
+    unfinished = path / f".{TENSORS}.{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        shards.write(unfinished, expected, float32, (arrays[name].astype(float32) for name in expected), metadata)
+        unfinished.replace(path / TENSORS)
+        (path / CONFIG).write_bytes(encoded(adapter_config.written(adapter.lora, base_name, dropout)))
+    except OSError as error:
+        raise ConfigError(f"adapter: cannot write {path} ({error.strerror or error}); choose another folder") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _by_name(adapter: Adapter, model: Model) -> dict[str, np.ndarray]:
+    """The arrays of an adapter by the names of their tensors."""
+    of_matrices = modules(model)
+    found = {PREFIX + NAMES[name]: array for name, array in adapter.saved.items()}
+    for target, stacks in adapter.matrices.items():
+        for l, module in enumerate(of_matrices[target]):
+            found |= {PREFIX + module + SUFFIXES[which]: stack[l] for which, stack in stacks.items()}
+    return found
+
+
+def read(folder: str | Path, model: Model) -> Adapter:
+    """Reads an adapter of this model, its arrays in float32.
+
+    Raises ConfigError if it is of another model, adapts what is not adapted here, or is damaged.
+    """
+    path = Path(folder).expanduser()
+    lora = adapter_config.read(path, model)
+    which = [name for name in SUFFIXES if name != "magnitude" or lora.magnitudes]
+    try:
+        file = shards.Shard(path / TENSORS)
+        _check_tensors(path, {name: entry.shape for name, entry in file.entries.items()}, lora, model)
+
+        def stack(target: str, suffix: str) -> np.ndarray:
+            arrays = (file.read(PREFIX + module + suffix) for module in modules(model)[target])
+            return np.stack([array.astype(np.float32) for array in arrays])
+
+        matrices = {target: {name: stack(target, SUFFIXES[name]) for name in which} for target in lora.targets}
+        saved = {name: file.read(PREFIX + NAMES[name]).astype(np.float32) for name in lora.saved}
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ConfigError(f"adapter: cannot read {path / TENSORS} ({reason}); save the adapter again") from error
+    base_format = file.metadata.get(BASE_FORMAT, STORED)
+    if base_format not in (STORED, *NF4):
+        raise ConfigError(
+            f"adapter: {path / TENSORS}: {BASE_FORMAT}: expected one of {', '.join((STORED, *NF4))}, got "
+            f"{base_format!r}; give another adapter"
+        )
+    return Adapter(lora, matrices, saved, file.metadata.get(FINGERPRINT, ""), base_format)
+
+
+def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], lora: Lora, model: Model) -> None:
+    """Raises ConfigError unless a file has exactly an adapter's tensors, in the shapes of this model."""
+    expected = tensor_shapes(lora, model)
+    where = f"adapter: {path / TENSORS}"
+    if missing := sorted(expected.keys() - found.keys()):
+        raise ConfigError(f"{where}: expected {missing[0]}, got no such tensor; save the adapter again")
+    if unused := sorted(found.keys() - expected.keys()):
+        raise ConfigError(
+            f"{where}: expected the tensors that {CONFIG} names in a model of {model.num_layers} layers, got "
+            f"{unused[0]}; give an adapter of this model"
+        )
+    for name, shape in expected.items():
+        got = found[name]
+        ranks = {FACTOR_A: got[:1], FACTOR_B: got[1:]}
+        if any(name.endswith(suffix) and rank != (lora.rank,) for suffix, rank in ranks.items()):
+            raise ConfigError(
+                f"{where}: {name}: expected rank {lora.rank}, as {CONFIG} says, got {[*got]}; save the adapter again"
+            )
+        if got != shape:
+            raise ConfigError(f"{where}: {name}: expected {[*shape]}, got {[*got]}; give an adapter of this model")
+
+
+# -- In a run ---------------------------------------------------------------------------------------------------------
+
+
+def of_state(model: Model, lora: Lora, master: dict) -> tuple[dict, dict]:
+    """(matrices, saved) of an `Adapter` from the master weights of a state, copied to host memory."""
+    parts: dict[str, dict[str, list[np.ndarray]]] = {}
+    for segment in model.segments:
+        for matrix, names in declared(segment.params):
+            of_matrix = parts.setdefault(matrix, {})
+            for which, name in names._asdict().items():
+                if name is not None:
+                    of_matrix.setdefault(which, []).append(np.asarray(_at(master[segment.name], name)))
+    matrices = {
+        matrix: {which: np.concatenate(stacks) for which, stacks in of_matrix.items()}
+        for matrix, of_matrix in parts.items()
+    }
+    return matrices, {name: np.asarray(master[OUTER][name]) for name in lora.saved}
+
+
+def _at(tree: dict, name: str):
+    """The leaf of a tree of dicts at a path of names with dots between them."""
+    for key in name.split("."):
+        tree = tree[key]
+    return tree
+
+
+def with_adapter(layer: Callable, outer: Callable, adapter: Adapter) -> tuple[Callable, Callable]:
+    """`weights.readers` of a base, as readers of the base with an adapter's arrays."""
+
+    def layer_with(segment: Segment, l: int):
+        found = layer(segment, l)
+        for matrix, names in declared(segment.params):
+            stacks = adapter.matrices[matrix]
+            for which, name in names._asdict().items():
+                if name is not None:
+                    found = with_part(found, _nested(name, stacks[which][segment.start + l]))
+        return found
+
+    def outer_with(model: Model) -> dict:
+        return outer(model) | adapter.saved
+
+    return layer_with, outer_with
+
+
+def _nested(name: str, leaf: np.ndarray) -> dict:
+    """A tree of dicts with one leaf, at a path of names with dots between them."""
+    first, _, rest = name.partition(".")
+    return {first: _nested(rest, leaf) if rest else leaf}
+
+
+def check_continues(adapter: Adapter, lora: Lora, base: str, path: str) -> None:
+    """Raises ConfigError unless a run with these adapters, on a base with this fingerprint, may begin with an adapter.
+
+    path: of the adapter, for the message.
+    """
+    pairs = {
+        "lora_rank": (adapter.lora.rank, lora.rank),
+        "lora_alpha": (adapter.lora.alpha, lora.alpha),
+        "lora_target_modules": (set(adapter.lora.targets), set(lora.targets)),
+        "modules_to_save": (set(adapter.lora.saved), set(lora.saved)),
+        "use_rslora": (adapter.lora.rank_stabilised, lora.rank_stabilised),
+        "use_dora": (adapter.lora.magnitudes, lora.magnitudes),
+    }
+    for name, (theirs, ours) in pairs.items():
+        if theirs != ours:
+            expected, got = (", ".join(sorted(x)) if isinstance(x, set) else repr(x) for x in (theirs, ours))
+            raise ConfigError(f"{name}: expected {expected}, as lora_adapter {path} has it, got {got}; set it so")
+    if adapter.base and adapter.base != base:
+        raise ConfigError(
+            f"lora_adapter: expected one that was trained on model_path, whose hash begins with {base[:12]}, got "
+            f"{path} of {adapter.base[:12]}; give another, or its base"
+        )

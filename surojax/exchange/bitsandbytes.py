@@ -1,0 +1,72 @@
+"""Matrices that bitsandbytes stored in NF4, read as they are: their codes and scales, see numerics/nf4.py.
+
+A matrix `name` has its codes under that name, [out x in / 2, 1], and beside it:
+
+    name.absmax, name.nested_absmax            8-bit codes of the blocks' absmax, and the groups' scales of them
+    name.quant_map, name.nested_quant_map      the numbers that codes of 4 and of 8 bits stand for
+    name.quant_state.bitsandbytes__nf4         JSON: shape, dtype of the numbers, sizes of blocks and groups, offset
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from surojax.errors import ConfigError
+from surojax.numerics import nf4
+
+STATE = ".quant_state.bitsandbytes__nf4"
+PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", STATE)
+# What is read; another size of blocks, or scales that are not quantised, are another layout.
+EXPECTED: dict[str, Any] = {"quant_type": "nf4", "blocksize": nf4.BLOCK, "nested_blocksize": nf4.GROUP}
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Stored(NamedTuple):
+    """What is known of a matrix before it is read. dtype: of its numbers when they are dequantised."""
+
+    shape: tuple[int, int]
+    dtype: str
+    offset: float
+
+
+def matrices(names: set[str]) -> set[str]:
+    """Those of these names of tensors that are matrices in NF4."""
+    return {name.removesuffix(STATE) for name in names if name.endswith(STATE)}
+
+
+def parts_of(matrices: set[str]) -> set[str]:
+    """The names of the tensors beside these matrices."""
+    return {name + part for name in matrices for part in PARTS}
+
+
+def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Stored:
+    """What the files say of a matrix. Raises ConfigError for another layout than that of numerics/nf4.py.
+
+    names: of all tensors. read: a tensor by its name.
+    """
+    if missing := [part for part in PARTS if name + part not in names]:
+        raise ConfigError(
+            f"model_path: expected {name + missing[0]} beside {name}, got no such tensor; quantise the model with "
+            "bnb_4bit_use_double_quant=True"
+        )
+    state = json.loads(read(name + STATE).tobytes())
+    for key, value in EXPECTED.items():
+        if state[key] != value:
+            raise ConfigError(f"model_path: {name}: {key}: expected {value!r}, got {state[key]!r}; quantise it so")
+    if state["dtype"] not in DTYPES or len(state["shape"]) != 2 or not nf4.fits(tuple(state["shape"])):
+        raise ConfigError(
+            f"model_path: {name}: expected a matrix with rows of a multiple of {nf4.BLOCK} numbers, got "
+            f"{state['dtype']} of {state['shape']}; fetch the model before it was quantised"
+        )
+    return Stored(tuple(state["shape"]), state["dtype"], state["nested_offset"])
+
+
+def quantised(name: str, of: Stored, read: Callable[[str], np.ndarray], parts: int = 1) -> nf4.Nf4:
+    """A matrix as it is stored, for rows in so many parts. Raises ConfigError for other tables of numbers."""
+    for part, numbers in ((".quant_map", nf4.NUMBERS), (".nested_quant_map", nf4.DYNAMIC)):
+        if not np.array_equal(read(name + part), numbers):
+            raise ConfigError(f"model_path: {name + part}: expected the numbers of bitsandbytes' nf4, got others")
+    scales = (read(name + part).reshape(-1) for part in (".absmax", ".nested_absmax"))
+    return nf4.from_flat(read(name).reshape(-1), *scales, np.float32(of.offset), of.shape, parts)

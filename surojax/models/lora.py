@@ -1,0 +1,218 @@
+"""Low-rank adapters of a block's matrices: LoRA (Hu et al. 2021, arXiv:2106.09685).
+
+    y = x w^T + scale (x a^T) b^T        a [rank, in], b [out, rank], scale = alpha / rank
+
+The matrix w is frozen; a and b are trained. b begins as zeros, so that training begins with the base model. Variants:
+rsLoRA (Kalajdzievski 2023, arXiv:2312.03732) has scale alpha / sqrt(rank). DoRA (Liu et al. 2024, arXiv:2402.09353)
+also trains the length of each row of the sum w + scale b a, `magnitude` [out]; the rows' own length, by which it
+divides, counts as a constant in the backward pass, as in PEFT. LoRA+ (Hayou et al. 2024, arXiv:2402.12354) gives b a
+larger learning rate.
+
+The adapter of a matrix `module.name` is the branch `module.name_lora` of the block's tree of parameters: the adapter of
+"attention.wq" has the parameters "attention.wq_lora.a", "attention.wq_lora.b" and, with DoRA,
+"attention.wq_lora.magnitude". `adapters` lists them.
+
+Placement follows from the axes. If a tensor-parallel group divides the outputs of w, it divides those of b, and every
+device has a. If it divides the inputs, it divides those of a, every device has b, and what each adds is a term of the
+same sum over the group as its term of x w^T.
+
+Names of matrices are those of PEFT ("q_proj") in settings, and those of this project ("attention.wq") everywhere else.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels.quantize import random_bits
+from surojax.models.layers import ADAPTER, parameter
+from surojax.models.operations import save_inputs_only
+from surojax.parallel.collectives import add_up, device_number
+from surojax.parallel.tensor import is_divided
+from surojax.placement.layout import MESH_AXES
+from surojax.placement.mesh import TENSOR
+from surojax.placement.param import Kind, Param
+
+# Names of matrices in PEFT's target_modules, and here; all of them are what it calls "all-linear".
+TARGETS = {
+    "q_proj": "attention.wq",
+    "k_proj": "attention.wk",
+    "v_proj": "attention.wv",
+    "o_proj": "attention.wo",
+    "gate_proj": "mlp.w_gate",
+    "up_proj": "mlp.w_up",
+    "down_proj": "mlp.w_down",
+}
+ALL_LINEAR = "all-linear"
+# Names of outer layers in PEFT's modules_to_save, and here.
+SAVED = {"embed_tokens": "embed", "lm_head": "head"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """The adapters of a model.
+
+    targets: names of the matrices that have one. saved: names of the outer parameters that are trained whole. dtype: of
+    the adapters' work weights and products; "": that of the other weights. learning_rate_ratio: of b to a. dropout: the
+    probability that training takes a number of x for 0 in an adapter's product.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    saved: tuple[str, ...] = ()
+    dtype: str = ""
+    rank_stabilised: bool = False
+    magnitudes: bool = False
+    learning_rate_ratio: float = 1.0
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        """What the product with both factors is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+
+
+def target_names(targets: str) -> tuple[str, ...]:
+    """Our names of the matrices in a list of PEFT's, separated by commas. Raises KeyError with an unknown name."""
+    names = [name.strip() for name in targets.split(",")]
+    return tuple(TARGETS.values()) if names == [ALL_LINEAR] else tuple(dict.fromkeys(TARGETS[name] for name in names))
+
+
+def saved_names(modules: str) -> tuple[str, ...]:
+    """Our names of the outer layers in a list of PEFT's. Raises KeyError with an unknown name."""
+    return tuple(dict.fromkeys(SAVED[name.strip()] for name in modules.split(",") if modules))
+
+
+class Adapter(nnx.Module):
+    """The adapter of one matrix."""
+
+    def __init__(self, lora: Lora, weight: nnx.Param, *, rngs: nnx.Rngs):
+        out_features, in_features = weight[...].shape
+        out_axis, in_axis = weight.get_metadata("out_sharding")
+        # PEFT's kaiming_uniform_(a=sqrt(5)) is uniform between +-1 / sqrt(in).
+        bound = 1 / math.sqrt(in_features)
+        declared: Any = {"kind": Kind.FACTOR, "adapter": True, "dtype": lora.dtype}
+
+        def uniform(key, shape, dtype):
+            return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+        self.lora = lora
+        self.a = parameter(rngs, (lora.rank, in_features), ("rank", in_axis), uniform, **declared)
+        zeros = nnx.initializers.zeros
+        ratio = lora.learning_rate_ratio
+        shape = (out_features, lora.rank)
+        self.b = parameter(rngs, shape, (out_axis, "rank"), zeros, learning_rate_factor=ratio, **declared)
+        if lora.magnitudes:
+            declared["kind"] = Kind.VECTOR
+            self.magnitude = parameter(rngs, (out_features,), (out_axis,), zeros, **declared)
+            self.magnitude.set_value(row_lengths(weight[...]))
+
+    def __call__(self, x: jax.Array, w_oi: jax.Array, y: jax.Array, in_axis: str, seed: jax.Array | None) -> jax.Array:
+        """The product with the adapted matrix, from y = x w^T.
+
+        in_axis: the logical axis of w's inputs. seed: uint32 [], of this product's dropout; None: nothing is dropped.
+        """
+        a_ri, b_or = self.a[...], self.b[...]
+        if seed is not None and self.lora.dropout:
+            part, _ = device_number(*MESH_AXES[in_axis])
+            x = dropped(x, random_bits(seed, jnp.uint32(part)), self.lora.dropout)
+        low = _times(_times(x.astype(a_ri.dtype), a_ri), b_or)
+        low = (self.lora.scale * low).astype(y.dtype)
+        if not self.lora.magnitudes:
+            return y + low
+        length_o = self._row_lengths(jax.lax.stop_gradient(w_oi), in_axis)
+        factor_o = self.magnitude[...].astype(jnp.float32) / length_o
+        factor = jnp.expand_dims(factor_o, tuple(range(y.ndim - 1)))
+        return (factor * (y + low).astype(jnp.float32)).astype(y.dtype)
+
+    def _row_lengths(self, w_oi: jax.Array, in_axis: str) -> jax.Array:
+        """Lengths `[out]` of the rows of w + scale b a, float32, without computing b a; no gradient goes through."""
+        w, a, b = (jax.lax.stop_gradient(m).astype(jnp.float32) for m in (w_oi, self.a[...], self.b[...]))
+        b = self.lora.scale * b
+        squares_o = jnp.sum(w * w, axis=1) + jnp.sum((2 * _times(w, a) + _times(b, _times(a, a))) * b, axis=1)
+        return jnp.sqrt(add_up(squares_o, *TENSOR) if is_divided(in_axis) else squares_o)
+
+
+@functools.partial(save_inputs_only, static_argnums=2)
+def dropped(x: jax.Array, seed: jax.Array, probability: float) -> jax.Array:
+    """x with each number 0 with this probability, and else divided by 1 - probability (Srivastava et al. 2014).
+
+    The random numbers follow from the seed and the position in x, so that the backward pass makes them again.
+    """
+    index = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
+    kept = random_bits(seed, index) >= jnp.uint32(round(probability * 2**32))
+    return jnp.where(kept, x * jnp.asarray(1 / (1 - probability), x.dtype), jnp.zeros_like(x))
+
+
+def _times(x: jax.Array, w_oi: jax.Array) -> jax.Array:
+    """x w^T."""
+    return jax.lax.dot_general(x, w_oi, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def row_lengths(w: jax.Array) -> jax.Array:
+    """Lengths of a matrix' rows, float32: the magnitudes that DoRA begins with."""
+    return jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), axis=-1))
+
+
+def add_adapters(block: nnx.Module, lora: Lora | None, *, rngs: nnx.Rngs) -> None:
+    """Adds the adapters to the modules of a block, after all else is drawn: its own values stay the same."""
+    if lora is None:
+        return
+    for target in lora.targets:
+        *path, name = target.split(".")
+        module: Any = block
+        for step in path:
+            module = getattr(module, step)
+        setattr(module, name + ADAPTER, Adapter(lora, getattr(module, name), rngs=rngs))
+
+
+def frozen(params: dict, lora: Lora | None) -> dict:
+    """The `Param`s of a section, of which only adapters and saved layers are trainable."""
+    if lora is None:
+        return params
+
+    def one(param: Param) -> Param:
+        return dataclasses.replace(param, trainable=param.adapter or param.name in lora.saved)
+
+    return jax.tree.map(one, params)
+
+
+class Names(NamedTuple):
+    """Names of the parameters of an adapter; magnitude: None without DoRA."""
+
+    a: str
+    b: str
+    magnitude: str | None
+
+
+def adapters(params: dict, prefix: str = "") -> list[tuple[str, Names]]:
+    """(name of a matrix, names of its adapter's parameters) for each adapter among the `Param`s of a segment."""
+    found = []
+    for name, branch in params.items():
+        if not isinstance(branch, dict):
+            continue
+        path = f"{prefix}{name}"
+        if name.endswith(ADAPTER):
+            magnitude = f"{path}.magnitude" if "magnitude" in branch else None
+            found.append((path.removesuffix(ADAPTER), Names(f"{path}.a", f"{path}.b", magnitude)))
+        else:
+            found += adapters(branch, f"{path}.")
+    return found
+
+
+def with_adapters(base: dict, new: dict) -> dict:
+    """A layer's arrays: those of the base, and of its new adapters. new: the adapters' branches, see `adapters`."""
+    found = dict(base)
+    for name, branch in new.items():
+        if not name.endswith(ADAPTER):
+            found[name] = with_adapters(base[name], branch)
+            continue
+        found[name] = branch
+        if "magnitude" in branch:
+            found[name] = branch | {"magnitude": row_lengths(base[name.removesuffix(ADAPTER)])}
+    return found

@@ -1,0 +1,320 @@
+"""Adapters in PEFT's format against PEFT (fixtures/make_adapter_reference.py), merging, and what is refused.
+
+That PEFT loads what is written here is recorded by that script's --check.
+"""
+
+import json
+from pathlib import Path
+
+import chex
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from small import plain_model
+from test_export import run_config, tensors_in
+from test_huggingface import config, save_tokenizer, stored, write
+
+from surojax import ConfigError, convert, read_metrics, train
+from surojax.assembly import architecture, from_config, lora, model as model_of
+from surojax.exchange import adapters, weights
+from surojax.exchange.base import fingerprint
+from surojax.exchange.merge import Merged, merged, through_nf4
+from surojax.exchange.sources import open_weights
+from surojax.numerics import nf4
+from surojax.placement.mesh import make_mesh
+
+REFERENCE = dict(np.load(Path(__file__).parent / "fixtures" / "adapter_reference.npz"))
+CASES = ("lora", "dora")
+
+
+def base_of(folder: Path, case: str) -> convert.Opened:
+    """The base model of a case."""
+    return convert.open_model(write(folder / "base", str(REFERENCE[f"{case}/base"])))
+
+
+def theirs(case: str) -> dict[str, np.ndarray]:
+    """The tensors that PEFT saved."""
+    start = f"{case}/tensor/"
+    return {name.removeprefix(start): array for name, array in REFERENCE.items() if name.startswith(start)}
+
+
+def save(folder: Path, case: str, tensors=None, **changes) -> Path:
+    """An adapter's folder as PEFT wrote it, but for these keys and tensors."""
+    folder.mkdir()
+    said = json.loads(str(REFERENCE[f"{case}/adapter_config.json"])) | changes
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    safetensors.numpy.save_file(theirs(case) if tensors is None else tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def logits(folder: Path, case: str) -> np.ndarray:
+    """The plain model's logits of the model in a folder, for the case's tokens."""
+    opened = convert.open_model(folder)
+    on_cpu = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    tree = weights.stacks(opened.tensors, opened.model, "float32", on_cpu)
+    plain = plain_model(architecture(config(folder)))
+    return np.concatenate([plain(tree, row[None]) for row in REFERENCE[f"{case}/tokens"]])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_merged_model_has_the_logits_of_peft(tmp_path, case, capsys):
+    """DoRA on a model with biases, rsLoRA, embedding and head trained whole; float32 in another order of sums."""
+    write(tmp_path / "base", str(REFERENCE[f"{case}/base"]))
+    save(tmp_path / "adapter", case)
+    convert.main(["merge", *(str(tmp_path / name) for name in ("base", "adapter", "out")), "--dtype", "float32"])
+    assert capsys.readouterr().out.endswith(f"written: {tmp_path / 'out'}\n")
+    expected = REFERENCE[f"{case}/logits"]
+    assert np.abs(logits(tmp_path / "base", case) - expected).max() > 0.1 * np.abs(expected).max()
+    np.testing.assert_allclose(logits(tmp_path / "out", case), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_is_what_was_read(tmp_path, case):
+    """Tensors under PEFT's names, and the keys that PEFT reads."""
+    model = base_of(tmp_path, case).model
+    adapter = adapters.read(save(tmp_path / "theirs", case), model)
+    out = adapters.write(
+        adapter._replace(base="ab12", base_format="nf4 bfloat16"), model, tmp_path / "ours", dropout=0.1
+    )
+    assert {file.name for file in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / "adapter_model.safetensors"), theirs(case))
+    said = json.loads((out / "adapter_config.json").read_text())
+    expected = json.loads(str(REFERENCE[f"{case}/adapter_config.json"]))
+    differs = {"target_modules", "lora_dropout", "base_model_name_or_path"}
+    assert all(said[key] == expected[key] for key in said.keys() - differs)
+    assert {name.split(".")[-1] for name in expected["target_modules"]} == set(said["target_modules"])
+    again = adapters.read(out, model)
+    assert (again.base, again.base_format, again.lora) == ("ab12", "nf4 bfloat16", adapter.lora)
+    chex.assert_trees_all_equal((again.matrices, again.saved), (adapter.matrices, adapter.saved))
+    adapters.write(adapter, model, out)  # in place of the other
+    assert adapters.read(out, model).base == ""
+
+
+def test_target_modules_in_every_spelling(tmp_path):
+    model = base_of(tmp_path, "lora").model
+    spellings = (
+        [
+            f"model.layers.{l}.{name}"
+            for l in (0, 1)
+            for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+        ],
+        r".*\.(q_proj|v_proj|down_proj)",
+        ["self_attn.q_proj", "v_proj", "mlp.down_proj"],
+    )
+    for i, spelling in enumerate(spellings):
+        found = adapters.read(save(tmp_path / str(i), "lora", target_modules=spelling), model)
+        assert set(found.lora.targets) == {"attention.wq", "attention.wv", "mlp.w_down"}
+
+
+def test_merging_one_after_another_adds_up(tmp_path):
+    """And numbers are rounded once, when they are written."""
+    write(tmp_path / "base", "llama")
+    folders = []
+    for i, changes in enumerate(({}, {"lora_alpha": 2.5})):
+        kept = {name: array for name, array in theirs("lora").items() if "lora_" in name}
+        folders.append(save(tmp_path / str(i), "lora", kept, modules_to_save=None, **changes))
+    out = convert.merge(tmp_path / "base", folders, tmp_path / "out", dtype="bfloat16", say=lambda line: None)
+    name = "model.layers.1.self_attn.v_proj"
+    a, b = (theirs("lora")[f"base_model.model.{name}.lora_{x}.weight"].astype(np.float64) for x in "AB")
+    expected = stored("llama")[f"{name}.weight"] + (6 / 4 + 2.5 / 4) * (b @ a)
+    found = tensors_in(out)[f"{name}.weight"]
+    assert found.dtype == ml_dtypes.bfloat16
+    np.testing.assert_allclose(found.astype(np.float64), expected, rtol=2**-8, atol=1e-6)
+    untouched = "model.layers.1.self_attn.o_proj.weight"
+    np.testing.assert_array_equal(tensors_in(out)[untouched], stored("llama")[untouched].astype(ml_dtypes.bfloat16))
+
+
+def test_a_base_that_was_frozen_in_nf4_is_merged_in_nf4():
+    """The adapter's numbers are added to the dequantised ones, which bitsandbytes' layout determines."""
+    random = np.random.RandomState(3)
+    w, a, b = (random.standard_normal(shape).astype(np.float32) for shape in ((8, 128), (2, 128), (8, 2)))
+    rounded = np.asarray(jax.jit(lambda w: nf4.dequantise(nf4.quantise(w), "float32"))(w))
+    np.testing.assert_array_equal(through_nf4(w, "float32"), rounded)
+    assert through_nf4(w, "bfloat16").dtype == ml_dtypes.bfloat16
+    np.testing.assert_allclose(merged(rounded, a, b, None, 0.5), rounded + 0.5 * b @ a, rtol=1e-5, atol=1e-6)
+
+
+# -- Refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_wrong_base_is_refused_by_its_hash(tmp_path):
+    """One number of the last layer is enough; another dtype of the same numbers is not."""
+    opened = base_of(tmp_path, "lora")
+    halves = {name: array.astype(ml_dtypes.bfloat16) for name, array in stored("llama").items()}
+    hashes = [fingerprint(opened.tensors, opened.model)]
+    for name, change in (("halves", 0), ("doubled", 0), ("other", 1)):
+        tensors = dict(halves)
+        if name == "doubled":
+            tensors = {name: array.astype(np.float32) for name, array in halves.items()}
+        tensors["model.layers.1.mlp.down_proj.weight"] = tensors["model.layers.1.mlp.down_proj.weight"] + change
+        found = convert.open_model(write(tmp_path / name, "llama", tensors=tensors))
+        hashes.append(fingerprint(found.tensors, found.model))
+    assert hashes[1] == hashes[2] and len(set(hashes)) == 3
+    adapter = adapters.read(save(tmp_path / "adapter", "lora"), opened.model)
+    Merged(opened.tensors, adapter._replace(base=hashes[0]), opened.model)
+    with pytest.raises(ConfigError, match=f"^adapter: expected the model.*{hashes[3][:12]}, got .*; give that model$"):
+        Merged(opened.tensors, adapter._replace(base=hashes[3]), opened.model)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"peft_type": "IA3"}, "peft_type: expected 'LORA', got 'IA3'; give another adapter"),
+        ({"bias": "all"}, "bias: expected 'none', got 'all'; nothing else is computed here"),
+        ({"layers_to_transform": [0]}, "layers_to_transform: expected it off, got [0]; nothing else is computed here"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern: expected it off, got {'q_proj': 2}; nothing"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern: expected it off, got {'q_proj': 2}; nothing"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: expected True, got 'pissa'; nothing"),
+        ({"use_qalora": True}, "use_qalora: expected it off, got True; nothing"),
+        ({"lora_bias": True}, "lora_bias: expected it off, got True; nothing"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out: expected it off, got True; nothing"),
+        ({"something_new": 1}, "something_new: expected it off, got 1; nothing"),
+        ({"r": 0}, "r: expected a whole number more than 0, got 0; give another adapter"),
+        ({"r": True}, "r: expected a whole number more than 0, got True; give another adapter"),
+        ({"lora_alpha": "8"}, "lora_alpha: expected a number more than 0, got '8'; give another adapter"),
+        ({"target_modules": ["c_attn"]}, "target_modules: expected modules among down_proj, gate_proj, k_proj, "),
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules: expected modules among down_proj, "),
+        ({"target_modules": []}, "target_modules: expected modules among down_proj, "),
+        ({"target_modules": None}, "target_modules: expected names of modules, got None; give another adapter"),
+        (
+            {"target_modules": ["layers.0.self_attn.q_proj"]},
+            "target_modules: expected attention.wq in every layer or in none, got none for model.layers.1.self_attn.",
+        ),
+        ({"modules_to_save": ["norm"]}, "modules_to_save: expected names among embed_tokens, lm_head, got ['norm']; "),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(tmp_path, changes, message):
+    model = base_of(tmp_path, "lora").model
+    with pytest.raises(ConfigError) as error:
+        adapters.read(save(tmp_path / "adapter", "lora", **changes), model)
+    assert f"adapter_config.json: {message}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_tensors_that_do_not_belong_to_the_model_are_refused(tmp_path):
+    model = base_of(tmp_path, "lora").model
+    q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    tensors = theirs("lora")
+    cases = {
+        f"expected {q}, got no such tensor; save the adapter again": tensors.keys() - {q},
+        "in a model of 2 layers, got base_model.model.model.layers.7.x; give an adapter of this model": "layers.7.x",
+        f"{q}: expected rank 4, as adapter_config.json says, got [2, 32]; save the adapter again": (2, 32),
+        f"{q}: expected [4, 32], got [4, 48]; give an adapter of this model": (4, 48),
+    }
+    for i, (message, change) in enumerate(cases.items()):
+        changed = dict(tensors)
+        if isinstance(change, set):
+            del changed[q]
+        elif isinstance(change, str):
+            changed[f"base_model.model.model.{change}"] = np.zeros(3, np.float32)
+        else:
+            changed[q] = np.zeros(change, np.float32)
+        with pytest.raises(ConfigError) as error:
+            adapters.read(save(tmp_path / str(i), "lora", changed), model)
+        assert str(error.value).endswith(message)
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path):
+    opened = base_of(tmp_path, "lora")
+    for folder in (tmp_path / "base", tmp_path / "nothing"):
+        with pytest.raises(
+            ConfigError, match=r"^adapter: expected a folder with adapter_config\.json, got .*; give one"
+        ):
+            adapters.read(folder, opened.model)
+    folder = save(tmp_path / "adapter", "lora")
+    (folder / "adapter_model.safetensors").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match=r"^adapter: cannot read .*; save the adapter again$"):
+        adapters.read(folder, opened.model)
+    tied = write(tmp_path / "tied", "llama3_rope")
+    expected = "modules_to_save: expected none for a model whose head is its embedding"
+    with pytest.raises(ConfigError, match=expected):
+        adapters.read(save(tmp_path / "saved", "lora"), convert.open_model(tied).model)
+
+
+def test_the_command_without_enough_is_one_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"^surojax\.convert: error: the following arguments are required: "):
+        convert.main(["merge", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^surojax\.convert: error: --dtype: expected one of "):
+        convert.main(["merge", *(str(tmp_path / name) for name in ("a", "b", "c")), "--dtype", "int8"])
+
+
+# -- In a run ---------------------------------------------------------------------------------------------------------
+
+SETTINGS = {"lora": True, "lora_rank": 3, "lora_target_modules": "q_proj,down_proj", "use_dora": True}
+
+
+def test_a_run_begins_with_the_adapter_that_another_wrote(tmp_path):
+    """Every array of the state, to the bit; under ZeRO-3 on four devices."""
+    c = config(write(tmp_path / "base", "llama"), **SETTINGS, modules_to_save="lm_head", zero_level=3)
+    run = from_config(c, make_mesh(jax.devices()[:4]), total_steps=1)
+    weights_of_base = open_weights(c, run.model)
+    assert weights_of_base is not None
+    read = weights.readers(weights_of_base)
+    state = run.load_state(*read, 5)
+    moved = state._replace(master=jax.tree.map(lambda x: x + 0.25, state.master))
+    found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), moved.master))
+    folder = adapters.write(found, run.model, tmp_path / "adapter")
+    again = adapters.read(folder, run.model)
+    adapters.check_continues(again, lora(c), "", str(folder))
+    loaded = run.load_state(*adapters.with_adapter(*read, again), reads_adapters=True)
+    chex.assert_trees_all_equal(jax.device_get(loaded.master), jax.device_get(moved.master))
+    frozen = state.weights["blocks"]["mlp"]["w_up"]
+    chex.assert_trees_all_equal(loaded.weights["blocks"]["mlp"]["w_up"], frozen)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"lora_rank": 4}, "lora_rank: expected 3, as lora_adapter there has it, got 4; set it so"),
+        ({"lora_target_modules": "q_proj"}, "lora_target_modules: expected attention.wq, mlp.w_down, as lora_adapter "),
+        ({"use_dora": False}, "use_dora: expected True, as lora_adapter there has it, got False; set it so"),
+        ({}, "lora_adapter: expected one that was trained on model_path, whose hash begins with cd, got there of ab; "),
+    ],
+)
+def test_an_adapter_of_another_run_is_refused(tmp_path, changes, message):
+    folder = write(tmp_path / "base", "llama")
+    adapter = adapters.Adapter(lora(config(folder, **SETTINGS)), {}, {}, base="ab")
+    with pytest.raises(ConfigError) as error:
+        adapters.check_continues(adapter, lora(config(folder, **SETTINGS | changes)), "cd", "there")
+    assert str(error.value).startswith(message)
+
+
+def test_a_base_adapter_is_part_of_the_base(tmp_path):
+    """The run's base is the model with it, under its own hash."""
+    folder = write(tmp_path / "base", "llama")
+    other = save(tmp_path / "adapter", "lora")
+    c = config(folder, lora=True, lora_rank=2, lora_base_adapter=str(other))
+    opened = convert.open_model(folder)
+    found = open_weights(c, opened.model)
+    assert found is not None
+    merged_by_hand = Merged(opened.tensors, adapters.read(other, opened.model), opened.model)
+    for name in ("model.layers.1.mlp.down_proj.weight", "lm_head.weight"):
+        np.testing.assert_array_equal(found.read(name), merged_by_hand.read(name))
+        assert not np.array_equal(found.read(name), opened.tensors.read(name))
+    assert fingerprint(found, opened.model) != fingerprint(opened.tensors, opened.model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nf4", [False, True])
+def test_a_merged_model_has_the_loss_of_the_run(tmp_path, nf4):
+    """A run's last evaluation, and the first of a run from what was merged: float32 in another order of sums."""
+    folder = write(tmp_path / "base", "llama", tensors={}, hidden_size=64, head_dim=16, intermediate_size=128)
+    random = np.random.RandomState(0)
+    shapes = weights.shapes(model_of(config(folder)))
+    tensors = {name: (0.1 * random.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
+    safetensors.numpy.save_file(tensors, folder / weights.SINGLE)
+    save_tokenizer(folder / "tokenizer.json")
+    c = run_config(tmp_path, folder)
+    c.update(SETTINGS | {"qlora_bnb": nf4, "learning_rate": 1e-2})
+    train(c)
+    out = convert.merge(
+        folder, [tmp_path / "run" / "adapter"], tmp_path / "out", dtype="float32", say=lambda line: None
+    )
+    after = run_config(tmp_path, out)
+    after.output_dir = str(tmp_path / "after")
+    train(after)
+    first = [r["loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["log"] == "eval"]
+    second = [r["loss"] for r in read_metrics(tmp_path / "after" / "metrics.jsonl") if r["log"] == "eval"]
+    assert abs(first[-1] - first[0]) > 1e-3
+    np.testing.assert_allclose(second[0], first[-1], rtol=2e-6)
