@@ -136,7 +136,9 @@ def run(folder: Path, kills: int, n: int, seed: int, elastic: bool) -> bool:
         print("".join(killer.lines[-40:]))
         return False
     whole, killed = records(folder / "whole"), records(folder / "killed")
-    differences = [abs(a["loss"] - b["loss"]) for a, b in zip(whole, killed, strict=True)]
+    # With fewer devices, an evaluation of eval_batches covers fewer samples.
+    steps = [(a["loss"], b["loss"]) for a, b in zip(whole, killed, strict=True) if a["log"] == "step"]
+    differences = [abs(a - b) for a, b in steps]
     same = whole == killed
     outcome = "the same to the bit" if same else f"losses differ by at most {max(differences):.1e}"
     of_first = killer.done.count(0)
