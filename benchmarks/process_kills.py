@@ -9,7 +9,9 @@ supervisor starts all again. The last start is left to end. With `--elastic`, ea
 one.
 
 Exit code 1: the run did not finish, or its records in metrics.jsonl are not those of the undisturbed run to the bit;
-with `--elastic`, where sums have another order, a loss differs by more than 1e-3.
+with `--elastic`, where sums have another order, a loss of the first 20 steps differs by more than 1e-4. Later ones show
+what training makes of such a difference at this learning rate: up to 0.17 in 200 steps, and 0.16 for an undisturbed run
+whose sums have another order.
 """
 
 import argparse
@@ -136,13 +138,19 @@ def run(folder: Path, kills: int, n: int, seed: int, elastic: bool) -> bool:
         print("".join(killer.lines[-40:]))
         return False
     whole, killed = records(folder / "whole"), records(folder / "killed")
-    differences = [abs(a["loss"] - b["loss"]) for a, b in zip(whole, killed, strict=True)]
+    # With fewer devices, an evaluation of eval_batches covers fewer samples.
+    steps = [(a["loss"], b["loss"]) for a, b in zip(whole, killed, strict=True) if a["log"] == "step"]
+    differences = [abs(a - b) for a, b in steps]
     same = whole == killed
-    outcome = "the same to the bit" if same else f"losses differ by at most {max(differences):.1e}"
+    outcome = (
+        "the same to the bit"
+        if same
+        else f"losses differ by at most {max(differences[:20]):.1e} in 20 steps, {max(differences):.1e} in all"
+    )
     of_first = killer.done.count(0)
     seconds = time.perf_counter() - started
     print(f"{len(killer.done)} kills ({of_first} of process 0) in {seconds:.0f} s; {len(whole)} records, {outcome}")
-    return same or (elastic and max(differences) < 1e-3)
+    return same or (elastic and max(differences[:20]) < 1e-4)
 
 
 def main() -> None:

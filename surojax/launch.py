@@ -224,10 +224,10 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int) -> int:
     Ray chooses the hosts, and starts all workers again if one fails. Raises ConfigError if Ray is not installed.
     """
     try:
-        from ray import train
-        from ray.train.collective import broadcast_from_rank_zero
-        from ray.train.v2.jax import JaxConfig, JaxTrainer
-        from ray.util import get_node_ip_address
+        from ray import train  # pyright: ignore[reportMissingImports]
+        from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]
+        from ray.train.v2.jax import JaxConfig, JaxTrainer  # pyright: ignore[reportMissingImports]
+        from ray.util import get_node_ip_address  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"--ray: expected Ray, got: {error}; pip install 'surojax[ray]'") from error
 

@@ -132,7 +132,9 @@ class _Part:
 
     def __getitem__(self, index: int) -> Sample:
         batch, i = divmod(index, len(self.rows))
-        return self.dataset[batch * self.batch_size + int(self.rows[i])]
+        sample = self.dataset[batch * self.batch_size + int(self.rows[i])]
+        assert sample is not None  # only a filtered data set has gaps
+        return sample
 
 
 def evaluation_batches(samples: Samples, *, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:

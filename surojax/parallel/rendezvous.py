@@ -63,14 +63,15 @@ def _gather(host: str, port: int, num_processes: int, deadline: float) -> tuple[
             joined.append(connection)
             problem = _problem(hello, num_processes, names)
             names[hello["id"]] = hello["host"]
-        answer = {"error": problem} if problem else {"hosts": [names[i] for i in range(num_processes)]}
+        hosts = [names.get(i, "") for i in range(num_processes)]
+        answer = {"error": problem} if problem else {"hosts": hosts}
         for connection in joined:
             with contextlib.suppress(OSError):
                 connection.sendall(json.dumps(answer).encode() + b"\n")
                 connection.recv(1)  # the other side closes first, so that the port is free at once
     if problem:
         raise ConfigError(problem)
-    return answer["hosts"], f"{host}:{port}"
+    return hosts, f"{host}:{port}"
 
 
 def _problem(hello: dict[str, Any], num_processes: int, names: dict[int, str]) -> str:

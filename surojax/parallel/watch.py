@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed  # the client is not public; jax.experimental.multihost_utils takes it from there
@@ -40,7 +40,7 @@ class Watch:
         self.names = names
         self.process_id = process_id
         self.heartbeat_s = heartbeat_s
-        self.client = distributed.global_state.client
+        self.client: Any = distributed.global_state.client
         self._ended = threading.Event()
         self._answered = time.monotonic()
         for target in (self._exchange, self._await_coordinator):
