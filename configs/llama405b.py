@@ -2,6 +2,8 @@
 
     python -m surojax.plan --config configs/llama405b.py --gpu h100 --config.gpus=128 --config.tp_size=8 \
         --config.zero_level=3
+
+Predicted for these 16 machines of eight GPUs: 42.9 GiB of each GPU, 10.4 s for a step of 16 sequences of 8192.
 """
 
 from surojax.config import default_config
