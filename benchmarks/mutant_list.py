@@ -213,7 +213,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_pipeline.py::test_five_steps_equal_those_of_one_device -k uneven",
     ),
     Mutant(
-        "a stage's layers have the numbers of the first stage's",
+        "a stage takes scales of the layers of the first stage",
         "surojax/step/pipeline.py",
         "number = first_layer(engine) + l",
         "number = l + 0 * first_layer(engine)",
@@ -270,8 +270,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the last layer's residuals stay behind in the carry",
-        "surojax/step/pipeline.py",
-        "return kept.stack if kept.deferred is None else write(kept.stack, kept.deferred, last)",
+        "surojax/step/residuals.py",
+        "return kept.stack if kept.deferred is None else write(kept.stack, kept.deferred, self._last())",
         "return kept.stack",
         f"{PIPELINE} -k pp4-1f1b-offloaded",
     ),
@@ -1678,8 +1678,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all microbatches of a group are differentiated at the first one's residuals",
         "surojax/step/engine.py",
-        "stacks = [each.kept for each in passed.microbatches]",
-        "stacks = [passed.microbatches[0].kept for _ in passed.microbatches]",
+        "kept = [each.kept for each in passes[name].microbatches]",
+        "kept = [passes[name].microbatches[0].kept for _ in passes[name].microbatches]",
         f"{GROUPED} -k config0",
     ),
     Mutant(
@@ -3903,7 +3903,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "timeline: iterations that are not simulated are not exposed",
         "surojax/planner/timeline.py",
-        "self.totals[key] += others * (total - totals.get(key, 0.0))",
+        "self.totals[key] += float(others) * (total - totals.get(key, 0.0))",
         "self.totals[key] += total - totals.get(key, 0.0)",
         "tests/test_timeline.py::test_loops_run_as_often_as_they_say",
     ),
