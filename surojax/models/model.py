@@ -122,7 +122,8 @@ class Segment:
 
     init: (seed, number of a layer in the segment; may be traced) -> its new float32 arrays.
     block: (weights of a layer, x `[B, S, D]`, recipe_inputs, Variant, starts) -> (x, auxiliary loss). recipe_inputs:
-    scales `[sites]` (fp8_hybrid), a seed uint32 (if the model draws), else None, which is enough for a pass without gradients.
+    scales `[sites]` (fp8_hybrid), a seed uint32 (if the model draws), else None, which is enough for a pass without
+    gradients.
     starts: int32 `[B, S]`, the index in its row at which each token's document starts, or None if a row is one
     document. The auxiliary loss is float32 [], a mean over these tokens that training adds to its loss, if the segment
     `has_auxiliary_loss`, else None.
