@@ -120,17 +120,16 @@ def work_copy(weights, like, dtype, reduce=lambda absmax: absmax):
     bits = jnp.finfo(dtype)
 
     def one(like, x):
-        if is_quantized(like):
-            x = jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)
-            if has_one_scale(like):
-                return quantise_whole(x, like.values.dtype, reduce(largest_magnitude(x)))
-            return quantise(x, like.values.dtype, like.values.shape[-1] // like.scales.shape[-1])
         if nf4.is_nf4(x):
             return x
+        if not (is_quantized(like) or nf4.is_nf4(like)):
+            return x.astype(like.dtype)
+        x = jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)
         if nf4.is_nf4(like):
-            x = jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)
             return nf4.quantise(x, parts=like.shift.shape[-1])
-        return x.astype(like.dtype)
+        if has_one_scale(like):
+            return quantise_whole(x, like.values.dtype, reduce(largest_magnitude(x)))
+        return quantise(x, like.values.dtype, like.values.shape[-1] // like.scales.shape[-1])
 
     return jax.tree.map(one, like, weights, is_leaf=lambda x: is_quantized(x) or nf4.is_nf4(x))
 
