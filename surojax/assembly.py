@@ -21,7 +21,7 @@ from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.parallel import collectives
-from surojax.placement.home import DEVICE
+from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import pipeline_stages, shards
 from surojax.placement.table import SETTINGS, Mesh, Placement, place
@@ -44,7 +44,9 @@ SCHEDULE: dict[str, str | bool | int] = {
 # recomputes operations and does not prefetch.
 # XLA counts temporaries in host memory (accumulators, residuals) as device memory, so `compiler_options` adds them to
 # the limit. Qwen-32B with everything offloaded, on 4 RTX 4090: 4,284 operations per step were recomputed without the
-# correction and none with it (jax 0.12). Arguments in host memory are not counted, whatever their size.
+# correction and none with it (jax 0.12). Arguments in host memory are not counted, whatever their size, unless one loop
+# writes to many of them: with overlap_update the state there is added too (7B with five offloads on one RTX 4090: 112
+# operations without that, none with it).
 # The percentage applies to the memory that XLA plans with, minus the arguments. Without a GPU, XLA plans with 80 % of
 # the memory (GetSchedulerMemoryLimit in XLA's gpu_hlo_schedule.cc). Llama-7B at ZeRO-3 on 4 RTX 4090 then had 2.7 GiB
 # instead of 6.4, so that XLA recomputed 2,499 operations and overlapped no all-gather of weights.
@@ -104,13 +106,15 @@ class Assembly:
             state = self.state_bytes()
             left = plans_with * memory_bytes - state
             wanted = 0.95 * memory_bytes - state + 2 * host_temporaries
+            if self.engine.overlap_update:
+                wanted += self.state_bytes(HOST)
             limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
         return schedule | limit | collectives.compiler_options(self.engine.table.copy_engine)
 
-    def state_bytes(self) -> int:
-        """Bytes of the state in the device memory of each GPU."""
+    def state_bytes(self, home: Home = DEVICE) -> int:
+        """Bytes of the state in a memory of each GPU."""
         arrays = [x for x in jax.tree.leaves(self.plan) if isinstance(x, jax.ShapeDtypeStruct)]  # not in files
-        found = [x for x in arrays if x.sharding.memory_kind in (None, DEVICE.memory_kind)]
+        found = [x for x in arrays if (x.sharding.memory_kind or DEVICE.memory_kind) == home.memory_kind]
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in found)
 
     def eval_step(self):
@@ -129,11 +133,13 @@ def assemble(
     z_loss: float = 0.0,
     packed: bool = False,
     microbatches_per_fetch: int = 1,
+    overlap_update: bool = False,
     pp_schedule: str = "gpipe",
 ) -> Assembly:
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
-    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch, pp_schedule: see `spec.Engine`.
+    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch, overlap_update, pp_schedule: see
+    `spec.Engine`.
     """
     if pipeline_stages(mesh) > 1:
         pipeline.of_stage(model, pipeline_stages(mesh))  # raises
@@ -147,6 +153,7 @@ def assemble(
         z_loss=z_loss,
         packed=packed,
         microbatches_per_fetch=microbatches_per_fetch,
+        overlap_update=overlap_update,
         pp_schedule=pp_schedule,
     )
     precision = model.precision
@@ -170,6 +177,7 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
         z_loss=c.z_loss,
         packed=c.sample_packing,
         microbatches_per_fetch=c.microbatches_per_fetch,
+        overlap_update=c.overlap_update,
         pp_schedule=c.pp_schedule,
     )
 

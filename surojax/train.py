@@ -58,6 +58,7 @@ from surojax.run.metrics import (
     read_metrics,
 )
 from surojax.step import state
+from surojax.step.train_step import up_to_date
 
 IDENTITY = ("model", "seed", "sequence_len", "sample_packing")  # fields that a run continues with, unchanged
 
@@ -217,6 +218,7 @@ def train(config: Config) -> Result:
             save_now = final or stopping or (c.save_steps and step % c.save_steps == 0)
             if evaluate_now or save_now:
                 report(deferred.flush())  # logs step n and checks that it is finite, before its checkpoint is written
+                train_state = up_to_date(train_step, train_state)
                 if evaluate_now:
                     history += [log.eval(step, **scores) for scores in evaluate(train_state.weights)]
                 if save_now:

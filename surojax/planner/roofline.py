@@ -114,21 +114,25 @@ def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, in
     )
 
 
-def phases(work: Work, offloaded: Collection[str], resident: float = 0.0) -> dict[str, float]:
+def phases(
+    work: Work, offloaded: Collection[str], resident: float = 0.0, *, overlap_update: bool = False
+) -> dict[str, float]:
     """Estimated seconds of each phase of a step.
 
     offloaded: those of OFFLOADS that are in host memory. resident: the fraction of layers whose weights are in
-    device memory all the same.
+    device memory all the same. overlap_update: the update's phase has the first group's forward pass in it.
     """
     host = {name: work.sizes[name] * (name in offloaded) for name in OFFLOADS}
     weights = host["weights"] * (1 - resident)
     k = work.microbatches
+    under_update = overlap_update / work.fetches  # fraction of the forward passes
+    apart = 1 - under_update
     forward = _phase(
         work,
-        seconds=k * work.forward,
-        link=work.fetches * work.gathered,
-        read=work.fetches * weights,
-        written=k * host["residual"],
+        seconds=apart * k * work.forward,
+        link=apart * work.fetches * work.gathered,
+        read=apart * work.fetches * weights,
+        written=apart * k * host["residual"],
     )
     backward = _phase(
         work,
@@ -140,10 +144,10 @@ def phases(work: Work, offloaded: Collection[str], resident: float = 0.0) -> dic
     state = host["master"] + host["optimizer"]
     update = _phase(
         work,
-        seconds=work.update_bytes / (work.gpu.memory_bandwidth * work.rates.memory),
-        link=0.0,
+        seconds=work.update_bytes / (work.gpu.memory_bandwidth * work.rates.memory) + under_update * k * work.forward,
+        link=under_update * work.fetches * work.gathered,
         read=state + host["grads"],
-        written=state + weights,
+        written=state + weights + under_update * k * host["residual"],
     )
     between = work.once / (work.gpu.link_bandwidth * work.rates.link)
     return {"forward": forward, "head": k * work.head, "backward": backward, "update": update, "between": between}
