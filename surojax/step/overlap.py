@@ -84,7 +84,7 @@ class UpdatingLayers:
         """What is prefetched before the pass: nothing. `loop` begins with copies of its first two layers."""
 
     def loop(self, function: Callable, carry, prefetched: None):
-        """(carry, the segment's new state) after (carry, prefetched) = function(Layer, prefetched, carry) for each layer.
+        """(carry, the new state) after (carry, prefetched) = function(Layer, prefetched, carry) for every layer.
 
         Within the loop, `prefetched` are the next layer's weights, in a tuple as in `Layers.loop`.
         """
