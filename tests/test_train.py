@@ -258,6 +258,7 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
             assert expected in printed
 
 
+@pytest.mark.full
 def test_updates_under_the_next_step_leave_the_same_run(whole, config, tmp_path, monkeypatch):
     """Evaluated in the middle, stopped, continued and ended: losses, evaluations, checkpoints and weights of a run in
     which every step ends with its update."""
