@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from surojax.config import fields as configs
+from surojax.errors import ConfigError
 from surojax.models.families import FAMILIES
 from surojax.models.model import Compute, Model, Recompute
 from surojax.numerics import fp8
@@ -143,6 +144,12 @@ def assemble(
     """
     if pipeline_stages(mesh) > 1:
         pipeline.of_stage(model, pipeline_stages(mesh))  # raises
+    in_files = table.master.home.in_file or table.moments.home.in_file
+    if overlap_update and (not table.grads.home.streamed or in_files or pipeline_stages(mesh) > 1):
+        raise ConfigError(
+            "overlap_update: expected offload_grads, no state in files and pp_size=1 with it, got True without; "
+            "leave it out"
+        )
     of_classes = layouts(model.params, table, mesh)
     engine = Engine(
         model,

@@ -115,3 +115,8 @@ def test_what_it_is_not_built_for_is_refused(changes, message):
     c.update(changes)
     with pytest.raises(ConfigError, match=f"^{message}"):
         checks.check(c)
+
+
+def test_assembled_without_a_config_it_is_refused_too():
+    with pytest.raises(ConfigError, match="^overlap_update: expected offload_grads"):
+        Small(offload_master=True, overlap_update=True)
