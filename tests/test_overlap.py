@@ -118,5 +118,5 @@ def test_what_it_is_not_built_for_is_refused(changes, message):
 
 
 def test_assembled_without_a_config_it_is_refused_too():
-    with pytest.raises(ConfigError, match="^overlap_update: expected offload_grads"):
+    with pytest.raises(ConfigError, match=r"^overlap_update: expected offload_grads"):
         Small(offload_master=True, overlap_update=True)
