@@ -92,7 +92,7 @@ class Gradients(NamedTuple):
     grads: dict
     norm: jax.Array
     history: Any
-    updated: dict[str, TensorState]
+    updated: dict[str, TensorState] | None = None
 
 
 class Microbatch(NamedTuple):
@@ -149,11 +149,14 @@ class ForwardCarry(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Results of a segment's forward pass, for each microbatch of a group, and prefetched weights."""
+    """Results of a segment's forward pass, for each microbatch of a group.
+
+    prefetched: as the layers' `loop` returns it, weights of the backward pass; from `UpdatingLayers` the new state.
+    """
 
     microbatches: list[ForwardCarry]
     residuals: Residuals
-    prefetched: list
+    prefetched: Any
 
 
 class BackwardCarry(NamedTuple):
