@@ -23,6 +23,7 @@ class Mutant(NamedTuple):
     explained: str = ""
 
 
+OVERLAPPED = "tests/test_overlap.py::test_no_bit_changes"
 PARITY = "tests/test_parity.py::test_equals_hugging_face"
 ENGINE = "tests/test_engine.py::test_equals_grad_of_the_plain_model"
 GROUPED = "tests/test_groups.py::test_groups_equal_grad_of_the_plain_model"
@@ -1005,8 +1006,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the backward pass begins with the first segment",
         "surojax/step/engine.py",
-        "in reversed(segments.items())",
-        "in segments.items()",
+        "in reversed(step_inputs.segments.items())",
+        "in step_inputs.segments.items()",
         f"{SEGMENTS} -k [1-placed0]",
     ),
     Mutant(
@@ -1637,8 +1638,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the first group adds to what accumulators in host memory hold",
         "surojax/step/engine.py",
-        "group(0, carry, batch, segments, first=True,",
-        "group(0, carry, batch, segments, first=False,",
+        "group(engine, step_inputs, residuals, 0, carry, first=True,",
+        "group(engine, step_inputs, residuals, 0, carry, first=False,",
         "tests/test_offload.py::test_accumulators_in_host_memory_need_not_start_as_zeros",
     ),
     Mutant(
@@ -1686,8 +1687,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a group's microbatches are those of the first group",
         "surojax/step/engine.py",
-        "microbatch(batch, g * group_size + i)",
-        "microbatch(batch, i)",
+        "microbatch_of(engine, step_inputs, g * n + i)",
+        "microbatch_of(engine, step_inputs, i)",
         f"{GROUPED} -k config0",
     ),
     Mutant(
@@ -1707,9 +1708,66 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "nvfp4: microbatches of a group draw the same numbers",
         "surojax/step/engine.py",
-        "functools.partial(recipe_inputs, a))",
-        "functools.partial(recipe_inputs, a // group_size))",
+        "functools.partial(step_inputs.recipe_inputs, a)",
+        "functools.partial(step_inputs.recipe_inputs, a // engine.microbatches_per_fetch)",
         "tests/test_groups.py::test_groups_change_no_bit -k nvfp4-2",
+    ),
+    # -- Updates under the next forward pass ---------------------------------------------------------------------------
+    Mutant(
+        "an update's random numbers are those of the layer below",
+        "surojax/step/overlap.py",
+        "self._update(flight.following, l + 1)",
+        "self._update(flight.following, l)",
+        "tests/test_overlap.py::test_no_bit_changes -k rounded",
+    ),
+    Mutant(
+        "a pass that updates computes with a layer's next weights",
+        "surojax/step/overlap.py",
+        "function(Layer(l, number, variant, weights), gathered, carry)",
+        "function(Layer(l, number, variant, gathered[0]), gathered, carry)",
+        f"{OVERLAPPED} -k all",
+    ),
+    Mutant(
+        "pending gradients are applied at the learning rate of the step after",
+        "surojax/step/overlap.py",
+        "optim.scalars(self.optimizer, state.step, norm)",
+        "optim.scalars(self.optimizer, state.step + 1, norm)",
+        f"{OVERLAPPED} -k all",
+    ),
+    Mutant(
+        "an overlapped update leaves embedding and head for the next step",
+        "surojax/step/overlap.py",
+        "weights = state.weights | {OUTER: outer.weights}",
+        "weights = state.weights",
+        f"{OVERLAPPED} -k all",
+    ),
+    Mutant(
+        "a checkpoint is of weights whose update is pending",
+        "surojax/step/train_step.py",
+        "return step.finish(state) if isinstance(state, Pending) else state",
+        "return getattr(state, 'state', state)",
+        f"{OVERLAPPED} -k all",
+    ),
+    Mutant(
+        "overlap_update is not handed on",
+        "surojax/assembly.py",
+        "        overlap_update=c.overlap_update,\n",
+        "",
+        TEXTBOOK,
+    ),
+    Mutant(
+        "overlap_update with accumulators in device memory",
+        "surojax/config/checks.py",
+        '_need(c.offload_grads, "offload_grads"',
+        '_need(True, "offload_grads"',
+        "tests/test_overlap.py::test_what_it_is_not_built_for_is_refused",
+    ),
+    Mutant(
+        "an overlapped update hides no forward pass",
+        "surojax/planner/roofline.py",
+        "    apart = 1 - under_update\n",
+        "    apart = 1\n",
+        "tests/test_search.py::test_an_update_hides_the_first_fetchs_forward_pass",
     ),
     Mutant(
         "textbook: groups of microbatches change nothing",

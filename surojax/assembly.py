@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from surojax.config import fields as configs
+from surojax.errors import ConfigError
 from surojax.memory.host import parts
 from surojax.models.families import FAMILIES
 from surojax.models.lora import Lora, saved_names, target_names
@@ -24,7 +25,7 @@ from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.parallel import collectives
-from surojax.placement.home import DEVICE
+from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import pipeline_stages, shards
 from surojax.placement.param import Param
@@ -48,7 +49,9 @@ SCHEDULE: dict[str, str | bool | int] = {
 # recomputes operations and does not prefetch.
 # XLA counts temporaries in host memory (accumulators, residuals) as device memory, so `compiler_options` adds them to
 # the limit. Qwen-32B with everything offloaded, on 4 RTX 4090: 4,284 operations per step were recomputed without the
-# correction and none with it (jax 0.12). Arguments in host memory are not counted, whatever their size.
+# correction and none with it (jax 0.12). Arguments in host memory are not counted, whatever their size, unless one loop
+# writes to many of them: with overlap_update the state there is added too (7B with five offloads on one RTX 4090: 112
+# operations without that, none with it).
 # The percentage applies to the memory that XLA plans with, minus the arguments. Without a GPU, XLA plans with 80 % of
 # the memory (GetSchedulerMemoryLimit in XLA's gpu_hlo_schedule.cc). Llama-7B at ZeRO-3 on 4 RTX 4090 then had 2.7 GiB
 # instead of 6.4, so that XLA recomputed 2,499 operations and overlapped no all-gather of weights.
@@ -123,13 +126,15 @@ class Assembly:
             state = self.state_bytes()
             left = plans_with * memory_bytes - state
             wanted = 0.95 * memory_bytes - state + 2 * host_temporaries
+            if self.engine.overlap_update:
+                wanted += self.state_bytes(HOST)
             limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
         return schedule | limit | collectives.compiler_options(self.engine.table.copy_engine)
 
-    def state_bytes(self) -> int:
-        """Bytes of the state in the device memory of each GPU."""
+    def state_bytes(self, home: Home = DEVICE) -> int:
+        """Bytes of the state in a memory of each GPU."""
         arrays = [x for x in jax.tree.leaves(self.plan) if isinstance(x, jax.ShapeDtypeStruct)]  # not in files
-        found = [x for x in arrays if x.sharding.memory_kind in (None, DEVICE.memory_kind)]
+        found = [x for x in arrays if (x.sharding.memory_kind or DEVICE.memory_kind) == home.memory_kind]
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in found)
 
     def eval_step(self):
@@ -148,14 +153,22 @@ def assemble(
     z_loss: float = 0.0,
     packed: bool = False,
     microbatches_per_fetch: int = 1,
+    overlap_update: bool = False,
     pp_schedule: str = "gpipe",
 ) -> Assembly:
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
-    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch, pp_schedule: see `spec.Engine`.
+    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch, overlap_update, pp_schedule: see
+    `spec.Engine`.
     """
     if pipeline_stages(mesh) > 1:
         pipeline.of_stage(model, pipeline_stages(mesh))  # raises
+    in_files = table.master.home.in_file or table.moments.home.in_file
+    if overlap_update and (not table.grads.home.streamed or in_files or pipeline_stages(mesh) > 1):
+        raise ConfigError(
+            "overlap_update: expected offload_grads, no state in files and pp_size=1 with it, got True without; "
+            "leave it out"
+        )
     of_classes = layouts(model.params, table, mesh)
     engine = Engine(
         model,
@@ -166,6 +179,7 @@ def assemble(
         z_loss=z_loss,
         packed=packed,
         microbatches_per_fetch=microbatches_per_fetch,
+        overlap_update=overlap_update,
         pp_schedule=pp_schedule,
     )
     precision = model.precision
@@ -189,6 +203,7 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
         z_loss=c.z_loss,
         packed=c.sample_packing,
         microbatches_per_fetch=c.microbatches_per_fetch,
+        overlap_update=c.overlap_update,
         pp_schedule=c.pp_schedule,
     )
 

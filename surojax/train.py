@@ -67,6 +67,7 @@ from surojax.run.metrics import (
 from surojax.run.shared import check_shared, is_first
 from surojax.run.stop import StopSignal
 from surojax.step import state
+from surojax.step.train_step import up_to_date
 
 ADAPTER = "adapter"  # folder in the output_dir: the adapters in PEFT's format
 
@@ -245,6 +246,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
             save_now = final or stopping or (c.save_steps and step % c.save_steps == 0)
             if evaluate_now or save_now:
                 report(deferred.flush())  # logs step n and checks that it is finite, before its checkpoint is written
+                train_state = up_to_date(train_step, train_state)
                 if evaluate_now:
                     history += [log.eval(step, **scores) for scores in evaluate(train_state.weights)]
                 if save_now:

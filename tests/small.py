@@ -110,6 +110,7 @@ class Small:
         z_loss: float = 0.0,
         packed: bool = False,
         microbatches_per_fetch: int = 1,
+        overlap_update: bool = False,
         seed: int = 0,
         m_dtype: str = "float32",
         optimizer=optim.adamw,
@@ -135,6 +136,7 @@ class Small:
             z_loss=z_loss,
             packed=packed,
             microbatches_per_fetch=microbatches_per_fetch,
+            overlap_update=overlap_update,
             pp_schedule=pp_schedule,
         )
         self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer

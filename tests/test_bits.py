@@ -22,7 +22,7 @@ CASES = {
     "adamw": (
         ("model_dtype=float32",),
         "recompute_parts,offload_all,offload_saved,offload_grouped@4,"
-        "resident_layers@4,nvme@4,"
+        "resident_layers@4,nvme@4,overlap_update@4,"
         "shard_outer_offload_all@4,offload_quants_all@4",
     ),
     "adamw8bit": (

@@ -512,6 +512,9 @@ PLACED_IN_HOST = [
     (1, ALL | ALTERNATING),
     (4, ALL | {"zero_level": 3} | ALTERNATING),
     (1, ALL | {"microbatches_per_fetch": 3}),
+    (1, ALL | {"overlap_update": True, "model.num_hidden_layers": 6}),
+    (1, ALL | {"overlap_update": True, "microbatches_per_fetch": 3}),
+    (4, ALL | {"overlap_update": True, "zero_level": 3}),
 ]
 
 
@@ -521,6 +524,23 @@ def test_copy_engines_do_all_host_transfers_in_loops(gpus, changes):
     """No kernel that occupies the multiprocessors, in the layer loops, the update's and the one over microbatches."""
     found = costs.host_transfers(hlo.parse(compiled_step(gpus, gradient_accumulation_steps=3, **changes)))
     assert found["kernel"] == 0 < found["copy_engine"]
+
+
+@needs_compiler
+@pytest.mark.full
+def test_an_update_under_the_next_forward_pass(planned):
+    """The same bytes of host memory: pending gradients are where the accumulators are. The first forward pass has its
+    weights from the update; of 64 layers a few are transferred once more, ahead of the end of a loop. XLA computes
+    nothing again for host memory that it takes for the device's, and the estimate knows what is in flight."""
+    changes = BLOCKS | ALL | {"gradient_accumulation_steps": 2}
+    plain, overlapped = (planned(config(gpus=1, **changes, overlap_update=x)) for x in (False, True))
+    weights = plain.classes["weights"]["host"]
+    state = sum(plain.classes[name]["host"] for name in ("master", "moments", "grads"))
+    assert overlapped.host_bytes == plain.host_bytes and overlapped.host_temp_bytes < plain.host_temp_bytes
+    assert overlapped.h2d_bytes == pytest.approx(plain.h2d_bytes - weights, abs=3 * state / 64)
+    assert overlapped.d2h_bytes == pytest.approx(plain.d2h_bytes, rel=0.02)
+    assert overlapped.rematerialised["count"] == 0
+    assert overlapped.predicted_step_s < plain.predicted_step_s
 
 
 @needs_compiler

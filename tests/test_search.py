@@ -155,6 +155,38 @@ def test_microbatches_of_one_fetch_share_its_transfers():
             assert found["forward"] + found["backward"] == pytest.approx(moved), (group, name)
 
 
+def test_an_update_hides_the_first_fetchs_forward_pass():
+    """By hand: of two passes one is beside the update, whose transfers take longer than it; it reads no weights."""
+    gpu = GPUS[GPU]
+    names = ("master", "optimizer", "grads", "weights", "residual")
+    c = checked(config(**SMALL | {"gradient_accumulation_steps": 2}), GPU)
+    run = search.assembly(c)
+    work = search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
+    apart, beside = (roofline.phases(work, names, overlap_update=x) for x in (False, True))
+    assert beside["forward"] == pytest.approx(apart["forward"] / 2)
+    rate = gpu.pcie_bandwidth * gpu.rates.host
+    state = work.sizes["master"] + work.sizes["optimizer"]
+    read = state + work.sizes["grads"]
+    written = state + work.sizes["weights"] + work.sizes["residual"]
+    both = min(read, written) / gpu.rates.duplex + abs(read - written)
+    assert beside["update"] == pytest.approx(both / rate) and beside["update"] > work.forward
+    assert {name: apart[name] for name in ("head", "backward", "between")} == {
+        name: beside[name] for name in ("head", "backward", "between")
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("keep, expected", [((), True), (("overlap_update",), False)])
+def test_an_overlapped_update_is_found_where_state_has_to_be_in_host_memory(keep, expected):
+    """Not if the config's own value is kept."""
+    c = checked(config(**SMALL | {"model.num_hidden_layers": 32}), GPU)
+    offloads = {f"offload_{name}": True for name in search.OFFLOADS}
+    need, _ = search.estimate(search.changed(c, offloads | {"overlap_update": True}), GPUS[GPU])
+    best = search.search(c, GPUS[GPU], search.Limits(need.device), keep=keep).candidates[0]
+    assert best.config.overlap_update is expected
+    assert search.estimate(best.config, GPUS[GPU])[1] == best.phases
+
+
 def test_state_in_files_is_not_faster_than_in_host_memory():
     """The estimate of a step has no time of a drive, but that of the host link."""
     in_host = {"offload_optimizer": True, "offload_master": True, "offload_grads": True}

@@ -77,14 +77,16 @@ def test_groups_of_microbatches_gather_once():
     }
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_copies_to_and_from_the_host(group):
-    """Weights twice a group of microbatches and back once; gradients back every group, and read by the next group or
-    the update; a group's residuals, which are in host memory together, both ways every group."""
+@pytest.mark.parametrize("group, overlap_update", [(1, False), (2, False), (2, True)])
+def test_copies_to_and_from_the_host(group, overlap_update):
+    """Weights twice a group of microbatches, but for a pass that updates them, and back once; gradients back every
+    group, and read by the next group or the update; a group's residuals, which are in host memory together, both ways
+    every group."""
     names = ("weights", "outer", "grads", "master", "moments", "residuals")
     rows = {name: {"device": 10**9, "host": 10**i, "nvme": 0} for i, name in enumerate(names)}
     rows["moments"]["nvme"] = 7
     groups = K // group
-    read, written = traffic.host_bytes(assembled(microbatches_per_fetch=group), BATCH, rows)
-    assert read == 2 * groups * 1 + groups * 100 + 1000 + 10007 + groups * 10**5
+    run = assembled(microbatches_per_fetch=group, overlap_update=overlap_update)
+    read, written = traffic.host_bytes(run, BATCH, rows)
+    assert read == (2 * groups - overlap_update) * 1 + groups * 100 + 1000 + 10007 + groups * 10**5
     assert written == 1 + groups * 100 + 1000 + 10007 + groups * 10**5

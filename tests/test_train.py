@@ -266,6 +266,24 @@ def test_a_run_whose_time_is_up_saves_and_stops(config, tmp_path, capsys):
     assert "stopped by --max-minutes after step 1 of 12" in capsys.readouterr().out
 
 
+@pytest.mark.full
+def test_updates_under_the_next_step_leave_the_same_run(whole, config, tmp_path, monkeypatch):
+    """Evaluated in the middle, stopped, continued and ended: losses, evaluations, checkpoints and weights of a run in
+    which every step ends with its update."""
+    names = ("offload_optimizer", "offload_master", "offload_grads", "offload_weights", "overlap_update")
+    config.update(dict.fromkeys(names, True))
+    with monkeypatch.context() as patch:
+        signal_at(patch, 4, signal.SIGTERM)
+        stopped = train(config)
+    assert not stopped.finished and int(stopped.state.step) == 5
+    result = train(config)
+    assert result.finished and records(tmp_path / "run") == records(whole)
+    expected = load(whole / "checkpoints/12").weights
+    chex.assert_trees_all_equal(load(result.checkpoint).weights, expected)
+    moved = lambda tree: jax.tree.leaves(jax.device_get(tree))
+    chex.assert_trees_all_equal(moved(result.state.weights), moved(expected))
+
+
 def test_ctrl_c_twice_aborts(config, tmp_path, capsys, monkeypatch):
     signal_at(monkeypatch, 4, signal.SIGINT, signal.SIGINT)
     with pytest.raises(SystemExit, match="130"):

@@ -113,7 +113,7 @@ NO_ROW = {  # keywords of `place` that no row has, and why
 def test_every_setting_of_the_table_has_a_row():
     """A new keyword of `placement.place`, or a new way to recompute, needs a line in SETTINGS."""
     keywords = {*inspect.signature(placement.place).parameters, *configs.RECOMPUTE_PARTS}
-    keywords |= {"recompute_block", "microbatches_per_fetch", "sequence_chunks"}
+    keywords |= {"recompute_block", "microbatches_per_fetch", "sequence_chunks", "overlap_update"}
     assert keywords - {name for s in SETTINGS for name in s.changes} == set(NO_ROW)
 
 
@@ -135,7 +135,7 @@ def test_every_row_compares_two_different_things():
         recompute = [row[name] for name in configs.RECOMPUTE_PARTS]
         compute = engine.model.compute
         chunks = compute.sequence_chunks, engine.lmhead_chunks, compute.cp_method
-        settings = (engine.recompute_block, recompute, chunks, engine.packed, engine.pp_schedule)
+        settings = (engine.recompute_block, recompute, chunks, engine.packed, engine.pp_schedule, engine.overlap_update)
         trained = len(jax.tree.leaves(engine.layouts.master))
         return engine.table, shape, settings, engine.microbatches_per_fetch, s.split, trained
 

@@ -16,6 +16,7 @@ REFUSED = {
     "gradient_dtype": "for which adapters are not built yet",
     "optimizer": "other optimizers are for matrices, and adapters' state is small",
     "zero_quantized_gradients": "the adapters' gradients are small",
+    "overlap_update": "the adapters' update takes no time worth hiding",
 }
 NOT_WITH_DROPOUT = ("use_dora", "pp_size", "sequence_chunks")  # for which dropout is not built
 FIELDS = (

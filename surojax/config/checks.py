@@ -321,6 +321,7 @@ def _check_sizes(c: Config) -> None:
     for name in RECOMPUTE_PARTS if c.recompute_block else ():
         expected = "False with recompute_block=True, which computes all of it again"
         _need(not c[name], name, expected, c[name], "leave it out, or set recompute_block=False")
+    _check_overlap(c)
     _check_chunks(c)
     others = c.dp_replicate_size * gpus_per_sequence(c)
     shards = c.gpus // others if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
@@ -328,6 +329,22 @@ def _check_sizes(c: Config) -> None:
         expected = "2 or more, to shard over, with zero_level above 1, shard_weights or shard_gradients"
         change = "lower dp_replicate_size or zero_level, or raise gpus"
         _need(shards * c.cp_size != 1, "dp_shard_size", expected, 1, change)
+
+
+def _check_overlap(c: Config) -> None:
+    """Checks the settings that an update under the next forward pass depends on."""
+    if not c.overlap_update:
+        return
+    expected = "True with overlap_update, whose gradients rest in host memory until the next step"
+    _need(c.offload_grads, "offload_grads", expected, c.offload_grads, "set it, or leave overlap_update out")
+    for name in WORDS_OF:
+        expected = "True or False with overlap_update, which is not built for state in files"
+        _need(c[name] != "nvme", name, expected, c[name], "leave one of them out")
+    expected = "False without offload_optimizer and offload_master: it hides their transfers"
+    change = "leave it out, or offload one of them"
+    _need(c.offload_optimizer or c.offload_master, "overlap_update", expected, True, change)
+    expected = "1 with overlap_update, which is not built for stages"
+    _need(c.pp_size == 1, "pp_size", expected, c.pp_size, "leave one of them out")
 
 
 # What chunks of the sequence are not built for, or not tested with: each has its default if sequence_chunks is above 1.

@@ -156,6 +156,7 @@ def default_config() -> Config:
     c.recompute_ffn = False  # recompute_block=False: recompute silu(gate) * up, gate and up
     c.recompute_att = False  # recompute_block=False: recompute queries, keys, values and attention
     c.microbatches_per_fetch = 1  # microbatches that each fetch of a layer serves; divides gradient_accumulation_steps
+    c.overlap_update = False  # update a layer under the next step's first forward pass; for state in host memory
     c.sequence_chunks = 1  # chunks of the sequence that a block computes one after another, exactly; for long sequences
     c.lmhead_chunks = 1  # chunks of the tokens in head and loss; more chunks = less memory for logits
 

@@ -166,7 +166,7 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
         after = i + 1
         output, new = carry.results
         outputs = write(carry.outputs, output, before)
-        state, copied_in = _exchange(carry.state, new, start + before, start + after)
+        state, copied_in = exchange(carry.state, new, start + before, start + after)
         following = (copied_in, read(inputs, start + after))
         return SweepCarry(outputs, state, following, materialised(function(*arguments)))
 
@@ -188,7 +188,7 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
     return write(carry.outputs, output, n - 1), write(carry.state, new, stop - 1)
 
 
-def _exchange(stacks, new, before, after):
+def exchange(stacks, new, before, after):
     """(stacks with the layer nearest to `before` replaced by `new`, the layer nearest to `after`).
 
     The two are different layers, or the same layer if its values already equal `new`. A stack is not read and written

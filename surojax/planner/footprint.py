@@ -168,6 +168,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     update = _update_bytes(run, layer_state) - saved_on_device
     if in_file:  # all tensors of a layer are updated by one program, after the update of the outer layers
         update = layer_state + layer_bytes - outer_grads - saved_on_device
+    if engine.overlap_update:
+        update = _overlapped_update_bytes(segments)
     working_space = max(block + during_layer, head + during_head, update) + 2 * x_bytes
     if stages > 1:  # activations and gradients that come from the neighbours, and gradients from the head
         working_space += 2 * x_bytes + of_stages[-1] * x_bytes // stages
@@ -273,6 +275,15 @@ def _update_bytes(run: assembly.Assembly, layer_state: int) -> int:
         largest = max((p.shape for p in params if p.kind is Kind.MATRIX), key=math.prod)
         size += math.prod(largest) * (12 + jnp.dtype(table.weights.dtype).itemsize) + 3 * 4 * min(largest) ** 2
     return size
+
+
+def _overlapped_update_bytes(segments: list["SegmentBytes"]) -> int:
+    """Bytes that a forward pass takes which updates the layers.
+
+    Layers in flight: one on its way back, one updated, one to update, one on its way to the device. The factors are
+    fitted to compiled steps of 7B on an RTX 4090 and an H200.
+    """
+    return max(int(3.5 * segment.layer_state + 0.7 * segment.saved) for segment in segments)
 
 
 def _block_bytes(

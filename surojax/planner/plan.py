@@ -41,6 +41,7 @@ from surojax.planner.gpus import GPUS, Gpu, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
 from surojax.step.file_step import FileStep, Program
+from surojax.step.overlap import OverlappedStep
 from surojax.step.state_plan import bytes_per_device
 
 
@@ -283,6 +284,8 @@ def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> li
     arrays = [tokens for _ in run.engine.batch_arrays]
     if isinstance(train_step, FileStep):
         return train_step.programs(*arrays)
+    if isinstance(train_step, OverlappedStep):
+        return [Program(train_step.step, (train_step.pending, *arrays), 1)]
     return [Program(train_step, (run.plan, *arrays), 1)]
 
 

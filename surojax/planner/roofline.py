@@ -130,21 +130,25 @@ def _as_within_a_machine(run: Assembly, gpu: Gpu, found: dict[tuple[str, str], i
     return {(op, axes): size * within / links.rate(gpu, shape, op, axes) for (op, axes), size in found.items()}
 
 
-def phases(work: Work, offloaded: Collection[str], resident: float = 0.0) -> dict[str, float]:
+def phases(
+    work: Work, offloaded: Collection[str], resident: float = 0.0, *, overlap_update: bool = False
+) -> dict[str, float]:
     """Estimated seconds of each phase of a step.
 
     offloaded: those of OFFLOADS that are in host memory. resident: the fraction of layers whose weights are in
-    device memory all the same.
+    device memory all the same. overlap_update: the update's phase has the first group's forward pass in it.
     """
     host = {name: work.sizes[name] * (name in offloaded) for name in OFFLOADS}
     weights = host["weights"] * (1 - resident)
     k = work.microbatches
+    under_update = overlap_update / work.fetches  # fraction of the forward passes
+    apart = 1 - under_update
     forward = _phase(
         work,
-        seconds=k * work.forward,
-        link=work.fetches * work.gathered,
-        read=work.fetches * weights,
-        written=k * host["residual"],
+        seconds=apart * k * work.forward,
+        link=apart * work.fetches * work.gathered,
+        read=apart * work.fetches * weights,
+        written=apart * k * host["residual"],
     )
     backward = _phase(
         work,
@@ -156,10 +160,12 @@ def phases(work: Work, offloaded: Collection[str], resident: float = 0.0) -> dic
     state = host["master"] + host["optimizer"]
     update = _phase(
         work,
-        seconds=work.update_bytes / (work.gpu.memory_bandwidth * work.rates.memory),
-        link=0.0,
+        seconds=work.update_bytes / (work.gpu.memory_bandwidth * work.rates.memory) + under_update * k * work.forward,
+        link=under_update * work.fetches * work.gathered,
         read=state + host["grads"],
-        written=state + work.sizes["updated weights"] * ("weights" in offloaded) * (1 - resident),
+        written=state
+        + work.sizes["updated weights"] * ("weights" in offloaded) * (1 - resident)
+        + under_update * k * host["residual"],
     )
     between = work.once / (work.gpu.link_bandwidth * work.rates.link)
     return {"forward": forward, "head": k * work.head, "backward": backward, "update": update, "between": between}

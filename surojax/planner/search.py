@@ -1,7 +1,7 @@
 """Searches the settings of memory, mesh and microbatches for the fastest step that fits.
 
-What is searched: placement (every `offload_*`, `resident_layers`, state in files), mesh (`zero_level`,
-`dp_replicate_size`, `shard_outer`), recomputation, the split of the effective batch into microbatches,
+What is searched: placement (every `offload_*`, `resident_layers`, `overlap_update`, state in files), mesh
+(`zero_level`, `dp_replicate_size`, `shard_outer`), recomputation, the split of the effective batch into microbatches,
 `microbatches_per_fetch`, `lmhead_chunks`, and of settings that change numbers those that are allowed (`ALLOWED`).
 
 There are too many combinations to try all. Three rules make few of them enough.
@@ -186,6 +186,7 @@ class Search:
             if self.changes_kept(change):
                 continue
             change |= {f"offload_{name}": False for name in OFFLOADS} | {"resident_layers": 0, "nvme_path": ""}
+            change["overlap_update"] = False
             if self.c.persistent_quants:
                 change["offload_quants"] = False
             try:
@@ -203,10 +204,10 @@ class Search:
         sizes = family.work.sizes
         least = self.needed(self.changed(family.change)).device  # with nothing offloaded
 
-        def placed(offloaded: tuple[str, ...], resident: int) -> tuple[float, int, tuple[str, ...], int]:
-            """An entry of the queue: estimated seconds first, then the number of classes."""
-            seconds = sum(roofline.phases(family.work, offloaded, resident / layers).values())
-            return seconds, len(offloaded), offloaded, resident
+        def placed(offloaded: tuple[str, ...], resident: int, overlaps: bool) -> tuple:
+            """An entry of the queue: estimated seconds first, then the number of classes, and the arguments."""
+            found = roofline.phases(family.work, offloaded, resident / layers, overlap_update=overlaps)
+            return sum(found.values()), len(offloaded), offloaded, resident, overlaps
 
         def room_for(offloaded: tuple[str, ...], needed: float) -> int:
             """Layers whose weights fit into what `needed` bytes leave; less than 0 if these do not fit."""
@@ -218,15 +219,15 @@ class Search:
             resident = min(max(room, 0), layers - 1) if "weights" in offloaded and not self.c.persistent_quants else 0
             resident = self.keep.get("resident_layers", resident)
             if room >= 0 or len(offloaded) == len(OFFLOADS):
-                queue.append(placed(offloaded, resident))
+                queue += [placed(offloaded, resident, overlaps) for overlaps in may_overlap(offloaded, in_files)]
         heapq.heapify(queue)
         found: list[Candidate] = []
         placements: list[set[str]] = []  # of what was found
         while queue and not (found and queue[0][0] > found[0].seconds * (1 + TIE)):
-            seconds, _, offloaded, resident = heapq.heappop(queue)
+            seconds, _, offloaded, resident, overlaps = heapq.heappop(queue)
             if any(fewer < set(offloaded) for fewer in placements):
                 continue
-            candidates = self.stored(family, offloaded, resident, in_files, seconds)
+            candidates = self.stored(family, offloaded, resident, in_files, seconds, overlaps)
             if best := next((x for x in candidates if x.need.fits(self.limits)), None):
                 found.append(best)
                 placements.append(set(offloaded))
@@ -237,11 +238,17 @@ class Search:
             # Working space has grown.
             if candidates and resident and candidates[0].need.device > self.limits.device:
                 then = resident + min(-1, room_for(offloaded, candidates[0].need.device))
-                heapq.heappush(queue, placed(offloaded, max(0, then)))
+                heapq.heappush(queue, placed(offloaded, max(0, then), overlaps))
         return found
 
     def stored(
-        self, family: Family, offloaded: tuple[str, ...], resident: int, in_files: bool, seconds: float
+        self,
+        family: Family,
+        offloaded: tuple[str, ...],
+        resident: int,
+        in_files: bool,
+        seconds: float,
+        overlaps: bool,
     ) -> list[Candidate]:
         """The candidates of a placement that the checks accept: in host memory, or each choice of what is in files."""
         found = []
@@ -250,7 +257,7 @@ class Search:
             if self.c.gpus * in_host > self.limits.host:
                 continue
             change = family.change | {f"offload_{name}": "nvme" if name in files else True for name in offloaded}
-            change |= {"resident_layers": resident}
+            change |= {"resident_layers": resident, "overlap_update": overlaps}
             if "weights" in offloaded and self.c.persistent_quants:
                 change["offload_quants"] = True
             if files:
@@ -262,7 +269,8 @@ class Search:
                 need = self.needed(tried)
             except ConfigError:
                 continue
-            phases = roofline.phases(family.work, offloaded, resident / self.c.model.num_hidden_layers)
+            resident_part = resident / self.c.model.num_hidden_layers
+            phases = roofline.phases(family.work, offloaded, resident_part, overlap_update=overlaps)
             found.append(Candidate(tried, change, seconds, need, phases))
         return found
 
@@ -381,6 +389,12 @@ def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
 
 
+def may_overlap(offloaded: Collection[str], in_files: bool) -> tuple[bool, ...]:
+    """The values of `overlap_update` to try with these in host memory."""
+    state = {"optimizer", "master"} & set(offloaded)
+    return (False, True) if state and "grads" in offloaded and not in_files else (False,)
+
+
 def stored_in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:
     """What of the offloaded tensors files can store, in every combination, one class first."""
     return [of for of in subsets([name for name in ("optimizer", "master") if name in offloaded]) if of]
@@ -398,7 +412,8 @@ def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
     offloaded = [name for name in OFFLOADS if c[f"offload_{name}"]]
     if c.offload_quants and "weights" not in offloaded:
         offloaded.append("weights")
-    phases = roofline.phases(work_of(c, run, rows, gpu), offloaded, c.resident_layers / run.model.num_layers)
+    resident = c.resident_layers / run.model.num_layers
+    phases = roofline.phases(work_of(c, run, rows, gpu), offloaded, resident, overlap_update=c.overlap_update)
     return needed(c, run, rows), phases
 
 

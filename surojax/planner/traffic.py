@@ -467,8 +467,8 @@ def device_traffic(run: Assembly, batch: Batch) -> int:
 def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> tuple[int, int]:
     """(host to device, device to host) bytes per step and GPU; rows: bytes by class of tensors and by memory.
 
-    Weights, or their persistent 8-bit copies, are read twice a group of microbatches; those that are trained are
-    written once a step. Gradients
+    Weights, or their persistent 8-bit copies, are read twice a group of microbatches; with overlap_update the first
+    group's forward pass has them from the update. Those that are trained are written once a step. Gradients
     are written once a group, and read by the next group or the update. Residuals are written and read once a
     microbatch. Master weights and moments are read and written once a step; those in files pass through host memory.
     """
@@ -478,7 +478,7 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
     state = host["master"] + host["moments"]
     residuals = groups * host["residuals"]  # a group's are in host memory together
     grads = groups * host["grads"]
-    fetched = 2 * groups * weights
+    fetched = (2 * groups - run.engine.overlap_update) * weights
     stages = pipeline_stages(run.mesh)
     if stages > 1:
         # Residuals in flight are there together. Every pass reads a layer more, and of accumulators writes one more.

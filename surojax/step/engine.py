@@ -74,6 +74,7 @@ from surojax.step.gradients import (
 from surojax.step.outer import embed, head, loss, push_embed
 from surojax.step.residuals import Kept, Residuals, Slot, block_backward, block_forward
 from surojax.step.spec import Engine
+from surojax.step.state import TensorState
 from surojax.step.weights import Layer, Layers, fetch
 
 __all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
@@ -84,12 +85,14 @@ class Gradients(NamedTuple):
 
     loss: mean in nats per label over all microbatches and devices, plus the mean of the blocks' auxiliary losses.
     grads: as `gradients.finish` leaves them. norm: the global norm of these. history: of recipe fp8_hybrid, else None.
+    updated: by segment, the TensorState after the update of `updating`; empty without it.
     """
 
     loss: jax.Array
     grads: dict
     norm: jax.Array
     history: Any
+    updated: dict[str, TensorState] | None = None
 
 
 class Microbatch(NamedTuple):
@@ -103,6 +106,21 @@ class Microbatch(NamedTuple):
     labels_BS: jax.Array
     starts_BS: jax.Array | None
     recipe_inputs: Callable
+
+
+class StepInputs(NamedTuple):
+    """What all groups of microbatches of a step read.
+
+    batch: inputs, labels and starts `[A, B, S]`. outer: weights of the outer layers. segments: by name. recipe_inputs:
+    see `recipe_inputs_of`. scale: of the loss in the gradients. d_auxiliary: see `BackwardCarry`.
+    """
+
+    batch: tuple
+    outer: dict
+    segments: dict[str, Layers]
+    recipe_inputs: Callable
+    scale: jax.Array
+    d_auxiliary: jax.Array | None
 
 
 class GroupCarry(NamedTuple):
@@ -131,10 +149,13 @@ class ForwardCarry(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Results of a segment's forward pass, for each microbatch of a group, and prefetched weights."""
+    """Results of a segment's forward pass, for each microbatch of a group.
+
+    prefetched: as the layers' `loop` returns it, weights of the backward pass; from `UpdatingLayers` the new state.
+    """
 
     microbatches: list[ForwardCarry]
-    prefetched: list
+    prefetched: Any
 
 
 class BackwardCarry(NamedTuple):
@@ -153,7 +174,15 @@ class BackwardCarry(NamedTuple):
 
 
 def loss_and_gradients(
-    engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array, starts_ABS=None, *, history=None, step=0
+    engine: Engine,
+    weights,
+    inputs_ABS: jax.Array,
+    labels_ABS: jax.Array,
+    starts_ABS=None,
+    *,
+    history=None,
+    step=0,
+    updating: dict[str, Any] | None = None,
 ) -> Gradients:
     """Loss and gradients of all microbatches and devices.
 
@@ -161,6 +190,8 @@ def loss_and_gradients(
     starts_ABS: of documents, if the engine is packed, see `Segment`; else None.
     history: largest magnitudes in the last steps, see `fp8.history_shape`, which this step adds its own to; None for
     recipes that have none. step: number of the step, int32, which random numbers of a recipe follow from.
+    updating: by segment, `overlap.UpdatingLayers`, which the first group's forward pass updates; None if `weights` are
+    up to date.
     """
     model = engine.model
     microbatches = inputs_ABS.shape[0]
@@ -170,99 +201,189 @@ def loss_and_gradients(
     scale = 1.0 / jnp.maximum(count(labels_ABS), 1).astype(jnp.float32)
     has_auxiliary = any(segment.has_auxiliary_loss for segment in model.segments)
     auxiliary_scale = 1.0 / (microbatches * collectives.device_number(*TOKENS)[1])
-    d_auxiliary = varying(jnp.float32(auxiliary_scale)) if has_auxiliary else None
-    outer = varying(weights[OUTER])
-    axes = engine.vocabulary_axes
-
-    def layers_of(weights) -> dict[str, Layers]:
-        return {segment.name: Layers(engine, segment, weights[segment.name]) for segment in model.segments}
-
-    segments = layers_of(weights)
-    recipe_inputs = recipe_inputs_of(engine, history, step, microbatches, scale)
-
-    def microbatch(batch, a) -> Microbatch:
-        inputs_BS, labels_BS, starts_BS = read(batch, a)
-        own = functools.partial(own_slice, engine)
-        return Microbatch(own(inputs_BS), own(labels_BS), starts_BS, functools.partial(recipe_inputs, a))
-
-    def group(g, carry: GroupCarry, batch, segments, *, first: bool, last: bool) -> GroupCarry:
-        of_group = [microbatch(batch, g * group_size + i) for i in range(group_size)]
-        xs_BSD = [embed(outer, each.inputs_BS, axes, model.embedding_scale) for each in of_group]
-        passes: dict[str, Forward] = {}
-        for name, layers in segments.items():
-            prefetched = layers.turn(carry.prefetched[name], g, reverse=False)
-            kept = [residuals[name].first(stack) for stack in carry.saved[name]]
-            passes[name] = forward(engine, layers, xs_BSD, prefetched, of_group, residuals[name], kept)
-            xs_BSD = [each.x_BSD for each in passes[name].microbatches]
-        total = carry.loss
-        d_outer = carry.grads.outer
-        dxs_BSD = []
-        for each, x_BSD in zip(of_group, xs_BSD, strict=True):
-            loss, dx_BSD, d_outer = head(
-                model,
-                outer,
-                d_outer,
-                x_BSD,
-                each.labels_BS,
-                scale,
-                chunks=engine.lmhead_chunks,
-                axes=axes,
-                z_loss=engine.z_loss,
-            )
-            total += loss
-            dxs_BSD.append(dx_BSD)
-        grads = carry.grads._replace(outer=d_outer)
-        done = BackwardCarry(dxs_BSD, d_auxiliary, grads, collectives.no_squares(), [], carry.observed)
-        prefetched = {}
-        for name, layers in reversed(segments.items()):
-            early = layers.turn(passes[name].prefetched, g, reverse=True)
-            kept = [each.kept for each in passes[name].microbatches]
-            done = done._replace(grads=begin_backward(layers.segment, done.grads, g, first=first))
-            done, prefetched[name] = backward(
-                engine, layers, done, early, of_group, residuals[name], kept, first=first, last=last
-            )
-        d_outer = done.grads.outer
-        for each, dx_BSD in zip(of_group, done.dxs_BSD, strict=True):
-            d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, axes, model.embedding_scale)
-        auxiliary = carry.auxiliary
-        for i in range(group_size):
-            for passed in passes.values():
-                if passed.microbatches[i].auxiliary is not None:
-                    auxiliary = add(auxiliary, passed.microbatches[i].auxiliary)
-        grads = done.grads._replace(outer=d_outer)
-        saved = {name: [each.kept.stack for each in of.microbatches] for name, of in passes.items()}
-        return GroupCarry(grads, total, auxiliary, done.squares, prefetched, done.observed, saved)
-
-    batch = (inputs_ABS, labels_ABS, starts_ABS)
-    residuals = {name: residuals_of(engine, layers, outer, microbatch(batch, 0)) for name, layers in segments.items()}
+    step_inputs = StepInputs(
+        batch=(inputs_ABS, labels_ABS, starts_ABS),
+        outer=varying(weights[OUTER]),
+        segments=layers_of(engine, weights),
+        recipe_inputs=recipe_inputs_of(engine, history, step, microbatches, scale),
+        scale=scale,
+        d_auxiliary=varying(jnp.float32(auxiliary_scale)) if has_auxiliary else None,
+    )
+    residuals = residuals_of_segments(engine, step_inputs)
+    updated = {}
     carry = GroupCarry(
-        grads=accumulators(engine, weights),
+        grads=accumulators(engine, weights, updating and {name: layers.grads for name, layers in updating.items()}),
         loss=varying(jnp.float32(0), AXES),
         auxiliary=varying(jnp.float32(0)) if has_auxiliary else None,
         squares=collectives.no_squares(),
-        prefetched={name: layers.first() for name, layers in segments.items()},
+        prefetched={name: layers.first() for name, layers in step_inputs.segments.items()},
         observed=varying(new_observed(history), AXES),
         saved={name: of.stacks(group_size) for name, of in residuals.items()},
     )
     peeled = peels_last_group(engine)
     begin = 0
     if starts_in_first_group(engine):
-        carry = group(0, carry, batch, segments, first=True, last=groups == 1)
+        carry, updated = first_group(engine, step_inputs, residuals, carry, updating, last=groups == 1)
+        weights = weights | {name: of.weights for name, of in updated.items()}
         # Without a loop, XLA would fetch for the next group during this one: 0.16 GiB for 7B on four GPUs.
-        carry, (batch, weights) = in_turn(carry, (batch, weights))
-        segments = layers_of(weights)
+        carry, (batch, weights) = in_turn(carry, (step_inputs.batch, weights))
+        step_inputs = step_inputs._replace(batch=batch, segments=layers_of(engine, weights))
         begin = 1
     end = max(begin, groups - peeled)
     if begin < end:
-        looped = functools.partial(group, batch=batch, segments=segments, first=False, last=not peeled)
+        looped = functools.partial(group, engine, step_inputs, residuals, first=False, last=not peeled)
         carry = jax.lax.fori_loop(begin, end, looped, carry)
     if end < groups:
-        carry = group(groups - 1, carry, batch, segments, first=False, last=True)
+        carry = group(engine, step_inputs, residuals, groups - 1, carry, first=False, last=True)
     loss = collectives.add_up(carry.loss, *AXES) * scale
     if carry.auxiliary is not None:
         loss = loss + collectives.add_up(carry.auxiliary, *TOKENS) * auxiliary_scale
     grads, norm = finish(engine, carry.grads, carry.squares)
-    return Gradients(loss, grads, norm, extended(history, collectives.largest_of_devices(carry.observed)))
+    return Gradients(loss, grads, norm, extended(history, collectives.largest_of_devices(carry.observed)), updated)
+
+
+def group(
+    engine: Engine,
+    step_inputs: StepInputs,
+    residuals: dict[str, Residuals],
+    g: jax.Array | int,
+    carry: GroupCarry,
+    *,
+    first: bool,
+    last: bool,
+) -> GroupCarry:
+    """The carry after group g of microbatches: forward and backward. first, last: group of the step."""
+    of_group = microbatches_of(engine, step_inputs, g)
+    xs_BSD, passes = group_forward(engine, step_inputs, residuals, g, carry, of_group)
+    carry, dxs_BSD = group_heads(engine, step_inputs, carry, of_group, xs_BSD)
+    return group_backward(engine, step_inputs, residuals, g, carry, of_group, dxs_BSD, passes, first=first, last=last)
+
+
+def first_group(
+    engine: Engine,
+    step_inputs: StepInputs,
+    residuals: dict[str, Residuals],
+    carry: GroupCarry,
+    updating: dict[str, Any] | None,
+    *,
+    last: bool,
+) -> tuple[GroupCarry, dict[str, TensorState]]:
+    """(the carry after the step's first group, which updates the layers of `updating`; their new state by segment)."""
+    if not updating:
+        return group(engine, step_inputs, residuals, 0, carry, first=True, last=last), {}
+    of_group = microbatches_of(engine, step_inputs, 0)
+    xs_BSD, passes = group_forward(engine, step_inputs._replace(segments=updating), residuals, 0, carry, of_group)
+    updated = {name: passed.prefetched for name, passed in passes.items()}
+    new_layers = layers_of(engine, {name: state.weights for name, state in updated.items()})
+    for name, layers in new_layers.items():
+        passes[name] = passes[name]._replace(prefetched=layers.first(reverse=True))
+    step_inputs = step_inputs._replace(segments=new_layers)
+    carry, dxs_BSD = group_heads(engine, step_inputs, carry, of_group, xs_BSD)
+    carry = group_backward(engine, step_inputs, residuals, 0, carry, of_group, dxs_BSD, passes, first=True, last=last)
+    return carry, updated
+
+
+def microbatches_of(engine: Engine, step_inputs: StepInputs, g: jax.Array | int) -> list[Microbatch]:
+    """The microbatches of group g."""
+    n = engine.microbatches_per_fetch
+    return [microbatch_of(engine, step_inputs, g * n + i) for i in range(n)]
+
+
+def microbatch_of(engine: Engine, step_inputs: StepInputs, a: jax.Array | int) -> Microbatch:
+    """Microbatch a."""
+    inputs_BS, labels_BS, starts_BS = read(step_inputs.batch, a)
+    recipe_inputs = functools.partial(step_inputs.recipe_inputs, a)
+    return Microbatch(own_slice(engine, inputs_BS), own_slice(engine, labels_BS), starts_BS, recipe_inputs)
+
+
+def group_forward(
+    engine: Engine,
+    step_inputs: StepInputs,
+    residuals: dict[str, Residuals],
+    g: jax.Array | int,
+    carry: GroupCarry,
+    of_group: list[Microbatch],
+) -> tuple[list[jax.Array], dict[str, Forward]]:
+    """(the last blocks' outputs for each microbatch, the forward pass of each segment)."""
+    xs_BSD = [embedded(engine, step_inputs.outer, each) for each in of_group]
+    passes: dict[str, Forward] = {}
+    for name, layers in step_inputs.segments.items():
+        prefetched = layers.turn(carry.prefetched[name], g, reverse=False)
+        kept = [residuals[name].first(stack) for stack in carry.saved[name]]
+        passes[name] = forward(engine, layers, xs_BSD, prefetched, of_group, residuals[name], kept)
+        xs_BSD = [each.x_BSD for each in passes[name].microbatches]
+    return xs_BSD, passes
+
+
+def group_heads(
+    engine: Engine, step_inputs: StepInputs, carry: GroupCarry, of_group: list[Microbatch], xs_BSD: list[jax.Array]
+) -> tuple[GroupCarry, list[jax.Array]]:
+    """(the carry with losses and gradients of the head, d loss / dx for each microbatch)."""
+    total = carry.loss
+    d_outer = carry.grads.outer
+    dxs_BSD = []
+    for each, x_BSD in zip(of_group, xs_BSD, strict=True):
+        loss, dx_BSD, d_outer = head(
+            engine.model,
+            step_inputs.outer,
+            d_outer,
+            x_BSD,
+            each.labels_BS,
+            step_inputs.scale,
+            chunks=engine.lmhead_chunks,
+            axes=engine.vocabulary_axes,
+            z_loss=engine.z_loss,
+        )
+        total += loss
+        dxs_BSD.append(dx_BSD)
+    return carry._replace(grads=carry.grads._replace(outer=d_outer), loss=total), dxs_BSD
+
+
+def group_backward(
+    engine: Engine,
+    step_inputs: StepInputs,
+    residuals: dict[str, Residuals],
+    g: jax.Array | int,
+    carry: GroupCarry,
+    of_group: list[Microbatch],
+    dxs_BSD: list[jax.Array],
+    passes: dict[str, Forward],
+    *,
+    first: bool,
+    last: bool,
+) -> GroupCarry:
+    """The carry after the blocks of all segments in reverse, and the embedding's gradients."""
+    d_auxiliary = step_inputs.d_auxiliary
+    done = BackwardCarry(dxs_BSD, d_auxiliary, carry.grads, collectives.no_squares(), [], carry.observed)
+    prefetched = {}
+    for name, layers in reversed(step_inputs.segments.items()):
+        early = layers.turn(passes[name].prefetched, g, reverse=True)
+        kept = [each.kept for each in passes[name].microbatches]
+        done = done._replace(grads=begin_backward(layers.segment, done.grads, g, first=first))
+        done, prefetched[name] = backward(
+            engine, layers, done, early, of_group, residuals[name], kept, first=first, last=last
+        )
+    d_outer = done.grads.outer
+    for each, dx_BSD in zip(of_group, done.dxs_BSD, strict=True):
+        d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, engine.vocabulary_axes, engine.model.embedding_scale)
+    auxiliary = carry.auxiliary
+    for i in range(len(of_group)):
+        for passed in passes.values():
+            if passed.microbatches[i].auxiliary is not None:
+                auxiliary = add(auxiliary, passed.microbatches[i].auxiliary)
+    grads = done.grads._replace(outer=d_outer)
+    saved = {name: [each.kept.stack for each in of.microbatches] for name, of in passes.items()}
+    return GroupCarry(grads, carry.loss, auxiliary, done.squares, prefetched, done.observed, saved)
+
+
+def layers_of(engine: Engine, weights) -> dict[str, Layers]:
+    """The `Layers` of each segment. weights: by section."""
+    return {segment.name: Layers(engine, segment, weights[segment.name]) for segment in engine.model.segments}
+
+
+def embedded(engine: Engine, outer, each: Microbatch) -> jax.Array:
+    """The embeddings of a microbatch's tokens."""
+    return embed(outer, each.inputs_BS, engine.vocabulary_axes, engine.model.embedding_scale)
 
 
 def own_slice(engine: Engine, x_BS: jax.Array) -> jax.Array:
@@ -293,6 +414,13 @@ def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: ja
     return lambda a, l: None
 
 
+def residuals_of_segments(engine: Engine, step_inputs: StepInputs) -> dict[str, Residuals]:
+    """The residuals of each segment's layers in a microbatch."""
+    each = microbatch_of(engine, step_inputs, 0)
+    segments = step_inputs.segments.items()
+    return {name: residuals_of(engine, layers, step_inputs.outer, each) for name, layers in segments}
+
+
 def residuals_of(engine: Engine, layers: Layers, outer, each: Microbatch) -> Residuals:
     """The residuals of a segment's layers in a microbatch."""
     segment = layers.segment
@@ -300,7 +428,7 @@ def residuals_of(engine: Engine, layers: Layers, outer, each: Microbatch) -> Res
     def of_variant(variant: Variant):
         stack = layers.prefetches[0].part.stack  # all layers of a segment have the same shapes
         layer = Layer(0, segment.start, variant, fetch(engine, segment, stack, 0, variant))
-        x_BSD = embed(outer, each.inputs_BS, engine.vocabulary_axes, engine.model.embedding_scale)
+        x_BSD = embedded(engine, outer, each)
         return block_forward(engine, segment, layer, x_BSD, each.recipe_inputs(layer.number), each.starts_BS)[1]
 
     variants = dict.fromkeys(segment.variants)

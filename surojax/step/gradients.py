@@ -61,14 +61,17 @@ def add(tree, more):
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, more)
 
 
-def accumulators(engine: Engine, weights) -> Accumulators:
+def accumulators(engine: Engine, weights, used: dict | None = None) -> Accumulators:
     """Zeros for all that is trained: the layers' as the placement says, the outer ones as their weights (summed over
     devices once per step).
 
-    In host memory the layers' may hold anything; see `read_accumulator`.
+    In host memory the layers' may hold anything; see `read_accumulator`. used: by segment, stacks there to write over.
     """
     row = engine.table.grads
-    layers = {segment.name: new_sums(engine, segment, weights[segment.name]) for segment in engine.model.segments}
+    layers = {
+        segment.name: new_sums(engine, segment, weights[segment.name], used and used[segment.name])
+        for segment in engine.model.segments
+    }
 
     def zeros(w: jax.Array, layout: Layout) -> jax.Array:
         return varying(jnp.zeros(w.shape, row.dtype), (*TOKENS, *layout.computed_axes))
@@ -78,8 +81,8 @@ def accumulators(engine: Engine, weights) -> Accumulators:
     return Accumulators(layers, outer)
 
 
-def new_sums(engine: Engine, segment: Segment, weights) -> LayerSums:
-    """Zeros for a segment. weights: its stacks."""
+def new_sums(engine: Engine, segment: Segment, weights, used=None) -> LayerSums:
+    """Zeros for a segment. weights: its stacks. used: see `accumulators`."""
     row = engine.table.grads
     layouts = engine.layouts.grads[segment.name]
     stack = parts(weights)[0].stack
@@ -101,6 +104,8 @@ def new_sums(engine: Engine, segment: Segment, weights) -> LayerSums:
         return jax.tree.map(one, of_layer, layouts)
 
     of_layer = jax.eval_shape(gradient_of_layer)
+    if used is not None:
+        return LayerSums(jax.tree.map(lambda x, layout: varying(x, axes(layout)), used, layouts), zeros())
     return LayerSums(allocate(zeros(segment.num_layers), row.home), zeros() if row.home.streamed else None)
 
 

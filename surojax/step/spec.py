@@ -15,7 +15,8 @@ class Engine:
     layouts: of the model's parameters. recompute_block: the backward pass computes each block again from its input.
     lmhead_chunks: slices of tokens in head and loss. z_loss: weight of logsumexp(logits)^2 in the gradients, not in the
     loss. packed: rows hold several documents, and a batch says where they start. microbatches_per_fetch: a layer is
-    fetched once for so many microbatches, a divisor of a step's. pp_schedule: see `parallel.schedule`.
+    fetched once for so many microbatches, a divisor of a step's. overlap_update: a step leaves its update to the next
+    step's first forward pass, see `overlap`. pp_schedule: see `parallel.schedule`.
     """
 
     model: Model
@@ -26,6 +27,7 @@ class Engine:
     z_loss: float = 0.0
     packed: bool = False
     microbatches_per_fetch: int = 1
+    overlap_update: bool = False
     pp_schedule: str = "gpipe"
 
     @property

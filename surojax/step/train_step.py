@@ -2,9 +2,11 @@
 
 A step is `engine.loss_and_gradients`, the optimizer's `scalars`, and `update.update`. All of it is one program, unless
 master weights or moments are in a file (memory/nvme.py): then the step is a `file_step.FileStep` of several programs.
+With `Engine.overlap_update` it is an `overlap.OverlappedStep`, whose updates come a step late: see `up_to_date`.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -16,6 +18,7 @@ from surojax.placement.mesh import pipeline_stages
 from surojax.placement.table import Mesh
 from surojax.step import engine as whole_model, pipeline
 from surojax.step.file_step import FileStep
+from surojax.step.overlap import OverlappedStep, Pending
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState, shardings, specs_of
 from surojax.step.update import update
@@ -32,10 +35,12 @@ def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh
     A packed engine's step has one more argument: starts; see `Engine.batch_arrays`.
     The state is donated: its arrays are updated in place. loss: mean over all labels of the batch, in nats. grad_norm:
     the global norm before clipping. lr: the learning rate of this step. If layers are in a file, the result is a
-    `FileStep`, which is called, lowered and compiled in the same way.
+    `FileStep`, which is called, lowered and compiled in the same way; and so is an `OverlappedStep`.
     """
     if store_of(plan) is not None:
         return FileStep(engine, optimizer, plan, mesh)
+    if engine.overlap_update:
+        return OverlappedStep(engine, optimizer, plan, mesh, whole_model.loss_and_gradients)
 
     def per_device(state: TrainState, *batch):
         found = passes(mesh).loss_and_gradients(engine, state.weights, *batch, history=state.history, step=state.step)
@@ -48,6 +53,11 @@ def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh
     step = jax.shard_map(per_device, mesh=mesh, in_specs=(spec, *tokens), out_specs=(spec, jax.P()))
     replicated = jax.NamedSharding(mesh, jax.P())
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings(plan), replicated))
+
+
+def up_to_date(step: Any, state: TrainState | Pending) -> TrainState:
+    """The state that a step returned, with all updates applied. step: the compiled step, to which it is donated."""
+    return step.finish(state) if isinstance(state, Pending) else state
 
 
 def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Callable:

@@ -29,11 +29,15 @@ def fetch(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: 
 
 
 def copy_in(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
-    """This device's shards of layer l of a stack, in device memory, quantised if the all-gather is in 8 bits.
+    """This device's shards of layer l of a stack, in device memory, quantised if the all-gather is in 8 bits."""
+    return in_gather_format(engine, segment, read(stack, l), variant)
+
+
+def in_gather_format(engine: Engine, segment: Segment, w, variant: Variant):
+    """This device's shards of a layer's weights, quantised if the all-gather is in 8 bits.
 
     Layers in which the recipe is disabled keep their weights in 16 bits if the recipe is in float8.
     """
-    w = read(stack, l)
     table = engine.table
     if table.persistent_quants or not table.quants.dtype or (table.one_scale and not variant.recipe_enabled):
         return w

@@ -28,6 +28,7 @@ SAVED: dict[str, Any] = {"recompute_block": False}
 PACKED: dict[str, Any] = {"sample_packing": True}
 PARTS: dict[str, Any] = dict.fromkeys(configs.RECOMPUTE_PARTS, True)
 GROUPED: dict[str, Any] = {"microbatches_per_fetch": 2}
+OVERLAPPED: dict[str, Any] = ALL | {"overlap_update": True}
 CHUNKS: dict[str, Any] = {"sequence_chunks": 4}
 ZERO3: dict[str, Any] = {"zero_level": 3}
 HSDP: dict[str, Any] = ZERO3 | {"dp_replicate_size": 2}
@@ -63,12 +64,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("offload_grouped", ALL | GROUPED, like="gradient_accumulation_steps", expect="grouped", split=2),
     *(Setting(name, {name: True}) for name in OFFLOADS),
     Setting("offload_all", ALL),
+    Setting("overlap_update", OVERLAPPED),
     Setting("sequence_chunks_offload_all", CHUNKS | ALL, like="sequence_chunks"),
     Setting("resident_layers", {"offload_weights": True, "resident_layers": 1}),
     Setting("offload_saved", SAVED | ALL, like="recompute_block=false"),
     *(Setting(f"{name}@4", ZERO3 | {name: True}, 4, like="zero_level=3@4") for name in OFFLOADS),
     Setting("offload_all@4", ZERO3 | ALL, 4, like="zero_level=3@4"),
     Setting("offload_grouped@4", ZERO3 | ALL | GROUPED, 4, like="zero_level=3@4", expect="grouped"),
+    Setting("overlap_update@4", ZERO3 | OVERLAPPED, 4, like="zero_level=3@4"),
     Setting("resident_layers@4", ZERO3 | ALL | {"resident_layers": 1}, 4, like="zero_level=3@4"),
     Setting("offload_saved@4", ZERO3 | SAVED | ALL, 4, like="zero_level=3@4", expect="saved"),
     # Disk
@@ -252,7 +255,7 @@ RESET = (  # fields that have their defaults in every row that does not change t
     *(name for name in placement.SETTINGS if name not in NUMBERS),
     *("recompute_block", *configs.RECOMPUTE_PARTS, "lmhead_chunks", "dp_replicate_size", "dp_shard_size"),
     *("sample_packing", "sequence_chunks", "microbatches_per_fetch", "cp_size", "cp_method", "tp_size"),
-    *("pp_size", "pp_schedule"),
+    *("pp_size", "pp_schedule", "overlap_update"),
 )
 
 

@@ -1,0 +1,306 @@
+"""The update of layer l while the next step's first forward pass computes layer l - 1 (`overlap_update`).
+
+If master weights and moments are in host memory, the update keeps the host link busy and the GPU idle; a forward pass
+does the opposite. So a step leaves its gradients pending, and the next step applies them:
+
+    update embedding, final norm and head
+    first group's forward pass, for l in layers:
+        copy out layer l as updated; update layer l + 1; copy in layer l + 2;   each: x = block(weights of layer l, x)
+    then as in engine.py; the new gradients are pending
+
+The weights of that pass come from the update itself, so they are not read from host memory. Three layers of master
+weights, moments and gradients are in device memory meanwhile. The accumulators are free when the first backward pass
+begins: it writes the new sums over the pending gradients.
+
+`OverlappedStep.finish` applies what is pending without a forward pass. Whoever reads the state needs it before:
+evaluation, checkpoints, the end. No arithmetic differs from that of a step with its update, so results are the same to
+the bit.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from surojax.memory.host import exchange, joined, parts, read, write
+from surojax.models.model import Segment, Variant, loop_over, runs
+from surojax.numerics.rounding import materialised
+from surojax.optim import optimizer as optim
+from surojax.optim.optimizer import Optimizer, Scalars
+from surojax.placement.home import DEVICE
+from surojax.placement.layout import batch_sharding, specs
+from surojax.placement.param import OUTER
+from surojax.placement.table import Mesh
+from surojax.step.spec import Engine
+from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
+from surojax.step.update import as_trees, tensors, update, update_outer, update_tensor
+from surojax.step.weights import Layer, all_gather_weights, comes_in_pairs, in_gather_format
+
+# Tokens whose forward pass lasts about as long as the transfers of the update beside it: 2 FLOPs a parameter and token
+# at 140 TFLOP/s, 10 bytes a parameter each way at 22 GB/s (RTX 4090). It decides the order of transfers only.
+HIDING_TOKENS = 1 << 15
+
+
+class Pending(NamedTuple):
+    """A training state and the gradients of its last step, which are still to be applied.
+
+    state: as before the update, except for the history. grads, norm: see `engine.Gradients`.
+    """
+
+    state: TrainState
+    grads: Any
+    norm: Any
+
+
+class InFlight(NamedTuple):
+    """What a pass that updates carries, besides activations, when layer l begins.
+
+    work, state: the stacks of work weights and of (master weights, moments), up to date for the layers before l.
+    updated: layer l, to be copied out. following: ((master weights, moments), gradients) of layer l + 1.
+    """
+
+    work: Any
+    state: tuple
+    updated: TensorState
+    following: tuple
+
+
+class UpdatingLayers:
+    """A segment's layers, updated one after another in the loop of a forward pass; in place of `weights.Layers`.
+
+    state, grads: of the segment, before the update. tokens: of the pass on this device.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: Optimizer,
+        segment: Segment,
+        state: TensorState,
+        grads,
+        scalars: Scalars,
+        tokens: int,
+    ):
+        self.engine = engine
+        self.optimizer = optimizer
+        self.segment = segment
+        self.state = state
+        self.grads = grads
+        self.scalars = scalars
+        self.hides_transfers = tokens >= HIDING_TOKENS
+        self.tensors = tensors(engine, segment.name, state, grads)
+
+    def turn(self, prefetched, group, *, reverse: bool):
+        """What is prefetched before the pass: nothing. `loop` begins with copies of its first two layers."""
+
+    def loop(self, function: Callable, carry, prefetched: None):
+        """(carry, the new state) after (carry, prefetched) = function(Layer, prefetched, carry) for every layer.
+
+        Within the loop, `prefetched` are the next layer's weights, in a tuple as in `Layers.loop`.
+        """
+        state = (self.state.master, self.state.moments)
+        stacks = []
+        for part in parts(self.state.weights):
+            work = part.stack
+            for run in runs(self.segment.variants[part.start : part.stop]):
+                layers = range(part.start + run.start, part.start + run.stop)
+                carry, work, state = self._run(function, carry, work, state, layers, part.start, run.period)
+            stacks.append(work)
+        return carry, TensorState(joined(stacks), *state)
+
+    def _run(self, function: Callable, carry, work, state: tuple, layers: range, begin: int, period: int):
+        """(carry, work, state) after a run of layers with this period; begin: the number of the first in `work`."""
+        variants = self.segment.variants[layers.start : layers.stop]
+        updated = self._update(self._read(state, layers.start), layers.start)
+        flight = InFlight(work, state, updated, self._read(state, layers.start + 1))
+
+        def one(k, in_turn, variant: Variant, carried):
+            """The k-th layer of the run. in_turn: see `loop_over`."""
+            carry, weights, flight = carried
+            l = layers.start + k
+            following = self._update(flight.following, l + 1)
+            work = write(flight.work, flight.updated.weights, l - begin)
+            new = (flight.updated.master, flight.updated.moments)
+            # Beyond the last layer the last one is read, and updated in vain.
+            if self.hides_transfers:
+                # `exchange` keeps both directions busy, but the scheduler has products wait for its first reads.
+                state = write(flight.state, new, l)
+                after = self._read(state, l + 2)
+            else:
+                state, old = exchange(flight.state, new, l, l + 2)
+                after = (old, read(self.grads, l + 2))
+            flight = InFlight(work, state, following, after)
+            number = l + self.segment.start if self.segment.start else l
+            gathered = (self._gathered(following, variants[0]),)
+            carry, (gathered,) = function(Layer(l, number, variant, weights), gathered, carry)
+            return carry, gathered, flight
+
+        # Two layers in the body of a loop, as in `host.sweep`.
+        period = 2 if comes_in_pairs(len(layers), period) else period
+        carried = carry, self._gathered(updated, variants[0]), flight
+        carry, _, flight = loop_over(variants, period, one, carried)
+        # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
+        work, state = jax.lax.optimization_barrier((flight.work, flight.state))
+        return carry, work, state
+
+    def _read(self, state: tuple, l) -> tuple:
+        """`InFlight.following` for layer l."""
+        return read(state, l), read(self.grads, l)
+
+    def _update(self, old: tuple, l) -> TensorState:
+        """Layer l after its update, in device memory."""
+        (master, moments), grads = materialised(old)
+        structure = jax.tree.structure(master)
+        rows = zip(*map(structure.flatten_up_to, (master, moments, grads)), strict=True)
+        done = []
+        for tensor, (p, m, g) in zip(self.tensors, rows, strict=True):
+            like = parts(tensor.state.weights)[0].stack
+            work, new = update_tensor(self.engine, self.optimizer, tensor, self.scalars, like, (p, m), (g, l))
+            done.append(TensorState(work, *new))
+        return materialised(as_trees(done, self.state))
+
+    def _gathered(self, updated: TensorState, variant: Variant):
+        """The weights of an updated layer, as its products read them."""
+        shards = in_gather_format(self.engine, self.segment, updated.weights, variant)
+        return all_gather_weights(self.engine, self.segment, shards)
+
+
+class OverlappedStep:
+    """The step of `train_step.make_train_step` with `Engine.overlap_update`; it has three programs.
+
+    gradients: (weights, step, history, *batch) -> (gradients, norm, history, metrics), a step when nothing is pending.
+    step: (Pending, *batch) -> (Pending, metrics), a step that applies what is pending.
+    update: (state, gradients, norm) -> state, which applies what is pending and computes no gradients.
+    """
+
+    def __init__(
+        self, engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh, loss_and_gradients: Callable
+    ):
+        """loss_and_gradients: that of engine.py."""
+        self.engine = engine
+        self.optimizer = optimizer
+        self.plan = plan
+        self.mesh = mesh
+        self.loss_and_gradients = loss_and_gradients
+        self.pending = planned(engine, plan)
+        self.gradients: Any = self._gradients()
+        self.step: Any = self._step()
+        self.update: Any = self._update()
+
+    def __call__(self, state: TrainState | Pending, *batch) -> tuple[Pending, dict]:
+        """Runs a step, which leaves its own update pending."""
+        if isinstance(state, Pending):
+            return self.step(state, *batch)
+        grads, norm, history, metrics = self.gradients(state.weights, state.step, state.history, *batch)
+        return Pending(state._replace(history=history), grads, norm), metrics
+
+    def finish(self, pending: Pending) -> TrainState:
+        """The state with its last update applied; `pending` is donated."""
+        state = self.update(*pending)
+        if jax.default_backend() == "cpu" and self.mesh.size > 1:
+            jax.block_until_ready(state)  # programs with collectives in flight can block each other on virtual devices
+        return state
+
+    def lower(self, plan: TrainState, *batch) -> "OverlappedStep":
+        """The step with all programs lowered. plan: the one that the step was made from."""
+        assert jax.tree.structure(plan) == jax.tree.structure(self.plan), "a step is lowered for its own plan"
+        gradients = self.gradients.lower(plan.weights, plan.step, plan.history, *batch)
+        return self._with(gradients, self.step.lower(self.pending, *batch), self.update.lower(*self.pending))
+
+    def compile(self, compiler_options=None) -> "OverlappedStep":
+        """The lowered step, compiled."""
+        return self._with(*(lowered.compile(compiler_options) for lowered in (self.gradients, self.step, self.update)))
+
+    def as_text(self) -> str:
+        """The text of the program that runs in most steps."""
+        return self.step.as_text()
+
+    def memory_analysis(self):
+        """The memory of the program that runs in most steps, which needs the most."""
+        return self.step.memory_analysis()
+
+    def _with(self, gradients, step, update) -> "OverlappedStep":
+        """A copy of this step with these programs."""
+        new = copy.copy(self)
+        new.gradients = gradients
+        new.step = step
+        new.update = update
+        return new
+
+    def _gradients(self):
+        """The jitted program `gradients`."""
+
+        def per_device(weights, step, history, *batch):
+            found = self.loss_and_gradients(self.engine, weights, *batch, history=history, step=step)
+            return found.grads, found.norm, found.history, self._metrics(found, step)
+
+        plan = self.plan
+        results = (self.pending.grads, self.pending.norm, plan.history, plan.step)
+        return self._program(per_device, (plan.weights, plan.step, plan.history), results)
+
+    def _step(self):
+        """The jitted program `step`."""
+        engine = self.engine
+        optimizer = self.optimizer
+
+        def per_device(pending: Pending, *batch):
+            state, grads, norm = pending
+            scalars = optim.scalars(optimizer, state.step, norm)
+            outer = update_outer(engine, optimizer, section(state, OUTER), grads, scalars)
+            tokens = engine.microbatches_per_fetch * batch[0][0].size
+            updating = {
+                segment.name: UpdatingLayers(
+                    engine, optimizer, segment, section(state, segment.name), grads[segment.name], scalars, tokens
+                )
+                for segment in engine.model.segments
+            }
+            done = state.step + 1
+            weights = state.weights | {OUTER: outer.weights}
+            found = self.loss_and_gradients(
+                engine, weights, *batch, history=state.history, step=done, updating=updating
+            )
+            new = from_sections(done, found.updated | {OUTER: outer}, found.history)
+            return Pending(new, found.grads, found.norm), self._metrics(found, done)
+
+        return self._program(per_device, (self.pending,), (self.pending, self.plan.step), donated=(0,))
+
+    def _update(self):
+        """The jitted program `update`."""
+
+        def per_device(state: TrainState, grads, norm):
+            scalars = optim.scalars(self.optimizer, state.step, norm)
+            return update(self.engine, self.optimizer, state, grads, scalars, state.history)
+
+        return self._program(per_device, self.pending, self.plan, batch=False, donated=(0,))
+
+    def _metrics(self, found, step) -> dict[str, jax.Array]:
+        """The metrics of a step. found: its `engine.Gradients`; step: number of updates before its own."""
+        lr = optim.scalars(self.optimizer, step, found.norm)["lr"]
+        return {"loss": found.loss, "grad_norm": found.norm, "lr": lr}
+
+    def _program(self, per_device: Callable, arguments, results, *, batch: bool = True, donated: tuple = ()):
+        """A jitted program. arguments, results: their plans, without the batch; metrics are planned as one scalar."""
+        tokens = [batch_sharding(self.mesh).spec for _ in self.engine.batch_arrays] if batch else []
+        in_specs = (*specs_of(arguments), *tokens)
+        sharded = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=specs_of(results))
+        return jax.jit(sharded, donate_argnums=donated, out_shardings=shardings(results))
+
+
+def planned(engine: Engine, plan: TrainState) -> Pending:
+    """The plan of a Pending: gradients are sharded as master weights, and the blocks' are in the accumulators' home."""
+    row = engine.table.grads
+    mesh = plan.step.sharding.mesh
+
+    def gradients(name: str):
+        home = DEVICE if name == OUTER else row.home
+
+        def one(master, spec):
+            sharding = jax.NamedSharding(mesh, spec, memory_kind=home.memory_kind)
+            return jax.ShapeDtypeStruct(master.shape, row.dtype, sharding=sharding)
+
+        return jax.tree.map(one, plan.master[name], specs(engine.layouts.master)[name])
+
+    norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=plan.step.sharding)
+    return Pending(plan, {name: gradients(name) for name in plan.master}, norm)
