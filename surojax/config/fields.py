@@ -208,7 +208,7 @@ def flat(c: Config) -> dict[str, Any]:
 def no_field(name: str) -> str:
     """Returns the error message for an unknown field, with the field that was probably meant."""
     names = list(flat(default_config()))
-    near = difflib.get_close_matches(name, [*names, *(n.removeprefix("model.") for n in names)], n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, [*names, *(n.removeprefix("model.") for n in names)], n=1, cutoff=0.67)
     full = near and (near[0] if near[0] in names else f"model.{near[0]}")
     return f"config has no field {name!r}: " + (f"did you mean {full!r}?" if full else "--help lists every field")
 
