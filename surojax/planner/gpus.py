@@ -211,6 +211,7 @@ GPUS: dict[str, Gpu] = {
         tf32_flops=15.1 * TFLOPS,
         fp32_flops=15.1 * TFLOPS,
         link_bandwidth=PCIE_4_X8,
+        network_bandwidth=100 * GBIT / 8,
         pcie_bandwidth=PCIE_4_X8,
         clock=2.46e9,
         l2_bytes=24 * MIB,
