@@ -121,7 +121,8 @@ def check_kinds(kinds: Sequence, stages: int) -> None:
         return all(kind == kinds[l % n] for l, kind in enumerate(kinds))
 
     if not repeat(stages):
-        fewer = max(n for n in range(1, stages) if repeat(n))
+        layers = len(kinds)
+        fewer = max(n for n in range(1, stages) if repeat(n) and n == -(-layers // layers_of_stage(layers, n)))
         raise ConfigError(
             f"pp_size: expected stages whose layers have the same windows, rotary embeddings and recipes, got {stages} "
             f"stages of {layers_of_stage(len(kinds), stages)} of the {len(kinds)} layers, which have not; use {fewer}"
