@@ -1398,8 +1398,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a matrix that is stored in NF4 is quantised again",
         "surojax/exchange/weights.py",
-        "if parts and name in weights.in_nf4 else",
-        "if parts < 0 else",
+        "if parts and isinstance",
+        "if parts < 0 and isinstance",
         f"{STORED_NF4}::test_a_run_in_nf4_has_the_codes_that_are_stored",
     ),
     Mutant(

@@ -68,5 +68,6 @@ def quantised(name: str, of: Stored, read: Callable[[str], np.ndarray], parts: i
     for part, numbers in ((".quant_map", nf4.NUMBERS), (".nested_quant_map", nf4.DYNAMIC)):
         if not np.array_equal(read(name + part), numbers):
             raise ConfigError(f"model_path: {name + part}: expected the numbers of bitsandbytes' nf4, got others")
-    scales = (read(name + part).reshape(-1) for part in (".absmax", ".nested_absmax"))
-    return nf4.from_flat(read(name).reshape(-1), *scales, np.float32(of.offset), of.shape, parts)
+    absmax = read(f"{name}.absmax").reshape(-1)
+    group_absmax = read(f"{name}.nested_absmax").reshape(-1)
+    return nf4.from_flat(read(name).reshape(-1), absmax, group_absmax, np.float32(of.offset), of.shape, parts)

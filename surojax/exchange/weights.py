@@ -237,8 +237,10 @@ def readers(
     def layer(segment: Segment, l: int):
         def one(param: Param):
             name = name_of(param, segment, l)
-            parts = nf4_parts(segment, param) if nf4_parts and isinstance(weights, Weights) else 0
-            return weights.read_nf4(name, parts) if parts and name in weights.in_nf4 else weights.read(name)
+            parts = nf4_parts(segment, param) if nf4_parts else 0
+            if parts and isinstance(weights, Weights) and name in weights.in_nf4:
+                return weights.read_nf4(name, parts)
+            return weights.read(name)
 
         return jax.tree.map(one, base(segment.params))
 

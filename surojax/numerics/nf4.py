@@ -125,7 +125,7 @@ def _nearest(x: jax.Array, absmax: jax.Array, numbers: np.ndarray) -> jax.Array:
     return jnp.searchsorted(between, jnp.clip(ratio, -1, 1), method="compare_all").astype(jnp.uint8)
 
 
-def from_flat(packed, absmax, group_absmax, offset, shape: tuple[int, int], parts: int = 1) -> Nf4:
+def from_flat(packed, absmax, group_absmax, offset, shape: tuple[int, ...], parts: int = 1) -> Nf4:
     """An Nf4 from the flat arrays of bitsandbytes: numpy arrays, or jax's.
 
     packed: uint8 [out x in / 2]. absmax: uint8 [out x in / 64]. group_absmax: float32 [groups]. offset: float32 [].
