@@ -4103,8 +4103,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the config's own row has no settings of its own",
         "surojax/verification/settings.py",
-        "return [*SETTINGS, Setting(OWN, own, n, expect=expect)]",
-        "return [*SETTINGS, Setting(OWN, {}, n, expect=expect)]",
+        "return [*rows, Setting(OWN, own, n, expect=expect)]",
+        "return [*rows, Setting(OWN, {}, n, expect=expect)]",
         "tests/test_verify.py::test_the_configs_own_settings_are_a_row",
     ),
     Mutant(

@@ -94,7 +94,7 @@ def test_sums_over_chunks_are_rounded_once():
         seen = 0 if earlier.keys is None else earlier.keys.sum(axis=(1, 3))[:, None]
         return w * x + seen, keys_values(w, x, 0, variant, starts)
 
-    _, _, backward = chunked.block_functions(body, keys_values, 4)
+    _, _, backward = chunked.block_functions(body, keys_values, 4, trained=None)
     x = jnp.ones((1, 4, 1), jnp.bfloat16)
     dw, dx, _ = backward(x[:, :1], x, (x.at[0, -1].set(256), None))  # ends with 256, with which the sums begin
     assert dw.dtype == dx.dtype == jnp.bfloat16

@@ -149,7 +149,7 @@ MESH = jax.sharding.AbstractMesh((1, 1), DATA)
 
 def refusal(c, n: int, gibs: float, platform: str) -> str:
     """What a user reads who has n devices with so many GiB."""
-    devices = [SimpleNamespace(platform=platform, device_kind="NVIDIA GeForce RTX 4090")] * n
+    devices = [SimpleNamespace(platform=platform, device_kind="NVIDIA GeForce RTX 4090", process_index=0)] * n
     abstract = jax.sharding.AbstractMesh((c.dp_replicate_size, n // c.dp_replicate_size), DATA)
     with pytest.raises(ConfigError) as error:
         check_fit.check_fit(c, from_config(c, abstract, 100), devices, int(gibs * GiB))
@@ -277,7 +277,10 @@ def test_too_little_host_memory_is_refused_with_what_would_fit(host):
     assert "MEM_FRACTION" not in line and "master_dtype" not in line
     host(90)
     check_fit.check_fit(
-        c, from_config(c, MESH, 100), [SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")], 4 * GiB
+        c,
+        from_config(c, MESH, 100),
+        [SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=0)],
+        4 * GiB,
     )
 
 
@@ -331,7 +334,9 @@ def test_kernels_that_cannot_run_are_refused(changes, capability, said):
     """In one line before anything is compiled or written, and whatever the microbatch that advice is about."""
     sizes = {"model.intermediate_size": 736, "model.hidden_size": 224} if said else {}  # no multiples of 64 or 128
     c = small(kernels="mosaic", **sizes, **changes)
-    devices = [SimpleNamespace(platform="gpu", device_kind="that GPU", compute_capability=capability)] * c.gpus
+    devices = [
+        SimpleNamespace(platform="gpu", device_kind="that GPU", compute_capability=capability, process_index=0)
+    ] * c.gpus
     if not said:
         assert check_fit.check_fit(c, plan(c), devices, 2**40)
         return
@@ -346,7 +351,7 @@ def test_a_run_that_fits_gets_its_estimate():
     assert check_fit.check_fit(c, run, jax.devices()[:1], 2**40) == estimate(c)
     assert check_fit.available_bytes(jax.devices()) < 2**50
     stats = {"bytes_limit": 24 * GiB, "bytes_in_use": GiB}
-    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats, process_index=0)
     assert check_fit.available_bytes([gpu]) == 23 * GiB
 
 
@@ -356,7 +361,7 @@ def test_plan_and_reality_are_compared_on_a_gpu():
     planned = SimpleNamespace(**{name: size * GiB for name, size in sizes.items()})
     compiled = SimpleNamespace(memory_analysis=lambda: planned)
     stats = {"peak_bytes_in_use": 17 * GiB}
-    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats, process_index=0)
     line = check_fit.compare({"weights": 12 * GiB, "master": 3 * GiB}, compiled, gpu)
     assert line and "estimated 15.0 GiB, compiled 16.0 GiB, at most in use 17.0 GiB" in line and "too low" not in line
     assert "14% too low" in str(check_fit.compare({"weights": 14 * GiB}, compiled, gpu))

@@ -381,7 +381,7 @@ def test_a_config_that_uses_files_fits_with_them(monkeypatch):
 def faked_rows(monkeypatch, row):
     """Has `row(change)` compile the settings, which takes no compiler."""
 
-    def compiled(config, candidate, gpu, limits):
+    def compiled(config, candidate, gpu, limits, gpus_per_node):
         change = advice.differing(config, candidate.change)
         seconds, need = candidate.seconds, candidate.need
         return fastest.Row(changed(config, change), change, seconds, need, None, row(change))

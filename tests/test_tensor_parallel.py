@@ -169,7 +169,9 @@ def test_layouts():
     assert mlp["w_down"].computed == jax.P(None, both) and mlp["w_down"].stored == jax.P(SHARD, both)
     assert found.weights["outer"]["embed"].computed == jax.P(both)
     assert found.weights["blocks"]["mlp_norm"].computed_axes == ()
-    with pytest.raises(ConfigError, match="tp_size: expected a divisor of embed's 64 vocab, got 3"):
+    with pytest.raises(
+        ConfigError, match=r"tp_size: expected a divisor of attention\.wk's 16 kv_heads, got 3; lower it"
+    ):
         layouts(llama.build(CONFIG).params, place(num_shards=1), abstract_mesh(3, tp_size=3))
 
 

@@ -86,7 +86,12 @@ def test_copies_to_and_from_the_host(group, overlap_update):
     rows = {name: {"device": 10**9, "host": 10**i, "nvme": 0} for i, name in enumerate(names)}
     rows["moments"]["nvme"] = 7
     groups = K // group
-    run = assembled(microbatches_per_fetch=group, overlap_update=overlap_update)
+    offloaded = (
+        {"zero_level": 2, "offload_grads": True, "offload_master": True, "overlap_update": True}
+        if overlap_update
+        else {}
+    )
+    run = assembled(microbatches_per_fetch=group, **offloaded)
     read, written = traffic.host_bytes(run, BATCH, rows)
     assert read == (2 * groups - overlap_update) * 1 + groups * 100 + 1000 + 10007 + groups * 10**5
     assert written == 1 + groups * 100 + 1000 + 10007 + groups * 10**5

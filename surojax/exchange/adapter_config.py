@@ -92,8 +92,8 @@ def read(folder: Path, model: Model) -> Lora:
         expected = repr(allowed[0]) if allowed else "it off"
         is_off = key in READ | UNUSED or value in (None, False, {}, [], *allowed)
         need(is_off, key, expected, "nothing else is computed here")
-    rank = found.get("r")
-    alpha = found.get("lora_alpha")
+    rank: Any = found.get("r")
+    alpha: Any = found.get("lora_alpha")
     need(type(rank) is int and rank > 0, "r", "a whole number more than 0")
     need(type(alpha) in (int, float) and alpha > 0, "lora_alpha", "a number more than 0")
     saved = found.get("modules_to_save") or []
@@ -101,7 +101,7 @@ def read(folder: Path, model: Model) -> Lora:
     expected = f"names among {', '.join(known)}" if known else "none for a model whose head is its embedding"
     need(isinstance(saved, list) and all(name in known for name in saved), "modules_to_save", expected)
     said = found.get("target_modules")
-    names = [said] if isinstance(said, str) else said
+    names: Any = [said] if isinstance(said, str) else said
     need(isinstance(names, list) and all(isinstance(name, str) for name in names), "target_modules", "names of modules")
     return Lora(
         rank=rank,

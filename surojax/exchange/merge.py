@@ -65,9 +65,8 @@ class Merged:
         stacks = self._adapter.matrices.get(target)
         if stacks is None:
             return w
-        return merged(
-            w, *(stacks[which][l] if which in stacks else None for which in SUFFIXES), self._adapter.lora.scale
-        )
+        a, b, magnitude = (stacks[which][l] if which in stacks else None for which in SUFFIXES)
+        return merged(w, a, b, magnitude, self._adapter.lora.scale)
 
 
 def merged(w: np.ndarray, a: np.ndarray, b: np.ndarray, magnitude: np.ndarray | None, scale: float) -> np.ndarray:

@@ -52,14 +52,13 @@ def chunks_of(length: int, number: int) -> list[Chunk]:
 
 
 def block_functions(
-    body: Callable, keys_values: Callable, number: int, trained: dict
+    body: Callable, keys_values: Callable, number: int, trained: Any
 ) -> tuple[Callable, Callable, Callable]:
     """`block`, `block_forward` and `block_backward` of a `Segment`, in this number of chunks.
 
-    trained: the `Param`s of which gradients are computed.
-
     body: (weights, x `[B, C, D]`, Earlier, Variant, starts) -> (block of x, Earlier with the chunk's own keys and
-    values). keys_values: (weights, x, index of its first token, Variant, starts) -> that Earlier alone.
+    values). keys_values: (weights, x, index of its first token, Variant, starts) -> that Earlier alone. trained: the
+    `Param`s of which gradients are computed.
     """
 
     def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):

@@ -186,4 +186,4 @@ def planned(shape: tuple[int, ...], parts: int = 1) -> Nf4:
     widths = (columns // 2, columns // BLOCK, parts * _groups(columns // BLOCK // parts), parts)
     dtypes = (jnp.uint8, jnp.uint8, jnp.float32, jnp.uint8)
     arrays = [jax.ShapeDtypeStruct((*several, rows, n), dtype) for n, dtype in zip(widths, dtypes, strict=True)]
-    return Nf4(*arrays, jax.ShapeDtypeStruct(tuple(several), jnp.float32))
+    return Nf4(*[*arrays, jax.ShapeDtypeStruct(tuple(several), jnp.float32)])

@@ -157,7 +157,7 @@ def normuon(
     )
 
 
-def flops(steps: int, shape: tuple[int, int]) -> int:
+def flops(steps: int, shape: tuple[int, ...]) -> int:
     """FLOPs of `orthogonalised` for a matrix of this shape `(m, k)`."""
     m, k = shape
     return steps * (4 * min(m, k) ** 2 * max(m, k) + 2 * min(m, k) ** 3)

@@ -122,7 +122,7 @@ def all_gather(tree, layouts):
             scales = x.scales if has_one_scale(x) else gathered(x.scales, dim)
             return Quantized(from_bits(values, x.values.dtype), scales)
         if is_nf4(x):
-            return Nf4(*(gathered(array, dim) for array in x[:-1]), x.offset)
+            return Nf4(*[*(gathered(array, dim) for array in x[:-1]), x.offset])
         return gathered(x, dim)
 
     return varying(jax.tree.map(one, layouts, tree))

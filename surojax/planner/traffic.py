@@ -45,7 +45,6 @@ from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.optim import optimizer as optim
 from surojax.parallel.schedule import SCHEDULES, layers_of_stage
-from surojax.placement.home import HOST
 from surojax.placement.layout import Layout, mesh_axes
 from surojax.placement.mesh import (
     CONTEXT,
@@ -63,7 +62,7 @@ from surojax.placement.mesh import (
 )
 from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.planner.gpus import Gpu
-from surojax.step.state_plan import bytes_per_device
+from surojax.step.state_plan import leaf_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,8 +444,11 @@ def device_traffic(run: Assembly, batch: Batch) -> int:
     table = engine.table
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
     trained = sum(_sizes(run, *_segments(run)))
-    blocks = sum(s.num_layers * _size(run, *pair) for s in model.segments for pair in _pairs(run, s.name, weights_of))
-    blocks //= pipeline_stages(run.mesh)
+    blocks = sum(
+        _layers(run, segment) * _size(run, *pair)
+        for segment in model.segments
+        for pair in _pairs(run, segment.name, weights_of)
+    )
     outer = sum(_size(run, *pair) for pair in _pairs(run, OUTER, weights_of))
     passes = 3 if engine.recompute_block else 2
     stored = 1 if table.persistent_quants else work
@@ -468,9 +470,9 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
     """(host to device, device to host) bytes per step and GPU; rows: bytes by class of tensors and by memory.
 
     Weights, or their persistent 8-bit copies, are read twice a group of microbatches; with overlap_update the first
-    group's forward pass has them from the update. Those that are trained are written once a step. Gradients
-    are written once a group, and read by the next group or the update. Residuals are written and read once a
-    microbatch. Master weights and moments are read and written once a step; those in files pass through host memory.
+    group's forward pass has them from the update. Those that are trained are written once a step. Gradients are written
+    once a group, and read by the next group or the update. Residuals are written and read once a microbatch. Master
+    weights and moments are read and written once a step; those in files pass through host memory.
     """
     groups = _groups(run, batch)
     host = {name: row["host"] + row["nvme"] for name, row in rows.items()}
@@ -488,8 +490,17 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
         fetched += fetched // layers
         grads = (groups + 1) * (host["grads"] + host["grads"] // layers) + host["grads"]
     read = fetched + grads + residuals + state
-    written = bytes_per_device(part_of(run.plan.weights, run.plan.master), HOST) + grads + residuals + state
+    written = round(_updated_part(run) * weights) + grads + residuals + state
     return read, written
+
+
+def _updated_part(run: Assembly) -> float:
+    """The fraction of the bytes of the layers' work weights that a step updates: those that are trained."""
+    names = _segments(run)
+    stored = {name: run.plan.weights[name] for name in names}
+    trained = part_of(stored, {name: run.plan.master[name] for name in names})
+    updated, whole = (sum(map(leaf_bytes, jax.tree.leaves(tree))) for tree in (trained, stored))
+    return updated / whole
 
 
 def bounds(

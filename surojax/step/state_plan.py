@@ -97,7 +97,7 @@ def state_plan(
             )
         *arrays, offset = nf4.planned(shape, parts)
         planned = [array(x.shape, x.dtype, spec, layout.home) for x in arrays]
-        return nf4.Nf4(*planned, array(offset.shape, offset.dtype, jax.P(*spec[:1]), DEVICE))
+        return nf4.Nf4(*[*planned, array(offset.shape, offset.dtype, jax.P(*spec[:1]), DEVICE)])
 
     def work_stacks(segment: Segment):
         """The planned work weights of a segment: of its resident layers, and of its streamed layers."""
