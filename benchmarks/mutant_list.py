@@ -1412,8 +1412,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "matrices in NF4 are gathered without their groups",
         "surojax/parallel/collectives.py",
-        "for array in x[:-1]), x.offset)",
-        "for array in x[:2]), *x[2:])",
+        "for array in x[:-1]), x.offset])",
+        "for array in x[:2]), *x[2:]])",
         "tests/test_qlora.py::test_where_it_is_stored_changes_nothing -k devices0",
     ),
     Mutant(

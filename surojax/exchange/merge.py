@@ -13,7 +13,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange.adapter_config import modules
-from surojax.exchange.adapters import NF4, SUFFIXES, Adapter
+from surojax.exchange.adapters import NF4, Adapter
 from surojax.exchange.base import fingerprint
 from surojax.exchange.families import NAMES
 from surojax.exchange.weights import Tensors
@@ -65,8 +65,8 @@ class Merged:
         stacks = self._adapter.matrices.get(target)
         if stacks is None:
             return w
-        a, b, magnitude = (stacks[which][l] if which in stacks else None for which in SUFFIXES)
-        return merged(w, a, b, magnitude, self._adapter.lora.scale)
+        magnitude = stacks["magnitude"][l] if "magnitude" in stacks else None
+        return merged(w, stacks["a"][l], stacks["b"][l], magnitude, self._adapter.lora.scale)
 
 
 def merged(w: np.ndarray, a: np.ndarray, b: np.ndarray, magnitude: np.ndarray | None, scale: float) -> np.ndarray:
