@@ -44,7 +44,7 @@ from surojax.memory import nvme
 from surojax.memory.lock import locked
 from surojax.models.attention import chosen_here
 from surojax.parallel import hosts
-from surojax.parallel.feed import Feed, from_host
+from surojax.parallel.feed import Feed, from_host, to_host
 from surojax.parallel.watch import STOPPED, Watch, leave, together
 from surojax.placement.layout import batch_sharding, replicated_matrices
 from surojax.placement.mesh import data_parallel, find_devices, make_mesh, own_device, shards as number_of_shards
@@ -293,9 +293,10 @@ def new_state(
 
 def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
     """Writes the adapters of a state in PEFT's format into the output_dir; base: fingerprint of what they adapt."""
+    folder = Path(c.output_dir).expanduser() / ADAPTER
     base_format = f"nf4 {c.model_dtype}" if c.qlora_bnb else adapters.STORED
-    found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), master), base, base_format)
-    return adapters.write(found, run.model, Path(c.output_dir).expanduser() / ADAPTER, base_name=c.model_path)
+    found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), to_host(master)), base, base_format)
+    return adapters.write(found, run.model, folder, base_name=c.model_path) if is_first() else folder
 
 
 def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) -> state.TrainState:

@@ -3,6 +3,7 @@
 That PEFT loads what is written here is recorded by that script's --check.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -75,15 +76,16 @@ def test_what_is_written_is_what_was_read(tmp_path, case):
     """Tensors under PEFT's names, and the keys that PEFT reads."""
     model = base_of(tmp_path, case).model
     adapter = adapters.read(save(tmp_path / "theirs", case), model)
-    out = adapters.write(
-        adapter._replace(base="ab12", base_format="nf4 bfloat16"), model, tmp_path / "ours", dropout=0.1
+    trained = adapter._replace(
+        lora=dataclasses.replace(adapter.lora, dropout=0.1), base="ab12", base_format="nf4 bfloat16"
     )
+    out = adapters.write(trained, model, tmp_path / "ours")
     assert {file.name for file in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     chex.assert_trees_all_equal(safetensors.numpy.load_file(out / "adapter_model.safetensors"), theirs(case))
     said = json.loads((out / "adapter_config.json").read_text())
     expected = json.loads(str(REFERENCE[f"{case}/adapter_config.json"]))
     differs = {"target_modules", "lora_dropout", "base_model_name_or_path"}
-    assert all(said[key] == expected[key] for key in said.keys() - differs)
+    assert all(said[key] == expected[key] for key in said.keys() - differs) and said["lora_dropout"] == 0.1
     assert {name.split(".")[-1] for name in expected["target_modules"]} == set(said["target_modules"])
     again = adapters.read(out, model)
     assert (again.base, again.base_format, again.lora) == ("ab12", "nf4 bfloat16", adapter.lora)

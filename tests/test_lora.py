@@ -214,6 +214,14 @@ BAD = {
     "recipe": ({"recipe": "mxfp8"}, "recipe: expected 'bf16' with lora=True"),
     "optimizer": ({"optimizer": "normuon"}, "optimizer: expected 'adamw' with lora=True"),
     "nvme": ({"offload_optimizer": "nvme", "nvme_path": "/x"}, "offload_optimizer: expected true or false with lora"),
+    "tied": (
+        {"modules_to_save": "embed_tokens", "model.tie_word_embeddings": True},
+        "modules_to_save: expected none with a model whose head is its embedding",
+    ),
+    "uneven": (
+        {"use_dora": True, "pp_size": 2, "gpus": 2, "model.num_hidden_layers": 5},
+        "use_dora: expected False with stages of different numbers of layers",
+    ),
     "module": ({"modules_to_save": "norm"}, "modules_to_save: expected names among embed_tokens, lm_head"),
     "alpha": ({"lora_alpha": 0.0}, "lora_alpha: expected more than 0"),
     "dropout": ({"lora_dropout": 0.1, "use_dora": True}, "use_dora: expected False with lora_dropout=0.1"),
@@ -224,7 +232,7 @@ BAD = {
 @pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
 def test_bad_settings_are_refused_in_one_line(changes, message):
     c = default_config()
-    c.update({"lora": True} | changes)
+    c.update_from_flattened_dict({"lora": True} | changes)
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")) as error:
         checks.check(c)
     assert "\n" not in str(error.value)

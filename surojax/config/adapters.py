@@ -53,10 +53,13 @@ def check_adapters(c: Config) -> None:
         need(c[name] == defaults[name], name, expected, c[name], "leave it out, or set lora_dropout=0.0")
     _check_names(c.lora_target_modules, "lora_target_modules", TARGETS, ALL_LINEAR)
     _check_names(c.modules_to_save, "modules_to_save", SAVED, "")
-    tied = c.model.tie_word_embeddings and "lm_head" in c.modules_to_save
-    expected = "no lm_head with a model whose head is its embedding"
-    need(not tied, "modules_to_save", expected, c.modules_to_save, "name embed_tokens")
+    alone = not c.model.tie_word_embeddings or not c.modules_to_save
+    expected = "none with a model whose head is its embedding: of a file with one of them, others would leave the other"
+    need(alone, "modules_to_save", expected, c.modules_to_save, "leave it out")
     _check_rank(c)
+    layers_missing = c.model.num_hidden_layers % c.pp_size
+    expected = "False with stages of different numbers of layers: rows of zeros have no length"
+    need(not (c.use_dora and layers_missing), "use_dora", expected, True, "leave it out, or choose another pp_size")
     for name in ("lora_adapter", "lora_base_adapter"):
         need(not c[name] or bool(c.model_path), name, "'' without a model_path", c[name], "set model_path to its base")
     if c.qlora_bnb:

@@ -51,7 +51,7 @@ def modules(model: Model) -> dict[str, list[str]]:
     return found
 
 
-def written(lora: Lora, base_name: str = "", dropout: float = 0.0) -> dict[str, Any]:
+def written(lora: Lora, base_name: str = "") -> dict[str, Any]:
     """The content of adapter_config.json. base_name: what others load the base model by."""
     theirs = {ours: name for name, ours in SAVED.items()}
     return {
@@ -60,7 +60,7 @@ def written(lora: Lora, base_name: str = "", dropout: float = 0.0) -> dict[str, 
         "base_model_name_or_path": base_name or None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        "lora_dropout": dropout,
+        "lora_dropout": lora.dropout,
         "target_modules": [NAMES[target].split(".")[-2] for target in lora.targets],
         "modules_to_save": [theirs[name] for name in lora.saved] or None,
         "use_rslora": lora.rank_stabilised,

@@ -69,7 +69,7 @@ def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
     return found | {PREFIX + NAMES[name]: of_base[NAMES[name]] for name in lora.saved}
 
 
-def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str = "", dropout: float = 0.0) -> Path:
+def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str = "") -> Path:
     """Writes an adapter of a model in float32, and returns its folder; an adapter there is replaced.
 
     base_name: what others load the base model by. Raises ConfigError if the folder cannot be written.
@@ -84,7 +84,7 @@ def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str 
         path.mkdir(parents=True, exist_ok=True)
         shards.write(unfinished, expected, float32, (arrays[name].astype(float32) for name in expected), metadata)
         unfinished.replace(path / TENSORS)
-        (path / CONFIG).write_bytes(encoded(adapter_config.written(adapter.lora, base_name, dropout)))
+        (path / CONFIG).write_bytes(encoded(adapter_config.written(adapter.lora, base_name)))
     except OSError as error:
         raise ConfigError(f"adapter: cannot write {path} ({error.strerror or error}); choose another folder") from error
     finally:

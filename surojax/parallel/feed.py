@@ -6,6 +6,7 @@ which sends them over the network.
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 
 def from_host(tree, shardings):
@@ -18,6 +19,15 @@ def from_host(tree, shardings):
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.tree.map(one, tree, shardings)
+
+
+def to_host(tree):
+    """Numpy arrays, in every process, from arrays that may be divided over the devices of several processes."""
+
+    def one(x: jax.Array) -> np.ndarray:
+        return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+
+    return jax.tree.map(one, tree)
 
 
 class Feed:
