@@ -196,7 +196,7 @@ PLACED = [
 ]
 
 
-@pytest.mark.parametrize(("devices", "placed"), quick_at(PLACED, 1))
+@pytest.mark.parametrize(("devices", "placed"), quick_at(PLACED))
 @needs(4)
 def test_placements_change_nothing(devices, placed):
     batches = [tokens(2, 4, 16, seed=seed) for seed in range(2)]

@@ -57,7 +57,6 @@ def test_it_is_lora_beside_the_dequantised_numbers(of_numbers):
             (1, {"offload_weights": True, "resident_layers": 1}),
             (2, {"tp_size": 2}),
         ],
-        0,
     ),
 )
 def test_where_it_is_stored_changes_nothing(of_numbers, devices, placed):
