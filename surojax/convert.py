@@ -171,6 +171,11 @@ def tokenizer_files(spec: str) -> Files:
 def check_exportable(c: Config, folder: str | Path) -> None:
     """Raises ConfigError if the model of a resolved config cannot be exported to this folder."""
     checks.check(c)
+    if c.lora:
+        raise ConfigError(
+            "--export: expected lora=False, with which all weights are trained, got True; leave it out, and merge the "
+            f"adapter then: python -m surojax.convert merge MODEL OUTPUT_DIR/adapter {folder}"
+        )
     check_folder(folder)
     folder_files(c)
 

@@ -147,7 +147,10 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
             say(until_end.enter_context(nvme.claim(store)))
         if resume and first_step >= total_steps:
             say(f"nothing left to train: {resume} is at step {first_step} of {total_steps}; raise max_steps to go on")
-            return Result(restored(c, run, resume, initial), [], resume, True)
+            trained = restored(c, run, resume, initial)
+            if c.lora:
+                say(f"adapter: {write_adapter(c, run, trained.master, identity.get('base', ''))}")
+            return Result(trained, [], resume, True)
         check_shared(output_dir, json.dumps(c.to_dict() | meta | identity, sort_keys=True, default=str))
         output_dir.mkdir(parents=True, exist_ok=True)
         if is_first():
@@ -274,7 +277,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
         if is_first():
             say(evaluation_summary(output_dir))
         say(f"checkpoint: {checkpoints.last}")
-        if c.lora and finished:
+        if c.lora:
             say(f"adapter: {write_adapter(c, run, train_state.master, identity.get('base', ''))}")
         return Result(train_state, history, checkpoints.last, finished)
 
@@ -296,7 +299,8 @@ def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
     folder = Path(c.output_dir).expanduser() / ADAPTER
     base_format = f"nf4 {c.model_dtype}" if c.qlora_bnb else adapters.STORED
     found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), to_host(master)), base, base_format)
-    return adapters.write(found, run.model, folder, base_name=c.model_path) if is_first() else folder
+    base_name = "" if c.lora_base_adapter else c.model_path  # nobody else merges that one first
+    return adapters.write(found, run.model, folder, base_name=base_name) if is_first() else folder
 
 
 def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) -> state.TrainState:

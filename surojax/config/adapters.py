@@ -62,10 +62,14 @@ def check_adapters(c: Config) -> None:
     need(not (c.use_dora and layers_missing), "use_dora", expected, True, "leave it out, or choose another pp_size")
     for name in ("lora_adapter", "lora_base_adapter"):
         need(not c[name] or bool(c.model_path), name, "'' without a model_path", c[name], "set model_path to its base")
+        expected = "'' with from_scratch=True, which takes no weights"
+        need(not (c[name] and c.from_scratch), name, expected, c[name], "leave one of them out")
     if c.qlora_bnb:
         gathered = c.zero_quantized_weights
         expected = "'none' with qlora_bnb=True: weights are gathered in 4 bits"
         need(gathered == "none", "zero_quantized_weights", expected, gathered, "leave it out")
+        expected = "False with qlora_bnb=True: magnitudes would begin as the lengths of other rows than NF4's"
+        need(not c.use_dora, "use_dora", expected, c.use_dora, "leave one of them out")
 
 
 def _check_names(value: str, field: str, known: Collection[str], alone: str) -> None:

@@ -6,8 +6,8 @@ Every adapted matrix has two tensors, or three with DoRA, under its module's nam
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight           [out, rank]
     base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector   [out]
 
-An embedding or head that is trained whole is stored whole: base_model.model.lm_head.weight. PEFT, transformers and vLLM
-read these names.
+An embedding or head that is trained whole is stored whole: base_model.model.lm_head.weight. PEFT and transformers read
+these names.
 
 An adapter means something only beside the model that it was trained on. What is written here names that model by its
 `fingerprint`, in the metadata of the safetensors file, which others skip; and the format that the frozen matrices had.

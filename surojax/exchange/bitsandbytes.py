@@ -8,6 +8,7 @@ A matrix `name` has its codes under that name, [out x in / 2, 1], and beside it:
 """
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,7 +52,15 @@ def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Sto
             f"model_path: expected {name + missing[0]} beside {name}, got no such tensor; quantise the model with "
             "bnb_4bit_use_double_quant=True"
         )
-    state = json.loads(read(name + STATE).tobytes())
+    try:
+        state = json.loads(read(name + STATE).tobytes())
+    except ValueError as error:
+        raise ConfigError(f"model_path: {name + STATE}: expected JSON, got {error}; fetch the file again") from error
+    needed = (*EXPECTED, "dtype", "shape", "nested_offset")
+    if missing := [key for key in needed if key not in state]:
+        raise ConfigError(
+            f"model_path: {name + STATE}: expected {missing[0]}, got no such key; quantise the model again"
+        )
     for key, value in EXPECTED.items():
         if state[key] != value:
             raise ConfigError(f"model_path: {name}: {key}: expected {value!r}, got {state[key]!r}; quantise it so")
@@ -70,4 +79,11 @@ def quantised(name: str, of: Stored, read: Callable[[str], np.ndarray], parts: i
             raise ConfigError(f"model_path: {name + part}: expected the numbers of bitsandbytes' nf4, got others")
     absmax = read(f"{name}.absmax").reshape(-1)
     group_absmax = read(f"{name}.nested_absmax").reshape(-1)
-    return nf4.from_flat(read(name).reshape(-1), absmax, group_absmax, np.float32(of.offset), of.shape, parts)
+    codes = read(name).reshape(-1).view(np.uint8)  # some store the same bytes as other numbers
+    expected = (math.prod(of.shape) // 2, math.prod(of.shape) // nf4.BLOCK)
+    if (codes.size, absmax.size) != expected:
+        raise ConfigError(
+            f"model_path: {name}: expected {expected[0]} bytes and {expected[1]} scales, got {codes.size} and "
+            f"{absmax.size}; fetch the file again"
+        )
+    return nf4.from_flat(codes, absmax, group_absmax, np.float32(of.offset), of.shape, parts)

@@ -16,9 +16,39 @@ from surojax.exchange.adapter_config import modules
 from surojax.exchange.adapters import NF4, Adapter
 from surojax.exchange.base import fingerprint
 from surojax.exchange.families import NAMES
-from surojax.exchange.weights import Tensors
+from surojax.exchange.weights import Tensors, Weights, dequantised_nf4
 from surojax.models.model import Model
 from surojax.numerics import nf4
+
+
+class InNf4:
+    """The tensors of a base that is frozen in NF4, as its products read them: the blocks' matrices dequantised.
+
+    dtype: of the numbers, before and after.
+    """
+
+    def __init__(self, base: Tensors, model: Model, dtype: str):
+        self.path: Path = base.path
+        self._base = base
+        self._dtype = dtype
+        self._matrices = {f"{module}.weight" for of_layers in modules(model).values() for module in of_layers}
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return self._base.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self._base.shape(name)
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor: a matrix of a block in `dtype`, another one as the base has it. What is stored in NF4 stays so."""
+        if name not in self._matrices:
+            return self._base.read(name)
+        if isinstance(self._base, Weights) and name in self._base.in_nf4:
+            return np.asarray(dequantised_nf4(self._base.read_nf4(name, 1), self._dtype))
+        return through_nf4(self._base.read(name), self._dtype)
 
 
 class Merged:
@@ -29,7 +59,8 @@ class Merged:
 
     def __init__(self, base: Tensors, adapter: Adapter, model: Model):
         self.path: Path = base.path
-        self._base = base
+        in_nf4 = adapter.base_format in NF4
+        self._base: Tensors = InNf4(base, model, NF4[adapter.base_format]) if in_nf4 else base
         self._adapter = adapter
         self._layers = {
             f"{module}.weight": (target, l)
@@ -57,11 +88,7 @@ class Merged:
         if name in self._saved:
             return self._saved[name]
         w = self._base.read(name)
-        if name not in self._layers:
-            return w
-        target, l = self._layers[name]
-        if self._adapter.base_format in NF4:
-            w = through_nf4(w, NF4[self._adapter.base_format])
+        target, l = self._layers.get(name, ("", 0))
         stacks = self._adapter.matrices.get(target)
         if stacks is None:
             return w

@@ -150,7 +150,7 @@ class Weights:
     def read(self, name: str) -> np.ndarray:
         """A tensor in the dtype that it is stored in, in float32 if that is float8, dequantised if it is in NF4."""
         if name in self.in_nf4:
-            return np.asarray(_dequantised_nf4(self.read_nf4(name, 1), self.in_nf4[name].dtype))
+            return np.asarray(dequantised_nf4(self.read_nf4(name, 1), self.in_nf4[name].dtype))
         if name not in self._in_float8:
             return self._read(name)
         scales = self._read(name + SCALES).astype(np.float32)
@@ -174,7 +174,7 @@ def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) 
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _dequantised_nf4(q: nf4.Nf4, dtype: str) -> jax.Array:
+def dequantised_nf4(q: nf4.Nf4, dtype: str) -> jax.Array:
     return nf4.dequantise(q, dtype)
 
 

@@ -108,7 +108,8 @@ class Adapter(nnx.Module):
         shape = (out_features, lora.rank)
         self.b = parameter(rngs, shape, (out_axis, "rank"), zeros, learning_rate_factor=ratio, **declared)
         if lora.magnitudes:
-            declared["kind"] = Kind.VECTOR
+            # Steps are smaller than the distance of bfloat16 numbers, and the lengths it is divided by are float32.
+            declared |= {"kind": Kind.VECTOR, "dtype": "float32"}
             self.magnitude = parameter(rngs, (out_features,), (out_axis,), zeros, **declared)
             self.magnitude.set_value(row_lengths(weight[...]))
 

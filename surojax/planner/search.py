@@ -214,11 +214,13 @@ class Search:
             return math.floor((self.limits.device - needed) * layers / max(1, sizes["weights"]))
 
         queue = []
-        for offloaded in subsets(OFFLOADS):
+        # A frozen base has no master weights, and those of its adapters stay where they are.
+        offloads = tuple(name for name in OFFLOADS if not (self.c.lora and name == "master"))
+        for offloaded in subsets(offloads):
             room = room_for(offloaded, least - sum(sizes[name] for name in offloaded))
             resident = min(max(room, 0), layers - 1) if "weights" in offloaded and not self.c.persistent_quants else 0
             resident = self.keep.get("resident_layers", resident)
-            if room >= 0 or len(offloaded) == len(OFFLOADS):
+            if room >= 0 or len(offloaded) == len(offloads):
                 queue += [placed(offloaded, resident, overlaps) for overlaps in may_overlap(offloaded, in_files)]
         heapq.heapify(queue)
         found: list[Candidate] = []
