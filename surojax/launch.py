@@ -39,6 +39,7 @@ DEVICE_COUNT = "--xla_force_host_platform_device_count"
 # Gloo's line for every group of devices, and the stack of JAX's client when it loses the coordinator.
 NOISE = re.compile(r"\[Gloo\] Rank|\*\*\* Check failure stack|    @ +0x[0-9a-f]+ ")
 COMMAND = "python -m surojax.train ..."
+AT_END = {0: "all processes have finished", STOPPED: "stopped and saved: start again to continue"}
 
 
 class Ended(NamedTuple):
@@ -204,7 +205,7 @@ def supervise(
                     group.stop()
                 ended = group.wait()
             if not ended.reason:
-                say("all processes have finished" if ended.code == 0 else "stopped and saved: start again to continue")
+                say(AT_END[ended.code])
                 return ended.code
             say(ended.reason)
             if stop_asked or attempt == restarts:
@@ -237,8 +238,9 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int) -> int:
         size, rank = context.get_world_size(), context.get_world_rank()
         place = ["--coordinator", address, "--num_processes", str(size), "--process_id", str(rank)]
         code = subprocess.run([*command, *place]).returncode
-        if code:
+        if code not in (0, STOPPED):
             raise RuntimeError(f"process {rank} ended with {_in_words(code)}")
+        train.report({"code": code})
 
     trainer = JaxTrainer(
         work,
@@ -247,12 +249,12 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int) -> int:
         run_config=train.RunConfig(failure_config=train.FailureConfig(max_failures=restarts)),
     )
     try:
-        trainer.fit()
+        code = (trainer.fit().metrics or {}).get("code", 0)
     except train.TrainingFailedError as error:
         say(f"ended: {' '.join(str(error).split())[-300:]}")
         return 1
-    say("all processes have finished")
-    return 0
+    say(AT_END[code])
+    return code
 
 
 def say(text: str) -> None:

@@ -145,13 +145,13 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
     with contextlib.ExitStack() as until_end:
         if store := nvme.store_of(run.plan):
             say(until_end.enter_context(nvme.claim(store)))
+        check_shared(output_dir, json.dumps(c.to_dict() | meta | identity, sort_keys=True, default=str))
         if resume and first_step >= total_steps:
             say(f"nothing left to train: {resume} is at step {first_step} of {total_steps}; raise max_steps to go on")
             trained = restored(c, run, resume, initial)
             if c.lora:
                 say(f"adapter: {write_adapter(c, run, trained.master, identity.get('base', ''))}")
             return Result(trained, [], resume, True)
-        check_shared(output_dir, json.dumps(c.to_dict() | meta | identity, sort_keys=True, default=str))
         output_dir.mkdir(parents=True, exist_ok=True)
         if is_first():
             until_end.enter_context(locked(output_dir / "lock", "output_dir"))

@@ -75,7 +75,7 @@ def test_the_skypilot_file():
 SRUN = """#!{python}
 # Starts the tasks of the step as Slurm would, with its variables; returns the highest exit code.
 import os, subprocess, sys
-command = [word for word in sys.argv[1:] if not word.startswith("--kill-on-bad-exit")]
+command = sys.argv[1:]  # an option of srun's, such as --kill-on-bad-exit, which 75 would set off, is no command
 step = {{"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}}
 tasks = [subprocess.Popen(command, env=os.environ | step | {{"SLURM_PROCID": str(i), "SLURM_NODEID": str(i)}})

@@ -46,7 +46,14 @@ CASES = {
     "tied": ALL | {"config": dataclasses.replace(CONFIG, tie_word_embeddings=True)},
     "rounded": ALL | BF16 | {"m_dtype": "bfloat16"},
     "adamw8bit": ALL | BF16 | {"devices": 2, "zero_level": 3, "optimizer": optim.adamw8bit},
-    "normuon": ALL | BF16 | {"devices": 2, "zero_level": 2, "optimizer": muon.normuon},
+    "normuon": ALL
+    | BF16
+    | {
+        "devices": 2,
+        "zero_level": 2,
+        "optimizer": muon.normuon,
+        "config": dataclasses.replace(CONFIG, num_hidden_layers=4),
+    },
     "int8": ALL | {"devices": 4, "zero_level": 3, "zero_quantized_weights": "int8", "zero_quantized_gradients": True},
     "fp8_quants": recipe("fp8_hybrid")
     | ALL

@@ -345,6 +345,8 @@ def _check_overlap(c: Config) -> None:
     _need(c.offload_optimizer or c.offload_master, "overlap_update", expected, True, change)
     expected = "1 with overlap_update, which is not built for stages"
     _need(c.pp_size == 1, "pp_size", expected, c.pp_size, "leave one of them out")
+    expected = "another one than normuon with overlap_update, with which every GPU would orthogonalise every matrix"
+    _need(c.optimizer != "normuon", "optimizer", expected, c.optimizer, "leave one of them out")
 
 
 # What chunks of the sequence are not built for, or not tested with: each has its default if sequence_chunks is above 1.

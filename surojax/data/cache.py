@@ -25,6 +25,7 @@ import json
 import mmap
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,7 +201,7 @@ def cached(
 
 def _write(target: Path, key: str, write: Callable[[Path], dict[str, Any]]) -> None:
     """Writes an entry into a temporary folder and renames it."""
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f"{target.name}.{socket.gethostname()}-{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:

@@ -11,12 +11,15 @@ and a first collective runs over all of them. Each failure is a ConfigError of o
 
 import argparse
 import re
+import socket
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from surojax.errors import ConfigError, need
@@ -356,3 +359,11 @@ def connect(
         f"{per_process[0]} devices each, coordinator {coordinator}"
     )
     return names
+
+
+def processes_here() -> int:
+    """The number of this run's processes on this machine; every process has to call it."""
+    if jax.process_count() == 1:
+        return 1
+    name = np.uint32(zlib.crc32(socket.gethostname().encode()))
+    return int(np.sum(multihost_utils.process_allgather(name) == name))

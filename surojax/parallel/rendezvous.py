@@ -33,7 +33,10 @@ def meet(coordinator: str, num_processes: int, process_id: int, timeout_s: float
 def _gather(host: str, port: int, num_processes: int, deadline: float) -> tuple[list[str], str]:
     """Process 0: collects the others and answers them all."""
     try:
-        server = socket.create_server(("", port))
+        if socket.has_dualstack_ipv6():
+            server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            server = socket.create_server(("", port))
     except OSError as error:
         raise ConfigError(
             f"coordinator: expected port {port} of process 0's host to be free, got: {error.strerror}; end the run "

@@ -117,6 +117,7 @@ def together(watch: Watch | None) -> Iterator[None]:
         return
     try:
         yield
+        watch.finish()
     except SystemExit as error:
         if error.code in (None, 0, STOPPED):
             watch.finish()
@@ -128,7 +129,6 @@ def together(watch: Watch | None) -> Iterator[None]:
         if not OF_A_PEER.search(message):
             traceback.print_exc()
         _leave_with(watch, message, 1)
-    watch.finish()
 
 
 def _leave_with(watch: Watch, message: str, code: int) -> None:

@@ -13,6 +13,7 @@ from surojax.config.fields import Config, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import check_recipe
 from surojax.parallel.collectives import check_copy_engine
+from surojax.parallel.hosts import processes_here
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, own_device
 from surojax.placement.table import Mesh
@@ -82,10 +83,10 @@ def unserved(error: dispatch.Unserved) -> ConfigError:
 
 def check_host(run: assembly.Assembly, c: Config, devices, available: int) -> None:
     """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
-    n = sum(device.process_index == jax.process_index() for device in devices)  # host memory is each process's
+    n = sum(device.process_index == jax.process_index() for device in devices)
     platform = devices[0].platform
     need = {} if platform == "cpu" else estimate_host(run, batch_of(c))
-    free = psutil.virtual_memory().available
+    free = psutil.virtual_memory().available // processes_here()
     if n * sum(need.values()) > free:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in need.items())
         raise ConfigError(

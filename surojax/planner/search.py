@@ -198,6 +198,12 @@ class Search:
             work = work_of(tried, run, rows, self.gpu)
             yield Family(change, work, sum(roofline.phases(work, ()).values()))
 
+    def may_overlap(self, offloaded: Collection[str], in_files: bool) -> tuple[bool, ...]:
+        """The values of `overlap_update` to try with these in host memory."""
+        state = {"optimizer", "master"} & set(offloaded)
+        possible = state and "grads" in offloaded and not in_files and self.c.optimizer != "normuon"
+        return (False, True) if possible else (False,)
+
     def fastest(self, family: Family, in_files: bool) -> list[Candidate]:
         """The fastest placement of a family that fits, and those that take as long within `TIE`; empty if none fits."""
         layers = self.c.model.num_hidden_layers
@@ -221,7 +227,7 @@ class Search:
             resident = min(max(room, 0), layers - 1) if "weights" in offloaded and not self.c.persistent_quants else 0
             resident = self.keep.get("resident_layers", resident)
             if room >= 0 or len(offloaded) == len(offloads):
-                queue += [placed(offloaded, resident, overlaps) for overlaps in may_overlap(offloaded, in_files)]
+                queue += [placed(offloaded, resident, overlaps) for overlaps in self.may_overlap(offloaded, in_files)]
         heapq.heapify(queue)
         found: list[Candidate] = []
         placements: list[set[str]] = []  # of what was found
@@ -389,12 +395,6 @@ def batches(c: Config) -> list[Change]:
 def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
     """Every choice of some of these names, the smallest first."""
     return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
-
-
-def may_overlap(offloaded: Collection[str], in_files: bool) -> tuple[bool, ...]:
-    """The values of `overlap_update` to try with these in host memory."""
-    state = {"optimizer", "master"} & set(offloaded)
-    return (False, True) if state and "grads" in offloaded and not in_files else (False,)
 
 
 def stored_in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:

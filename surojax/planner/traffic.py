@@ -342,7 +342,7 @@ def _gathered_bytes(run: Assembly) -> float:
     work = jnp.dtype(table.weights.dtype).itemsize
     if table.weights.sharded:
         return _in_8_bits(run, layouts.weights, vectors=work, matrices=0 if table.quants.dtype else work)
-    return _in_8_bits(run, layouts.master, vectors=work, matrices=work) / pipeline_stages(run.mesh)
+    return _in_8_bits(run, layouts.master, vectors=work, matrices=work)
 
 
 def _in_8_bits(run: Assembly, of_class: dict, vectors: int, matrices: int = 0) -> float:

@@ -35,7 +35,11 @@ class StoredMaster:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of an array; a segment's begins with the number of its layers."""
         with readable(self.path):
-            return tuple(self._array(name).shape)
+            return (self._layers(name), *self._array(name).shape[1:])
+
+    def _layers(self, name: str) -> int:
+        """The first number of an array's shape, without the padding of stages (step/padding.py)."""
+        return self.meta.get("layers", {}).get(name.partition(".")[0], self._array(name).shape[0])
 
     def read(self, name: str, l: int | None) -> np.ndarray:
         """Layer l of a segment's array, or an outer array (l is None), in the dtype of the master weights."""
@@ -46,7 +50,7 @@ class StoredMaster:
             sums = self._sums.setdefault(name, {})
             sums[l or 0] = _sum(found, start)
             key = f"master/{name.replace('.', '/')} {found.dtype}"
-            complete = l is None or len(sums) == array.shape[0]
+            complete = l is None or len(sums) == self._layers(name)
             if complete and self.meta["checksums"][key] != sum(sums.values()) % 2**32:
                 raise ValueError(f"{key} is damaged: not the checksum it was written with")
             return found

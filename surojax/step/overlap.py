@@ -29,8 +29,10 @@ from surojax.models.model import Segment, Variant, loop_over, runs
 from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer, Scalars
+from surojax.parallel.collectives import device_number
 from surojax.placement.home import DEVICE
 from surojax.placement.layout import batch_sharding, specs
+from surojax.placement.mesh import CONTEXT, TENSOR
 from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
 from surojax.step.spec import Engine
@@ -197,7 +199,7 @@ class OverlappedStep:
         return Pending(state._replace(history=history), grads, norm), metrics
 
     def finish(self, pending: Pending) -> TrainState:
-        """The state with its last update applied; `pending` is donated."""
+        """The state with its last update applied; its state is donated."""
         state = self.update(*pending)
         if jax.default_backend() == "cpu" and self.mesh.size > 1:
             jax.block_until_ready(state)  # programs with collectives in flight can block each other on virtual devices
@@ -249,7 +251,8 @@ class OverlappedStep:
             state, grads, norm = pending
             scalars = optim.scalars(optimizer, state.step, norm)
             outer = update_outer(engine, optimizer, section(state, OUTER), grads, scalars)
-            tokens = engine.microbatches_per_fetch * batch[0][0].size
+            sharers = device_number(CONTEXT, *TENSOR)[1]  # of every sequence
+            tokens = engine.microbatches_per_fetch * batch[0][0].size // sharers
             updating = {
                 segment.name: UpdatingLayers(
                     engine, optimizer, segment, section(state, segment.name), grads[segment.name], scalars, tokens
