@@ -14,6 +14,7 @@ from test_nf4 import REFERENCE, dequantised, reference
 
 from surojax import ConfigError
 from surojax.assembly import from_config
+from surojax.exchange.merge import InNf4
 from surojax.exchange.sources import open_weights
 from surojax.exchange.weights import SINGLE, Weights, readers
 from surojax.numerics import nf4
@@ -103,6 +104,9 @@ def test_it_is_dequantised_where_numbers_are_wanted(tmp_path):
         assert found.shape == weights.shape(name) and found.dtype == np.float32
         np.testing.assert_allclose(found, numbers(name), rtol=1e-6)
     assert len(weights.in_nf4) == 2 * len(SHAPES)
+    frozen = InNf4(weights, from_config(config(weights.path), make_mesh(jax.devices()[:1]), 1).model, "float32")
+    for name in weights.names:  # not quantised again, which would round the scales once more
+        np.testing.assert_array_equal(frozen.read(name), weights.read(name))
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -133,6 +137,10 @@ def test_what_is_stored_otherwise_is_refused(tmp_path):
         assert str(error.value).endswith(message)
     with pytest.raises(ConfigError, match=r"expected .*nested_absmax beside .*bnb_4bit_use_double_quant=True$"):
         Weights(write(tmp_path / "plain", **{f"{NAME}.nested_absmax": None}))
+    changed = np.frombuffer(json.dumps(state | {"shape": [32, 64]}).encode(), np.uint8)
+    weights = Weights(write(tmp_path / "size", **{key: changed}))
+    with pytest.raises(ConfigError, match=r"expected 1024 bytes and 32 scales, got 2048 and 64; fetch the file again$"):
+        weights.read(NAME)
     other = nf4.NUMBERS[::-1].copy()
     weights = Weights(write(tmp_path / "map", **{f"{NAME}.quant_map": other}))
     with pytest.raises(ConfigError, match=r"quant_map: expected the numbers of bitsandbytes' nf4, got others$"):

@@ -5,6 +5,7 @@ The oracle and the bound are those of tests/test_engine.py, with more microbatch
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from surojax.models import llama
 from surojax.models.model import Compute
 from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
+from surojax.placement.param import OUTER
 from surojax.placement.table import place
 from surojax.planner import footprint, hlo, search, stages, traffic
 from surojax.planner.gpus import GPUS
@@ -379,6 +381,25 @@ def test_the_planner_counts_what_a_stage_has():
     assert traffic.device_traffic(seven, batch) == traffic.device_traffic(gpipe, batch)
     flops = (sum(traffic.step_flops(of, batch).values()) for of in (one, gpipe))
     assert next(flops) == 4 * next(flops)
+
+
+def test_what_is_gathered_after_an_update_is_that_of_a_stage():
+    """A quarter of the layers on each of four stages, and a quarter of the vocabulary; by hand for one stage."""
+    batch = traffic.Batch(sequences=1, sequence_len=512, microbatches=4)
+    sent = []
+    for stages_ in (1, 4):
+        c = default_config()
+        c.update({"gpus": 2 * stages_, "pp_size": stages_, "zero_level": 1, "gradient_accumulation_steps": 4})
+        run = from_config(c, abstract_mesh(c.gpus, **mesh_sizes(c)), total_steps=10)
+        sent.append(traffic.collective_bytes(run, batch)["all-gather", "dp_shard"])
+    parameters = sum(
+        (1 if name == OUTER else run.model.num_layers) * math.prod(p.shape)
+        for name, section in run.model.params.items()
+        for p in jax.tree.leaves(section)
+    )
+    itemsize = jnp.dtype(default_config().model_dtype).itemsize
+    assert sent[0] == pytest.approx(parameters * itemsize / 2, rel=1e-3)
+    assert sent[1] == pytest.approx(sent[0] / 4, rel=1e-3)
 
 
 def test_fit_does_not_search_stages():

@@ -98,9 +98,9 @@ def fastest(
 ) -> Result:
     """The fastest settings of `config.gpus` GPUs of this kind; the effective batch and the model stay as they are.
 
-    host_memory: of all machines together, in GiB; None: as much as is needed. gpus_per_node: GPUs in a machine; None: 8.
-    nvme: room for files in GB; None: no files. allow: words of `search.ALLOWED`. keep: fields that are not changed. most:
-    settings that are compiled. say: told what goes on.
+    host_memory: of all machines together, in GiB; None: as much as needed. gpus_per_node: GPUs in a machine; None: 8.
+    nvme: room for files in GB; None: no files. allow: words of `search.ALLOWED`. keep: fields that are not changed.
+    most: settings that are compiled. say: told what goes on.
 
     Raises ConfigError for what `train` refuses, and for a GPU whose rates are not known.
     """
