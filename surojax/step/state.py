@@ -208,12 +208,13 @@ def load_state(
 
         @jax.jit
         def new(read, l):
-            initial = read if with_adapters is None else with_adapters(read, seed, l)
-            return state_of(padding.zeros_beyond(segment, l, initial))
+            return state_of(read if with_adapters is None else with_adapters(read, seed, l))
 
         def layer(l: int):
-            read = read_layer(segment, l) if l < segment.num_layers else padding.zeros(read_params)
-            return new(put_planned(read, planned), l)
+            if l < segment.num_layers:
+                return new(put_planned(read_layer(segment, l), planned), l)
+            everything = layer_of(initial_plan(plan, segment.name))
+            return jax.jit(state_of)(put_planned(padding.zeros(segment.params), everything))
 
         return layer
 
