@@ -58,9 +58,6 @@ CASES = {
     "fp8_quants": recipe("fp8_hybrid")
     | ALL
     | {"devices": 2, "zero_level": 3, "persistent_quants": True, "offload_quants": True, "model_dtype": "bfloat16"},
-    "fp8_skipped": recipe("fp8_hybrid", skip_first=1)
-    | ALL
-    | {"devices": 2, "zero_level": 3, "model_dtype": "bfloat16"},
     "nvfp4": recipe("nvfp4", skip_first=1) | ALL | BF16,
     "tp": ALL | {"devices": 4, "tp_size": 2, "zero_level": 2},
     "cp": ALL | {"devices": 2, "cp_size": 2, "zero_level": 2},
