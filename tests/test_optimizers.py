@@ -63,7 +63,6 @@ def test_offloading_changes_no_bit(name, master, devices):
             (8, 4, {"zero_level": 1, "tp_size": 2}),  # both dimensions of a matrix are divided
             (8, 4, {"zero_level": 3, "replicate": 2} | OFFLOADED),
         ],
-        0,
     ),
 )
 def test_devices_that_divide_the_orthogonalisation_compute_what_each_would_alone(devices, layers, placed, monkeypatch):

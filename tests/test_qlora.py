@@ -41,6 +41,7 @@ def of_numbers():
     return after(quantised), after(plain)
 
 
+@pytest.mark.full
 def test_it_is_lora_beside_the_dequantised_numbers(of_numbers):
     quantised, plain = of_numbers
     chex.assert_trees_all_close(quantised, plain, rtol=1e-5, atol=1e-7)
