@@ -4101,6 +4101,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_verify.py::test_bounds_of_a_recipe",
     ),
     Mutant(
+        "a row that fails by itself has mutants",
+        "surojax/verification/mutants.py",
+        "if new and (why := judged(curves, s, curves.of(s))[3]):",
+        "if not new and (why := judged(curves, s, curves.of(s))[3]):",
+        "tests/test_verify_mutants.py::test_a_row_that_fails_by_itself_shows_nothing",
+    ),
+    Mutant(
         "the config's own row has no settings of its own",
         "surojax/verification/settings.py",
         "return [*rows, Setting(OWN, own, n, expect=expect)]",
@@ -4155,13 +4162,6 @@ MUTANTS: tuple[Mutant, ...] = (
         'any("backward_pass" in name for name in inside)',
         "False",
         "tests/test_verify_mutants.py::test_reverse_mode_has_collectives_of_its_own",
-    ),
-    Mutant(
-        "a mutant that is as good as the row is found",
-        "surojax/verification/mutants.py",
-        'return done(NOT_FOUND, off) if status == "pass" else',
-        "return",
-        "tests/test_verify_mutants.py::test_a_superfluous_collective_is_not_found",
     ),
     Mutant(
         "the plan's unit is that of the smallest number",

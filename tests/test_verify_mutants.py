@@ -8,10 +8,8 @@ from test_verify import CONFIG_FILE, small_config
 
 from surojax import verify as verifier
 from surojax.errors import ConfigError
-from surojax.parallel import collectives
-from surojax.step import engine
 from surojax.verification import removal, rows
-from surojax.verification.mutants import AT_TRACE, BY_PARITY, NOT_FOUND, verify_mutants
+from surojax.verification.mutants import AT_TRACE, NOT_FOUND, verify_mutants
 from surojax.verification.removal import watching
 
 N = 4
@@ -95,26 +93,6 @@ def test_both_ways_to_find_one(tmp_path, monkeypatch, capsys):
     assert "3 mutants of 1 rows: 1 at trace, 2 by parity, 0 NOT FOUND" in out
     (at_trace,) = [text for text in out.splitlines() if AT_TRACE in text and "mutants" not in text]
     assert "psum over tp, in reverse mode: models/operations.py" in at_trace
-
-
-@pytest.mark.full
-def test_a_superfluous_collective_is_not_found(tmp_path, monkeypatch, capsys):
-    """A step that takes a maximum of equal numbers lives without that, and the exit code is 1."""
-    count = engine.count
-
-    def averaged_again(*args):
-        labels = count(*args)
-        axes = collectives.active("tp")  # none in the row of one device
-        return jax.lax.pmax(collectives.varying(labels, axes), axes) if axes else labels
-
-    monkeypatch.setattr(engine, "count", averaged_again)
-    monkeypatch.setattr(removal, "PACKAGES", (*removal.PACKAGES, __file__))
-    monkeypatch.setattr("surojax.verification.mutants.watching", only("averaged_again"))
-    (tmp_path / "small.py").write_text(CONFIG_FILE)
-    with pytest.raises(SystemExit) as end:
-        verifier.main(["--config", str(tmp_path / "small.py"), "--mutants", "--only=tp@2", "--steps=2"])
-    out = capsys.readouterr().out
-    assert end.value.code == 1 and f"1 mutants of 1 rows: 0 {AT_TRACE}, 0 {BY_PARITY}, 1 {NOT_FOUND}" in out
 
 
 def test_a_row_that_fails_by_itself_shows_nothing(monkeypatch):
