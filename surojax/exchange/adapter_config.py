@@ -75,7 +75,7 @@ def written(lora: Lora, base_name: str = "") -> dict[str, Any]:
 
 
 def read(folder: Path, model: Model) -> Lora:
-    """What the adapter_config.json of a folder means for a model.
+    """The adapters that the adapter_config.json of a folder describes, for a model.
 
     Raises ConfigError if there is none, if it says what is not computed here, or names modules that the model has not.
     """

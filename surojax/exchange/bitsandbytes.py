@@ -25,7 +25,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Stored(NamedTuple):
-    """What is known of a matrix before it is read. dtype: of its numbers when they are dequantised."""
+    """Facts about a stored matrix, known before it is read. dtype: of its numbers when they are dequantised."""
 
     shape: tuple[int, int]
     dtype: str
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 
 def matrices(names: set[str]) -> set[str]:
-    """Those of these names of tensors that are matrices in NF4."""
+    """The names of matrices in NF4 among these names of tensors."""
     return {name.removesuffix(STATE) for name in names if name.endswith(STATE)}
 
 
@@ -43,7 +43,7 @@ def parts_of(matrices: set[str]) -> set[str]:
 
 
 def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Stored:
-    """What the files say of a matrix. Raises ConfigError for another layout than that of numerics/nf4.py.
+    """The facts that the files hold about a matrix. Raises ConfigError for another layout than that of numerics/nf4.py.
 
     names: of all tensors. read: a tensor by its name.
     """

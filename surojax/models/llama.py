@@ -322,7 +322,7 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
 
 
 def _draws(config: LlamaConfig, compute: Compute) -> bool:
-    """Whether training draws random numbers in the blocks."""
+    """True if training draws random numbers in the blocks."""
     return compute.precision.recipe == "nvfp4" or (config.lora is not None and config.lora.dropout > 0)
 
 

@@ -73,7 +73,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the product with both factors is multiplied by."""
+        """The factor of the product with a and b."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 

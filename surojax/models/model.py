@@ -153,7 +153,7 @@ class Segment:
 
     @property
     def trained_params(self) -> Any:
-        """Those of `params` that are trainable."""
+        """The trainable ones of `params`."""
         return trainable(self.params)
 
     @property
@@ -172,7 +172,7 @@ class Segment:
 
     @property
     def trained_matmul_size(self) -> int:
-        """Those of `matmul_size` that are trained."""
+        """The part of `matmul_size` that is trained."""
         return self._multiplied(self.trained_params)
 
     def _multiplied(self, params) -> int:
@@ -243,7 +243,7 @@ class Model:
 
     @property
     def trained_params(self) -> dict:
-        """Those of `params` that are trainable."""
+        """The trainable ones of `params`."""
         return {name: trainable(section) for name, section in self.params.items()}
 
     @property
@@ -264,7 +264,7 @@ class Model:
 
     @property
     def trained_matmul_params(self) -> int:
-        """Those of `num_matmul_params` that are trained."""
+        """The part of `num_matmul_params` that is trained."""
         head = self.vocab_size * self.hidden_size * self.outer_params[self.head].trainable
         return head + sum(segment.num_layers * segment.trained_matmul_size for segment in self.segments)
 

@@ -93,7 +93,7 @@ def is_nf4(x) -> bool:
 
 
 def fits(shape: tuple[int, ...], parts: int = 1) -> bool:
-    """Whether matrices [out, in] divide into whole blocks, also if `in` is divided into this many parts."""
+    """True if matrices [out, in] divide into whole blocks, also if `in` is divided into this many parts."""
     return len(shape) == 2 and shape[1] % (BLOCK * parts) == 0
 
 

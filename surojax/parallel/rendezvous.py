@@ -78,7 +78,7 @@ def _gather(host: str, port: int, num_processes: int, deadline: float) -> tuple[
 
 
 def _problem(hello: dict[str, Any], num_processes: int, names: dict[int, str]) -> str:
-    """What is wrong with a process that says hello; "" if nothing is."""
+    """The fault of a process that says hello; "" if there is none."""
     who = f"process {hello['id']} on {hello['host']}"
     if hello["of"] != num_processes:
         return (
