@@ -308,7 +308,7 @@ def test_a_merged_model_has_the_loss_of_the_run(tmp_path, nf4):
     safetensors.numpy.save_file(tensors, folder / weights.SINGLE)
     save_tokenizer(folder / "tokenizer.json")
     c = run_config(tmp_path, folder)
-    c.update(SETTINGS | {"qlora_bnb": nf4, "learning_rate": 5e-2})
+    c.update(SETTINGS | {"use_dora": not nf4, "qlora_bnb": nf4, "learning_rate": 5e-2})
     train(c)
     out = convert.merge(
         folder, [tmp_path / "run" / "adapter"], tmp_path / "out", dtype="float32", say=lambda line: None
