@@ -30,7 +30,8 @@ from surojax.config.checks import check_output_dir
 from surojax.config.fields import Config, default_config, flat, no_field
 from surojax.config.flags import parse
 from surojax.errors import CheckpointError, ConfigError
-from surojax.run.metrics import METRICS_FILE, NonFiniteLoss, read_metrics
+from surojax.run.metrics import METRICS_FILE, read_metrics
+from surojax.run.nonfinite import NonFiniteLoss
 from surojax.train import train
 
 BASELINE = "bf16"

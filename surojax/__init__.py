@@ -17,7 +17,7 @@ _HOMES = {
     "Llama": "surojax.models.llama",
     "LlamaConfig": "surojax.models.llama",
     "Model": "surojax.models.model",
-    "NonFiniteLoss": "surojax.run.metrics",
+    "NonFiniteLoss": "surojax.run.nonfinite",
     "Result": "surojax.train",
     "assemble": "surojax.assembly",
     "default_config": "surojax.config",

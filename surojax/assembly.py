@@ -155,11 +155,12 @@ def assemble(
     microbatches_per_fetch: int = 1,
     overlap_update: bool = False,
     pp_schedule: str = "gpipe",
+    locates_nonfinite: bool = False,
 ) -> Assembly:
     """The parts of a run of this model. Raises ConfigError if the table does not fit the model or the mesh.
 
-    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch, overlap_update, pp_schedule: see
-    `spec.Engine`.
+    recompute_block, lmhead_chunks, z_loss, packed, microbatches_per_fetch, overlap_update, pp_schedule,
+    locates_nonfinite: see `spec.Engine`.
     """
     if pipeline_stages(mesh) > 1:
         pipeline.of_stage(model, pipeline_stages(mesh))  # raises
@@ -181,6 +182,7 @@ def assemble(
         microbatches_per_fetch=microbatches_per_fetch,
         overlap_update=overlap_update,
         pp_schedule=pp_schedule,
+        locates_nonfinite=locates_nonfinite,
     )
     precision = model.precision
     history = None
@@ -190,8 +192,11 @@ def assemble(
     return Assembly(model, optimizer, plan, engine, mesh)
 
 
-def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
-    """The parts of the run of a checked config on a mesh, with a learning rate schedule for `total_steps`."""
+def from_config(c: configs.Config, mesh: Mesh, total_steps: int, *, locates_nonfinite: bool = False) -> Assembly:
+    """The parts of the run of a checked config on a mesh, with a learning rate schedule for `total_steps`.
+
+    locates_nonfinite: see `spec.Engine`.
+    """
     settings = {name: c[name] for name in SETTINGS}
     return assemble(
         model(c),
@@ -205,6 +210,7 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int) -> Assembly:
         microbatches_per_fetch=c.microbatches_per_fetch,
         overlap_update=c.overlap_update,
         pp_schedule=c.pp_schedule,
+        locates_nonfinite=locates_nonfinite,
     )
 
 

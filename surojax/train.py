@@ -59,11 +59,10 @@ from surojax.run.metrics import (
     METRICS_FILE,
     DeferredMetrics,
     MetricsLog,
-    NonFiniteLoss,
-    check_finite,
     perplexity,
     read_metrics,
 )
+from surojax.run.nonfinite import NonFiniteLoss, check_finite
 from surojax.run.shared import check_shared, is_first
 from surojax.run.stop import StopSignal
 from surojax.step import state
@@ -137,7 +136,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
     check_schedule(c, total_steps)
 
     # -- Plan: shapes, shardings, memory ------------------------------------------------------------------------------
-    run = from_config(c, mesh, total_steps)
+    run = from_config(c, mesh, total_steps, locates_nonfinite=jax.process_count() > 1)
     describe(c, run, devices, need)
     say(found.describe())
     say(f"run: {total_steps} steps of {samples_per_step * c.sequence_len:,} tokens into {output_dir}")
@@ -222,7 +221,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
                 history.append(
                     log.step(done.step, **done.values, duration_s=done.duration_s, data_wait_s=done.data_wait_s)
                 )
-                check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last)
+                check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last, done.finite)
 
         if initial and not resume:  # the loss that fine-tuning starts from
             history += [log.eval(first_step, **scores) for scores in evaluate(train_state.weights)]

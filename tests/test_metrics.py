@@ -13,7 +13,8 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from surojax.errors import ConfigError
-from surojax.run.metrics import DeferredMetrics, MetricsLog, NonFiniteLoss, check_finite, read_metrics
+from surojax.run.metrics import DeferredMetrics, MetricsLog, read_metrics
+from surojax.run.nonfinite import NonFiniteLoss, check_finite
 
 
 class Terminal(io.StringIO):

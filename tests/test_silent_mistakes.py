@@ -21,7 +21,7 @@ from surojax.parallel import context
 from surojax.parallel.context import METHODS
 from surojax.placement.mesh import CONTEXT, make_mesh
 from surojax.run.checkpoint import Checkpoints, find, restore
-from surojax.run.metrics import NonFiniteLoss, check_finite
+from surojax.run.nonfinite import NonFiniteLoss, check_finite
 
 HERE = "test_silent_mistakes.py"
 TESTS = {  # mistake: tests that fail with it

@@ -6,7 +6,8 @@
 
 The plan and the state have an `InFile` in place of such an array. A layer is one record, so that it is one read and one
 write. Each is split into pieces for several threads, since a disk needs several requests in flight to be fast. The file
-stores unsharded layers, whatever the number of devices. There is one file, because one process drives all devices.
+stores unsharded layers, whatever the number of devices. Several processes have a folder <nvme_path>/process-<i> each,
+whose records have the parts of a layer that the process's devices hold: no layer crosses the network to be stored.
 
 **The file is never trusted at start.** It is updated in place, so a run that is killed within an update leaves a
 mixture of two steps. The next start rewrites all of it, from the last checkpoint or from the seed; layers.json only
@@ -29,14 +30,15 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.memory.lock import locked
-from surojax.placement.home import Home
+from surojax.parallel.hosts import processes_here
+from surojax.placement.home import DEVICE, Home
 
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
 ALIGN = 4096  # bytes, a page of the disk: records start at multiples of it, arrays within one at multiples of 64
@@ -56,11 +58,20 @@ class NvmeError(OSError):
     """The file cannot be read or written any more. Its content is lost, the checkpoints are not."""
 
 
+class Part(NamedTuple):
+    """A part of a layer. index: where in the layer. first: no process of a lower number has the part too."""
+
+    number: int
+    index: tuple[slice, ...]
+    first: bool
+
+
 class InFile:
     """A stack `[L, ...]` in a file, in place of an array in the plan and in the state.
 
     shape, dtype: of the stack. sharding: the one that the stack would have on the devices; a layer on the devices has
-    it without the layer axis. It can be read as long as no other run uses the folder.
+    it without the layer axis. parts: where this process's parts `[parts, ...]` are in a layer, which are what its file
+    stores; None with one process, which stores whole layers. It can be read as long as no other run uses the folder.
     """
 
     def __init__(self, store: "Store", shape: tuple[int, ...], dtype, sharding: jax.NamedSharding):
@@ -69,6 +80,7 @@ class InFile:
         self.dtype = np.dtype(dtype)
         self.sharding = sharding
         self.spec = jax.P(*sharding.spec[1:])  # of a layer
+        self.parts = self._own_parts() if jax.process_count() > 1 else None
         self.offset = store.reserve(self.layer_bytes)
 
     def __repr__(self):
@@ -85,21 +97,68 @@ class InFile:
         return math.prod(self.shape)
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of what the file stores of a layer."""
+        if self.parts is None:
+            return self.shape[1:]
+        return (len(self.parts), *self.layer_sharding(DEVICE).shard_shape(self.shape[1:]))
+
+    @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+        """Bytes that the file stores of one layer."""
+        return math.prod(self.stored_shape) * self.dtype.itemsize
 
     def layer_sharding(self, home: Home) -> jax.NamedSharding:
         """Sharding of one layer `[...]` in this memory."""
         return jax.NamedSharding(self.sharding.mesh, self.spec, memory_kind=home.memory_kind)
 
     def read(self, l: int) -> np.ndarray:
-        """Layer l. Raises NvmeError."""
+        """What is stored of layer l. Raises NvmeError."""
         return self.store.read(l, [self])[0]
 
-    def write(self, l: int, layer: np.ndarray) -> None:
-        """Replaces layer l. Raises NvmeError."""
-        self.store.write(l, [self], [layer])
+    def write(self, l: int, stored: np.ndarray) -> None:
+        """Replaces what is stored of layer l. Raises NvmeError."""
+        self.store.write(l, [self], [stored])
+
+    def _own_parts(self) -> dict[tuple[int, ...], Part]:
+        """Where the parts of a layer on this process's devices are, by where they start."""
+        indices = self.layer_sharding(DEVICE).devices_indices_map(self.shape[1:])
+        owners: dict[tuple[int, ...], int] = {}
+        for device, index in indices.items():
+            start = self._start(index)
+            owners[start] = min(owners.get(start, device.process_index), device.process_index)
+        mine = jax.process_index()
+        own = {self._start(index): index for device, index in indices.items() if device.process_index == mine}
+        return {start: Part(i, own[start], owners[start] == mine) for i, start in enumerate(sorted(own))}
+
+    def _start(self, index: tuple[slice, ...]) -> tuple[int, ...]:
+        return tuple(part.indices(size)[0] for part, size in zip(index, self.shape[1:], strict=True))
+
+    def stored_of(self, layer: Any) -> np.ndarray:
+        """What is stored of a whole layer: an array, or a tensorstore of which only that is read."""
+        if self.parts is None:
+            return np.asarray(layer)
+        return np.stack([np.asarray(layer[part.index]) for part in self.parts.values()])
+
+    def on_devices(self, stored: np.ndarray, home: Home) -> jax.Array:
+        """A layer in this memory of the devices, from what each process has stored of it. No process sends any."""
+        sharding = self.layer_sharding(home)
+        if self.parts is None:
+            return jax.device_put(stored, sharding)
+        parts = self.parts
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            return stored[parts[self._start(index)].number]
+
+        return jax.make_array_from_callback(self.shape[1:], sharding, part)
+
+    def from_devices(self, layer: jax.Array) -> np.ndarray:
+        """What to store of a layer that is sharded as `layer_sharding` says."""
+        if self.parts is None:
+            return jax.device_get(layer)
+        found = {self._start(shard.index): np.asarray(shard.data) for shard in layer.addressable_shards}
+        return np.stack([found[start] for start in self.parts])
 
 
 class Store:
@@ -107,6 +166,8 @@ class Store:
 
     def __init__(self, folder: str | Path, num_layers: int):
         self.folder = Path(folder).expanduser().absolute()
+        if jax.process_count() > 1:
+            self.folder /= f"process-{jax.process_index()}"
         self.num_layers = num_layers
         self.path = self.folder / FILE
         self.record = 0
@@ -168,7 +229,7 @@ class Store:
     # -- Layers ------------------------------------------------------------------------------------------------------
 
     def read(self, l: int, leaves: Iterable[InFile]) -> list[np.ndarray]:
-        """Layer l of these stacks. Raises NvmeError."""
+        """What is stored of layer l of these stacks. Raises NvmeError."""
         return [self._read_one(leaf, l) for leaf in leaves]
 
     def _read_one(self, leaf: InFile, l: int) -> np.ndarray:
@@ -185,12 +246,12 @@ class Store:
                 offset += n
 
         self._each_piece(0, piece, raw.size, "read")
-        return raw.view(leaf.dtype).reshape(leaf.shape[1:])
+        return raw.view(leaf.dtype).reshape(leaf.stored_shape)
 
     def write(self, l: int, leaves: Iterable[InFile], layers: Iterable[np.ndarray]) -> None:
-        """Replaces layer l of these stacks. Raises NvmeError."""
+        """Replaces what is stored of layer l of these stacks. Raises NvmeError."""
         for leaf, layer in zip(leaves, layers, strict=True):
-            assert layer.shape == leaf.shape[1:] and layer.dtype == leaf.dtype, (leaf, layer.shape, layer.dtype)
+            assert layer.shape == leaf.stored_shape and layer.dtype == leaf.dtype, (leaf, layer.shape, layer.dtype)
             raw = np.ascontiguousarray(layer).reshape(-1).view(np.uint8)
 
             def piece(start: int, raw=raw, leaf=leaf) -> None:
@@ -277,29 +338,33 @@ def store_of(plan: Any) -> Store | None:
 
 
 def check(store: Store | None) -> None:
-    """Checks the folder and its free space before anything is built; leaves no file there. Raises ConfigError."""
+    """Checks the folder and its free space before anything is built; leaves no file there. Raises ConfigError.
+
+    Every process has to call it: those of one machine may share a disk, which has to have room for all of them.
+    """
     if store is None:
         return
-    if jax.process_count() > 1:
-        raise ConfigError(
-            f"nvme_path: expected one process that drives all devices, got {jax.process_count()}; use pinned host "
-            "memory (offload_optimizer=True, offload_master=True)"
-        )
-    folder = store.folder
+    several = jax.process_count() > 1
+    folder = store.folder.parent if several else store.folder
     change = "choose a folder on an NVMe disk"
+    sharing = processes_here()
     if not folder.is_dir():
         what = "a file" if folder.exists() else "nothing there"
         raise ConfigError(f"nvme_path: expected a folder, got {str(folder)!r} ({what}); create it, or {change}")
     try:
-        tempfile.TemporaryFile(dir=folder).close()
+        store.folder.mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=store.folder).close()
         reused = os.stat(store.path).st_blocks * 512 if store.path.exists() else 0  # the file of an earlier run
-        free = shutil.disk_usage(folder).free + reused
+        free = shutil.disk_usage(folder).free + reused * sharing
     except OSError as error:
         raise ConfigError(
             f"nvme_path: expected a folder that can be written, got {str(folder)!r} ({error.strerror}); {change}"
         ) from error
-    if store.bytes > free:
-        raise ConfigError(f"nvme_path: needs {gib(store.bytes)} in {folder}, where {gib(free)} are free; {MAKE_ROOM}")
+    if store.bytes * sharing > free:
+        of = f" for {sharing} processes" if sharing > 1 else ""
+        raise ConfigError(
+            f"nvme_path: needs {gib(store.bytes * sharing)}{of} in {folder}, where {gib(free)} are free; {MAKE_ROOM}"
+        )
 
 
 @contextlib.contextmanager

@@ -252,7 +252,7 @@ def _work_weights(master, plan: TrainState):
     work = jax.jit(work_function(plan.weights[name], work_dtype(plan)))
 
     def on_device(file: InFile, l: int) -> jax.Array:
-        return jax.device_put(file.read(l), file.layer_sharding(DEVICE))
+        return file.on_devices(file.read(l), DEVICE)
 
     def layer(l: int):
         return work(structure.unflatten([on_device(file, l) for file in files])), ()
@@ -386,8 +386,9 @@ def _load_file(item: Path, name: str, file: InFile) -> None:
         raise ValueError(f"{item.name}/{name}: expected shape {file.shape}, got {array.shape}")
     layers = array.chunk_layout.read_chunk.shape[0]
     for start in range(0, file.shape[0], layers):
-        for i, layer in enumerate(array[start : min(start + layers, file.shape[0])].read().result()):
-            file.write(start + i, np.asarray(layer).astype(file.dtype))
+        read = array[start : min(start + layers, file.shape[0])]
+        for i, layer in enumerate(read.read().result() if file.parts is None else read):
+            file.write(start + i, file.stored_of(layer).astype(file.dtype))
 
 
 def _item_handlers() -> dict[str, ocp.CheckpointHandler]:
@@ -400,7 +401,7 @@ def _item_handlers() -> dict[str, ocp.CheckpointHandler]:
 
 
 class _FileHandler(type_handlers.NumpyHandler):
-    """Writes an `InFile` in the format of a numpy array, one layer at a time.
+    """Writes an `InFile` in the format of an array, one layer at a time; each process the parts that it stores first.
 
     The next update of the file waits until the last layer has been read.
     """
@@ -411,14 +412,31 @@ class _FileHandler(type_handlers.NumpyHandler):
 
     async def _background_serialize(self, values: Any, infos, args=None):
         try:
-            return await super()._background_serialize(values, infos, args)
+            for file, info, options in zip(values, infos, args or [None] * len(values), strict=True):
+                await info.await_path_creation()
+                await self._write(file, info, options)
         finally:
             self.holds.pop(id(values[0])).set_result(None)
 
-    async def _open_and_write(self, value: Any, tspec, ts_context):
-        array = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
-        for l in range(value.shape[0]):
-            await array[l].write(value.read(l))
+    async def _write(self, file: InFile, info, options) -> None:
+        spec = type_handlers.get_json_tspec_write(
+            info,
+            use_ocdbt=info.is_ocdbt_checkpoint,
+            global_shape=file.shape,
+            local_shape=_shard_of(file),
+            dtype=file.dtype,
+            process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
+            arg=options,
+        )
+        array: Any = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
+        for l in range(file.shape[0]):
+            stored = file.read(l)
+            if file.parts is None:
+                await array[l].write(stored)
+                continue
+            for part in file.parts.values():
+                if part.first:
+                    await array[l][part.index].write(stored[part.number])
 
 
 def _by_layer(tree):
@@ -427,10 +445,15 @@ def _by_layer(tree):
     def options(path, x):
         if name_of(path[:1]) == OUTER:
             return ocp.SaveArgs()
-        shard = x.shape if isinstance(x, InFile) else x.sharding.shard_shape(x.shape)
+        shard = _shard_of(x) if isinstance(x, InFile) else x.sharding.shard_shape(x.shape)
         return ocp.SaveArgs(chunk_byte_size=math.prod(shard[1:]) * x.dtype.itemsize, shard_axes=(0,))
 
     return jax.tree_util.tree_map_with_path(options, tree)
+
+
+def _shard_of(file: InFile) -> tuple[int, ...]:
+    """The shape of the parts that a process writes of a stack in a file, with all layers."""
+    return (file.shape[0], *(file.shape[1:] if file.parts is None else file.stored_shape[1:]))
 
 
 def room_to_copy(state: TrainState) -> bool:

@@ -56,11 +56,13 @@ def _checksum(x: jax.Array, *, stacked: bool):
 
 
 def _checksum_of_file(file: InFile) -> tuple[int, bool]:
-    """Returns what `_checksum` returns, for a stack in a file; the layers are summed on one device, one at a time."""
+    """Returns what `_checksum` returns, for a stack in a file; one layer at a time is on the devices."""
     total = 0
     finite = True
     for l in range(file.shape[0]):
-        layer_total, layer_finite = jax.device_get(_part_of_file(file.read(l), np.uint32(l), file.shape))
+        layer_total, layer_finite = jax.device_get(
+            _part_of_file(file.on_devices(file.read(l), DEVICE), np.uint32(l), file.shape)
+        )
         total += int(layer_total)
         finite = finite and bool(layer_finite)
     return total % 2**32, finite

@@ -43,10 +43,6 @@ TENSORBOARD_FLUSH_S = 10
 ETA_WINDOW = 20  # steps in the moving average behind the eta
 
 
-class NonFiniteLoss(FloatingPointError):
-    """Raised when the loss or the gradient norm becomes NaN or infinite; the run stops."""
-
-
 class MetricsLog:
     """Writes everything that a run reports under `output_dir`. Use it as a context manager, or call `close()`.
 
@@ -240,12 +236,13 @@ class _Events:
 
 
 class FinishedStep(NamedTuple):
-    """The metrics of a finished step, on the host."""
+    """The metrics of a finished step, on the host, and `finite` of its metrics if there is one, on the devices."""
 
     step: int
     values: dict[str, float]
     duration_s: float
     data_wait_s: float
+    finite: jax.Array | None = None
 
 
 class DeferredMetrics:
@@ -258,7 +255,7 @@ class DeferredMetrics:
     """
 
     def __init__(self) -> None:
-        self._pending: tuple[int, dict[str, jax.Array], float] | None = None
+        self._pending: tuple[int, dict[str, jax.Array], float, jax.Array | None] | None = None
         self._clock = time.perf_counter()
 
     def push(self, step: int, device_metrics: dict[str, jax.Array], data_wait_s: float = 0.0) -> FinishedStep | None:
@@ -266,40 +263,31 @@ class DeferredMetrics:
 
         data_wait_s: the host waited so long for the step's batch.
         """
+        scalars = dict(device_metrics)
+        finite = scalars.pop("finite", None)  # each process has a part of it; it is read only if a number is not finite
         # JAX counts this deliberate, asynchronous copy as an implicit transfer, which a guard would refuse.
         with jax.transfer_guard_device_to_host("allow"):
-            for value in device_metrics.values():
+            for value in scalars.values():
                 value.copy_to_host_async()
         previous = self.flush()
-        self._pending = (step, device_metrics, data_wait_s)
+        self._pending = (step, scalars, data_wait_s, finite)
         return previous
 
     def flush(self) -> FinishedStep | None:
         """Wait for the last pushed step and return it; None if it has already been returned."""
         if self._pending is None:
             return None
-        step, device_metrics, data_wait_s = self._pending
+        step, scalars, data_wait_s, finite = self._pending
         self._pending = None
-        values = {name: float(value) for name, value in jax.device_get(device_metrics).items()}
+        values = {name: float(value) for name, value in jax.device_get(scalars).items()}
         started = self._clock
         self._clock = time.perf_counter()
-        return FinishedStep(step, values, self._clock - started, data_wait_s)
+        return FinishedStep(step, values, self._clock - started, data_wait_s, finite)
 
     def restart_clock(self) -> None:
         """Exclude the time since the last finished step from the next step's duration."""
         assert self._pending is None, "flush() before restart_clock(): the pending step's time would be lost"
         self._clock = time.perf_counter()
-
-
-def check_finite(step: int, loss: float, grad_norm: float, last_checkpoint: Path | None) -> None:
-    """Raises NonFiniteLoss if the loss or the gradient norm is NaN or infinite."""
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return
-    saved = f"the last checkpoint is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
-    raise NonFiniteLoss(
-        f"step {step}: loss {loss}, gradient norm {grad_norm}; expected finite numbers, so the run stops here and "
-        f"{saved}. Try a lower learning_rate, a longer warmup_steps, a smaller max_grad_norm, or model_dtype='float32'."
-    )
 
 
 def perplexity(loss: float) -> float:

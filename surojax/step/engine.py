@@ -71,6 +71,7 @@ from surojax.step.gradients import (
     reduce_behind,
     starts_in_first_group,
 )
+from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
 from surojax.step.residuals import Kept, Residuals, Slot, block_backward, block_forward
 from surojax.step.spec import Engine
@@ -85,7 +86,7 @@ class Gradients(NamedTuple):
 
     loss: mean in nats per label over all microbatches and devices, plus the mean of the blocks' auxiliary losses.
     grads: as `gradients.finish` leaves them. norm: the global norm of these. history: of recipe fp8_hybrid, else None.
-    updated: by segment, the TensorState after the update of `updating`; empty without it.
+    updated: by segment, the TensorState after the update of `updating`; empty without it. finite: see `metrics`.
     """
 
     loss: jax.Array
@@ -93,6 +94,7 @@ class Gradients(NamedTuple):
     norm: jax.Array
     history: Any
     updated: dict[str, TensorState] | None = None
+    finite: Finite | None = None
 
 
 class Microbatch(NamedTuple):
@@ -129,6 +131,7 @@ class GroupCarry(NamedTuple):
     loss: summed so far, on this device; auxiliary: likewise, None if no block has one. squares: of the accumulators,
     complete after the last group. prefetched: by segment, weights of the next forward pass. observed: largest
     magnitudes so far, for delayed scales. saved: by segment, the stacks of residuals, which every group writes anew.
+    finite: see `metrics`.
     """
 
     grads: Accumulators
@@ -138,6 +141,7 @@ class GroupCarry(NamedTuple):
     prefetched: dict[str, list]
     observed: Any
     saved: dict[str, list]
+    finite: Finite | None
 
 
 class ForwardCarry(NamedTuple):
@@ -219,6 +223,7 @@ def loss_and_gradients(
         prefetched={name: layers.first() for name, layers in step_inputs.segments.items()},
         observed=varying(new_observed(history), AXES),
         saved={name: of.stacks(group_size) for name, of in residuals.items()},
+        finite=all_finite(engine),
     )
     peeled = peels_last_group(engine)
     begin = 0
@@ -239,7 +244,8 @@ def loss_and_gradients(
     if carry.auxiliary is not None:
         loss = loss + collectives.add_up(carry.auxiliary, *TOKENS) * auxiliary_scale
     grads, norm = finish(engine, carry.grads, carry.squares)
-    return Gradients(loss, grads, norm, extended(history, collectives.largest_of_devices(carry.observed)), updated)
+    history = extended(history, collectives.largest_of_devices(carry.observed))
+    return Gradients(loss, grads, norm, history, updated, carry.finite)
 
 
 def group(
@@ -321,6 +327,7 @@ def group_heads(
     """(the carry with losses and gradients of the head, d loss / dx for each microbatch)."""
     total = carry.loss
     d_outer = carry.grads.outer
+    finite = and_activations(carry.finite, xs_BSD)
     dxs_BSD = []
     for each, x_BSD in zip(of_group, xs_BSD, strict=True):
         loss, dx_BSD, d_outer = head(
@@ -336,7 +343,7 @@ def group_heads(
         )
         total += loss
         dxs_BSD.append(dx_BSD)
-    return carry._replace(grads=carry.grads._replace(outer=d_outer), loss=total), dxs_BSD
+    return carry._replace(grads=carry.grads._replace(outer=d_outer), loss=total, finite=finite), dxs_BSD
 
 
 def group_backward(
@@ -373,7 +380,8 @@ def group_backward(
                 auxiliary = add(auxiliary, passed.microbatches[i].auxiliary)
     grads = done.grads._replace(outer=d_outer)
     saved = {name: [each.kept.stack for each in of.microbatches] for name, of in passes.items()}
-    return GroupCarry(grads, carry.loss, auxiliary, done.squares, prefetched, done.observed, saved)
+    finite = and_gradients(carry.finite, done.dxs_BSD)
+    return GroupCarry(grads, carry.loss, auxiliary, done.squares, prefetched, done.observed, saved, finite)
 
 
 def layers_of(engine: Engine, weights) -> dict[str, Layers]:

@@ -22,6 +22,7 @@ from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
 from surojax.step.engine import loss_and_gradients
+from surojax.step.metrics import metrics_of, plan_metrics
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
 from surojax.step.update import as_trees, tensors, update_outer, update_tensor
@@ -149,11 +150,11 @@ class FileStep:
     def _read(self, l: int) -> list[jax.Array]:
         """Reads layer l from the file into pinned host memory."""
         layer = self.store.read(l, self.files)
-        return [jax.device_put(x, file.layer_sharding(HOST)) for file, x in zip(self.files, layer, strict=True)]
+        return [file.on_devices(x, HOST) for file, x in zip(self.files, layer, strict=True)]
 
     def _write(self, l: int, layer: list[jax.Array]) -> None:
         """Writes layer l to the file."""
-        self.store.write(l, self.files, map(jax.device_get, layer))
+        self.store.write(l, self.files, [file.from_devices(x) for file, x in zip(self.files, layer, strict=True)])
 
     def _pick(self, leaves, in_file: bool) -> list:
         """The leaves of (master, moments) that are in the file, or the leaves that are not."""
@@ -169,13 +170,13 @@ class FileStep:
     def _gradients(self):
         """The jitted program `gradients`."""
         engine = self.engine
-        replicated = self.plan.step.sharding
+        planned_metrics = plan_metrics(engine, self.mesh)
 
         def per_device(outer, step, history, blocks, *batch):
             weights = {self.segment.name: blocks, OUTER: outer.weights}
             found = loss_and_gradients(engine, weights, *batch, history=history, step=step)
             scalars = optim.scalars(self.optimizer, step, found.norm)
-            metrics = {"loss": found.loss, "grad_norm": found.norm, "lr": scalars["lr"]}
+            metrics = metrics_of(found, scalars["lr"])
             outer = update_outer(engine, self.optimizer, outer, found.grads, scalars)
             update_inputs = {"grads": found.grads[self.segment.name], "scalars": scalars, "l": jnp.int32(0)}
             return outer, step + 1, found.history, metrics, update_inputs
@@ -183,9 +184,9 @@ class FileStep:
         tokens = [batch_sharding(self.mesh).spec for _ in engine.batch_arrays]
         donated = (section(self.plan, OUTER), self.plan.step, self.plan.history)
         in_specs = (*specs_of((*donated, self._section(self.plan).weights)), *tokens)
-        out_specs = (*specs_of(donated), jax.P(), specs_of(self.update_inputs))
+        out_specs = (*specs_of(donated), specs_of(planned_metrics), specs_of(self.update_inputs))
         sharded = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-        out_shardings = (*shardings(donated), replicated, shardings(self.update_inputs))
+        out_shardings = (*shardings(donated), shardings(planned_metrics), shardings(self.update_inputs))
         return jax.jit(sharded, donate_argnums=(0, 1, 2), out_shardings=out_shardings)
 
     def _update(self, part: Part):

@@ -35,6 +35,7 @@ from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.mesh import CONTEXT, TENSOR
 from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
+from surojax.step.metrics import metrics_of, plan_metrics
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
 from surojax.step.update import as_trees, tensors, update, update_outer, update_tensor
@@ -239,7 +240,7 @@ class OverlappedStep:
             return found.grads, found.norm, found.history, self._metrics(found, step)
 
         plan = self.plan
-        results = (self.pending.grads, self.pending.norm, plan.history, plan.step)
+        results = (self.pending.grads, self.pending.norm, plan.history, plan_metrics(self.engine, self.mesh))
         return self._program(per_device, (plan.weights, plan.step, plan.history), results)
 
     def _step(self):
@@ -267,7 +268,7 @@ class OverlappedStep:
             new = from_sections(done, found.updated | {OUTER: outer}, found.history)
             return Pending(new, found.grads, found.norm), self._metrics(found, done)
 
-        return self._program(per_device, (self.pending,), (self.pending, self.plan.step), donated=(0,))
+        return self._program(per_device, (self.pending,), (self.pending, plan_metrics(engine, self.mesh)), donated=(0,))
 
     def _update(self):
         """The jitted program `update`."""
@@ -281,10 +282,10 @@ class OverlappedStep:
     def _metrics(self, found, step) -> dict[str, jax.Array]:
         """The metrics of a step. found: its `engine.Gradients`; step: number of updates before its own."""
         lr = optim.scalars(self.optimizer, step, found.norm)["lr"]
-        return {"loss": found.loss, "grad_norm": found.norm, "lr": lr}
+        return metrics_of(found, lr)
 
     def _program(self, per_device: Callable, arguments, results, *, batch: bool = True, donated: tuple = ()):
-        """A jitted program. arguments, results: their plans, without the batch; metrics are planned as one scalar."""
+        """A jitted program. arguments, results: their plans, without the batch."""
         tokens = [batch_sharding(self.mesh).spec for _ in self.engine.batch_arrays] if batch else []
         in_specs = (*specs_of(arguments), *tokens)
         sharded = jax.shard_map(per_device, mesh=self.mesh, in_specs=in_specs, out_specs=specs_of(results))

@@ -72,6 +72,7 @@ from surojax.step.gradients import (
     push,
     read_accumulator,
 )
+from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
 from surojax.step.padding import Inputs, padded
 from surojax.step.residuals import Slot
@@ -85,6 +86,7 @@ class TickCarry(NamedTuple):
     x_BSD, dx_BSD: received from the stage before, and from the stage after. from_head: gradients of the last stage's
     results, this stage's part of them `[slots, B, s, D]`. saved: residuals of the microbatches in flight, stacks. loss:
     summed so far, on this device. observed: largest magnitudes so far in this stage's layers, for delayed scales.
+    finite: see `metrics`.
     """
 
     x_BSD: jax.Array
@@ -94,6 +96,7 @@ class TickCarry(NamedTuple):
     grads: Accumulators
     loss: jax.Array
     observed: jax.Array | None
+    finite: Finite | None
 
 
 def of_stage(model: Model, stages: int) -> Model:
@@ -170,7 +173,7 @@ class Stage:
         grads = zeros_in_host_memory(self.segment, accumulators(engine, weights))
         observed = None if history is None else new_observed(history[: self.segment.num_layers])
         loss = varying(jnp.float32(0), AXES)
-        return TickCarry(x_BSD, x_BSD, from_head, saved, grads, loss, varying(observed, AXES))
+        return TickCarry(x_BSD, x_BSD, from_head, saved, grads, loss, varying(observed, AXES), all_finite(engine))
 
     def microbatch(self, a) -> Microbatch:
         inputs_BS, labels_BS, starts_BS = read(self.batch, a)
@@ -207,7 +210,8 @@ class Stage:
         slot = self.slot(a)
         passed = forward(self.engine, self.layers, [carry.x_BSD], early, [self.microbatch(a)], slot, [kept])
         (done,) = passed.microbatches
-        return carry._replace(x_BSD=done.x_BSD, saved=slot.end_forward(done.kept))
+        finite = and_activations(carry.finite, [done.x_BSD])
+        return carry._replace(x_BSD=done.x_BSD, saved=slot.end_forward(done.kept), finite=finite)
 
     def head(self, a, carry: TickCarry) -> TickCarry:
         """All stages: head and loss of the last stage's x."""
@@ -240,7 +244,8 @@ class Stage:
         grads = begin_backward(self.segment, carry.grads, a, first=False)
         before = BackwardCarry([carry.dx_BSD], None, grads, collectives.no_squares(), [], carry.observed)
         done, _ = backward(self.engine, self.layers, before, early, [each], slot, [kept], first=False, last=False)
-        return carry._replace(dx_BSD=done.dxs_BSD[0], grads=done.grads, observed=done.observed)
+        finite = and_gradients(carry.finite, done.dxs_BSD)
+        return carry._replace(dx_BSD=done.dxs_BSD[0], grads=done.grads, observed=done.observed, finite=finite)
 
     def push_embed(self, a, carry: TickCarry) -> TickCarry:
         """All stages: the embedding's gradient from dx of stage 0."""
@@ -311,7 +316,8 @@ def loss_and_gradients(
     grads, squares = stage.push_all(done.grads)
     grads, norm = finish(engine, grads, squares)
     loss = collectives.add_up(done.loss, *AXES) * scale
-    return Gradients(loss, grads, norm, extended(history, largest_of_stages(model, done.observed)))
+    history = extended(history, largest_of_stages(model, done.observed))
+    return Gradients(loss, grads, norm, history, finite=done.finite)
 
 
 def largest_of_stages(model: Model, observed: jax.Array | None) -> jax.Array | None:

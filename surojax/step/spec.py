@@ -16,7 +16,8 @@ class Engine:
     lmhead_chunks: slices of tokens in head and loss. z_loss: weight of logsumexp(logits)^2 in the gradients, not in the
     loss. packed: rows hold several documents, and a batch says where they start. microbatches_per_fetch: a layer is
     fetched once for so many microbatches, a divisor of a step's. overlap_update: a step leaves its update to the next
-    step's first forward pass, see `overlap`. pp_schedule: see `parallel.schedule`.
+    step's first forward pass, see `overlap`. pp_schedule: see `parallel.schedule`. locates_nonfinite: the metrics say
+    which devices had finite values, see `metrics`.
     """
 
     model: Model
@@ -29,6 +30,7 @@ class Engine:
     microbatches_per_fetch: int = 1
     overlap_update: bool = False
     pp_schedule: str = "gpipe"
+    locates_nonfinite: bool = False
 
     @property
     def params(self) -> dict:

@@ -18,6 +18,7 @@ from surojax.placement.mesh import pipeline_stages
 from surojax.placement.table import Mesh
 from surojax.step import engine as whole_model, pipeline
 from surojax.step.file_step import FileStep
+from surojax.step.metrics import metrics_of, plan_metrics
 from surojax.step.overlap import OverlappedStep, Pending
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState, shardings, specs_of
@@ -30,7 +31,7 @@ def passes(mesh: Mesh):
 
 
 def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh) -> Callable:
-    """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), float32 scalars.
+    """A jitted (state, inputs `[A, B, S]`, labels) -> (state, {"loss", "grad_norm", "lr"}), see `metrics`.
 
     A packed engine's step has one more argument: starts; see `Engine.batch_arrays`.
     The state is donated: its arrays are updated in place. loss: mean over all labels of the batch, in nats. grad_norm:
@@ -45,14 +46,14 @@ def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh
     def per_device(state: TrainState, *batch):
         found = passes(mesh).loss_and_gradients(engine, state.weights, *batch, history=state.history, step=state.step)
         scalars = optim.scalars(optimizer, state.step, found.norm)
-        metrics = {"loss": found.loss, "grad_norm": found.norm, "lr": scalars["lr"]}
+        metrics = metrics_of(found, scalars["lr"])
         return update(engine, optimizer, state, found.grads, scalars, found.history), metrics
 
     spec = specs_of(plan)
     tokens = [batch_sharding(mesh).spec for _ in engine.batch_arrays]
-    step = jax.shard_map(per_device, mesh=mesh, in_specs=(spec, *tokens), out_specs=(spec, jax.P()))
-    replicated = jax.NamedSharding(mesh, jax.P())
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings(plan), replicated))
+    results = (plan, plan_metrics(engine, mesh))
+    step = jax.shard_map(per_device, mesh=mesh, in_specs=(spec, *tokens), out_specs=specs_of(results))
+    return jax.jit(step, donate_argnums=0, out_shardings=shardings(results))
 
 
 def up_to_date(step: Any, state: TrainState | Pending) -> TrainState:

@@ -1,0 +1,63 @@
+"""What a step reports beside its new state: loss, gradient norm, learning rate, and which devices had finite values.
+
+Loss and norm are sums over all devices, so a NaN of one of them is a NaN for all. With `Engine.locates_nonfinite`, each
+device also reports whether its own values were finite, seen where nothing is summed over data-parallel devices yet:
+the activations after its last block, and the gradient of its embeddings, which a NaN anywhere in its backward pass
+reaches. That reads two activations `[B, S, D]` a microbatch and communicates nothing.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from surojax.parallel.collectives import varying
+from surojax.placement.mesh import AXES
+from surojax.step.spec import Engine
+
+
+class Finite(NamedTuple):
+    """Whether this device's values of a step were finite so far: bool scalars.
+
+    activations: after the last block. gradients: of the embeddings.
+    """
+
+    activations: jax.Array
+    gradients: jax.Array
+
+
+def all_finite(engine: Engine) -> Finite | None:
+    """What a step begins with; None if the engine does not locate."""
+    return Finite(*varying((jnp.bool(True), jnp.bool(True)), AXES)) if engine.locates_nonfinite else None
+
+
+def and_activations(finite: Finite | None, xs_BSD: Sequence[jax.Array]) -> Finite | None:
+    """`finite` after the last block's outputs of some microbatches."""
+    return None if finite is None else finite._replace(activations=finite.activations & _all(xs_BSD))
+
+
+def and_gradients(finite: Finite | None, dxs_BSD: Sequence[jax.Array]) -> Finite | None:
+    """`finite` after the gradients of the first block's inputs of some microbatches."""
+    return None if finite is None else finite._replace(gradients=finite.gradients & _all(dxs_BSD))
+
+
+def _all(xs_BSD: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(x_BSD).all() for x_BSD in xs_BSD])
+
+
+def metrics_of(found, lr: jax.Array) -> dict[str, Any]:
+    """The metrics of a step, one device's part. found: its `engine.Gradients`."""
+    metrics = {"loss": found.loss, "grad_norm": found.norm, "lr": lr}
+    return metrics if found.finite is None else metrics | {"finite": jnp.stack(found.finite)[None]}
+
+
+def plan_metrics(engine: Engine, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """The plan of `metrics_of`: float32 scalars, and finite: bool `[devices, 2]` with the fields of a `Finite`."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
+    planned = dict.fromkeys(("loss", "grad_norm", "lr"), scalar)
+    if engine.locates_nonfinite:
+        by_device = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+        planned["finite"] = jax.ShapeDtypeStruct((mesh.size, len(Finite._fields)), jnp.bool, sharding=by_device)
+    return planned
