@@ -2955,7 +2955,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "bits per byte are nats per byte",
-        "surojax/train.py",
+        "surojax/training/evaluation.py",
         "loss / math.log(2) / per_label",
         "loss / per_label",
         "tests/test_assembly.py::test_evaluation_is_a_mean_over_tokens_and_its_bits_are_over_bytes",
@@ -3621,21 +3621,21 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "one finite number is enough",
-        "surojax/run/metrics.py",
+        "surojax/run/nonfinite.py",
         "math.isfinite(loss) and math.isfinite(grad_norm)",
         "math.isfinite(loss) or math.isfinite(grad_norm)",
         "tests/test_metrics.py::test_a_number_that_is_not_finite_stops_the_run",
     ),
     Mutant(
         "evaluation is a mean of batches' means",
-        "surojax/train.py",
+        "surojax/training/evaluation.py",
         "loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))",
         "loss = float(np.mean([np.float64(s) / int(n) for s, n in sums]))",
         "tests/test_assembly.py -k evaluation",
     ),
     Mutant(
         "a checkpoint of another seed is continued",
-        "surojax/train.py",
+        "surojax/training/resume.py",
         'IDENTITY = ("model", "seed", ',
         'IDENTITY = ("model", ',
         "tests/test_train.py::test_a_checkpoint_of_another_run_is_refused -k seed",
@@ -4271,7 +4271,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "train: tokens of a tensor-parallel group count for each of its GPUs",
-        "surojax/train.py",
+        "surojax/training/report.py",
         "rate = len(devices) * (found.tokens_per_s_per_gpu or 0.0)",
         "rate = len(devices) * batch.tokens * batch.microbatches / found.predicted_step_s",
         "tests/test_plan.py::test_train_counts_the_tokens_of_a_tensor_parallel_group_once",
@@ -4320,7 +4320,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a step that cannot be read ends the run",
-        "surojax/train.py",
+        "surojax/training/report.py",
         "except Exception as error:  # whatever",
         "except ZeroDivisionError as error:  # whatever",
         "tests/test_train.py::test_a_known_gpu_is_predicted_and_a_failure_ends_nothing",

@@ -4,7 +4,6 @@ Every field has a value of its own, so that none can be taken for another. Formu
 the papers; gradients are `jax.grad` of the plain model.
 """
 
-import importlib
 import math
 from typing import Any
 
@@ -29,8 +28,7 @@ from surojax.optim.optimizer import Moments
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.step.gradients import accumulators
-
-train = importlib.import_module("surojax.train")  # `surojax.train` is the function
+from surojax.training.evaluation import Evaluation
 
 STEPS = 4
 BATCH = tokens(1, 2, 16)
@@ -222,7 +220,7 @@ def test_evaluation_is_a_mean_over_tokens_and_its_bits_are_over_bytes():
     windows = Windows(Corpus(ids.astype(np.uint16), 60, "", "held out"), 16, with_rest=True)
     batches = list(evaluation_batches(windows, batch_size=4))
     assert [b["inputs"].shape for b in batches] == [(4, 16)] * 2
-    evaluate = train.Evaluation(c, run, mesh, [Evaluated("", batches, 60 / windows.num_labels)])
+    evaluate = Evaluation(c, run, mesh, [Evaluated("", batches, 60 / windows.num_labels)])
     params = jax.tree.map(lambda w: 5 * w, drawn_params(architecture(c), 0))  # losses of tokens that are not all alike
     (found,) = evaluate(jax.device_put(params, jax.tree.map(lambda p: p.sharding, run.plan.weights)))
 

@@ -31,7 +31,7 @@ from surojax.planner.advice import GiB
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import Transfer
 from surojax.planner.plan import Plan
-from surojax.train import peak_flops, predict
+from surojax.training.report import peak_flops, predict
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")

@@ -31,10 +31,12 @@ from surojax.inference import prompts
 from surojax.inference.load import load
 from surojax.memory.lock import locked
 from surojax.models.llama import Llama
+from surojax.planner import gpus, prediction
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction
 from surojax.run import checkpoint
 from surojax.run.metrics import MetricsLog
+from surojax.training import report as training_report, resume
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
 
@@ -162,6 +164,7 @@ KILL = """
 import os, signal, sys, time
 from surojax.run import checkpoint
 from surojax.run import metrics
+from surojax.training import evaluation
 import surojax.train
 
 train = sys.modules["surojax.train"]
@@ -184,7 +187,7 @@ MOMENTS = {  # in this order, each with what the run leaves behind
         "kill_at(checkpoint, '_list_files', lambda f: (f / '6.orbax-checkpoint-tmp').exists())",
         [3],
     ),
-    "during evaluation": ("kill_at(train.Evaluation, '__call__', lambda evaluate, weights: True)", [3]),
+    "during evaluation": ("kill_at(evaluation.Evaluation, '__call__', lambda evaluate, weights: True)", [3]),
     "between two": ("kill_at(metrics.MetricsLog, 'step', lambda log, step: step == 8 and not time.sleep(1))", [3, 6]),
 }
 
@@ -344,12 +347,12 @@ def test_as_many_samples_a_step_unless_a_setting_says_otherwise(whole, config, t
     with pytest.raises(
         CheckpointError, match=r"8 samples a step.* 64 on the 8 devices here; per_device_batch_size=1 kee"
     ):
-        module.check_batch(config, found, 8, 64, {})
+        resume.check_batch(config, found, 8, 64, {})
     with pytest.raises(CheckpointError, match=r"devices here; gpus=8 goes on with 64"):
-        module.check_batch(config, found, 4, 64, {})
+        resume.check_batch(config, found, 4, 64, {})
     assert not capsys.readouterr().out
-    module.check_batch(config, found, 8, 8, {})
-    module.check_batch(config, found, 8, 64, {"gpus": (0, 8)})
+    resume.check_batch(config, found, 8, 8, {})
+    resume.check_batch(config, found, 8, 64, {"gpus": (0, 8)})
     assert capsys.readouterr().out == "note: a step has 64 samples from here on, it had 8\n"
 
 
@@ -443,7 +446,7 @@ def test_what_is_sampled_is_what_the_command_line_and_the_config_say(whole, conf
 
     config.sample_prompt, config.sample_tokens, config.sample_temperature, config.seed = "abcd", 9, 0.5, 4
     run = SimpleNamespace(model=None)
-    assert module.sample(config, run, {}, words, None) == "--- prompt\nabcd\n--- continuation\nhi\n---"
+    assert training_report.sample(config, run, {}, words, None) == "--- prompt\nabcd\n--- continuation\nhi\n---"
     assert asked[0] == (list(b"abcd"), {"max_tokens": 9, "temperature": 0.5, "seed": 4} | ends)
 
 
@@ -512,13 +515,13 @@ def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, c
     """Predicted beside measured tokens/s, and one line where the compiled step cannot be read."""
     short = changed(config, max_steps=2, save_steps=0, eval_steps=0, sample_tokens=0)
     predicted = Prediction(predicted_step_s=0.5, predicted_range_s=[0.4, 0.6], tokens_per_s_per_gpu=512.0)
-    monkeypatch.setattr(module.prediction, "of_compiled", lambda text, run, batch, gpu: predicted)
-    monkeypatch.setattr(module.gpus, "find_gpu", lambda kind: GPUS["rtx4090"])
+    monkeypatch.setattr(prediction, "of_compiled", lambda text, run, batch, gpu: predicted)
+    monkeypatch.setattr(gpus, "find_gpu", lambda kind: GPUS["rtx4090"])
     assert train(short).finished
     said = capsys.readouterr().out
     assert "predicted: 500.0 ms a step (400 to 600), 512 tok/s" in said
     assert re.search(r"tok/s: measured [\d,]+, predicted 512 \(427 to 640\), measured / predicted [\d.]+", said)
-    monkeypatch.setattr(module.prediction, "of_compiled", lambda *_: {}["a text of XLA"])
+    monkeypatch.setattr(prediction, "of_compiled", lambda *_: {}["a text of XLA"])
     assert train(changed(short, output_dir=str(tmp_path / "again"))).finished
     said = capsys.readouterr().out
     assert "note: no time is predicted: KeyError: 'a text of XLA'" in said and "tok/s: measured" not in said

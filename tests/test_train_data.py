@@ -11,6 +11,8 @@ import pytest
 from surojax import CheckpointError, ConfigError, default_config, read_metrics, train
 from surojax.config import checks, flags
 from surojax.run import checkpoint
+from surojax.training import start as training_start
+from surojax.training.evaluation import evaluation_summary
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
 
@@ -74,7 +76,7 @@ def test_each_set_is_evaluated_under_its_name(whole):
     assert [(r["step"], r["name"]) for r in evals] == [(3, "new"), (3, "sums"), (6, "new"), (6, "sums")]
     assert all("bits_per_byte" not in r and r["perplexity"] == math.exp(r["loss"]) for r in evals)
     assert evals[3]["loss"] < evals[1]["loss"] < math.log(320) and evals[0]["loss"] != evals[1]["loss"]
-    summary = module.evaluation_summary(whole).splitlines()
+    summary = evaluation_summary(whole).splitlines()
     assert summary[0].startswith(
         f"evaluation of new: loss {evals[0]['loss']:.4f} -> {evals[2]['loss']:.4f}, perplexity"
     )
@@ -133,8 +135,8 @@ def test_a_tokenizer_larger_than_the_embedding(files, tmp_path):
 )
 def test_an_epoch_of_datasets_is_all_their_samples(files, tmp_path, monkeypatch, done, steps):
     """2 epochs of 60 + 90 questions, one in a row, 4 rows a step; also after steps of another batch size."""
-    monkeypatch.setattr(module, "find_resume", lambda *arguments: tmp_path if done["step"] else None)
-    monkeypatch.setattr(module.checkpoint, "read_meta", lambda path: done)
+    monkeypatch.setattr(training_start, "find_resume", lambda *arguments: tmp_path if done["step"] else None)
+    monkeypatch.setattr(checkpoint, "read_meta", lambda path: done)
     c = config_of(files, tmp_path / "run")
     c.max_steps, c.num_epochs, c.sample_packing, c.chat_template = 0, 2, False, ""
     c.datasets = [dict(path=str(files / "sums.jsonl")), dict(path=str(files / "products.jsonl"))]
@@ -144,7 +146,7 @@ def test_an_epoch_of_datasets_is_all_their_samples(files, tmp_path, monkeypatch,
         planned.append(total_steps)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(module, "check_schedule", stop)
+    monkeypatch.setattr(training_start, "check_schedule", stop)
     with pytest.raises(ConfigError, match="enough"):
         train(c)
     assert planned == [steps]

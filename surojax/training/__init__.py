@@ -1,0 +1,1 @@
+"""The parts of a training run; `surojax.train` puts them in order."""

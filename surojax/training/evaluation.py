@@ -1,0 +1,66 @@
+"""The evaluations of a run: computed with one program, and summed up at its end."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from surojax.assembly import Assembly
+from surojax.config.fields import Config
+from surojax.data import load as data
+from surojax.parallel.feed import from_host
+from surojax.placement.layout import batch_sharding
+from surojax.placement.mesh import data_parallel
+from surojax.run.metrics import METRICS_FILE, perplexity, read_metrics
+
+
+class Evaluation:
+    """Computes the loss on text held out from training and on validation datasets, all with one compiled step."""
+
+    def __init__(self, c: Config, run: Assembly, mesh: jax.sharding.Mesh, evaluated: list[data.Evaluated]):
+        self.evaluated = evaluated
+        self.arrays = run.engine.batch_arrays
+        self.sharding = batch_sharding(mesh, accumulated=False)
+        shape = (c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
+        tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.sharding)
+        options = run.compiler_options(mesh.devices.flat[0].platform)
+        self.step = run.eval_step().lower(run.plan.weights, *[tokens] * len(self.arrays)).compile(options)
+
+    def __call__(self, weights) -> list[dict[str, Any]]:
+        """Returns the arguments of `MetricsLog.eval` for each set."""
+        return [self.scores(weights, one) for one in self.evaluated]
+
+    def scores(self, weights, evaluated: data.Evaluated) -> dict[str, Any]:
+        """Returns {"name", "loss" (nats per token), "bits_per_byte" (comparable across tokenizers), "duration_s"}."""
+        start = time.perf_counter()
+        sums = []  # (sum of the losses, number of labels) of each batch
+        for batch in evaluated.batches:
+            on_devices = [from_host(batch[name], self.sharding) for name in self.arrays]
+            # One batch at a time: programs with collectives in flight can block each other on virtual CPU devices.
+            sums.append(jax.device_get(self.step(weights, *on_devices)))
+        loss = float(sum(np.float64(s) for s, _ in sums) / sum(int(n) for _, n in sums))
+        per_label = evaluated.bytes_per_label
+        bits = None if per_label is None else loss / math.log(2) / per_label
+        duration_s = time.perf_counter() - start
+        return {"name": evaluated.name, "loss": loss, "bits_per_byte": bits, "duration_s": duration_s}
+
+
+def evaluation_summary(output_dir: Path) -> str:
+    """Returns the first and the last evaluation of each set in `metrics.jsonl`, over all starts, in a line."""
+    evals: dict[str, list[dict[str, Any]]] = {}
+    for record in read_metrics(output_dir / METRICS_FILE):
+        if record["log"] == "eval":
+            evals.setdefault(record.get("name", ""), []).append(record)
+    lines = []
+    for name, records in evals.items():
+        first = records[0]
+        last = records[-1]
+        text = f"evaluation{name and f' of {name}'}: loss {first['loss']:.4f} -> {last['loss']:.4f}"
+        if "bits_per_byte" in first and "bits_per_byte" in last:
+            text += f", {first['bits_per_byte']:.4f} -> {last['bits_per_byte']:.4f} bits per byte"
+        text += f", perplexity {perplexity(first['loss']):.4g} -> {perplexity(last['loss']):.4g}"
+        lines.append(f"{text} (steps {first['step']} -> {last['step']})")
+    return "\n".join(lines) or "evaluation: none yet"

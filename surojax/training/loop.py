@@ -1,0 +1,102 @@
+"""The loop over the steps of a run: train, report, evaluate, save, stop."""
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from surojax.config.fields import Config
+from surojax.run.checkpoint import Checkpoints
+from surojax.run.console import say
+from surojax.run.metrics import DeferredMetrics, FinishedStep, MetricsLog
+from surojax.run.nonfinite import check_finite
+from surojax.run.stop import StopSignal
+from surojax.step.state import TrainState
+from surojax.step.train_step import up_to_date
+from surojax.training.programs import Programs
+from surojax.training.start import Start
+
+
+class Outputs(NamedTuple):
+    """What the loop writes to, and what may stop it."""
+
+    checkpoints: Checkpoints
+    log: MetricsLog
+    stop: StopSignal
+
+
+class Done(NamedTuple):
+    """What the loop leaves. step: the last one. history: the records of metrics.jsonl that it wrote."""
+
+    state: TrainState
+    step: int
+    history: list[dict[str, Any]]
+
+
+def loop(
+    c: Config,
+    start: Start,
+    programs: Programs,
+    outputs: Outputs,
+    batches: Iterator[dict[str, np.ndarray]],
+    state: TrainState,
+    *,
+    evaluates_first: bool,
+    layers: dict[str, int],
+) -> Done:
+    """Trains from `start` to the last step, or until something stops it.
+
+    evaluates_first: before the first step. layers: of each segment, for checkpoints. Raises NonFiniteLoss,
+    CheckpointError and OSError.
+    """
+    checkpoints, log, stop = outputs
+    history: list[dict[str, Any]] = []
+    deferred = DeferredMetrics()
+
+    def report(done: FinishedStep | None) -> None:
+        if done is not None:
+            record = log.step(done.step, **done.values, duration_s=done.duration_s, data_wait_s=done.data_wait_s)
+            history.append(record)
+            check_finite(done.step, done.values["loss"], done.values["grad_norm"], checkpoints.last, done.finite)
+
+    def evaluate(step: int, state: TrainState) -> None:
+        history.extend(log.eval(step, **scores) for scores in programs.evaluate(state.weights))
+
+    if evaluates_first:
+        evaluate(start.first_step, state)
+        deferred.restart_clock()
+    step = start.first_step
+    position = start.position
+    for step in range(start.first_step + 1, start.total_steps + 1):
+        asked = time.perf_counter()
+        batch = next(batches)
+        data_wait_s = time.perf_counter() - asked
+        on_devices = programs.feed.put([batch[name] for name in programs.arrays])
+        with jax.transfer_guard("disallow"):
+            state, metrics = programs.train_step(state, *on_devices)
+        position += start.samples_per_step
+        report(deferred.push(step, metrics, data_wait_s))
+        if programs.one_at_a_time:
+            report(deferred.flush())
+        checkpoints.check()
+
+        stopping = stop.after(step)
+        final = step == start.total_steps
+        evaluate_now = final or (c.eval_steps and step % c.eval_steps == 0)
+        save_now = final or stopping or (c.save_steps and step % c.save_steps == 0)
+        if evaluate_now or save_now:
+            report(deferred.flush())  # logs step n and checks that it is finite, before its checkpoint is written
+            state = up_to_date(programs.train_step, state)
+            if evaluate_now:
+                evaluate(step, state)
+            if save_now:
+                progress = {"step": step, "samples": position, "samples_per_step": start.samples_per_step}
+                progress["layers"] = layers
+                checkpoints.save(state, progress | {"config": c.to_dict(), **start.identity})
+            deferred.restart_clock()
+        if stopping and not final:
+            say(f"stopped by {stopping} after step {step} of {start.total_steps}; start again to continue")
+            break
+    return Done(state, step, history)

@@ -1,0 +1,50 @@
+"""The programs of a run, compiled."""
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from surojax.assembly import Assembly
+from surojax.config.fields import Config
+from surojax.data.load import Evaluated
+from surojax.memory import nvme
+from surojax.parallel.feed import Feed
+from surojax.placement.mesh import own_device
+from surojax.planner import traffic
+from surojax.planner.check_fit import memory_limit
+from surojax.planner.footprint import host_temporaries
+from surojax.run.console import say
+from surojax.training.evaluation import Evaluation
+
+
+class Programs(NamedTuple):
+    """What the loop runs. arrays: names of a batch's arrays. one_at_a_time: a step is waited for before the next."""
+
+    train_step: Any
+    evaluate: Evaluation
+    feed: Feed
+    arrays: tuple[str, ...]
+    one_at_a_time: bool
+
+
+def compile_programs(c: Config, run: Assembly, devices: list, evaluated: list[Evaluated], feed: Feed) -> Programs:
+    """Compiles the step and the evaluation, and says how long it took."""
+    started = time.perf_counter()
+    platform = devices[0].platform
+    options = run.compiler_options(
+        platform,
+        memory_bytes=memory_limit(own_device(devices)),
+        host_temporaries=host_temporaries(run, traffic.batch_of(c)),
+    )
+    tokens_shape = (c.gradient_accumulation_steps, feed.batch_size, c.sequence_len)
+    tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=feed.sharding)
+    arrays = run.engine.batch_arrays
+    train_step = run.train_step().lower(run.plan, *[tokens] * len(arrays)).compile(options)
+    evaluate = Evaluation(c, run, run.mesh, evaluated)
+    say(f"compiled in {time.perf_counter() - started:.1f} s")
+    # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in files, a
+    # step has already ended when `train_step` returns.
+    one_at_a_time = (platform == "cpu" and len(devices) > 1) or nvme.store_of(run.plan) is not None
+    return Programs(train_step, evaluate, feed, arrays, one_at_a_time)

@@ -1,0 +1,79 @@
+"""What a run says of itself: its size before it starts, its predicted time, and a sample of its text at the end."""
+
+from surojax.assembly import Assembly
+from surojax.config import fields as configs
+from surojax.config.fields import Config
+from surojax.data.cache import Corpus
+from surojax.data.tokenizer import Tokenizer
+from surojax.inference.load import Trained
+from surojax.inference.prompts import complete
+from surojax.memory import nvme
+from surojax.models.attention import chosen_here
+from surojax.placement.layout import replicated_matrices
+from surojax.placement.mesh import shards as number_of_shards
+from surojax.planner import gpus, prediction, report as planned, traffic
+from surojax.planner.advice import summed
+from surojax.planner.footprint import estimate_host
+from surojax.planner.prediction import Prediction
+from surojax.run.console import say
+
+
+def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
+    """Print the size of the model, the devices, the mesh, and the memory that the run needs."""
+    axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
+    millions = run.model.num_parameters / 1e6
+    say(f"surojax: {millions:,.1f}M parameters on {len(devices)} x {devices[0].device_kind} ({axes})")
+    # On a CPU, `need` already includes the host memory, since it is also the devices' memory.
+    host = {} if devices[0].platform == "cpu" else estimate_host(run, traffic.batch_of(c))
+    for memory, needs in (("memory", need), ("host memory", host)):
+        if needs:
+            say(f"{memory} per device: {summed(needs, digits=2)}")
+    if run.engine.packed:
+        attention = chosen_here(c.attention, c.model_dtype, configs.head_dim(c), packed=True)
+        say(planned.documents(attention, c.cp_method))
+    shards = number_of_shards(run.mesh)
+    if shards > 1 and (replicated := replicated_matrices(run.engine.trained_params, run.engine.layouts.master)):
+        say(f"note: not sharded over {shards} devices, which divide none of their dimensions: {replicated}")
+
+
+def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
+    """The predicted time of the compiled step, printed if the planner knows the GPU. It never ends a run.
+
+    Half a second at most: a model of 70B parameters takes 0.2 s.
+    """
+    gpu = gpus.find_gpu(devices[0].device_kind)
+    if gpu is None:
+        return Prediction(not_predicted="a GPU that is not in surojax/planner/gpus.py")
+    batch = traffic.batch_of(c)
+    try:
+        if nvme.store_of(run.plan):
+            return Prediction(not_predicted="state in files, and the drive's speed is not known")
+        found = prediction.of_compiled(compiled.as_text(), run, batch, gpu)
+    except Exception as error:  # whatever a new version of XLA writes
+        say(f"note: no time is predicted: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return Prediction(not_predicted="the compiled step cannot be read")
+    if found.predicted_step_s is None or found.predicted_range_s is None:
+        return found
+    low, high = (f"{1e3 * t:,.0f}" for t in found.predicted_range_s)
+    rate = len(devices) * (found.tokens_per_s_per_gpu or 0.0)
+    say(f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s")
+    return found
+
+
+def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
+    """Peak FLOP/s of all devices together for the products of a run, each at the peak of its dtype.
+
+    None if the GPU is unknown.
+    """
+    gpu = gpus.find_gpu(devices[0].device_kind)
+    flops = traffic.token_flops(run, sequence_len)
+    return None if gpu is None else len(devices) * sum(flops.values()) / traffic.compute_time(gpu, flops)
+
+
+def sample(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: Corpus) -> str:
+    """Returns the prompt and the text that the model continues it with; control characters are escaped."""
+    prompt = c.sample_prompt or tokenizer.decode(held_out.tokens[:64])
+    options = {"max_tokens": c.sample_tokens, "temperature": c.sample_temperature, "seed": c.seed}
+    text = complete(Trained(run.model, weights, tokenizer, None), prompt, **options)
+    shown = (x if x.isprintable() or x in "\n\t" else x.encode("unicode_escape").decode() for x in text)
+    return f"--- prompt\n{prompt}\n--- continuation\n{''.join(shown)}\n---"

@@ -1,0 +1,79 @@
+"""The checkpoint that a run continues from, and whether it may."""
+
+from pathlib import Path
+
+from surojax.config import checks, fields as configs
+from surojax.config.adapters import FIELDS
+from surojax.config.fields import Config
+from surojax.errors import CheckpointError, ConfigError
+from surojax.run import checkpoint
+from surojax.run.console import say
+
+# Fields that a run continues with, unchanged.
+OF_ADAPTERS = (name for name in FIELDS if name not in ("lora_dtype", "lora_plus_ratio", "lora_dropout"))
+IDENTITY = ("model", "seed", "sequence_len", "sample_packing", "lora", *OF_ADAPTERS)
+
+
+def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_per_step: int) -> Path | None:
+    """Returns the checkpoint to continue from, or None for a new run.
+
+    Raises ConfigError if `resume_from_checkpoint` names no checkpoint or contradicts those in output_dir, and
+    CheckpointError if the checkpoint was written with another model, seed, sequence length, tokenizer or data.
+    """
+    own = checkpoint.find(output_dir / checkpoint.FOLDER)
+    wanted = c.resume_from_checkpoint
+    if wanted == "no":
+        if own:
+            raise ConfigError(
+                f"resume_from_checkpoint: 'no', but {own} exists; choose another output_dir, delete it, or use 'auto'"
+            )
+        return None
+    found = own
+    # A run that started from another run's checkpoint has its own by now: the same command resumes from the newest one.
+    if wanted != "auto" and not (own and checkpoint.read_meta(own)["config"]["resume_from_checkpoint"] == wanted):
+        found = checkpoint.find(wanted)
+        if found is None:
+            raise ConfigError(
+                f"resume_from_checkpoint: expected 'auto', 'no' or a checkpoint, got {wanted!r}, which holds none"
+            )
+        if own and found != own:
+            raise ConfigError(
+                f"resume_from_checkpoint: expected {own}, the newest in output_dir, got {found}; "
+                "move the newer ones away, or choose another output_dir"
+            )
+    if found is None:
+        return None
+    meta = checkpoint.read_meta(found)
+    saved = checks.restored_config(meta["config"], checkpoint.written_by(meta))
+    changed = checkpoint.differences(saved.to_dict(), c.to_dict())
+    fixed = {k: v for k, v in changed.items() if k.split(".")[0] in IDENTITY}
+    fixed |= {k: (meta.get(k), v) for k, v in identity.items() if meta.get(k) != v}
+    if fixed:
+        what = ", ".join(f"{k} is {a!r} there and {b!r} here" for k, (a, b) in fixed.items())
+        raise CheckpointError(f"checkpoint {found} is of another run: {what}; use the same, or another output_dir")
+    settings = {k: v for k, v in changed.items() if k not in ("output_dir", "resume_from_checkpoint")}
+    if settings:
+        say("continuing with changed settings: " + ", ".join(f"{k} {a!r} -> {b!r}" for k, (a, b) in settings.items()))
+    check_batch(c, found, meta.get("samples_per_step", samples_per_step), samples_per_step, settings)
+    return found
+
+
+def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) -> None:
+    """Say that the number of samples per step has changed since the checkpoint.
+
+    before, now: samples per step. changed: the settings that differ. Raises CheckpointError if none of them determines
+    the batch size: then only the number of available devices changed, which may be a mistake.
+    """
+    if before == now:
+        return
+    sizes = {"gpus", "cp_size", "tp_size", "pp_size", "per_device_batch_size", "gradient_accumulation_steps"}
+    if not changed.keys() & sizes:
+        groups = now // (c.per_device_batch_size * c.gradient_accumulation_steps)
+        devices = groups * configs.gpus_per_sequence(c)
+        per_device, rest = divmod(before, groups * c.gradient_accumulation_steps)
+        keep = "" if rest else f"per_device_batch_size={per_device} keeps it so, "
+        raise CheckpointError(
+            f"checkpoint {found} is of a run with {before} samples a step, which with these settings would be {now} on "
+            f"the {devices} devices here; {keep}gpus={devices} goes on with {now}"
+        )
+    say(f"note: a step has {now} samples from here on, it had {before}")

@@ -1,0 +1,76 @@
+"""Where a run starts: its data, the checkpoint that it continues from, and how many steps are left."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from surojax.assembly import lora
+from surojax.config import checks, fields as configs
+from surojax.config.fields import Config
+from surojax.data import load as data
+from surojax.data.samples import check_length
+from surojax.data.tokenizer import Tokenizer, load_tokenizer
+from surojax.errors import ConfigError
+from surojax.exchange import adapters
+from surojax.exchange.base import fingerprint
+from surojax.placement.mesh import data_parallel
+from surojax.run import checkpoint
+from surojax.run.console import say
+from surojax.training.resume import find_resume
+from surojax.training.setup import Setup
+
+
+class Start(NamedTuple):
+    """What `find_start` finds.
+
+    identity: what a checkpoint must have been trained with. adapter: to start from, if any. resume: checkpoint to
+    continue from, None for a new run. first_step: number of steps done. position: number of samples done.
+    """
+
+    tokenizer: Tokenizer
+    found: data.Data
+    batch_size: int
+    samples_per_step: int
+    identity: dict[str, str]
+    adapter: adapters.Adapter | None
+    resume: Path | None
+    meta: dict[str, Any]
+    first_step: int
+    position: int
+    total_steps: int
+
+
+def find_start(c: Config, setup: Setup) -> Start:
+    """Loads the data and finds the checkpoint. Raises ConfigError and CheckpointError."""
+    tokenizer = load_tokenizer(c.tokenizer)
+    checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
+    batch_size = c.per_device_batch_size * data_parallel(setup.mesh)
+    samples_per_step = batch_size * c.gradient_accumulation_steps
+    settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
+    found = data.load(setup.entries, settings, tokenizer, eval_batch_size=batch_size, say=say)
+    samples = found.train
+    check_length(samples.all, samples_per_step)
+    identity = {"tokenizer": tokenizer.name, "data": samples.fingerprint}
+    if c.lora and setup.initial:
+        identity["base"] = fingerprint(setup.initial, setup.model)
+    adapter = None
+    if c.lora_adapter and not setup.continues:
+        adapter = adapters.read(c.lora_adapter, setup.model)
+        adapters.check_continues(adapter, lora(c), identity["base"], c.lora_adapter)
+    resume = find_resume(c, setup.output_dir, identity, samples_per_step)
+    meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
+    first_step = meta["step"]
+    position = meta["samples"]
+    total_steps = c.max_steps or first_step + max(c.num_epochs * len(samples) - position, 0) // samples_per_step
+    check_schedule(c, total_steps)
+    of_data = (tokenizer, found, batch_size, samples_per_step)
+    return Start(*of_data, identity, adapter, resume, meta, first_step, position, total_steps)
+
+
+def check_schedule(c: Config, total_steps: int) -> None:
+    """Raises ConfigError if warmup and cooldown are longer than the run, whose length may depend on the data."""
+    planned = configs.warmup_steps(c, total_steps) + c.cooldown_steps
+    if planned > total_steps:
+        raise ConfigError(
+            f"warmup_steps + cooldown_steps: expected at most the {total_steps} steps of num_epochs={c.num_epochs}, "
+            f"got {planned}; shorten them, or raise num_epochs"
+        )

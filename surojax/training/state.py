@@ -1,0 +1,60 @@
+"""The state that a run starts with, and the adapters of the one that it ends with."""
+
+from pathlib import Path
+
+from surojax.assembly import Assembly, lora
+from surojax.config.fields import Config
+from surojax.exchange import adapters
+from surojax.exchange.weights import Tensors, describe as describe_weights, readers
+from surojax.memory import nvme
+from surojax.parallel.feed import to_host
+from surojax.run import checkpoint
+from surojax.run.console import say
+from surojax.run.shared import is_first
+from surojax.step.state import TrainState
+
+ADAPTER = "adapter"  # folder in the output_dir: the adapters in PEFT's format
+
+
+def first_state(
+    c: Config, run: Assembly, resume: Path | None, initial: Tensors | None, adapter: adapters.Adapter | None
+) -> TrainState:
+    """The state from a checkpoint, from another model's weights, or new; says which."""
+    store = nvme.store_of(run.plan)
+    if store and (step := store.interrupted()):
+        start = f"continuing from {resume.name}" if resume else "there is no checkpoint, so this starts anew"
+        say(f"nvme: the last run ended within the update of step {step}, what it left is not used: {start}")
+    if resume:
+        state = restored(c, run, resume, initial)
+        say(f"continuing from {resume}")
+        return state
+    state = new_state(c, run, initial, adapter)
+    if initial:
+        beside = f", with the adapter in {c.lora_adapter}" if adapter else ""
+        say(f"starting from {describe_weights(initial)}{beside}")
+    return state
+
+
+def new_state(c: Config, run: Assembly, initial: Tensors | None, adapter: adapters.Adapter | None = None) -> TrainState:
+    """The state before the first step, with these weights and this adapter, or with new ones."""
+    if initial is None:
+        return run.init_state(c.seed)
+    read = readers(initial, run.nf4_parts)
+    if adapter is None:
+        return run.load_state(*read, c.seed)
+    return run.load_state(*adapters.with_adapter(*read, adapter), reads_adapters=True)
+
+
+def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) -> TrainState:
+    """The state in a checkpoint. With adapters, the base is not in it, but where the run took it from."""
+    base = new_state(c, run, initial).weights if c.lora else None
+    return checkpoint.restore(resume, run.plan, run.layers, base=base)
+
+
+def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
+    """Writes the adapters of a state in PEFT's format into the output_dir; base: fingerprint of what they adapt."""
+    folder = Path(c.output_dir).expanduser() / ADAPTER
+    base_format = f"nf4 {c.model_dtype}" if c.qlora_bnb else adapters.STORED
+    found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), to_host(master)), base, base_format)
+    base_name = "" if c.lora_base_adapter else c.model_path  # nobody else merges that one first
+    return adapters.write(found, run.model, folder, base_name=base_name) if is_first() else folder
