@@ -104,7 +104,7 @@ class Group:
         """Waits until all have ended, or one has with an error; then ends the others."""
         deadline = None
         while True:
-            codes = [process.poll() for process in self.processes]
+            codes = [self._code(process) for process in self.processes]
             if bad := [i for i, code in enumerate(codes) if code not in (None, 0, STOPPED)]:
                 return self._failed(bad[0], codes)
             if None not in codes:
@@ -114,6 +114,11 @@ class Group:
                 if time.monotonic() > deadline:
                     return Ended(1, f"did not save within {STOP_S:g} s")
             time.sleep(POLL_S)
+
+    def _code(self, process: subprocess.Popen) -> int | None:
+        """The exit code of a process. One that `stop` reached before it could receive signals had nothing to save."""
+        code = process.poll()
+        return STOPPED if self.stopping and code == -signal.SIGTERM else code
 
     def _failed(self, i: int, codes: list[int | None]) -> Ended:
         """Names the process that is the reason, and ends the others."""

@@ -41,7 +41,7 @@ from surojax.run.console import say
 from surojax.run.metrics import MetricsLog
 from surojax.run.nonfinite import NonFiniteLoss
 from surojax.run.shared import check_shared, is_first
-from surojax.run.stop import StopSignal
+from surojax.run.stop import StopSignal, ends_before_the_loop
 from surojax.step.state import TrainState
 from surojax.training.evaluation import evaluation_summary
 from surojax.training.loop import Outputs, loop
@@ -191,6 +191,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
     hosts.add_flags(parser)
+    with ends_before_the_loop(STOPPED):
+        connect_and_run(parser, argv)
+
+
+def connect_and_run(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """Connects to the other processes if there are any, and runs; errors exit as `main` says."""
     watch = None
     try:
         c, args = parse(argv, parser)

@@ -31,6 +31,7 @@ from surojax.inference import prompts
 from surojax.inference.load import load
 from surojax.memory.lock import locked
 from surojax.models.llama import Llama
+from surojax.parallel.watch import STOPPED
 from surojax.planner import gpus, prediction
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction
@@ -261,6 +262,14 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
             f"resume: {command} --config.max_steps=24",
         ):
             assert expected in printed
+
+
+def test_sigterm_before_the_loop_ends_with_the_code_that_asks_for_another_start(monkeypatch):
+    old = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(module, "parse", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        module.main([])
+    assert ended.value.code == STOPPED and signal.getsignal(signal.SIGTERM) is old
 
 
 def test_a_run_whose_time_is_up_saves_and_stops(config, tmp_path, capsys):

@@ -7,10 +7,31 @@ them has passed yet, and every process stops after that one.
 import contextlib
 import os
 import signal
+import sys
 import time
+from collections.abc import Iterator
 
 import jax
 from jax.experimental import multihost_utils
+
+
+@contextlib.contextmanager
+def ends_before_the_loop(code: int) -> Iterator[None]:
+    """Within it, SIGTERM exits with this code where nobody else receives the signal: there is nothing to save.
+
+    Before the loop over steps, and after it, that is. Of several processes, JAX's preemption service receives it as
+    soon as they are connected, and the run stops after its first step.
+    """
+
+    def end(*_) -> None:
+        print("stopped by SIGTERM: start again to continue", file=sys.stderr, flush=True)
+        sys.exit(code)
+
+    old = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old or signal.SIG_DFL)
 
 
 class StopSignal:
