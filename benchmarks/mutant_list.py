@@ -268,7 +268,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/step/residuals.py",
         "return kept.stack if kept.deferred is None else write(kept.stack, kept.deferred, self._last())",
         "return kept.stack",
-        f"{PIPELINE} -k pp4-1f1b-offloaded",
+        f"{PIPELINE} -k uneven-4x2-zero3-offloaded",
     ),
     Mutant(
         "accumulators in host memory begin as they are",
