@@ -4104,7 +4104,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a row that fails by itself has mutants",
         "surojax/verification/mutants.py",
         "if why := judged(curves, s, curves.of(s))[3]:",
-        "if (why := judged(curves, s, curves.of(s))[3]) and not new:",
+        "if (why := judged(curves, s, curves.of(s))[3]) and not why:",
         "tests/test_verify_mutants.py::test_a_row_that_fails_by_itself_shows_nothing",
     ),
     Mutant(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from surojax.config import Config
 from surojax.errors import ConfigError
+from surojax.step.state import TrainState
 from surojax.verification.bounds import Curve, bounds, judge
 from surojax.verification.removal import Collective, watching
 from surojax.verification.rows import Curves
@@ -57,7 +58,7 @@ def collectives_of(row: Built):
     return step, list(found)
 
 
-def outcome(curves: Curves, mutant: Mutant, row: Built, states: Iterator) -> Outcome:
+def outcome(curves: Curves, mutant: Mutant, row: Built, states: Iterator[TrainState]) -> Outcome:
     """Traces a mutant of a row, and trains it if it can be traced, until it is too far. states: see `first_states`."""
     started = time.perf_counter()
 
@@ -79,6 +80,13 @@ def outcome(curves: Curves, mutant: Mutant, row: Built, states: Iterator) -> Out
             break
     off = f"loss off by {loss:.0e}, gradient norm by {grad_norm:.0e}, in step {len(found)}"
     return done(NOT_FOUND, off) if status == "pass" else done(BY_PARITY, off if "far" in why else why)
+
+
+def keep_whole(curves: Curves, s: Setting, row: Built, step, state: TrainState) -> None:
+    """Trains a row with all of its collectives and keeps the curve. Raises ConfigError if the row fails."""
+    curves.keep(s, list(curve(row, compiled(row, step), state, curves.batches)))
+    if why := judged(curves, s, curves.of(s))[3]:
+        raise ConfigError(f"--only: expected rows that pass, got {s.name}: {why}; its mutants would show nothing")
 
 
 def judged(curves: Curves, s: Setting, found: Curve) -> tuple[str, float, float, str]:
@@ -122,11 +130,7 @@ def verify_mutants(
                 continue
             known.update(new)
             states = first_states(row)
-            curves.keep(s, list(curve(row, compiled(row, step), next(states), curves.batches)))
-            if why := judged(curves, s, curves.of(s))[3]:
-                raise ConfigError(
-                    f"--only: expected rows that pass, got {s.name}: {why}; its mutants would show nothing"
-                )
+            keep_whole(curves, s, row, step, next(states))
             for collective in new:
                 found.append(outcome(curves, Mutant(s, collective), row, states))
                 report(found[-1])
