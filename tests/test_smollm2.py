@@ -16,8 +16,7 @@ from surojax.run import checkpoint
 from surojax.train import main
 
 CONFIG = Path(__file__).parents[1] / "configs" / "smollm2_docstrings.py"
-SHORT = {"max_steps": 6, "eval_steps": 0, "eval_batches": 2, "save_steps": 0}
-SHORT |= {"sequence_len": 128, "per_device_batch_size": 2}
+SHORT = {"max_steps": 6, "eval_steps": 0, "save_steps": 0, "sequence_len": 128, "per_device_batch_size": 2}
 
 
 @pytest.mark.full
