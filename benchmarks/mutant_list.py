@@ -268,7 +268,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/step/residuals.py",
         "return kept.stack if kept.deferred is None else write(kept.stack, kept.deferred, self._last())",
         "return kept.stack",
-        f"{PIPELINE} -k pp4-1f1b-offloaded",
+        f"{PIPELINE} -k uneven-4x2-zero3-offloaded",
     ),
     Mutant(
         "accumulators in host memory begin as they are",
@@ -4103,9 +4103,23 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a row that fails by itself has mutants",
         "surojax/verification/mutants.py",
-        "if new and (why := judged(curves, s, curves.of(s))[3]):",
-        "if not new and (why := judged(curves, s, curves.of(s))[3]):",
+        "if why := judged(curves, s, curves.of(s))[3]:",
+        "if (why := judged(curves, s, curves.of(s))[3]) and not why:",
         "tests/test_verify_mutants.py::test_a_row_that_fails_by_itself_shows_nothing",
+    ),
+    Mutant(
+        "mutants are all found at trace",
+        "surojax/verification/mutants.py",
+        "if not VARIES.search(str(error)):",
+        "if VARIES.search(str(error)):",
+        "tests/test_verify_mutants.py::test_both_ways_to_find_one",
+    ),
+    Mutant(
+        "mutants do not begin where their row does",
+        "surojax/verification/training.py",
+        "first = jax.device_get(row.run.init_state(row.seed))",
+        "first = jax.device_get(row.run.init_state(row.seed + 1))",
+        "tests/test_verify_mutants.py::test_both_ways_to_find_one",
     ),
     Mutant(
         "the config's own row has no settings of its own",

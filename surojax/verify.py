@@ -22,7 +22,11 @@ Each row compiles its own program and then trains, which takes seconds for confi
 layers and keep the width, since the settings work layer by layer.
 
 With --mutants, the rows themselves are tested: each collective is taken out of the program, one at a time, and the row
-must then fail (verification/mutants.py).
+must then fail (verification/mutants.py). A small model is enough, with two layers in each pipeline stage and heads for
+each device; all rows take about half an hour on two idle cores:
+
+    python -m surojax.verify --config configs/tiny.py --mutants --config.model.hidden_size=64 \\
+        --config.model.num_attention_heads=4 --config.sequence_len=32 --config.per_device_batch_size=2
 
 `verification.rows.verify(config)` is the function behind this command; the tests call it.
 """
@@ -142,6 +146,8 @@ def main(argv: list[str] | None = None) -> None:
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
             with contextlib.suppress(RuntimeError):  # JAX has started: its number of devices is fixed
                 jax.config.update("jax_num_cpu_devices", 8)
+        if args.mutants:  # each program runs a few steps only, so most of the time is the compiler's
+            jax.config.update("jax_disable_most_optimizations", True)
         c = resolved(c)
         checks.check(c)
         steps = args.steps if args.steps is not None else mutants.STEPS if args.mutants else STEPS

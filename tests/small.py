@@ -90,6 +90,21 @@ def drawn_params(config: LlamaConfig, seed: int) -> dict:
 NEW_STATES: dict = {}
 
 
+def made_once(plan, make, *names):
+    """What `make` returns, a new state of this plan, made once for all placements of the same arrays in a process.
+
+    Compiling that takes as long as a third of a step's. tests/test_placement.py has that they are the same numbers.
+    names: what else the numbers depend on.
+    """
+    arrays, structure = jax.tree.flatten(plan)
+    if not all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):  # some are in files
+        return make()
+    key = (*names, structure, *((x.shape, x.dtype) for x in arrays))
+    if key not in NEW_STATES:
+        NEW_STATES[key] = jax.device_get(make())
+    return jax.device_put(NEW_STATES[key], jax.tree.map(lambda x: x.sharding, plan))
+
+
 class Small:
     """A training step over `devices` virtual devices, and its state."""
 
@@ -145,15 +160,8 @@ class Small:
 
     @functools.cached_property
     def state(self):
-        """`drawn`, built when it is first asked for, once for all placements of the same arrays in a process: compiling
-        that takes as long as a third of a step's. tests/test_placement.py has that they are the same numbers."""
-        arrays, structure = jax.tree.flatten(self.plan)
-        if not all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):  # some are in files
-            return self.drawn()
-        key = (self.run.model.init_outer, self.seed, structure, *((x.shape, x.dtype) for x in arrays))
-        if key not in NEW_STATES:
-            NEW_STATES[key] = jax.device_get(self.drawn())
-        return jax.device_put(NEW_STATES[key], jax.tree.map(lambda x: x.sharding, self.plan))
+        """`drawn`, when it is first asked for; see `made_once`."""
+        return made_once(self.plan, self.drawn, self.run.model.init_outer, self.seed)
 
     def init(self):
         """A new state made where it rests."""

@@ -318,13 +318,13 @@ print(peak() - before, len(corpus.tokens))
 """
 
 
-RUNS = [(60, 60, "windows"), (1000, 300, "windows"), (1000, 300, "packed")]
+RUNS = [(60, 60, "windows"), (500, 300, "windows"), (500, 300, "packed")]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's peak memory of a process")
 @pytest.mark.parametrize(("megabytes", "most", "packed"), quick_at(RUNS, 0))
 def test_resident_memory_while_tokenising_and_training(tmp_path, megabytes, most, packed):
-    """All pages of the tokens are read: 120 MB of them with 60 MB of text, and 2 GB with 1 GB."""
+    """All pages of the tokens are read: 120 MB of them with 60 MB of text, and 1 GB with 500 MB."""
     line = json.dumps({"text": "some words of no meaning, " * 400}) + "\n"
     for name, size in (("small.jsonl", 0.2), ("large.jsonl", megabytes)):
         with (tmp_path / name).open("w") as file:

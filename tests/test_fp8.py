@@ -272,6 +272,7 @@ def test_skipped_blocks_on_shards_in_host_memory():
     assert Small(4, **recipe, offload_weights=True, **options).train(BATCHES[:2]) == plain
 
 
+@pytest.mark.full
 def test_the_history_is_the_same_on_all_devices_and_moves_on():
     history = trained("fp8_hybrid", 4, zero_level=3)[0].state.history
     assert history.sharding.is_fully_replicated and history.shape == (3, SITES.number, 16)

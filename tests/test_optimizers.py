@@ -57,11 +57,10 @@ def test_offloading_changes_no_bit(name, master, devices):
     "devices, layers, placed",
     quick_at(
         [
-            (4, 3, {"zero_level": 3}),  # a device without a layer
-            (4, 6, OFFLOADED | {"master_dtype": "bfloat16"}),  # two groups of three; rounded at random
-            (4, 6, {"resident_layers": 2, "offload_weights": True, "zero_level": 3}),  # groups of two
+            (8, 3, {"zero_level": 3, "replicate": 2} | OFFLOADED),  # a device without a layer
+            # groups of two, one of which is resident; rounded at random
+            (4, 6, {"resident_layers": 2, "offload_weights": True, "zero_level": 3, "master_dtype": "bfloat16"}),
             (8, 4, {"zero_level": 1, "tp_size": 2}),  # both dimensions of a matrix are divided
-            (8, 4, {"zero_level": 3, "replicate": 2} | OFFLOADED),
         ],
     ),
 )
@@ -69,10 +68,10 @@ def test_devices_that_divide_the_orthogonalisation_compute_what_each_would_alone
     """To the bit: layers in groups, one on each device, and every layer gathered on all devices."""
     how = placed | {"config": dataclasses.replace(CONFIG, num_hidden_layers=layers), "optimizer": muon.normuon}
     in_groups = Small(devices, **how)
-    found = in_groups.train(BATCHES)
+    found = in_groups.train(BATCHES[:2])
     monkeypatch.setattr(optim, "layers_together", lambda *_: 1)
     alone = Small(devices, **how)
-    assert found == alone.train(BATCHES)
+    assert found == alone.train(BATCHES[:2])
     same(in_groups.state, alone.state)
 
 
@@ -107,11 +106,10 @@ def test_files_change_no_bit_of_what_is_rounded_at_random(tmp_path):
     same(jax.device_get(in_files.state.master), jax.device_get(plain.state.master))
 
 
-@pytest.mark.parametrize("name", quick_at([("adamw8bit",), ("normuon",)], 1))
 @pytest.mark.parametrize(
-    "devices, placed",
-    quick_at([(8, {"zero_level": 3}), (8, {"zero_level": 2, "replicate": 2})], 1),
-    ids=["8 zero 3", "2x4 zero 2"],
+    "name, devices, placed",
+    quick_at([("normuon", 8, {"zero_level": 2, "replicate": 2}), ("adamw8bit", 8, {"zero_level": 3})], 0),
+    ids=["normuon 2x4 zero 2", "adamw8bit 8 zero 3"],
 )
 def test_devices_and_levels_change_rounding_only(name, devices, placed):
     """Sums of gradients in another order: 1e-6 of each. Adam's first steps divide such differences by small roots, and
@@ -160,7 +158,14 @@ def test_a_last_dimension_is_sharded(name):
 def test_states_of_another_layout_are_reblocked_and_of_another_optimizer_refused(tmp_path):
     """Three blocks in a row become one: each code is off by at most half of its new step."""
     one, three = (Small(n, config=WIDE, optimizer=optim.adamw8bit) for n in (1, 3))
-    three.train([tokens(1, 3, 16)])
+    rng = np.random.default_rng(0)
+
+    def drawn(x):
+        top = np.iinfo(x.dtype).max if np.issubdtype(x.dtype, np.integer) else 1e-4
+        numbers = (top * rng.uniform(-1 if x.dtype == np.int8 else 0, 1, x.shape)).astype(x.dtype)
+        return jax.device_put(numbers, x.sharding)
+
+    three.state = three.state._replace(moments=jax.tree.map(drawn, three.state.moments))
     with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
         checkpoints.save(three.state, {"step": 1})
     assert checkpoints.last is not None

@@ -101,7 +101,6 @@ def reference(config):
     quick_at(
         [
             (GEMMA, 4, {"zero_level": 3, **ALL}),
-            (GEMMA, 1, {"recompute_block": False}),
             (CONFIG, 1, {}),
             (CONFIG, 4, {"zero_level": 2, "replicate": 2}),
             (MISTRAL, 2, {"zero_level": 3, "recompute_block": False, "offload_residual": True}),
@@ -120,7 +119,7 @@ def test_the_engine_equals_the_plain_model(config, devices, options):
     assert worst_relative(grads, expected_grads) < ORDER_OF_SUMS
 
 
-PARTS = [Recompute(norm=True), Recompute(att=True), Recompute(ffn=True, swiglu=True), Recompute(True, True, True, True)]
+PARTS = [Recompute(att=True), Recompute(True, True, True, True)]
 
 
 @pytest.mark.parametrize("recompute, kernels", quick_at([*((p, "auto") for p in PARTS), (PARTS[-1], "xla")]))

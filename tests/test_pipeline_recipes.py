@@ -5,6 +5,8 @@ to 8 or 4 bits too, but for float32 sums in another order (tests/test_tensor_par
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +24,8 @@ from surojax.placement.layout import batch_sharding, specs
 from surojax.step.train_step import passes
 
 BLOCKS = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, head_dim=32)  # in blocks of 32
+DIVIDED = dataclasses.replace(CONFIG, intermediate_size=256)  # in blocks of 256
+BATCHES = [tokens(2, 8, 24, seed=i) for i in range(5)]
 RECIPES: list[tuple[LlamaConfig, str, dict[str, Any]]] = [
     (EXTRAS, "fp8_hybrid", {"recompute_block": False, **ONE_BACK}),
     (EXTRAS, "fp8_current", {}),
@@ -30,8 +34,8 @@ RECIPES: list[tuple[LlamaConfig, str, dict[str, Any]]] = [
 ]
 
 
-def first_step(small: Small, history, batch) -> tuple[float, dict, np.ndarray | None]:
-    """(loss, whole gradients, new history)."""
+def first_step(small: Small) -> Callable[..., tuple[float, dict, np.ndarray | None]]:
+    """A compiled function (history, batch) -> (loss, whole gradients, new history)."""
 
     def gradients(weights, history, *batch):
         found = passes(small.mesh).loss_and_gradients(small.engine, weights, *batch, history=history, step=3)
@@ -41,8 +45,12 @@ def first_step(small: Small, history, batch) -> tuple[float, dict, np.ndarray | 
     token_spec = batch_sharding(small.mesh).spec
     out = (jax.P(), specs(small.engine.layouts.master), spec[1])
     f = jax.jit(jax.shard_map(gradients, mesh=small.mesh, in_specs=(*spec, token_spec, token_spec), out_specs=out))
-    loss, grads, history = jax.device_get(f(small.state.weights, history, *small.put(batch)))
-    return float(loss), grads, history
+
+    def of_batch(history, batch):
+        loss, grads, history = jax.device_get(f(small.state.weights, history, *small.put(batch)))
+        return float(loss), grads, history
+
+    return of_batch
 
 
 @pytest.mark.parametrize("config, recipe, placed", quick_at(RECIPES))
@@ -59,11 +67,12 @@ def test_recipes_equal_one_device(config, recipe, placed):
     if history is not None:
         of_sites = np.exp2(np.random.default_rng(0).integers(-9, 6, history.shape[:2])).astype(np.float32)
         history = np.broadcast_to(of_sites[..., None], history.shape)
+    of_one, of_two = first_step(one), first_step(two)
     errors = []
     for seed in range(4):
         batch = tokens(3, 4, 16, seed=seed)
-        loss, grads, observed = first_step(one, history, batch)
-        found_loss, found_grads, found = first_step(two, history, batch)
+        loss, grads, observed = of_one(history, batch)
+        found_loss, found_grads, found = of_two(history, batch)
         assert found_loss == pytest.approx(loss, rel=1e-3)
         errors.append(worst_relative(without_padding(found_grads, config), grads))
         if observed is not None and errors[-1] < ORDER_OF_SUMS:
@@ -72,21 +81,24 @@ def test_recipes_equal_one_device(config, recipe, placed):
     assert min(errors) < ORDER_OF_SUMS and max(errors) < 0.2, errors
 
 
+@functools.cache
+def on_one_device(optimizer) -> list[tuple[float, float]]:
+    """Losses and gradient norms of the batches."""
+    return Small(config=DIVIDED, optimizer=optimizer).train(BATCHES)
+
+
 @pytest.mark.parametrize("optimizer", [normuon, optim.adamw8bit])
 @pytest.mark.parametrize("axis", ["pp_size", "cp_size"])
 @pytest.mark.full
 def test_optimizers_equal_one_device(optimizer, axis):
     """And they are the same to the bit with everything in host memory; padding stays zeros in every moment."""
-    config = dataclasses.replace(CONFIG, intermediate_size=256)
-    batches = [tokens(2, 8, 24, seed=i) for i in range(5)]
-    how: Any = {"config": config, "optimizer": optimizer}
-    exact = len(batches) if optimizer is normuon else 2  # adamw8bit rounds at random: test_tensor_parallel_recipes.py
-    expected = Small(**how).train(batches)
-    how |= {axis: 2, "zero_level": 3}
+    how: Any = {"config": DIVIDED, "optimizer": optimizer, axis: 2, "zero_level": 3}
+    exact = len(BATCHES) if optimizer is normuon else 2  # adamw8bit rounds at random: test_tensor_parallel_recipes.py
+    expected = on_one_device(optimizer)
     small = Small(4, **how)
-    found = small.train(batches)
+    found = small.train(BATCHES)
     np.testing.assert_allclose(found[:exact], expected[:exact], rtol=ORDER_OF_SUMS)
     np.testing.assert_allclose(found, expected, rtol=5e-3)
     for state in (small.state.weights, small.state.master, small.state.moments):
-        without_padding(state, config)
-    assert Small(4, **how, **ALL).train(batches) == found
+        without_padding(state, DIVIDED)
+    assert Small(4, **how, **ALL).train(BATCHES) == found

@@ -160,20 +160,19 @@ def deep(layers: int) -> dict:
 @pytest.mark.full
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_collectives_are_those_of_the_textbook(planned, level):
-    """Bytes within 2 % of the formulas, as the issue asks, on 4 GPUs with 1 and 4 microbatches and on 8 with 4.
+    """Bytes within 2 % of the formulas, as the issue asks, on 8 GPUs with 1 and 4 microbatches; below, on 4.
 
     One fetch more than the 2 k L of the formula is allowed in it: each layer's weights are fetched a layer ahead, and
     the last of them is not used. Scalars are not in the formulas: less than 1 kB.
     """
-    of = lambda gpus, k: planned(config(gpus=gpus, zero_level=level, gradient_accumulation_steps=k, **BLOCKS))
-    plans = [of(4, 1), of(4, 4), of(8, 4)]
+    plans = [planned(config(gpus=8, zero_level=level, gradient_accumulation_steps=k, **BLOCKS)) for k in (1, 4)]
     for p in plans:
         assert {x["axis"] for x in p.collectives} == {"dp_shard"}
         for x in p.collectives:
             assert x["bytes"] == pytest.approx(x["textbook_bytes"], rel=0.02, abs=1000), x
         assert sum(x["textbook_bytes"] for x in p.collectives) > 50e6
         assert {"all-gather", "reduce-scatter"} <= {x["op"] for x in p.collectives}
-    one, four = (p.collectives for p in plans[:2])
+    one, four = (p.collectives for p in plans)
     if level == 1:  # nothing inside the loop over microbatches, where it would count four times
         assert one == four
     else:
@@ -498,28 +497,24 @@ def test_train_counts_the_tokens_of_a_tensor_parallel_group_once(monkeypatch, ca
 PLACED_IN_HOST = [
     (1, ALL),
     (4, ALL | SHARDED),
-    *((gpus, {"zero_level": 3 if gpus > 1 else 1, name: True}) for gpus in (1, 4) for name in OFFLOADS),
+    *((4, {"zero_level": 3, name: True}) for name in OFFLOADS),
     (4, {"zero_level": 1, "offload_weights": True, "offload_master": True}),
     (4, {"zero_level": 2, "offload_weights": True, "offload_grads": True}),
     (4, ALL | {"zero_level": 3, "dp_replicate_size": 2}),
-    (1, ALL | {"resident_layers": 2}),
     (4, ALL | {"zero_level": 3, "resident_layers": 2}),
     (4, QUANTS_IN_HOST),
     (1, ALL | {"recompute_block": False}),
     (1, ALL | {"optimizer": "adamw8bit"}),
     (4, ALL | {"zero_level": 3, "optimizer": "normuon"}),
-    (1, ALL | {"model.num_hidden_layers": 6}),  # two layers in a body
-    (1, ALL | ALTERNATING),
     (4, ALL | {"zero_level": 3} | ALTERNATING),
-    (1, ALL | {"microbatches_per_fetch": 3}),
-    (1, ALL | {"overlap_update": True, "model.num_hidden_layers": 6}),
+    (1, ALL | {"overlap_update": True, "model.num_hidden_layers": 6}),  # two layers in a body
     (1, ALL | {"overlap_update": True, "microbatches_per_fetch": 3}),
     (4, ALL | {"overlap_update": True, "zero_level": 3}),
 ]
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpus, changes", quick_at(PLACED_IN_HOST, 0, 1), ids=str)
+@pytest.mark.parametrize("gpus, changes", quick_at(PLACED_IN_HOST, 1), ids=str)
 def test_copy_engines_do_all_host_transfers_in_loops(gpus, changes):
     """No kernel that occupies the multiprocessors, in the layer loops, the update's and the one over microbatches."""
     found = costs.host_transfers(hlo.parse(compiled_step(gpus, gradient_accumulation_steps=3, **changes)))

@@ -231,14 +231,22 @@ def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
     whole = search.estimate(checked(c, GPU), GPUS[GPU])[0].device
     card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.8 * whole + search.RESERVE) / footprint.POOL))
     monkeypatch.setitem(GPUS, GPU, card)
+    compiled = {}
+
+    def planned(c, gpu, **_):
+        key = tuple(flat(c).items())
+        if key not in compiled:
+            compiled[key] = plan(c, gpu, advise=False)
+        return compiled[key]
+
+    monkeypatch.setattr(fastest, "plan", planned)
     result = fastest.fastest(c, GPU, keep=keep)
     plans = []
     for master, moments in itertools.product((False, True), (False, True)):
         tried = changed(c, {"offload_master": master, "offload_optimizer": moments})
-        p = plan(tried, GPU, advise=False)
-        estimated = search.estimate(checked(tried, GPU), card)[
-            0
-        ].device  # `train` refuses what does not fit by estimate
+        p = planned(tried, GPU)
+        # `train` refuses what does not fit by estimate.
+        estimated = search.estimate(checked(tried, GPU), card)[0].device
         if max(p.device_bytes, estimated) <= search.device_limit(card):
             plans.append(p.predicted_step_s)
     assert 0 < len(plans) < 4

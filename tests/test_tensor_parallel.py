@@ -38,13 +38,11 @@ ONE_KV_HEAD = dataclasses.replace(QWEN, num_key_value_heads=1, num_hidden_layers
 IN_FLOAT32 = Compute(precision=Precision(matmul_dtype="float32"))
 PLACED = {  # (model, devices, placement, whether blocks are computed again)
     "1kv-2x2-zero3-saved": (ONE_KV_HEAD, 4, {"tp_size": 2, "zero_level": 3}, False),
-    "tp2": (CONFIG, 2, {"tp_size": 2}, True),
     "tp2-saved": (CONFIG, 2, {"tp_size": 2}, False),
     "2kv-tp4": (CONFIG, 4, {"tp_size": 4}, True),
     "1kv-tp4": (ONE_KV_HEAD, 4, {"tp_size": 4}, True),
     "2kv-tp4-matmul_dtype": (CONFIG, 4, {"tp_size": 4, "compute": IN_FLOAT32}, True),
     "qwen-2x4-zero2": (QWEN, 8, {"tp_size": 4, "zero_level": 2}, True),
-    "2x4-zero1": (CONFIG, 8, {"tp_size": 4}, True),
     "3x2": (CONFIG, 6, {"tp_size": 2}, False),
     "2x2x2-zero3": (CONFIG, 8, {"tp_size": 2, "replicate": 2, "zero_level": 3}, True),
     "2x2x2-zero1-offloaded": (QWEN, 8, {"tp_size": 2, "replicate": 2, "zero_level": 2, **ALL}, True),
@@ -128,7 +126,6 @@ def moves_what_is_said(small: Small):
 
 
 TRAINED = {
-    "zero1": {},
     "offloaded": ALL,
     "bfloat16": {"model_dtype": "bfloat16", "master_dtype": "bfloat16", "m_dtype": "bfloat16", **ALL},
 }

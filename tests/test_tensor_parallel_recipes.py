@@ -76,8 +76,6 @@ def on_one_device(config, recipe: str) -> list[FirstStep]:
 
 FP8 = [  # (model, recipe, devices of a group, placement)
     (ONE_KV_HEAD, "fp8_hybrid", 2, {"recompute_block": False}),
-    (EXTRAS, "fp8_hybrid", 4, {}),
-    (WIDE, "fp8_current", 2, {"recompute_block": False}),
     (EXTRAS, "fp8_current", 4, {}),
 ]
 
@@ -183,13 +181,19 @@ ROWS = dataclasses.replace(CONFIG, intermediate_size=512, num_hidden_layers=2)  
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(4)]
 
 
+@functools.cache
+def in_groups(optimizer, **placed) -> list[tuple[float, float]]:
+    """Losses and gradient norms of two groups of four devices."""
+    return Small(8, config=ROWS, optimizer=optimizer, tp_size=4, zero_level=3, **placed).train(BATCHES)
+
+
 @pytest.mark.parametrize("optimizer", quick_at([(normuon,), (optim.adamw8bit,)]))
 def test_optimizers_update_divided_matrices(optimizer):
     """adamw8bit rounds moments at random, on each device with numbers of its own; the first update has none to read."""
     how: Any = {"config": ROWS, "optimizer": optimizer}
     exact = len(BATCHES) if optimizer is normuon else 2
     expected = Small(**how).train(BATCHES)
-    found = Small(8, tp_size=4, zero_level=3, **how).train(BATCHES)
+    found = in_groups(optimizer)
     np.testing.assert_allclose(found[:exact], expected[:exact], rtol=ORDER_OF_SUMS)
     np.testing.assert_allclose(found, expected, rtol=5e-3)
 
@@ -197,8 +201,7 @@ def test_optimizers_update_divided_matrices(optimizer):
 @pytest.mark.parametrize("optimizer", [normuon, optim.adamw8bit])
 @pytest.mark.full
 def test_offloaded_state_of_divided_matrices(optimizer):
-    how: Any = {"config": ROWS, "optimizer": optimizer, "tp_size": 4, "zero_level": 3}
-    assert Small(8, **how, **ALL).train(BATCHES[:3]) == Small(8, **how).train(BATCHES[:3])
+    assert in_groups(optimizer, **ALL) == in_groups(optimizer)
 
 
 @pytest.mark.full

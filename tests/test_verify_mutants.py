@@ -8,7 +8,7 @@ from test_verify import CONFIG_FILE, small_config
 
 from surojax import verify as verifier
 from surojax.errors import ConfigError
-from surojax.verification import removal, rows
+from surojax.verification import mutants, removal, rows
 from surojax.verification.mutants import AT_TRACE, NOT_FOUND, verify_mutants
 from surojax.verification.removal import watching
 
@@ -86,8 +86,12 @@ def test_both_ways_to_find_one(tmp_path, monkeypatch, capsys):
     """The command: a sum that the types ask for, and an all-gather that only numbers show."""
     (tmp_path / "small.py").write_text(CONFIG_FILE)
     monkeypatch.setattr("surojax.verification.mutants.watching", only("over tp, in reverse mode"))
-    with pytest.raises(SystemExit) as end:
-        verifier.main(["--config", str(tmp_path / "small.py"), "--mutants", "--only=tp@2", "--steps=2"])
+    arguments = ["--config", str(tmp_path / "small.py"), "--mutants", "--only=tp@2", "--steps=2"]
+    try:
+        with pytest.raises(SystemExit) as end:
+            verifier.main(arguments)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
     out = capsys.readouterr().out
     assert end.value.code == 0
     assert "3 mutants of 1 rows: 1 at trace, 2 by parity, 0 NOT FOUND" in out
@@ -97,12 +101,16 @@ def test_both_ways_to_find_one(tmp_path, monkeypatch, capsys):
 
 def test_a_row_that_fails_by_itself_shows_nothing(monkeypatch):
     """Its mutants would all be found."""
-    monkeypatch.setattr(rows, "trained", lambda c, s, *_: [(float(s.devices), 1.0)])
+    monkeypatch.setattr(rows, "trained", lambda *_: [(1.0, 1.0)])
+    monkeypatch.setattr(mutants, "compiled", lambda row, step: step)
+    monkeypatch.setattr(mutants, "first_states", lambda row: iter([None]))
+    monkeypatch.setattr(mutants, "curve", lambda *_: iter([(2.0, 1.0)]))
     with pytest.raises(ConfigError, match=r"--only: expected rows that pass, got tp@2: loss too far"):
         verify_mutants(small_config(), steps=1, only=["tp@2"])
 
 
-def test_rows_that_cannot_run_are_said_to_be_skipped():
+def test_rows_that_cannot_run_are_said_to_be_skipped(monkeypatch):
+    monkeypatch.setattr(rows, "trained", lambda *_: [(1.0, 1.0)])
     skipped = []
     found = verify_mutants(
         small_config(),

@@ -6,18 +6,20 @@ taken out of the first row that has it. It is found if the program cannot be tra
 that differs between devices where it must not), or if losses and gradient norms are too far from the row's reference.
 """
 
+import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from surojax.config import Config
 from surojax.errors import ConfigError
-from surojax.verification import training
+from surojax.step.state import TrainState
 from surojax.verification.bounds import Curve, bounds, judge
 from surojax.verification.removal import Collective, watching
 from surojax.verification.rows import Curves
 from surojax.verification.settings import Setting, chosen
+from surojax.verification.training import Built, compiled, curve, first_states, lowered
 
 AT_TRACE = "at trace"
 BY_PARITY = "by parity"
@@ -43,48 +45,53 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def mutants_of(curves: Curves, s: Setting) -> list[Mutant]:
-    """Returns the mutants of a row, in the order of its trace. Raises ConfigError if the row cannot run."""
+def collectives_of(row: Built):
+    """Returns (a row's step, lowered; its collectives in the order of the trace)."""
     found: dict[Collective, None] = {}
 
     def keep(collective: Collective) -> bool:
         found[collective] = None
         return False
 
-    with _built(curves, s) as row, watching(keep):
-        training.lowered(row)
-    return [Mutant(s, collective) for collective in found]
+    with watching(keep):
+        step = lowered(row)
+    return step, list(found)
 
 
-def outcome(curves: Curves, mutant: Mutant) -> Outcome:
-    """Traces a mutant, and trains it if it can be traced."""
+def outcome(curves: Curves, mutant: Mutant, row: Built, states: Iterator[TrainState]) -> Outcome:
+    """Traces a mutant of a row, and trains it if it can be traced, until it is too far. states: see `first_states`."""
     started = time.perf_counter()
-    s = mutant.setting
 
     def done(found: str, why: str) -> Outcome:
         return Outcome(mutant, found, why, time.perf_counter() - started)
 
-    with _built(curves, s) as row:
-        try:
-            with watching(mutant.removed.__eq__):
-                step = training.lowered(row)
-        except (TypeError, ValueError) as error:
-            if not VARIES.search(str(error)):
-                raise  # not what taking out a collective may cause
-            return done(AT_TRACE, str(error).partition("\n")[0])
-        status, loss, grad_norm, why = judged(curves, s, training.curve(row, step, curves.batches))
-    off = f"loss off by {loss:.0e}, gradient norm by {grad_norm:.0e}"
+    try:
+        with watching(mutant.removed.__eq__):
+            step = lowered(row)
+    except (TypeError, ValueError) as error:
+        if not VARIES.search(str(error)):
+            raise  # not what taking out a collective may cause
+        return done(AT_TRACE, str(error).partition("\n")[0])
+    found: Curve = []
+    for of_step in curve(row, compiled(row, step), next(states), curves.batches):
+        found.append(of_step)
+        status, loss, grad_norm, why = judged(curves, mutant.setting, found)
+        if status == "FAIL" and (loss or grad_norm):  # nan too; an approximate row may begin without a difference
+            break
+    off = f"loss off by {loss:.0e}, gradient norm by {grad_norm:.0e}, in step {len(found)}"
     return done(NOT_FOUND, off) if status == "pass" else done(BY_PARITY, off if "far" in why else why)
 
 
+def keep_whole(curves: Curves, s: Setting, row: Built, step, state: TrainState) -> None:
+    """Trains a row with all of its collectives and keeps the curve. Raises ConfigError if the row fails."""
+    curves.keep(s, list(curve(row, compiled(row, step), state, curves.batches)))
+    if why := judged(curves, s, curves.of(s))[3]:
+        raise ConfigError(f"--only: expected rows that pass, got {s.name}: {why}; its mutants would show nothing")
+
+
 def judged(curves: Curves, s: Setting, found: Curve) -> tuple[str, float, float, str]:
-    """Returns what `judge` says of a curve, as that of a row."""
-    return judge(found, curves.of(curves.table[s.like]), bounds(curves.config)[s.expect])
-
-
-def _built(curves: Curves, s: Setting):
-    """Returns the context `training.built` of a row."""
-    return training.built(curves.config, s, curves.batches, curves.microbatches_of(s), curves.devices)
+    """Returns what `judge` says of the first steps of a row."""
+    return judge(found, curves.of(curves.table[s.like])[: len(found)], bounds(curves.config)[s.expect])
 
 
 def verify_mutants(
@@ -98,8 +105,9 @@ def verify_mutants(
 ) -> list[Outcome]:
     """Takes out every collective of the rows, one at a time, and returns what became of each.
 
-    steps, only, devices: as for `verify`. report: called with each outcome as soon as it is known. skipped: called with
-    each row that cannot run here, and why.
+    steps: at most; a mutant's training ends with the first step that is too far. only, devices: as for `verify`.
+    report: called with each outcome as soon as it is known. skipped: called with each row that cannot run here, and
+    why.
 
     Raises ConfigError as `verify`, and for a row that fails with all of its collectives.
     """
@@ -108,15 +116,22 @@ def verify_mutants(
     known: set[Collective] = set()
     found = []
     for s in chosen(curves.table, only):
-        try:
-            new = [mutant for mutant in mutants_of(curves, s) if mutant.removed not in known] if s.devices > 1 else []
-        except ConfigError as error:
-            skipped(s, str(error))
+        if s.devices == 1:
             continue
-        known.update(mutant.removed for mutant in new)
-        if new and (why := judged(curves, s, curves.of(s))[3]):
-            raise ConfigError(f"--only: expected rows that pass, got {s.name}: {why}; its mutants would show nothing")
-        for mutant in new:
-            found.append(outcome(curves, mutant))
-            report(found[-1])
+        with contextlib.ExitStack() as until_end:
+            try:
+                row = until_end.enter_context(curves.built(s))
+                step, collectives = collectives_of(row)
+            except ConfigError as error:
+                skipped(s, str(error))
+                continue
+            new = [collective for collective in collectives if collective not in known]
+            if not new:
+                continue
+            known.update(new)
+            states = first_states(row)
+            keep_whole(curves, s, row, step, next(states))
+            for collective in new:
+                found.append(outcome(curves, Mutant(s, collective), row, states))
+                report(found[-1])
     return found

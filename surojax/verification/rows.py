@@ -1,5 +1,6 @@
 """Verifies the rows of the table: trains each, and compares its losses and gradient norms with its reference's."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
 from surojax.verification.bounds import Bound, Curve, bounds, judge
 from surojax.verification.settings import OWN, Setting, chosen, settings
-from surojax.verification.training import make_batches, trained
+from surojax.verification.training import Built, built, make_batches, trained
 
 
 class Row(NamedTuple):
@@ -45,6 +46,14 @@ class Curves:
     def microbatches_of(self, s: Setting) -> int:
         """Returns the number of microbatches of a row's step."""
         return self.microbatches * s.split
+
+    def built(self, s: Setting) -> contextlib.AbstractContextManager[Built]:
+        """Returns the context `training.built` of a row."""
+        return built(self.config, s, self.batches, self.microbatches_of(s), self.devices)
+
+    def keep(self, s: Setting, curve: Curve) -> None:
+        """Keeps the curve of a row that was trained elsewhere."""
+        self._found[s.name] = curve
 
     def of(self, s: Setting) -> Curve:
         """Returns the curve of a row. Raises ConfigError, in every call, if the row cannot run."""

@@ -17,6 +17,7 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.placement.table import Mesh
 from surojax.planner.check_fit import check_fit
+from surojax.step.state import TrainState
 from surojax.verification.bounds import Curve
 from surojax.verification.settings import RESET, Setting
 
@@ -102,21 +103,34 @@ def lowered(row: Built):
     return row.run.train_step().lower(row.run.plan, *(tokens for _ in row.run.engine.batch_arrays))
 
 
-def curve(row: Built, step, batches: list[Batch]) -> Curve:
-    """Trains with a lowered step, from the row's first state; returns losses and gradient norms."""
+def compiled(row: Built, step):
+    """Returns a lowered step of a row, compiled."""
+    return step.compile(row.run.compiler_options(row.devices[0].platform))
+
+
+def curve(row: Built, step, state: TrainState, batches: list[Batch]) -> Iterator[tuple[float, float]]:
+    """Trains with a compiled step; yields the loss and the gradient norm of each step. The first state is consumed."""
     sharding = batch_sharding(row.mesh)
-    compiled = step.compile(row.run.compiler_options(row.devices[0].platform))
-    state = row.run.init_state(row.seed)
-    found = []
     for batch in batches:
         # One step at a time: programs with collectives in flight can block each other on virtual CPU devices.
         used = [x.reshape(row.shape) for x in batch[: len(row.run.engine.batch_arrays)]]
-        state, metrics = jax.block_until_ready(compiled(state, *jax.block_until_ready(jax.device_put(used, sharding))))
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return found
+        state, metrics = jax.block_until_ready(step(state, *jax.block_until_ready(jax.device_put(used, sharding))))
+        yield float(metrics["loss"]), float(metrics["grad_norm"])
+
+
+def first_states(row: Built) -> Iterator[TrainState]:
+    """Yields the row's first state again and again: computed once and copied, unless some of it is in files."""
+    if nvme.store_of(row.run.plan) is not None:
+        while True:
+            yield row.run.init_state(row.seed)
+    first = jax.device_get(row.run.init_state(row.seed))
+    shardings = jax.tree.map(lambda x: x.sharding, row.run.plan)
+    while True:
+        yield jax.device_put(first, shardings, may_alias=False)
 
 
 def trained(c: Config, s: Setting, batches: list[Batch], microbatches: int, devices: Sequence) -> Curve:
     """Trains a row and returns its losses and gradient norms. Raises ConfigError if it cannot run here."""
     with built(c, s, batches, microbatches, devices) as row:
-        return curve(row, lowered(row), batches)
+        step = compiled(row, lowered(row))
+        return list(curve(row, step, row.run.init_state(row.seed), batches))
