@@ -144,7 +144,7 @@ ROWS = (
         SPEED,
         2561,
         2725,
-        f"{qwen('7B')} {batch(32, 4)} gpus=4 zero_level=3 {STATE}",
+        f"{qwen('7B')} {batch(32, 4)} gpus=4 zero_level=3 offload_residual offload_optimizer offload_grads overlap_update",
     ),
     Row("LLMQ: Qwen2.5 1.5B, 1 x RTX 4090", "rtx4090", SPEED, 12261, 14100, f"{LLMQ_1_5B} {batch(4, 128)}"),
     Row("LLMQ: Qwen2.5 1.5B, 1 x H100", "h100", SPEED, 52983, 58900, f"{LLMQ_1_5B} {batch(32, 16)}"),

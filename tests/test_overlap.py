@@ -15,7 +15,7 @@ from surojax.config import checks
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.optim import normuon as muon, optimizer as optim
-from surojax.step import overlap
+from surojax.step import weights
 from surojax.step.overlap import Pending
 from surojax.step.train_step import up_to_date
 
@@ -90,7 +90,7 @@ def test_no_bit_changes(case):
 @pytest.mark.full
 def test_long_passes_change_no_bit_either(monkeypatch):
     """Those that outlast the transfers have them in another order."""
-    monkeypatch.setattr(overlap, "HIDING_TOKENS", 0)
+    monkeypatch.setattr(weights, "HIDING_TOKENS", 0)
     test_no_bit_changes("pairs")
 
 
