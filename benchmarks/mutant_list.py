@@ -1813,10 +1813,24 @@ MUTANTS: tuple[Mutant, ...] = (
         f"{ENGINE} -k 4-weights-only",
     ),
     Mutant(
+        "all-gathers begin as late as five products before they are awaited",
+        "surojax/assembly.py",
+        'if platform == "gpu" and self.engine.table.weights.sharded:',
+        "if False:",
+        "tests/test_plan.py::test_all_gathers_of_weights_are_in_the_profile_that_xla_schedules_by -k 3",
+    ),
+    Mutant(
+        "a long pass has one gathered layer in a loop's body",
+        "surojax/step/weights.py",
+        "self.recomputes and hides_transfers(tokens)",
+        "False",
+        "tests/test_groups.py::test_two_gathered_layers_in_a_body_change_no_bit",
+    ),
+    Mutant(
         "two layers in the body of the forward loop as well",
         "surojax/step/weights.py",
-        "return 2 if reverse and only_copied_in",
-        "return 2 if only_copied_in",
+        "if self.on_device else reverse",
+        "if self.on_device else True",
         "tests/test_plan.py::test_transfers_overlap_computation -k [1]",
     ),
     Mutant(

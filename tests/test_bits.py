@@ -21,19 +21,14 @@ CASES = {
     # 8-bit copies of the weights; in float32 recomputed activations are those that are saved.
     "adamw": (
         ("model_dtype=float32",),
-        "recompute_parts,offload_all,offload_saved,offload_grouped@4,"
-        "resident_layers@4,nvme@4,overlap_update@4,"
-        "shard_outer_offload_all@4,offload_quants_all@4",
+        "recompute_parts,offload_saved,resident_layers@4,nvme@4,overlap_update@4,offload_quants_all@4",
     ),
     "adamw8bit": (
         ("optimizer=adamw8bit", "model_dtype=bfloat16", "master_dtype=bfloat16"),
-        "offload_all,resident_layers@4,offload_grouped@4",
+        "offload_all,offload_grouped@4",
     ),
-    "normuon": (
-        ("optimizer=normuon", "model_dtype=float32"),
-        "offload_all,resident_layers@4,nvme@4",
-    ),
-    "fp8_hybrid": (("recipe=fp8_hybrid", "model_dtype=bfloat16"), "offload_all,resident_layers@4,offload_grouped"),
+    "normuon": (("optimizer=normuon", "model_dtype=float32"), "offload_all,nvme@4"),
+    "fp8_hybrid": (("recipe=fp8_hybrid", "model_dtype=bfloat16"), "resident_layers@4,offload_grouped"),
 }
 
 

@@ -16,16 +16,15 @@ from surojax.errors import ConfigError
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim
-from surojax.optim.normuon import normuon
 from surojax.placement.layout import batch_sharding
 from surojax.planner import hlo
+from surojax.step import weights
 
 ALL = dict.fromkeys(
     ("offload_weights", "offload_master", "offload_optimizer", "offload_grads", "offload_residual"), True
 )
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
 BFLOAT16 = {"model_dtype": "bfloat16", "accum_dtype": "bfloat16"}  # sums that a group must round as often
-UNTIED = dataclasses.replace(GEMMA, tie_word_embeddings=False)
 
 
 def in_recipe(recipe: str, **settings) -> dict:
@@ -33,21 +32,16 @@ def in_recipe(recipe: str, **settings) -> dict:
 
 
 CASES = {  # options of `Small`
-    "1": {},
     "1-all": {**BFLOAT16, **ALL},
     "4-zero3-all": {"devices": 4, "zero_level": 3, "shard_outer": True, "lmhead_chunks": 4, **ALL},
-    "4-zero1": {"devices": 4, "zero_level": 1, "z_loss": 1e-2},
     "4-zero2-saved": {"devices": 4, "zero_level": 2, "recompute_block": False, "offload_residual": True},
     "4-resident": {"devices": 4, "zero_level": 3, "resident_layers": 1, "recompute_block": False, **ALL},
     "2x4-zero2-all": {"devices": 8, "zero_level": 2, "replicate": 2, **BFLOAT16, **ALL},
     "4-int8": {"devices": 4, "zero_level": 3, "zero_quantized_weights": "int8", "zero_quantized_gradients": True},
     "fp8_hybrid": in_recipe("fp8_hybrid") | {"devices": 4, "zero_level": 3, "persistent_quants": True},
-    "fp8_current": in_recipe("fp8_current") | {"recompute_block": False},
     "nvfp4": in_recipe("nvfp4", skip_first=1),
-    "gemma": {"config": UNTIED, "devices": 4, "zero_level": 3, "offload_weights": True, "offload_grads": True},
     "toy": {"model": toy(), "devices": 4, "zero_level": 3, **ALL},
     "adamw8bit": {"optimizer": optim.adamw8bit, "master_dtype": "bfloat16", **BFLOAT16, **ALL},
-    "normuon": {"optimizer": normuon, "devices": 4, "zero_level": 1, "offload_optimizer": True},
 }
 
 
@@ -58,7 +52,7 @@ def trained(batches, **options):
     return curve, [np.asarray(x).tobytes() for x in jax.tree.leaves(small.state)]
 
 
-ONE_GROUP = ("1-all", "4-zero3-all", "4-resident", "nvfp4")
+ONE_GROUP = ("1-all", "4-resident")
 
 
 @pytest.mark.parametrize(
@@ -105,6 +99,27 @@ def test_groups_equal_grad_of_the_plain_model(config, devices):
     found = engine_gradients(Small(devices, config=config, microbatches_per_fetch=2, **placed), batch)
     assert found[0] == pytest.approx(float(loss), rel=ORDER_OF_SUMS)
     assert worst_relative(found[1], grads) < ORDER_OF_SUMS
+
+
+@pytest.mark.full
+def test_two_gathered_layers_in_a_body_change_no_bit(monkeypatch):
+    """As in passes that are long enough to hide gathers."""
+    bodies = []
+    layers_in_body = weights.Prefetch.layers_in_body
+
+    def noted(self, tokens: int, *, reverse: bool) -> int:
+        bodies.append(layers_in_body(self, tokens, reverse=reverse))
+        return bodies[-1]
+
+    monkeypatch.setattr(weights.Prefetch, "layers_in_body", noted)
+    options = {"config": dataclasses.replace(CONFIG, num_hidden_layers=4), "devices": 4, "zero_level": 3}
+    batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
+    expected = trained(batches, **options)
+    assert {*bodies} == {1}
+    bodies.clear()
+    monkeypatch.setattr(weights, "HIDING_TOKENS", 2 * 16)  # two sequences of a device, in a microbatch
+    assert trained(batches, **options) == expected
+    assert {*bodies} == {2}
 
 
 def gathered_arrays(group: int) -> int:

@@ -481,7 +481,7 @@ def forward(
 
     auxiliary = varying(jnp.float32(0)) if segment.has_auxiliary_loss else None
     carries = [ForwardCarry(x_BSD, auxiliary, of) for x_BSD, of in zip(xs_BSD, kept, strict=True)]
-    done, prefetched = layers.loop(one, carries, prefetched)
+    done, prefetched = layers.loop(one, carries, prefetched, tokens=tokens_of(xs_BSD))
     return Forward(done, prefetched)
 
 
@@ -537,8 +537,13 @@ def backward(
         return BackwardCarry(dxs_BSD, carry.d_auxiliary, grads, squares, deferred, observed), prefetched
 
     carry = carry._replace(deferred=[of_microbatch.deferred for of_microbatch in kept])
-    done, prefetched = layers.loop(one, carry, prefetched, reverse=True)
+    done, prefetched = layers.loop(one, carry, prefetched, tokens=tokens_of(carry.dxs_BSD), reverse=True)
     return done._replace(deferred=[]), prefetched
+
+
+def tokens_of(xs_BSD: list[jax.Array]) -> int:
+    """The number of tokens of these activations."""
+    return sum(x_BSD.shape[0] * x_BSD.shape[1] for x_BSD in xs_BSD)
 
 
 def in_turn(x, before):

@@ -29,21 +29,15 @@ from surojax.models.model import Segment, Variant, loop_over, runs
 from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer, Scalars
-from surojax.parallel.collectives import device_number
 from surojax.placement.home import DEVICE
 from surojax.placement.layout import batch_sharding, specs
-from surojax.placement.mesh import CONTEXT, TENSOR
 from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
 from surojax.step.metrics import metrics_of, plan_metrics
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
 from surojax.step.update import as_trees, tensors, update, update_outer, update_tensor
-from surojax.step.weights import Layer, all_gather_weights, comes_in_pairs, in_gather_format
-
-# Tokens whose forward pass lasts about as long as the transfers of the update beside it: 2 FLOPs a parameter and token
-# at 140 TFLOP/s, 10 bytes a parameter each way at 22 GB/s (RTX 4090). It decides the order of transfers only.
-HIDING_TOKENS = 1 << 15
+from surojax.step.weights import Layer, all_gather_weights, comes_in_pairs, hides_transfers, in_gather_format
 
 
 class Pending(NamedTuple):
@@ -73,18 +67,11 @@ class InFlight(NamedTuple):
 class UpdatingLayers:
     """A segment's layers, updated one after another in the loop of a forward pass; in place of `weights.Layers`.
 
-    state, grads: of the segment, before the update. tokens: of the pass on this device.
+    state, grads: of the segment, before the update.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        optimizer: Optimizer,
-        segment: Segment,
-        state: TensorState,
-        grads,
-        scalars: Scalars,
-        tokens: int,
+        self, engine: Engine, optimizer: Optimizer, segment: Segment, state: TensorState, grads, scalars: Scalars
     ):
         self.engine = engine
         self.optimizer = optimizer
@@ -92,29 +79,37 @@ class UpdatingLayers:
         self.state = state
         self.grads = grads
         self.scalars = scalars
-        self.hides_transfers = tokens >= HIDING_TOKENS
         self.tensors = tensors(engine, segment.name, state, grads)
 
     def turn(self, prefetched, group, *, reverse: bool):
         """What is prefetched before the pass: nothing. `loop` begins with copies of its first two layers."""
 
-    def loop(self, function: Callable, carry, prefetched: None):
+    def loop(self, function: Callable, carry, prefetched: None, *, tokens: int = 0):
         """(carry, the new state) after (carry, prefetched) = function(Layer, prefetched, carry) for every layer.
 
-        Within the loop, `prefetched` are the next layer's weights, in a tuple as in `Layers.loop`.
+        Within the loop, `prefetched` are the next layer's weights, in a tuple as in `Layers.loop`. tokens: see there;
+        they decide the order of transfers.
         """
+        in_order = hides_transfers(tokens)
         state = (self.state.master, self.state.moments)
         stacks = []
         for part in parts(self.state.weights):
             work = part.stack
             for run in runs(self.segment.variants[part.start : part.stop]):
                 layers = range(part.start + run.start, part.start + run.stop)
-                carry, work, state = self._run(function, carry, work, state, layers, part.start, run.period)
+                carry, work, state = self._run(
+                    function, carry, work, state, layers, part.start, run.period, in_order=in_order
+                )
             stacks.append(work)
         return carry, TensorState(joined(stacks), *state)
 
-    def _run(self, function: Callable, carry, work, state: tuple, layers: range, begin: int, period: int):
-        """(carry, work, state) after a run of layers with this period; begin: the number of the first in `work`."""
+    def _run(
+        self, function: Callable, carry, work, state: tuple, layers: range, begin: int, period: int, *, in_order: bool
+    ):
+        """(carry, work, state) after a run of layers with this period; begin: the number of the first in `work`.
+
+        in_order: a layer of the state is written before another one is read.
+        """
         variants = self.segment.variants[layers.start : layers.stop]
         updated = self._update(self._read(state, layers.start), layers.start)
         flight = InFlight(work, state, updated, self._read(state, layers.start + 1))
@@ -127,7 +122,7 @@ class UpdatingLayers:
             work = write(flight.work, flight.updated.weights, l - begin)
             new = (flight.updated.master, flight.updated.moments)
             # Beyond the last layer the last one is read, and updated in vain.
-            if self.hides_transfers:
+            if in_order:
                 # `exchange` keeps both directions busy, but the scheduler has products wait for its first reads.
                 state = write(flight.state, new, l)
                 after = self._read(state, l + 2)
@@ -252,11 +247,9 @@ class OverlappedStep:
             state, grads, norm = pending
             scalars = optim.scalars(optimizer, state.step, norm)
             outer = update_outer(engine, optimizer, section(state, OUTER), grads, scalars)
-            sharers = device_number(CONTEXT, *TENSOR)[1]  # of every sequence
-            tokens = engine.microbatches_per_fetch * batch[0][0].size // sharers
             updating = {
                 segment.name: UpdatingLayers(
-                    engine, optimizer, segment, section(state, segment.name), grads[segment.name], scalars, tokens
+                    engine, optimizer, segment, section(state, segment.name), grads[segment.name], scalars
                 )
                 for segment in engine.model.segments
             }

@@ -21,6 +21,15 @@ from surojax.placement.param import Kind, Param
 from surojax.placement.table import Placement
 from surojax.step.spec import Engine
 
+# Tokens whose forward pass lasts about as long as the transfers of an update beside it: 2 FLOPs a parameter and token
+# at 140 TFLOP/s, 10 bytes a parameter each way at 22 GB/s (RTX 4090). All-gathers take a third of that.
+HIDING_TOKENS = 1 << 15
+
+
+def hides_transfers(tokens: int) -> bool:
+    """Whether a pass over so many tokens lasts longer than the transfers beside it."""
+    return tokens >= HIDING_TOKENS
+
 
 def fetch(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
     """The weights of layer l of a stack, as its products read them."""
@@ -116,6 +125,7 @@ class Prefetch:
         self.gather = functools.partial(all_gather_weights, engine, segment)
         self._copy_in = functools.partial(copy_in, engine, segment, part.stack, variant=self.variants[0])
         self.on_device = on_device(part.stack)
+        self.recomputes = engine.recompute_block
         assert len({variant.recipe_enabled for variant in self.variants}) == 1
 
     def copy_in(self, p):
@@ -157,15 +167,17 @@ class Prefetch:
         p = index_in_loop(self.n if reverse else 0, group)
         return (*prefetched[:right], *(self._prefetched(i, p) for i in range(right, self.stages)))
 
-    def layers_in_body(self, *, reverse: bool) -> int:
-        """The number of layers in a loop's body: a multiple of the variants' period.
+    def layers_in_body(self, tokens: int, *, reverse: bool) -> int:
+        """The number of layers in a loop's body: a multiple of the variants' period. tokens: of the pass.
 
-        Two layers that are copied in from host memory exchange their places in device memory. With one, XLA copies what
-        is prefetched into the carry. Forward, the transfers of two layers overlap less (docs/LOG.md, 2026-11-22), and
-        so do all-gathers.
+        With one layer, XLA copies what is prefetched into the carry; two exchange their places in device memory. But
+        their transfers overlap less (docs/LOG.md, 2026-11-22). So weights copied in from host memory come in pairs
+        backward only, and all-gathered ones if the pass is long enough for them all the same.
         """
-        only_copied_in = self.stages == 1 and not self.on_device
-        return 2 if reverse and only_copied_in and comes_in_pairs(self.n, self.period) else self.period
+        if self.stages != 1 or not comes_in_pairs(self.n, self.period):
+            return self.period
+        in_pairs = self.recomputes and hides_transfers(tokens) if self.on_device else reverse
+        return 2 if in_pairs else self.period
 
     def take(self, prefetched, p, *, reverse: bool):
         """(weights of position p, what is prefetched afterwards: the next positions' stages)."""
@@ -205,8 +217,11 @@ class Layers:
         pairs = zip(self.prefetches, prefetched, strict=True)
         return [prefetch.turn(early, group, reverse=reverse) for prefetch, early in pairs]
 
-    def loop(self, function: Callable, carry, prefetched: list, *, reverse: bool = False):
-        """(carry, prefetched) after (carry, prefetched) = function(Layer, prefetched, carry) for every layer."""
+    def loop(self, function: Callable, carry, prefetched: list, *, tokens: int = 0, reverse: bool = False):
+        """(carry, prefetched) after (carry, prefetched) = function(Layer, prefetched, carry) for every layer.
+
+        tokens: of all microbatches on this device, see `Prefetch.layers_in_body`.
+        """
         prefetched = list(prefetched)
         for i, prefetch in sorted(enumerate(self.prefetches), key=lambda pair: pair[0], reverse=reverse):
 
@@ -222,6 +237,6 @@ class Layers:
                 return function(Layer(index, number, variant, w), prefetched, carry)
 
             in_order = prefetch.variants[::-1] if reverse else prefetch.variants
-            period = prefetch.layers_in_body(reverse=reverse)
+            period = prefetch.layers_in_body(tokens, reverse=reverse)
             carry, prefetched[i] = loop_over(in_order, period, one, (carry, prefetched[i]))
         return carry, prefetched
