@@ -21,7 +21,7 @@ from surojax import ConfigError, convert, read_metrics, train
 from surojax.assembly import architecture, from_config, lora, model as model_of
 from surojax.exchange import adapters, weights
 from surojax.exchange.base import fingerprint
-from surojax.exchange.merge import Merged, merged, through_nf4
+from surojax.exchange.merge import Merged, merged, there_and_back
 from surojax.exchange.sources import open_weights
 from surojax.numerics import nf4
 from surojax.placement.mesh import make_mesh
@@ -132,9 +132,9 @@ def test_a_base_that_was_frozen_in_nf4_is_merged_in_nf4():
     """The adapter's numbers are added to the dequantised ones, which bitsandbytes' layout determines."""
     random = np.random.RandomState(3)
     w, a, b = (random.standard_normal(shape).astype(np.float32) for shape in ((8, 128), (2, 128), (8, 2)))
-    rounded = np.asarray(jax.jit(lambda w: nf4.dequantise(nf4.quantise(w), "float32"))(w))
-    np.testing.assert_array_equal(through_nf4(w, "float32"), rounded)
-    assert through_nf4(w, "bfloat16").dtype == ml_dtypes.bfloat16
+    rounded = np.asarray(jax.jit(lambda w: nf4.dequantise(nf4.quantise(w, nf4.planned(w.shape)), "float32"))(w))
+    np.testing.assert_array_equal(there_and_back(w, "nf4", "float32"), rounded)
+    assert there_and_back(w, "nf4", "bfloat16").dtype == ml_dtypes.bfloat16
     np.testing.assert_allclose(merged(rounded, a, b, None, 0.5), rounded + 0.5 * b @ a, rtol=1e-5, atol=1e-6)
 
 
