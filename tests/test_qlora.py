@@ -5,6 +5,7 @@ import functools
 
 import chex
 import jax
+import numpy as np
 import pytest
 from small import CONFIG, Small, needs, quick_at, tokens
 
@@ -71,8 +72,12 @@ def test_it_is_lora_beside_the_dequantised_numbers(setting):
 def test_where_it_is_stored_changes_nothing(setting, devices, placed):
     run = Small(devices, config=SMALL, **{setting: True}, **placed)
     found = after(run)
-    # Sums in another order; AdamW makes of them up to 1/500 of its steps of 1e-2.
-    chex.assert_trees_all_close(found, of_numbers(setting)[0], rtol=2e-4, atol=2e-5)
+    expected = of_numbers(setting)[0]
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)  # sums in another order
+    # AdamW turns the rounding of a gradient near 0 into a part of its step of 1e-2: all but 1 in 1000 are within 1/300.
+    pairs = zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True)
+    differences = np.concatenate([np.abs(a - b).reshape(-1) for a, b in pairs])
+    assert np.quantile(differences, 0.999) < 3e-5 and differences.max() < 1e-3
 
 
 HEADS, KEYS = 4 * 32, 2 * 32
