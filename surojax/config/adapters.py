@@ -5,6 +5,7 @@ from collections.abc import Collection
 from surojax.config.fields import Config, default_config, head_dim
 from surojax.errors import need
 from surojax.models.lora import ALL_LINEAR, SAVED, TARGETS
+from surojax.numerics.base_formats import FORMATS, chosen
 
 # What means nothing with a frozen base, or is not built: each has its default with lora. And why.
 REFUSED = {
@@ -29,6 +30,8 @@ FIELDS = (
     "use_dora",
     "lora_plus_ratio",
     "qlora_bnb",
+    "qlora_fp8",
+    "qlora_fp4",
     "lora_adapter",
     "lora_base_adapter",
     "modules_to_save",
@@ -64,11 +67,14 @@ def check_adapters(c: Config) -> None:
         need(not c[name] or bool(c.model_path), name, "'' without a model_path", c[name], "set model_path to its base")
         expected = "'' with from_scratch=True, which takes no weights"
         need(not (c[name] and c.from_scratch), name, expected, c[name], "leave one of them out")
-    if c.qlora_bnb:
+    if base := chosen(c):
+        setting = FORMATS[base].setting
         gathered = c.zero_quantized_weights
-        expected = "'none' with qlora_bnb=True: weights are gathered in 4 bits"
+        expected = f"'none' with {setting}=True: weights are gathered in {base}"
         need(gathered == "none", "zero_quantized_weights", expected, gathered, "leave it out")
-        expected = "False with qlora_bnb=True: magnitudes would begin as the lengths of other rows than NF4's"
+        expected = (
+            f"False with {setting}=True: magnitudes would begin as the lengths of other rows than those in {base}"
+        )
         need(not c.use_dora, "use_dora", expected, c.use_dora, "leave one of them out")
 
 

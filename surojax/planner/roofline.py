@@ -33,7 +33,6 @@ import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.models.model import Segment
-from surojax.numerics import nf4
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import SHARD
 from surojax.placement.param import OUTER, Kind, Param, part_of
@@ -196,6 +195,7 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
     attended, attended_back = _attention(segment, batch, gpu, sizes.scores)
     again = engine.recompute_block or model.compute.recompute.att
     matrices = [p for p in jax.tree.leaves(segment.params) if p.kind in (Kind.MATRIX, Kind.FACTOR)]
+    coded = {p.name: traffic.coded_bytes(run, segment, p) for p in matrices}
     forward = 0.0
     backward = 0.0
     for variant in segment.variants:
@@ -205,8 +205,8 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
         backward += FORWARD_PASSES * passes * (1 - sizes.kept / sizes.saved)  # what was not kept is computed again
         for p in matrices:
             ahead = _product(gpu, batch.tokens, p.shape[0], p.shape[1], low)
-            if traffic.in_nf4(run, p):  # codes are read and numbers written, in each pass
-                moved = math.prod(p.shape) * (nf4.bytes_per_number(p.shape[1]) + dtype.itemsize)
+            if coded[p.name]:  # codes are read and numbers written, in each pass
+                moved = math.prod(p.shape) * (coded[p.name] + dtype.itemsize)
                 forward += moved / bandwidth
                 backward += moved / bandwidth
             forward += ahead

@@ -11,7 +11,7 @@ import numpy as np
 from surojax.memory.host import joined, parts, put, read, write
 from surojax.memory.nvme import InFile, store_of
 from surojax.models.model import Model, Segment
-from surojax.numerics import nf4
+from surojax.numerics.base_formats import is_coded
 from surojax.numerics.quantize import work_copy
 from surojax.optim import optimizer as optim
 from surojax.parallel.feed import from_host
@@ -248,14 +248,14 @@ def initial_plan(plan: TrainState, name: str):
 
 
 def put_planned(tree, plan):
-    """Puts numpy arrays where they are planned, in device memory. What will be in NF4 may be so, or be numbers."""
+    """Puts numpy arrays where they are planned, in device memory. For a planned Coded there may be one, or numbers."""
 
     def one(planned, x):
-        if nf4.is_nf4(planned) and not nf4.is_nf4(x):
+        if is_coded(planned) and not is_coded(x):
             return from_host(x, planned.codes.sharding)
         return from_host(x, shardings(planned))
 
-    return jax.tree.map(one, plan, tree, is_leaf=nf4.is_nf4)
+    return jax.tree.map(one, plan, tree, is_leaf=is_coded)
 
 
 def new_master(optimizer: optim.Optimizer, params, initial, master_plan):

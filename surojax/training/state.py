@@ -5,8 +5,10 @@ from pathlib import Path
 from surojax.assembly import Assembly, lora
 from surojax.config.fields import Config
 from surojax.exchange import adapters
+from surojax.exchange.base import described_format
 from surojax.exchange.weights import Tensors, describe as describe_weights, readers
 from surojax.memory import nvme
+from surojax.numerics.base_formats import chosen
 from surojax.parallel.feed import to_host
 from surojax.run import checkpoint
 from surojax.run.console import say
@@ -31,7 +33,8 @@ def first_state(
     state = new_state(c, run, initial, adapter)
     if initial:
         beside = f", with the adapter in {c.lora_adapter}" if adapter else ""
-        say(f"starting from {describe_weights(initial)}{beside}")
+        frozen = described_format(initial, run.model, chosen(c) if c.lora else "")
+        say(f"starting from {describe_weights(initial)}{frozen}{beside}")
     return state
 
 
@@ -39,7 +42,7 @@ def new_state(c: Config, run: Assembly, initial: Tensors | None, adapter: adapte
     """The state before the first step, with these weights and this adapter, or with new ones."""
     if initial is None:
         return run.init_state(c.seed)
-    read = readers(initial, run.nf4_parts)
+    read = readers(initial, run.coded)
     if adapter is None:
         return run.load_state(*read, c.seed)
     return run.load_state(*adapters.with_adapter(*read, adapter), reads_adapters=True)
@@ -54,7 +57,8 @@ def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) ->
 def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
     """Writes the adapters of a state in PEFT's format into the output_dir; base: fingerprint of what they adapt."""
     folder = Path(c.output_dir).expanduser() / ADAPTER
-    base_format = f"nf4 {c.model_dtype}" if c.qlora_bnb else adapters.STORED
+    frozen = chosen(c)
+    base_format = f"{frozen} {c.model_dtype}" if frozen else adapters.STORED
     found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), to_host(master)), base, base_format)
     base_name = "" if c.lora_base_adapter else c.model_path  # nobody else merges that one first
     return adapters.write(found, run.model, folder, base_name=base_name) if is_first() else folder
