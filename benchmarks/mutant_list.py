@@ -2190,7 +2190,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: products of the attention's input are not summed over a group",
         LLAMA_FP8,
-        "    d_input = quantiser.scattered(d_input)\n    d_input = d_input if d_normed is None else d_input + d_normed\n"
+        "    d_input = quantiser.scattered(d_input)\n"
+        "    d_input = d_input if d_normed is None else d_input + d_normed\n"
         "    dx = rms_norm",
         "    dx = rms_norm",
         FLOAT8_GROUP,
@@ -3971,8 +3972,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "recomputed products are not counted",
         "surojax/planner/traffic.py",
-        "2 * (segment.matmul_size + recomputed)",
-        "2 * segment.matmul_size",
+        "factors + recomputed - factors * again)",
+        "factors)",
         "tests/test_plan.py::test_recomputed_products_count_in_the_numbers_of_the_recipe",
     ),
     Mutant(

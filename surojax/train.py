@@ -36,7 +36,7 @@ from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange import adapters
 from surojax.exchange.base import fingerprint
-from surojax.exchange.sources import keeps, open_weights, resolved
+from surojax.exchange.sources import has_parts, keeps, open_weights, resolved
 from surojax.exchange.weights import Tensors, describe as describe_weights, readers
 from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
@@ -300,7 +300,9 @@ def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
     base_format = f"nf4 {c.model_dtype}" if c.qlora_bnb else adapters.STORED
     found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), to_host(master)), base, base_format)
     base_name = "" if c.lora_base_adapter else c.model_path  # nobody else merges that one first
-    return adapters.write(found, run.model, folder, base_name=base_name) if is_first() else folder
+    if not is_first():
+        return folder
+    return adapters.write(found, run.model, folder, base_name=base_name, has_parts=has_parts(c))
 
 
 def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) -> state.TrainState:
