@@ -41,6 +41,7 @@ HISTORY = "tests/test_fp8.py::test_a_history_gives_the_scales_of_its_largest_ent
 OPTAX = "tests/test_optim.py::test_layer_by_layer_equals_optax_on_the_whole"
 SCHEDULES = "tests/test_optim.py::test_decaying_schedules"
 PEFT = "tests/test_lora.py::test_forward_gradients_and_two_steps_are_those_of_peft"
+WITHOUT_ROUNDING = "tests/test_fp8.py::test_without_rounding_the_written_out_block_is_reverse_mode"
 FROZEN = "tests/test_lora.py::test_a_step_computes_no_gradient_of_what_is_frozen"
 PAPER = "tests/test_muon.py::test_the_rule_is_that_of_the_paper"
 FIRST_STEP = "tests/test_kernel_adamw8bit.py::test_the_first_step_is_that_of_adamw"
@@ -116,6 +117,34 @@ MUTANTS: tuple[Mutant, ...] = (
         '"in_nzs": (True, False, True, True)',
         '"in_nzs": (True, True, True, True)',
         f"{FROZEN} -k True-1",
+    ),
+    Mutant(
+        "beside float8 products, adapters are added without their scale",
+        "surojax/models/fp8_adapters.py",
+        "self.lora.scale * times(",
+        "times(",
+        f"{WITHOUT_ROUNDING} -k adapters",
+    ),
+    Mutant(
+        "beside float8 products, the last adapter alone gives its input a gradient",
+        "surojax/models/fp8_adapters.py",
+        "dx if plus is None else plus + dx",
+        "dx",
+        f"{WITHOUT_ROUNDING} -k adapters",
+    ),
+    Mutant(
+        "blocks in float8 save the transposed inputs of frozen matrices",
+        LLAMA_FP8,
+        "return None if self.frozen else self.transposed(x)",
+        "return self.transposed(x)",
+        "tests/test_lora.py::test_a_block_in_float8_saves_nothing_for_gradients_of_what_is_frozen",
+    ),
+    Mutant(
+        "nvfp4: the gradient that goes to a frozen product has the random numbers of another operand",
+        "surojax/numerics/blockscaled.py",
+        "_nvfp4_of_frozen(w, g, rounding[0], implementation)",
+        "_nvfp4_of_frozen(w, g, rounding[1], implementation)",
+        "tests/test_blockscaled.py::test_a_frozen_matrix_changes_no_bit_of_the_other_products -k nvfp4",
     ),
     Mutant(
         "the gradient of a frozen head is computed",
@@ -1136,8 +1165,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gradients of products in the forward dtype",
         OPERATIONS,
-        "precision.gradient_dtype or dtype)",
-        "dtype)",
+        "precision.gradient_dtype or dtype, frozen)",
+        "dtype, frozen)",
         "tests/test_precision.py::test_products_are_computed_in_the_dtypes_of_the_settings",
     ),
     Mutant(
@@ -1221,8 +1250,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: gradient of wo transposed",
         LLAMA_FP8,
-        "product(d_oT, saved.output_T, dtype)",
-        "product(saved.output_T, d_oT, dtype)",
+        '_gradient("wo", d_oT, saved.output_T, dtype)',
+        '_gradient("wo", saved.output_T, d_oT, dtype)',
         f"{BLOCK_FP8} -k llama and fp8_current",
     ),
     Mutant(
@@ -1277,8 +1306,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: no biases in the forward pass",
         LLAMA_FP8,
-        'dtype, plus=bias(f"b{x}"))',
-        "x_ND.dtype)",
+        'dtype, plus=bias(f"b{name}"))',
+        "dtype)",
         "tests/test_fp8.py::test_without_rounding_the_written_out_block_is_reverse_mode",
     ),
     # -- Scales, histories, recipes -----------------------------------------------------------------------------------
@@ -2220,28 +2249,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "fp8: gradients of the attention's norm are not summed over a group",
         LLAMA_FP8,
-        "return dw, add_up(dx.d_scale, *TENSOR), dx",
-        "return dw, dx.d_scale, dx",
+        "else add_up(dx.d_scale, *TENSOR), dx",
+        "else dx.d_scale, dx",
         FLOAT8_GROUP,
     ),
     Mutant(
         "fp8: gradients of the MLP's norm are not summed over a group",
         LLAMA_FP8,
-        "return dw, add_up(d_total.d_scale, *TENSOR), d_total",
-        "return dw, d_total.d_scale, d_total",
+        "else add_up(d_total.d_scale, *TENSOR), d_total",
+        "else d_total.d_scale, d_total",
         FLOAT8_GROUP,
     ),
     Mutant(
         "fp8: gradients of the heads' norms are not summed over a group",
         LLAMA_FP8,
-        'dw |= add_up({"q_norm": d_q_norm, "k_norm": d_k_norm}, *TENSOR)',
-        'dw |= {"q_norm": d_q_norm, "k_norm": d_k_norm}',
+        'else add_up({"q_norm": d_q_norm, "k_norm": d_k_norm}, *TENSOR)',
+        'else {"q_norm": d_q_norm, "k_norm": d_k_norm}',
         FLOAT8_GROUP,
     ),
     Mutant(
         "fp8: products of the attention's input are not summed over a group",
         LLAMA_FP8,
-        "    d_input = quantiser.scattered(d_input)\n    dx = rms_norm",
+        "    d_input = quantiser.scattered(d_input)\n"
+        "    d_input = d_input if d_normed is None else d_input + d_normed\n"
+        "    dx = rms_norm",
         "    dx = rms_norm",
         FLOAT8_GROUP,
     ),
@@ -4021,8 +4052,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "recomputed products are not counted",
         "surojax/planner/traffic.py",
-        "2 * (segment.matmul_size + recomputed)",
-        "2 * segment.matmul_size",
+        "factors + recomputed - factors * again)",
+        "factors)",
         "tests/test_plan.py::test_recomputed_products_count_in_the_numbers_of_the_recipe",
     ),
     Mutant(

@@ -5,6 +5,7 @@ That PEFT loads what is written here is recorded by that script's --check.
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import chex
@@ -92,6 +93,25 @@ def test_what_is_written_is_what_was_read(tmp_path, case):
     chex.assert_trees_all_equal((again.matrices, again.saved), (adapter.matrices, adapter.saved))
     adapters.write(adapter, model, out)  # in place of the other
     assert adapters.read(out, model).base == ""
+
+
+def test_beside_an_image_encoder_names_are_those_of_the_whole_model(tmp_path):
+    """As PEFT 0.21 names them in Gemma3ForConditionalGeneration, whose image encoder has a q_proj too."""
+    model = base_of(tmp_path, "lora").model
+    adapter = adapters.read(save(tmp_path / "theirs", "lora"), model)
+    out = adapters.write(adapter, model, tmp_path / "ours", has_parts=True)
+    tensors = safetensors.numpy.load_file(out / "adapter_model.safetensors")
+    of_text = "base_model.model.model.language_model.layers.1.self_attn.q_proj"
+    np.testing.assert_array_equal(tensors[f"{of_text}.lora_A.weight"], adapter.matrices["attention.wq"]["a"][1])
+    said = json.loads((out / "adapter_config.json").read_text())["target_modules"]
+    assert re.fullmatch(said, "model.language_model.layers.1.self_attn.q_proj")
+    assert not re.fullmatch(said, "model.vision_tower.encoder.layers.0.self_attn.q_proj")
+    again = adapters.read(out, model)
+    chex.assert_trees_all_equal((again.matrices, again.lora), (adapter.matrices, adapter.lora))
+    tower = f"{of_text}.lora_A.weight".replace("language_model", "vision_tower.encoder")
+    safetensors.numpy.save_file(tensors | {tower: tensors[f"{of_text}.lora_A.weight"]}, out / adapters.TENSORS)
+    with pytest.raises(ConfigError, match="got base_model.model.model.vision_tower"):
+        adapters.read(out, model)
 
 
 def test_target_modules_in_every_spelling(tmp_path):

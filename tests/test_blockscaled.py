@@ -212,19 +212,19 @@ def test_rotation_spreads_an_outlier_and_depends_on_the_seed():
 # -- Linear layers --
 
 
-def linear(name, emulate=True):
+def linear(name, emulate=True, frozen=False):
     if name == "mxfp8":
-        return lambda x, w: bs.mxfp8_linear(x, w, emulate=emulate)
-    return lambda x, w: bs.nvfp4_linear(x, w, jnp.uint32(3), salt=2, emulate=emulate)
+        return lambda x, w: bs.mxfp8_linear(x, w, emulate=emulate, frozen=frozen)
+    return lambda x, w: bs.nvfp4_linear(x, w, jnp.uint32(3), salt=2, emulate=emulate, frozen=frozen)
 
 
-def products(name, emulate=True, tokens=TOKENS, dtype=jnp.float32):
+def products(name, emulate=True, tokens=TOKENS, dtype=jnp.float32, frozen=False):
     """y, dx and dw, and the arguments."""
     x, w, g = normal(7, tokens, IN, dtype=dtype), normal(8, OUT, IN, dtype=dtype), normal(9, tokens, OUT, dtype=dtype)
 
     @jax.jit
     def run(x, w, g):
-        y, backward = jax.vjp(linear(name, emulate), x, w)
+        y, backward = jax.vjp(linear(name, emulate, frozen), x, w)
         return y, *backward(g)
 
     return run(x, w, g), (x, w, g)
@@ -251,6 +251,15 @@ def test_errors_of_the_products_are_those_of_the_operands(name):
     for y, right, (a, b) in zip(got, exact(*args), ERRORS[name], strict=True):
         # Errors of two operands, independent, add up in squares. 4 %: for these few numbers they vary by about 1 %.
         assert relative_error(y, right) == pytest.approx(np.sqrt(a**2 + b**2 + (a * b) ** 2), rel=0.04)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_frozen_matrix_changes_no_bit_of_the_other_products(name):
+    (y, dx, _), _ = products(name)
+    found, _ = products(name, frozen=True)
+    np.testing.assert_array_equal(found[0], y)
+    np.testing.assert_array_equal(found[1], dx)
+    assert not found[2].any()
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -14,6 +14,7 @@ from small import CONFIG, Small, drawn_params, normal, quick_at, tokens, worst_r
 from pallas_kernels.quantize import Cast
 from surojax.models import llama, llama_fp8
 from surojax.models.llama_fp8 import SITE_NAMES, SITES
+from surojax.models.lora import Lora, target_names
 from surojax.models.loss import cross_entropy
 from surojax.models.model import Compute, Segment, Variant
 from surojax.models.operations import RopeScaling
@@ -21,6 +22,7 @@ from surojax.numerics import fp8
 from surojax.numerics.quantize import Quantized, has_one_scale, quantise_whole, scale_for
 from surojax.numerics.recipes import Precision
 from surojax.placement.mesh import DATA
+from surojax.placement.param import Kind
 from surojax.step.engine import recipe_inputs_of
 from surojax.step.train_step import make_eval_step
 from surojax.step.weights import quantise_with_one_scale
@@ -92,13 +94,19 @@ def test_the_written_out_block_against_reverse_mode(recipe, extras):
 YARN = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=8)
 
 
-@pytest.mark.parametrize(
-    "variant", [Variant(), Variant(window=5), Variant(rotary="none")], ids=["yarn", "window", "no_rotary"]
-)
-def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch, variant):
+ADAPTERS = Lora(4, 8.0, target_names("all-linear"))
+SOME = Lora(4, 8.0, target_names("k_proj,o_proj,up_proj"))
+
+
+@pytest.mark.parametrize("variant, lora", [
+    (Variant(), None), (Variant(window=5), None), (Variant(rotary="none"), None), (Variant(), ADAPTERS),
+    pytest.param(Variant(), SOME, marks=pytest.mark.full),
+], ids=["yarn", "window", "no_rotary", "adapters", "few_adapters"])  # fmt: skip
+def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch, variant, lora):
     """Every cast left out, all is float32: each output and gradient agrees to the order of sums (1e-5 of the largest),
     where float8's own error would hide a wrong norm or bias."""
     base = dataclasses.replace(WIDE, num_hidden_layers=1, attention_bias=True, qk_norm=True, rope_scaling=YARN)
+    base = dataclasses.replace(base, lora=lora)
     w = jax.tree.map(lambda x: x[0], drawn_params(base, 0)["blocks"])
     x, dy = (normal(i, (2, 16, 64)) for i in (1, 2))
     exact = SimpleNamespace(
@@ -115,8 +123,11 @@ def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch, var
         dw, dx, _ = model.block_backward(w, saved, (dy, None), None, variant)
         return y, model.block(w, x, None, variant)[0], dw, dx
 
-    whole = jax.tree.map(lambda x: Quantized(x, jnp.float32(1)) if x.ndim > 1 else x, w)
+    def with_scale(param, x):
+        return Quantized(x, jnp.float32(1)) if param.kind is Kind.MATRIX else x
+
     written_out = block_of(base, "fp8_current")
+    whole = jax.tree.map(with_scale, written_out.params, w)
     found, expected = jax.jit(lambda: (both(written_out, whole), both(block_of(base), w)))()
     assert worst_relative(found, expected) < 1e-5
 

@@ -19,10 +19,14 @@ from surojax.exchange.base import check_base, fingerprint
 from surojax.exchange.families import NAMES
 from surojax.exchange.weights import name_of
 from surojax.models import llama
+from surojax.models.llama_fp8 import SITES
 from surojax.models.lora import TARGETS, Lora, adapters, dropped, target_names
 from surojax.models.model import Compute
+from surojax.numerics import fp8
+from surojax.numerics.recipes import BLOCK_SCALED, RECIPES, Precision
 from surojax.optim import optimizer as optim
 from surojax.placement.param import part_of, with_part
+from surojax.step.weights import quantise_with_one_scale
 
 with np.load(Path(__file__).parent / "fixtures" / "lora_reference.npz") as arrays:
     REFERENCE = dict(arrays)
@@ -132,22 +136,46 @@ def results_of(jaxpr, primitive: str) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("recompute_block", "chunks"), [(True, 1), (False, 1), (True, 2)])
-def test_a_step_computes_no_gradient_of_what_is_frozen(recompute_block, chunks):
+@pytest.mark.parametrize(("recompute_block", "chunks", "precision"), [
+    *[(*how, Precision()) for how in ((True, 1), (False, 1), (True, 2))],
+    *quick_at([(True, 1, Precision(gradient_dtype="bfloat16"))]),
+    *quick_at([(False, 1, Precision(recipe)) for recipe in RECIPES[1:]], 1),
+])  # fmt: skip
+def test_a_step_computes_no_gradient_of_what_is_frozen(recompute_block, chunks, precision):
     """No product of the whole step has the shape of a frozen matrix, and nothing is added up in that of a table."""
-    matrices = {(32, 32), (16, 32), (80, 32), (32, 80)}
+    D, F = (64, 160) if precision.recipe in BLOCK_SCALED else (32, 80)
+    matrices = {(D, D), (D // 2, D), (F, D), (D, F)}
+    table = (96, D)
 
-    def shapes(config):
-        small = Small(config=config, compute=Compute(sequence_chunks=chunks), recompute_block=recompute_block)
+    def shapes(lora):
+        sizes = {"vocab_size": 96, "hidden_size": D, "intermediate_size": F, "head_dim": D // 4, "lora": lora}
+        compute = Compute(sequence_chunks=chunks, precision=precision)
+        small = Small(config=dataclasses.replace(CONFIG, **sizes), compute=compute, recompute_block=recompute_block)
         batch = [jax.ShapeDtypeStruct((2, 2, 24), jnp.int32)] * 2
         jaxpr = small.step.trace(small.plan, *batch).jaxpr
         return set(results_of(jaxpr, "dot_general")), set(results_of(jaxpr, "scatter-add"))
 
-    products, tables = shapes(CONFIG)
-    assert products > matrices | {(64, 32)} and (64, 32) in tables
-    products, tables = shapes(ADAPTED)
-    assert not products & (matrices | {(64, 32)}) and (64, 32) not in tables
-    assert products > {(4, 32), (32, 4), (80, 4), (4, 80)}
+    products, tables = shapes(None)
+    assert products > matrices | {table} and table in tables
+    products, tables = shapes(ADAPTED.lora)
+    assert not products & (matrices | {table}) and table not in tables
+    assert products > {(4, D), (D, 4), (F, 4), (4, F)}
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.startswith("fp8_")])
+def test_a_block_in_float8_saves_nothing_for_gradients_of_what_is_frozen(recipe):
+    """Residuals in float8 are the transposed inputs of products, for the gradients of their matrices."""
+
+    def saved_in_float8(config) -> int:
+        segment = llama.build(config, Compute(precision=Precision(recipe))).segments[0]
+        params = segment.params
+        one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+        w = jax.eval_shape(lambda w: quantise_with_one_scale(params, w, fp8.E4M3), one)
+        scales = jnp.ones(SITES.number) if recipe == "fp8_hybrid" else None
+        _, saved = jax.eval_shape(segment.block_forward, w, jax.ShapeDtypeStruct((2, 16, 32), jnp.float32), scales)
+        return sum(x.dtype.itemsize == 1 for x in jax.tree.leaves(saved))
+
+    assert saved_in_float8(CONFIG) == 4 and saved_in_float8(ADAPTED) == 0
 
 
 def test_only_what_is_trained_has_state():
@@ -211,7 +239,10 @@ BAD = {
     "master": ({"offload_master": True}, "offload_master: expected False with lora=True"),
     "persistent": ({"persistent_quants": True}, "persistent_quants: expected False with lora=True"),
     "quants": ({"offload_quants": True}, "offload_quants: expected False with lora=True"),
-    "recipe": ({"recipe": "mxfp8"}, "recipe: expected 'bf16' with lora=True"),
+    "dora in float8": (
+        {"recipe": "fp8_current", "use_dora": True},
+        "use_dora: expected False with lora=True and recipe='fp8_current'",
+    ),
     "optimizer": ({"optimizer": "normuon"}, "optimizer: expected 'adamw' with lora=True"),
     "nvme": ({"offload_optimizer": "nvme", "nvme_path": "/x"}, "offload_optimizer: expected true or false with lora"),
     "tied": (

@@ -17,6 +17,7 @@ from test_tensor_parallel import ALL, moves_what_is_said
 
 from surojax.models import llama_fp8
 from surojax.models.llama_fp8 import SITE_NAMES
+from surojax.models.lora import Lora, target_names
 from surojax.models.model import Compute
 from surojax.numerics.fp8 import E4M3
 from surojax.numerics.quantize import is_quantized, scale_for
@@ -34,6 +35,7 @@ from surojax.step.weights import quantise_with_one_scale
 
 WIDE = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=160, head_dim=16)
 EXTRAS = dataclasses.replace(WIDE, attention_bias=True, qk_norm=True)
+ADAPTED = dataclasses.replace(EXTRAS, lora=Lora(4, 8.0, target_names("all-linear")))
 ONE_KV_HEAD = dataclasses.replace(EXTRAS, num_key_value_heads=1, num_hidden_layers=2)
 
 
@@ -77,6 +79,7 @@ def on_one_device(config, recipe: str) -> list[FirstStep]:
 FP8 = [  # (model, recipe, devices of a group, placement)
     (ONE_KV_HEAD, "fp8_hybrid", 2, {"recompute_block": False}),
     (EXTRAS, "fp8_current", 4, {}),
+    (ADAPTED, "fp8_current", 4, {}),
 ]
 
 

@@ -112,7 +112,6 @@ NO_ROW = {  # keywords of `place` that no row has, and why
     **dict.fromkeys(settings_of.NUMBERS, "numbers are the config's"),
     "num_shards": "follows from the mesh",
     "nvme_path": "rows with nvme get a temporary folder",
-    "qlora_bnb": "numbers are those of NF4; test_qlora.py holds them against LoRA beside the same numbers",
 }
 
 

@@ -12,14 +12,12 @@ REFUSED = {
     "offload_master": "the base has no master weights, and the adapters' are small",
     "persistent_quants": "the base is not updated, so that nothing is quantised again",
     "offload_quants": "the base is not updated, so that nothing is quantised again",
-    "recipe": "for which adapters are not built yet",
-    "matmul_dtype": "for which adapters are not built yet",
-    "gradient_dtype": "for which adapters are not built yet",
     "optimizer": "other optimizers are for matrices, and adapters' state is small",
     "zero_quantized_gradients": "the adapters' gradients are small",
     "overlap_update": "the adapters' update takes no time worth hiding",
 }
 NOT_WITH_DROPOUT = ("use_dora", "pp_size", "sequence_chunks")  # for which dropout is not built
+NOT_IN_FP8 = ("use_dora", "lora_dropout", "qlora_bnb")  # what blocks that are written out in float8 do not compute
 FIELDS = (
     "lora_rank",
     "lora_alpha",
@@ -54,6 +52,9 @@ def check_adapters(c: Config) -> None:
     for name in NOT_WITH_DROPOUT if c.lora_dropout else ():
         expected = f"{defaults[name]!r} with lora_dropout={c.lora_dropout}, for which it is not built yet"
         need(c[name] == defaults[name], name, expected, c[name], "leave it out, or set lora_dropout=0.0")
+    for name in NOT_IN_FP8 if c.recipe.startswith("fp8_") else ():
+        expected = f"{defaults[name]!r} with lora=True and recipe={c.recipe!r}, for which it is not built yet"
+        need(c[name] == defaults[name], name, expected, c[name], "leave it out, or use recipe='mxfp8' or 'bf16'")
     _check_names(c.lora_target_modules, "lora_target_modules", TARGETS, ALL_LINEAR)
     _check_names(c.modules_to_save, "modules_to_save", SAVED, "")
     alone = not c.model.tie_word_embeddings or not c.modules_to_save

@@ -12,6 +12,7 @@ import jax
 
 from surojax.errors import ConfigError
 from surojax.exchange.families import NAMES
+from surojax.exchange.parts import in_whole
 from surojax.exchange.weights import name_of
 from surojax.models.lora import ALL_LINEAR, SAVED, Lora
 from surojax.models.model import Model
@@ -51,8 +52,13 @@ def modules(model: Model) -> dict[str, list[str]]:
     return found
 
 
-def written(lora: Lora, base_name: str = "") -> dict[str, Any]:
-    """The content of adapter_config.json. base_name: what others load the base model by."""
+def written(lora: Lora, base_name: str = "", *, has_parts: bool = False) -> dict[str, Any]:
+    """The content of adapter_config.json. base_name: what others load the base model by. has_parts: see `parts.py`.
+
+    In a model of several parts, other parts have modules of the same names. So an expression names those of the
+    language model.
+    """
+    endings = [NAMES[target].split(".")[-2] for target in lora.targets]
     theirs = {ours: name for name, ours in SAVED.items()}
     return {
         "peft_type": "LORA",
@@ -61,7 +67,7 @@ def written(lora: Lora, base_name: str = "") -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": [NAMES[target].split(".")[-2] for target in lora.targets],
+        "target_modules": rf"model\.language_model\..*\.({'|'.join(endings)})" if has_parts else endings,
         "modules_to_save": [theirs[name] for name in lora.saved] or None,
         "use_rslora": lora.rank_stabilised,
         "use_dora": lora.magnitudes,
@@ -139,7 +145,7 @@ def _targets(file: Path, names: list[str], model: Model, *, is_expression: bool)
 
     def matches(name: str, module: str) -> bool:
         if is_expression:
-            return re.fullmatch(name, module) is not None
+            return any(re.fullmatch(name, spelled) for spelled in (module, in_whole(module)))
         return f".{module}".endswith(f".{name}")
 
     used = set()

@@ -9,6 +9,8 @@ Every adapted matrix has two tensors, or three with DoRA, under its module's nam
 An embedding or head that is trained whole is stored whole: base_model.model.lm_head.weight. PEFT and transformers read
 these names.
 
+In a model of several parts (parts.py), "model." is "model.language_model." there.
+
 An adapter means something only beside the model that it was trained on. What is written here names that model by its
 `fingerprint`, in the metadata of the safetensors file, which others skip; and the format that the frozen matrices had.
 PEFT's own adapters say neither: they are known by their shapes alone.
@@ -23,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange import adapter_config, shards
+from surojax.exchange import adapter_config, parts, shards
 from surojax.exchange.adapter_config import CONFIG, modules
 from surojax.exchange.export import encoded
 from surojax.exchange.families import NAMES
@@ -72,14 +74,15 @@ def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
     return found | {PREFIX + NAMES[name]: of_base[NAMES[name]] for name in lora.saved}
 
 
-def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str = "") -> Path:
+def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str = "", has_parts: bool = False) -> Path:
     """Writes an adapter of a model in float32, and returns its folder; an adapter there is replaced.
 
-    base_name: what others load the base model by. Raises ConfigError if the folder cannot be written.
+    base_name: what others load the base model by. has_parts: the base is the language model of one of several parts.
+    Raises ConfigError if the folder cannot be written.
     """
     path = Path(folder).expanduser()
-    expected = tensor_shapes(adapter.lora, model)
-    arrays = _by_name(adapter, model)
+    expected = {_written(name, has_parts): shape for name, shape in tensor_shapes(adapter.lora, model).items()}
+    arrays = {_written(name, has_parts): array for name, array in _by_name(adapter, model).items()}
     metadata = {BASE_FORMAT: adapter.base_format} | ({FINGERPRINT: adapter.base} if adapter.base else {})
     float32 = np.dtype(np.float32)
     unfinished = path / f".{TENSORS}.{os.getpid()}"
@@ -87,12 +90,22 @@ def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str 
         path.mkdir(parents=True, exist_ok=True)
         shards.write(unfinished, expected, float32, (arrays[name].astype(float32) for name in expected), metadata)
         unfinished.replace(path / TENSORS)
-        (path / CONFIG).write_bytes(encoded(adapter_config.written(adapter.lora, base_name)))
+        (path / CONFIG).write_bytes(encoded(adapter_config.written(adapter.lora, base_name, has_parts=has_parts)))
     except OSError as error:
         raise ConfigError(f"adapter: cannot write {path} ({error.strerror or error}); choose another folder") from error
     finally:
         unfinished.unlink(missing_ok=True)
     return path
+
+
+def _written(name: str, has_parts: bool) -> str:
+    """The name of an adapter's tensor in its file, from that beside the language model alone."""
+    return PREFIX + parts.in_whole(name.removeprefix(PREFIX)) if has_parts else name
+
+
+def _alone(name: str) -> str:
+    """The opposite of `_written`, for names that may be of either kind."""
+    return PREFIX + parts.alone(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else name
 
 
 def _by_name(adapter: Adapter, model: Model) -> dict[str, np.ndarray]:
@@ -115,14 +128,15 @@ def read(folder: str | Path, model: Model) -> Adapter:
     which = [name for name in SUFFIXES if name != "magnitude" or lora.magnitudes]
     try:
         file = shards.Shard(path / TENSORS)
-        _check_tensors(path, {name: entry.shape for name, entry in file.entries.items()}, lora, model)
+        stored_as = {_alone(name): name for name in file.entries}
+        _check_tensors(path, {name: file.entries[stored].shape for name, stored in stored_as.items()}, lora, model)
 
         def stack(target: str, suffix: str) -> np.ndarray:
-            arrays = (file.read(PREFIX + module + suffix) for module in modules(model)[target])
+            arrays = (file.read(stored_as[PREFIX + module + suffix]) for module in modules(model)[target])
             return np.stack([array.astype(np.float32) for array in arrays])
 
         matrices = {target: {name: stack(target, SUFFIXES[name]) for name in which} for target in lora.targets}
-        saved = {name: file.read(PREFIX + NAMES[name]).astype(np.float32) for name in lora.saved}
+        saved = {name: file.read(stored_as[PREFIX + NAMES[name]]).astype(np.float32) for name in lora.saved}
     except ConfigError:
         raise
     except (OSError, ValueError) as error:

@@ -71,10 +71,15 @@ def text_names(names: Iterable[str]) -> dict[str, str]:
 
     Tensors of other parts are left out; names that are of neither stay, for who reads them to refuse.
     """
-    return {_alone(name): name for name in names if not name.startswith(IMAGES)}
+    return {alone(name): name for name in names if not name.startswith(IMAGES)}
 
 
-def _alone(name: str) -> str:
+def in_whole(name: str) -> str:
+    """The name that transformers 5 gives to a module of the language model, or to a tensor, in the whole model."""
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
+def alone(name: str) -> str:
     """The name of a tensor in the language model alone."""
     for start, of_text in TEXT.items():
         if name.startswith(start):

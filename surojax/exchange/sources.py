@@ -11,9 +11,9 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange import adapters, gguf, hub
+from surojax.exchange import adapters, gguf, hub, parts
 from surojax.exchange.base import check_format
-from surojax.exchange.huggingface import read_config, settings
+from surojax.exchange.huggingface import read_config, read_whole_config, settings
 from surojax.exchange.merge import Merged
 from surojax.exchange.weights import Tensors, Weights, check
 from surojax.models.model import Model
@@ -56,6 +56,15 @@ def locate(model_path: str | Path, *, weights: bool) -> Path:
 def config_of(path: Path) -> dict[str, Any]:
     """The config.json of a folder, or what a GGUF file says in its words. Raises ConfigError."""
     return gguf.config(gguf.open_file(path)) if gguf.is_gguf(path) else read_config(path)
+
+
+def has_parts(c: Any) -> bool:
+    """Whether the base of a run is the language model of one of several parts; see parts.py."""
+    if not c.model_path:
+        return False
+    gone = not Path(c.model_path).expanduser().exists() and keeps(c.output_dir, c.model_path)
+    path = kept_in(c.output_dir) if gone else locate(c.model_path, weights=False)
+    return not gguf.is_gguf(path) and parts.has_parts(read_whole_config(path))
 
 
 def tensors_of(path: Path) -> Tensors:

@@ -333,8 +333,9 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> t
     """
     precision = compute.precision
     draws = _draws(config, compute)
+    frozen = config.lora is not None
     if compute.sequence_chunks > 1:
-        return chunked.block_functions(*_chunk_functions(compute, graph), compute.sequence_chunks, trained)
+        return chunked.block_functions(*_chunk_functions(compute, graph, frozen), compute.sequence_chunks, trained)
 
     def in_fp8(variant: Variant) -> bool:
         return variant.recipe_enabled and precision.fp8
@@ -344,7 +345,7 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> t
             ops = Operations(compute, variant, starts=starts_BS)
             return llama_fp8.block(config, ops, w, x_BSD, recipe_inputs), None
         seed = recipe_inputs if draws else None
-        x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant, seed, starts_BS))
+        x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant, seed, starts_BS, frozen))
         return x_BSD, None
 
     def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
@@ -365,7 +366,7 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> t
             dy_BSD, _ = d_result
             ops = Operations(compute, variant, starts=starts_BS)
             dw, dx_BSD, observed = llama_fp8.backward(config, ops, w, saved, dy_BSD, recipe_inputs)
-            return dw, dx_BSD, observed if precision.delayed else None
+            return part_of(dw, trained), dx_BSD, observed if precision.delayed else None
         # As `saveable_args` asks for: neither weights nor starts are among what is saved. Weights are fetched again.
         saved.args_res = [part_of(w, trained), w, saved.args_res[2], starts_BS]
         dw, _, dx_BSD, _ = saved(d_result)
@@ -374,11 +375,11 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> t
     return block, block_forward, block_backward
 
 
-def _chunk_functions(compute: Compute, graph) -> tuple[Callable, Callable]:
-    """`body` and `keys_values` of `chunked.block_functions`."""
+def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, Callable]:
+    """`body` and `keys_values` of `chunked.block_functions`. frozen: see `Operations`."""
 
     def body(w, x_BCD, earlier: Earlier, variant: Variant, starts_BC):
-        return nnx.merge(graph, w)(x_BCD, Operations(compute, variant, starts=starts_BC), earlier)
+        return nnx.merge(graph, w)(x_BCD, Operations(compute, variant, starts=starts_BC, frozen=frozen), earlier)
 
     def keys_values(w, x_BCD, first: int, variant: Variant, starts_BC):
         return nnx.merge(graph, w).keys_values(x_BCD, Operations(compute, variant, starts=starts_BC), first)

@@ -175,6 +175,11 @@ class Segment:
         """The part of `matmul_size` that is trained."""
         return self._multiplied(self.trained_params)
 
+    @property
+    def factor_size(self) -> int:
+        """The part of `matmul_size` that belongs to adapters, which no recipe rounds."""
+        return sum(math.prod(p.shape) for p in jax.tree.leaves(self.params) if p.kind is Kind.FACTOR)
+
     def _multiplied(self, params) -> int:
         found = (p for p in jax.tree.leaves(params) if p.kind in (Kind.MATRIX, Kind.FACTOR))
         return sum(math.prod(p.shape) for p in found)

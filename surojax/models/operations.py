@@ -43,30 +43,40 @@ def times(x_BSi: jax.Array, w_oi: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x_BSi, w_oi, (((x_BSi.ndim - 1,), (1,)), ((), ())))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def times_in(x_BSi: jax.Array, w_oi: jax.Array, dtype: str, gradient_dtype: str) -> jax.Array:
-    """x w^T of operands in `dtype`, in the dtype of x; its gradients from operands in `gradient_dtype`."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def times_in(x_BSi: jax.Array, w_oi: jax.Array, dtype: str, gradient_dtype: str, frozen: bool = False) -> jax.Array:
+    """x w^T of operands in `dtype`, in the dtype of x; its gradients from operands in `gradient_dtype`.
+
+    frozen: w has no gradient, so that x is not saved for it.
+    """
     return times(x_BSi.astype(dtype), w_oi.astype(dtype)).astype(x_BSi.dtype)
 
 
-def _times_in_backward(dtype, gradient_dtype, saved, dy_BSo):
+def _times_in_forward(x_BSi, w_oi, dtype, gradient_dtype, frozen):
+    return times_in(x_BSi, w_oi, dtype, gradient_dtype, frozen), (None if frozen else x_BSi, w_oi)
+
+
+def _times_in_backward(dtype, gradient_dtype, frozen, saved, dy_BSo):
     x_BSi, w_oi = saved
-    x, w, dy = (v.astype(gradient_dtype) for v in (x_BSi, w_oi, dy_BSo))
+    w, dy = (v.astype(gradient_dtype) for v in (w_oi, dy_BSo))
+    dx_BSi = (dy @ w).astype(dy_BSo.dtype)
+    if frozen:
+        return dx_BSi, None
     lead = tuple(range(dy.ndim - 1))
-    dw_oi = jax.lax.dot_general(dy, x, ((lead, lead), ((), ())))
-    return (dy @ w).astype(x_BSi.dtype), dw_oi.astype(w_oi.dtype)
+    dw_oi = jax.lax.dot_general(dy, x_BSi.astype(gradient_dtype), ((lead, lead), ((), ())))
+    return dx_BSi, dw_oi.astype(w_oi.dtype)
 
 
-times_in.defvjp(lambda x, w, *dtypes: (times_in(x, w, *dtypes), (x, w)), _times_in_backward)
+times_in.defvjp(_times_in_forward, _times_in_backward)
 
 
-def recipe_product(precision: Precision, seed: jax.Array | None) -> Callable:
+def recipe_product(precision: Precision, seed: jax.Array | None, frozen: bool = False) -> Callable:
     """The function (x, w, number) -> x w^T of a recipe. number: of the product among those of a block.
 
     seed: uint32 [], of this block's random numbers (nvfp4), which differ from product to product; None if there is no
-    backward pass.
+    backward pass. frozen: w has no gradient.
     """
-    how: Any = {"emulate": precision.emulate, "implementation": precision.implementation}
+    how: Any = {"frozen": frozen, "emulate": precision.emulate, "implementation": precision.implementation}
     if precision.recipe == "mxfp8":
         return lambda x, w, number: mxfp8_linear(x, w, **how)
     if precision.recipe == "nvfp4":
@@ -78,7 +88,7 @@ def recipe_product(precision: Precision, seed: jax.Array | None) -> Callable:
     def cast(x, w, number):
         dtype = precision.matmul_dtype or str(x.dtype)
         w = mark_varying(w, varying_axes(x))  # some devices of a tensor-parallel group may share it: sums its gradient
-        return times_in(x, w, dtype, precision.gradient_dtype or dtype)
+        return times_in(x, w, dtype, precision.gradient_dtype or dtype, frozen)
 
     return cast
 
@@ -288,13 +298,14 @@ class Operations:
 
     seed: uint32 [], of the random numbers of the recipe (nvfp4) or of the adapters (dropout). starts: int32 `[B, S]`,
     for each token of whole rows the index in its row at which its document starts; None: a row is one document.
-    Residuals that follow from starts are made again in the backward pass.
+    Residuals that follow from starts are made again in the backward pass. frozen: the matrices have no gradient.
     """
 
     compute: Compute = DEFAULT
     variant: Variant = PLAIN
     seed: jax.Array | None = None
     starts: jax.Array | None = None
+    frozen: bool = False
 
     @property
     def _by_xla(self) -> bool:
@@ -309,7 +320,7 @@ class Operations:
         precision = self.compute.precision
         if not self.variant.recipe_enabled:
             precision = dataclasses.replace(precision, recipe="bf16")
-        return recipe_product(precision, self.seed)
+        return recipe_product(precision, self.seed, self.frozen)
 
     def _seed_of(self, number: int) -> jax.Array | None:
         """The seed of a product's random numbers; None if there are none."""

@@ -128,17 +128,23 @@ def _full_blocks(x: jax.Array, tokens: int = WIDTHS) -> jax.Array:
 
 
 def mxfp8_linear(
-    x: jax.Array, w: jax.Array, *, emulate: bool = False, implementation: Implementation = "xla"
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    frozen: bool = False,
+    emulate: bool = False,
+    implementation: Implementation = "xla",
 ) -> jax.Array:
     """x w^T in MXFP8: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype. Gradients are MXFP8 products too.
 
-    emulate: multiply the same numbers as float32, on any device. implementation: as in `pallas_kernels`, of the
-    quantisation of operands that are not emulated; all give the same bits. Raises ValueError unless `in` and `out` are
-    multiples of 32.
+    frozen: w has no gradient, so that x is not saved for it. emulate: multiply the same numbers as float32, on any
+    device. implementation: as in `pallas_kernels`, of the quantisation of operands that are not emulated; all give the
+    same bits. Raises ValueError unless `in` and `out` are multiples of 32.
     """
     _check("mxfp8_linear", x, w)
     rows, w = _vary_alike(x.reshape(-1, x.shape[-1]), w)
-    return _mxfp8(rows, w, emulate, "xla" if emulate else implementation).reshape(*x.shape[:-1], w.shape[0])
+    implementation = "xla" if emulate else implementation
+    return _mxfp8(rows, w, frozen, emulate, implementation).reshape(*x.shape[:-1], w.shape[0])
 
 
 def nvfp4_linear(
@@ -147,14 +153,15 @@ def nvfp4_linear(
     seed: jax.Array,
     *,
     salt: int = 0,
+    frozen: bool = False,
     emulate: bool = False,
     implementation: Implementation = "xla",
 ) -> jax.Array:
     """x w^T in NVFP4: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype. Gradients are NVFP4 products too.
 
     seed: uint32 or int32 `[]`, different for each step, microbatch, layer, and device with different tokens. salt:
-    different for linear layers with the same seed. Only gradients depend on seed and salt. emulate, implementation: as
-    in `mxfp8_linear`. Raises ValueError unless `in` and `out` are multiples of 32.
+    different for linear layers with the same seed. Only gradients depend on seed and salt. frozen, emulate,
+    implementation: as in `mxfp8_linear`. Raises ValueError unless `in` and `out` are multiples of 32.
     """
     _check("nvfp4_linear", x, w)
     seed = jnp.asarray(seed)
@@ -162,7 +169,7 @@ def nvfp4_linear(
         raise ValueError(f"nvfp4_linear: seed: expected a uint32 or int32 of shape [], got {seed.dtype}{[*seed.shape]}")
     rows, w = _vary_alike(x.reshape(-1, x.shape[-1]), w)
     implementation = "xla" if emulate else implementation
-    y = _nvfp4(rows, w, random_bits(seed, jnp.uint32(salt)), emulate, implementation)
+    y = _nvfp4(rows, w, random_bits(seed, jnp.uint32(salt)), frozen, emulate, implementation)
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -174,12 +181,15 @@ def _check(name: str, x: jax.Array, w: jax.Array) -> None:
         raise ValueError(f"{name}: w: expected multiples of {WIDTHS} as out and in, got {[*w.shape]}")
 
 
-def _mxfp8_forward(x, w, emulate, implementation):
-    return product(_by_row(x, implementation), _by_row(w, implementation), x.dtype, emulate), (x, w)
+def _mxfp8_forward(x, w, frozen, emulate, implementation):
+    y = product(_by_row(x, implementation), _by_row(w, implementation), x.dtype, emulate)
+    return y, (None if frozen else x, w)
 
 
-def _mxfp8_backward(emulate, implementation, saved, g):
+def _mxfp8_backward(frozen, emulate, implementation, saved, g):
     x, w = saved
+    if frozen:
+        return product(_by_row(g, implementation), _by_column(w, implementation), g.dtype, emulate), None
     full = functools.partial(_full_blocks, tokens=WIDTHS if implementation == "xla" else mx.ROWS)
     if implementation == "xla" or full(g).shape != g.shape:
         g_by_row = _by_row(g, implementation)
@@ -204,22 +214,32 @@ def _by_column(x, implementation: Implementation) -> Quantized:
     return Quantized(*mx.quantize_transposed(x, implementation=implementation))
 
 
-def _nvfp4_forward(x, w, seed, emulate, implementation):
+def _nvfp4_forward(x, w, seed, frozen, emulate, implementation):
     if implementation == "xla":
         operands = quantise_nvfp4(x), quantise_nvfp4_weights(w)[0]
     else:
         how: Any = {"implementation": implementation}
         operands = Quantized(*nvfp4.quantize(x, **how)), Quantized(*nvfp4.quantize_weights(w, **how))
-    return product(*operands, x.dtype, emulate), (x, w, seed)
+    return product(*operands, x.dtype, emulate), (None if frozen else x, w, seed)
 
 
-def _nvfp4_backward(emulate, implementation, saved, g):
+def _nvfp4_backward(frozen, emulate, implementation, saved, g):
     x, w, seed = saved
     rounding = tuple(random_bits(seed, jnp.uint32(i)) for i in (1, 2))
+    if frozen:
+        return product(*_nvfp4_of_frozen(w, g, rounding[0], implementation), g.dtype, emulate), None, None
     quantised = _nvfp4_by_xla if implementation == "xla" else functools.partial(_nvfp4_by_kernels, implementation)
     g_by_row, w_by_column, g_by_token, x_by_token = quantised(x, w, g, seed, rounding)
     dx = product(g_by_row, w_by_column, x.dtype, emulate)
     return dx, product(g_by_token, x_by_token, w.dtype, emulate), None
+
+
+def _nvfp4_of_frozen(w, g, rounding, implementation: Implementation) -> tuple[Quantized, Quantized]:
+    """Operands of the backward pass without a gradient of w: g in blocks along its rows, and w^T."""
+    if implementation == "xla":
+        return quantise_nvfp4(g, rounding), quantise_nvfp4_weights(w)[1]
+    how: Any = {"implementation": implementation}
+    return Quantized(*nvfp4.quantize(g, rounding, **how)), Quantized(*nvfp4.quantize_weights_transposed(w, **how))
 
 
 def _nvfp4_by_xla(x, w, g, seed, rounding) -> tuple[Quantized, ...]:
@@ -250,5 +270,5 @@ def _with_vjp(forward, backward, *static: int):
     return f
 
 
-_mxfp8 = _with_vjp(_mxfp8_forward, _mxfp8_backward, 2, 3)
-_nvfp4 = _with_vjp(_nvfp4_forward, _nvfp4_backward, 3, 4)
+_mxfp8 = _with_vjp(_mxfp8_forward, _mxfp8_backward, 2, 3, 4)
+_nvfp4 = _with_vjp(_nvfp4_forward, _nvfp4_backward, 3, 4, 5)

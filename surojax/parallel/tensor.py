@@ -61,12 +61,17 @@ def in_group() -> bool:
 
 def all_gather_tokens(x_nD: jax.Array, sequences: int) -> jax.Array:
     """The tokens `[N, D]` of whole sequences, of 8 bits a number, typed as equal on all devices of the group."""
+    return from_bits(all_gather_alike(as_bits(x_nD), sequences), x_nD.dtype) if in_group() else x_nD
+
+
+def all_gather_alike(x_nD: jax.Array, sequences: int) -> jax.Array:
+    """The tokens `[N, D]` of whole sequences, typed as equal on all devices of the group."""
     axes = active(*TENSOR)
     if not axes:
         return x_nD
-    x_BsD = as_bits(x_nD.reshape(sequences, -1, x_nD.shape[-1]))
+    x_BsD = x_nD.reshape(sequences, -1, x_nD.shape[-1])
     x_BSD = jax.lax.all_gather(x_BsD, axes, axis=1, tiled=True, to="invarying")
-    return from_bits(x_BSD.reshape(-1, x_nD.shape[-1]), x_nD.dtype)
+    return x_BSD.reshape(-1, x_nD.shape[-1])
 
 
 def reduce_scatter_tokens(y_ND: jax.Array, sequences: int) -> jax.Array:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from surojax.config.adapters import check_adapters
 from surojax.config.fields import RECOMPUTE_PARTS, Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.sizes import divisor
@@ -59,8 +60,9 @@ def changes_that_help(c: Config, n: int, limit: Memory, platform: str, needs: Ne
         key = tuple(flat(tried).values())
         if key not in known:
             try:
+                check_adapters(tried)
                 known[key] = missing(needs(tried, tried.gpus or n), limit)
-            except ConfigError:  # such as a vocabulary that so many GPUs do not divide
+            except ConfigError:  # a vocabulary that so many GPUs do not divide, or what is not for adapters
                 known[key] = None
         return known[key]
 

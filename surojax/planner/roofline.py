@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.assembly import Assembly
+from surojax.models.lora import adapters
 from surojax.models.model import Segment
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import SHARD
@@ -199,11 +200,13 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
     forward = 0.0
     backward = 0.0
     for variant in segment.variants:
-        low, low_back = (HLO_DTYPES[x] for x in traffic.operands(model.precision, variant.recipe_enabled, str(dtype)))
+        of_recipe = traffic.operands(model.precision, variant.recipe_enabled, str(dtype))
         forward += FORWARD_PASSES * passes + attended
         backward += BACKWARD_PASSES * passes + attended_back + attended * again
         backward += FORWARD_PASSES * passes * (1 - sizes.kept / sizes.saved)  # what was not kept is computed again
         for p in matrices:
+            in_words = (p.dtype or str(dtype),) * 2 if p.kind is Kind.FACTOR else of_recipe
+            low, low_back = (HLO_DTYPES[x] for x in in_words)
             ahead = _product(gpu, batch.tokens, p.shape[0], p.shape[1], low)
             if coded[p.name]:  # codes are read and numbers written, in each pass
                 moved = math.prod(p.shape) * (coded[p.name] + dtype.itemsize)
@@ -213,7 +216,21 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
             backward += _product(gpu, batch.tokens, p.shape[1], p.shape[0], low_back)
             backward += p.trainable * _product(gpu, p.shape[0], p.shape[1], batch.tokens, low_back)
             backward += ahead * _repeated(run, segment, p)
-    return forward, backward
+    lengths = segment.num_layers * _row_lengths(segment, gpu, dtype)
+    return forward + lengths, backward + lengths * again
+
+
+def _row_lengths(segment: Segment, gpu: Gpu, dtype) -> float:
+    """Seconds in which a layer's DoRA adapters compute their lengths of rows: a float32 product and a pass for each."""
+    rates = _rates(gpu)
+    by_name = {p.name: p for p in jax.tree.leaves(segment.params)}
+    seconds = 0.0
+    for matrix, names in adapters(segment.params):
+        if names.magnitude:
+            rows, columns = by_name[matrix].shape
+            seconds += _product(gpu, rows, by_name[names.a].shape[0], columns, HLO_DTYPES["float32"])
+            seconds += rows * columns * jnp.dtype(dtype).itemsize / (gpu.memory_bandwidth * rates.memory)
+    return seconds
 
 
 def _repeated(run: Assembly, segment: Segment, p: Param) -> bool:

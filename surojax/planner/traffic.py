@@ -394,8 +394,9 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
         for variant in segment.variants:
             forward, backward = operands(model.precision, variant.recipe_enabled, work_dtype)
             recomputed = segment.recomputed_matmul_size if again else 0
-            found[forward] += 2 * (segment.matmul_size + recomputed)
-            found[backward] += 2 * (segment.matmul_size + segment.trained_matmul_size)
+            factors = segment.factor_size  # in model_dtype: among what is left below
+            found[forward] += 2 * (segment.matmul_size - factors + recomputed - factors * again)
+            found[backward] += 2 * (segment.matmul_size + segment.trained_matmul_size - 2 * factors)
             total += 2 * recomputed
     found[work_dtype] += total - sum(found.values())
     return dict(found)

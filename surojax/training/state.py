@@ -6,6 +6,7 @@ from surojax.assembly import Assembly, lora
 from surojax.config.fields import Config
 from surojax.exchange import adapters
 from surojax.exchange.base import described_format
+from surojax.exchange.sources import has_parts
 from surojax.exchange.weights import Tensors, describe as describe_weights, readers
 from surojax.memory import nvme
 from surojax.numerics.base_formats import chosen
@@ -61,4 +62,6 @@ def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
     base_format = f"{frozen} {c.model_dtype}" if frozen else adapters.STORED
     found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), to_host(master)), base, base_format)
     base_name = "" if c.lora_base_adapter else c.model_path  # nobody else merges that one first
-    return adapters.write(found, run.model, folder, base_name=base_name) if is_first() else folder
+    if not is_first():
+        return folder
+    return adapters.write(found, run.model, folder, base_name=base_name, has_parts=has_parts(c))

@@ -45,6 +45,9 @@ FP8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "fp8"}
 INT8: dict[str, Any] = {"zero_level": 3, "zero_quantized_weights": "int8"}
 LORA: dict[str, Any] = {"lora": True, "lora_rank": 4, "lora_alpha": 16.0, "modules_to_save": "embed_tokens"}
 LORA_OFFLOADS: dict[str, Any] = LORA | ALL | {"offload_master": False}
+NF4: dict[str, Any] = {"qlora_bnb": True}  # needs model sizes that are multiples of 64, on each of tp_size GPUs
+QLORA: dict[str, Any] = LORA | NF4
+QLORA_OFFLOADS: dict[str, Any] = LORA_OFFLOADS | NF4
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
 # To add a setting, add a line. @n in a name: on n devices.
@@ -246,6 +249,27 @@ ADAPTERS: tuple[Setting, ...] = (
     Setting("lora_cp_ring_2x2", LORA | ZERO3 | CP["ring"], 4, like="lora", expect="order"),
     Setting("lora_pp_2x2", LORA | ZERO3 | PP, 4, like="lora", expect="order"),
     Setting("lora_pp_1f1b_tp_2x2x2", LORA_OFFLOADS | ZERO3 | PP_1F1B | TP, 8, like="lora", expect="order"),
+    Setting("lora_cp_allgather_2x2", LORA | ZERO3 | CP["allgather"], 4, like="lora", expect="order"),
+    Setting("lora_offload_all_cp_ring_2x2", LORA_OFFLOADS | ZERO3 | CP["ring"], 4, like="lora_cp_ring_2x2"),
+    Setting("lora_offload_all_pp_2x2", LORA_OFFLOADS | ZERO3 | PP, 4, like="lora_pp_2x2"),
+    Setting("qlora", QLORA, like="lora", expect="nf4"),
+    Setting("qlora_offload_all", QLORA_OFFLOADS, like="qlora"),
+    Setting("qlora_resident_layers", QLORA_OFFLOADS | {"resident_layers": 1}, like="qlora"),
+    Setting("qlora_sequence_chunks", QLORA | CHUNKS, like="qlora", expect="order"),
+    Setting("qlora_zero_level=3@4", QLORA | ZERO3, 4, like="qlora", expect="order"),
+    Setting("qlora_offload_all@4", QLORA_OFFLOADS | ZERO3, 4, like="qlora_zero_level=3@4"),
+    Setting("qlora_hsdp_2x2", QLORA | HSDP, 4, like="qlora", expect="order"),
+    Setting("qlora_tp@2", QLORA | TP, 2, like="qlora", expect="order"),
+    Setting("qlora_offload_all_tp_2x2", QLORA_OFFLOADS | ZERO3_TP, 4, like="qlora", expect="order"),
+    *(
+        Setting(f"qlora_cp_{name}_2x2", QLORA | ZERO3 | of_method, 4, like="qlora", expect="order")
+        for name, of_method in CP.items()
+    ),
+    Setting("qlora_offload_all_cp_ring_2x2", QLORA_OFFLOADS | ZERO3 | CP["ring"], 4, like="qlora_cp_ring_2x2"),
+    Setting("qlora_cp_ring_tp_2x2x2", QLORA_OFFLOADS | ZERO3_TP | CP["ring"], 8, like="qlora", expect="order"),
+    Setting("qlora_pp_2x2", QLORA | ZERO3 | PP, 4, like="qlora", expect="order"),
+    Setting("qlora_offload_all_pp_2x2", QLORA_OFFLOADS | ZERO3 | PP, 4, like="qlora_pp_2x2"),
+    Setting("qlora_pp_1f1b_tp_2x2x2", QLORA_OFFLOADS | ZERO3 | PP_1F1B | TP, 8, like="qlora", expect="order"),
 )
 SETTINGS += ADAPTERS
 
