@@ -15,7 +15,7 @@ _COPY_ENGINE = ("memcpy_all_gather", "memcpy_send_recv")
 NOT_WITH = {
     "tp_size": _COPY_ENGINE,
     "cp_size": _COPY_ENGINE,
-    "pp_size": (*_COPY_ENGINE, "resident_layers"),
+    "pp_size": (*_COPY_ENGINE, "nvme_path", "resident_layers"),
 }
 
 
