@@ -10,12 +10,18 @@ from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.parallel.schedule import SCHEDULES, check_kinds, check_stages
 
-# What is not built for a size, or not tested with it: each of these fields has its default if the size is above 1.
-_COPY_ENGINE = ("memcpy_all_gather", "memcpy_send_recv")
+# What is not built for a size, and why: each of these fields has its default if the size is above 1.
+_COPY_ENGINE = dict.fromkeys(
+    ("memcpy_all_gather", "memcpy_send_recv"), "since it is for all collectives of a step, and groups were never tried"
+)
 NOT_WITH = {
     "tp_size": _COPY_ENGINE,
     "cp_size": _COPY_ENGINE,
-    "pp_size": (*_COPY_ENGINE, "nvme_path", "resident_layers"),
+    "pp_size": _COPY_ENGINE
+    | {
+        "nvme_path": "since files are updated layer by layer of the model, and stages have different layers",
+        "resident_layers": "since these are the model's first layers, not those of each stage",
+    },
 }
 
 
@@ -23,8 +29,8 @@ def check_mesh(c: Config) -> None:
     """Raises ConfigError for the first size that does not fit the model, the batch or another setting."""
     defaults = default_config()
     for size, fields in NOT_WITH.items():
-        for name in fields if c[size] > 1 else ():
-            expected = f"{defaults[name]!r} with {size}={c[size]}, for which it is not built or not tested yet"
+        for name, reason in fields.items() if c[size] > 1 else ():
+            expected = f"{defaults[name]!r} with {size}={c[size]}, {reason}"
             need(c[name] == defaults[name], name, expected, c[name], f"leave it out, or set {size}=1")
     _check_context(c)
     _check_stages(c)
