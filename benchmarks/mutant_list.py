@@ -52,6 +52,7 @@ REMOVAL = "tests/test_verify_mutants.py::test_what_comes_in_the_place_of_a_colle
 FIELDS = "tests/test_bad_input.py::test_fields"
 TEXTBOOK = "tests/test_textbook.py"
 CONTEXT = "tests/test_context_parallel.py"
+PAIRS = "tests/test_ring_pairs.py::test_two_pairs_make_attention"
 CONTEXT_EDGES = f"{CONTEXT}::test_nothing_crosses_the_edge_of_a_document"
 CONTEXT_GRADS = f"{CONTEXT}::test_equals_grad_of_the_plain_model"
 TENSOR = "tests/test_tensor_parallel.py::test_equals_grad_of_the_plain_model"
@@ -2128,14 +2129,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ring: the larger log-sum-exp of two in place of that of both",
-        "surojax/models/ring_attention.py",
+        "surojax/models/ring_pairs.py",
         "    lse_BKGt = jnp.logaddexp(one.lse_BKGt, other.lse_BKGt)\n",
         "    lse_BKGt = jnp.maximum(one.lse_BKGt, other.lse_BKGt)\n",
         f"{CONTEXT_EDGES} -k ring",
     ),
     Mutant(
         "ring: a query that sees no key of a hop gets NaN",
-        "surojax/models/ring_attention.py",
+        "surojax/models/ring_pairs.py",
         "jnp.where(total_BKGt == 0, 1.0, total_BKGt)",
         "total_BKGt",
         f"{CONTEXT_EDGES} -k ring",
@@ -2143,9 +2144,44 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ring: documents of other devices are seen",
         "surojax/models/ring_attention.py",
-        "all_seen=starts_BS is None and not window)",
+        "all_seen=starts_BS is None and not rule.window)",
         "all_seen=True)",
         f"{CONTEXT_EDGES} -k ring",
+    ),
+    Mutant(
+        "ring by cuDNN: queries see the later ones of their own piece",
+        "surojax/models/ring_pairs.py",
+        "cudnn.forward_part(*operands, pair.rule.scale, causal=pair.own)",
+        "cudnn.forward_part(*operands, pair.rule.scale, causal=False)",
+        f"{PAIRS} -k cudnn",
+    ),
+    Mutant(
+        "ring by the kernel: keys are counted from the beginning of the sequence",
+        "surojax/models/ring_pairs.py",
+        "jnp.clip(queries.first_Bt - keys.index_u[0], 0, len(keys.index_u))",
+        "jnp.clip(queries.first_Bt, 0, len(keys.index_u))",
+        f"{PAIRS} -k 'mosaic and rule0'",
+    ),
+    Mutant(
+        "kernel: a part of the keys that a query sees none of gives NaN",
+        "pallas_kernels/attention.py",
+        "        total = jnp.where(total > 0, total, 1.0)\n",
+        "",
+        f"{PAIRS} -k 'mosaic and rule0'",
+    ),
+    Mutant(
+        "kernel: keys of a part that comes before the queries are hidden as by causality",
+        "pallas_kernels/attention.py",
+        "first, 0 if causal else k.shape[1], lse, delta, do, rule, interpret, f32",
+        "first, 0, lse, delta, do, rule, interpret, f32",
+        f"{PAIRS} -k 'mosaic and rule0'",
+    ),
+    Mutant(
+        "auto: a ring with windows is left to cuDNN, which sees before them",
+        "surojax/models/ring_pairs.py",
+        "tokens % 2 == 0 and all_seen and not softcap",
+        "tokens % 2 == 0 and not softcap",
+        "tests/test_ring_pairs.py::test_auto_is_cudnn_unless_something_hides_keys",
     ),
     Mutant(
         "positions begin anew with each device's tokens",

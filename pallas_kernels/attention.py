@@ -8,6 +8,9 @@ is that of the documents, not of the square of the row.
 There may be more keys than queries: the S queries are then the last ones of T positions, and `starts` counts from the
 first key. The loops over tiles of keys end with a query's own, so keys that causality hides cost nothing.
 
+A part of the keys of some queries, such as those that another device has, is attended to by `forward_part`. With the
+log-sum-exp of all keys, `backward_part` gives the exact gradients that come from the part.
+
     forward, per tile of queries:     s = score(q k^T), o = softmax(s) v, lse = log(sum(exp(s)))
     backward, per tile of queries:    p = exp(s - lse), ds = p (do v^T - sum(do o)) score', dq = ds k
     backward, per tile of keys:       dk = ds^T q, dv = p^T do, summed over the query heads that share them
@@ -172,6 +175,13 @@ def _over(vector, like, axis: int) -> jax.Array:
     return jax.lax.broadcast_in_dim(vector, like.shape, (axis,))
 
 
+def _tiles_up_to(tile, offset: int, keys: int):
+    """The number of tiles of keys up to the last key that a query of this tile sees. keys: how many there are."""
+    if offset >= keys:
+        return keys // COLUMNS
+    return (tile + 1) * (ROWS // COLUMNS) + pl.cdiv(offset, COLUMNS)
+
+
 def _launch(kernel, operands, out, grid, interpret: bool):
     return dispatch.launch(
         kernel,
@@ -194,8 +204,13 @@ def _program():
     return tuple(jax.lax.axis_index(name) for name in ("row", "head", "tile"))
 
 
-def _forward_mosaic(q, k, v, first, offset: int, rule: Rule, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """(o, lse `[B, H, S]`). offset: index of the first query's own key."""
+def _forward_mosaic(
+    q, k, v, first, offset: int, rule: Rule, interpret: bool, dtype=None
+) -> tuple[jax.Array, jax.Array]:
+    """(o, lse `[B, H, S]`). offset: index of the first query's own key. dtype: of o; None: that of q.
+
+    A query that sees no key gets o = 0 and lse = HIDDEN.
+    """
     B, S, H, h = q.shape
     group = H // k.shape[2]
     products = Products(q.dtype, interpret)
@@ -223,18 +238,19 @@ def _forward_mosaic(q, k, v, first, offset: int, rule: Rule, interpret: bool) ->
             return o, new, total * shrunk + jnp.sum(p, axis=1)
 
         start = first_ref[b, tile * ROWS] // COLUMNS
-        stop = (tile + 1) * (ROWS // COLUMNS) + pl.cdiv(offset, COLUMNS)
+        stop = _tiles_up_to(tile, offset, k.shape[1])
         carry = products.filled(0, ROWS, h), products.filled(HIDDEN, ROWS), products.filled(0, ROWS)
         o, top, total = jax.lax.fori_loop(start, stop, step, carry)
-        tiles.store(o_ref, (b, rows, head), (o / _over(total, o, 0)).astype(q_ref.dtype))
+        total = jnp.where(total > 0, total, 1.0)
+        tiles.store(o_ref, (b, rows, head), (o / _over(total, o, 0)).astype(o_ref.dtype))
         tiles.store(lse_ref, (b, head, rows), top + jnp.log(total))
 
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, H, S), f32)
+    out = jax.ShapeDtypeStruct(q.shape, dtype or q.dtype), jax.ShapeDtypeStruct((B, H, S), f32)
     return _launch(kernel, (q, k, _transposed(v), first), out, (S // ROWS, H, B), interpret)
 
 
-def _queries_mosaic(q, k, v, first, offset: int, lse, delta, do, rule: Rule, interpret: bool) -> jax.Array:
-    """dq."""
+def _queries_mosaic(q, k, v, first, offset: int, lse, delta, do, rule: Rule, interpret: bool, dtype=None) -> jax.Array:
+    """dq. dtype: its dtype; None: that of q."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
     products = Products(q.dtype, interpret)
@@ -262,18 +278,21 @@ def _queries_mosaic(q, k, v, first, offset: int, lse, delta, do, rule: Rule, int
             return products.plus(dq, products.operand(ds), kT)
 
         start = first_ref[b, tile * ROWS] // COLUMNS
-        stop = (tile + 1) * (ROWS // COLUMNS) + pl.cdiv(offset, COLUMNS)
+        stop = _tiles_up_to(tile, offset, k.shape[1])
         dq = jax.lax.fori_loop(start, stop, step, products.filled(0, ROWS, h))
-        tiles.store(dq_ref, (b, rows, head), dq.astype(q_ref.dtype))
+        tiles.store(dq_ref, (b, rows, head), dq.astype(dq_ref.dtype))
 
     operands = q, do, k, _transposed(k), v, first, lse, delta
-    return _launch(kernel, operands, jax.ShapeDtypeStruct(q.shape, q.dtype), (S // ROWS, H, B), interpret)
+    return _launch(kernel, operands, jax.ShapeDtypeStruct(q.shape, dtype or q.dtype), (S // ROWS, H, B), interpret)
 
 
 def _keys_mosaic(
-    q, k, v, first, offset: int, lse, delta, do, rule: Rule, interpret: bool
+    q, k, v, first, offset: int, lse, delta, do, rule: Rule, interpret: bool, dtype=None
 ) -> tuple[jax.Array, jax.Array]:
-    """(dk, dv): a program has a tile of keys, and goes through the queries of all heads that see some of them."""
+    """(dk, dv): a program has a tile of keys, and goes through the queries of all heads that see some of them.
+
+    dtype: of both; None: that of k.
+    """
     B, T, K, h = k.shape
     group = q.shape[2] // K
     products = Products(q.dtype, interpret)
@@ -310,10 +329,10 @@ def _keys_mosaic(
 
         carry = products.filled(0, ROWS, h), products.filled(0, ROWS, h)
         dk, dv = jax.lax.fori_loop(0, group * count, step, carry)
-        tiles.store(dk_ref, (b, rows, shared), dk.astype(k_ref.dtype))
-        tiles.store(dv_ref, (b, rows, shared), dv.astype(v_ref.dtype))
+        tiles.store(dk_ref, (b, rows, shared), dk.astype(dk_ref.dtype))
+        tiles.store(dv_ref, (b, rows, shared), dv.astype(dv_ref.dtype))
 
-    out = jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)
+    out = (jax.ShapeDtypeStruct(k.shape, dtype or k.dtype),) * 2
     operands = k, v, q, _transposed(q), do, _transposed(do), first, ends, lse, delta
     return _launch(kernel, operands, out, (T // ROWS, K, B), interpret)
 
@@ -391,6 +410,32 @@ def _attention_bwd(rule: Rule, interpret: bool, saved: Saved, do):
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def fits_part(dtype, head_dim: int, tokens: int) -> bool:
+    """True if the kernels take parts of so many queries and so many keys, with heads of this dtype and size."""
+    return fits(dtype, head_dim) and tokens % ROWS == 0
+
+
+def forward_part(
+    q, k, v, first, rule: Rule, *, causal: bool, interpret: bool = False
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
+    """(softmax(score(q k^T)) v over a part of the keys, log-sum-exp of their scores), both float32.
+
+    There are as many keys as queries, a multiple of ROWS. causal: the keys are those of the queries' own tokens; else
+    none comes after a query. first: int32 `[B, S]`, the index of the first key that each query sees, S for none of
+    them, never decreasing in a row; the rule's window is not read. Raises Unserved on a device that is no NVIDIA GPU.
+    """
+    return _forward_mosaic(q, k, v, first, 0 if causal else k.shape[1], rule, interpret, f32)
+
+
+def backward_part(q, k, v, first, lse, delta, do, rule: Rule, *, causal: bool, interpret: bool = False):
+    """(dq, dk, dv) that come from a part of the keys, float32.
+
+    lse, delta: float32 `[B, H, S]` of *all* keys, log-sum-exp and sum(do * o). Others: as in `forward_part`.
+    """
+    rest = first, 0 if causal else k.shape[1], lse, delta, do, rule, interpret, f32
+    return _queries_mosaic(q, k, v, *rest), *_keys_mosaic(q, k, v, *rest)
 
 
 def _whole_tiles(q, k, v, starts, window: int) -> tuple[Any, Any, Any, Any]:

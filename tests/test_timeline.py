@@ -251,6 +251,8 @@ def test_a_prediction_adds_up():
     found = prediction.predict(module, GPU, MESH, tokens=100, compute_time=0.5)
     assert found.predicted_step_s == pytest.approx(2.0) and found.tokens_per_s_per_gpu == pytest.approx(50)
     assert found.predicted_range_s == pytest.approx([1.0 * (1 - prediction.ERROR), 2.0 * (1 + prediction.ERROR)])
+    too_fast = prediction.predict(module, GPU, MESH, tokens=100, compute_time=2.5)
+    assert too_fast.predicted_step_s is None and "our attention kernel" in too_fast.not_predicted
     assert found.mfu == pytest.approx(0.25) and found.exposed_s[HOST_IN] == pytest.approx(1.0)
     assert found.exposed_by_loop_s == {timeline.ENTRY: {HOST_IN: pytest.approx(1.0)}}
 

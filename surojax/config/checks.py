@@ -343,7 +343,7 @@ def _check_overlap(c: Config) -> None:
     expected = "False without offload_optimizer and offload_master: it hides their transfers"
     change = "leave it out, or offload one of them"
     _need(c.offload_optimizer or c.offload_master, "overlap_update", expected, True, change)
-    expected = "1 with overlap_update, which is not built for stages"
+    expected = "1 with overlap_update, which updates in the first forward pass: that of a stage is one tick of a loop"
     _need(c.pp_size == 1, "pp_size", expected, c.pp_size, "leave one of them out")
     expected = "another one than normuon with overlap_update, with which every GPU would orthogonalise every matrix"
     _need(c.optimizer != "normuon", "optimizer", expected, c.optimizer, "leave one of them out")

@@ -220,6 +220,11 @@ def head_dim(c: Config) -> int:
     return c.model.head_dim or c.model.hidden_size // c.model.num_attention_heads
 
 
+def tokens_of_piece(c: Config) -> int:
+    """Returns the tokens of each of the pieces whose pairs cp_method allgather and ring compute; 0: whole sequences."""
+    return c.sequence_len // (2 * c.cp_size) if c.cp_size > 1 and c.cp_method != "ulysses" else 0
+
+
 def gpus_per_sequence(c: Config) -> int:
     """Number of GPUs that share the same sequences: a batch is divided over groups of so many."""
     return c.cp_size * c.tp_size * c.pp_size

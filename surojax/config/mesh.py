@@ -2,25 +2,26 @@
 
 import math
 
-from surojax.config.fields import Config, default_config, gpus_per_sequence, head_dim
+from pallas_kernels.attention import ROWS
+from surojax.config.fields import Config, default_config, gpus_per_sequence, head_dim, tokens_of_piece
 from surojax.errors import need
 from surojax.models.families import FAMILIES
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.parallel.schedule import SCHEDULES, check_kinds, check_stages
 
-# What is not built for a size, or not tested with it: each of these fields has its default if the size is above 1.
-_NOT_IN_GROUPS = (
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "memcpy_all_gather",
-    "memcpy_send_recv",
-    "nvme_path",
+# What is not built for a size, and why: each of these fields has its default if the size is above 1.
+_COPY_ENGINE = dict.fromkeys(
+    ("memcpy_all_gather", "memcpy_send_recv"), "since it is for all collectives of a step, and groups were never tried"
 )
 NOT_WITH = {
-    "tp_size": ("memcpy_all_gather", "memcpy_send_recv"),
-    "cp_size": ("recipe", *_NOT_IN_GROUPS, "microbatches_per_fetch"),
-    "pp_size": (*_NOT_IN_GROUPS, "resident_layers"),
+    "tp_size": _COPY_ENGINE,
+    "cp_size": _COPY_ENGINE,
+    "pp_size": _COPY_ENGINE
+    | {
+        "nvme_path": "since files are updated layer by layer of the model, and stages have different layers",
+        "resident_layers": "since these are the model's first layers, not those of each stage",
+    },
 }
 
 
@@ -28,8 +29,8 @@ def check_mesh(c: Config) -> None:
     """Raises ConfigError for the first size that does not fit the model, the batch or another setting."""
     defaults = default_config()
     for size, fields in NOT_WITH.items():
-        for name in fields if c[size] > 1 else ():
-            expected = f"{defaults[name]!r} with {size}={c[size]}, for which it is not built or not tested yet"
+        for name, reason in fields.items() if c[size] > 1 else ():
+            expected = f"{defaults[name]!r} with {size}={c[size]}, {reason}"
             need(c[name] == defaults[name], name, expected, c[name], f"leave it out, or set {size}=1")
     _check_context(c)
     _check_stages(c)
@@ -112,16 +113,30 @@ def _check_context(c: Config) -> None:
     expected = f"a multiple of {pieces}, as {whose}"
     need(length % pieces == 0, "sequence_len", expected, length, f"use {length + -length % pieces}")
     if method != "ulysses":
-        expected = f"'xla' with cp_method={method!r}, whose scores [s/2, s/2] of s = {length // n} tokens are in memory"
-        need(c.attention == "xla", "attention", expected, c.attention, "set it, or cp_method='ulysses'")
+        _check_pieces(c)
         return
     heads = c.model.num_attention_heads
     expected = f"a multiple of cp_size x tp_size = {n * c.tp_size} with cp_method='ulysses', which divides the heads"
-    change = "lower cp_size, or set cp_method='ring' and attention='xla'"
+    change = "lower cp_size, or set cp_method='ring'"
     need(heads % (n * c.tp_size) == 0, "model.num_attention_heads", expected, heads, change)
     of_group = max(c.model.num_key_value_heads // c.tp_size, 1)
     expected = f"a multiple or a divisor of cp_size = {n} on the GPUs of a tensor-parallel group"
     need(of_group % n == 0 or n % of_group == 0, "model.num_key_value_heads", expected, of_group, change)
+
+
+def _check_pieces(c: Config) -> None:
+    """Raises ConfigError if the attention does not take the pairs of pieces of cp_method; "auto" always does."""
+    tokens = tokens_of_piece(c)
+    whose = f"with cp_method={c.cp_method!r} and attention={c.attention!r}"
+    if c.attention == "mosaic":
+        expected = f"a multiple of {ROWS} {whose}"
+        change = f"use a sequence_len of a multiple of {2 * ROWS * c.cp_size}, or attention='auto'"
+        need(tokens % ROWS == 0, "sequence_len / (2 x cp_size)", expected, tokens, change)
+    if c.attention == "cudnn":
+        window = c.model.sliding_window
+        need(not window, "model.sliding_window", f"0 {whose}", window, "use attention='auto' or 'mosaic'")
+        expected = f"an even number {whose}"
+        need(tokens % 2 == 0, "sequence_len / (2 x cp_size)", expected, tokens, "use attention='auto'")
 
 
 def _check_stages(c: Config) -> None:

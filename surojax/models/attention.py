@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention as kernel, dispatch
-from surojax.models import cudnn
+from surojax.models import cudnn, ring_pairs
 from surojax.models.ring_attention import ring_attention
 from surojax.parallel import context
 
@@ -27,12 +27,26 @@ def fits_mosaic(dtype, head_dim: int) -> bool:
     return kernel.fits(dtype, head_dim)
 
 
-def chosen(implementation: str, dtype, head_dim: int, *, gpu: bool, packed: bool, softcap: bool = False) -> str:
+def chosen(
+    implementation: str,
+    dtype,
+    head_dim: int,
+    *,
+    gpu: bool,
+    packed: bool,
+    softcap: bool = False,
+    window: bool = False,
+    piece: int = 0,
+) -> str:
     """The meaning of "auto" for heads of this dtype and size: the flash attention of a GPU if it takes them, else xla.
 
     packed: a row has several documents, which cuDNN separates by an S x S bias only. softcap: scores have a softcap,
-    which cuDNN does not compute.
+    which cuDNN does not compute. window: of the layer. piece: tokens of each of the pairs of pieces that allgather and
+    ring compute; 0: whole sequences.
     """
+    if piece:
+        how: Any = {"gpu": gpu, "all_seen": not (packed or window), "softcap": softcap}
+        return ring_pairs.chosen(implementation, dtype, head_dim, piece, **how)
     if implementation != "auto":
         return implementation
     if packed or softcap:
@@ -40,12 +54,22 @@ def chosen(implementation: str, dtype, head_dim: int, *, gpu: bool, packed: bool
     return "cudnn" if gpu and fits_cudnn(dtype, head_dim) else "xla"
 
 
-def chosen_here(implementation: str, dtype, head_dim: int, *, packed: bool, softcap: bool = False) -> str:
+def chosen_here(
+    implementation: str,
+    dtype,
+    head_dim: int,
+    *,
+    packed: bool,
+    softcap: bool = False,
+    window: bool = False,
+    piece: int = 0,
+) -> str:
     """`chosen` for the device that programs are made for: `jax.default_device`, or else the default backend's."""
     # cuDNN is asked by `jax.nn` for what it supports; the kernel knows the GPUs that it is compiled for.
-    ours = packed or softcap
+    ours = packed or softcap or piece
     gpu = dispatch.choose("attention", None) == "mosaic" if ours else jax.default_backend() == "gpu"
-    return chosen(implementation, dtype, head_dim, gpu=gpu, packed=packed, softcap=softcap)
+    kind: Any = {"packed": packed, "softcap": softcap, "window": window, "piece": piece}
+    return chosen(implementation, dtype, head_dim, gpu=gpu, **kind)
 
 
 def attend(
@@ -125,8 +149,12 @@ def attend_in_context(
     if method == "ulysses":
         return context.gather_heads(attend(*context.scatter_heads(q_BsHh, k_BsKh, v_BsKh), **how))
     scale = q_BsHh.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
-    rest: Any = {"window": how["window"], "scale": scale, "softcap": how["softcap"]}
-    return ring_attention(q_BsHh, k_BsKh, v_BsKh, how["starts"], method=method, **rest)
+    starts, window, softcap = (how[name] for name in ("starts", "window", "softcap"))
+    kind: Any = {"packed": starts is not None, "softcap": softcap > 0, "window": window > 0}
+    heads = q_BsHh.dtype, q_BsHh.shape[-1]
+    by = chosen_here(how["implementation"], *heads, **kind, piece=q_BsHh.shape[1] // 2)
+    rule = kernel.Rule(window, scale, softcap)
+    return ring_attention(q_BsHh, k_BsKh, v_BsKh, starts, method=method, rule=rule, by=by)
 
 
 USE_AUTO = "use attention='auto', or 'xla', which has S x S scores in memory"

@@ -7,17 +7,12 @@ Each device has two pieces of consecutive tokens of every sequence, early and la
     a device before it: early x early, late x early
     a device after it:  late x early, late x late
 
-are computed, so that every hop costs the same on all devices. Each pair gives softmax-weighted values and their
-log-sum-exp. `merged` makes of two such results that of all their keys (Liu et al. 2023, arXiv:2310.01889, from the
-online softmax of Milakov and Gimelshein 2018). With allgather a device has the keys of all others from the beginning;
-with ring it passes on those that it has received, while it computes with them.
+are computed (ring_pairs.py), so that every hop costs the same on all devices. With allgather a device has the keys of
+all others from the beginning; with ring it passes on those that it has received, while it computes with them.
 
-Reverse mode is written out, as in FlashAttention: p = exp(s - lse) with the log-sum-exp of *all* keys, so a pair's
-gradients need nothing of other pairs. Differentiating the hops one by one would need the gradient of each log-sum-exp.
-Log-sum-exp, results and gradients are summed over hops in float32. dk and dv of a block of keys travel with it around
-the ring; with allgather they are reduce-scattered.
-
-Scores of a pair are in memory, float32 `[B, H, s / 2, s / 2]`: attention by XLA.
+Reverse mode is written out: differentiating the hops one by one would need the gradient of each log-sum-exp. Results
+and gradients are summed over hops in float32. dk and dv of a block of keys travel with it around the ring; with
+allgather they are reduce-scattered.
 
 Shape suffixes: B batch, s this device's tokens of a sequence, t and u tokens of a piece of queries and of keys, H query
 heads, K key/value heads, G query heads that share one, h head dimension.
@@ -25,116 +20,31 @@ heads, K key/value heads, G query heads that share one, h head dimension.
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import HIDDEN, Rule
+from pallas_kernels.attention import Rule
 from pallas_kernels.manual_axes import mark_varying, varying_axes
+from surojax.models.ring_pairs import By, Keys, Pair, Queries, Slopes, attended, gradients, merged
 from surojax.parallel import context
 from surojax.parallel.context import Method
 
 f32 = jnp.float32
 
 
-class Queries(NamedTuple):
-    """A piece of queries. index: in their sequence. first: index of the first key that each sees."""
-
-    q_BtKGh: jax.Array
-    index_t: jax.Array
-    first_Bt: jax.Array
-
-
-class Keys(NamedTuple):
-    """A piece of keys and values. index: in their sequence."""
-
-    k_BuKh: jax.Array
-    v_BuKh: jax.Array
-    index_u: jax.Array
-
-
-class Attended(NamedTuple):
-    """Attention to some of the keys: values weighted by their softmax, and log(sum(exp(score))), both float32."""
-
-    y_BtKGh: jax.Array
-    lse_BKGt: jax.Array
-
-
-class Slopes(NamedTuple):
-    """Values of the backward pass for a piece of queries. delta: sum of dy * y over channels, of all keys."""
-
-    dy_BtKGh: jax.Array
-    lse_BKGt: jax.Array
-    delta_BKGt: jax.Array
-
-
 class How(NamedTuple):
-    """Static arguments. all_seen: a query sees all keys of earlier pieces, neither documents nor windows hide any."""
+    """Static arguments. by, all_seen: of every pair, see `Pair`."""
 
     method: Method
+    by: By
     rule: Rule
     all_seen: bool
 
-
-# --- a pair of pieces -------------------------------------------------------------------------------------------------
-
-
-def _seen(queries: Queries, keys: Keys) -> jax.Array:
-    """A mask `[B, 1, 1, t, u]`: whether a query sees a key."""
-    up_to_own_tu = keys.index_u[None, :] <= queries.index_t[:, None]
-    seen_Btu = up_to_own_tu[None] & (keys.index_u[None, None, :] >= queries.first_Bt[:, :, None])
-    return seen_Btu[:, None, None]
-
-
-def _scores(queries: Queries, keys: Keys, rule: Rule) -> jax.Array:
-    """Float32 `[B, K, G, t, u]`."""
-    return rule.score(jnp.einsum("BtKGh,BuKh->BKGtu", queries.q_BtKGh, keys.k_BuKh, preferred_element_type=f32))
-
-
-def _exponentials(scores_BKGtu: jax.Array, less_BKGt: jax.Array, queries: Queries, keys: Keys, masked: bool):
-    """exp(scores - less), 0 for keys that are not seen."""
-    p_BKGtu = jnp.exp(scores_BKGtu - less_BKGt[..., None])
-    return jnp.where(_seen(queries, keys), p_BKGtu, 0.0) if masked else p_BKGtu
-
-
-def attended(queries: Queries, keys: Keys, how: How, *, masked: bool) -> Attended:
-    """Attention of a piece of queries to a piece of keys. masked: some keys are not seen by some queries."""
-    s_BKGtu = _scores(queries, keys, how.rule)
-    s_BKGtu = jnp.where(_seen(queries, keys), s_BKGtu, HIDDEN) if masked else s_BKGtu
-    top_BKGt = jnp.max(s_BKGtu, axis=-1)
-    p_BKGtu = _exponentials(s_BKGtu, top_BKGt, queries, keys, masked)
-    total_BKGt = jnp.sum(p_BKGtu, axis=-1)
-    some_BKGt = jnp.where(total_BKGt == 0, 1.0, total_BKGt)  # a query that sees none of these keys: y = 0
-    v = keys.v_BuKh
-    y_BtKGh = jnp.einsum("BKGtu,BuKh->BtKGh", p_BKGtu.astype(v.dtype), v, preferred_element_type=f32)
-    return Attended(y_BtKGh / _over_channels(some_BKGt), top_BKGt + jnp.log(some_BKGt))
-
-
-def _over_channels(x_BKGt: jax.Array) -> jax.Array:
-    """`[B, t, K, G, 1]`."""
-    return jnp.moveaxis(x_BKGt, 3, 1)[..., None]
-
-
-def merged(one: Attended, other: Attended) -> Attended:
-    """Attention to the keys of both."""
-    lse_BKGt = jnp.logaddexp(one.lse_BKGt, other.lse_BKGt)
-    parts = (_over_channels(jnp.exp(x.lse_BKGt - lse_BKGt)) * x.y_BtKGh for x in (one, other))
-    return Attended(sum(parts, start=jnp.zeros_like(one.y_BtKGh)), lse_BKGt)
-
-
-def gradients(queries: Queries, keys: Keys, slopes: Slopes, how: How, *, masked: bool):
-    """(dq, dk, dv) that come from a pair of pieces, float32."""
-    dtype = queries.q_BtKGh.dtype
-    s_BKGtu = _scores(queries, keys, how.rule)
-    p_BKGtu = _exponentials(s_BKGtu, slopes.lse_BKGt, queries, keys, masked)
-    dp_BKGtu = jnp.einsum("BtKGh,BuKh->BKGtu", slopes.dy_BtKGh, keys.v_BuKh, preferred_element_type=f32)
-    ds_BKGtu = (p_BKGtu * (dp_BKGtu - slopes.delta_BKGt[..., None]) * how.rule.slope(s_BKGtu)).astype(dtype)
-    sums: Any = {"preferred_element_type": f32}
-    dq_BtKGh = jnp.einsum("BKGtu,BuKh->BtKGh", ds_BKGtu, keys.k_BuKh, **sums)
-    dk_BuKh = jnp.einsum("BKGtu,BtKGh->BuKh", ds_BKGtu, queries.q_BtKGh, **sums)
-    dv_BuKh = jnp.einsum("BKGtu,BtKGh->BuKh", p_BKGtu.astype(dtype), slopes.dy_BtKGh, **sums)
-    return dq_BtKGh, dk_BuKh, dv_BuKh
+    def pair(self, *, own: bool = False) -> Pair:
+        """The static arguments of a pair of pieces. own: see `Pair`."""
+        return Pair(self.by, self.rule, own, self.all_seen)
 
 
 # --- a hop ------------------------------------------------------------------------------------------------------------
@@ -214,18 +124,16 @@ def ring_attention(
     starts_BS: jax.Array | None,
     *,
     method: Method,
-    window: int,
-    scale: float,
-    softcap: float,
+    rule: Rule,
+    by: By,
 ) -> jax.Array:
     """Causal attention `[B, s, H, h]` of this device's queries to the keys of all devices, differentiable.
 
-    starts: of documents, of whole rows; None: a row is one document. The other arguments are those of
-    `attention.attend`.
+    starts: of documents, of whole rows; None: a row is one document. by: what computes a pair of pieces.
     """
     axes = frozenset[str]().union(*(varying_axes(x) for x in (q_BsHh, k_BsKh, v_BsKh)))
     q_BsHh, k_BsKh, v_BsKh = (mark_varying(x, axes) for x in (q_BsHh, k_BsKh, v_BsKh))
-    how = How(method, Rule(window, scale, softcap), all_seen=starts_BS is None and not window)
+    how = How(method, by, rule, all_seen=starts_BS is None and not rule.window)
     return _ring_attention(q_BsHh, k_BsKh, v_BsKh, starts_BS, how)
 
 
@@ -239,16 +147,16 @@ def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, how: How):
     hops = _hops(k_BsKh, v_BsKh, how.method)
     early, late = _queries(q_BsHh, k_BsKh.shape[2], starts_BS, how)
     own_early, own_late = _keys(k_BsKh, v_BsKh, number)
-    masked = not how.all_seen
-    y_early = attended(early, own_early, how, masked=True)
-    y_late = merged(attended(late, own_late, how, masked=True), attended(late, own_early, how, masked=masked))
+    earlier, own = how.pair(), how.pair(own=True)
+    y_early = attended(early, own_early, own)
+    y_late = merged(attended(late, own_late, own), attended(late, own_early, earlier))
     for owner, block in hops:
         (k, v), y_early, y_late = _in_turn((block, y_early, y_late))
         early_keys, late_keys = _keys(k, v, owner)
         before = owner < number
-        y_late = merged(y_late, attended(late, early_keys, how, masked=masked))
+        y_late = merged(y_late, attended(late, early_keys, earlier))
         queries = _either(before, early, late)
-        found = attended(queries, _either(before, early_keys, late_keys), how, masked=masked)
+        found = attended(queries, _either(before, early_keys, late_keys), earlier)
         total = merged(_either(before, y_early, y_late), found)
         y_early = _either(before, total, y_early)
         y_late = _either(before, y_late, total)
@@ -265,25 +173,25 @@ def _backward(how: How, saved, dy_BsHh):
     B, s, K, h = k_BsKh.shape
     grouped = (B, s, K, -1, h)
     delta_BsKG = jnp.sum(y_BsHh.astype(f32) * dy_BsHh.astype(f32), axis=-1).reshape(B, s, K, -1)
-    arrays = dy_BsHh.reshape(grouped), lse_BKGs, jnp.moveaxis(delta_BsKG, 1, 3)
-    halves = zip(*(_halves(x, axis) for x, axis in zip(arrays, (1, 3, 3), strict=True)), strict=True)
+    arrays = dy_BsHh.reshape(grouped), y_BsHh.reshape(grouped), lse_BKGs, jnp.moveaxis(delta_BsKG, 1, 3)
+    halves = zip(*(_halves(x, axis) for x, axis in zip(arrays, (1, 1, 3, 3), strict=True)), strict=True)
     early_slopes, late_slopes = (Slopes(*half) for half in halves)
-    masked = not how.all_seen
+    earlier, own = how.pair(), how.pair(own=True)
 
-    def of_hop(owner, k, v, *, own: bool):
+    def of_hop(owner, k, v, *, is_own: bool):
         """(dq of the early piece, dq of the late one, dk and dv of this block of keys, joined)."""
         early_keys, late_keys = _keys(k, v, owner)
-        dq_late, *d_early = gradients(late, early_keys, late_slopes, how, masked=masked)
-        if own:
-            dq_early, *more = gradients(early, early_keys, early_slopes, how, masked=True)
-            dq_more, *d_late = gradients(late, late_keys, late_slopes, how, masked=True)
+        dq_late, *d_early = gradients(late, early_keys, late_slopes, earlier)
+        if is_own:
+            dq_early, *more = gradients(early, early_keys, early_slopes, own)
+            dq_more, *d_late = gradients(late, late_keys, late_slopes, own)
             d_early = [a + b for a, b in zip(d_early, more, strict=True)]
             dq_late = dq_late + dq_more
         else:
             before = owner < number
             queries, slopes = _either(before, (early, early_slopes), (late, late_slopes))
             keys = _either(before, early_keys, late_keys)
-            dq, *d_keys = gradients(queries, keys, slopes, how, masked=masked)
+            dq, *d_keys = gradients(queries, keys, slopes, earlier)
             zeros = jax.tree.map(jnp.zeros_like, (dq, d_keys))
             dq_early, more = _either(before, (dq, d_keys), zeros)
             dq_more, d_late = _either(before, zeros, (dq, d_keys))
@@ -291,11 +199,11 @@ def _backward(how: How, saved, dy_BsHh):
             dq_late = dq_late + dq_more
         return dq_early, dq_late, jnp.concatenate([_joined(*d_early), _joined(*d_late)], axis=1)
 
-    dq_early, dq_late, d_block = of_hop(number, k_BsKh, v_BsKh, own=True)
+    dq_early, dq_late, d_block = of_hop(number, k_BsKh, v_BsKh, is_own=True)
     collected = context.Collected(d_block, how.method)
     for owner, block in hops:
         (k, v), dq_early, dq_late = _in_turn((block, dq_early, dq_late))
-        more_early, more_late, d_block = of_hop(owner, k, v, own=False)
+        more_early, more_late, d_block = of_hop(owner, k, v, is_own=False)
         dq_early, dq_late = dq_early + more_early, dq_late + more_late
         collected.add(d_block)
     dk_BsKh, dv_BsKh = jnp.split(collected.sums(k_BsKh.dtype), 2, axis=2)

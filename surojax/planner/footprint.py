@@ -312,7 +312,13 @@ def _block_bytes(
     saved = _traced_residuals(model, segment, tuple(shapes), structure, mesh, x.shape, x.dtype)
     heads = B * S * heads_of.query  # in a group: of whole sequences, a part of the heads
     kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
+    if in_pieces := per_sequence > tensor and compute.cp_method != "ulysses":
+        kind |= {"piece": S * tensor // 2, "window": any(v.window for v in segment.variants)}
     flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
+    if flash != "xla" and in_pieces:
+        # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with.
+        keys = max(heads_of.key_value, tensor)
+        return saved, B * S * (2 * heads_of.query * 4 + 4 * keys * (itemsize + 4)) * heads_of.channels
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
@@ -321,7 +327,7 @@ def _block_bytes(
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
         return saved + kept, B * S * copied * itemsize
     keys = S * chunks * per_sequence
-    if per_sequence > tensor and compute.cp_method != "ulysses":
+    if in_pieces:
         keys = 2 * S * tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17 pieces)
     return saved, (4 if platform == "cpu" else 2) * heads * keys * 4
 

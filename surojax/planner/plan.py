@@ -139,7 +139,7 @@ def _plan(
     return Plan(
         gpu=gpu,
         gpus=n,
-        attention=c.attention,
+        attention=_attention(c),
         packed=c.sample_packing,
         cp_method=c.cp_method,
         between_machines=links.crossing(facts, found["mesh"]),
@@ -172,13 +172,19 @@ def checked(config: Config, gpu: str) -> Config:
         )
     mesh_shape(config.gpus, **configs.mesh_sizes(config))
     c = copy.deepcopy(config)  # copy_and_resolve_references would drop the types that `config.either` allows
-    if c.attention == "auto":
-        kind: Any = {"packed": c.sample_packing, "softcap": c.model.attn_logit_softcapping > 0}
-        c.attention = chosen("auto", c.model_dtype, configs.head_dim(c), gpu=True, **kind)
+    if not configs.tokens_of_piece(c):  # else the compiled program chooses for each layer, by its window
+        c.attention = _attention(c)
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
     check_recipe(compute(c).precision, f"a {gpu}", GPUS[gpu])
     return c
+
+
+def _attention(c: Config) -> str:
+    """The implementation of attention on a GPU: of layers with a window, if there are any."""
+    kind: Any = {"packed": c.sample_packing, "softcap": c.model.attn_logit_softcapping > 0}
+    kind |= {"window": c.model.sliding_window > 0, "piece": configs.tokens_of_piece(c)}
+    return chosen(c.attention, c.model_dtype, configs.head_dim(c), gpu=True, **kind)
 
 
 def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str | None) -> dict[str, Any]:

@@ -19,9 +19,8 @@ ATTENTION = {
 def documents(attention: str, cp_method: str = "ulysses") -> str:
     """A line that says how the documents of a packed row are separated, by this implementation of attention."""
     if cp_method != "ulysses":
-        return (
-            f"documents in a row: attention by XLA piece by piece (cp_method={cp_method}), s/2 x s/2 scores in memory"
-        )
+        scores = "by XLA, with s/2 x s/2 scores in memory" if attention == "xla" else "by a kernel of pallas_kernels"
+        return f"documents in a row: attention of pairs of pieces (cp_method={cp_method}) {scores}"
     return f"documents in a row: {ATTENTION[attention]}"
 
 

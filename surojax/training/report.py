@@ -29,7 +29,8 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
         if needs:
             say(f"{memory} per device: {summed(needs, digits=2)}")
     if run.engine.packed:
-        attention = chosen_here(c.attention, c.model_dtype, configs.head_dim(c), packed=True)
+        heads = c.model_dtype, configs.head_dim(c)
+        attention = chosen_here(c.attention, *heads, packed=True, piece=configs.tokens_of_piece(c))
         say(planned.documents(attention, c.cp_method))
     shards = number_of_shards(run.mesh)
     if shards > 1 and (replicated := replicated_matrices(run.engine.trained_params, run.engine.layouts.master)):
