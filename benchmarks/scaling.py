@@ -1,14 +1,15 @@
-"""Plans 7B, 70B and 405B on 8 to 1,024 GPUs, and prints a Markdown table: memory, predicted time, what is exposed.
+"""Plans 7B, 70B and 405B on 8 to 4,096 GPUs, and other steps, for docs/scaling.md: predicted time, and what binds it.
 
-    python benchmarks/scaling.py [--only TEXT]
+    python benchmarks/scaling.py [--only TEXT] [--results FILE] [--again] [--picture FILE]
 
 A row is a model on some GPUs under one layout, planned as by `python -m surojax.plan` with the settings that it shows,
-which needs the compiler for GPUs and no GPU. `--only` takes the rows with this text in their settings.
-docs/scaling.md holds the table.
+which needs the compiler for GPUs and no GPU. Results are kept in docs/scaling.json: a row that it has is compiled only
+with `--again`. `--only` takes the rows with this text in their settings. `--picture` draws the rows of the first table.
 """
 
 import argparse
 import dataclasses
+import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,76 +22,234 @@ from surojax.planner.advice import GiB
 from surojax.planner.plan import Plan, plan
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "scaling.json"
+CONFIGS = {"7B": "llama7b", "8B": "llama8b_long", "70B": "llama70b", "405B": "llama405b"}
 ALL = "offload_residual offload_optimizer offload_master offload_grads offload_weights"
 SHARDED = "zero_level=3 shard_outer"
-HEAD = (
-    "| model | GPUs | settings | GiB of each GPU | GiB of host memory for each | step, s | tokens/s per GPU | MFU "
-    "| exposed collectives, s | exposed host copies, s | between machines |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|"
-)
+BOUND = 0.1  # of a step: what takes less time than this does not bind it
+
+GROWING = "From 8 to 4,096 GPUs"
+LAYOUTS = "Layouts beside each other"
+LONG = "Long sequences"
+PUBLISHED = "Beside published rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A model on GPUs of one kind under a layout. settings: of the config, separated by spaces."""
+    """A model on GPUs of one kind under a layout. settings: of the config, separated by spaces.
 
+    published: tokens/s of each GPU that others measured with these settings; source: where.
+    """
+
+    table: str
     model: str
     gpu: str
     gpus: int
     settings: str
+    published: float | None = None
+    source: str = ""
+
+    @property
+    def key(self) -> str:
+        """What tells the row apart in the results."""
+        return f"{self.model} {self.gpus} x {self.gpu} {self.settings}"
 
     def loaded(self) -> Config:
         """The config of this row."""
         changes = [name if "=" in name else f"{name}=true" for name in shlex.split(self.settings)]
         flags = [f"--config.{change}" for change in (f"gpus={self.gpus}", *changes)]
-        config = str(ROOT / f"configs/llama{self.model.lower()}.py")
+        config = str(ROOT / f"configs/{CONFIGS[self.model]}.py")
         return parse(["--config", config, *flags], argparse.ArgumentParser())[0]
 
-    def line(self, p: Plan) -> str:
-        """The row of the table."""
-        cells = [self.model, f"{self.gpus:,} x {self.gpu}", f"`{self.settings}`"]
-        cells += [f"{p.device_bytes / GiB:.1f}{'' if p.fits else ' (does not fit)'}", f"{p.host_bytes / GiB:.0f}"]
-        if p.predicted_step_s is None or p.tokens_per_s_per_gpu is None or p.mfu is None:
-            cells += ["-", "-", "-", "-", "-"]
-        else:
-            of_collectives = sum(p.exposed_s[kind] for kind in ("gather", "reduce"))
-            of_copies = sum(p.exposed_s[kind] for kind in ("host in", "host out"))
-            cells += [f"{p.predicted_step_s:.2f}", f"{p.tokens_per_s_per_gpu:,.0f}", f"{p.mfu:.3f}"]
-            cells += [f"{of_collectives:.2f}", f"{of_copies:.2f}"]
-        return f"| {' | '.join([*cells, ', '.join(p.between_machines) or '-'])} |"
 
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a plan says of a row. Bytes of each GPU; seconds of a step; spent: of these, by what a GPU waits for."""
+
+    fits: bool
+    device_bytes: int
+    host_bytes: int
+    seconds: float | None
+    tokens_per_s: float | None  # of each GPU
+    mfu: float | None
+    spent: dict[str, float]
+    between_machines: list[str]
+
+    @property
+    def bound_by(self) -> str:
+        """What the most time is spent on besides computing, with its part; "compute" if that is little."""
+        if not self.seconds or not self.spent:
+            return "-"
+        what, seconds = max(self.spent.items(), key=lambda item: item[1])
+        part = seconds / self.seconds
+        return f"{what} {part:.0%}" if part >= BOUND else "compute"
+
+
+def result(p: Plan) -> Result:
+    """The `Result` of a plan."""
+    spent = {
+        "collectives": sum(p.exposed_s.get(kind, 0.0) for kind in ("gather", "reduce")),
+        "host copies": sum(p.exposed_s.get(kind, 0.0) for kind in ("host in", "host out")),
+        "bubble": p.bubble * (p.predicted_step_s or 0.0),
+    }
+    return Result(
+        fits=p.fits,
+        device_bytes=p.device_bytes,
+        host_bytes=p.host_bytes,
+        seconds=p.predicted_step_s,
+        tokens_per_s=p.tokens_per_s_per_gpu,
+        mfu=p.mfu,
+        spent=spent,
+        between_machines=p.between_machines,
+    )
+
+
+OF_8B = "sequence_len=8192 sequence_chunks=1 offload_residual=false offload_optimizer=false offload_master=false"
+OF_8B += " offload_grads=false offload_weights=false opt_m_dtype=float32 opt_v_dtype=float32"
+OF_8B += " recompute_block=false lmhead_chunks=16 per_device_batch_size=2"
+SELECTIVE = "recompute_norm recompute_swiglu"
+FP8 = "recipe=fp8_current"
+TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+LONG_8B = "sequence_chunks=1 offload_residual=false offload_optimizer=false offload_master=false offload_grads=false"
+LONG_8B += " offload_weights=false"
+OF_STAGES = "tp_size=8 pp_size=2 pp_schedule=1f1b"
 
 ROWS = (
-    Row("7B", "h100", 8, f"{SHARDED} per_device_batch_size=4"),
-    Row("7B", "h100", 64, f"{SHARDED} dp_replicate_size=8 per_device_batch_size=4"),
-    Row("7B", "h100", 1024, f"{SHARDED} dp_replicate_size=128 per_device_batch_size=4"),
-    Row("70B", "rtx4090", 8, f"{SHARDED} {ALL} per_device_batch_size=8"),
-    Row("70B", "rtx4090", 8, f"zero_level=3 {ALL} tp_size=2 per_device_batch_size=16"),
-    Row("70B", "h100", 8, f"{SHARDED} offload_residual offload_optimizer offload_master per_device_batch_size=4"),
-    Row("70B", "h100", 16, f"{SHARDED} offload_residual per_device_batch_size=4"),
-    Row("70B", "h100", 64, f"{SHARDED} offload_residual per_device_batch_size=4"),
-    Row("70B", "h100", 512, f"{SHARDED} dp_replicate_size=8 offload_residual per_device_batch_size=4"),
-    Row("405B", "h200", 8, f"{SHARDED} {ALL} per_device_batch_size=1"),
-    Row("405B", "h100", 128, "zero_level=3 tp_size=8 offload_residual per_device_batch_size=4"),
-    Row("405B", "h100", 1024, "zero_level=3 tp_size=8 offload_residual per_device_batch_size=4"),
+    Row(LAYOUTS, "70B", "rtx4090", 8, f"{SHARDED} {ALL} per_device_batch_size=8"),
+    Row(LAYOUTS, "70B", "rtx4090", 8, f"zero_level=3 {ALL} tp_size=2 per_device_batch_size=16"),
+    Row(
+        LAYOUTS,
+        "70B",
+        "rtx4090",
+        8,
+        f"zero_level=3 {ALL} pp_size=8 pp_schedule=1f1b per_device_batch_size=8 gradient_accumulation_steps=8",
+    ),
+    Row(
+        LAYOUTS,
+        "70B",
+        "rtx4090",
+        8,
+        f"zero_level=3 {ALL} pp_size=8 pp_schedule=1f1b per_device_batch_size=4 gradient_accumulation_steps=16",
+    ),
+    Row(LAYOUTS, "405B", "h100", 64, f"zero_level=3 {OF_STAGES} gradient_accumulation_steps=16 optimizer=adamw8bit"),
+    Row(LAYOUTS, "405B", "h100", 64, f"zero_level=3 {OF_STAGES} gradient_accumulation_steps=16 offload_residual"),
+    Row(LAYOUTS, "405B", "h100", 128, "zero_level=3 tp_size=8 per_device_batch_size=1"),
+    Row(LAYOUTS, "405B", "h100", 128, "zero_level=3 tp_size=8 offload_residual per_device_batch_size=4"),
+    Row(LONG, "8B", "h200", 8, f"zero_level=3 cp_size=8 sequence_len=1048576 {LONG_8B}"),
+    Row(LONG, "8B", "rtx4090", 1, "sequence_len=131072 sequence_chunks=8"),
+    Row(PUBLISHED, "8B", "h100", 8, f"{SHARDED} {OF_8B} {SELECTIVE}", 6667, f"{TITAN}, table 1"),
+    Row(PUBLISHED, "8B", "h100", 8, f"{SHARDED} {OF_8B} {FP8}", 8532, f"{TITAN}, table 1"),
+    Row(PUBLISHED, "8B", "h100", 128, f"{SHARDED} {OF_8B} {SELECTIVE}", 6514, f"{TITAN}, table 3"),
+    Row(PUBLISHED, "8B", "h100", 128, f"{SHARDED} {OF_8B} {FP8}", 8380, f"{TITAN}, table 3"),
+    Row(
+        PUBLISHED,
+        "70B",
+        "h100",
+        256,
+        "zero_level=3 tp_size=8 sequence_len=8192 per_device_batch_size=16 lmhead_chunks=64 recipe=fp8_current "
+        "opt_m_dtype=float32 opt_v_dtype=float32",
+        829,
+        f"{TITAN}, table 4; with async TP 876",
+    ),
+    Row(
+        PUBLISHED,
+        "405B",
+        "h100",
+        512,
+        "zero_level=3 tp_size=8 pp_size=8 pp_schedule=1f1b gradient_accumulation_steps=32 recipe=fp8_current "
+        "opt_m_dtype=float32 opt_v_dtype=float32",
+        100,
+        f"{TITAN}, table 5; interleaved 128",
+    ),
+)
+
+OF_PLANS = "settings, GiB of each GPU, GiB of host memory for each, step (s), tokens/s per GPU, MFU"
+OF_PLANS += ", GPU hours per 10^9 tokens, bound by, between machines"
+OF_PUBLISHED = (
+    "settings, GiB of each GPU, predicted tokens/s per GPU, published, predicted / published, bound by, source"
 )
 
 
-def lines(only: str) -> Iterator[str]:
-    """Yields the lines of the table, each as soon as its step is compiled."""
-    yield HEAD
-    for row in ROWS:
-        if only in f"{row.model} {row.gpu} {row.gpus} {row.settings}":
-            yield row.line(plan(row.loaded(), row.gpu, advise=False))
+def head(published: bool) -> str:
+    """The head of a table."""
+    names = ["model", "GPUs", *(OF_PUBLISHED if published else OF_PLANS).split(", ")]
+    return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
+
+
+def line(row: Row, found: Result) -> str:
+    """The row of its table."""
+    cells = [row.model, f"{row.gpus:,} x {row.gpu}", f"`{row.settings}`"]
+    cells.append(f"{found.device_bytes / GiB:.1f}{'' if found.fits else ' (does not fit)'}")
+    rate = found.tokens_per_s
+    if row.published:
+        cells += [f"{rate:,.0f}" if rate else "-", f"{row.published:,.0f}"]
+        cells += [f"{rate / row.published:.2f}" if rate else "-", found.bound_by, row.source]
+    else:
+        cells.append(f"{found.host_bytes / GiB:.0f}")
+        if rate and found.seconds and found.mfu:
+            cells += [f"{found.seconds:.2f}", f"{rate:,.0f}", f"{found.mfu:.3f}", f"{1e9 / rate / 3600:,.0f}"]
+        else:
+            cells += ["-"] * 4
+        cells += [found.bound_by, ", ".join(found.between_machines) or "-"]
+    return f"| {' | '.join(cells)} |"
+
+
+def tables(rows: tuple[Row, ...], results: dict[str, Result]) -> Iterator[str]:
+    """Yields the lines of the tables of those rows that have a result."""
+    for table in dict.fromkeys(row.table for row in rows):
+        of_table = [row for row in rows if row.table == table and row.key in results]
+        if of_table:
+            yield from ("", f"## {table}", "", head(of_table[0].published is not None))
+            yield from (line(row, results[row.key]) for row in of_table)
+
+
+def load(file: Path) -> dict[str, Result]:
+    """The results in a file; none if there is no file."""
+    return {key: Result(**found) for key, found in json.loads(file.read_text()).items()} if file.exists() else {}
+
+
+def picture(rows: tuple[Row, ...], results: dict[str, Result], file: Path) -> None:
+    """Draws MFU and cost over the number of GPUs, a line for each model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    of_mfu, of_cost = figure.subplots(1, 2)
+    for model in dict.fromkeys(row.model for row in rows if row.table == GROWING):
+        of_model = [row for row in rows if (row.table, row.model) == (GROWING, model) and row.key in results]
+        points = [(row.gpus, results[row.key]) for row in of_model if results[row.key].tokens_per_s]
+        gpus = [n for n, _ in points]
+        of_mfu.plot(gpus, [found.mfu for _, found in points], marker="o", label=model)
+        of_cost.plot(gpus, [1e9 / found.tokens_per_s / 3600 for _, found in points if found.tokens_per_s], marker="o")
+    of_mfu.set(ylabel="MFU", ylim=(0, None))
+    of_cost.set(ylabel="GPU hours per 10$^9$ tokens", yscale="log")
+    for axes in (of_mfu, of_cost):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("H100 GPUs")
+        axes.grid(alpha=0.3)
+    of_mfu.legend()
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
 def main() -> None:
-    """Parse the command line and print the table."""
+    """Parse the command line, plan what has no result, print the tables and draw the picture."""
     jax.config.update("jax_platforms", "cpu")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", metavar="TEXT", default="", help="rows with this text in their settings")
-    for line in lines(parser.parse_args().only):
-        print(line, flush=True)
+    parser.add_argument("--results", metavar="FILE", type=Path, default=RESULTS, help="JSON of what was found")
+    parser.add_argument("--again", action="store_true", help="compile rows that have a result, too")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw this picture: .svg or .png")
+    args = parser.parse_args()
+    results = load(args.results)
+    rows = tuple(row for row in ROWS if args.only in f"{row.table} {row.key}")
+    for row in rows:
+        if args.again or row.key not in results:
+            results[row.key] = result(plan(row.loaded(), row.gpu, advise=False))
+            print(f"planned: {row.key}", flush=True)
+            found = {key: dataclasses.asdict(x) for key, x in results.items()}
+            args.results.write_text(json.dumps(found, indent=1) + "\n")
+    print("\n".join(tables(rows, results)))
+    if args.picture:
+        picture(rows, results, args.picture)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
         [--allow adamw8bit,bf16_master,fp8] [--effective-batch N] [--keep FIELD,FIELD] [--out FILE] [--top N] \
         [--json FILE]
 
-It searches placement, mesh, recomputation and microbatches by estimate, and compiles and simulates the best few. Model,
-data and the sequences of a step stay as they are. Settings that change numbers are left out unless allowed. Tensor,
-context and pipeline parallelism are not searched.
+It searches tensor, context and pipeline parallelism, placement, mesh, recomputation and microbatches by estimate, and
+compiles and simulates the best few. Model, data and the sequences of a step stay as they are. Settings that change
+numbers are left out unless allowed.
 `surojax.planner.fastest.fastest(config, gpu)` is the function behind this command.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 
-from surojax.config.fields import Config, default_config, flat
+from surojax.config.fields import Config, default_config, flat, gpus_per_sequence
 from surojax.config.flags import parse
 from surojax.config.write import check_new, config_file
 from surojax.errors import ConfigError
@@ -28,7 +28,8 @@ from surojax.planner import advice, aot, footprint
 from surojax.planner.advice import GiB, flags
 from surojax.planner.fastest import MOST_COMPILED, Result, Row, fastest
 from surojax.planner.gpus import GPUS
-from surojax.planner.search import ALLOWED, divisors
+from surojax.planner.layouts import AXES, divisors
+from surojax.planner.search import ALLOWED
 
 SHOWN = 5  # rows by default
 
@@ -52,6 +53,7 @@ def table(result: Result, top: int = SHOWN) -> str:
         lines += ["", _cells(result.as_given, result.gpus, "as given")]
     if result.refuted:
         lines.append(f"{len(result.refuted)} more fit by estimate only, not as compiled")
+    lines += ["", *layouts_tried(result)]
     if result.left_out:
         now = result.rows[0].estimated_s
         gains = ", ".join(f"{word} ({1 - s / now:.0%} faster by estimate)" for word, s in result.left_out.items())
@@ -60,6 +62,22 @@ def table(result: Result, top: int = SHOWN) -> str:
     if result.rows[0].estimated.files:
         lines += ["", "nothing fits without files, whose drive's speed is not known: the time is that of the host link"]
     return "\n".join(lines)
+
+
+def layouts_tried(result: Result) -> list[str]:
+    """Lines that say how the best of each other layout compares by estimate, and why an axis was not tried."""
+    sampled = result.found.sampled
+    lines = []
+    if sampled:
+        best = sampled[0][1]
+        named = [f"{axes(of)} {seconds / best:.2f}" for of, seconds in sampled[:SHOWN]]
+        lines.append(f"estimated time by layout, of the fastest of a few settings of each: {', '.join(named)}")
+    return lines + [f"{axis} was not tried: {reason}" for axis, reason in result.found.not_tried.items()]
+
+
+def axes(layout: dict) -> str:
+    """The axes of a layout as text: "tp_size=2 pp_size=4", or "none"."""
+    return " ".join(f"{axis}={layout[axis]}" for axis in AXES if layout[axis] > 1) or "none"
 
 
 def _cells(row: Row, gpus: int, settings: str) -> str:
@@ -138,18 +156,20 @@ def with_batch(c: Config, sequences: int | None) -> Config:
     """
     if sequences is None:
         return c
-    if sequences < 1 or c.gpus < 1 or sequences % c.gpus:
+    groups = c.gpus // gpus_per_sequence(c)
+    if sequences < 1 or groups < 1 or sequences % groups:
+        what = "GPUs" if groups == c.gpus else "groups of GPUs"
         raise ConfigError(
-            f"--effective-batch: expected a multiple of the {c.gpus} GPUs, got {sequences}; it counts sequences of a "
+            f"--effective-batch: expected a multiple of the {groups} {what}, got {sequences}; it counts sequences of a "
             "step on all GPUs"
         )
-    of_gpu = sequences // c.gpus
+    of_gpu = sequences // groups
     size = largest_divisor(of_gpu, c.per_device_batch_size)
     change = {
         "per_device_batch_size": size,
         "gradient_accumulation_steps": of_gpu // size,
         "microbatches_per_fetch": largest_divisor(of_gpu // size, c.microbatches_per_fetch),
-        "lmhead_chunks": largest_divisor(size * c.sequence_len, c.lmhead_chunks),
+        "lmhead_chunks": largest_divisor(size * c.sequence_len // gpus_per_sequence(c), c.lmhead_chunks),
     }
     return advice.changed(c, change)
 
@@ -183,17 +203,14 @@ def as_json(result: Result) -> dict:
 
 def parser() -> argparse.ArgumentParser:
     """The command's own options."""
-    description = (
-        f"{(__doc__ or '').partition(chr(10))[0]} Model, data and the sequences of a step stay as they are; tensor "
-        "parallelism is not searched."
-    )
+    description = f"{(__doc__ or '').partition(chr(10))[0]} Model, data and the sequences of a step stay as they are."
     found = argparse.ArgumentParser(prog="python -m surojax.fit", description=description)
     found.add_argument("--gpu", metavar="NAME", help=f"the GPU to search for: {', '.join(GPUS)}")
     found.add_argument(
         "--host-memory",
         metavar="GIB",
         type=float,
-        help="host memory for all GPUs, in GiB (2^30); unlimited if left out",
+        help="host memory of a machine, in GiB (2^30); unlimited if left out",
     )
     found.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8)")
     found.add_argument(

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="write a trace of the simulated step there, for ui.perfetto.dev"
     )
-    parser.add_argument("--host-memory", metavar="GIB", type=float, help="host memory for all GPUs, to check as well")
+    parser.add_argument("--host-memory", metavar="GIB", type=float, help="host memory of a machine, to check as well")
     parser.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8)")
     try:
         c, args = parse(argv, parser)

@@ -165,7 +165,8 @@ def _collective(p: Program, i: Instruction, collective: Instruction, computation
     axes, n = hlo.group(collective, p.mesh_shape)
     sent = hlo.WIRE[op](n, sum(a.bytes for a in hlo.operands(collective, computation)))
     rate = links.rate(p.gpu, p.mesh_shape, op, axes)
-    return Work(i.name, OF_COLLECTIVE[op], COLLECTIVES, latency=(n - 1) * p.rates.hop, bytes=sent, rate=rate)
+    latency = links.hops(p.gpu, p.mesh_shape, op, axes) * p.rates.hop
+    return Work(i.name, OF_COLLECTIVE[op], COLLECTIVES, latency=latency, bytes=sent, rate=rate)
 
 
 def _host_transfer(p: Program, i: Instruction, way: str, size: int) -> Work:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 
-from surojax.config.fields import Config, flat
+from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.planner import advice, aot, footprint, search
 from surojax.planner.advice import GiB, changed, differing
@@ -48,7 +48,7 @@ class Row:
     def tokens(self) -> int:
         """Tokens of a step on each GPU."""
         c = self.config
-        return c.per_device_batch_size * c.sequence_len * c.gradient_accumulation_steps
+        return c.per_device_batch_size * c.sequence_len * c.gradient_accumulation_steps // gpus_per_sequence(c)
 
     @property
     def device_bytes(self) -> int:
@@ -57,8 +57,8 @@ class Row:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory for all GPUs, as compiled if it was."""
-        return self.plan.gpus * self.plan.host_bytes if self.plan else self.estimated.host
+        """Bytes of host memory of a machine, as compiled if it was."""
+        return self.plan.gpus_per_node * self.plan.host_bytes if self.plan else self.estimated.host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def fastest(
 ) -> Result:
     """The fastest settings of `config.gpus` GPUs of this kind; the effective batch and the model stay as they are.
 
-    host_memory: of all machines together, in GiB; None: as much as needed. gpus_per_node: GPUs in a machine; None: 8.
+    host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs in a machine; None: 8.
     nvme: room for files in GB; None: no files. allow: words of `search.ALLOWED`. keep: fields that are not changed.
     most: settings that are compiled. say: told what goes on.
 
@@ -183,7 +183,7 @@ def _row(config: Config, candidate: Candidate, gpu: str, facts: Gpu, limits: Lim
     if not aot.available():
         return Row(c, change, candidate.seconds, candidate.need, None, True)
     p = plan(c, gpu, gpus_per_node=facts.gpus_per_node, advise=False)
-    need = Need(p.device_bytes, p.gpus * p.host_bytes, p.gpus * p.nvme_bytes)
+    need = Need(p.device_bytes, p.gpus_per_node * p.host_bytes, p.gpus * p.nvme_bytes)
     return Row(c, change, candidate.seconds, candidate.need, p, need.fits(limits))
 
 
@@ -205,7 +205,8 @@ def _nearest(
     """The candidate that comes closest if nothing fits; one that the host memory holds, if there is one."""
     if found.nearest is not None or limits.host == math.inf:
         return found.nearest
-    more = search.search(c, gpu, limits._replace(host=math.inf), allow=allow, keep=keep, num_candidates=1)
+    unlimited = limits._replace(host=math.inf)
+    more = search.search(c, gpu, unlimited, allow=allow, keep=keep, num_candidates=1, within=found.layouts)
     return next(iter(more.candidates), more.nearest)
 
 
@@ -239,7 +240,8 @@ def _remedies(
     options += [("without --keep", limits, allow, ())] if keep else []
     lines = []
     for what, limit, words, fixed in options:
-        best = next(iter(search.search(c, gpu, limit, allow=words, keep=fixed, num_candidates=1).candidates), None)
+        again = search.search(c, gpu, limit, allow=words, keep=fixed, num_candidates=1, within=found.layouts)
+        best = next(iter(again.candidates), None)
         if best is not None:
             lines.append(f"{what}: {best.need.text()}, estimated {1e3 * best.seconds:,.0f} ms")
     if further := _further(c, found, gpu, limits, keep):
@@ -254,7 +256,7 @@ def _further(c: Config, found: Found, gpu: Gpu, limits: Limits, keep: Collection
     def needs(tried: Config, n: int) -> advice.Memory:
         if differing(tried, kept):
             raise ConfigError("--keep: expected fields that stay as they are, got another value; try another change")
-        return footprint.needs(tried, n, "gpu")
+        return footprint.needs(tried, n, "gpu", in_a_machine=gpu.in_a_machine(n))
 
     begin = c if found.nearest is None else found.nearest.config
     memory = advice.Memory(int(limits.device), limits.host)

@@ -376,12 +376,15 @@ def _is_shape(x) -> bool:
     return isinstance(x, tuple)
 
 
-def needs(c: Config, n: int, platform: str) -> Memory:
-    """The `Memory` that a run on n devices needs; nothing is built. On CPUs all of it counts as device memory."""
+def needs(c: Config, n: int, platform: str, *, in_a_machine: int | None = None) -> Memory:
+    """The `Memory` that a run on n devices needs; nothing is built. On CPUs all of it counts as device memory.
+
+    in_a_machine: the devices that share host memory; None: all n.
+    """
     mesh = abstract_mesh(n, **configs.mesh_sizes(c) | {"dp_shard_size": -1})
     rows = by_class(assembly.from_config(c, mesh, total_steps=1000), batch_of(c), platform)
     device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
-    return Memory(device + host, 0) if platform == "cpu" else Memory(device, n * host)
+    return Memory(device + host, 0) if platform == "cpu" else Memory(device, (in_a_machine or n) * host)
 
 
 def needed(c: Config, n: int, platform: str) -> int:

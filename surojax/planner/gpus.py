@@ -78,7 +78,7 @@ class Rates:
     products: of the peak of a dtype, by whole waves of the largest tiles. attention: of the bf16 peak, causal FLOPs.
     memory: of the device memory's bandwidth. host: of `pcie_bandwidth`, in one direction; duplex: of that, in each
     direction while both are busy. link: of `link_bandwidth`. network: of `network_bandwidth`. hop: latency of a
-    collective for each of the other GPUs. launch: of a kernel. copy: latency of a copy engine. ramp: first loads and
+    collective for each of `links.hops`. launch: of a kernel. copy: latency of a copy engine. ramp: first loads and
     last stores of a product. iteration: of a loop. collective_sms: of the multiprocessors, while a collective runs.
     """
 
@@ -120,6 +120,10 @@ class Gpu:
     gpus_per_node: int = 8  # GPUs in a machine, which share `link_bandwidth`
     aliases: tuple[str, ...] = ()  # other device kinds of exactly the same card
     rates: Rates | None = None  # None: no time is predicted
+
+    def in_a_machine(self, gpus: int) -> int:
+        """How many of so many GPUs are in one machine."""
+        return min(gpus, self.gpus_per_node)
 
     @property
     def shares_pcie(self) -> bool:

@@ -1,32 +1,47 @@
-"""Links of a collective: which axes of a mesh cross machines, and the rate that their collectives have then.
+"""Links of a collective: which axes of a mesh cross machines, the rate that their collectives have then, and the hops.
 
 Devices are numbered machine by machine, and the last axis of a mesh is the innermost. So the devices of a group are in
-one machine as long as its axes, with all axes inside of them, have no more devices than a machine.
+one machine as long as its axes, with all axes inside of them, have no more devices than a machine. If their number does
+not divide a machine, groups differ. All of them take part in a step, so the slowest group counts.
 
-Within a machine GPUs have `Gpu.link_bandwidth`. Between machines each GPU has `Gpu.network_bandwidth`: a group of
-which m GPUs are in a machine sends over the m adapters of these, so each of its GPUs reaches m times that, and at most
-the rate within a machine (NCCL makes a ring for each adapter). A permute sends from one GPU to one.
+Within a machine GPUs have `Gpu.link_bandwidth`. Between machines each GPU has `Gpu.network_bandwidth`: a group with at
+least m GPUs in each of its machines sends over m adapters of each, so each of its GPUs reaches m times that, and at
+most the rate within a machine (NCCL makes a ring for each adapter). A permute sends from one GPU to one.
+
+The first byte has arrived everywhere after some hops. A ring of n GPUs has n - 1 to gather or to scatter, and twice as
+many to sum. NCCL sums over many machines along a tree: up and down through the GPUs of a machine and log2 of the
+machines (`src/graph/tuning.cc` of github.com/NVIDIA/nccl has these numbers of steps).
 """
 
+import functools
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from surojax.planner.gpus import Gpu
 
 
+class Group(NamedTuple):
+    """The slowest group of a collective. in_one: its GPUs in the machine that has the fewest of them."""
+
+    gpus: int
+    machines: int
+    in_one: int
+
+
 def crossing(gpu: Gpu, mesh_shape: Mapping[str, int]) -> list[str]:
-    """Returns the axes whose groups have GPUs in several machines."""
-    return [axis for axis in mesh_shape if _in_a_machine(gpu, mesh_shape, axis)[0] > 1]
+    """Returns the axes of which a group has GPUs in several machines."""
+    return [axis for axis in mesh_shape if group(gpu, mesh_shape, axis).machines > 1]
 
 
 def bandwidth(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> float:
     """Returns B/s per direction and GPU of a collective. axes: names joined by "+"; "": one device."""
-    machines, in_one = _in_a_machine(gpu, mesh_shape, axes)
-    if machines == 1:
+    slowest = group(gpu, mesh_shape, axes)
+    if slowest.machines == 1:
         return gpu.link_bandwidth
-    adapters = 1 if op == "collective-permute" else in_one
+    adapters = 1 if op == "collective-permute" else slowest.in_one
     return min(gpu.link_bandwidth, adapters * gpu.network_bandwidth)
 
 
@@ -35,16 +50,36 @@ def rate(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> float:
     if gpu.rates is None:
         raise ValueError(f"links: expected a GPU with rates in planner/gpus.py, got {gpu.name}; add them there")
     within = gpu.link_bandwidth * gpu.rates.link
-    if _in_a_machine(gpu, mesh_shape, axes)[0] == 1:
+    if group(gpu, mesh_shape, axes).machines == 1:
         return within
     return min(within, bandwidth(gpu, mesh_shape, op, axes) * gpu.rates.network)
 
 
-def _in_a_machine(gpu: Gpu, mesh_shape: Mapping[str, int], axes: str) -> tuple[int, int]:
-    """Returns (machines of a group, most GPUs of it that are in one machine)."""
+def hops(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> int:
+    """Returns how many hops one after another a collective takes at least, however few its bytes are."""
+    slowest = group(gpu, mesh_shape, axes)
+    if op == "collective-permute":
+        return 1
+    if op != "all-reduce":
+        return slowest.gpus - 1
+    within = math.ceil(slowest.gpus / slowest.machines) - 1
+    return 2 * (within + math.ceil(math.log2(slowest.machines)))
+
+
+def group(gpu: Gpu, mesh_shape: Mapping[str, int], axes: str) -> Group:
+    """Returns the slowest group of devices along these axes."""
+    return _slowest(gpu.gpus_per_node, tuple(mesh_shape.items()), axes)
+
+
+@functools.lru_cache
+def _slowest(gpus_per_node: int, mesh_shape: tuple[tuple[str, int], ...], axes: str) -> Group:
+    """Returns the group with the most machines, and of those the one with the fewest GPUs in one of them."""
     names = axes.split("+")
-    sizes = tuple(mesh_shape.values())
-    numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    whole = tuple(slice(None) if name in names else 0 for name in mesh_shape)
-    _, counts = np.unique(numbers[whole] // gpu.gpus_per_node, return_counts=True)
-    return len(counts), int(counts.max())
+    sizes = tuple(size for _, size in mesh_shape)
+    along = [i for i, (name, _) in enumerate(mesh_shape) if name in names]
+    others = [i for i in range(len(sizes)) if i not in along]
+    gpus = math.prod(sizes[i] for i in along)
+    groups = np.arange(math.prod(sizes)).reshape(sizes).transpose(others + along).reshape(-1, gpus) // gpus_per_node
+    counts = [np.unique(machines, return_counts=True)[1] for machines in np.unique(groups, axis=0)]
+    found = [Group(gpus, len(of_machine), int(of_machine.min())) for of_machine in counts]
+    return max(found, key=lambda x: (x.machines > 1, -x.in_one, x.machines))

@@ -51,6 +51,7 @@ class Plan(Prediction):
 
     gpu: str
     gpus: int
+    gpus_per_node: int  # of these, in one machine
     parameters: int
     attention: str  # its implementation: "cudnn", "mosaic" or "xla"
     packed: bool  # rows hold several documents
@@ -78,7 +79,7 @@ class Plan(Prediction):
     bound_by: str  # the resource with the largest of times_s
     times_s: dict[str, float]  # lower bound for each resource
     device_limit_bytes: int  # bytes of this GPU's memory that JAX can use, see `footprint.POOL`
-    host_limit_bytes: int | None  # host memory for all GPUs together; None if unknown
+    host_limit_bytes: int | None  # host memory of a machine; None if unknown
     changes: list[str]  # changes of settings that would make it fit
 
 
@@ -133,12 +134,13 @@ def _plan(
     host_limit = None if host_memory is None else int(host_memory * GiB)
     in_files = sum(row["nvme"] for row in found["classes"].values())
     limit = Memory(int(footprint.POOL * facts.memory_bytes), math.inf if host_limit is None else host_limit)
-    need = Memory(found["device_bytes"], n * found["host_bytes"])
+    need = Memory(found["device_bytes"], facts.in_a_machine(n) * found["host_bytes"])
     fits = not any(advice.missing(need, limit))
     bound_by = max(times, key=lambda resource: times[resource])
     return Plan(
         gpu=gpu,
         gpus=n,
+        gpus_per_node=facts.in_a_machine(n),
         attention=_attention(c),
         packed=c.sample_packing,
         cp_method=c.cp_method,
@@ -378,16 +380,16 @@ def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
 
     If the estimate for this config is below `need`, the difference is added to all estimates.
     """
-    estimated = footprint.needs(c, c.gpus, "gpu")
+    estimated = footprint.needs(c, c.gpus, "gpu", in_a_machine=gpu.in_a_machine(c.gpus))
     device_difference = max(0, need.device - estimated.device)
     host_difference = max(0, need.host - estimated.host)
 
     left = search.Limits(search.device_limit(gpu) - device_difference, limit.host - host_difference)
-    if gpu.rates is not None and configs.gpus_per_sequence(c) == 1 and (lines := search.alternatives(c, gpu, left)):
+    if gpu.rates is not None and (lines := search.alternatives(c, gpu, left)):
         return lines
 
     def needs(c: Config, n: int) -> Memory:
-        found = footprint.needs(c, n, "gpu")
+        found = footprint.needs(c, n, "gpu", in_a_machine=gpu.in_a_machine(n))
         return Memory(found.device + device_difference, found.host + host_difference)
 
     found = advice.changes_that_help(c, c.gpus, limit, "gpu", needs)

@@ -130,8 +130,9 @@ def verdict(p: Plan) -> list[str]:
         if p.device_bytes > DEFAULT_POOL / POOL * p.device_limit_bytes:
             lines.append(f"  with {POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} by itself")
     if p.host_limit_bytes is not None:
-        needed = gib(p.gpus * p.host_bytes)
+        needed = gib(p.gpus_per_node * p.host_bytes)
         limit = gib(p.host_limit_bytes)
-        enough = p.gpus * p.host_bytes <= p.host_limit_bytes
-        lines.append(f"{'fits' if enough else 'does not fit'}: {needed} of {limit} host memory for all GPUs")
+        enough = p.gpus_per_node * p.host_bytes <= p.host_limit_bytes
+        whose = "all" if p.gpus == p.gpus_per_node else f"{p.gpus_per_node}"
+        lines.append(f"{'fits' if enough else 'does not fit'}: {needed} of {limit} host memory for {whose} GPUs")
     return lines + [f"  {'' if i else 'would change it: '}{change}" for i, change in enumerate(p.changes)]

@@ -1,10 +1,14 @@
 """Searches the settings of memory, mesh and microbatches for the fastest step that fits.
 
-What is searched: placement (every `offload_*`, `resident_layers`, `overlap_update`, state in files), mesh
-(`zero_level`, `dp_replicate_size`, `shard_outer`), recomputation, the split of the effective batch into microbatches,
-`microbatches_per_fetch`, `lmhead_chunks`, and of settings that change numbers those that are allowed (`ALLOWED`).
+What is searched: layout (`tp_size`, `cp_size`, `pp_size`), mesh (`zero_level`, `dp_replicate_size`, `shard_outer`),
+placement (every `offload_*`, `resident_layers`, `overlap_update`, state in files), recomputation, the split of the
+effective batch into microbatches, `microbatches_per_fetch`, `lmhead_chunks`, and of settings that change numbers those
+that are allowed (`ALLOWED`).
 
-There are too many combinations to try all. Three rules make few of them enough.
+There are too many combinations to try all. Four rules make few of them enough.
+
+* A layout is tried with a few families first (`SAMPLED`). The `MOST_LAYOUTS` fastest are searched, but for those that
+  take more than `FAR` longer than the fastest one.
 
 * Storing a class of tensors in host memory never makes a step faster. So settings that differ in placement only are a
   `Family`, and of each family only the fastest placement that fits can be the best. Placements are tried in the order
@@ -32,18 +36,22 @@ from surojax.config.fields import RECOMPUTE_PARTS, Config, flat, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.placement.home import NVME
 from surojax.placement.mesh import abstract_mesh
-from surojax.planner import footprint, roofline
+from surojax.planner import footprint, layouts, roofline
 from surojax.planner.advice import FOLDER, OFFLOADS, Change, changed, differing, flags, gib
 from surojax.planner.gpus import Gpu
+from surojax.planner.layouts import divisors, with_own
 from surojax.planner.traffic import batch_of
 from surojax.sizes import divisor
 from surojax.step.state_plan import bytes_per_device
 
 ALTERNATIVES = 3  # that are proposed for settings that do not fit
 TIE = 0.01  # relative; placements of a family that the estimate cannot tell apart, as classes of equal size
+MOST_LAYOUTS = 3  # that are searched
+FAR = 0.15  # relative; layouts whose sample is so much slower are not searched
 KEPT = 32  # candidates that the estimate keeps
 RESERVE = 512 * 2**20  # bytes of a GPU left for cuDNN's workspaces and fragmentation, which no estimate counts
 SLICES = (4096, 1024)  # most tokens in a slice of the head
+SAMPLED = {"recompute_block": True}, {"recompute_block": False, "recompute_swiglu": True, "recompute_ffn": False}
 BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", "microbatches_per_fetch")
 # Fields that the parts of a run do not depend on.
 IRRELEVANT = (*BATCH_FIELDS[:2], "datasets", "validation_datasets")
@@ -57,7 +65,7 @@ ALLOWED: dict[str, Change] = {
 
 
 class Limits(NamedTuple):
-    """Bytes that there are: on each GPU, in host memory for all GPUs, and in files for all GPUs."""
+    """Bytes that there are: on each GPU, in the host memory of a machine, and in files for all GPUs."""
 
     device: float
     host: float = math.inf
@@ -65,7 +73,7 @@ class Limits(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Bytes that a run needs: on each GPU, in host memory for all GPUs, and in files for all GPUs."""
+    """Bytes that a run needs: on each GPU, in the host memory of a machine, and in files for all GPUs."""
 
     device: int
     host: int
@@ -107,12 +115,17 @@ class Found:
     """The result of a search. candidates: the fastest that fit, by estimated time.
 
     nearest: if nothing fits, the settings that miss the least memory, within the host memory that there is.
+    layouts: that were searched. sampled: of each layout that fits, the estimated seconds of the fastest of a few
+    families, if there are several layouts. not_tried: why an axis has no other size, by its name.
     """
 
     candidates: list[Candidate]
     families: int
     tried: int  # settings whose memory was estimated
     nearest: Candidate | None
+    layouts: list[Change]
+    sampled: list[tuple[Change, float]]
+    not_tried: dict[str, str]
 
 
 def device_limit(gpu: Gpu) -> int:
@@ -136,25 +149,27 @@ def search(
     allow: Collection[str] = (),
     keep: Collection[str] = (),
     num_candidates: int = KEPT,
+    within: list[Change] | None = None,
 ) -> Found:
     """The fastest settings that fit, for a checked config (`plan.checked`) and a GPU with rates.
 
-    allow: words of ALLOWED. keep: fields that are not changed. Raises ConfigError for tp_size, cp_size or pp_size above
-    1: none of them is searched.
+    allow: words of ALLOWED. keep: fields that are not changed. within: layouts to search; None: the best by samples.
     """
-    for name, kind in {"tp_size": "tensor", "cp_size": "context", "pp_size": "pipeline"}.items():
-        if c[name] > 1:
-            raise ConfigError(
-                f"{name}: expected 1, since fit does not search {kind} parallelism, got {c[name]}; leave it out"
-            )
-    return Search(c, gpu, limits, allow, keep, num_candidates).run()
+    return Search(c, gpu, limits, allow, keep, num_candidates, within).run()
 
 
 class Search:
     """One search: what was estimated so far."""
 
     def __init__(
-        self, c: Config, gpu: Gpu, limits: Limits, allow: Collection[str], keep: Collection[str], num_candidates: int
+        self,
+        c: Config,
+        gpu: Gpu,
+        limits: Limits,
+        allow: Collection[str],
+        keep: Collection[str],
+        num_candidates: int,
+        within: list[Change] | None,
     ):
         self.c = c
         self.gpu = gpu
@@ -162,12 +177,16 @@ class Search:
         self.allow = allow
         self.keep = {name: flat(c)[name] for name in keep}
         self.num_candidates = num_candidates
+        self.within = within
         self.assemblies: dict[tuple, Assembly] = {}
         self.tried = 0
         self.nearest: Candidate | None = None
+        self.sampled: list[tuple[Change, float]] = []
+        self.refused: dict[str, str] = {}  # why the checks refuse an axis, by its name
 
     def run(self) -> Found:
-        families = sorted(self.families(), key=lambda family: family.floor)
+        searched, not_tried = self.layouts()
+        families = sorted((x for of in searched for x in self.families(of)), key=lambda family: family.floor)
         found: list[Candidate] = []
         for in_files in (False, True) if self.limits.files else (False,):
             for family in families:
@@ -176,12 +195,41 @@ class Search:
                 found = but_for_slices([*found, *self.fastest(family, in_files)])[: self.num_candidates]
             if found:
                 break
-        return Found(found, len(families), self.tried, None if found else self.nearest)
+        nearest = None if found else self.nearest
+        return Found(found, len(families), self.tried, nearest, searched, self.sampled, not_tried)
 
-    def families(self) -> Iterator[Family]:
-        """All families that the checks accept."""
-        parts = numbers(self.c, self.allow), meshes(self.c, self.keep), recomputations(self.c), batches(self.c)
-        for of_part in itertools.product(*parts):
+    def layouts(self) -> tuple[list[Change], dict[str, str]]:
+        """(the layouts to search, why an axis is not tried). If nothing fits: the config's own, and the nearest."""
+        if self.within:
+            return self.within, {}
+        possible, not_tried = layouts.layouts(self.c, self.gpu, self.keep)
+        if len(possible) == 1:
+            return possible, not_tried
+        accepted: set[str] = set()  # axes of which the checks accept another size
+        for of in possible:
+            families = sorted(self.families(of, sampled=True), key=lambda family: family.floor)
+            accepted |= {axis for axis in layouts.AXES if families and of[axis] != self.c[axis]}
+            best = math.inf
+            for family in families:
+                if family.floor > best:
+                    break
+                best = min([best, *(x.seconds for x in self.fastest(family, in_files=False))])
+            if best < math.inf:
+                self.sampled.append((of, best))
+        not_tried |= {axis: reason for axis, reason in self.refused.items() if axis not in accepted}
+        self.sampled.sort(key=lambda x: x[1])
+        near = [of for of, seconds in self.sampled if seconds <= (1 + FAR) * self.sampled[0][1]]
+        of_nearest = [of for of in possible[1:] if self.nearest and not differing(self.nearest.config, of)]
+        return near[:MOST_LAYOUTS] or [possible[0], *of_nearest], not_tried
+
+    def families(self, layout: Change, *, sampled: bool = False) -> Iterator[Family]:
+        """All families of a layout that the checks accept; sampled: a few of them."""
+        meshes = layouts.meshes(self.c, self.gpu, layout, self.keep)
+        again, splits = recomputations(self.c), batches(self.c, layout)
+        if sampled:
+            again = [x for x in again if any(kind.items() <= x.items() for kind in SAMPLED)]
+            splits = sample(splits)
+        for of_part in itertools.product([layout], numbers(self.c, self.allow), meshes, again, splits):
             change = {name: value for part in of_part for name, value in part.items()}
             if self.changes_kept(change):
                 continue
@@ -192,7 +240,10 @@ class Search:
             try:
                 tried = self.changed(change)
                 run = self.assembly(tried)
-            except ConfigError:
+            except ConfigError as error:
+                for axis in layouts.AXES:
+                    if layout[axis] != self.c[axis]:
+                        self.refused.setdefault(axis, str(error))
                 continue
             rows = footprint.by_class(run, batch_of(tried), "gpu")
             work = work_of(tried, run, rows, self.gpu)
@@ -208,6 +259,7 @@ class Search:
         """The fastest placement of a family that fits, and those that take as long within `TIE`; empty if none fits."""
         layers = self.c.model.num_hidden_layers
         sizes = family.work.sizes
+        stored = sizes | {"residual": sizes["residuals at once"]}  # bytes that are in a memory, not those that move
         least = self.needed(self.changed(family.change)).device  # with nothing offloaded
 
         def placed(offloaded: tuple[str, ...], resident: int, overlaps: bool) -> tuple:
@@ -223,8 +275,9 @@ class Search:
         # A frozen base has no master weights, and those of its adapters stay where they are.
         offloads = tuple(name for name in OFFLOADS if not (self.c.lora and name == "master"))
         for offloaded in subsets(offloads):
-            room = room_for(offloaded, least - sum(sizes[name] for name in offloaded))
-            resident = min(max(room, 0), layers - 1) if "weights" in offloaded and not self.c.persistent_quants else 0
+            room = room_for(offloaded, least - sum(stored[name] for name in offloaded))
+            streams = "weights" in offloaded and not self.c.persistent_quants and family.change["pp_size"] == 1
+            resident = min(max(room, 0), layers - 1) if streams else 0
             resident = self.keep.get("resident_layers", resident)
             if room >= 0 or len(offloaded) == len(offloads):
                 queue += [placed(offloaded, resident, overlaps) for overlaps in self.may_overlap(offloaded, in_files)]
@@ -262,7 +315,7 @@ class Search:
         found = []
         for files in stored_in_files(offloaded) if in_files else [()]:
             in_host = sum(family.work.sizes[name] for name in offloaded if name not in (*files, "weights"))
-            if self.c.gpus * in_host > self.limits.host:
+            if self.gpu.in_a_machine(self.c.gpus) * in_host > self.limits.host:
                 continue
             change = family.change | {f"offload_{name}": "nvme" if name in files else True for name in offloaded}
             change |= {"resident_layers": resident, "overlap_update": overlaps}
@@ -307,7 +360,7 @@ class Search:
         """Estimated bytes that a config needs."""
         self.tried += 1
         run = self.assembly(c)
-        return needed(c, run, footprint.by_class(run, batch_of(c), "gpu"))
+        return needed(c, run, footprint.by_class(run, batch_of(c), "gpu"), self.gpu)
 
 
 def alternatives(c: Config, gpu: Gpu, limits: Limits) -> list[str]:
@@ -319,7 +372,7 @@ def alternatives(c: Config, gpu: Gpu, limits: Limits) -> list[str]:
         change = differing(c, candidate.change)
         return f"{flags(change)} -> {gib(need.device)}{host} (fits), estimated {1e3 * candidate.seconds:,.0f} ms a step"
 
-    found = search(c, gpu, limits, num_candidates=ALTERNATIVES).candidates
+    found = search(c, gpu, limits, keep=layouts.AXES, num_candidates=ALTERNATIVES).candidates
     return [f"{'or ' if i else ''}{line(candidate)}" for i, candidate in enumerate(found)]
 
 
@@ -342,31 +395,6 @@ def numbers(c: Config, allow: Collection[str]) -> list[Change]:
     return [{k: v for word in of for k, v in ALLOWED[word].items()} for of in subsets(words)]
 
 
-def meshes(c: Config, keep: Collection[str]) -> list[Change]:
-    """Ways to shard over the GPUs, the config's own among them; on one GPU its own only if one of its fields is kept.
-
-    Replicas gather less from each other and store more, so they are for sharded gradients or weights only.
-    """
-    n = c.gpus
-    fixed = {"shard_weights": None, "shard_gradients": None, "dp_shard_size": -1}
-    if n == 1:
-        plain = fixed | {"zero_level": 1, "dp_replicate_size": 1, "shard_outer": False}
-        return [{name: c[name] for name in plain} if any(name in keep for name in plain) else plain]
-    found = [(1, 1)] + [(level, replicas) for level in (2, 3) for replicas in divisors(n)[:-1]]
-    tried = [
-        fixed | {"zero_level": level, "dp_replicate_size": replicas, "shard_outer": outer}
-        for level, replicas in found
-        for outer in (False, True)
-    ]
-    return with_own(c, tried)
-
-
-def with_own(c: Config, changes: list[Change]) -> list[Change]:
-    """The changes, and what the config has itself for their fields if that is none of them."""
-    own = {name: c[name] for name in changes[0]}
-    return changes if own in changes else [*changes, own]
-
-
 def recomputations(c: Config) -> list[Change]:
     """What the backward pass computes again, from nothing to all of a block, and what the config says."""
     none = dict.fromkeys(RECOMPUTE_PARTS, False)
@@ -375,21 +403,39 @@ def recomputations(c: Config) -> list[Change]:
     return with_own(c, [*of_parts, none | {"recompute_block": True}])
 
 
-def batches(c: Config) -> list[Change]:
-    """Ways to split the sequences of a GPU and step into microbatches and slices, the config's own among them."""
-    sequences = c.per_device_batch_size * c.gradient_accumulation_steps
+def batches(c: Config, layout: Change) -> list[Change]:
+    """Ways to split the sequences of a group and step into microbatches and slices.
+
+    The config's own is among them for its own layout. Stages compute one microbatch at a time.
+    """
+    sequences = layouts.sequences(c, layout)
     found = []
     for size, most in itertools.product(divisors(sequences), SLICES):
         microbatches = sequences // size
-        tokens = size * c.sequence_len
+        tokens = size * c.sequence_len // layouts.group(layout)
+        if not tokens:
+            continue
         change = {
             "per_device_batch_size": size,
             "gradient_accumulation_steps": microbatches,
             "lmhead_chunks": divisor(tokens, math.ceil(tokens / most)),
         }
-        changes = [change | {"microbatches_per_fetch": group} for group in divisors(microbatches)]
+        fetches = divisors(microbatches) if layout["pp_size"] == 1 else [1]
+        changes = [change | {"microbatches_per_fetch": group} for group in fetches]
         found += [x for x in changes if x not in found]
-    return with_own(c, found)
+    return found if differing(c, layout) else with_own(c, found)
+
+
+def sample(splits: list[Change]) -> list[Change]:
+    """A few of `batches`: small, medium and large microbatches, fetched alone and together."""
+    sizes = sorted({split["per_device_batch_size"] for split in splits})
+    some = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
+    found = {}
+    for split in splits:
+        size, microbatches, group = (split[name] for name in BATCH_FIELDS)
+        if size in some and group in (1, microbatches):
+            found[size, group] = split  # the one with the smallest slices of the head
+    return list(found.values())
 
 
 def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
@@ -402,11 +448,6 @@ def stored_in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:
     return [of for of in subsets([name for name in ("optimizer", "master") if name in offloaded]) if of]
 
 
-def divisors(n: int) -> list[int]:
-    """The divisors of n in ascending order."""
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
 def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
     """(estimated bytes, estimated seconds of each phase of a step) of a checked config on a GPU with rates."""
     run = assembly(c)
@@ -416,7 +457,7 @@ def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
         offloaded.append("weights")
     resident = c.resident_layers / run.model.num_layers
     phases = roofline.phases(work_of(c, run, rows, gpu), offloaded, resident, overlap_update=c.overlap_update)
-    return needed(c, run, rows), phases
+    return needed(c, run, rows, gpu), phases
 
 
 def assembly(c: Config) -> Assembly:
@@ -427,10 +468,10 @@ def assembly(c: Config) -> Assembly:
 def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> roofline.Work:
     """The `Work` of a config's step. rows: `footprint.by_class` of the run."""
     batch = batch_of(c)
-    return roofline.step_work(run, batch, gpu, roofline.stored_bytes(run, rows))
+    return roofline.step_work(run, batch, gpu, roofline.stored_bytes(run, rows, batch.microbatches))
 
 
-def needed(c: Config, run: Assembly, rows: dict[str, dict[str, int]]) -> Need:
+def needed(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> Need:
     """Estimated bytes that a run of a config needs. rows: `footprint.by_class` of the run."""
     device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
-    return Need(device, c.gpus * host, c.gpus * bytes_per_device(run.plan, NVME))
+    return Need(device, gpu.in_a_machine(c.gpus) * host, c.gpus * bytes_per_device(run.plan, NVME))

@@ -88,7 +88,7 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     """Bytes that each GPU sends per step, by (collective, axis)."""
     table = run.engine.table
     n = shards(run.mesh)
-    over_shards = _joined(run, shard_axes(run.mesh)) or SHARD
+    over_shards = axes_of_shards(run)
     replicas = run.mesh.shape[REPLICATE]
     k = batch.microbatches
     groups = _groups(run, batch)
@@ -142,6 +142,11 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     parameters = blocks / n + replicated_blocks + sharded_outer / n + replicated_outer
     sent["all-reduce", REPLICATE] += 2 * (replicas - 1) / replicas * accum * parameters
     return {key: round(size) for key, size in sent.items() if size}
+
+
+def axes_of_shards(run: Assembly) -> str:
+    """The axes over which state is sharded, as `collective_bytes` names them."""
+    return _joined(run, shard_axes(run.mesh)) or SHARD
 
 
 def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
