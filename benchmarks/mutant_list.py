@@ -1754,7 +1754,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "magnitudes of the last microbatch only",
-        "surojax/step/engine.py",
+        "surojax/step/passes.py",
         "old.at[layer.number].max(new)",
         "old.at[layer.number].set(new)",
         "tests/test_fp8.py::test_the_history_has_the_largest_of_all_microbatches",
@@ -1789,7 +1789,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a group's gradients are those of its last microbatch",
-        "surojax/step/engine.py",
+        "surojax/step/passes.py",
         "            sums = accumulate(engine, segment, sums, dw)\n",
         "            before = sums if i == 0 else before\n            sums = accumulate(engine, segment, before, dw)\n",
         f"{GROUPED} -k config0",

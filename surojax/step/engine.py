@@ -11,8 +11,8 @@
 
 The layers are those of one segment of the model after another. The head computes in slices of tokens, and adds its
 gradient to the accumulators. Two groups may be peeled off the loop: the first, which need not read accumulators in host
-memory, and the last, in which push also sums over devices what the others leave local. fetch is in weights.py, save in
-residuals.py, push and finish in gradients.py, embedding and head in outer.py.
+memory, and the last, in which push also sums over devices what the others leave local. The loops over layers are in
+passes.py, fetch in weights.py, save in residuals.py, push and finish in gradients.py, embedding and head in outer.py.
 
 A group has `microbatches_per_fetch` microbatches. A layer's weights are fetched once for all of them, and so are its
 accumulators if they are in host memory: fewer transfers, more residuals. Gradients are added in the same order with
@@ -60,20 +60,17 @@ from surojax.placement.mesh import AXES, DATA, TOKENS
 from surojax.placement.param import OUTER
 from surojax.step.gradients import (
     Accumulators,
-    accumulate,
     accumulators,
     add,
     begin_backward,
     finish,
     peels_last_group,
-    push,
-    read_accumulator,
-    reduce_behind,
     starts_in_first_group,
 )
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.residuals import Kept, Residuals, Slot, block_backward, block_forward
+from surojax.step.passes import BackwardCarry, Forward, Group, Microbatch, backward, forward, in_turn
+from surojax.step.residuals import Residuals, block_forward
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState
 from surojax.step.weights import Layer, Layers, fetch
@@ -95,19 +92,6 @@ class Gradients(NamedTuple):
     history: Any
     updated: dict[str, TensorState] | None = None
     finite: Finite | None = None
-
-
-class Microbatch(NamedTuple):
-    """What a pass over layers reads of a microbatch.
-
-    inputs_BS, labels_BS: of this device's tokens. starts_BS: of the documents of whole sequences, None if the engine is
-    not packed. recipe_inputs: a function of the number of a layer.
-    """
-
-    inputs_BS: jax.Array
-    labels_BS: jax.Array
-    starts_BS: jax.Array | None
-    recipe_inputs: Callable
 
 
 class StepInputs(NamedTuple):
@@ -142,39 +126,6 @@ class GroupCarry(NamedTuple):
     observed: Any
     saved: dict[str, list]
     finite: Finite | None
-
-
-class ForwardCarry(NamedTuple):
-    """What the loop over layers forward carries of each microbatch: x, its sum of auxiliary losses, its residuals."""
-
-    x_BSD: jax.Array
-    auxiliary: jax.Array | None
-    kept: Kept
-
-
-class Forward(NamedTuple):
-    """Results of a segment's forward pass, for each microbatch of a group.
-
-    prefetched: as the layers' `loop` returns it, weights of the backward pass; from `UpdatingLayers` the new state.
-    """
-
-    microbatches: list[ForwardCarry]
-    prefetched: Any
-
-
-class BackwardCarry(NamedTuple):
-    """The carry of the loop over layers backward.
-
-    dxs_BSD: for each microbatch. d_auxiliary: gradient of every auxiliary loss, None if there is none. deferred: for
-    each microbatch, residuals of the layer below, in flight to the device.
-    """
-
-    dxs_BSD: list[jax.Array]
-    d_auxiliary: jax.Array | None
-    grads: Accumulators
-    squares: Squares
-    deferred: list
-    observed: Any
 
 
 def loss_and_gradients(
@@ -259,10 +210,10 @@ def group(
     last: bool,
 ) -> GroupCarry:
     """The carry after group g of microbatches: forward and backward. first, last: group of the step."""
-    of_group = microbatches_of(engine, step_inputs, g)
-    xs_BSD, passes = group_forward(engine, step_inputs, residuals, g, carry, of_group)
-    carry, dxs_BSD = group_heads(engine, step_inputs, carry, of_group, xs_BSD)
-    return group_backward(engine, step_inputs, residuals, g, carry, of_group, dxs_BSD, passes, first=first, last=last)
+    current = group_of(engine, step_inputs, g, first=first, last=last)
+    xs_BSD, passes = group_forward(engine, step_inputs, residuals, current, carry)
+    carry, dxs_BSD = group_heads(engine, step_inputs, current, carry, xs_BSD)
+    return group_backward(engine, step_inputs, residuals, current, carry, dxs_BSD, passes)
 
 
 def first_group(
@@ -277,22 +228,21 @@ def first_group(
     """(the carry after the step's first group, which updates the layers of `updating`; their new state by segment)."""
     if not updating:
         return group(engine, step_inputs, residuals, 0, carry, first=True, last=last), {}
-    of_group = microbatches_of(engine, step_inputs, 0)
-    xs_BSD, passes = group_forward(engine, step_inputs._replace(segments=updating), residuals, 0, carry, of_group)
+    current = group_of(engine, step_inputs, 0, first=True, last=last)
+    xs_BSD, passes = group_forward(engine, step_inputs._replace(segments=updating), residuals, current, carry)
     updated = {name: passed.prefetched for name, passed in passes.items()}
     new_layers = layers_of(engine, {name: state.weights for name, state in updated.items()})
     for name, layers in new_layers.items():
         passes[name] = passes[name]._replace(prefetched=layers.first(reverse=True))
     step_inputs = step_inputs._replace(segments=new_layers)
-    carry, dxs_BSD = group_heads(engine, step_inputs, carry, of_group, xs_BSD)
-    carry = group_backward(engine, step_inputs, residuals, 0, carry, of_group, dxs_BSD, passes, first=True, last=last)
-    return carry, updated
+    carry, dxs_BSD = group_heads(engine, step_inputs, current, carry, xs_BSD)
+    return group_backward(engine, step_inputs, residuals, current, carry, dxs_BSD, passes), updated
 
 
-def microbatches_of(engine: Engine, step_inputs: StepInputs, g: jax.Array | int) -> list[Microbatch]:
-    """The microbatches of group g."""
+def group_of(engine: Engine, step_inputs: StepInputs, g: jax.Array | int, *, first: bool, last: bool) -> Group:
+    """Group g of microbatches."""
     n = engine.microbatches_per_fetch
-    return [microbatch_of(engine, step_inputs, g * n + i) for i in range(n)]
+    return Group(g, [microbatch_of(engine, step_inputs, g * n + i) for i in range(n)], first, last)
 
 
 def microbatch_of(engine: Engine, step_inputs: StepInputs, a: jax.Array | int) -> Microbatch:
@@ -306,30 +256,29 @@ def group_forward(
     engine: Engine,
     step_inputs: StepInputs,
     residuals: dict[str, Residuals],
-    g: jax.Array | int,
+    current: Group,
     carry: GroupCarry,
-    of_group: list[Microbatch],
 ) -> tuple[list[jax.Array], dict[str, Forward]]:
     """(the last blocks' outputs for each microbatch, the forward pass of each segment)."""
-    xs_BSD = [embedded(engine, step_inputs.outer, each) for each in of_group]
+    xs_BSD = [embedded(engine, step_inputs.outer, each) for each in current.microbatches]
     passes: dict[str, Forward] = {}
     for name, layers in step_inputs.segments.items():
-        prefetched = layers.turn(carry.prefetched[name], g, reverse=False)
+        prefetched = layers.turn(carry.prefetched[name], current.number, reverse=False)
         kept = [residuals[name].first(stack) for stack in carry.saved[name]]
-        passes[name] = forward(engine, layers, xs_BSD, prefetched, of_group, residuals[name], kept)
+        passes[name] = forward(engine, layers, xs_BSD, prefetched, current.microbatches, residuals[name], kept)
         xs_BSD = [each.x_BSD for each in passes[name].microbatches]
     return xs_BSD, passes
 
 
 def group_heads(
-    engine: Engine, step_inputs: StepInputs, carry: GroupCarry, of_group: list[Microbatch], xs_BSD: list[jax.Array]
+    engine: Engine, step_inputs: StepInputs, current: Group, carry: GroupCarry, xs_BSD: list[jax.Array]
 ) -> tuple[GroupCarry, list[jax.Array]]:
     """(the carry with losses and gradients of the head, d loss / dx for each microbatch)."""
     total = carry.loss
     d_outer = carry.grads.outer
     finite = and_activations(carry.finite, xs_BSD)
     dxs_BSD = []
-    for each, x_BSD in zip(of_group, xs_BSD, strict=True):
+    for each, x_BSD in zip(current.microbatches, xs_BSD, strict=True):
         loss, dx_BSD, d_outer = head(
             engine.model,
             step_inputs.outer,
@@ -350,36 +299,30 @@ def group_backward(
     engine: Engine,
     step_inputs: StepInputs,
     residuals: dict[str, Residuals],
-    g: jax.Array | int,
+    current: Group,
     carry: GroupCarry,
-    of_group: list[Microbatch],
     dxs_BSD: list[jax.Array],
     passes: dict[str, Forward],
-    *,
-    first: bool,
-    last: bool,
 ) -> GroupCarry:
     """The carry after the blocks of all segments in reverse, and the embedding's gradients."""
     d_auxiliary = step_inputs.d_auxiliary
     done = BackwardCarry(dxs_BSD, d_auxiliary, carry.grads, collectives.no_squares(), [], carry.observed)
     prefetched = {}
     for name, layers in reversed(step_inputs.segments.items()):
-        early = layers.turn(passes[name].prefetched, g, reverse=True)
+        early = layers.turn(passes[name].prefetched, current.number, reverse=True)
         kept = [each.kept for each in passes[name].microbatches]
-        done = done._replace(grads=begin_backward(layers.segment, done.grads, g, first=first))
-        done, prefetched[name] = backward(
-            engine, layers, done, early, of_group, residuals[name], kept, first=first, last=last
-        )
+        done = done._replace(grads=begin_backward(layers.segment, done.grads, current.number, first=current.first))
+        done, prefetched[name] = backward(engine, layers, done, early, current, residuals[name], kept)
     d_outer = done.grads.outer
-    for each, dx_BSD in zip(of_group, done.dxs_BSD, strict=True):
+    for each, dx_BSD in zip(current.microbatches, done.dxs_BSD, strict=True):
         d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, engine.vocabulary_axes, engine.model.embedding_scale)
     auxiliary = carry.auxiliary
-    for i in range(len(of_group)):
+    for i in range(len(current.microbatches)):
         for passed in passes.values():
             if passed.microbatches[i].auxiliary is not None:
                 auxiliary = add(auxiliary, passed.microbatches[i].auxiliary)
     grads = done.grads._replace(outer=d_outer)
-    saved = {name: [each.kept.stack for each in of.microbatches] for name, of in passes.items()}
+    saved = {name: [each.kept.stack for each in passed.microbatches] for name, passed in passes.items()}
     finite = and_gradients(carry.finite, done.dxs_BSD)
     return GroupCarry(grads, carry.loss, auxiliary, done.squares, prefetched, done.observed, saved, finite)
 
@@ -442,113 +385,6 @@ def residuals_of(engine: Engine, layers: Layers, outer, each: Microbatch) -> Res
     variants = dict.fromkeys(segment.variants)
     saved = {variant: jax.eval_shape(functools.partial(of_variant, variant)) for variant in variants}
     return Residuals(segment.num_layers, engine.table.residuals.home, saved)
-
-
-@jax.named_scope("forward")
-def forward(
-    engine: Engine,
-    layers: Layers,
-    xs_BSD: list[jax.Array],
-    prefetched,
-    of_group: list[Microbatch],
-    residuals: Residuals | Slot,
-    kept: list[Kept],
-) -> Forward:
-    """All blocks of a segment, for each microbatch of a group with its x. kept: before layer 0."""
-    segment = layers.segment
-
-    def block_of(each: Microbatch, layer: Layer, carry: ForwardCarry, prefetched):
-        """(carry, prefetched) after the layer's block."""
-        inputs = each.recipe_inputs(layer.number)
-        (x_BSD, auxiliary), values = block_forward(engine, segment, layer, carry.x_BSD, inputs, each.starts_BS)
-        if engine.table.weights.sharded and not engine.recompute_block:
-            # Residuals are written after the next weights are gathered, or the scheduler puts the gather behind them.
-            values, gathered = jax.lax.optimization_barrier((values, prefetched[0]))
-            prefetched = gathered, *prefetched[1:]
-        kept = residuals.keep(carry.kept, values, layer.index)
-        return ForwardCarry(x_BSD, add(carry.auxiliary, auxiliary), kept), prefetched
-
-    def one(layer: Layer, prefetched, carries: list[ForwardCarry]):
-        done: list[ForwardCarry] = []
-        for each, carry in zip(of_group, carries, strict=True):
-            if done:
-                x_BSD, before = in_turn(carry.x_BSD, done[-1].x_BSD)
-                carry = carry._replace(x_BSD=x_BSD)
-                done[-1] = done[-1]._replace(x_BSD=before)
-            carry, prefetched = block_of(each, layer, carry, prefetched)
-            done.append(carry)
-        return done, prefetched
-
-    auxiliary = varying(jnp.float32(0)) if segment.has_auxiliary_loss else None
-    carries = [ForwardCarry(x_BSD, auxiliary, of) for x_BSD, of in zip(xs_BSD, kept, strict=True)]
-    done, prefetched = layers.loop(one, carries, prefetched, tokens=tokens_of(xs_BSD))
-    return Forward(done, prefetched)
-
-
-@jax.named_scope("backward")
-def backward(
-    engine: Engine,
-    layers: Layers,
-    carry: BackwardCarry,
-    prefetched,
-    of_group: list[Microbatch],
-    residuals: Residuals | Slot,
-    kept: list[Kept],
-    *,
-    first: bool,
-    last: bool,
-):
-    """(BackwardCarry, prefetched) after all blocks of a segment in reverse, for each microbatch of a group.
-
-    kept: after the last layer's forward pass. first, last: group of the step, see `read_accumulator` and `push`.
-    """
-    segment = layers.segment
-
-    def one(layer: Layer, prefetched, carry: BackwardCarry):
-        l = layer.index
-        taken = [
-            residuals.take(of_microbatch._replace(deferred=deferred), l, layer.variant)
-            for of_microbatch, deferred in zip(kept, carry.deferred, strict=True)
-        ]
-        grads, sums = read_accumulator(segment, carry.grads, l, first=first)
-        deferred = [of_microbatch.deferred for _, of_microbatch in taken]
-        dxs_BSD = list(carry.dxs_BSD)
-        d_auxiliary = carry.d_auxiliary if segment.has_auxiliary_loss else None
-        observed = carry.observed
-        for i, (each, (saved, _)) in enumerate(zip(of_group, taken, strict=True)):
-            if i:
-                saved, dxs_BSD[i - 1] = in_turn(saved, dxs_BSD[i - 1])
-                dxs_BSD[i], sums = in_turn(dxs_BSD[i], sums)
-            d_result = dxs_BSD[i], d_auxiliary
-            inputs = each.recipe_inputs(layer.number)
-            dw, dxs_BSD[i], seen = block_backward(engine, segment, layer, saved, d_result, inputs, each.starts_BS)
-            if not i and engine.recompute_block and engine.table.weights.sharded:
-                # The next layer's weights and residuals arrive before the first gradient is reduced, or the scheduler
-                # puts them behind the last one. Nothing that computes waits for them. With weights from the host,
-                # residuals may be later, for less memory.
-                arriving = [] if engine.table.weights.home.streamed else deferred
-                dw, (gathered, arriving) = reduce_behind(dw, (prefetched[0], arriving))
-                deferred = arriving or deferred
-                prefetched = gathered, *prefetched[1:]
-            sums = accumulate(engine, segment, sums, dw)
-            observed = jax.tree.map(lambda old, new: old.at[layer.number].max(new), observed, seen)
-        grads, squares = push(engine, segment, grads, sums, layer, last=last)
-        squares = add(carry.squares, squares)
-        return BackwardCarry(dxs_BSD, carry.d_auxiliary, grads, squares, deferred, observed), prefetched
-
-    carry = carry._replace(deferred=[of_microbatch.deferred for of_microbatch in kept])
-    done, prefetched = layers.loop(one, carry, prefetched, tokens=tokens_of(carry.dxs_BSD), reverse=True)
-    return done._replace(deferred=[]), prefetched
-
-
-def tokens_of(xs_BSD: list[jax.Array]) -> int:
-    """The number of tokens of these activations."""
-    return sum(x_BSD.shape[0] * x_BSD.shape[1] for x_BSD in xs_BSD)
-
-
-def in_turn(x, before):
-    """(x, what was computed before it), both known only when both are, so that one is computed after the other."""
-    return jax.lax.optimization_barrier((x, before))
 
 
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array, starts_BS=None):

@@ -52,17 +52,7 @@ from surojax.parallel.schedule import (
 )
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
-from surojax.step.engine import (
-    BackwardCarry,
-    Gradients,
-    Microbatch,
-    backward,
-    count,
-    forward,
-    own_slice,
-    recipe_inputs_of,
-    residuals_of,
-)
+from surojax.step.engine import Gradients, count, own_slice, recipe_inputs_of, residuals_of
 from surojax.step.gradients import (
     Accumulators,
     accumulators,
@@ -75,6 +65,7 @@ from surojax.step.gradients import (
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
 from surojax.step.padding import Inputs, padded
+from surojax.step.passes import BackwardCarry, Group, Microbatch, backward, forward
 from surojax.step.residuals import Slot
 from surojax.step.spec import Engine
 from surojax.step.weights import Layer, Layers
@@ -237,13 +228,13 @@ class Stage:
 
     def backward(self, a, carry: TickCarry) -> TickCarry:
         """This stage: its layers backward, from the residuals in the microbatch's slot."""
-        each = self.microbatch(a)
+        group = Group(a, [self.microbatch(a)], first=False, last=False)
         slot = self.slot(a)
         kept = slot.begin_backward(carry.saved)
         early = self.layers.first(reverse=True)
         grads = begin_backward(self.segment, carry.grads, a, first=False)
         before = BackwardCarry([carry.dx_BSD], None, grads, collectives.no_squares(), [], carry.observed)
-        done, _ = backward(self.engine, self.layers, before, early, [each], slot, [kept], first=False, last=False)
+        done, _ = backward(self.engine, self.layers, before, early, group, slot, [kept])
         finite = and_gradients(carry.finite, done.dxs_BSD)
         return carry._replace(dx_BSD=done.dxs_BSD[0], grads=done.grads, observed=done.observed, finite=finite)
 
