@@ -5,6 +5,7 @@ have the order that the others' have; without it, XLA's sums within a process ha
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -18,9 +19,11 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+import small
 
 from surojax import ConfigError, read_metrics
 from surojax.data.batches import batches
@@ -402,6 +405,34 @@ def test_a_folder_that_others_do_not_see_is_refused(tmp_path, monkeypatch):
     others["settings"] = 1
     with pytest.raises(ConfigError, match=r"^processes: expected the same settings in all, got different ones"):
         shared.check_shared(tmp_path / "run", "settings")
+
+
+LATE = {"overlap_update": True, "shard_gradients": True, "offload_grads": True}
+STAGES = {"pp_size": 2, "config": dataclasses.replace(small.CONFIG, num_hidden_layers=2)}
+
+
+@pytest.mark.parametrize("placed", small.quick_at([({"shard_gradients": True},), (LATE,), (STAGES,)], 0))
+def test_the_metrics_say_which_devices_had_finite_values(placed):
+    """And no other bit of a step depends on it. One token has an embedding of NaN: a row of device 1 has that token.
+    A NaN in a stage's part is in the next stage's too, and in gradients of all."""
+    batch_size = 2 if "pp_size" in placed else 4
+    inputs, labels = small.tokens(1, batch_size, 16)
+    inputs[inputs == 63] = 0
+    plain = small.Small(2, **placed).train([(inputs, labels)])
+    run = small.Small(2, locates_nonfinite=True, **placed)
+    state = run.state
+    _, metrics = run.step(jax.tree.map(jnp.copy, state), *run.put((inputs, labels)))
+    assert [(float(metrics["loss"]), float(metrics["grad_norm"]))] == plain
+    assert metrics["finite"].tolist() == [[True, True], [True, True]]
+
+    outer = state.weights["outer"]
+    broken = outer | {"embed": outer["embed"].at[63].set(jnp.nan)}
+    inputs[0, -1, 3] = 63
+    state = state._replace(weights=state.weights | {"outer": broken})
+    _, metrics = run.step(state, *run.put((inputs, labels)))
+    assert np.isnan(metrics["loss"])
+    well = "pp_size" not in placed
+    assert metrics["finite"].tolist() == [[well, well], [False, False]]
 
 
 @pytest.mark.parametrize(
