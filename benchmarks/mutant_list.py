@@ -4186,7 +4186,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the loss is logged as the gradient norm",
-        "surojax/step/train_step.py",
+        "surojax/step/metrics.py",
         '"grad_norm": found.norm',
         '"grad_norm": found.loss',
         "tests/test_engine.py::test_golden_steps",
@@ -4540,6 +4540,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/launch.py",
         "gradient_accumulation_steps={steps * started // n}",
         "gradient_accumulation_steps={steps}",
-        "tests/test_processes.py::test_elastic_down_to_one_process_and_a_checkpoint_of_one_on_two",
+        "tests/test_processes.py::test_elastic_from_four_processes_to_one_and_back",
     ),
 )
