@@ -4426,7 +4426,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a part of a layer that all processes have is written by all",
         "surojax/memory/nvme.py",
-        "owners[start] == mine)",
+        "start not in of_lower)",
         "True)",
         "tests/test_nvme.py::test_a_process_stores_the_parts_that_its_devices_hold",
     ),
@@ -4540,6 +4540,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/launch.py",
         "gradient_accumulation_steps={steps * started // n}",
         "gradient_accumulation_steps={steps}",
-        "tests/test_processes.py::test_elastic_from_four_processes_to_one_and_back",
+        "tests/test_processes.py::test_a_process_that_hangs_is_named_and_one_continues_and_then_two",
     ),
 )

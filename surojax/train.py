@@ -109,7 +109,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
             rows=feed.rows,
         )
         until_end.enter_context(contextlib.closing(batches))
-        programs = compile_programs(c, run, devices, start.found.evaluated, feed)
+        programs = compile_programs(c, run, setup.mesh, start.found.evaluated, feed)
         predicted = predict(c, run, programs.train_step, devices)
 
         # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
