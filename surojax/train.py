@@ -109,11 +109,11 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
             rows=feed.rows,
         )
         until_end.enter_context(contextlib.closing(batches))
-        programs = compile_programs(c, run, devices, start.found.evaluated, feed)
+        programs = compile_programs(c, run, setup.mesh, start.found.evaluated, feed)
         predicted = predict(c, run, programs.train_step, devices)
 
         # -- State: from a checkpoint, from another model's weights, or new -------------------------------------------
-        train_state = first_state(c, run, start.resume, setup.initial, start.adapter)
+        states = [first_state(c, run, start.resume, setup.initial, start.adapter)]
 
         # -- Loop -----------------------------------------------------------------------------------------------------
         checkpoints = until_end.enter_context(Checkpoints(setup.output_dir, save_total_limit=c.save_total_limit))
@@ -129,7 +129,8 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
         until_end.enter_context(log)
         outputs = Outputs(checkpoints, log, until_end.enter_context(StopSignal(until)))
         fine_tunes = setup.initial is not None and not start.resume  # evaluated first: what it starts from
-        done = loop(c, start, programs, outputs, batches, train_state, evaluates_first=fine_tunes, layers=run.layers)
+        # The state is moved into the loop: what a step replaces is not kept here.
+        done = loop(c, start, programs, outputs, batches, states.pop(), evaluates_first=fine_tunes, layers=run.layers)
 
         # -- Finish ---------------------------------------------------------------------------------------------------
         checkpoints.wait()

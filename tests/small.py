@@ -126,6 +126,7 @@ class Small:
         packed: bool = False,
         microbatches_per_fetch: int = 1,
         overlap_update: bool = False,
+        locates_nonfinite: bool = False,
         seed: int = 0,
         m_dtype: str = "float32",
         optimizer=optim.adamw,
@@ -153,6 +154,7 @@ class Small:
             microbatches_per_fetch=microbatches_per_fetch,
             overlap_update=overlap_update,
             pp_schedule=pp_schedule,
+            locates_nonfinite=locates_nonfinite,
         )
         self.plan, self.engine, self.optimizer = self.run.plan, self.run.engine, self.run.optimizer
         self.step = self.run.train_step()

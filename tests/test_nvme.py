@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ from surojax.errors import CheckpointError, ConfigError
 from surojax.memory import nvme
 from surojax.memory.nvme import InFile, NvmeError, Store, store_of
 from surojax.placement import table as placement
-from surojax.placement.home import HOST, NVME
+from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.planner import advice, footprint
@@ -422,6 +423,62 @@ def test_layers_larger_than_a_request_are_read_and_written_in_pieces(small, monk
     file.write(1, before[1] + 1)
     for l in range(3):
         np.testing.assert_array_equal(file.read(l), before[l] + (l == 1))
+
+
+class Shards:
+    """A sharding of a layer over four devices of two processes, that exists without them. starts: of each device."""
+
+    def __init__(self, starts: list[int]):
+        self.indices = [(slice(start, start + 2), slice(None)) for start in starts]
+
+    def devices_indices_map(self, shape) -> dict:
+        return {Device(i // 2, i): index for i, index in enumerate(self.indices)}
+
+    def shard_shape(self, shape) -> tuple[int, ...]:
+        return (2, *shape[1:])
+
+
+class Device(NamedTuple):
+    process_index: int
+    number: int
+
+
+@pytest.mark.parametrize(
+    "starts, stored, firsts",
+    [([0, 2, 4, 6], [4, 5, 6, 7], [True, True]), ([0, 2, 0, 2], [0, 1, 2, 3], [False, False])],
+)
+def test_a_process_stores_the_parts_that_its_devices_hold(tmp_path, monkeypatch, starts, stored, firsts):
+    """Process 1 of two: of a layer whose rows are sharded over both, and of one that both have. A checkpoint has every
+    part once."""
+    monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(nvme.jax, "process_index", lambda: 1)
+    sharding = Shards(starts)
+    monkeypatch.setattr(InFile, "layer_sharding", lambda file, home: sharding)
+    store = Store(tmp_path, 3)
+    file = InFile(store, (3, 8, 5), "float32", SimpleNamespace(spec=jax.P()))
+    assert store.folder == tmp_path / "process-1" and file.stored_shape == (2, 2, 5)
+    assert [part.first for part in file.parts.values()] == firsts
+    store.folder.mkdir()
+    layer = np.random.default_rng(0).standard_normal((8, 5), np.float32)
+    file.write(1, file.stored_of(layer))
+    np.testing.assert_array_equal(file.read(1).reshape(4, 5), layer[stored])
+    assert store.path.stat().st_size == store.bytes == 3 * 4096
+    store.close()
+
+
+def test_parts_of_layers_go_to_the_devices_and_back(tmp_path, monkeypatch):
+    """All four devices are of one process of two here, so that it has all parts."""
+    monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    store = Store(tmp_path, 3)
+    file = InFile(store, (3, 8, 4), "float32", jax.NamedSharding(mesh, jax.P(None, "b", "a")))
+    layer = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    store.folder.mkdir()
+    file.write(2, file.stored_of(layer))
+    array = file.on_devices(file.read(2), DEVICE)
+    np.testing.assert_array_equal(np.asarray(array), layer)
+    np.testing.assert_array_equal(file.from_devices(array), file.stored_of(layer))
+    store.close()
 
 
 def test_a_closed_store_reads_on_but_never_shortens_what_another_run_made(small):

@@ -123,13 +123,10 @@ class InFile:
     def _own_parts(self) -> dict[tuple[int, ...], Part]:
         """Where the parts of a layer on this process's devices are, by where they start."""
         indices = self.layer_sharding(DEVICE).devices_indices_map(self.shape[1:])
-        owners: dict[tuple[int, ...], int] = {}
-        for device, index in indices.items():
-            start = self._start(index)
-            owners[start] = min(owners.get(start, device.process_index), device.process_index)
         mine = jax.process_index()
         own = {self._start(index): index for device, index in indices.items() if device.process_index == mine}
-        return {start: Part(i, own[start], owners[start] == mine) for i, start in enumerate(sorted(own))}
+        of_lower = {self._start(index) for device, index in indices.items() if (device.process_index or 0) < mine}
+        return {start: Part(i, own[start], start not in of_lower) for i, start in enumerate(sorted(own))}
 
     def _start(self, index: tuple[slice, ...]) -> tuple[int, ...]:
         return tuple(part.indices(size)[0] for part, size in zip(index, self.shape[1:], strict=True))

@@ -386,9 +386,11 @@ def _load_file(item: Path, name: str, file: InFile) -> None:
         raise ValueError(f"{item.name}/{name}: expected shape {file.shape}, got {array.shape}")
     layers = array.chunk_layout.read_chunk.shape[0]
     for start in range(0, file.shape[0], layers):
-        read = array[start : min(start + layers, file.shape[0])]
-        for i, layer in enumerate(read.read().result() if file.parts is None else read):
-            file.write(start + i, file.stored_of(layer).astype(file.dtype))
+        numbers = range(start, min(start + layers, file.shape[0]))
+        whole = array[numbers.start : numbers.stop].read().result() if file.parts is None else None
+        for l in numbers:
+            layer = array[l] if whole is None else whole[l - start]  # of array[l], only the parts are read
+            file.write(l, file.stored_of(layer).astype(file.dtype))
 
 
 def _item_handlers() -> dict[str, ocp.CheckpointHandler]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from surojax.parallel.collectives import varying
 from surojax.placement.mesh import AXES
+from surojax.placement.table import Mesh
 from surojax.step.spec import Engine
 
 
@@ -53,10 +54,10 @@ def metrics_of(found, lr: jax.Array) -> dict[str, Any]:
     return metrics if found.finite is None else metrics | {"finite": jnp.stack(found.finite)[None]}
 
 
-def plan_metrics(engine: Engine, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def plan_metrics(engine: Engine, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """The plan of `metrics_of`: float32 scalars, and finite: bool `[devices, 2]` with the fields of a `Finite`."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P()))
-    planned = dict.fromkeys(("loss", "grad_norm", "lr"), scalar)
+    planned = {"loss": scalar, "grad_norm": scalar, "lr": scalar}
     if engine.locates_nonfinite:
         by_device = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
         planned["finite"] = jax.ShapeDtypeStruct((mesh.size, len(Finite._fields)), jnp.bool, sharding=by_device)

@@ -93,8 +93,7 @@ def loop(
                 evaluate(step, state)
             if save_now:
                 progress = {"step": step, "samples": position, "samples_per_step": start.samples_per_step}
-                progress["layers"] = layers
-                checkpoints.save(state, progress | {"config": c.to_dict(), **start.identity})
+                checkpoints.save(state, {**progress, "layers": layers, "config": c.to_dict(), **start.identity})
             deferred.restart_clock()
         if stopping and not final:
             say(f"stopped by {stopping} after step {step} of {start.total_steps}; start again to continue")

@@ -29,9 +29,12 @@ class Programs(NamedTuple):
     one_at_a_time: bool
 
 
-def compile_programs(c: Config, run: Assembly, devices: list, evaluated: list[Evaluated], feed: Feed) -> Programs:
+def compile_programs(
+    c: Config, run: Assembly, mesh: jax.sharding.Mesh, evaluated: list[Evaluated], feed: Feed
+) -> Programs:
     """Compiles the step and the evaluation, and says how long it took."""
     started = time.perf_counter()
+    devices = list(mesh.devices.flat)
     platform = devices[0].platform
     options = run.compiler_options(
         platform,
@@ -42,7 +45,7 @@ def compile_programs(c: Config, run: Assembly, devices: list, evaluated: list[Ev
     tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=feed.sharding)
     arrays = run.engine.batch_arrays
     train_step = run.train_step().lower(run.plan, *[tokens] * len(arrays)).compile(options)
-    evaluate = Evaluation(c, run, run.mesh, evaluated)
+    evaluate = Evaluation(c, run, mesh, evaluated)
     say(f"compiled in {time.perf_counter() - started:.1f} s")
     # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in files, a
     # step has already ended when `train_step` returns.
