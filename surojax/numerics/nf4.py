@@ -149,7 +149,8 @@ def dequantise(q: Nf4, dtype) -> jax.Array:
         group_absmax = jnp.take_along_axis(group_absmax, which, axis=-1)
     relative = _look_up(DYNAMIC, q.absmax).reshape(rows, parts, blocks) * group_absmax
     absmax = materialised(materialised(relative) + q.offset)
-    codes = jnp.stack([q.codes >> 4, q.codes & 15], axis=-1).reshape(rows, of_row, BLOCK)
+    # Shifts, not a stack: XLA (jax 0.12) would write unpacked codes to memory and read them again.
+    codes = (q.codes[..., None] >> np.array([[[4, 0]]], np.uint8) & 15).reshape(rows, of_row, BLOCK)
     numbers = _look_up(NUMBERS, codes) * absmax.reshape(rows, of_row, 1)
     return numbers.astype(dtype).reshape(rows, of_row * BLOCK)
 
