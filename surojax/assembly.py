@@ -20,7 +20,7 @@ from surojax.models.families import FAMILIES
 from surojax.models.lora import Lora, saved_names, target_names
 from surojax.models.model import Compute, Model, Recompute, Segment
 from surojax.numerics import fp8
-from surojax.numerics.nf4 import is_nf4
+from surojax.numerics.base_formats import Coded, is_coded
 from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizers import OPTIMIZERS
@@ -100,12 +100,14 @@ class Assembly:
         of_run = self.model, self.plan, self.optimizer
         return load_state(*of_run, layer, outer, seed, reads_adapters=reads_adapters)
 
-    def nf4_parts(self, segment: Segment, param: Param) -> int:
-        """The parts that rows of a parameter of a segment are in, if it is planned in NF4; else 0."""
+    def coded(self, segment: Segment, param: Param) -> Coded | None:
+        """The planned stack of a parameter of a segment, if it rests in the base's format; else None."""
+        if not self.engine.table.base_format:
+            return None
         planned = parts(self.plan.weights[segment.name])[0].stack
         for key in param.name.split("."):
             planned = planned[key]
-        return planned.shift.shape[-1] if is_nf4(planned) else 0
+        return planned if is_coded(planned) else None
 
     def train_step(self):
         """See `step.make_train_step`."""

@@ -35,7 +35,7 @@ from surojax.data.samples import check_length
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange import adapters
-from surojax.exchange.base import fingerprint
+from surojax.exchange.base import described_format, fingerprint
 from surojax.exchange.sources import has_parts, keeps, open_weights, resolved
 from surojax.exchange.weights import Tensors, describe as describe_weights, readers
 from surojax.inference.load import Trained
@@ -43,6 +43,7 @@ from surojax.inference.prompts import complete
 from surojax.memory import nvme
 from surojax.memory.lock import locked
 from surojax.models.attention import chosen_here
+from surojax.numerics.base_formats import chosen
 from surojax.parallel import hosts
 from surojax.parallel.feed import Feed, from_host, to_host
 from surojax.parallel.watch import STOPPED, Watch, leave, together
@@ -198,7 +199,8 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
             train_state = new_state(c, run, initial, adapter)
             if initial:
                 beside = f", with the adapter in {c.lora_adapter}" if adapter else ""
-                say(f"starting from {describe_weights(initial)}{beside}")
+                frozen = described_format(initial, run.model, chosen(c) if c.lora else "")
+                say(f"starting from {describe_weights(initial)}{frozen}{beside}")
 
         # -- Loop -----------------------------------------------------------------------------------------------------
         checkpoints = until_end.enter_context(Checkpoints(output_dir, save_total_limit=c.save_total_limit))
@@ -288,7 +290,7 @@ def new_state(
     """The state before the first step, with these weights and this adapter, or with new ones."""
     if initial is None:
         return run.init_state(c.seed)
-    read = readers(initial, run.nf4_parts)
+    read = readers(initial, run.coded)
     if adapter is None:
         return run.load_state(*read, c.seed)
     return run.load_state(*adapters.with_adapter(*read, adapter), reads_adapters=True)
@@ -297,7 +299,8 @@ def new_state(
 def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
     """Writes the adapters of a state in PEFT's format into the output_dir; base: fingerprint of what they adapt."""
     folder = Path(c.output_dir).expanduser() / ADAPTER
-    base_format = f"nf4 {c.model_dtype}" if c.qlora_bnb else adapters.STORED
+    frozen = chosen(c)
+    base_format = f"{frozen} {c.model_dtype}" if frozen else adapters.STORED
     found = adapters.Adapter(lora(c), *adapters.of_state(run.model, lora(c), to_host(master)), base, base_format)
     base_name = "" if c.lora_base_adapter else c.model_path  # nobody else merges that one first
     if not is_first():

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from surojax.config.fields import Config, default_config, head_dim
 from surojax.errors import need
 from surojax.models.lora import ALL_LINEAR, SAVED, TARGETS
+from surojax.numerics.base_formats import FORMATS, chosen
 
 # What means nothing with a frozen base, or is not built: each has its default with lora. And why.
 REFUSED = {
@@ -16,7 +17,13 @@ REFUSED = {
     "overlap_update": "the adapters' update takes no time worth hiding",
 }
 NOT_WITH_DROPOUT = ("use_dora", "pp_size", "sequence_chunks")  # for which dropout is not built
-NOT_IN_FP8 = ("use_dora", "lora_dropout", "qlora_bnb")  # what blocks that are written out in float8 do not compute
+NOT_IN_FP8 = (
+    "use_dora",
+    "lora_dropout",
+    "qlora_bnb",
+    "qlora_fp8",
+    "qlora_fp4",
+)  # what blocks that are written out in float8 do not compute
 FIELDS = (
     "lora_rank",
     "lora_alpha",
@@ -27,6 +34,8 @@ FIELDS = (
     "use_dora",
     "lora_plus_ratio",
     "qlora_bnb",
+    "qlora_fp8",
+    "qlora_fp4",
     "lora_adapter",
     "lora_base_adapter",
     "modules_to_save",
@@ -58,19 +67,15 @@ def check_adapters(c: Config) -> None:
     expected = "none with a model whose head is its embedding: of a file with one of them, others would leave the other"
     need(alone, "modules_to_save", expected, c.modules_to_save, "leave it out")
     _check_rank(c)
-    layers_missing = c.model.num_hidden_layers % c.pp_size
-    expected = "False with stages of different numbers of layers: rows of zeros have no length"
-    need(not (c.use_dora and layers_missing), "use_dora", expected, True, "leave it out, or choose another pp_size")
     for name in ("lora_adapter", "lora_base_adapter"):
         need(not c[name] or bool(c.model_path), name, "'' without a model_path", c[name], "set model_path to its base")
         expected = "'' with from_scratch=True, which takes no weights"
         need(not (c[name] and c.from_scratch), name, expected, c[name], "leave one of them out")
-    if c.qlora_bnb:
+    if base := chosen(c):
+        setting = FORMATS[base].setting
         gathered = c.zero_quantized_weights
-        expected = "'none' with qlora_bnb=True: weights are gathered in 4 bits"
+        expected = f"'none' with {setting}=True: weights are gathered in {base}"
         need(gathered == "none", "zero_quantized_weights", expected, gathered, "leave it out")
-        expected = "False with qlora_bnb=True: magnitudes would begin as the lengths of other rows than NF4's"
-        need(not c.use_dora, "use_dora", expected, c.use_dora, "leave one of them out")
 
 
 def _check_names(value: str, field: str, known: Collection[str], alone: str) -> None:

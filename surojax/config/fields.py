@@ -127,6 +127,8 @@ def default_config() -> Config:
     c.use_dora = False  # train also the length of each row of an adapted matrix
     c.lora_plus_ratio = 1.0  # learning rate of the factors b, which begin as zeros, over that of the others
     c.qlora_bnb = False  # frozen matrices in NF4: 4 bits with double quantisation, as bitsandbytes stores them
+    c.qlora_fp8 = False  # frozen matrices in FP8 (e4m3) with a scale for each block of 128 x 128
+    c.qlora_fp4 = False  # frozen matrices in NVFP4: 4 bits with a scale for each 16 neighbours
     c.lora_adapter = ""  # folder of an adapter in PEFT's format that training begins with; "" = new ones
     c.lora_base_adapter = ""  # folder of an adapter in PEFT's format that is merged into the base, frozen with it
     c.modules_to_save = ""  # comma list of outer layers that are trained whole: embed_tokens, lm_head

@@ -16,6 +16,7 @@ An adapter means something only beside the model that it was trained on. What is
 PEFT's own adapters say neither: they are known by their shapes alone.
 """
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from surojax.exchange.families import NAMES
 from surojax.exchange.weights import shapes
 from surojax.models.lora import Lora, adapters as declared
 from surojax.models.model import Model, Segment
+from surojax.numerics.base_formats import FORMATS
 from surojax.placement.param import OUTER, with_part
 
 TENSORS = "adapter_model.safetensors"
@@ -38,7 +40,8 @@ PREFIX = "base_model.model."
 FACTOR_A, FACTOR_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 SUFFIXES = {"a": FACTOR_A, "b": FACTOR_B, "magnitude": MAGNITUDE}
 STORED = "stored"  # frozen matrices as their files have them
-NF4 = {"nf4 bfloat16": "bfloat16", "nf4 float32": "float32"}  # or dequantised from NF4 in this dtype
+# Or dequantised: (the format that they rested in, the dtype of their numbers).
+BASE_FORMATS = {f"{name} {dtype}": (name, dtype) for name in FORMATS for dtype in ("bfloat16", "float32")}
 FINGERPRINT, BASE_FORMAT = "surojax.base", "surojax.base_format"  # keys of the metadata
 
 
@@ -47,7 +50,7 @@ class Adapter(NamedTuple):
 
     matrices: {our name of a matrix: {"a": [L, rank, in], "b": [L, out, rank], with DoRA "magnitude": [L, out]}}, of all
     layers of the model. saved: {our name of an outer layer: array}. base: `fingerprint` of the model that it was
-    trained on; "": not known. base_format: `STORED` or `NF4`.
+    trained on; "": not known. base_format: `STORED`, or a name in `BASE_FORMATS`.
     """
 
     lora: Lora
@@ -140,12 +143,21 @@ def read(folder: str | Path, model: Model) -> Adapter:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"adapter: cannot read {path / TENSORS} ({reason}); save the adapter again") from error
     base_format = file.metadata.get(BASE_FORMAT, STORED)
-    if base_format not in (STORED, *NF4):
+    if base_format not in (STORED, *BASE_FORMATS):
         raise ConfigError(
-            f"adapter: {path / TENSORS}: {BASE_FORMAT}: expected one of {', '.join((STORED, *NF4))}, got "
+            f"adapter: {path / TENSORS}: {BASE_FORMAT}: expected one of {', '.join((STORED, *BASE_FORMATS))}, got "
             f"{base_format!r}; give another adapter"
         )
     return Adapter(lora, matrices, saved, file.metadata.get(FINGERPRINT, ""), base_format)
+
+
+def digest(adapter: Adapter) -> str:
+    """SHA-256 of all that determines what an adapter adds to its base."""
+    found = hashlib.sha256(f"{adapter.lora.scale!r} {adapter.base_format}\n".encode())
+    arrays = {f"{target}.{which}": x for target, stacks in adapter.matrices.items() for which, x in stacks.items()}
+    for name, array in sorted((arrays | adapter.saved).items()):
+        found.update(f"{name} {[*array.shape]}\n".encode() + array.astype("<f4").tobytes())
+    return found.hexdigest()
 
 
 def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], lora: Lora, model: Model) -> None:

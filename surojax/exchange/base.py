@@ -1,12 +1,41 @@
 """The base of a run that trains adapters: its checkpoints have the adapters, and say which base they belong to."""
 
 import hashlib
+from pathlib import Path
 
-from surojax.errors import CheckpointError
-from surojax.exchange.weights import Tensors, shapes
+import numpy as np
+
+from surojax.errors import CheckpointError, ConfigError
+from surojax.exchange.weights import Tensors, Weights, shapes
 from surojax.models.model import Model
+from surojax.numerics.base_formats import FORMATS
 
 SAMPLES = 4096  # numbers of a tensor in a fingerprint
+
+
+class Derived:
+    """Tensors that follow from those of a base: a subclass reads some of them otherwise.
+
+    made_with: hashes of what they follow from besides.
+    """
+
+    def __init__(self, base: Tensors, *made_with: str):
+        self.path: Path = base.path
+        self.base = base
+        self.made_with = made_with
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return self.base.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self.base.shape(name)
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor."""
+        return self.base.read(name)
 
 
 def fingerprint(tensors: Tensors, model: Model) -> str:
@@ -14,7 +43,11 @@ def fingerprint(tensors: Tensors, model: Model) -> str:
 
     Two models of one family that were trained differently differ there. Reading all of a model would take as long as
     loading it. Numbers are taken in float32, so a copy in another dtype that has the same numbers is the same model.
+    Of `Derived` tensors it is the SHA-256 of what they follow from: their last bits depend on the order of sums.
     """
+    if isinstance(tensors, Derived):
+        inputs = (fingerprint(tensors.base, model), *tensors.made_with)
+        return hashlib.sha256("\n".join(inputs).encode()).hexdigest()
     digest = hashlib.sha256()
     layers = model.num_layers
     sampled = tuple(f".layers.{l}." for l in (0, layers // 2, layers - 1))
@@ -34,3 +67,30 @@ def check_base(found: str, expected: str, path: str) -> None:
             f"model_path: expected the base that the adapters were trained on (fingerprint {expected[:12]}), got "
             f"{path} ({found[:12]}); give that one"
         )
+
+
+def check_format(tensors: Tensors, model: Model, wanted: str) -> None:
+    """Raises ConfigError if a base that is to rest in this format is stored in another one."""
+    others = stored_formats(tensors, model) - {"", wanted}
+    if others:
+        setting = FORMATS[wanted].setting
+        found = min(others)
+        fix = f"set {FORMATS[found].setting}=True in its place" if found in FORMATS else "fetch it in 16 bits"
+        raise ConfigError(
+            f"{setting}: expected a base in 16 or 32 bits or in {wanted}, got {found} in {tensors.path}; {fix}"
+        )
+
+
+def stored_formats(tensors: Tensors, model: Model) -> set[str]:
+    """The formats that a model's tensors are stored in, see `Weights.format_of`."""
+    return {tensors.format_of(name) for name in shapes(model)} if isinstance(tensors, Weights) else {""}
+
+
+def described_format(tensors: Tensors, model: Model, wanted: str) -> str:
+    """How a base comes to rest in a format, as the end of a line; wanted: the format's name, "" if it rests in none."""
+    stored = stored_formats(tensors, model) - {""}
+    if not wanted:
+        return f", dequantised from {min(stored)}" if stored else ""
+    if isinstance(tensors, Derived):
+        return f", quantised to {wanted} after an adapter is merged into it"
+    return f", in {wanted} as it is stored" if stored else f", quantised to {wanted}"

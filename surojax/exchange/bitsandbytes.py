@@ -64,7 +64,7 @@ def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Sto
     for key, value in EXPECTED.items():
         if state[key] != value:
             raise ConfigError(f"model_path: {name}: {key}: expected {value!r}, got {state[key]!r}; quantise it so")
-    if state["dtype"] not in DTYPES or len(state["shape"]) != 2 or not nf4.fits(tuple(state["shape"])):
+    if state["dtype"] not in DTYPES or len(state["shape"]) != 2 or state["shape"][1] % nf4.BLOCK:
         raise ConfigError(
             f"model_path: {name}: expected a matrix with rows of a multiple of {nf4.BLOCK} numbers, got "
             f"{state['dtype']} of {state['shape']}; fetch the model before it was quantised"

@@ -12,10 +12,12 @@ from typing import Any
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.exchange import adapters, gguf, hub, parts
+from surojax.exchange.base import check_format
 from surojax.exchange.huggingface import read_config, read_whole_config, settings
 from surojax.exchange.merge import Merged
 from surojax.exchange.weights import Tensors, Weights, check
 from surojax.models.model import Model
+from surojax.numerics.base_formats import chosen
 
 KEPT = "model"  # folder in the output_dir of a run
 SOURCE = "source.json"  # in that folder: the model_path that its files are of
@@ -112,6 +114,8 @@ def open_weights(c: Any, model: Model) -> Tensors | None:
         return None
     weights = tensors_of(locate(c.model_path, weights=True))
     check(weights, model)
+    if frozen := chosen(c):
+        check_format(weights, model, frozen)
     if c.lora_base_adapter:
         return Merged(weights, adapters.read(c.lora_base_adapter, model), model)
     return weights

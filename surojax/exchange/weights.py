@@ -20,7 +20,8 @@ from surojax.exchange.families import NAMES, tensor_names
 from surojax.exchange.huggingface import block_size, read_config, read_whole_config
 from surojax.exchange.shards import Shard
 from surojax.models.model import Model, Segment
-from surojax.numerics import nf4
+from surojax.numerics import base_formats, block_fp8
+from surojax.numerics.base_formats import Coded, is_in
 from surojax.placement.param import OUTER, Param, base
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -51,7 +52,7 @@ class Tensors(Protocol):
 class Weights:
     """The tensors of a folder with safetensors files; matrices in float8 are multiplied with their blocks' scales.
 
-    Matrices that bitsandbytes stored in NF4 are dequantised, or with `read_nf4` read as they are.
+    Matrices that bitsandbytes stored in NF4 are dequantised too. `read_coded` reads either as they are.
 
     Of a model of several parts they are those of its language model, and `left_aside` has the names of the others.
 
@@ -143,14 +144,27 @@ class Weights:
         """The shape of a tensor."""
         return self.in_nf4[name].shape if name in self.in_nf4 else self._entry(name).shape
 
-    def read_nf4(self, name: str, parts: int) -> nf4.Nf4:
-        """A matrix of `in_nf4` as it is stored, for rows in so many parts."""
-        return bitsandbytes.quantised(name, self.in_nf4[name], self._read, parts)
+    def format_of(self, name: str) -> str:
+        """The format that a matrix is stored in: a name in `base_formats.FORMATS`, or of another; "": in numbers."""
+        if name in self.in_nf4:
+            return "nf4"
+        if name not in self._in_float8:
+            return ""
+        dtype = self._entry(name).dtype
+        if dtype == ml_dtypes.float8_e4m3fn and self._block == (block_fp8.BLOCK, block_fp8.BLOCK):
+            return "fp8"
+        return f"{dtype} in blocks of {self._block[0]} x {self._block[1]}"
+
+    def read_coded(self, name: str, like: Coded) -> Coded:
+        """A matrix as it is stored, for arrays as planned in its format."""
+        if isinstance(like, block_fp8.BlockFp8):
+            return block_fp8.from_blocks(self._read(name), self._read(name + SCALES).astype(np.float32), like)
+        return bitsandbytes.quantised(name, self.in_nf4[name], self._read, like.shift.shape[-1])
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in the dtype that it is stored in, in float32 if that is float8, dequantised if it is in NF4."""
         if name in self.in_nf4:
-            return np.asarray(dequantised_nf4(self.read_nf4(name, 1), self.in_nf4[name].dtype))
+            return read_dequantised(self, name, self.in_nf4[name].dtype)
         if name not in self._in_float8:
             return self._read(name)
         scales = self._read(name + SCALES).astype(np.float32)
@@ -173,9 +187,15 @@ def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) 
     return found
 
 
+def read_dequantised(weights: Weights, name: str, dtype: str) -> np.ndarray:
+    """The numbers of a matrix that is stored in one of `base_formats.FORMATS`."""
+    like = base_formats.FORMATS[weights.format_of(name)].planned(weights.shape(name))
+    return np.asarray(_dequantised(weights.read_coded(name, like), dtype))
+
+
 @functools.partial(jax.jit, static_argnums=1)
-def dequantised_nf4(q: nf4.Nf4, dtype: str) -> jax.Array:
-    return nf4.dequantise(q, dtype)
+def _dequantised(q: Coded, dtype: str) -> jax.Array:
+    return base_formats.dequantise(q, dtype)
 
 
 def describe(tensors: Tensors) -> str:
@@ -226,20 +246,20 @@ def check(weights: Tensors, model: Model) -> None:
 
 
 def readers(
-    weights: Tensors, nf4_parts: Callable[[Segment, Param], int] | None = None
+    weights: Tensors, coded: Callable[[Segment, Param], Coded | None] | None = None
 ) -> tuple[Callable[[Segment, int], Any], Callable[[Model], dict]]:
     """Functions (segment, l) -> the arrays of its layer l, and model -> those of the outer layers.
 
-    nf4_parts: of a parameter, the parts that its rows are in if it stays in NF4; 0 if not. None: none does. Matrices
-    that are stored so are read as they are.
+    coded: the planned arrays of a parameter that rests in a base's format, else None. Matrices that are stored in that
+    format are read as they are.
     """
 
     def layer(segment: Segment, l: int):
         def one(param: Param):
             name = name_of(param, segment, l)
-            parts = nf4_parts(segment, param) if nf4_parts else 0
-            if parts and isinstance(weights, Weights) and name in weights.in_nf4:
-                return weights.read_nf4(name, parts)
+            like = coded(segment, param) if coded else None
+            if like is not None and isinstance(weights, Weights) and is_in(like, weights.format_of(name)):
+                return weights.read_coded(name, like)
             return weights.read(name)
 
         return jax.tree.map(one, base(segment.params))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from surojax.memory.host import Part, parts, read, write
 from surojax.models.model import Cache, Model, Segment, Variant, loop_over, runs
-from surojax.numerics import nf4
+from surojax.numerics import base_formats
 from surojax.numerics.quantize import dequantise_all
 from surojax.placement.param import OUTER
 from surojax.step.outer import embed
@@ -27,7 +27,7 @@ def each_layer(segment: Segment, stacks, dtype, layer: Callable, carry):
     def one(part: Part, first: int, _, in_turn, variant: Variant, carry):
         l = first + in_turn
         w = dequantise_all(read(part.stack, l - part.start), dtype)
-        return layer(l, nf4.dequantise_all(w, dtype), variant, carry)
+        return layer(l, base_formats.dequantise_all(w, dtype), variant, carry)
 
     for part in parts(stacks):
         variants = segment.variants[part.start : part.stop]

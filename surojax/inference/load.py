@@ -13,10 +13,11 @@ from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange import sources
 from surojax.exchange.base import check_base, fingerprint
-from surojax.exchange.merge import InNf4
+from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.weights import stacks
 from surojax.models.model import Model
-from surojax.numerics import nf4
+from surojax.numerics import base_formats
+from surojax.numerics.quantize import work_copy
 from surojax.placement.mesh import find_devices
 from surojax.placement.param import Kind, Param, part_of, with_part
 from surojax.run import checkpoint
@@ -81,16 +82,24 @@ def base_of(c: Config, meta: dict[str, Any], model: Model, sharding: jax.shardin
     if found is None:
         return jax.device_put(drawn_base(c, model), sharding)
     check_base(fingerprint(found, model), meta["base"], str(found.path))
-    return stacks(InNf4(found, model, c.model_dtype) if c.qlora_bnb else found, model, c.model_dtype, sharding)
+    if name := base_formats.chosen(c):
+        found = InBaseFormat(found, model, name, c.model_dtype)
+    return stacks(found, model, c.model_dtype, sharding)
 
 
 def drawn_base(c: Config, model: Model) -> dict:
-    """The work weights of a base that was drawn from the seed, dequantised if the run has them in NF4."""
+    """The work weights of a base that was drawn from the seed, dequantised if the run has them in a base format."""
+    name = base_formats.chosen(c)
 
     def one(x: jax.Array, planned, param: Param) -> jax.Array:
-        x = x.astype(planned.dtype)
-        in_nf4 = c.qlora_bnb and param.kind is Kind.MATRIX and not param.trainable
-        return jax.vmap(lambda layer: nf4.dequantise(nf4.quantise(layer), layer.dtype))(x) if in_nf4 else x
+        if not (name and param.kind is Kind.MATRIX and not param.trainable):
+            return x.astype(planned.dtype)
+        like = base_formats.FORMATS[name].planned(param.shape)
+
+        def there_and_back(layer: jax.Array) -> jax.Array:
+            return base_formats.dequantise(work_copy(layer, like, planned.dtype), planned.dtype)
+
+        return jax.vmap(there_and_back)(x)
 
     new = jax.jit(lambda: jax.tree.map(one, model.init(c.seed), model.abstract_params(c.model_dtype), model.params))
     return new()

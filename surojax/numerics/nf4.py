@@ -87,25 +87,14 @@ class Nf4(NamedTuple):
     offset: Any  # float32 [...]
 
 
-def is_nf4(x) -> bool:
-    """True for an Nf4. As `is_leaf` it makes an Nf4 in a tree of weights one leaf, like an array."""
-    return isinstance(x, Nf4)
-
-
-def fits(shape: tuple[int, ...], parts: int = 1) -> bool:
-    """True if matrices [out, in] divide into whole blocks, also if `in` is divided into this many parts."""
-    return len(shape) == 2 and shape[1] % (BLOCK * parts) == 0
-
-
 def _groups(blocks: int) -> int:
     """The most groups that one of the row parts of this many blocks touches."""
     last_shift = GROUP - math.gcd(blocks, GROUP)
     return (last_shift + blocks - 1) // GROUP + 1
 
 
-def quantise(w: jax.Array, parts: int = 1) -> Nf4:
-    """Quantises a matrix [out, in] for which `fits` holds. NaN or infinity makes the offset not finite."""
-    assert fits(w.shape, parts), (w.shape, parts)
+def quantise(w: jax.Array, like: Nf4) -> Nf4:
+    """Quantises a matrix [out, in]. like: as planned for it. NaN or infinity makes the offset not finite."""
     blocks = w.astype(jnp.float32).reshape(-1, BLOCK)
     absmax = fp8.absmax(blocks, axis=-1)
     # Rows have equally many blocks. A single sum over all blocks would lose more bits.
@@ -115,7 +104,7 @@ def quantise(w: jax.Array, parts: int = 1) -> Nf4:
     nearest = _nearest(groups, group_absmax, DYNAMIC).reshape(-1)[: absmax.size]
     codes = _nearest(blocks, absmax, NUMBERS).reshape(-1, 2)
     packed = codes[:, 0] << 4 | codes[:, 1]
-    return from_flat(packed, nearest, group_absmax, offset, w.shape, parts)
+    return from_flat(packed, nearest, group_absmax, offset, w.shape, like.shift.shape[-1])
 
 
 def _nearest(x: jax.Array, absmax: jax.Array, numbers: np.ndarray) -> jax.Array:
@@ -165,24 +154,14 @@ def dequantise(q: Nf4, dtype) -> jax.Array:
     return numbers.astype(dtype).reshape(rows, of_row * BLOCK)
 
 
-def dequantise_all(tree, dtype):
-    """Dequantises every Nf4 of a tree."""
-    return jax.tree.map(lambda x: dequantise(x, dtype) if is_nf4(x) else x, tree, is_leaf=is_nf4)
-
-
 def _look_up(numbers: np.ndarray, codes: jax.Array) -> jax.Array:
     return jnp.asarray(numbers).at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
 
 
-def bytes_per_number(columns: int) -> float:
-    """Bytes that a number takes in rows of so many numbers: its code, and its part of the scales."""
-    row = planned((1, columns))
-    return sum(x.size * x.dtype.itemsize for x in row[:-1]) / columns
-
-
-def planned(shape: tuple[int, ...], parts: int = 1) -> Nf4:
-    """Shapes and dtypes of `quantise` for matrices `[..., out, in]`."""
+def planned(shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> Nf4:
+    """Shapes and dtypes of matrices `[..., out, in]`, each divided into so many parts of (rows, columns)."""
     *several, rows, columns = shape
+    parts = divided[1]
     widths = (columns // 2, columns // BLOCK, parts * _groups(columns // BLOCK // parts), parts)
     dtypes = (jnp.uint8, jnp.uint8, jnp.float32, jnp.uint8)
     arrays = [jax.ShapeDtypeStruct((*several, rows, n), dtype) for n, dtype in zip(widths, dtypes, strict=True)]

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import quantize as kernels
-from surojax.numerics import nf4
+from surojax.numerics import base_formats
 
 BLOCK = 128
 SMALLEST_BLOCK = 32  # the scales of smaller blocks would take more than an eighth of the memory of the values
@@ -111,7 +111,7 @@ def dequantise_all(tree, dtype):
 
 
 def work_copy(weights, like, dtype, reduce=lambda absmax: absmax):
-    """Casts master weights to the dtypes of `like`, and quantises those that are a Quantized or an Nf4 there, as it is.
+    """Casts master weights to the dtypes of `like`; quantises those that are a Quantized or a Coded there, as it is.
 
     Numbers are rounded to `dtype`, the work dtype, before they are quantised: the result equals that of quantising work
     weights when they are fetched. `reduce_precision` rounds them, because XLA may drop a cast to 16 bits and back.
@@ -120,18 +120,22 @@ def work_copy(weights, like, dtype, reduce=lambda absmax: absmax):
     bits = jnp.finfo(dtype)
 
     def one(like, x):
-        if nf4.is_nf4(x):
+        if base_formats.is_coded(x):
             return x
-        if not (is_quantized(like) or nf4.is_nf4(like)):
+        if not _is_rounded(like):
             return x.astype(like.dtype)
         x = jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)
-        if nf4.is_nf4(like):
-            return nf4.quantise(x, parts=like.shift.shape[-1])
+        if base_formats.is_coded(like):
+            return base_formats.quantise(x, like)
         if has_one_scale(like):
             return quantise_whole(x, like.values.dtype, reduce(largest_magnitude(x)))
         return quantise(x, like.values.dtype, like.values.shape[-1] // like.scales.shape[-1])
 
-    return jax.tree.map(one, like, weights, is_leaf=lambda x: is_quantized(x) or nf4.is_nf4(x))
+    return jax.tree.map(one, like, weights, is_leaf=_is_rounded)
+
+
+def _is_rounded(x) -> bool:
+    return is_quantized(x) or base_formats.is_coded(x)
 
 
 def planned(x: jax.ShapeDtypeStruct, dtype, block: int) -> Quantized:

@@ -18,7 +18,7 @@ import numpy as np
 
 from pallas_kernels.manual_axes import mark_same, mark_varying, varying_axes
 from surojax.errors import ConfigError
-from surojax.numerics.nf4 import Nf4, is_nf4
+from surojax.numerics.base_formats import is_coded, map_arrays
 from surojax.numerics.quantize import Quantized, dequantise, has_one_scale, is_quantized, quantise
 from surojax.numerics.rounding import materialised
 from surojax.placement.layout import Layout
@@ -107,22 +107,22 @@ def same(tree, *axes: str):
 def all_gather(tree, layouts):
     """All-gathers shards over `dp_shard x cp` into the arrays that are computed with.
 
-    A Quantized is sent in 8 bits, an Nf4 in 4.
+    A Quantized is sent in 8 bits, a Coded as it rests.
     """
 
     def gathered(x: jax.Array, dim: int) -> jax.Array:
-        return jax.lax.all_gather(x, active(*SHARDS), axis=dim, tiled=True)
+        bits = as_bits(x) if x.dtype.itemsize == 1 else x
+        return from_bits(jax.lax.all_gather(bits, active(*SHARDS), axis=dim, tiled=True), x.dtype)
 
     def one(layout: Layout, x):
         dim = layout.sharded_dim
         if dim is None:
             return x
         if is_quantized(x):
-            values = gathered(as_bits(x.values), dim)
             scales = x.scales if has_one_scale(x) else gathered(x.scales, dim)
-            return Quantized(from_bits(values, x.values.dtype), scales)
-        if is_nf4(x):
-            return Nf4(*[*(gathered(array, dim) for array in x[:-1]), x.offset])
+            return Quantized(gathered(x.values, dim), scales)
+        if is_coded(x):
+            return map_arrays(x, lambda array: gathered(array, dim))
         return gathered(x, dim)
 
     return varying(jax.tree.map(one, layouts, tree))

@@ -21,7 +21,8 @@ recipes fp8_*, also on one device. By default they are made from `weights` whene
 `persistent_quants` they are made once, after the update, and stored in the state instead of the 16-bit matrices. Then
 `weights` has vectors only, and `offload_weights` moves these vectors only.
 
-With `qlora_bnb` block matrices that are not trained are `weights` in 4 bits: stored, copied and gathered so.
+With `qlora_bnb`, `qlora_fp8` or `qlora_fp4` block matrices that are not trained are `weights` in 4 or 8 bits: stored,
+copied and gathered so.
 
 Tensor parallelism shards what it divides in every class, before and besides `dp_shard` (`layout.MESH_AXES`).
 
@@ -36,6 +37,7 @@ import jax
 
 from surojax.errors import ConfigError
 from surojax.numerics import quantize
+from surojax.numerics.base_formats import chosen
 from surojax.placement.home import DEVICE, HOST, NVME, Home
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -61,7 +63,8 @@ class Placement:
 
     quants: dtype "" if weights are not quantised; home is used if they are persistent.
     one_scale: quantised weights have one scale per matrix, and are operands of products (recipes fp8_*).
-    nf4: block matrices that are not trained are stored in NF4 (numerics/nf4.py), in the home of `weights`.
+    base_format: that block matrices which are not trained are stored in, in the home of `weights`: a name in
+    `base_formats.FORMATS`; "": in 16 or 32 bits.
     reduce: how gradients are summed over `dp_shard x cp`, see `collectives.reduce_scatter`.
     copy_engine: the enabled settings of `collectives.COPY_ENGINE`.
     """
@@ -75,7 +78,7 @@ class Placement:
     residuals: Row
     persistent_quants: bool = False
     one_scale: bool = False
-    nf4: bool = False
+    base_format: str = ""
     reduce: Reduce = "reduce_scatter"
     copy_engine: tuple[str, ...] = ()
 
@@ -105,6 +108,8 @@ def place(
     accum_dtype: str = "float32",
     master_dtype: str = "float32",
     qlora_bnb: bool = False,
+    qlora_fp8: bool = False,
+    qlora_fp4: bool = False,
     num_shards: int,
 ) -> Placement:
     """The table for these settings and `num_shards` devices of `dp_shard x cp`.
@@ -173,7 +178,7 @@ def place(
         residuals=Row("", False, home(offload_residual)),
         persistent_quants=persistent_quants,
         one_scale=one_scale,
-        nf4=qlora_bnb,
+        base_format=chosen({"qlora_bnb": qlora_bnb, "qlora_fp8": qlora_fp8, "qlora_fp4": qlora_fp4}),
         reduce="int8" if zero_quantized_gradients else "all_to_all" if use_all_to_all_reduce else "reduce_scatter",
         copy_engine=("memcpy_all_gather",) * memcpy_all_gather + ("memcpy_send_recv",) * memcpy_send_recv,
     )

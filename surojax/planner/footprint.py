@@ -28,9 +28,11 @@ import jax.numpy as jnp
 from surojax import assembly
 from surojax.config import fields as configs
 from surojax.config.fields import Config
+from surojax.memory.host import parts
 from surojax.models.attention import chosen
 from surojax.models.model import Model, Recompute, Segment, runs
-from surojax.numerics import nf4, quantize
+from surojax.numerics import quantize
+from surojax.numerics.base_formats import is_coded, map_arrays
 from surojax.numerics.quantize import is_quantized
 from surojax.parallel.schedule import SCHEDULES, layers_of_stage
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
@@ -134,7 +136,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     # Every other loop over layers has prefetched weights of its own.
     loops = sum(len(runs(segment.variants)) for segment in model.segments) + bool(work.resident)
     during_layer += (loops - 1) * fetched if during_head else 0
-    during_layer += layer_bytes if table.nf4 else 0  # the numbers of its weights, beside their codes
+    during_layer += layer_bytes if table.base_format else 0  # the numbers of its weights, beside their codes
     in_loops = [x for segment in model.segments for x in runs(segment.variants)]
     if work.home.streamed and not work.sharded and any(comes_in_pairs(x.stop - x.start, x.period) for x in in_loops):
         during_layer += 3 * group * x_bytes  # activations of the other layer of a backward body
@@ -218,7 +220,7 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     compute = run.model.compute
     layer = _in_products(run, segment)
     fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
-    fetched = _in_nf4(segment.params, layer) if engine.table.nf4 else fetched
+    fetched = _in_base_format(run, segment, layer) if engine.table.base_format else fetched
     packed = engine.packed
     chunks = compute.sequence_chunks
     # The backward pass has all residuals of a layer, or of one chunk, in memory at once, even if they are recomputed.
@@ -386,13 +388,21 @@ def _in_fp8(params, layer):
     return jax.eval_shape(lambda w: quantise_with_one_scale(params, w, quantize.DTYPES["fp8"]), layer)
 
 
-def _in_nf4(params, layer):
-    """The shapes of a layer's weights on one device with frozen matrices in NF4."""
+def _in_base_format(run: assembly.Assembly, segment: Segment, layer):
+    """The shapes of a layer's weights on one device when they are gathered, frozen matrices in the base's format."""
+    stack = parts(run.plan.weights[segment.name])[0].stack
 
-    def one(param: Param, x: jax.ShapeDtypeStruct):
-        return nf4.planned(x.shape) if param.kind is Kind.MATRIX and not param.trainable else x
+    def one(x: jax.ShapeDtypeStruct, planned, layout: Layout):
+        if not is_coded(planned):
+            return x
+        computed = jax.NamedSharding(run.mesh, layout.computed)
 
-    return jax.tree.map(one, params, layer)
+        def on_device(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(computed.shard_shape(array.shape[1:]), array.dtype)
+
+        return map_arrays(planned, on_device, lambda array: jax.ShapeDtypeStruct((), array.dtype))
+
+    return jax.tree.map(one, layer, stack, run.engine.layouts.weights[segment.name])
 
 
 def _shard_sizes(run: assembly.Assembly, of_class, segment: Segment) -> list[int]:

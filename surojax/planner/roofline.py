@@ -34,7 +34,6 @@ import jax.numpy as jnp
 from surojax.assembly import Assembly
 from surojax.models.lora import adapters
 from surojax.models.model import Segment
-from surojax.numerics import nf4
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import SHARD
 from surojax.placement.param import OUTER, Kind, Param, part_of
@@ -197,6 +196,7 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
     attended, attended_back = _attention(segment, batch, gpu, sizes.scores)
     again = engine.recompute_block or model.compute.recompute.att
     matrices = [p for p in jax.tree.leaves(segment.params) if p.kind in (Kind.MATRIX, Kind.FACTOR)]
+    coded = {p.name: traffic.coded_bytes(run, segment, p) for p in matrices}
     forward = 0.0
     backward = 0.0
     for variant in segment.variants:
@@ -208,8 +208,8 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
             in_words = (p.dtype or str(dtype),) * 2 if p.kind is Kind.FACTOR else of_recipe
             low, low_back = (HLO_DTYPES[x] for x in in_words)
             ahead = _product(gpu, batch.tokens, p.shape[0], p.shape[1], low)
-            if traffic.in_nf4(run, p):  # codes are read and numbers written, in each pass
-                moved = math.prod(p.shape) * (nf4.bytes_per_number(p.shape[1]) + dtype.itemsize)
+            if coded[p.name]:  # codes are read and numbers written, in each pass
+                moved = math.prod(p.shape) * (coded[p.name] + dtype.itemsize)
                 forward += moved / bandwidth
                 backward += moved / bandwidth
             forward += ahead

@@ -40,7 +40,7 @@ from surojax.assembly import Assembly
 from surojax.config.fields import Config
 from surojax.memory.host import parts
 from surojax.models.model import Segment
-from surojax.numerics import nf4
+from surojax.numerics.base_formats import bytes_per_number
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.optim import optimizer as optim
@@ -359,14 +359,15 @@ def _in_8_bits(run: Assembly, of_class: dict, vectors: int, matrices: int = 0) -
             scale = 0 if run.engine.table.one_scale else 4 / block_size(row)  # one scale per matrix is not gathered
             number = (matrices or 1 + scale) if p.kind is Kind.MATRIX else vectors
             number = jnp.dtype(p.dtype).itemsize if p.dtype else number
-            number = nf4.bytes_per_number(row) if in_nf4(run, p) else number
+            number = coded_bytes(run, segment, p) or number
             total += _layers(run, segment) * _size(run, p, layout) * number
     return total
 
 
-def in_nf4(run: Assembly, p: Param) -> bool:
-    """Whether a parameter is stored in NF4."""
-    return run.engine.table.nf4 and p.kind is Kind.MATRIX and not p.trainable
+def coded_bytes(run: Assembly, segment: Segment, p: Param) -> float:
+    """Bytes of each number of a parameter that rests in the base's format; 0 if it does not."""
+    planned = run.coded(segment, p)
+    return 0.0 if planned is None else bytes_per_number(planned, (planned.codes.shape[0], *p.shape))
 
 
 def _pairs(run: Assembly, section: str, of_class: dict) -> list[tuple[Param, Layout]]:
@@ -445,17 +446,21 @@ def device_traffic(run: Assembly, batch: Batch) -> int:
     table = engine.table
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
     trained = sum(_sizes(run, *_segments(run)))
+    stored = 1 if table.persistent_quants else work
+
+    def read(segment: Segment, p: Param) -> float:
+        """Bytes of a number in a pass. In a base's format codes are read, and numbers written and read."""
+        coded = coded_bytes(run, segment, p)
+        return coded + 2 * work if coded else stored
+
     blocks = sum(
-        _layers(run, segment) * _size(run, *pair)
+        _layers(run, segment) * _size(run, p, layout) * read(segment, p)
         for segment in model.segments
-        for pair in _pairs(run, segment.name, weights_of)
+        for p, layout in _pairs(run, segment.name, weights_of)
     )
     outer = sum(_size(run, *pair) for pair in _pairs(run, OUTER, weights_of))
     passes = 3 if engine.recompute_block else 2
-    stored = 1 if table.persistent_quants else work
-    if table.nf4:  # codes are read, numbers written and read
-        stored = nf4.bytes_per_number(model.hidden_size) + 2 * work
-    weights = k * (passes * stored * blocks + 3 * work * outer / (n if table.outer.sharded else 1))
+    weights = k * (passes * blocks + 3 * work * outer / (n if table.outer.sharded else 1))
     gradients = 2 * k * accum * trained / (n if table.grads.sharded else 1)
     state = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -15,7 +15,7 @@ from surojax.errors import ConfigError
 from surojax.memory.host import joined
 from surojax.memory.nvme import InFile, Store
 from surojax.models.model import Model, Segment
-from surojax.numerics import nf4, quantize
+from surojax.numerics import base_formats, quantize
 from surojax.optim.optimizer import Optimizer, Rule
 from surojax.parallel.schedule import stacked_layers
 from surojax.placement.home import DEVICE, Home
@@ -85,19 +85,23 @@ def state_plan(
             return quantize.Quantized(values, array(planned.scales.shape, planned.scales.dtype, jax.P(), DEVICE))
         return quantize.Quantized(values, array(planned.scales.shape, planned.scales.dtype, spec, layout.home))
 
-    def nf4_stack(layers: int, param: Param, layout: Layout) -> nf4.Nf4:
-        """The planned NF4 of a stack of this many layers of a matrix."""
+    def coded_stack(layers: int, param: Param, layout: Layout) -> base_formats.Coded:
+        """A planned stack of this many layers of a matrix in the base's format."""
         spec = stacked(layout)
         shape = (layers, *param.shape)
-        parts = shape[-1] // jax.NamedSharding(mesh, spec).shard_shape(shape)[-1]
-        if not nf4.fits(param.shape, parts):
+        shard = jax.NamedSharding(mesh, spec).shard_shape(shape)
+        divided = (shape[-2] // shard[-2], shape[-1] // shard[-1])
+        base = base_formats.FORMATS[table.base_format]
+        if not base_formats.fits(table.base_format, shape, divided):
             raise ConfigError(
-                f"qlora_bnb: expected rows of a multiple of {nf4.BLOCK * parts} numbers, for blocks of {nf4.BLOCK} on "
-                f"every device, got {param.name} with rows of {param.shape[1]}; set it to false"
+                f"{base.setting}: expected rows of a multiple of {base.block * divided[1]} numbers, for blocks of "
+                f"{base.block} on every device, got {param.name} with rows of {param.shape[1]}; set it to false"
             )
-        *arrays, offset = nf4.planned(shape, parts)
-        planned = [array(x.shape, x.dtype, spec, layout.home) for x in arrays]
-        return nf4.Nf4(*[*planned, array(offset.shape, offset.dtype, jax.P(*spec[:1]), DEVICE)])
+        return base_formats.map_arrays(
+            base.planned(shape, divided),
+            lambda x: array(x.shape, x.dtype, spec, layout.home),
+            lambda x: array(x.shape, x.dtype, jax.P(*spec[:1]), DEVICE),
+        )
 
     def work_stacks(segment: Segment):
         """The planned work weights of a segment: of its resident layers, and of its streamed layers."""
@@ -109,8 +113,8 @@ def state_plan(
 
             def one(param: Param, layout: Layout):
                 layout = layout if home is None else dataclasses.replace(layout, home=home)
-                if table.nf4 and param.kind is Kind.MATRIX and not param.trainable:
-                    return nf4_stack(layers, param, layout)
+                if table.base_format and param.kind is Kind.MATRIX and not param.trainable:
+                    return coded_stack(layers, param, layout)
                 return stack(layers, param.shape, param.dtype or table.weights.dtype, layout)
 
             return jax.tree.map(one, segment.params, layouts.weights[segment.name])

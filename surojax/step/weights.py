@@ -1,8 +1,8 @@
 """Fetch: a layer's weights, from where they are stored to what products read, ahead of the layer that needs them.
 
 Three stages: copy the layer's shards to device memory, all-gather them, dequantise them. Weights in flight are in the
-carry of the loops over layers, so that copies and all-gathers overlap the computation of earlier layers. Those in NF4
-are dequantised when their layer begins, so that those in flight take 4 bits.
+carry of the loops over layers, so that copies and all-gathers overlap the computation of earlier layers. Those that
+rest in a base format are dequantised when their layer begins, so that those in flight take 4 or 8 bits.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from surojax.memory.host import Part, index_in_loop, on_device, parts, read
 from surojax.models.model import Segment, Variant, loop_over, runs
-from surojax.numerics import nf4
+from surojax.numerics import base_formats
 from surojax.numerics.quantize import dequantise_all, largest_magnitude, quantise, quantise_whole
 from surojax.parallel import collectives
 from surojax.placement.param import Kind, Param
@@ -25,7 +25,7 @@ from surojax.step.spec import Engine
 def fetch(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
     """The weights of layer l of a stack, as its products read them."""
     w = all_gather_weights(engine, segment, copy_in(engine, segment, stack, l, variant))
-    return nf4.dequantise_all(w, engine.table.weights.dtype)
+    return base_formats.dequantise_all(w, engine.table.weights.dtype)
 
 
 def copy_in(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
@@ -70,7 +70,7 @@ def quantise_with_one_scale(params, w, dtype):
 
 
 def all_gather_weights(engine: Engine, segment: Segment, shards):
-    """The weights of a layer to compute with, or Nf4s of them, from the shards that `copy_in` returns."""
+    """The weights of a layer to compute with, or Codeds of them, from the shards that `copy_in` returns."""
     w = collectives.all_gather(shards, engine.layouts.weights[segment.name])
     return w if engine.table.one_scale else dequantise_all(w, engine.table.weights.dtype)
 
@@ -218,7 +218,7 @@ class Layers:
                 w, prefetched = prefetch.take(prefetched, prefetch.n + p if reverse else p, reverse=reverse)
                 index = layers.stop - 1 - k if reverse else layers.start + k
                 number = index + self.segment.start if self.segment.start else index
-                w = nf4.dequantise_all(w, self.dtype)
+                w = base_formats.dequantise_all(w, self.dtype)
                 return function(Layer(index, number, variant, w), prefetched, carry)
 
             in_order = prefetch.variants[::-1] if reverse else prefetch.variants

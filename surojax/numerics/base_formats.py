@@ -1,0 +1,101 @@
+"""Formats that the frozen matrices of QLoRA rest in (Dettmers et al. 2023, arXiv:2305.14314).
+
+A format is a way to quantise a matrix and back, the arrays that it rests in, and their shapes: a row of `FORMATS`. A
+quantised matrix is a NamedTuple of these arrays, a `Coded`. Each array but those of `per_matrix` has a part for every
+row and column of the matrix, so that whatever shards, copies or gathers a matrix does the same to each of its arrays.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from surojax.errors import ConfigError
+from surojax.numerics import block_fp8, nf4, nvfp4
+
+Coded = nf4.Nf4 | block_fp8.BlockFp8 | nvfp4.Nvfp4
+
+
+class Format(NamedTuple):
+    """A format of matrices [out, in].
+
+    setting: the field of the config that chooses it. block: rows are in blocks of so many numbers, which are not
+    divided. arrays: the NamedTuple of arrays; the first is `codes`. per_matrix: those with one number per matrix.
+
+    planned: (shape `[..., out, in]`, parts that (rows, columns) are divided into) -> shapes and dtypes of the arrays.
+    quantise: (w, arrays as planned) -> arrays. dequantise: (arrays or a shard of them, dtype) -> w.
+    """
+
+    setting: str
+    block: int
+    arrays: type
+    per_matrix: tuple[str, ...]
+    planned: Callable
+    quantise: Callable
+    dequantise: Callable
+
+
+FORMATS = {
+    "nf4": Format("qlora_bnb", nf4.BLOCK, nf4.Nf4, ("offset",), nf4.planned, nf4.quantise, nf4.dequantise),
+    "fp8": Format("qlora_fp8", 1, block_fp8.BlockFp8, (), block_fp8.planned, block_fp8.quantise, block_fp8.dequantise),
+    "nvfp4": Format(
+        "qlora_fp4", nvfp4.BLOCK, nvfp4.Nvfp4, ("tensor_scale",), nvfp4.planned, nvfp4.quantise, nvfp4.dequantise
+    ),
+}
+_OF_TYPE = {found.arrays: found for found in FORMATS.values()}
+
+
+def chosen(settings: Mapping[str, Any]) -> str:
+    """The format that these fields of the config choose; "": none. Raises ConfigError if they choose several."""
+    names = [name for name, found in FORMATS.items() if settings[found.setting]]
+    if len(names) > 1:
+        first, second = (FORMATS[name].setting for name in names[:2])
+        raise ConfigError(f"{second}: expected False with {first}=True, got True; leave one of them out")
+    return names[0] if names else ""
+
+
+def is_coded(x) -> bool:
+    """True for a Coded. As `is_leaf` it makes a Coded in a tree of weights one leaf, like an array."""
+    return type(x) in _OF_TYPE
+
+
+def is_in(q: Coded, name: str) -> bool:
+    """Whether a Coded is in the format of this name; False for names that are not in `FORMATS`."""
+    return name in FORMATS and isinstance(q, FORMATS[name].arrays)
+
+
+def fits(name: str, shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> bool:
+    """Whether matrices `[..., out, in]`, divided into so many parts of rows and columns, divide into whole blocks."""
+    return shape[-1] % (FORMATS[name].block * divided[1]) == 0
+
+
+def quantise(w: jax.Array, like: Coded) -> Coded:
+    """Quantises a matrix to the format and the shapes of `like`."""
+    return _OF_TYPE[type(like)].quantise(w, like)
+
+
+def dequantise(q: Coded, dtype) -> jax.Array:
+    """The numbers `[out, in]` of a Coded, or of a shard of it, in `dtype`."""
+    return _OF_TYPE[type(q)].dequantise(q, dtype)
+
+
+def dequantise_all(tree, dtype):
+    """Dequantises every Coded of a tree."""
+    return jax.tree.map(lambda x: dequantise(x, dtype) if is_coded(x) else x, tree, is_leaf=is_coded)
+
+
+def map_arrays(q: Coded, of_parts: Callable, of_matrix: Callable = lambda x: x) -> Coded:
+    """A Coded of what these functions return for its arrays. of_matrix: for those with one number per matrix."""
+    per_matrix = _OF_TYPE[type(q)].per_matrix
+    return type(q)(*[(of_matrix if name in per_matrix else of_parts)(x) for name, x in q._asdict().items()])
+
+
+def bytes_per_number(q: Coded, shape: tuple[int, ...]) -> float:
+    """Bytes that each number of a planned Coded takes: its code, and its part of the scales; not those of a matrix.
+
+    shape: of the numbers.
+    """
+    per_matrix = _OF_TYPE[type(q)].per_matrix
+    arrays = [x for name, x in q._asdict().items() if name not in per_matrix]
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / math.prod(shape)

@@ -1,0 +1,111 @@
+"""Bases that are stored in FP8 or NF4: read as they are by the run that freezes them so, refused by another."""
+
+import functools
+from pathlib import Path
+
+import chex
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from small import needs
+from test_bitsandbytes import SHAPES, write as write_nf4
+from test_huggingface import config
+from test_shards import FLOAT8, write_float8
+
+from surojax import ConfigError
+from surojax.assembly import from_config
+from surojax.exchange.base import described_format
+from surojax.exchange.merge import InBaseFormat
+from surojax.exchange.sources import open_weights
+from surojax.exchange.weights import Weights, readers
+from surojax.models.model import Model
+from surojax.numerics import base_formats
+from surojax.placement.mesh import make_mesh
+
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 96}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+LORA = {"lora": True, "lora_rank": 2}
+
+
+@functools.cache
+def tensors(block: int = 128) -> dict[str, np.ndarray]:
+    """A tiny model with its blocks' matrices in FP8; those of down_proj have two blocks of 128 x 128."""
+    random = np.random.RandomState(5)
+    outer = {"model.embed_tokens.weight": (96, 64), "model.norm.weight": (64,), "lm_head.weight": (96, 64)}
+    found = {name: random.standard_normal(shape).astype(np.float32) for name, shape in outer.items()}
+    for l in range(2):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"model.layers.{l}.{name}.weight"] = np.ones(64, np.float32)
+        for name in SHAPES:
+            rows = 192 if name in ("mlp.gate_proj", "mlp.up_proj") else 64
+            columns = 192 if name == "mlp.down_proj" else 64
+            key = f"model.layers.{l}.{name}.weight"
+            found[key] = random.standard_normal((rows, columns)).astype(ml_dtypes.float8_e4m3fn)
+            scales = random.uniform(0.01, 0.02, (-(-rows // block), -(-columns // block)))
+            found[f"{key}_scale_inv"] = scales.astype(np.float32)
+    return found
+
+
+def write_fp8(folder: Path, block: int = 128) -> Path:
+    said = FLOAT8 | {"weight_block_size": [block, block]}
+    return write_float8(folder, tensors(block), quantization_config=said, **SIZES)
+
+
+def model_of(folder: Path) -> Model:
+    return from_config(config(folder), make_mesh(jax.devices()[:1]), 1).model
+
+
+@needs(4)
+def test_a_run_in_fp8_has_the_codes_and_scales_that_are_stored(tmp_path):
+    c = config(write_fp8(tmp_path / "model"), **LORA, qlora_fp8=True, zero_level=3)
+    run = from_config(c, make_mesh(jax.devices()[:4]), total_steps=1)
+    weights = open_weights(c, run.model)
+    assert weights is not None
+    found = jax.device_get(run.load_state(*readers(weights, run.coded)).weights["blocks"])
+    assert found["mlp"]["w_down"].scales.shape == (2, 4, 3)  # tiles of 16 x 64: rows of a device, what divides 192
+    for l in range(2):
+        for ours, name in (("w_down", "down_proj"), ("w_gate", "gate_proj")):
+            name = f"model.layers.{l}.mlp.{name}.weight"
+            q = jax.tree.map(lambda x, l=l: x[l], found["mlp"][ours])
+            np.testing.assert_array_equal(q.codes.view(np.uint8), tensors()[name].view(np.uint8))
+            rows, columns = tensors()[name].shape
+            scales = tensors()[f"{name}_scale_inv"]
+            numbers = tensors()[name].astype(np.float32) * np.kron(scales, np.ones((128, 128)))[:rows, :columns]
+            np.testing.assert_array_equal(base_formats.dequantise(q, "float32"), numbers.astype(np.float32))
+
+
+def test_what_is_merged_onto_is_what_is_stored(tmp_path):
+    """Not quantised again: scales of a checkpoint need not be those of the largest numbers."""
+    weights = Weights(write_fp8(tmp_path / "model"))
+    frozen = InBaseFormat(weights, model_of(weights.path), "fp8", "bfloat16")
+    for name in weights.names:
+        found = frozen.read(name)
+        np.testing.assert_array_equal(found, weights.read(name).astype(found.dtype))
+    assert frozen.read("model.layers.1.mlp.up_proj.weight").dtype == ml_dtypes.bfloat16
+
+
+def test_another_format_is_refused_in_one_line(tmp_path):
+    nf4 = write_nf4(tmp_path / "nf4")
+    fp8 = write_fp8(tmp_path / "fp8")
+    small = write_fp8(tmp_path / "small", 32)
+    cases = [
+        (nf4, "qlora_fp8", rf"in fp8, got nf4 in {nf4}; set qlora_bnb=True in its place"),
+        (fp8, "qlora_bnb", rf"in nf4, got fp8 in {fp8}; set qlora_fp8=True in its place"),
+        (fp8, "qlora_fp4", rf"in nvfp4, got fp8 in {fp8}; set qlora_fp8=True in its place"),
+        (small, "qlora_fp8", rf"in fp8, got float8_e4m3fn in blocks of 32 x 32 in {small}; fetch it in 16 bits"),
+    ]
+    for folder, setting, message in cases:
+        with pytest.raises(ConfigError, match=rf"^{setting}: expected a base in 16 or 32 bits or {message}$"):
+            open_weights(config(folder, **LORA, **{setting: True}), model_of(folder))
+
+
+def test_how_a_base_comes_in_is_said(tmp_path):
+    folder = write_fp8(tmp_path / "fp8")
+    weights, model = Weights(folder), model_of(folder)
+    assert described_format(weights, model, "fp8") == ", in fp8 as it is stored"
+    assert described_format(weights, model, "") == ", dequantised from fp8"
+    numbers = InBaseFormat(weights, model, "fp8", "float32")
+    assert described_format(numbers, model, "fp8") == ", quantised to fp8 after an adapter is merged into it"
+    assert described_format(numbers, model, "") == ""
+    chex.assert_trees_all_equal(numbers.names, weights.names)
