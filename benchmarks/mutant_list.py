@@ -33,6 +33,8 @@ BLOCK_FP8 = "tests/test_fp8.py::test_the_written_out_block_against_reverse_mode"
 HEAD = "tests/test_loss.py::test_head"
 NF4 = "tests/test_nf4.py"
 STORED_NF4 = "tests/test_bitsandbytes.py"
+BASE_FORMATS = "tests/test_base_formats.py"
+STORED_BASES = "tests/test_stored_bases.py"
 PEFT_FILES = "tests/test_adapters.py"
 MERGED = f"{PEFT_FILES}::test_a_merged_model_has_the_logits_of_peft"
 HISTORY = "tests/test_fp8.py::test_a_history_gives_the_scales_of_its_largest_entries_and_forgets_the_oldest"
@@ -1441,8 +1443,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a matrix that is stored in NF4 is quantised again",
         "surojax/exchange/weights.py",
-        "if parts and isinstance",
-        "if parts < 0 and isinstance",
+        "if like is not None and isinstance(weights, Weights) and is_in(",
+        "if like is not None and not isinstance(weights, Weights) and is_in(",
         f"{STORED_NF4}::test_a_run_in_nf4_has_the_codes_that_are_stored",
     ),
     Mutant(
@@ -1455,8 +1457,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "matrices in NF4 are gathered without their groups",
         "surojax/parallel/collectives.py",
-        "for array in x[:-1]), x.offset])",
-        "for array in x[:2]), *x[2:]])",
+        "return map_arrays(x, lambda array: gathered_as_bits(array, dim))",
+        "return map_arrays(x, lambda array: gathered_as_bits(array, dim) if array.dtype == jnp.uint8 else array)",
         "tests/test_qlora.py::test_where_it_is_stored_changes_nothing -k devices0",
     ),
     Mutant(
@@ -1486,6 +1488,70 @@ MUTANTS: tuple[Mutant, ...] = (
         "materialised(relative) + q.offset)",
         "materialised(relative) + q.offset * 0.999)",
         f"{NF4}::test_the_numbers_are_those_of_bitsandbytes_to_the_bit",
+    ),
+    # -- Other formats of a frozen base -------------------------------------------------------------------------------
+    Mutant(
+        "settings of two formats are taken for one",
+        "surojax/numerics/base_formats.py",
+        "if len(names) > 1:",
+        "if len(names) > 2:",
+        f"{BASE_FORMATS}::test_one_format_is_chosen",
+    ),
+    Mutant(
+        "rows that devices divide within a block are let through",
+        "surojax/numerics/base_formats.py",
+        "(FORMATS[name].block * divided[1])",
+        "FORMATS[name].block",
+        f"{BASE_FORMATS}::test_rows_are_whole_blocks",
+    ),
+    Mutant(
+        "fp8: tiles are as large as a device's rows",
+        "surojax/numerics/block_fp8.py",
+        "tile = [math.gcd(BLOCK, n // parts)",
+        "tile = [min(BLOCK, n // parts)",
+        f"{BASE_FORMATS}::test_scales_of_a_checkpoint_reach_every_tile",
+    ),
+    Mutant(
+        "fp8: tiles have the scales of blocks in the order of tiles",
+        "surojax/numerics/block_fp8.py",
+        "np.arange(n) * tile // BLOCK",
+        "np.arange(n) // BLOCK",
+        f"{BASE_FORMATS}::test_block_fp8_is_what_the_blocks_say",
+    ),
+    Mutant(
+        "nvfp4: the first of two codes is in the high half",
+        "surojax/numerics/nvfp4.py",
+        "codes[..., 0] | codes[..., 1] << 4",
+        "codes[..., 1] | codes[..., 0] << 4",
+        f"{BASE_FORMATS}::test_nvfp4_is_nearest_and_its_numbers_are_exact",
+    ),
+    Mutant(
+        "nvfp4: numbers lose their signs",
+        "surojax/numerics/nvfp4.py",
+        "np.concatenate([MAGNITUDES, -MAGNITUDES])",
+        "np.concatenate([MAGNITUDES, MAGNITUDES])",
+        f"{BASE_FORMATS}::test_nvfp4_is_nearest_and_its_numbers_are_exact",
+    ),
+    Mutant(
+        "a base in another format is quantised again",
+        "surojax/exchange/sources.py",
+        "if frozen := chosen(c):",
+        "if (frozen := chosen(c)) == 0:",
+        f"{STORED_BASES}::test_another_format_is_refused_in_one_line",
+    ),
+    Mutant(
+        "fp8 in smaller blocks is read as if they were 128 x 128",
+        "surojax/exchange/weights.py",
+        "== (block_fp8.BLOCK, block_fp8.BLOCK):",
+        "!= (1, 1):",
+        f"{STORED_BASES}::test_another_format_is_refused_in_one_line",
+    ),
+    Mutant(
+        "the hash of a merged base leaves the adapter out",
+        "surojax/exchange/base.py",
+        "*tensors.made_with)",
+        "str(tensors.path))",
+        f"{PEFT_FILES}::test_a_base_adapter_is_part_of_the_base",
     ),
     Mutant(
         "mxfp8: the largest number has the next scale",

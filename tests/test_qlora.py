@@ -73,7 +73,7 @@ def test_where_it_is_stored_changes_nothing(setting, devices, placed):
     run = Small(devices, config=SMALL, **{setting: True}, **placed)
     found = after(run)
     expected = of_numbers(setting)[0]
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)  # sums in another order
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-4)  # sums in another order
     # AdamW turns the rounding of a gradient near 0 into a part of its step of 1e-2: all but 1 in 1000 are within 1/300.
     pairs = zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True)
     differences = np.concatenate([np.abs(a - b).reshape(-1) for a, b in pairs])

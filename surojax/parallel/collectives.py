@@ -111,8 +111,10 @@ def all_gather(tree, layouts):
     """
 
     def gathered(x: jax.Array, dim: int) -> jax.Array:
-        bits = as_bits(x) if x.dtype.itemsize == 1 else x
-        return from_bits(jax.lax.all_gather(bits, active(*SHARDS), axis=dim, tiled=True), x.dtype)
+        return jax.lax.all_gather(x, active(*SHARDS), axis=dim, tiled=True)
+
+    def gathered_as_bits(x: jax.Array, dim: int) -> jax.Array:
+        return from_bits(gathered(as_bits(x), dim), x.dtype) if x.dtype.itemsize == 1 else gathered(x, dim)
 
     def one(layout: Layout, x):
         dim = layout.sharded_dim
@@ -120,9 +122,9 @@ def all_gather(tree, layouts):
             return x
         if is_quantized(x):
             scales = x.scales if has_one_scale(x) else gathered(x.scales, dim)
-            return Quantized(gathered(x.values, dim), scales)
+            return Quantized(gathered_as_bits(x.values, dim), scales)
         if is_coded(x):
-            return map_arrays(x, lambda array: gathered(array, dim))
+            return map_arrays(x, lambda array: gathered_as_bits(array, dim))
         return gathered(x, dim)
 
     return varying(jax.tree.map(one, layouts, tree))
