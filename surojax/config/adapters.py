@@ -17,13 +17,8 @@ REFUSED = {
     "overlap_update": "the adapters' update takes no time worth hiding",
 }
 NOT_WITH_DROPOUT = ("use_dora", "pp_size", "sequence_chunks")  # for which dropout is not built
-NOT_IN_FP8 = (
-    "use_dora",
-    "lora_dropout",
-    "qlora_bnb",
-    "qlora_fp8",
-    "qlora_fp4",
-)  # what blocks that are written out in float8 do not compute
+# What blocks that are written out in float8 do not compute, or do not read.
+NOT_IN_FP8 = ("use_dora", "lora_dropout", *(found.setting for found in FORMATS.values()))
 FIELDS = (
     "lora_rank",
     "lora_alpha",
