@@ -119,6 +119,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_lora.py::test_placements_change_nothing -k config2",
     ),
     Mutant(
+        "advice names what adapters refuse",
+        "surojax/planner/advice.py",
+        "                check_adapters(tried)\n",
+        "",
+        "tests/test_lora.py::test_advice_names_nothing_that_adapters_refuse",
+    ),
+    Mutant(
         "adapters are not added to the products",
         OPERATIONS,
         "y if adapter is None else adapter(x, w, y, inputs, self._seed_of(number))",

@@ -26,6 +26,7 @@ from surojax.numerics import fp8, nf4
 from surojax.numerics.recipes import BLOCK_SCALED, RECIPES, Precision
 from surojax.optim import optimizer as optim
 from surojax.placement.param import part_of, with_part
+from surojax.planner.advice import Memory, changes_that_help
 from surojax.step.weights import quantise_with_one_scale
 
 with np.load(Path(__file__).parent / "fixtures" / "lora_reference.npz") as arrays:
@@ -282,6 +283,21 @@ def test_bad_settings_are_refused_in_one_line(changes, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")) as error:
         checks.check(c)
     assert "\n" not in str(error.value)
+
+
+def test_advice_names_nothing_that_adapters_refuse():
+    """If master weights in host memory were all that helps, there would be no advice for adapters."""
+
+    def needs(c, n: int) -> Memory:
+        return Memory(60 if c.offload_master else 100)
+
+    def advised(c) -> list[dict]:
+        return [change for change, _ in changes_that_help(c, 1, Memory(80), "gpu", needs)]
+
+    c = default_config()
+    assert advised(c) == [{"offload_master": True}]
+    c.lora = True
+    assert advised(c) == []
 
 
 def test_dropout_leaves_out_what_it_says_and_keeps_the_mean():
