@@ -101,9 +101,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an adapter's first magnitudes are those of random matrices",
         LORA,
-        'branch | {"magnitude": row_lengths(base[name.removesuffix(ADAPTER)])}',
+        'branch | {"magnitude": row_lengths(numbers[name.removesuffix(ADAPTER)])}',
         "branch",
         "tests/test_lora.py::test_adapters_begin_as_in_peft",
+    ),
+    Mutant(
+        "magnitudes beside a base in NF4 begin as lengths of other rows",
+        "surojax/step/state.py",
+        "return dequantise(stored, dtype) if is_coded(like) else x",
+        "return x",
+        "tests/test_lora.py::test_magnitudes_begin_as_lengths_of_the_rows_that_are_multiplied",
+    ),
+    Mutant(
+        "rows of zeros in uneven stages make DoRA not a number",
+        LORA,
+        "jnp.maximum(length_o, jnp.finfo(jnp.float32).tiny)",
+        "length_o",
+        "tests/test_lora.py::test_placements_change_nothing -k config2",
+    ),
+    Mutant(
+        "advice names what adapters refuse",
+        "surojax/planner/advice.py",
+        "                check_adapters(tried)\n",
+        "",
+        "tests/test_lora.py::test_advice_names_nothing_that_adapters_refuse",
     ),
     Mutant(
         "adapters are not added to the products",

@@ -22,10 +22,11 @@ from surojax.models import llama
 from surojax.models.llama_fp8 import SITES
 from surojax.models.lora import TARGETS, Lora, adapters, dropped, target_names
 from surojax.models.model import Compute
-from surojax.numerics import fp8
+from surojax.numerics import fp8, nf4
 from surojax.numerics.recipes import BLOCK_SCALED, RECIPES, Precision
 from surojax.optim import optimizer as optim
 from surojax.placement.param import part_of, with_part
+from surojax.planner.advice import Memory, changes_that_help
 from surojax.step.weights import quantise_with_one_scale
 
 with np.load(Path(__file__).parent / "fixtures" / "lora_reference.npz") as arrays:
@@ -217,19 +218,38 @@ def test_adapters_begin_as_in_peft():
 
 OFFLOADS = dict.fromkeys(("offload_weights", "offload_residual", "offload_grads", "offload_optimizer"), True)
 PLACED = [
-    (4, {"zero_level": 3, **OFFLOADS}),
-    (4, {"tp_size": 4}),
-    (2, {"pp_size": 2}),
-    (1, {"compute": Compute(sequence_chunks=2)}),
+    (DORA, 4, {"zero_level": 3, **OFFLOADS}),
+    (DORA, 4, {"tp_size": 4}),
+    (DORA_OF_THREE, 2, {"pp_size": 2}),  # one of the four layers in the stacks is padding
+    (DORA, 1, {"compute": Compute(sequence_chunks=2)}),
 ]
 
 
-@pytest.mark.parametrize(("devices", "placed"), quick_at(PLACED))
+@pytest.mark.parametrize(("config", "devices", "placed"), quick_at(PLACED))
 @needs(4)
-def test_placements_change_nothing(devices, placed):
+def test_placements_change_nothing(config, devices, placed):
     batches = [tokens(2, 4, 16, seed=seed) for seed in range(2)]
-    expected = Small(config=DORA).train(batches)
-    np.testing.assert_allclose(Small(devices, config=DORA, **placed).train(batches), expected, rtol=1e-5)
+    expected = Small(config=config).train(batches)
+    np.testing.assert_allclose(Small(devices, config=config, **placed).train(batches), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("loaded", [pytest.param(False, marks=pytest.mark.full), True])
+def test_magnitudes_begin_as_lengths_of_the_rows_that_are_multiplied(loaded):
+    """Beside a base in NF4, whose rows are up to 1 % shorter or longer than those that it was made of."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
+    config = dataclasses.replace(CONFIG, **sizes, lora=Lora(2, 8.0, ("mlp.w_up",), magnitudes=True))
+    small = Small(config=config, qlora_bnb=True)
+    state = small.init()
+    if loaded:
+        base = jax.device_get(llama.build(dataclasses.replace(config, lora=None)).init(1))
+        read = (lambda segment, l: jax.tree.map(lambda x: x[l], base["blocks"]), lambda model: base["outer"])
+        state = small.run.load_state(*read, seed=0)
+    mlp = state.weights["blocks"]["mlp"]
+    numbers = jax.vmap(lambda q: nf4.dequantise(q, "float32"))(mlp["w_up"])
+    lengths = np.linalg.norm(numbers, axis=-1)
+    np.testing.assert_allclose(state.master["blocks"]["mlp"]["w_up_lora"]["magnitude"], lengths, rtol=1e-6)
+    if loaded:
+        assert np.abs(lengths / np.linalg.norm(base["blocks"]["mlp"]["w_up"], axis=-1) - 1).max() > 1e-3
 
 
 BAD = {
@@ -249,10 +269,6 @@ BAD = {
         {"modules_to_save": "embed_tokens", "model.tie_word_embeddings": True},
         "modules_to_save: expected none with a model whose head is its embedding",
     ),
-    "uneven": (
-        {"use_dora": True, "pp_size": 2, "gpus": 2, "model.num_hidden_layers": 5},
-        "use_dora: expected False with stages of different numbers of layers",
-    ),
     "module": ({"modules_to_save": "norm"}, "modules_to_save: expected names among embed_tokens, lm_head"),
     "alpha": ({"lora_alpha": 0.0}, "lora_alpha: expected more than 0"),
     "dropout": ({"lora_dropout": 0.1, "use_dora": True}, "use_dora: expected False with lora_dropout=0.1"),
@@ -267,6 +283,21 @@ def test_bad_settings_are_refused_in_one_line(changes, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")) as error:
         checks.check(c)
     assert "\n" not in str(error.value)
+
+
+def test_advice_names_nothing_that_adapters_refuse():
+    """If master weights in host memory were all that helps, there would be no advice for adapters."""
+
+    def needs(c, n: int) -> Memory:
+        return Memory(60 if c.offload_master else 100)
+
+    def advised(c) -> list[dict]:
+        return [change for change, _ in changes_that_help(c, 1, Memory(80), "gpu", needs)]
+
+    c = default_config()
+    assert advised(c) == [{"offload_master": True}]
+    c.lora = True
+    assert advised(c) == []
 
 
 def test_dropout_leaves_out_what_it_says_and_keeps_the_mean():

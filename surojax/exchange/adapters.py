@@ -193,7 +193,8 @@ def of_state(model: Model, lora: Lora, master: dict) -> tuple[dict, dict]:
             of_matrix = parts.setdefault(matrix, {})
             for which, name in names._asdict().items():
                 if name is not None:
-                    of_matrix.setdefault(which, []).append(np.asarray(_at(master[segment.name], name)))
+                    stack = np.asarray(_at(master[segment.name], name))
+                    of_matrix.setdefault(which, []).append(stack[: segment.num_layers])  # without padding
     matrices = {
         matrix: {which: np.concatenate(stacks) for which, stacks in of_matrix.items()}
         for matrix, of_matrix in parts.items()

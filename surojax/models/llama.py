@@ -279,8 +279,8 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
 
     trained = trainable(params[BLOCKS])
 
-    def with_new_adapters(base, seed, l):
-        return with_adapters(base, part_of(init_layer(config, seed, l), trained))
+    def with_new_adapters(base, seed, l, numbers):
+        return with_adapters(base, part_of(init_layer(config, seed, l), trained), numbers)
 
     block, block_forward, block_backward = _block_functions(config, compute, graph, trained)
     segment = Segment(

@@ -127,7 +127,8 @@ class Adapter(nnx.Module):
         if not self.lora.magnitudes:
             return y + low
         length_o = self._row_lengths(jax.lax.stop_gradient(w_oi), in_axis)
-        factor_o = self.magnitude[...].astype(jnp.float32) / length_o
+        # Padding of uneven stages has rows of zeros, and magnitudes of 0.
+        factor_o = self.magnitude[...].astype(jnp.float32) / jnp.maximum(length_o, jnp.finfo(jnp.float32).tiny)
         factor = jnp.expand_dims(factor_o, tuple(range(y.ndim - 1)))
         return (factor * (y + low).astype(jnp.float32)).astype(y.dtype)
 
@@ -206,14 +207,17 @@ def adapters(params: dict, prefix: str = "") -> list[tuple[str, Names]]:
     return found
 
 
-def with_adapters(base: dict, new: dict) -> dict:
-    """A layer's arrays: those of the base, and of its new adapters. new: the adapters' branches, see `adapters`."""
+def with_adapters(base: dict, new: dict, numbers: dict) -> dict:
+    """A layer's arrays: those of the base, and of its new adapters.
+
+    new: the adapters' branches, see `adapters`. numbers: the base's, as products read them.
+    """
     found = dict(base)
     for name, branch in new.items():
         if not name.endswith(ADAPTER):
-            found[name] = with_adapters(base[name], branch)
+            found[name] = with_adapters(base[name], branch, numbers[name])
             continue
         found[name] = branch
         if "magnitude" in branch:
-            found[name] = branch | {"magnitude": row_lengths(base[name.removesuffix(ADAPTER)])}
+            found[name] = branch | {"magnitude": row_lengths(numbers[name.removesuffix(ADAPTER)])}
     return found

@@ -133,8 +133,8 @@ class Segment:
     cached_block: (weights, x, Cache, Variant) -> (x, Cache), for sampling; as recipe bf16, by XLA.
     last_products: the matrices whose products are only added to the block's result. No gradient needs these products,
     so a recomputed block leaves them out.
-    with_adapters: (arrays of a layer without its adapters, seed, number of the layer) -> the arrays with new ones; None
-    if there are none.
+    with_adapters: (arrays of a layer without its adapters, seed, number of the layer, these arrays as products read
+    them) -> the arrays with new ones; None if there are none.
     """
 
     name: str

@@ -11,7 +11,7 @@ import numpy as np
 from surojax.memory.host import joined, parts, put, read, write
 from surojax.memory.nvme import InFile, store_of
 from surojax.models.model import Model, Segment
-from surojax.numerics.base_formats import is_coded
+from surojax.numerics.base_formats import dequantise, is_coded
 from surojax.numerics.quantize import work_copy
 from surojax.optim import optimizer as optim
 from surojax.parallel.feed import from_host
@@ -204,11 +204,11 @@ def load_state(
         read_params = segment.params if reads_adapters else base(segment.params)
         planned = part_of(layer_of(initial_plan(plan, segment.name)), read_params)
         state_of = layer_state_function(segment, plan, optimizer)
-        with_adapters = None if reads_adapters else segment.with_adapters
+        adds_adapters = segment.with_adapters is not None and not reads_adapters
 
         @jax.jit
         def new(read, l):
-            return state_of(read if with_adapters is None else with_adapters(read, seed, l))
+            return state_of(with_new_adapters(segment, plan, read, seed, l) if adds_adapters else read)
 
         def layer(l: int):
             if l < segment.num_layers:
@@ -279,6 +279,22 @@ def layer_state_function(segment: Segment, plan: TrainState, optimizer: optim.Op
     return state_of
 
 
+def with_new_adapters(segment: Segment, plan: TrainState, layer, seed, l):
+    """The arrays of a layer of the base, with new adapters, of which DoRA's begin as lengths of what is multiplied.
+
+    layer: its matrices may be quantised.
+    """
+    assert segment.with_adapters is not None
+    like = part_of(parts(plan.weights[segment.name])[0].stack, base(segment.params))
+    dtype = work_dtype(plan)
+
+    def as_read(like, x, stored):
+        return dequantise(stored, dtype) if is_coded(like) else x
+
+    numbers = jax.tree.map(as_read, like, layer, work_copy(layer, like, dtype), is_leaf=is_coded)
+    return segment.with_adapters(layer, seed, l, numbers)
+
+
 def outer_state(model: Model, plan: TrainState, optimizer: optim.Optimizer, initial) -> TensorState:
     """The TensorState of the outer layers with these initial values."""
     master, moments = new_master(optimizer, model.outer_params, initial, plan.master[OUTER])
@@ -290,8 +306,13 @@ def init_layer_function(segment: Segment, plan: TrainState, optimizer: optim.Opt
     state_of = layer_state_function(segment, plan, optimizer)
     entries = jax.tree.leaves(plan.master[segment.name])[0].shape[0]
 
+    of_base = base(segment.params)
+    is_quantised = any(map(is_coded, jax.tree.leaves(parts(plan.weights[segment.name])[0].stack, is_leaf=is_coded)))
+
     def state_of_new(seed, l):
         initial = segment.init(seed, l)
+        if is_quantised and segment.with_adapters is not None:
+            initial = with_new_adapters(segment, plan, part_of(initial, of_base), seed, l)
         return state_of(padding.zeros_beyond(segment, l, initial) if entries > segment.num_layers else initial)
 
     return state_of_new

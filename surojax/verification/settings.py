@@ -288,7 +288,6 @@ ADAPTERS: tuple[Setting, ...] = (
         for name, of_method in CP.items()
     ),
     Setting("qlora_offload_all_cp_ring_2x2", QLORA_OFFLOADS | ZERO3 | CP["ring"], 4, like="qlora_cp_ring_2x2"),
-    Setting("qlora_cp_ring_tp_2x2x2", QLORA_OFFLOADS | ZERO3_TP | CP["ring"], 8, like="qlora", expect="order"),
     Setting("qlora_pp_2x2", QLORA | ZERO3 | PP, 4, like="qlora", expect="order"),
     Setting("qlora_offload_all_pp_2x2", QLORA_OFFLOADS | ZERO3 | PP, 4, like="qlora_pp_2x2"),
     Setting("qlora_pp_1f1b_tp_2x2x2", QLORA_OFFLOADS | ZERO3 | PP_1F1B | TP, 8, like="qlora", expect="order"),
