@@ -154,8 +154,8 @@ ROWS = (
     Row(LONG, "8B", "rtx4090", 1, "sequence_len=131072 sequence_chunks=8"),
     Row(PUBLISHED, "8B", "h100", 8, f"{SHARDED} {OF_8B} {SELECTIVE}", 6667, f"{TITAN}, table 1"),
     Row(PUBLISHED, "8B", "h100", 8, f"{SHARDED} {OF_8B} {FP8}", 8532, f"{TITAN}, table 1"),
-    Row(PUBLISHED, "8B", "h100", 128, f"{SHARDED} {OF_8B} {SELECTIVE}", 6514, f"{TITAN}, table 3"),
-    Row(PUBLISHED, "8B", "h100", 128, f"{SHARDED} {OF_8B} {FP8}", 8380, f"{TITAN}, table 3"),
+    Row(PUBLISHED, "8B", "h100", 128, f"zero_level=3 {OF_8B} {SELECTIVE}", 6514, f"{TITAN}, table 3"),
+    Row(PUBLISHED, "8B", "h100", 128, f"zero_level=3 {OF_8B} {FP8}", 8380, f"{TITAN}, table 3"),
     Row(
         PUBLISHED,
         "70B",

@@ -216,10 +216,10 @@ def test_layouts_keep_the_effective_batch_and_say_what_was_not_tried():
         assert {x["per_device_batch_size"] * x["gradient_accumulation_steps"] for x in splits} == {
             2 * layouts.group(of)
         }
-    c = checked(config(**SMALL | {"gpus": 2, "zero_level": 3, "zero_quantized_weights": True}), GPU)
-    found = search.search(c, GPUS[GPU], Limits(2**40), keep=(*keep, "tp_size"))
+    c = checked(config(**SMALL | {"gpus": 2, "zero_level": 3, "memcpy_all_gather": True}), GPU)
+    found = search.search(c, GPUS[GPU], Limits(2**40), keep=("recompute_block", "tp_size"))
     assert found.not_tried["tp_size"] == "kept"
-    assert found.not_tried["pp_size"].startswith("zero_quantized_weights: expected False with pp_size=2")
+    assert found.not_tried["pp_size"].startswith("memcpy_all_gather: expected False with pp_size=2")
 
 
 def test_stages_divide_the_layers_and_idle_in_the_first_and_last_ticks():
