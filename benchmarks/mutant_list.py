@@ -3878,7 +3878,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "host memory of one GPU for all",
         "surojax/planner/footprint.py",
-        "else Memory(device, n * host)",
+        "else Memory(device, (in_a_machine or n) * host)",
         "else Memory(device, host)",
         "tests/test_footprint.py::test_host_memory_is_that_of_all_gpus",
     ),
