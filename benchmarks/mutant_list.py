@@ -4046,7 +4046,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "host memory of one GPU for all",
         "surojax/planner/footprint.py",
-        "else Memory(device, n * host)",
+        "else Memory(device, (in_a_machine or n) * host)",
         "else Memory(device, host)",
         "tests/test_footprint.py::test_host_memory_is_that_of_all_gpus",
     ),
@@ -4238,6 +4238,48 @@ MUTANTS: tuple[Mutant, ...] = (
         "rate = links.rate(p.gpu, p.mesh_shape, op, axes)",
         "rate = p.gpu.link_bandwidth * p.rates.link",
         "tests/test_links.py::test_a_collective_between_machines_takes_longer",
+    ),
+    Mutant(
+        "the links of the first group count",
+        "surojax/planner/links.py",
+        "return max(found, key=lambda x: (x.machines > 1, -x.in_one, x.machines))",
+        "return found[0]",
+        "tests/test_links.py::test_the_slowest_group_counts",
+    ),
+    Mutant(
+        "all GPUs sum in a ring",
+        "surojax/planner/links.py",
+        "return 2 * (within + math.ceil(math.log2(slowest.machines)))",
+        "return 2 * (slowest.gpus - 1)",
+        "tests/test_links.py::test_hops_of_rings_and_of_a_tree_between_machines",
+    ),
+    Mutant(
+        "machines share their host memory",
+        "surojax/planner/gpus.py",
+        "return min(gpus, self.gpus_per_node)",
+        "return gpus",
+        "tests/test_links.py::test_host_memory_is_that_of_a_machine",
+    ),
+    Mutant(
+        "a group of GPUs has the sequences of one",
+        "surojax/planner/layouts.py",
+        "groups = c.gpus // gpus",
+        "groups = c.gpus",
+        "tests/test_search.py::test_layouts_keep_the_effective_batch_and_say_what_was_not_tried",
+    ),
+    Mutant(
+        "fit does not say that sequences are short",
+        "surojax/planner/layouts.py",
+        "c.cp_size == 1 and c.sequence_len < LONG_SEQUENCE",
+        "False",
+        "tests/test_search.py::test_layouts_keep_the_effective_batch_and_say_what_was_not_tried",
+    ),
+    Mutant(
+        "roofline: a pipeline has no bubble",
+        "surojax/planner/roofline.py",
+        "rounds=k + stages - 1,",
+        "rounds=k,",
+        "tests/test_search.py::test_stages_divide_the_layers_and_idle_in_the_first_and_last_ticks",
     ),
     # -- The verifier -------------------------------------------------------------------------------------------------
     Mutant(

@@ -9,7 +9,7 @@ from test_timeline import GATHERED, GATHERS, GPU, ROUND, program, simulated
 from surojax.errors import ConfigError
 from surojax.planner import search
 from surojax.planner.gpus import GPUS, with_nodes
-from surojax.planner.links import bandwidth, crossing, rate
+from surojax.planner.links import bandwidth, crossing, hops, rate
 
 H100 = GPUS["h100"]
 MESH_64 = {"pp": 2, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 4, "tp_rep": 1}
@@ -17,10 +17,10 @@ MESH_64 = {"pp": 2, "dp_replicate": 1, "dp_shard": 8, "cp": 1, "tp": 4, "tp_rep"
 
 @pytest.mark.parametrize(
     "gpus_per_node, expected",
-    [(64, []), (32, ["pp"]), (8, ["pp", "dp_shard"]), (2, ["pp", "dp_shard", "tp"]), (6, ["pp", "dp_shard"])],
+    [(64, []), (32, ["pp"]), (8, ["pp", "dp_shard"]), (2, ["pp", "dp_shard", "tp"]), (6, ["pp", "dp_shard", "tp"])],
 )
 def test_axes_that_cross_machines(gpus_per_node, expected):
-    """The last axes are within a machine."""
+    """The last axes are within a machine; of 6 GPUs, one has a part of a group of 4."""
     assert crossing(dataclasses.replace(H100, gpus_per_node=gpus_per_node), MESH_64) == expected
 
 
@@ -32,6 +32,34 @@ def test_a_group_sends_over_the_adapters_of_its_gpus():
     assert bandwidth(H100, MESH_64, "collective-permute", "pp") == 50e9
     assert bandwidth(H100, {"dp_shard": 16}, "collective-permute", "dp_shard") == 50e9  # the slowest of a ring
     assert bandwidth(dataclasses.replace(H100, network_bandwidth=200e9), MESH_64, "all-gather", "dp_shard+tp") == 450e9
+
+
+def test_the_slowest_group_counts():
+    """In machines of 6, GPUs 0 to 3 are in one, 4 and 5 are not with 6 and 7: two adapters of each machine at most."""
+    six = dataclasses.replace(H100, gpus_per_node=6)
+    assert bandwidth(six, {"dp_shard": 3, "tp": 4}, "all-gather", "tp") == 2 * 50e9
+    assert bandwidth(six, {"tp": 4}, "all-gather", "tp") == 450e9
+
+
+@pytest.mark.parametrize(
+    "op, axes, expected",
+    [
+        ("all-gather", "tp", 3),
+        ("all-gather", "dp_shard+tp", 31),
+        ("collective-permute", "pp", 1),
+        ("all-reduce", "tp", 6),
+        ("all-reduce", "dp_shard+tp", 2 * (7 + 2)),  # 8 GPUs in each of 4 machines
+        ("all-reduce", "dp_shard", 2 * (1 + 2)),
+    ],
+)
+def test_hops_of_rings_and_of_a_tree_between_machines(op, axes, expected):
+    assert hops(H100, MESH_64, op, axes) == expected
+
+
+def test_host_memory_is_that_of_a_machine():
+    c = config(gpus=16, zero_level=3, offload_master=True)
+    one, two = (search.estimate(c, with_nodes("h100", n))[0] for n in (16, 8))
+    assert one.host == 2 * two.host > 0 and one.device == two.device
 
 
 def test_what_programs_reach_of_it():

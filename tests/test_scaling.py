@@ -1,9 +1,7 @@
 """benchmarks/scaling.py without its compilations."""
 
-import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,24 +9,53 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import scaling
 
-from surojax.planner.plan import Plan, checked
+from surojax.planner.plan import checked
+
+ROW = scaling.Row(scaling.GROWING, "70B", "h100", 1024, "zero_level=3")
+FOUND = scaling.Result(
+    fits=False,
+    device_bytes=80 * 2**30,
+    host_bytes=2**30,
+    seconds=2.5,
+    tokens_per_s=1000.0,
+    mfu=0.4,
+    spent={"collectives": 0.3, "host copies": 0.1, "bubble": 0.0},
+    between_machines=["pp", "dp_shard"],
+)
 
 
 def test_all_rows_are_steps_that_train_accepts():
-    """And rows of the same model on the same GPUs differ in their settings."""
+    """And no two rows have the same key."""
     for row in scaling.ROWS:
         c = checked(row.loaded(), row.gpu)
-        assert (c.gpus, c.zero_level) == (row.gpus, 3)
-    assert len({dataclasses.astuple(row) for row in scaling.ROWS}) == len(scaling.ROWS)
+        assert c.gpus == row.gpus
+    assert len({row.key for row in scaling.ROWS}) == len(scaling.ROWS)
 
 
-@pytest.mark.parametrize("seconds, cells", [(2.5, "2.50 | 1,000 | 0.400 | 0.30 | 0.10"), (None, "- | - | - | - | -")])
-def test_a_line_says_what_is_exposed_and_what_does_not_fit(seconds, cells):
-    fields: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Plan))
-    exposed = {"gather": 0.1, "reduce": 0.2, "host in": 0.1, "host out": 0.0}
-    memory = {"device_bytes": 80 * 2**30, "host_bytes": 2**30, "fits": False, "between_machines": ["pp", "dp_shard"]}
-    times = {"predicted_step_s": seconds, "tokens_per_s_per_gpu": 1000.0, "mfu": 0.4, "exposed_s": exposed}
-    row = scaling.Row("70B", "h100", 1024, "zero_level=3")
-    found = row.line(Plan(**fields | memory | times))
-    expected = f"| 70B | 1,024 x h100 | `zero_level=3` | 80.0 (does not fit) | 1 | {cells} | pp, dp_shard |"
-    assert found == expected
+def test_results_are_there_for_all_rows():
+    """docs/scaling.json has what docs/scaling.md shows."""
+    results = scaling.load(scaling.RESULTS)
+    assert set(results) == {row.key for row in scaling.ROWS}
+    page = scaling.RESULTS.with_suffix(".md").read_text()
+    assert [row.key for row in scaling.ROWS if scaling.line(row, results[row.key]) not in page] == []
+
+
+@pytest.mark.parametrize(
+    "spent, said", [(0.3, "collectives 12%"), (0.2, "compute")], ids=["a tenth or more", "less than a tenth"]
+)
+def test_a_line_says_what_binds_it(spent, said):
+    found = scaling.dataclasses.replace(FOUND, spent=FOUND.spent | {"collectives": spent})
+    cells = f"80.0 (does not fit) | 1 | 2.50 | 1,000 | 0.400 | 278 | {said} | pp, dp_shard |"
+    assert scaling.line(ROW, found) == f"| 70B | 1,024 x h100 | `zero_level=3` | {cells}"
+
+
+def test_a_published_row_has_both_figures():
+    row = scaling.dataclasses.replace(ROW, published=800.0, source="a page")
+    assert scaling.line(row, FOUND).endswith("| 1,000 | 800 | 1.25 | collectives 12% | a page |")
+
+
+def test_the_picture_is_small(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "x.svg"
+    scaling.picture((ROW,), {ROW.key: FOUND}, file)
+    assert 1000 < file.stat().st_size < 100_000

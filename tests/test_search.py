@@ -12,7 +12,7 @@ from surojax import fit as command
 from surojax.config import checks, flags, write
 from surojax.config.fields import flat
 from surojax.errors import ConfigError
-from surojax.planner import advice, aot, fastest, footprint, roofline, search
+from surojax.planner import advice, aot, fastest, footprint, layouts, roofline, search
 from surojax.planner.advice import changed
 from surojax.planner.costs import product_time
 from surojax.planner.gpus import GPUS
@@ -203,6 +203,39 @@ def test_what_has_nothing_more_to_offer_is_not_searched():
     assert not any(x.config[f"offload_{name}"] for x in found for name in search.OFFLOADS)
 
 
+def test_layouts_keep_the_effective_batch_and_say_what_was_not_tried():
+    """Of two GPUs: alone, tp_size=2 and pp_size=2; the latter is refused with a setting that it is not built for."""
+    keep = ("recompute_block", "zero_level", "lmhead_chunks")
+    c = checked(config(**SMALL | {"gpus": 2, "lmhead_chunks": 1}), GPU)
+    found = search.search(c, GPUS[GPU], Limits(2**40), keep=keep)
+    sizes = [tuple(of[axis] for axis in layouts.AXES) for of, _ in found.sampled]
+    assert sorted(sizes) == [(1, 1, 1), (1, 1, 2), (2, 1, 1)]
+    assert found.not_tried == {"cp_size": "sequences of 256 tokens are shorter than 8,192"}
+    for of, _ in found.sampled:
+        splits = search.batches(c, of)
+        assert {x["per_device_batch_size"] * x["gradient_accumulation_steps"] for x in splits} == {
+            2 * layouts.group(of)
+        }
+    c = checked(config(**SMALL | {"gpus": 2, "zero_level": 3, "memcpy_all_gather": True}), GPU)
+    found = search.search(c, GPUS[GPU], Limits(2**40), keep=("recompute_block", "tp_size"))
+    assert found.not_tried["tp_size"] == "kept"
+    assert found.not_tried["pp_size"].startswith("memcpy_all_gather: expected False with pp_size=2")
+
+
+def test_stages_divide_the_layers_and_idle_in_the_first_and_last_ticks():
+    """By hand: two stages have half of the layers each, and take the time of three microbatches for two."""
+    c = checked(config(**SMALL | {"gpus": 2, "pp_size": 2}), GPU)
+    gpu = GPUS[GPU]
+    one, two = (
+        search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
+        for c in (checked(config(**SMALL | {"gpus": 1}), GPU), c)
+        for run in [search.assembly(c)]
+    )
+    assert two.forward == pytest.approx(one.forward / 2)
+    alone = dataclasses.replace(two, waits=0.0, gathered=0.0)
+    assert roofline.phases(alone, ())["forward"] == pytest.approx(3 * two.forward)
+
+
 def test_a_mesh_of_one_gpu_can_be_kept():
     c = checked(config(**SMALL | {"zero_level": 3}), GPU)
     found = search.search(c, GPUS[GPU], Limits(2**40), keep=(*BLOCK, "zero_level")).candidates
@@ -211,7 +244,22 @@ def test_a_mesh_of_one_gpu_can_be_kept():
 
 @needs_compiler
 @pytest.mark.full
-@pytest.mark.parametrize("changes", [{}, {"gpus": 4, "zero_level": 3, "offload_master": True}], ids=["1", "4"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gpus": 4, "zero_level": 3, "offload_master": True},
+        {
+            "gpus": 8,
+            "zero_level": 3,
+            "tp_size": 2,
+            "pp_size": 2,
+            "pp_schedule": "1f1b",
+            "gradient_accumulation_steps": 4,
+        },
+    ],
+    ids=["1", "4", "8 of three axes"],
+)
 def test_estimates_are_near_what_is_compiled(changes):
     """Device memory within 10 %, as footprint.py says; time within 25 % of the simulated step."""
     changes = changes or {f"offload_{name}": True for name in search.OFFLOADS} | {"gpus": 1}
@@ -251,6 +299,18 @@ def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
             plans.append(p.predicted_step_s)
     assert 0 < len(plans) < 4
     assert result.rows[0].seconds == pytest.approx(min(plans))
+
+
+@needs_compiler
+@pytest.mark.full
+def test_the_fastest_layout_is_among_the_compiled():
+    """Compiles every layout of two GPUs."""
+    c = config(**SMALL | {"gpus": 2, "lmhead_chunks": 1})
+    free = (*layouts.AXES, *layouts.DETAILS, "gradient_accumulation_steps")
+    result = fastest.fastest(c, GPU, keep=[name for name in flat(c) if name not in free])
+    tried = (layouts.layout(c, *of) for of in ((1, 1, 1), (2, 1, 1), (1, 1, 2)))
+    of_all = [changed(c, of, {"gradient_accumulation_steps": 2 * layouts.group(of)}) for of in tried]
+    assert result.rows[0].seconds == pytest.approx(min(plan(x, GPU, advise=False).predicted_step_s for x in of_all))
 
 
 def test_a_config_file_says_what_differs(tmp_path):

@@ -54,23 +54,23 @@ def sequences(c: Config, of: Change) -> int:
     return _sequences(c, group(of))
 
 
-def meshes(c: Config, gpu: Gpu, of: Change, keep: Collection[str]) -> list[Change]:
+def meshes(c: Config, gpu: Gpu, of: Change, keep: Collection[str], *, few: bool = False) -> list[Change]:
     """Ways to share state between the groups of a layout, the config's own among them.
 
     With one GPU, its own only if one of its fields is kept. Replicas gather less from each other and store more, so
-    they are for sharded gradients or weights only. Larger groups have the vocabulary divided already, and are tried
-    with all shards, or with those of a machine.
+    they are for sharded gradients or weights only, and of several machines each replica has whole ones. Larger groups
+    have the vocabulary divided already, and are tried, as all are if `few`, with all shards or with those of a machine.
     """
-    n = c.gpus // group(of)
+    groups = c.gpus // group(of)
     fixed = {"shard_weights": None, "shard_gradients": None, "dp_shard_size": -1}
     if c.gpus == 1:
         plain = fixed | {"zero_level": 1, "dp_replicate_size": 1, "shard_outer": False}
         return [{name: c[name] for name in plain} if any(name in keep for name in plain) else plain]
-    replicas = divisors(n)[:-1]
+    machines = max(1, c.gpus // gpu.gpus_per_node)
+    replicas = [number for number in divisors(groups)[:-1] if c.gpus <= gpu.gpus_per_node or machines % number == 0]
     outer = (False, True)
-    if group(of) > 1:
-        in_a_machine = max(1, c.gpus // gpu.gpus_per_node)
-        replicas = [number for number in replicas if number in (1, in_a_machine)]
+    if group(of) > 1 or few:
+        replicas = [number for number in replicas if number in (1, machines)]
         outer = (False,)
     found = [(1, 1)] + [(level, number) for level in (2, 3) for number in replicas]
     tried = [

@@ -224,7 +224,7 @@ class Search:
 
     def families(self, layout: Change, *, sampled: bool = False) -> Iterator[Family]:
         """All families of a layout that the checks accept; sampled: a few of them."""
-        meshes = layouts.meshes(self.c, self.gpu, layout, self.keep)
+        meshes = layouts.meshes(self.c, self.gpu, layout, self.keep, few=sampled)
         again, splits = recomputations(self.c), batches(self.c, layout)
         if sampled:
             again = [x for x in again if any(kind.items() <= x.items() for kind in SAMPLED)]
@@ -427,15 +427,11 @@ def batches(c: Config, layout: Change) -> list[Change]:
 
 
 def sample(splits: list[Change]) -> list[Change]:
-    """A few of `batches`: small, medium and large microbatches, fetched alone and together."""
+    """A few of `batches`: small, medium and large microbatches, as many a fetch as there can be, with small slices."""
     sizes = sorted({split["per_device_batch_size"] for split in splits})
     some = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
-    found = {}
-    for split in splits:
-        size, microbatches, group = (split[name] for name in BATCH_FIELDS)
-        if size in some and group in (1, microbatches):
-            found[size, group] = split  # the one with the smallest slices of the head
-    return list(found.values())
+    strongest = {split["per_device_batch_size"]: split for split in splits}  # the last of each size
+    return [split for size, split in strongest.items() if size in some]
 
 
 def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
