@@ -298,6 +298,10 @@ REFUSED = [
     ),
     ({"cp_method": "zigzag"}, "cp_method: expected one of"),
     ({"cp_size": 1, "cp_method": "ring"}, "cp_method: expected 'ulysses' with cp_size=1"),
+    (
+        {"recipe": "fp8_hybrid", "per_device_batch_size": 1, "sequence_len": 72},
+        "per_device_batch_size x sequence_len / cp_size: expected a multiple of 16 tokens.* got 18",
+    ),
     ({"zero_level": 3, "memcpy_all_gather": True}, "memcpy_all_gather: expected False with cp_size=4"),
     ({"lmhead_chunks": 512}, "lmhead_chunks: expected a divisor of .* / cp_size = 128"),
     (

@@ -1,16 +1,15 @@
-"""Context parallelism with recipes, transfers in 8 bits and state in files: as one device, or as without cp.
+"""Context parallelism with recipes in 8 bits: as on one device.
 
 Devices that share a sequence are like those of data parallelism: each makes the scales of its own tokens. Scales are
 powers of two, so numbers are rounded as on one device, but for those below the range of a smaller scale.
 """
 
 import dataclasses
-from typing import Any
 
 import pytest
-from small import CONFIG, Small, tokens, worst_relative
+from small import CONFIG, Small, worst_relative
 from test_engine import ORDER_OF_SUMS
-from test_tensor_parallel_recipes import ALL, EXTRAS, first_steps, in_recipe, on_one_device
+from test_tensor_parallel_recipes import EXTRAS, first_steps, in_recipe, on_one_device
 
 FLAT = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, head_dim=32, num_hidden_layers=1)
 CASES = [  # (cp_method, recipe, model, placement)
@@ -32,12 +31,3 @@ def test_recipes_equal_one_device(method, recipe, config, placed):
     assert min(errors) < ORDER_OF_SUMS and max(errors) < 0.1, errors
     for found, expected in pairs:
         assert found.loss == pytest.approx(expected.loss, rel=ORDER_OF_SUMS)
-
-
-@pytest.mark.full
-def test_state_in_files(tmp_path):
-    """Equal to the bit to the same layout in memory."""
-    how: Any = {"cp_size": 2, "zero_level": 3, "compute": dataclasses.replace(in_recipe("bf16"), cp_method="ring")}
-    batches = [tokens(2, 8, 24, seed=i) for i in range(3)]
-    in_files = ALL | dict.fromkeys(("offload_optimizer", "offload_master"), "nvme")
-    assert Small(4, **how, **in_files, nvme_path=tmp_path).train(batches) == Small(4, **how).train(batches)

@@ -19,7 +19,7 @@ from small import KERNEL, normal, quick_at
 from test_chunked import backward_written_out, forward_written_out
 
 from pallas_kernels import attention as kernel, dispatch
-from surojax.models import cudnn, llama, ring_pairs
+from surojax.models import cudnn, llama
 from surojax.models.attention import chosen
 from surojax.models.model import Compute
 from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, gradients, merged
@@ -49,7 +49,7 @@ def written_out(q, keys, values, first, rule: kernel.Rule):
     return jnp.einsum("bkgtu,bukh->btkgh", p, values.astype(f32))
 
 
-def in_two_parts(by: ring_pairs.By, first, rule: kernel.Rule, all_seen: bool, before, own, dy):
+def in_two_parts(by: str, first, rule: kernel.Rule, all_seen: bool, before, own, dy):
     """(y, dq, dk, dv of the piece before, dk, dv of the own piece), as two hops of a ring make them."""
     length = dy.shape[1]
     queries = Queries(own[0], length + jnp.arange(length), first)

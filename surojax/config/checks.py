@@ -258,9 +258,10 @@ def _check_fp8(c: Config, skipped: int) -> None:
     for name, width in _widths(c).items():
         expected = f"a multiple of 16 with recipe={c.recipe!r}, which float8 products need"
         _need(width % 16 == 0, name, expected, width, f"use {-(-width // 16) * 16}")
-    tokens = c.per_device_batch_size * c.sequence_len
+    tokens = c.per_device_batch_size * c.sequence_len // c.cp_size  # a tensor-parallel group gathers whole sequences
     expected = f"a multiple of 16 tokens with recipe={c.recipe!r}, which float8 products need"
-    _need(tokens % 16 == 0, "per_device_batch_size x sequence_len", expected, tokens, "change one of them")
+    size = "per_device_batch_size x sequence_len" + (" / cp_size" if c.cp_size > 1 else "")
+    _need(tokens % 16 == 0, size, expected, tokens, "change one of them")
     expected = f"'none' with recipe={c.recipe!r}, whose weights travel in fp8 anyway"
     weights = c.zero_quantized_weights
     _need(weights == "none", "zero_quantized_weights", expected, weights, "leave it out")

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import Rule
 from pallas_kernels.manual_axes import mark_varying, varying_axes
-from surojax.models.ring_pairs import By, Keys, Pair, Queries, Slopes, attended, gradients, merged
+from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, gradients, merged
 from surojax.parallel import context
 from surojax.parallel.context import Method
 
@@ -38,7 +38,7 @@ class How(NamedTuple):
     """Static arguments. by, all_seen: of every pair, see `Pair`."""
 
     method: Method
-    by: By
+    by: str
     rule: Rule
     all_seen: bool
 
@@ -125,7 +125,7 @@ def ring_attention(
     *,
     method: Method,
     rule: Rule,
-    by: By,
+    by: str,
 ) -> jax.Array:
     """Causal attention `[B, s, H, h]` of this device's queries to the keys of all devices, differentiable.
 

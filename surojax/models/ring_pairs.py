@@ -13,7 +13,7 @@ Shape suffixes: B batch, t and u tokens of a piece of queries and of keys, H que
 heads that share one, h head dimension.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from pallas_kernels.attention import HIDDEN, Rule
 from surojax.models import cudnn
 
 f32 = jnp.float32
-By = Literal["xla", "cudnn", "mosaic"]
 
 
 class Queries(NamedTuple):
@@ -60,13 +59,13 @@ class Slopes(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Static arguments of a pair of pieces.
+    """Static arguments of a pair of pieces. by: "xla", "cudnn" or "mosaic".
 
     own: the keys are those of the queries' own tokens, else none comes after a query. all_seen: neither documents nor
     windows hide a key that comes before a query.
     """
 
-    by: By
+    by: str
     rule: Rule
     own: bool
     all_seen: bool
@@ -98,7 +97,7 @@ def _over_channels(x_BKGt: jax.Array) -> jax.Array:
 # --- which -----------------------------------------------------------------------------------------------------------
 
 
-def chosen(implementation: str, dtype, head_dim: int, tokens: int, *, gpu: bool, all_seen: bool, softcap: bool) -> By:
+def chosen(implementation: str, dtype, head_dim: int, tokens: int, *, gpu: bool, all_seen: bool, softcap: bool) -> str:
     """The meaning of "auto" for pieces of so many tokens, of heads of this dtype and size.
 
     On a GPU it is cuDNN if no document, window or softcap is in its way, else our kernel, if they take the heads.

@@ -316,9 +316,11 @@ def _block_bytes(
         kind |= {"piece": S * tensor // 2, "window": any(v.window for v in segment.variants)}
     flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
     if flash != "xla" and in_pieces:
-        # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with.
+        # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with. Our
+        # kernel also has float32 gradients of a pair, and reads transposed copies.
         keys = max(heads_of.key_value, tensor)
-        return saved, B * S * (2 * heads_of.query * 4 + 4 * keys * (itemsize + 4)) * heads_of.channels
+        more = 2 * (heads_of.query + keys) * (itemsize + 4) if flash == "mosaic" else 0
+        return saved, B * S * (2 * heads_of.query * 4 + 4 * keys * (itemsize + 4) + more) * heads_of.channels
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
