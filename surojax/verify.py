@@ -23,7 +23,7 @@ layers and keep the width, since the settings work layer by layer.
 
 With --mutants, the rows themselves are tested: each collective is taken out of the program, one at a time, and the row
 must then fail (verification/mutants.py). A small model is enough, with two layers in each pipeline stage and heads for
-each device; all rows take about half an hour on two idle cores:
+each device. All rows take about twenty minutes of CPU time:
 
     python -m surojax.verify --config configs/tiny.py --mutants --config.model.hidden_size=64 \\
         --config.model.num_attention_heads=4 --config.sequence_len=32 --config.per_device_batch_size=2
