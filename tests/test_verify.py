@@ -112,6 +112,8 @@ NO_ROW = {  # keywords of `place` that no row has, and why
     **dict.fromkeys(settings_of.NUMBERS, "numbers are the config's"),
     "num_shards": "follows from the mesh",
     "nvme_path": "rows with nvme get a temporary folder",
+    "qlora_fp8": "numbers are those of FP8; see test_qlora.py",
+    "qlora_fp4": "numbers are those of NVFP4; see test_qlora.py",
 }
 
 

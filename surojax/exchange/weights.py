@@ -20,7 +20,7 @@ from surojax.exchange.families import NAMES, tensor_names
 from surojax.exchange.huggingface import block_size, read_config, read_whole_config
 from surojax.exchange.shards import Shard
 from surojax.models.model import Model, Segment
-from surojax.numerics import base_formats, block_fp8
+from surojax.numerics import base_formats, block_fp8, nf4
 from surojax.numerics.base_formats import Coded, is_in
 from surojax.placement.param import OUTER, Param, base
 
@@ -159,6 +159,7 @@ class Weights:
         """A matrix as it is stored, for arrays as planned in its format."""
         if isinstance(like, block_fp8.BlockFp8):
             return block_fp8.from_blocks(self._read(name), self._read(name + SCALES).astype(np.float32), like)
+        assert isinstance(like, nf4.Nf4), "no other format is read from files"
         return bitsandbytes.quantised(name, self.in_nf4[name], self._read, like.shift.shape[-1])
 
     def read(self, name: str) -> np.ndarray:
