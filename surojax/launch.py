@@ -237,7 +237,7 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int) -> int:
     except ImportError as error:
         raise ConfigError(f"--ray: expected Ray, got: {error}; pip install 'surojax[ray]'") from error
 
-    def work() -> None:
+    def work() -> int:
         address = broadcast_from_rank_zero(f"{get_node_ip_address()}:{_free_port('')}")
         context = train.get_context()
         size, rank = context.get_world_size(), context.get_world_rank()
@@ -245,7 +245,7 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int) -> int:
         code = subprocess.run([*command, *place]).returncode
         if code not in (0, STOPPED):
             raise RuntimeError(f"process {rank} ended with {_in_words(code)}")
-        train.report({"code": code})
+        return code
 
     trainer = JaxTrainer(
         work,
@@ -254,7 +254,7 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int) -> int:
         run_config=train.RunConfig(failure_config=train.FailureConfig(max_failures=restarts)),
     )
     try:
-        code = (trainer.fit().metrics or {}).get("code", 0)
+        code = trainer.fit().return_value or 0  # metrics are kept with a checkpoint of Ray's only, and there is none
     except train.TrainingFailedError as error:
         say(f"ended: {' '.join(str(error).split())[-300:]}")
         return 1
