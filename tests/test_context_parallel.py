@@ -27,8 +27,7 @@ from surojax.parallel.context import METHODS
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import CONTEXT, SHARD, abstract_mesh, data_parallel, make_mesh, mesh_shape, shards
 from surojax.placement.table import place
-from surojax.planner import hlo, search, traffic
-from surojax.planner.gpus import GPUS
+from surojax.planner import hlo, traffic
 from surojax.train import train
 
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
@@ -319,13 +318,6 @@ def test_what_is_not_built_is_refused(changes, said):
     with pytest.raises(ConfigError, match=f"^{said}") as error:
         checks.check(c)
     assert "\n" not in str(error.value)
-
-
-def test_fit_says_that_it_does_not_search_context_parallelism():
-    c = default_config()
-    c.update({"gpus": 4, "cp_size": 4})
-    with pytest.raises(ConfigError, match=r"^cp_size: expected 1, since fit does not search"):
-        search.search(c, GPUS["h100"], search.Limits(1, 1))
 
 
 @pytest.mark.full

@@ -28,8 +28,7 @@ from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.param import OUTER
 from surojax.placement.table import place
-from surojax.planner import footprint, hlo, search, stages, traffic
-from surojax.planner.gpus import GPUS
+from surojax.planner import footprint, hlo, stages, traffic
 from surojax.step.padding import Inputs, padded
 from surojax.step.pipeline import of_stage
 from surojax.train import train
@@ -399,10 +398,3 @@ def test_what_is_gathered_after_an_update_is_that_of_a_stage():
     itemsize = jnp.dtype(default_config().model_dtype).itemsize
     assert sent[0] == pytest.approx(parameters * itemsize / 2, rel=1e-3)
     assert sent[1] == pytest.approx(sent[0] / 4, rel=1e-3)
-
-
-def test_fit_does_not_search_stages():
-    c = default_config()
-    c.update({"gpus": 4, "pp_size": 4})
-    with pytest.raises(ConfigError, match=r"^pp_size: expected 1, since fit does not search pipeline parallelism"):
-        search.search(c, GPUS["rtx4090"], search.Limits(0, 0))

@@ -2,9 +2,9 @@
 
     for each tick of the schedule:            what all stages do together     what each stage does by itself
         if a microbatch enters stage 0:       embed it
-        if this stage has one forward:                                        engine.forward of its layers
+        if this stage has one forward:                                        passes.forward of its layers
         if one leaves the last stage:         head and loss
-        if this stage has one backward:                                       engine.backward of its layers
+        if this stage has one backward:                                       passes.backward of its layers
         if one has left stage 0 backward:     push the embedding's gradient
         move activations to the next stage, their gradients to the previous one
     for each layer:                           push: sum over devices what is still local
