@@ -108,8 +108,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "magnitudes beside a base in NF4 begin as lengths of other rows",
         "surojax/step/state.py",
-        "return dequantise(stored, dtype) if is_coded(like) else x",
-        "return x",
+        "numbers = jax.tree.map(as_read, like, work_copy(layer, like, dtype), is_leaf=is_coded)",
+        "numbers = layer",
         "tests/test_lora.py::test_magnitudes_begin_as_lengths_of_the_rows_that_are_multiplied",
     ),
     Mutant(

@@ -149,6 +149,13 @@ def test_merging_one_after_another_adds_up(tmp_path):
     np.testing.assert_array_equal(tensors_in(out)[untouched], stored("llama")[untouched].astype(ml_dtypes.bfloat16))
 
 
+def test_a_row_of_zeros_stays_one_under_dora():
+    w, a, b = np.eye(4, 8, dtype=np.float32), np.ones((2, 8), np.float32), np.zeros((4, 2), np.float32)
+    w[1] = 0
+    magnitude = np.array([2.0, 0.0, 1.0, 1.0], np.float32)
+    np.testing.assert_array_equal(merged(w, a, b, magnitude, scale=1.0), magnitude[:, None] * w)
+
+
 def test_a_base_that_was_frozen_in_nf4_is_merged_in_nf4():
     """The adapter's numbers are added to the dequantised ones, which bitsandbytes' layout determines."""
     random = np.random.RandomState(3)
@@ -177,7 +184,10 @@ def test_the_wrong_base_is_refused_by_its_hash(tmp_path):
     assert hashes[1] == hashes[2] and len(set(hashes)) == 3
     adapter = adapters.read(save(tmp_path / "adapter", "lora"), opened.model)
     Merged(opened.tensors, adapter._replace(base=hashes[0]), opened.model)
-    with pytest.raises(ConfigError, match=f"^adapter: expected the model.*{hashes[3][:12]}, got .*; give that model$"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^adapter: expected the model.*{hashes[3][:12]}, got .*; give that model, and before this adapter those that it was trained on$",
+    ):
         Merged(opened.tensors, adapter._replace(base=hashes[3]), opened.model)
 
 
@@ -345,8 +355,8 @@ def test_a_base_adapter_is_part_of_the_base(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("nf4", [False, True])
-def test_a_merged_model_has_the_loss_of_the_run(tmp_path, nf4):
+@pytest.mark.parametrize("base", ["", "qlora_bnb", "qlora_fp8", "qlora_fp4"])
+def test_a_merged_model_has_the_loss_of_the_run(tmp_path, base):
     """A run's last evaluation, and the first of a run from what was merged: float32 in another order of sums."""
     folder = write(tmp_path / "base", "llama", tensors={}, hidden_size=64, head_dim=16, intermediate_size=128)
     random = np.random.RandomState(0)
@@ -355,7 +365,7 @@ def test_a_merged_model_has_the_loss_of_the_run(tmp_path, nf4):
     safetensors.numpy.save_file(tensors, folder / weights.SINGLE)
     save_tokenizer(folder / "tokenizer.json")
     c = run_config(tmp_path, folder)
-    c.update(SETTINGS | {"qlora_bnb": nf4, "learning_rate": 5e-2})
+    c.update(SETTINGS | ({base: True} if base else {}) | {"learning_rate": 5e-2})
     train(c)
     out = convert.merge(
         folder, [tmp_path / "run" / "adapter"], tmp_path / "out", dtype="float32", say=lambda line: None

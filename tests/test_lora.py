@@ -271,6 +271,10 @@ BAD = {
     ),
     "module": ({"modules_to_save": "norm"}, "modules_to_save: expected names among embed_tokens, lm_head"),
     "alpha": ({"lora_alpha": 0.0}, "lora_alpha: expected more than 0"),
+    "rounded": (
+        {"use_dora": True, "zero_level": 3, "zero_quantized_weights": "int8"},
+        "zero_quantized_weights: expected 'none' with use_dora=True",
+    ),
     "dropout": ({"lora_dropout": 0.1, "use_dora": True}, "use_dora: expected False with lora_dropout=0.1"),
     "dtype": ({"lora_dtype": "float16"}, "lora_dtype: expected one of"),
 }

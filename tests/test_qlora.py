@@ -67,6 +67,7 @@ def test_it_is_lora_beside_the_dequantised_numbers(setting):
             ("qlora_fp8", 4, {"tp_size": 2, "zero_level": 3}),
             ("qlora_fp4", 4, OFFLOADED | {"tp_size": 2}),
         ],
+        1,
     ),
 )
 def test_where_it_is_stored_changes_nothing(setting, devices, placed):
@@ -103,6 +104,7 @@ def test_every_frozen_matrix_takes_as_many_bytes_as_its_format(setting, devices,
     assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stacks)) == bytes_of_all
 
 
+@pytest.mark.full
 @needs(4)
 def test_what_is_planned_is_built():
     run = Small(4, config=SMALL, model_dtype="bfloat16", zero_level=3, qlora_fp8=True)

@@ -71,6 +71,14 @@ def check_adapters(c: Config) -> None:
         gathered = c.zero_quantized_weights
         expected = f"'none' with {setting}=True: weights are gathered in {base}"
         need(gathered == "none", "zero_quantized_weights", expected, gathered, "leave it out")
+    expected = "'none' with use_dora=True: magnitudes would begin as the lengths of other rows than those in 8 bits"
+    need(
+        not c.use_dora or c.zero_quantized_weights == "none",
+        "zero_quantized_weights",
+        expected,
+        c.zero_quantized_weights,
+        "leave it out",
+    )
 
 
 def _check_names(value: str, field: str, known: Collection[str], alone: str) -> None:

@@ -43,7 +43,8 @@ def fingerprint(tensors: Tensors, model: Model) -> str:
 
     Two models of one family that were trained differently differ there. Reading all of a model would take as long as
     loading it. Numbers are taken in float32, so a copy in another dtype that has the same numbers is the same model.
-    Of `Derived` tensors it is the SHA-256 of what they follow from: their last bits depend on the order of sums.
+    Of `Derived` tensors it is the SHA-256 of what they follow from, since their last bits depend on the order of sums.
+    So an adapter of a merged base belongs to that base and adapter, not to a folder that they were exported to.
     """
     if isinstance(tensors, Derived):
         inputs = (fingerprint(tensors.base, model), *tensors.made_with)

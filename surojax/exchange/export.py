@@ -161,6 +161,7 @@ def _cast(tensors: Tensors, names: list[str], dtype: str) -> Iterator[np.ndarray
                 tensor = tensor.astype(DTYPES[dtype])
         if not np.isfinite(tensor).all():
             raise ConfigError(
-                f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; use float32"
+                f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; "
+                + ("use float32" if dtype != "float32" else "train again: what is exported is not finite")
             )
         yield tensor

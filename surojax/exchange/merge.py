@@ -23,7 +23,8 @@ from surojax.numerics.base_formats import FORMATS
 class InBaseFormat(Derived):
     """The tensors of a base that is frozen in a format, as its products read them: the blocks' matrices dequantised.
 
-    name: of the format. dtype: of the numbers, before and after.
+    name: of the format. dtype: of the numbers, before and after. What the base stores in that format is read as it is;
+    a copy of it in more bits is quantised again, and may have other scales.
     """
 
     def __init__(self, base: Tensors, model: Model, name: str, dtype: str):
@@ -61,7 +62,7 @@ class Merged(Derived):
         if adapter.base and (found := fingerprint(base, model)) != adapter.base:
             raise ConfigError(
                 f"adapter: expected the model that it was trained on, whose hash begins with {adapter.base[:12]}, got "
-                f"{base.path} with {found[:12]}; give that model"
+                f"{base.path} with {found[:12]}; give that model, and before this adapter those that it was trained on"
             )
 
     def read(self, name: str) -> np.ndarray:
@@ -82,7 +83,7 @@ def merged(w: np.ndarray, a: np.ndarray, b: np.ndarray, magnitude: np.ndarray | 
     found = w.astype(np.float32) + np.float32(scale) * (b.astype(np.float32) @ a.astype(np.float32))
     if magnitude is None:
         return found
-    lengths = np.linalg.norm(found, axis=1, keepdims=True)
+    lengths = np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.finfo(np.float32).tiny)  # of zeros: zeros
     return found * (magnitude.astype(np.float32)[:, None] / lengths)
 
 

@@ -288,10 +288,10 @@ def with_new_adapters(segment: Segment, plan: TrainState, layer, seed, l):
     like = part_of(parts(plan.weights[segment.name])[0].stack, base(segment.params))
     dtype = work_dtype(plan)
 
-    def as_read(like, x, stored):
-        return dequantise(stored, dtype) if is_coded(like) else x
+    def as_read(like, stored):
+        return dequantise(stored, dtype) if is_coded(like) else stored
 
-    numbers = jax.tree.map(as_read, like, layer, work_copy(layer, like, dtype), is_leaf=is_coded)
+    numbers = jax.tree.map(as_read, like, work_copy(layer, like, dtype), is_leaf=is_coded)
     return segment.with_adapters(layer, seed, l, numbers)
 
 
