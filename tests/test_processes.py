@@ -219,6 +219,30 @@ def test_a_nan_names_the_process_in_whose_part_it_began(config, tmp_path):
     assert re.search(expected + "Try a lower", text), text
 
 
+STOPS_BEFORE = """
+import jax, os, signal, sys
+
+connects = jax.distributed.initialize
+
+def stops_before(*arguments, **options):
+    if sys.argv[-2:] == ["--process_id", "0"]:
+        os.kill(os.getpid(), signal.SIGTERM)
+    connects(*arguments, **options)
+
+jax.distributed.initialize = stops_before
+"""
+
+
+@pytest.mark.full
+def test_sigterm_to_one_process_while_all_connect_stops_all_after_the_first_step(config, tmp_path):
+    """The other one, which JAX would end with a stack trace if this one left, hears of it."""
+    folder = tmp_path / "run"
+    asked = tmp_path / "config.py"
+    asked.write_text(STOPS_BEFORE + config.read_text())
+    code, text = training(asked, folder, "-n 2 --devices-per-process 1", "--config.eval_steps=0").end()
+    assert code == STOPPED and checkpoint.find(folder).name == "1", text
+
+
 FULL_DISK = """
 import shutil, sys
 from types import SimpleNamespace
