@@ -4648,6 +4648,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_processes.py::test_where_a_nan_began_in_words",
     ),
     Mutant(
+        "a process takes room on the disk before others have measured theirs",
+        "surojax/memory/nvme.py",
+        "    check(store)\n    if jax.process_count() > 1:",
+        "    check(store)\n    if store.fd:",
+        "tests/test_nvme.py::test_no_process_takes_room_before_all_have_measured_it",
+    ),
+    Mutant(
         "a part of a layer that all processes have is written by all",
         "surojax/memory/nvme.py",
         "start not in of_lower)",
