@@ -4648,6 +4648,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_processes.py::test_where_a_nan_began_in_words",
     ),
     Mutant(
+        "a process takes room on the disk before others have measured theirs",
+        "surojax/memory/nvme.py",
+        "    check(store)\n    if jax.process_count() > 1:",
+        "    check(store)\n    if store.fd:",
+        "tests/test_nvme.py::test_no_process_takes_room_before_all_have_measured_it",
+    ),
+    Mutant(
         "a part of a layer that all processes have is written by all",
         "surojax/memory/nvme.py",
         "start not in of_lower)",
@@ -4664,9 +4671,30 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "SIGTERM before the loop counts as an error",
         "surojax/run/stop.py",
-        "        sys.exit(code)\n",
-        "        sys.exit(1)\n",
+        "            sys.exit(self.code)\n",
+        "            sys.exit(1)\n",
         "tests/test_train.py::test_sigterm_before_the_loop_ends_with_the_code_that_asks_for_another_start",
+    ),
+    Mutant(
+        "a process leaves while others connect to it",
+        "surojax/run/stop.py",
+        "if not self._deferring:",
+        "if self.code:",
+        "tests/test_train.py::test_sigterm_while_processes_connect_counts_afterwards",
+    ),
+    Mutant(
+        "a SIGTERM while processes connect is forgotten",
+        "surojax/run/stop.py",
+        "signal.raise_signal(signal.SIGTERM)",
+        "self._asked = False",
+        "tests/test_train.py::test_sigterm_while_processes_connect_counts_afterwards",
+    ),
+    Mutant(
+        "process 0 waits for the others though it is asked to stop",
+        "surojax/parallel/rendezvous.py",
+        "problem = _stopped(0, num_processes)",
+        'problem = ""',
+        "tests/test_hosts.py::test_process_0_that_is_asked_to_stop_while_it_waits_tells_those_that_came",
     ),
     Mutant(
         "a process that is stopped before it can receive signals is an error",

@@ -7,8 +7,8 @@ Each process's lines come with its number. When one ends with an error, it is na
 seconds, and all start again from the last checkpoint, up to `--restarts` times. With `--elastic`, they start again with
 fewer processes; gradient_accumulation_steps is raised so that a step has the same samples.
 
-Exit codes: 0, all finished. 75: asked to stop (SIGTERM, Ctrl-C, --max-minutes), saved, not finished; start again to
-continue. 1: ended with an error more often than `--restarts`. One GPU machine needs no launcher: one process drives all
+Exit codes: 0, all finished. 75: asked to stop (SIGTERM, Ctrl-C, --max-minutes), not finished; start again to continue.
+1: ended with an error more often than `--restarts`. One GPU machine needs no launcher: one process drives all
 GPUs. Clusters have launchers of their own (docs/clusters.md); this one also makes a cluster of virtual CPU devices
 (`--devices-per-process`), as the tests do.
 """
@@ -39,7 +39,7 @@ DEVICE_COUNT = "--xla_force_host_platform_device_count"
 # Gloo's line for every group of devices, and the stack of JAX's client when it loses the coordinator.
 NOISE = re.compile(r"\[Gloo\] Rank|\*\*\* Check failure stack|    @ +0x[0-9a-f]+ ")
 COMMAND = "python -m surojax.train ..."
-AT_END = {0: "all processes have finished", STOPPED: "stopped and saved: start again to continue"}
+AT_END = {0: "all processes have finished", STOPPED: "stopped: start again to continue"}
 
 
 class Ended(NamedTuple):

@@ -41,7 +41,7 @@ from surojax.run.console import say
 from surojax.run.metrics import MetricsLog
 from surojax.run.nonfinite import NonFiniteLoss
 from surojax.run.shared import check_shared, is_first
-from surojax.run.stop import StopSignal, ends_before_the_loop
+from surojax.run.stop import EarlyStop, StopSignal
 from surojax.step.state import TrainState
 from surojax.training.evaluation import evaluation_summary
 from surojax.training.loop import Outputs, loop
@@ -183,7 +183,7 @@ def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextli
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, connect to the other processes if there are any, and run.
 
-    An error exits with one line and a code above 0; a run that was asked to stop, and saved, with STOPPED.
+    An error exits with one line and a code above 0; a run that was asked to stop, with STOPPED.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m surojax.train", description=(__doc__ or "").partition("\n")[0])
@@ -192,11 +192,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
     hosts.add_flags(parser)
-    with ends_before_the_loop(STOPPED):
-        connect_and_run(parser, argv)
+    with EarlyStop(STOPPED) as early:
+        connect_and_run(parser, argv, early)
 
 
-def connect_and_run(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: EarlyStop) -> None:
     """Connects to the other processes if there are any, and runs; errors exit as `main` says."""
     watch = None
     try:
@@ -204,7 +204,8 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str]) -> None:
         if args.export is not None:
             convert.check_exportable(resolved(c), args.export)
         if place := hosts.detect_flags(args, os.environ):
-            names = hosts.connect(place, os.environ, heartbeat_s=args.heartbeat, say=say)
+            with early.deferred() as asked:
+                names = hosts.connect(place, os.environ, heartbeat_s=args.heartbeat, say=say, asked=asked)
             watch = Watch(names, place.process_id, args.heartbeat)
     except ConfigError as error:
         leave(f"surojax.train: error: {error}")

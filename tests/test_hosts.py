@@ -141,14 +141,18 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def meeting(*processes: tuple[int, int], timeout_s: float = 10.0) -> list:
-    """What each process, as (id, number of processes), gets from `meet`: the names, or the text of the error."""
+def meeting(*processes: tuple[int, int], timeout_s: float = 10.0, asked: dict[int, threading.Event] | None = None):
+    """What each process, as (id, number of processes), gets from `meet`: the names, or the text of the error.
+
+    asked: by id, what says that a process shall stop.
+    """
     address = f"127.0.0.1:{free_port()}"
     found = [None] * len(processes)
 
     def one(i: int, process_id: int, of: int) -> None:
         try:
-            found[i] = rendezvous.meet(address, of, process_id, timeout_s)[0]
+            stops = asked[process_id].is_set if asked and process_id in asked else rendezvous.never
+            found[i] = rendezvous.meet(address, of, process_id, timeout_s, stops)[0]
         except ConfigError as error:
             found[i] = str(error)
 
@@ -164,6 +168,19 @@ def test_processes_meet_in_any_order():
     name = socket.gethostname()
     assert meeting((2, 3), (0, 3), (1, 3)) == [[name] * 3] * 3
     assert rendezvous.meet("127.0.0.1:0", 1, 0, 1)[0] == [name]
+
+
+def test_process_0_that_is_asked_to_stop_while_it_waits_tells_those_that_came():
+    """And another one that is asked does not come."""
+    asked = {0: threading.Event(), 2: threading.Event()}
+    asked[2].set()
+    timer = threading.Timer(0.5, asked[0].set)
+    timer.start()
+    started = time.monotonic()
+    before = "processes: expected 3 to connect, got SIGTERM in process {} before; start again"
+    found = meeting((0, 3), (1, 3), (2, 3), asked=asked)
+    assert found == [before.format(0), before.format(0), before.format(2)]
+    assert time.monotonic() - started < 5
 
 
 def test_processes_that_do_not_fit_are_refused_everywhere_in_one_line():

@@ -91,7 +91,7 @@ time.sleep(60)
     thread.join()
     assert process.returncode == STOPPED
     assert {p.name for p in tmp_path.glob("saved-*")} == {"saved-0"}
-    assert out.endswith("surojax.launch: stopped and saved: start again to continue\n")
+    assert out.endswith("surojax.launch: stopped: start again to continue\n")
 
 
 def test_fewer_processes_divide_what_there_was():

@@ -340,6 +340,20 @@ def test_room_is_taken_before_the_first_step(tmp_path, monkeypatch):
         assert file.st_size == one.bytes and file.st_blocks * 512 >= one.bytes
 
 
+def test_no_process_takes_room_before_all_have_measured_it(tmp_path, monkeypatch):
+    one = store(tmp_path / "process-0")
+    measured = []
+
+    def all_are_here(_: str) -> None:
+        measured.append(one.path.exists())
+
+    monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(nvme, "processes_here", lambda: 2)
+    monkeypatch.setattr(nvme.multihost_utils, "sync_global_devices", all_are_here)
+    with nvme.claim(one):
+        assert measured == [False] and one.path.exists()
+
+
 def test_one_run_at_a_time(tmp_path):
     message = f"is used by another run \\(process {os.getpid()}\\); choose another"
     with nvme.claim(store(tmp_path)), pytest.raises(ConfigError, match=message):

@@ -37,6 +37,7 @@ from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction
 from surojax.run import checkpoint
 from surojax.run.metrics import MetricsLog
+from surojax.run.stop import EarlyStop
 from surojax.training import report as training_report, resume
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
@@ -270,6 +271,22 @@ def test_sigterm_before_the_loop_ends_with_the_code_that_asks_for_another_start(
     with pytest.raises(SystemExit) as ended:
         module.main([])
     assert ended.value.code == STOPPED and signal.getsignal(signal.SIGTERM) is old
+
+
+def test_sigterm_while_processes_connect_counts_afterwards():
+    """For whoever receives signals then: JAX, if they are connected; this handler, if that failed."""
+    received = []
+    with EarlyStop(STOPPED) as early:
+        with early.deferred() as asked:
+            assert not asked()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert asked() and not received
+            signal.signal(signal.SIGTERM, lambda number, _: received.append(number))  # as JAX does
+        assert received == [signal.SIGTERM]
+    with pytest.raises(SystemExit) as ended, EarlyStop(STOPPED) as early, early.deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ConfigError("process 0 left")
+    assert ended.value.code == STOPPED
 
 
 def test_a_run_whose_time_is_up_saves_and_stops(config, tmp_path, capsys):

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from surojax.errors import ConfigError
 from surojax.memory.lock import locked
@@ -371,6 +372,8 @@ def claim(store: Store):
     Raises ConfigError if another run uses the folder, the disk is full, or it is too slow to be of use.
     """
     check(store)
+    if jax.process_count() > 1:  # none takes room on a disk that they share before all have measured what is free
+        multihost_utils.sync_global_devices("surojax: room for nvme_path is measured")
     with locked(store.folder / LOCK, "nvme_path"), contextlib.closing(store):
         yield describe(store, write_rate(store))
 

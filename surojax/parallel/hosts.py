@@ -324,14 +324,16 @@ def connect(
     *,
     heartbeat_s: float = HEARTBEAT_S,
     say: Callable[[str], None] = print,
+    asked: Callable[[], bool] = rendezvous.never,
 ) -> list[str]:
     """Starts `jax.distributed`, checks the devices of all processes, and waits for all. Returns their host names.
 
     Call it before anything uses a device. Raises ConfigError within a minute if a process is missing, two have one id,
-    their numbers differ, the coordinator cannot be reached, or the processes have different numbers of devices.
+    their numbers differ, the coordinator cannot be reached, or the processes have different numbers of devices; and at
+    once if this process is `asked` to stop before all are there. From then on it must not leave until this returns.
     """
     gpus = local_gpus(hosts, environment, gpus_of_machine())
-    names, coordinator = rendezvous.meet(hosts.coordinator, hosts.num_processes, hosts.process_id, MEET_S)
+    names, coordinator = rendezvous.meet(hosts.coordinator, hosts.num_processes, hosts.process_id, MEET_S, asked)
     try:
         jax.distributed.initialize(
             coordinator,

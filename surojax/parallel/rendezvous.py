@@ -9,6 +9,7 @@ import contextlib
 import json
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from surojax.errors import ConfigError
@@ -17,20 +18,30 @@ RETRY_S = 0.2
 HELLO = "surojax"
 
 
-def meet(coordinator: str, num_processes: int, process_id: int, timeout_s: float) -> tuple[list[str], str]:
+def never() -> bool:
+    """False: nobody asks this process to stop."""
+    return False
+
+
+def meet(
+    coordinator: str, num_processes: int, process_id: int, timeout_s: float, asked: Callable[[], bool] = never
+) -> tuple[list[str], str]:
     """Waits for all processes. Returns (the host name of each, the coordinator's address with its port).
 
     coordinator: "host:port"; port 0 is a free one, for a single process. Raises ConfigError, in all processes that are
-    there, if one is missing after timeout_s, two have one id, or they expect different numbers of processes.
+    there, if one is missing after timeout_s, two have one id, they expect different numbers of processes, or process 0
+    is `asked` to stop before all are there. Another one leaves only if it is asked before it says hello.
     """
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + timeout_s
     if process_id == 0:
-        return _gather(host, int(port), num_processes, deadline)
-    return _join(host.strip("[]"), int(port), num_processes, process_id, deadline), coordinator
+        return _gather(host, int(port), num_processes, deadline, asked)
+    return _join(host.strip("[]"), int(port), num_processes, process_id, deadline, asked), coordinator
 
 
-def _gather(host: str, port: int, num_processes: int, deadline: float) -> tuple[list[str], str]:
+def _gather(
+    host: str, port: int, num_processes: int, deadline: float, asked: Callable[[], bool]
+) -> tuple[list[str], str]:
     """Process 0: collects the others and answers them all."""
     try:
         if socket.has_dualstack_ipv6():
@@ -48,7 +59,10 @@ def _gather(host: str, port: int, num_processes: int, deadline: float) -> tuple[
         joined = []
         problem = ""
         while len(names) < num_processes and not problem:
-            server.settimeout(max(deadline - time.monotonic(), 0.01))
+            if asked():
+                problem = _stopped(0, num_processes)
+                break
+            server.settimeout(min(max(deadline - time.monotonic(), 0.01), RETRY_S))
             try:
                 connection = connections.enter_context(server.accept()[0])
                 connection.settimeout(5)
@@ -56,7 +70,7 @@ def _gather(host: str, port: int, num_processes: int, deadline: float) -> tuple[
             except TimeoutError:
                 missing = [i for i in range(num_processes) if i not in names]
                 if time.monotonic() < deadline:
-                    continue  # something connected and said nothing
+                    continue  # nobody came yet, or something connected and said nothing
                 problem = _missing(missing, num_processes)
                 break
             except (OSError, ValueError):
@@ -102,11 +116,20 @@ def _missing(missing: list[int], num_processes: int) -> str:
     )
 
 
-def _join(host: str, port: int, num_processes: int, process_id: int, deadline: float) -> list[str]:
+def _stopped(process_id: int, num_processes: int) -> str:
+    """The error of a process that leaves because it is asked to."""
+    return f"processes: expected {num_processes} to connect, got SIGTERM in process {process_id} before; start again"
+
+
+def _join(
+    host: str, port: int, num_processes: int, process_id: int, deadline: float, asked: Callable[[], bool]
+) -> list[str]:
     """Another process: says hello to process 0 and returns what it answers."""
     hello = {"hello": HELLO, "id": process_id, "of": num_processes, "host": socket.gethostname()}
     reason = "no answer"
     while time.monotonic() < deadline:
+        if asked():
+            raise ConfigError(_stopped(process_id, num_processes))
         try:
             with socket.create_connection((host, port), timeout=2) as connection:
                 connection.sendall(json.dumps(hello).encode() + b"\n")

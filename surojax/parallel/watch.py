@@ -28,7 +28,7 @@ from jax._src import distributed  # the client is not public; jax.experimental.m
 FOLDER = "surojax/"
 PERIOD_S = 1.0
 END_MS = 24 * 3600 * 1000  # others may write an export for hours
-STOPPED = 75  # exit code of a run that was asked to stop, and saved: EX_TEMPFAIL of sysexits.h, "try again"
+STOPPED = 75  # exit code of a run that was asked to stop: EX_TEMPFAIL of sysexits.h, "try again"
 # In the error of a collective, or of JAX's client, if another process is gone.
 OF_A_PEER = re.compile(r"\bgloo\b|\bnccl|connection (closed|reset)|CoordinationService", re.IGNORECASE)
 

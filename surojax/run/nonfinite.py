@@ -2,7 +2,8 @@
 
 Loss and norm are sums over all devices, so all processes see the same NaN at the same step. Each asks its own devices
 whether their values were finite before any sum (step/metrics.py), and they tell each other. A NaN in a shard of the
-weights is in the values of all devices that all-gather it: then several processes, or all, are named.
+weights is in the values of all devices that all-gather it, and one in an activation in those of all that it is sent to:
+then several processes, or all, are named. One that begins in the gradient of a weight reaches none of these values.
 """
 
 import math
@@ -48,7 +49,9 @@ def _where(finite: np.ndarray) -> str:
         if len(bad) == 1:
             return f"It began in the {kind} of process {bad[0]}"
         if len(bad) == len(finite):
-            return f"The {kind} of all processes at once are not finite: it began in what they share, as weights"
+            shared = "what they share, as weights, or in activations that they exchange"
+            return f"The {kind} of all processes at once are not finite: it began in {shared}"
         if len(bad):
             return f"It began in the {kind} of processes {', '.join(map(str, bad))}, which share values before any sum"
-    return "It began in a sum over the processes, each of which had finite values"
+    finite_here = "activations and the embeddings' gradients were finite in each"
+    return f"It began in gradients of weights, or in a sum over the processes: {finite_here}"

@@ -9,29 +9,54 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from jax.experimental import multihost_utils
 
 
-@contextlib.contextmanager
-def ends_before_the_loop(code: int) -> Iterator[None]:
-    """Within it, SIGTERM exits with this code where nobody else receives the signal: there is nothing to save.
+class EarlyStop:
+    """Context manager within which SIGTERM exits with this code where nobody else receives it: nothing is to be saved.
 
     Before the loop over steps, and after it, that is. Of several processes, JAX's preemption service receives it as
-    soon as they are connected, and the run stops after its first step.
+    soon as they are connected, and the run stops after its first step. Does nothing outside the main thread.
     """
 
-    def end(*_) -> None:
-        print("stopped by SIGTERM: start again to continue", file=sys.stderr, flush=True)
-        sys.exit(code)
+    def __init__(self, code: int):
+        self.code = code
+        self._asked = False
+        self._deferring = False
 
-    old = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old or signal.SIG_DFL)
+    def __enter__(self):
+        self.old = {}
+        with contextlib.suppress(ValueError):  # raised outside the main thread, which cannot set signal handlers
+            self.old[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._receive)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.old.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: the old handler was not set from Python
+
+    def _receive(self, *_):
+        self._asked = True
+        if not self._deferring:
+            print("stopped by SIGTERM: start again to continue", file=sys.stderr, flush=True)
+            sys.exit(self.code)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[Callable[[], bool]]:
+        """Within it, SIGTERM is only recorded; yields a function that says whether it was. It counts at the end.
+
+        For the time in which processes connect. Those that JAX connects to one that has left wait for it in C++, and
+        are then ended with a stack trace. At the end, whoever receives signals by then gets it: JAX, if all connected.
+        """
+        self._deferring = True
+        try:
+            yield lambda: self._asked
+        finally:
+            self._deferring = False
+            if self._asked:
+                signal.raise_signal(signal.SIGTERM)
 
 
 class StopSignal:

@@ -2,8 +2,8 @@
 
 Loss and norm are sums over all devices, so a NaN of one of them is a NaN for all. With `Engine.locates_nonfinite`, each
 device also reports whether its own values were finite, seen where nothing is summed over data-parallel devices yet:
-the activations after its last block, and the gradient of its embeddings, which a NaN anywhere in its backward pass
-reaches. That reads two activations `[B, S, D]` a microbatch and communicates nothing.
+the activations after its last block, and the gradient of its embeddings, which a NaN in the gradient of any block's
+output reaches. That reads two activations `[B, S, D]` a microbatch and communicates nothing.
 """
 
 import functools
