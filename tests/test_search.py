@@ -5,6 +5,7 @@ import itertools
 import json
 from pathlib import Path
 
+import jax
 import pytest
 from small import quick_at
 
@@ -44,6 +45,12 @@ def config(name: str = "llama7b", **changes):
         owner = c.model if field.startswith("model.") else c
         owner[field.removeprefix("model.")] = value
     return c
+
+
+def work_of(c) -> roofline.Work:
+    """The work of a checked config's step."""
+    run = search.assembly(c)
+    return search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), GPUS[GPU])
 
 
 def everything(c, limits: Limits) -> list[tuple[float, Need]]:
@@ -115,9 +122,8 @@ def test_files_are_for_what_does_not_fit_otherwise():
 def test_a_phase_takes_as_long_as_its_busiest_resource():
     """By hand, for a step whose update waits for the host and whose forward pass computes."""
     c = checked(config(**SMALL), GPU)
-    run = search.assembly(c)
     gpu = GPUS[GPU]
-    work = search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
+    work = work_of(c)
     plain, offloaded = (roofline.phases(work, names) for names in ((), ("master", "optimizer")))
     parameters = 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512) + 2 * 1024 * 512 + 512
     moved = parameters * (4 + 2 + 2)  # float32 master weights, two bfloat16 moments: there and back
@@ -144,8 +150,7 @@ def test_microbatches_of_one_fetch_share_its_transfers():
     rate = gpu.pcie_bandwidth * gpu.rates.host
     for group, fetches in ((1, 8), (4, 2), (8, 1)):
         c = checked(config(**SMALL | {"gradient_accumulation_steps": 8, "microbatches_per_fetch": group}), GPU)
-        run = search.assembly(c)
-        work = search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
+        work = work_of(c)
         assert work.fetches == fetches
         work = dataclasses.replace(work, forward=0.0, backward=0.0, gathered=0.0, reduced=0.0)
         grads = 1 + (fetches - 1) / gpu.rates.duplex
@@ -155,13 +160,49 @@ def test_microbatches_of_one_fetch_share_its_transfers():
             assert found["forward"] + found["backward"] == pytest.approx(moved), (group, name)
 
 
+def test_microbatches_of_one_fetch_share_its_gathers():
+    """By hand: three quarters of the blocks' weights for a pass, and as much to reduce each microbatch's gradients."""
+    blocks = 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512)
+    for group in (1, 4, 8):
+        changes = {"gradient_accumulation_steps": 8, "microbatches_per_fetch": group, "gpus": 4, "zero_level": 3}
+        work = work_of(checked(config(**SMALL | changes), GPU))
+        assert work.gathered == pytest.approx(3 / 4 * 2 * blocks), group
+        assert work.reduced == pytest.approx(3 / 4 * 2 * blocks), group
+
+
+def test_the_gpus_of_a_group_divide_its_attention():
+    """What XLA's attention takes longer than a flash attention: half of it on each of two GPUs."""
+
+    def longer(**changes) -> float:
+        """Seconds of a forward pass."""
+        of = (checked(config(**SMALL | changes, attention=by), GPU) for by in ("xla", "cudnn"))
+        xla, flash = (work_of(c).forward for c in of)
+        return xla - flash
+
+    alone = longer(gpus=1)
+    for changes in ({"tp_size": 2}, {"cp_size": 2}):
+        assert longer(gpus=2, **changes) == pytest.approx(alone / 2)
+
+
+@pytest.mark.parametrize("attention", ["cudnn", "mosaic"])
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_a_flash_attention_takes_no_time_for_scores(method, attention):
+    """Also our kernel, and pairs of pieces, which need memory besides: they take as long as what XLA computes less."""
+    changes = {"gpus": 2, "cp_size": 2, "cp_method": method, "sequence_len": 4096}
+    c = checked(config(**SMALL | changes, attention=attention), GPU)
+    run = search.assembly(c)
+    x = jax.ShapeDtypeStruct((1, 2048, 512), "bfloat16")
+    sizes = footprint.segment_bytes(run, run.model.segments[0], x, "gpu")
+    assert sizes.scores == 0 and (sizes.attention > 0) == ((method, attention) != ("ulysses", "cudnn"))
+    assert work_of(c).forward < work_of(changed(c, {"attention": "xla"})).forward
+
+
 def test_an_update_hides_the_first_fetchs_forward_pass():
     """By hand: of two passes one is beside the update, whose transfers take longer than it; it reads no weights."""
     gpu = GPUS[GPU]
     names = ("master", "optimizer", "grads", "weights", "residual")
     c = checked(config(**SMALL | {"gradient_accumulation_steps": 2}), GPU)
-    run = search.assembly(c)
-    work = search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
+    work = work_of(c)
     apart, beside = (roofline.phases(work, names, overlap_update=x) for x in (False, True))
     assert beside["forward"] == pytest.approx(apart["forward"] / 2)
     rate = gpu.pcie_bandwidth * gpu.rates.host
@@ -225,12 +266,7 @@ def test_layouts_keep_the_effective_batch_and_say_what_was_not_tried():
 def test_stages_divide_the_layers_and_idle_in_the_first_and_last_ticks():
     """By hand: two stages have half of the layers each, and take the time of three microbatches for two."""
     c = checked(config(**SMALL | {"gpus": 2, "pp_size": 2}), GPU)
-    gpu = GPUS[GPU]
-    one, two = (
-        search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
-        for c in (checked(config(**SMALL | {"gpus": 1}), GPU), c)
-        for run in [search.assembly(c)]
-    )
+    one, two = (work_of(x) for x in (checked(config(**SMALL | {"gpus": 1}), GPU), c))
     assert two.forward == pytest.approx(one.forward / 2)
     alone = dataclasses.replace(two, waits=0.0, gathered=0.0)
     assert roofline.phases(alone, ())["forward"] == pytest.approx(3 * two.forward)
