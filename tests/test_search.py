@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -263,6 +264,35 @@ def test_layouts_keep_the_effective_batch_and_say_what_was_not_tried():
     assert found.not_tried["pp_size"].startswith("memcpy_all_gather: expected False with pp_size=2")
 
 
+@pytest.mark.parametrize(
+    "sizes, changes, expected",
+    [
+        ((1, 2, 1), {}, "ulysses"),
+        ((2, 4, 2), {}, "ulysses"),
+        ((2, 8, 1), {}, "ring"),
+        ((2, 8, 2), {}, "allgather"),
+        ((1, 2, 1), {"model.num_attention_heads": 12, "model.num_key_value_heads": 3, "model.head_dim": 64}, "ring"),
+        ((2, 4, 1), {"attention": "xla"}, "ring"),
+        ((2, 4, 2), {"attention": "xla"}, "allgather"),
+        ((1, 4, 1), {"cp_size": 2, "cp_method": "allgather"}, "allgather"),
+        ((1, 4, 2), {"cp_size": 2, "cp_method": "ring"}, "ulysses"),
+        ((1, 16, 1), {"cp_size": 2, "cp_method": "ulysses"}, "ring"),
+    ],
+    ids=str,
+)
+def test_a_layout_attends_in_a_way_that_its_sizes_allow(sizes, changes, expected):
+    c = config(**SMALL | {"gpus": math.prod(sizes), "sequence_len": 8192, "zero_level": 3} | changes)
+    of = layouts.layout(c, *sizes)
+    assert of["cp_method"] == expected
+    checks.check(changed(c, of))
+
+
+def test_replicas_are_of_whole_machines_also_if_one_is_not_full():
+    c = config(**SMALL | {"gpus": 12})
+    tried = layouts.meshes(c, GPUS[GPU], layouts.layout(c, 1, 1, 1), ())
+    assert {mesh["dp_replicate_size"] for mesh in tried} == {1, 2}
+
+
 def test_stages_divide_the_layers_and_idle_in_the_first_and_last_ticks():
     """By hand: two stages have half of the layers each, and take the time of three microbatches for two."""
     c = checked(config(**SMALL | {"gpus": 2, "pp_size": 2}), GPU)
@@ -342,7 +372,7 @@ def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
 def test_the_fastest_layout_is_among_the_compiled():
     """Compiles every layout of two GPUs."""
     c = config(**SMALL | {"gpus": 2, "lmhead_chunks": 1})
-    free = (*layouts.AXES, *layouts.DETAILS, "gradient_accumulation_steps")
+    free = (*layouts.layout(c, 1, 1, 1), "gradient_accumulation_steps")
     result = fastest.fastest(c, GPU, keep=[name for name in flat(c) if name not in free])
     tried = (layouts.layout(c, *of) for of in ((1, 1, 1), (2, 1, 1), (1, 1, 2)))
     of_all = [changed(c, of, {"gradient_accumulation_steps": 2 * layouts.group(of)}) for of in tried]
@@ -383,6 +413,8 @@ def test_a_config_file_says_what_differs(tmp_path):
         (["--gpu", GPU, "--out", "there.py"], "--out: expected a new file, got 'there.py', which exists"),
         (["--gpu", GPU, "--json", "nowhere/x"], "--json: expected a file that can be written"),
         (["--gpu", GPU, "--config.gpus=0"], "gpus: expected the number of GPUs to plan for, got 0"),
+        (["--gpu", GPU, "--config.gpus=0", "--effective-batch", "8"], "gpus: expected the number of GPUs to plan for"),
+        (["--gpu", GPU, "--config.tp_size=0", "--effective-batch", "8"], "tp_size: expected "),
         (["--gpu", GPU, "--config.zero_levl=3"], "config has no field 'zero_levl'"),
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(x),
