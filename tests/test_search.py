@@ -185,17 +185,18 @@ def test_the_gpus_of_a_group_divide_its_attention():
         assert longer(gpus=2, **changes) == pytest.approx(alone / 2)
 
 
-@pytest.mark.parametrize("attention", ["cudnn", "mosaic"])
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
-def test_a_flash_attention_takes_no_time_for_scores(method, attention):
-    """Also our kernel, and pairs of pieces, which need memory besides: they take as long as what XLA computes less."""
+def test_a_flash_attention_takes_no_time_for_scores(method):
+    """cuDNN's and our kernel, which has copies and sums in memory besides, take the same time; XLA takes longer."""
     changes = {"gpus": 2, "cp_size": 2, "cp_method": method, "sequence_len": 4096}
-    c = checked(config(**SMALL | changes, attention=attention), GPU)
-    run = search.assembly(c)
+    c = checked(config(**SMALL | changes), GPU)
     x = jax.ShapeDtypeStruct((1, 2048, 512), "bfloat16")
-    sizes = footprint.segment_bytes(run, run.model.segments[0], x, "gpu")
-    assert sizes.scores == 0 and (sizes.attention > 0) == ((method, attention) != ("ulysses", "cudnn"))
-    assert work_of(c).forward < work_of(changed(c, {"attention": "xla"})).forward
+    cudnn, mosaic, xla = (changed(c, {"attention": by}) for by in ("cudnn", "mosaic", "xla"))
+    for flash in (cudnn, mosaic):
+        run = search.assembly(flash)
+        assert footprint.segment_bytes(run, run.model.segments[0], x, "gpu").scores == 0
+    assert work_of(cudnn).forward == pytest.approx(work_of(mosaic).forward)
+    assert work_of(cudnn).forward < work_of(xla).forward
 
 
 def test_an_update_hides_the_first_fetchs_forward_pass():
