@@ -4279,7 +4279,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/planner/layouts.py",
         "math.ceil(c.gpus / gpu.gpus_per_node)",
         "max(1, c.gpus // gpu.gpus_per_node)",
-        "tests/test_search.py::test_replicas_are_of_whole_machines_also_if_one_is_not_full",
+        "tests/test_search.py::test_a_machine_that_is_not_full_counts",
     ),
     Mutant(
         "fit hands heads to ulysses that it does not divide",

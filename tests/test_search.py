@@ -288,7 +288,7 @@ def test_a_layout_attends_in_a_way_that_its_sizes_allow(sizes, changes, expected
     checks.check(changed(c, of))
 
 
-def test_replicas_are_of_whole_machines_also_if_one_is_not_full():
+def test_a_machine_that_is_not_full_counts():
     c = config(**SMALL | {"gpus": 12})
     tried = layouts.meshes(c, GPUS[GPU], layouts.layout(c, 1, 1, 1), ())
     assert {mesh["dp_replicate_size"] for mesh in tried} == {1, 2}

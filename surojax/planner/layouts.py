@@ -77,8 +77,9 @@ def meshes(c: Config, gpu: Gpu, of: Change, keep: Collection[str], *, few: bool 
     """Ways to share state between the groups of a layout, the config's own among them.
 
     With one GPU, its own only if one of its fields is kept. Replicas gather less from each other and store more, so
-    they are for sharded gradients or weights only, and of several machines each replica has whole ones. Larger groups
-    have the vocabulary divided already, and are tried, as all are if `few`, with all shards or with those of a machine.
+    they are for sharded gradients or weights only, and of several full machines each replica has whole ones. Larger
+    groups have the vocabulary divided already, and are tried, as all are if `few`, with all shards or with those of a
+    machine.
     """
     groups = c.gpus // group(of)
     fixed = {"shard_weights": None, "shard_gradients": None, "dp_shard_size": -1}

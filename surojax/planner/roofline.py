@@ -20,15 +20,16 @@ Stages of `pp` go from tick to tick together: for k microbatches and p stages ea
 and fetches its layers as often. Their residuals move by kernels, since the place of a microbatch is not linear in a
 loop's counter, so products wait for them.
 
-Products take what costs.product_time says, attention costs.attention_time, passes the bytes of the residuals times a
+Products take what costs.product_time says and flash attention what costs.attention_time says; attention by XLA takes
+its products and the passes over its scores. Passes take the bytes of the residuals times a
 factor, transfers their bytes at what `Rates` reaches of a link. Directions of the host link slow each other by
 `Rates.duplex`; GPUs without a link of their own share PCI Express between collectives and host copies.
 
 A setting that stores something elsewhere changes only the bytes of transfers. So `Work` holds what does not depend on
 where tensors are stored, and `phases` adds the transfers for a choice of memories.
 
-PASSES are fitted to the timelines of compiled steps: 7B, 1.2B and 134M on RTX 4090 and H100. `surojax.fit` prints
-estimated beside predicted time for each step that it compiles.
+FORWARD_PASSES and BACKWARD_PASSES are fitted to the timelines of compiled steps: 7B, 1.2B and 134M on RTX 4090 and
+H100. `surojax.fit` prints estimated beside predicted time for each step that it compiles.
 """
 
 import dataclasses
