@@ -29,6 +29,7 @@ from surojax.planner.advice import GiB, flags
 from surojax.planner.fastest import MOST_COMPILED, Result, Row, fastest
 from surojax.planner.gpus import GPUS
 from surojax.planner.layouts import AXES, divisors
+from surojax.planner.plan import checked
 from surojax.planner.search import ALLOWED
 
 SHOWN = 5  # rows by default
@@ -214,7 +215,10 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8)")
     found.add_argument(
-        "--nvme", metavar="GB", type=float, help="room for state in files, in GB (10^9); none are used if left out"
+        "--nvme",
+        metavar="GB",
+        type=float,
+        help="room for state in files on the drives of all machines together, in GB (10^9); none are used if left out",
     )
     found.add_argument(
         "--allow",
@@ -251,6 +255,7 @@ def main(argv: list[str] | None = None) -> None:
         out = Path(args.out or f"{Path(args.config).stem}_{c.gpus}x{args.gpu}.py").expanduser()
         check_new("--out", out)
         file = check_path("--json", args.json) if args.json is not None else None
+        checked(c, args.gpu)  # before its sizes divide the batch
         result = fastest(
             with_batch(c, args.effective_batch),
             args.gpu,

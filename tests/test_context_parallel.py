@@ -292,6 +292,10 @@ REFUSED = [
         "model.sliding_window: expected 0 with cp_method='ring' and attention='cudnn'",
     ),
     (
+        {"cp_method": "allgather", "attention": "cudnn", "model.head_dim": 136},
+        "model.head_dim: expected at most 128 with cp_method='allgather' and attention='cudnn', got 136",
+    ),
+    (
         {"cp_method": "ring", "attention": "cudnn", "model.head_dim": 64, "sequence_len": 520},
         r"sequence_len / \(2 x cp_size\): expected an even number",
     ),

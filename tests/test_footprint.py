@@ -249,6 +249,14 @@ def test_advice_leaves_room_in_host_memory():
     assert changes(c, 1, tight) == [{"offload_optimizer": "nvme", "nvme_path": "FOLDER"}]
 
 
+def test_advice_of_files_for_sequences_that_are_divided():
+    c = advice.changed(flags.load(str(CONFIGS / "llama7b.py")), {"gpus": 2, "cp_size": 2, "zero_level": 3})
+    files = [advice.differing(c, x) for x in advice._offloads(c, 2, scarce=True) if "nvme" in x.values()]
+    assert files
+    for change in files:
+        checks.check(advice.changed(c, change))
+
+
 def test_advice_of_long_sequences_and_of_stages():
     """What changes no number comes first: chunks of the sequence, and a schedule with fewer microbatches in flight."""
     long = flags.load(str(CONFIGS / "llama8b_long.py"))

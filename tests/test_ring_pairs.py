@@ -113,7 +113,10 @@ def test_auto_is_cudnn_unless_something_hides_keys():
     assert auto(piece=4098) == "cudnn" and auto(piece=4098, packed=True) == "xla"
     assert auto(head_dim=40) == "cudnn" and auto(head_dim=40, window=True) == "xla"
     assert auto(dtype="float32") == auto(gpu=False) == auto(piece=4097) == "xla"
-    with pytest.raises(dispatch.Unserved, match=r"cudnn attention of pieces: expected 16-bit heads .* got bfloat16"):
+    with pytest.raises(
+        dispatch.Unserved,
+        match=r"cudnn attention of pieces: expected 16-bit heads of 8, .* got .* 4096 tokens, documents or a window; ",
+    ):
         chosen("cudnn", "bfloat16", 128, gpu=True, packed=False, window=True, piece=4096)
 
 

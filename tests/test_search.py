@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import json
+import math
 from pathlib import Path
 
+import jax
 import pytest
 from small import quick_at
 
@@ -44,6 +46,12 @@ def config(name: str = "llama7b", **changes):
         owner = c.model if field.startswith("model.") else c
         owner[field.removeprefix("model.")] = value
     return c
+
+
+def work_of(c) -> roofline.Work:
+    """The work of a checked config's step."""
+    run = search.assembly(c)
+    return search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), GPUS[GPU])
 
 
 def everything(c, limits: Limits) -> list[tuple[float, Need]]:
@@ -115,9 +123,8 @@ def test_files_are_for_what_does_not_fit_otherwise():
 def test_a_phase_takes_as_long_as_its_busiest_resource():
     """By hand, for a step whose update waits for the host and whose forward pass computes."""
     c = checked(config(**SMALL), GPU)
-    run = search.assembly(c)
     gpu = GPUS[GPU]
-    work = search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
+    work = work_of(c)
     plain, offloaded = (roofline.phases(work, names) for names in ((), ("master", "optimizer")))
     parameters = 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512) + 2 * 1024 * 512 + 512
     moved = parameters * (4 + 2 + 2)  # float32 master weights, two bfloat16 moments: there and back
@@ -144,8 +151,7 @@ def test_microbatches_of_one_fetch_share_its_transfers():
     rate = gpu.pcie_bandwidth * gpu.rates.host
     for group, fetches in ((1, 8), (4, 2), (8, 1)):
         c = checked(config(**SMALL | {"gradient_accumulation_steps": 8, "microbatches_per_fetch": group}), GPU)
-        run = search.assembly(c)
-        work = search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
+        work = work_of(c)
         assert work.fetches == fetches
         work = dataclasses.replace(work, forward=0.0, backward=0.0, gathered=0.0, reduced=0.0)
         grads = 1 + (fetches - 1) / gpu.rates.duplex
@@ -155,13 +161,50 @@ def test_microbatches_of_one_fetch_share_its_transfers():
             assert found["forward"] + found["backward"] == pytest.approx(moved), (group, name)
 
 
+def test_microbatches_of_one_fetch_share_its_gathers():
+    """By hand: three quarters of the blocks' weights for a pass, and as much to reduce each microbatch's gradients."""
+    blocks = 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512)
+    for group in (1, 4, 8):
+        changes = {"gradient_accumulation_steps": 8, "microbatches_per_fetch": group, "gpus": 4, "zero_level": 3}
+        work = work_of(checked(config(**SMALL | changes), GPU))
+        assert work.gathered == pytest.approx(3 / 4 * 2 * blocks), group
+        assert work.reduced == pytest.approx(3 / 4 * 2 * blocks), group
+
+
+def test_the_gpus_of_a_group_divide_its_attention():
+    """What XLA's attention takes longer than a flash attention: half of it on each of two GPUs."""
+
+    def longer(**changes) -> float:
+        """Seconds of a forward pass."""
+        of = (checked(config(**SMALL | changes, attention=by), GPU) for by in ("xla", "cudnn"))
+        xla, flash = (work_of(c).forward for c in of)
+        return xla - flash
+
+    alone = longer(gpus=1)
+    for changes in ({"tp_size": 2}, {"cp_size": 2}):
+        assert longer(gpus=2, **changes) == pytest.approx(alone / 2)
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_a_flash_attention_takes_no_time_for_scores(method):
+    """cuDNN's and our kernel, which has copies and sums in memory besides, take the same time; XLA takes longer."""
+    changes = {"gpus": 2, "cp_size": 2, "cp_method": method, "sequence_len": 4096}
+    c = checked(config(**SMALL | changes), GPU)
+    x = jax.ShapeDtypeStruct((1, 2048, 512), "bfloat16")
+    cudnn, mosaic, xla = (changed(c, {"attention": by}) for by in ("cudnn", "mosaic", "xla"))
+    for flash in (cudnn, mosaic):
+        run = search.assembly(flash)
+        assert footprint.segment_bytes(run, run.model.segments[0], x, "gpu").scores == 0
+    assert work_of(cudnn).forward == pytest.approx(work_of(mosaic).forward)
+    assert work_of(cudnn).forward < work_of(xla).forward
+
+
 def test_an_update_hides_the_first_fetchs_forward_pass():
     """By hand: of two passes one is beside the update, whose transfers take longer than it; it reads no weights."""
     gpu = GPUS[GPU]
     names = ("master", "optimizer", "grads", "weights", "residual")
     c = checked(config(**SMALL | {"gradient_accumulation_steps": 2}), GPU)
-    run = search.assembly(c)
-    work = search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
+    work = work_of(c)
     apart, beside = (roofline.phases(work, names, overlap_update=x) for x in (False, True))
     assert beside["forward"] == pytest.approx(apart["forward"] / 2)
     rate = gpu.pcie_bandwidth * gpu.rates.host
@@ -222,15 +265,39 @@ def test_layouts_keep_the_effective_batch_and_say_what_was_not_tried():
     assert found.not_tried["pp_size"].startswith("memcpy_all_gather: expected False with pp_size=2")
 
 
+@pytest.mark.parametrize(
+    "sizes, changes, expected",
+    [
+        ((1, 2, 1), {}, "ulysses"),
+        ((2, 4, 2), {}, "ulysses"),
+        ((2, 8, 1), {}, "ring"),
+        ((2, 8, 2), {}, "allgather"),
+        ((1, 2, 1), {"model.num_attention_heads": 12, "model.num_key_value_heads": 3, "model.head_dim": 64}, "ring"),
+        ((2, 4, 1), {"attention": "xla"}, "ring"),
+        ((2, 4, 2), {"attention": "xla"}, "allgather"),
+        ((1, 4, 1), {"cp_size": 2, "cp_method": "allgather"}, "allgather"),
+        ((1, 4, 2), {"cp_size": 2, "cp_method": "ring"}, "ulysses"),
+        ((1, 16, 1), {"cp_size": 2, "cp_method": "ulysses"}, "ring"),
+    ],
+    ids=str,
+)
+def test_a_layout_attends_in_a_way_that_its_sizes_allow(sizes, changes, expected):
+    c = config(**SMALL | {"gpus": math.prod(sizes), "sequence_len": 8192, "zero_level": 3} | changes)
+    of = layouts.layout(c, *sizes)
+    assert of["cp_method"] == expected
+    checks.check(changed(c, of))
+
+
+def test_a_machine_that_is_not_full_counts():
+    c = config(**SMALL | {"gpus": 12})
+    tried = layouts.meshes(c, GPUS[GPU], layouts.layout(c, 1, 1, 1), ())
+    assert {mesh["dp_replicate_size"] for mesh in tried} == {1, 2}
+
+
 def test_stages_divide_the_layers_and_idle_in_the_first_and_last_ticks():
     """By hand: two stages have half of the layers each, and take the time of three microbatches for two."""
     c = checked(config(**SMALL | {"gpus": 2, "pp_size": 2}), GPU)
-    gpu = GPUS[GPU]
-    one, two = (
-        search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), gpu)
-        for c in (checked(config(**SMALL | {"gpus": 1}), GPU), c)
-        for run in [search.assembly(c)]
-    )
+    one, two = (work_of(x) for x in (checked(config(**SMALL | {"gpus": 1}), GPU), c))
     assert two.forward == pytest.approx(one.forward / 2)
     alone = dataclasses.replace(two, waits=0.0, gathered=0.0)
     assert roofline.phases(alone, ())["forward"] == pytest.approx(3 * two.forward)
@@ -306,7 +373,7 @@ def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
 def test_the_fastest_layout_is_among_the_compiled():
     """Compiles every layout of two GPUs."""
     c = config(**SMALL | {"gpus": 2, "lmhead_chunks": 1})
-    free = (*layouts.AXES, *layouts.DETAILS, "gradient_accumulation_steps")
+    free = (*layouts.layout(c, 1, 1, 1), "gradient_accumulation_steps")
     result = fastest.fastest(c, GPU, keep=[name for name in flat(c) if name not in free])
     tried = (layouts.layout(c, *of) for of in ((1, 1, 1), (2, 1, 1), (1, 1, 2)))
     of_all = [changed(c, of, {"gradient_accumulation_steps": 2 * layouts.group(of)}) for of in tried]
@@ -347,6 +414,8 @@ def test_a_config_file_says_what_differs(tmp_path):
         (["--gpu", GPU, "--out", "there.py"], "--out: expected a new file, got 'there.py', which exists"),
         (["--gpu", GPU, "--json", "nowhere/x"], "--json: expected a file that can be written"),
         (["--gpu", GPU, "--config.gpus=0"], "gpus: expected the number of GPUs to plan for, got 0"),
+        (["--gpu", GPU, "--config.gpus=0", "--effective-batch", "8"], "gpus: expected the number of GPUs to plan for"),
+        (["--gpu", GPU, "--config.tp_size=0", "--effective-batch", "8"], "tp_size: expected "),
         (["--gpu", GPU, "--config.zero_levl=3"], "config has no field 'zero_levl'"),
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(x),

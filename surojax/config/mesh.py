@@ -133,6 +133,8 @@ def _check_pieces(c: Config) -> None:
         change = f"use a sequence_len of a multiple of {2 * ROWS * c.cp_size}, or attention='auto'"
         need(tokens % ROWS == 0, "sequence_len / (2 x cp_size)", expected, tokens, change)
     if c.attention == "cudnn":
+        size = head_dim(c)
+        need(size <= 128, "model.head_dim", f"at most 128 {whose}", size, "use attention='auto' or cp_method='ulysses'")
         window = c.model.sliding_window
         need(not window, "model.sliding_window", f"0 {whose}", window, "use attention='auto' or 'mosaic'")
         expected = f"an even number {whose}"

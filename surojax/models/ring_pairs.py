@@ -112,10 +112,16 @@ def chosen(implementation: str, dtype, head_dim: int, tokens: int, *, gpu: bool,
     if implementation == "auto":
         return next(by for by in ("cudnn", "mosaic", "xla") if takes[by] and (gpu or by == "xla"))
     if not takes[implementation]:
+        expected = {
+            "cudnn": "16-bit heads of 8, 16, .. 128 channels, an even number of tokens, "
+            "no documents, window or softcap",
+            "mosaic": f"16-bit heads of 16, 32, .. 128 channels, a multiple of {kernel.ROWS} tokens",
+        }
+        got = f"{dtype} of {head_dim}, {tokens} tokens"
+        got += ("" if all_seen else ", documents or a window") + (", a softcap" if softcap else "")
         raise dispatch.Unserved(
-            f"{implementation} attention of pieces: expected 16-bit heads of 16, 32, .. 128 channels, pieces of a "
-            f"multiple of {kernel.ROWS} tokens and, with cudnn, no documents, window or softcap, got {dtype} of "
-            f"{head_dim}, {tokens} tokens; use attention='auto'"
+            f"{implementation} attention of pieces: expected {expected[implementation]}, got {got}; "
+            "use attention='auto'"
         )
     return implementation
 

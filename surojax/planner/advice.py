@@ -30,7 +30,7 @@ FOLDER = "FOLDER"  # placeholder for a folder on an NVMe disk, which only the us
 
 
 class Memory(NamedTuple):
-    """Bytes that a run needs or that there are: on each device, and in host memory for all devices."""
+    """Bytes that a run needs or that there are: on each device, and in the host memory of a machine."""
 
     device: int
     host: float = math.inf
@@ -165,7 +165,7 @@ def _offloads(c: Config, n: int, scarce: bool) -> Iterator[Change]:
     yield from moved.values()
     if n > 1:
         yield {"shard_outer": True} | SHARDED
-    if scarce and c.cp_size * c.pp_size == 1:  # config/mesh.py
+    if scarce and c.pp_size == 1:  # config/mesh.py
         folder = {"nvme_path": c.nvme_path or FOLDER}
         yield from ({f"offload_{name}": "nvme"} | folder for name in ("optimizer", "master"))
         files = dict.fromkeys(("offload_optimizer", "offload_master"), "nvme") | folder

@@ -99,8 +99,8 @@ def fastest(
     """The fastest settings of `config.gpus` GPUs of this kind; the effective batch and the model stay as they are.
 
     host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs in a machine; None: 8.
-    nvme: room for files in GB; None: no files. allow: words of `search.ALLOWED`. keep: fields that are not changed.
-    most: settings that are compiled. say: told what goes on.
+    nvme: room for files in GB, on the drives of all machines together; None: no files. allow: words of
+    `search.ALLOWED`. keep: fields that are not changed. most: settings that are compiled. say: told what goes on.
 
     Raises ConfigError for what `train` refuses, and for a GPU whose rates are not known.
     """

@@ -201,7 +201,8 @@ class SegmentBytes(NamedTuple):
     fetched: int  # weights of one layer, as they are all-gathered or copied to the device
     kept: int  # residuals of one layer, from the forward pass to the backward pass
     saved: int  # residuals of one layer if nothing is recomputed
-    scores: int  # attention scores in the backward pass of one layer
+    attention: int  # what attention needs besides in the backward pass of one layer
+    scores: int  # attention scores, which are part of that; 0: flash attention
     sequence: int  # with chunks of the sequence: keys and values of all of it, less its input (changed in place)
     sums: int  # with chunks: gradients of keys and values, their float32 sums, and the copy that a chunk reads
     layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
@@ -210,7 +211,7 @@ class SegmentBytes(NamedTuple):
 
     def values(self, recompute_factor: float) -> int:
         """Bytes of values while a block is differentiated. With chunks, the MLP's and the attention's come in turn."""
-        return max(int(recompute_factor * self.saved) + self.scores, self.sums) + self.sequence
+        return max(int(recompute_factor * self.saved) + self.attention, self.sums) + self.sequence
 
 
 def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
@@ -227,10 +228,10 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute(), sequence_chunks=1))
     B, S, D = x.shape
     chunk = jax.ShapeDtypeStruct((B, S // chunks, D), x.dtype)
-    all_saved, scores = _block_bytes(run, plain, segment, chunk, platform, packed, chunks)
-    saved = all_saved
+    of_chunk = _block_bytes(run, plain, segment, chunk, platform, packed, chunks)
+    saved = of_chunk.saved
     if plain is not run.model and not engine.recompute_block:
-        saved, _ = _block_bytes(run, run.model, segment, x, platform, packed)
+        saved = _block_bytes(run, run.model, segment, x, platform, packed).saved
     itemsize = x.dtype.itemsize
     numbers = 2 * B * S * segment.heads.key_value * segment.heads.channels  # of keys and values
     kept = _bytes(x) if engine.recompute_block else saved
@@ -242,8 +243,9 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
         gradients=_bytes(part_of(layer, segment.trained_params)),
         fetched=_bytes(fetched),
         kept=kept,
-        saved=all_saved,
-        scores=scores,
+        saved=of_chunk.saved,
+        attention=of_chunk.attention,
+        scores=of_chunk.scores,
         sequence=itemsize * numbers - _bytes(x) if chunks > 1 else 0,
         sums=(4 + 3 * itemsize) * numbers if chunks > 1 else 0,
         layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
@@ -288,6 +290,14 @@ def _overlapped_update_bytes(segments: list["SegmentBytes"]) -> int:
     return max(int(3.5 * segment.layer_state + 0.7 * segment.saved) for segment in segments)
 
 
+class BlockBytes(NamedTuple):
+    """Bytes of one block on each device. See `SegmentBytes`."""
+
+    saved: int  # residuals, without its weights
+    attention: int
+    scores: int
+
+
 def _block_bytes(
     run: assembly.Assembly,
     model: Model,
@@ -296,8 +306,8 @@ def _block_bytes(
     platform: str,
     packed: bool,
     chunks: int = 1,
-) -> tuple[int, int]:
-    """(bytes of the block's residuals without its weights, bytes that attention needs in its backward pass).
+) -> BlockBytes:
+    """The `BlockBytes` of a segment's block.
 
     chunks: x is one of so many equal parts of a sequence, which attends to all of it.
     """
@@ -320,18 +330,20 @@ def _block_bytes(
         # kernel also has float32 gradients of a pair, and reads transposed copies.
         keys = max(heads_of.key_value, tensor)
         more = 2 * (heads_of.query + keys) * (itemsize + 4) if flash == "mosaic" else 0
-        return saved, B * S * (2 * heads_of.query * 4 + 4 * keys * (itemsize + 4) + more) * heads_of.channels
+        sums = 2 * heads_of.query * 4 + 4 * keys * (itemsize + 4)
+        return BlockBytes(saved, B * S * (sums + more) * heads_of.channels, scores=0)
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
         keys = chunks * max(heads_of.key_value, tensor)
         copied = (2 * heads_of.query + keys) * heads_of.channels if flash == "mosaic" else 0
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
-        return saved + kept, B * S * copied * itemsize
+        return BlockBytes(saved + kept, B * S * copied * itemsize, scores=0)
     keys = S * chunks * per_sequence
     if in_pieces:
         keys = 2 * S * tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17 pieces)
-    return saved, (4 if platform == "cpu" else 2) * heads * keys * 4
+    scores = (4 if platform == "cpu" else 2) * heads * keys * 4
+    return BlockBytes(saved, scores, scores)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,10 +4,12 @@ This ranks settings before anything is compiled (search.py). timeline.py predict
 
 The phases of a step, with what happens at the same time in each:
 
-* forward, L layers for every microbatch: products, attention and passes over activations; weights are all-gathered and
-  read from host memory; residuals are written to host memory.
-* backward, likewise: products for two gradients, and the forward ones again if the block is recomputed; weights once
-  more; gradients are reduced; residuals are read; accumulators are written, and read but for the first time.
+* forward, for every microbatch and layer: products, attention and passes over activations; residuals are written to
+  host memory. For every fetch, which serves `microbatches_per_fetch` of them: weights are all-gathered and read from
+  host memory.
+* backward, for every microbatch and layer: products for two gradients, and the forward ones again if the block is
+  recomputed; gradients are reduced; residuals are read. For every fetch: weights once more; accumulators are written to
+  host memory, and read but for the first time.
 * head, for every microbatch: three products for each slice of tokens, passes over logits.
 * update, once a step: master weights, moments and gradients are read, master weights, moments and weights are written.
 * between: collectives that happen once a step and overlap with nothing.
@@ -18,15 +20,16 @@ Stages of `pp` go from tick to tick together: for k microbatches and p stages ea
 and fetches its layers as often. Their residuals move by kernels, since the place of a microbatch is not linear in a
 loop's counter, so products wait for them.
 
-Products take what costs.product_time says, attention costs.attention_time, passes the bytes of the residuals times a
+Products take what costs.product_time says and flash attention what costs.attention_time says; attention by XLA takes
+its products and the passes over its scores. Passes take the bytes of the residuals times a
 factor, transfers their bytes at what `Rates` reaches of a link. Directions of the host link slow each other by
 `Rates.duplex`; GPUs without a link of their own share PCI Express between collectives and host copies.
 
 A setting that stores something elsewhere changes only the bytes of transfers. So `Work` holds what does not depend on
 where tensors are stored, and `phases` adds the transfers for a choice of memories.
 
-PASSES are fitted to the timelines of compiled steps: 7B, 1.2B and 134M on RTX 4090 and H100. `surojax.fit` prints
-estimated beside predicted time for each step that it compiles.
+FORWARD_PASSES and BACKWARD_PASSES are fitted to the timelines of compiled steps: 7B, 1.2B and 134M on RTX 4090 and
+H100. `surojax.fit` prints estimated beside predicted time for each step that it compiles.
 """
 
 import dataclasses
@@ -126,12 +129,15 @@ def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, in
     bandwidth = gpu.memory_bandwidth * rates.memory
     grads = sizes["grads"] / bandwidth
     forward, backward = (sum(x) for x in zip(*(_segment(run, s, batch, gpu) for s in run.model.segments), strict=True))
-    once, each = (traffic.collective_bytes(run, dataclasses.replace(batch, microbatches=n)) for n in (0, 1))
-    once, each = (_as_within_a_machine(run, gpu, found) for found in (once, each))
-    added = {key: size - once.get(key, 0) for key, size in each.items()}
-    of_shards = {op: size for (op, axes), size in added.items() if axes == traffic.axes_of_shards(run)}
+    per_fetch = run.engine.microbatches_per_fetch
+    once, with_a_fetch = (
+        _as_within_a_machine(run, gpu, traffic.collective_bytes(run, dataclasses.replace(batch, microbatches=n)))
+        for n in (0, per_fetch)
+    )
+    of_fetch = {key: size - once.get(key, 0) for key, size in with_a_fetch.items()}
+    of_shards = {op: size for (op, axes), size in of_fetch.items() if axes == traffic.axes_of_shards(run)}
     gathers = of_shards.get("all-gather", 0.0) if run.engine.table.weights.sharded else 0.0
-    of_groups = sum(added.values()) - sum(of_shards.values())  # over tp, cp and pp
+    of_groups = (sum(of_fetch.values()) - sum(of_shards.values())) / per_fetch  # of a microbatch, over tp, cp and pp
     stages = pipeline_stages(run.mesh)
     return Work(
         gpu=gpu,
@@ -145,7 +151,7 @@ def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, in
         head=_head(run, batch, gpu),
         update_bytes=2 * (sizes["master"] + sizes["optimizer"]) + sizes["grads"] + sizes["updated weights"],
         gathered=gathers / 2,
-        reduced=sum(of_shards.values()) - gathers,
+        reduced=(sum(of_shards.values()) - gathers) / per_fetch,
         once=sum(once.values()),
         sizes=sizes,
     )
@@ -246,9 +252,8 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
     sizes = footprint.segment_bytes(dataclasses.replace(run, model=whole), segment, x, "gpu")
     bandwidth = gpu.memory_bandwidth * rates.memory
     passes = sizes.saved / bandwidth
-    attended, attended_back = (
-        x / devices_per_sequence(run.mesh) for x in _attention(segment, batch, gpu, sizes.scores)
-    )
+    flops = segment.attention_flops(batch.sequence_len) * batch.tokens / segment.num_layers  # of a layer, for a group
+    attended, attended_back = _attention(gpu, flops / devices_per_sequence(run.mesh), sizes.scores)
     again = engine.recompute_block or model.compute.recompute.att
     params, layouts = (jax.tree.leaves(tree) for tree in (segment.params, engine.layouts.weights[segment.name]))
     matrices = [
@@ -303,10 +308,12 @@ def _repeated(run: Assembly, segment: Segment, p: Param) -> bool:
     return (recompute.ffn and p.axes[0] == "mlp") or (recompute.att and p.axes[0] in ("heads", "kv_heads"))
 
 
-def _attention(segment: Segment, batch: traffic.Batch, gpu: Gpu, scores: int) -> tuple[float, float]:
-    """Seconds of the attention of one layer, (forward, backward). scores: bytes of its scores; 0: flash attention."""
+def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
+    """Seconds of the attention of one layer on one GPU, (forward, backward).
+
+    flops: of its forward pass there. scores: bytes of the scores there; 0: flash attention, which stores none.
+    """
     rates = _rates(gpu)
-    flops = segment.attention_flops(batch.sequence_len) * batch.tokens / segment.num_layers
     if not scores:
         back = attention_time(gpu, rates, BACKWARD_FLOPS * flops, backward=True)
         return attention_time(gpu, rates, flops, backward=False), back
