@@ -152,13 +152,14 @@ def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
     assert run.compiler_options("cpu", memory_bytes=24, host_temporaries=13) == {}
 
 
-@pytest.mark.parametrize("level", [1, 3])
-def test_all_gathers_of_weights_are_in_the_profile_that_xla_schedules_by(level):
+@pytest.mark.parametrize("level, streamed", [(1, False), (3, False), (3, True)])
+def test_all_gathers_of_weights_are_in_the_profile_that_xla_schedules_by(level, streamed):
     """Of the compiled step there are fewer than a hundred; nothing else is in it."""
-    run = from_config(config(gpus=4, zero_level=level), jax.sharding.AbstractMesh((1, 4), DATA), total_steps=10)
-    options = run.compiler_options("gpu")
-    assert ("xla_gpu_pgle_profile_file_or_directory_path" in options) == (level == 3)
-    if level == 3:
+    c = config(gpus=4, zero_level=level, offload_weights=streamed)
+    options = from_config(c, jax.sharding.AbstractMesh((1, 4), DATA), total_steps=10).compiler_options("gpu")
+    begins_early = level == 3 and not streamed
+    assert ("xla_gpu_pgle_profile_file_or_directory_path" in options) == begins_early
+    if begins_early:
         lines = Path(options["xla_gpu_pgle_profile_file_or_directory_path"]).read_text().splitlines()[1:]
         names = ["all-gather-start", *(f"all-gather-start.{i}" for i in range(1, 100))]
         assert lines == [f'costs {{ name: "{name}" cost_us: 8000 }}' for name in names]
