@@ -51,7 +51,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What tells the row apart in the results."""
+        """The key of the row in the results."""
         return f"{self.model} {self.gpus} x {self.gpu} {self.settings}"
 
     def loaded(self) -> Config:
@@ -77,7 +77,7 @@ class Result:
 
     @property
     def bound_by(self) -> str:
-        """What the most time is spent on besides computing, with its part; "compute" if that is little."""
+        """The class that takes the most time besides computing, with its part; "compute" if that is little."""
         if not self.seconds or not self.spent:
             return "-"
         what, seconds = max(self.spent.items(), key=lambda item: item[1])

@@ -59,7 +59,7 @@ def config_of(path: Path) -> dict[str, Any]:
 
 
 def has_parts(c: Any) -> bool:
-    """Whether the base of a run is the language model of one of several parts; see parts.py."""
+    """True if the base of a run is the language model of one of several parts; see parts.py."""
     if not c.model_path:
         return False
     gone = not Path(c.model_path).expanduser().exists() and keeps(c.output_dir, c.model_path)

@@ -114,7 +114,7 @@ class InFile:
         return jax.NamedSharding(self.sharding.mesh, self.spec, memory_kind=home.memory_kind)
 
     def read(self, l: int) -> np.ndarray:
-        """What is stored of layer l. Raises NvmeError."""
+        """The stored arrays of layer l. Raises NvmeError."""
         return self.store.read(l, [self])[0]
 
     def write(self, l: int, stored: np.ndarray) -> None:
@@ -122,7 +122,7 @@ class InFile:
         self.store.write(l, [self], [stored])
 
     def _own_parts(self) -> dict[tuple[int, ...], Part]:
-        """Where the parts of a layer on this process's devices are, by where they start."""
+        """The places of a layer's parts on this process's devices, by where they start."""
         indices = self.layer_sharding(DEVICE).devices_indices_map(self.shape[1:])
         mine = jax.process_index()
         own = {self._start(index): index for device, index in indices.items() if device.process_index == mine}
@@ -133,7 +133,7 @@ class InFile:
         return tuple(part.indices(size)[0] for part, size in zip(index, self.shape[1:], strict=True))
 
     def stored_of(self, layer: Any) -> np.ndarray:
-        """What is stored of a whole layer: an array, or a tensorstore of which only that is read."""
+        """A whole stored layer: an array, or a tensorstore of which only that is read."""
         if self.parts is None:
             return np.asarray(layer)
         return np.stack([np.asarray(layer[part.index]) for part in self.parts.values()])
@@ -152,7 +152,7 @@ class InFile:
         return jax.make_array_from_callback(self.shape[1:], sharding, part)
 
     def from_devices(self, layer: jax.Array) -> np.ndarray:
-        """What to store of a layer that is sharded as `layer_sharding` says."""
+        """The array to store of a layer that is sharded as `layer_sharding` says."""
         if self.parts is None:
             return jax.device_get(layer)
         found = {self._start(shard.index): np.asarray(shard.data) for shard in layer.addressable_shards}
@@ -227,7 +227,7 @@ class Store:
     # -- Layers ------------------------------------------------------------------------------------------------------
 
     def read(self, l: int, leaves: Iterable[InFile]) -> list[np.ndarray]:
-        """What is stored of layer l of these stacks. Raises NvmeError."""
+        """The stored layer l of these stacks. Raises NvmeError."""
         return [self._read_one(leaf, l) for leaf in leaves]
 
     def _read_one(self, leaf: InFile, l: int) -> np.ndarray:

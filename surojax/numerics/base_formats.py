@@ -61,12 +61,12 @@ def is_coded(x) -> bool:
 
 
 def is_in(q: Coded, name: str) -> bool:
-    """Whether a Coded is in the format of this name; False for names that are not in `FORMATS`."""
+    """True if a Coded is in the format of this name; False for names that are not in `FORMATS`."""
     return name in FORMATS and isinstance(q, FORMATS[name].arrays)
 
 
 def fits(name: str, shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> bool:
-    """Whether matrices `[..., out, in]`, divided into so many parts of rows and columns, divide into whole blocks."""
+    """True if matrices `[..., out, in]`, divided into so many parts of rows and columns, have whole blocks."""
     return shape[-1] % (FORMATS[name].block * divided[1]) == 0
 
 

@@ -122,7 +122,7 @@ class Gpu:
     rates: Rates | None = None  # None: no time is predicted
 
     def in_a_machine(self, gpus: int) -> int:
-        """How many of so many GPUs are in one machine."""
+        """The number of GPUs in one machine, of so many in all."""
         return min(gpus, self.gpus_per_node)
 
     @property

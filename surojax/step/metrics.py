@@ -30,7 +30,7 @@ class Finite(NamedTuple):
 
 
 def all_finite(engine: Engine) -> Finite | None:
-    """What a step begins with; None if the engine does not locate."""
+    """The value that a step begins with; None if the engine does not locate."""
     return Finite(*varying((jnp.bool(True), jnp.bool(True)), AXES)) if engine.locates_nonfinite else None
 
 

@@ -27,7 +27,7 @@ HIDING_TOKENS = 1 << 15
 
 
 def hides_transfers(tokens: int) -> bool:
-    """Whether a pass over so many tokens lasts longer than the transfers beside it."""
+    """True if a pass over so many tokens lasts longer than the transfers beside it."""
     return tokens >= HIDING_TOKENS
 
 
