@@ -88,7 +88,7 @@ def stored_formats(tensors: Tensors, model: Model) -> set[str]:
 
 
 def described_format(tensors: Tensors, model: Model, wanted: str) -> str:
-    """The end of a line that says how a base comes to rest in a format; wanted: the format's name, "" if it rests in none."""
+    """The end of a line that says how a base comes to rest in a format; wanted: its name, "" for none."""
     stored = stored_formats(tensors, model) - {""}
     if not wanted:
         return f", dequantised from {min(stored)}" if stored else ""
