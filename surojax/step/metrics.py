@@ -20,7 +20,7 @@ from surojax.step.spec import Engine
 
 
 class Finite(NamedTuple):
-    """Whether this device's values of a step were finite so far: bool scalars.
+    """Flags of one device: its values were finite in all of the step so far; bool scalars.
 
     activations: after the last block. gradients: of the embeddings.
     """

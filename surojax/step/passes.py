@@ -17,7 +17,7 @@ from surojax.step.weights import Layer, Layers
 
 
 class Microbatch(NamedTuple):
-    """What a pass over layers reads of a microbatch.
+    """The inputs of a pass over layers, of one microbatch.
 
     inputs_BS, labels_BS: of this device's tokens. starts_BS: of the documents of whole sequences, None if the engine is
     not packed. recipe_inputs: a function of the number of a layer.
@@ -39,7 +39,7 @@ class Group(NamedTuple):
 
 
 class ForwardCarry(NamedTuple):
-    """What the loop over layers forward carries of each microbatch: x, its sum of auxiliary losses, its residuals."""
+    """The carry of the loop over layers forward, of a microbatch: x, sum of auxiliary losses, residuals."""
 
     x_BSD: jax.Array
     auxiliary: jax.Array | None

@@ -20,7 +20,7 @@ from surojax.training.start import Start
 
 
 class Outputs(NamedTuple):
-    """What the loop writes to, and what may stop it."""
+    """The checkpoints and the log that the loop writes, and the signal that may stop it."""
 
     checkpoints: Checkpoints
     log: MetricsLog
@@ -28,7 +28,7 @@ class Outputs(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What the loop leaves. step: the last one. history: the records of metrics.jsonl that it wrote."""
+    """The result of the loop. step: the last one. history: its records in metrics.jsonl."""
 
     state: TrainState
     step: int

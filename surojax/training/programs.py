@@ -20,7 +20,10 @@ from surojax.training.evaluation import Evaluation
 
 
 class Programs(NamedTuple):
-    """What the loop runs. arrays: names of a batch's arrays. one_at_a_time: a step is waited for before the next."""
+    """The compiled programs of a run.
+
+    arrays: names of a batch's arrays. one_at_a_time: a step is waited for before the next one.
+    """
 
     train_step: Any
     evaluate: Evaluation

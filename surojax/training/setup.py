@@ -19,7 +19,7 @@ from surojax.run import checkpoint
 
 
 class Setup(NamedTuple):
-    """What `set_up` finds.
+    """The result of `set_up`: all that is known of a run before its data is read.
 
     need: bytes per device of each class. newest: checkpoint in output_dir. continues: whether the run continues from a
     checkpoint. initial: weights to start from, or, with adapters, the base; None: new ones, or those of a checkpoint.

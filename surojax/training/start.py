@@ -20,7 +20,7 @@ from surojax.training.setup import Setup
 
 
 class Start(NamedTuple):
-    """What `find_start` finds.
+    """The result of `find_start`: the data, and where in it the run begins.
 
     identity: what a checkpoint must have been trained with. adapter: to start from, if any. resume: checkpoint to
     continue from, None for a new run. first_step: number of steps done. position: number of samples done.
