@@ -28,7 +28,7 @@ from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.param import OUTER
 from surojax.placement.table import place
-from surojax.planner import footprint, hlo, stages, traffic
+from surojax.planner import footprint, hlo, stages, textbook, traffic
 from surojax.step.padding import Inputs, padded
 from surojax.step.pipeline import of_stage
 from surojax.train import train
@@ -336,7 +336,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size, layer
     module = stages.with_rounds(hlo.parse(compiled.as_text()), small.run, microbatches)
     found = {(x.op, x.axis): x.bytes for x in hlo.collectives(module, small.mesh.shape)}
     of_group = traffic.Batch(sequences=1, sequence_len=24, microbatches=microbatches)
-    expected = traffic.collective_bytes(small.run, of_group)
+    expected = textbook.collective_bytes(small.run, of_group)
     assert {("collective-permute", "pp"), ("all-gather", "dp_shard"), ("reduce-scatter", "dp_shard")} <= expected.keys()
     for key in expected.keys() | found.keys():
         assert found.get(key, 0) == pytest.approx(expected.get(key, 0), rel=0.02, abs=100), key
@@ -389,7 +389,7 @@ def test_what_is_gathered_after_an_update_is_that_of_a_stage():
         c = default_config()
         c.update({"gpus": 2 * stages_, "pp_size": stages_, "zero_level": 1, "gradient_accumulation_steps": 4})
         run = from_config(c, abstract_mesh(c.gpus, **mesh_sizes(c)), total_steps=10)
-        sent.append(traffic.collective_bytes(run, batch)["all-gather", "dp_shard"])
+        sent.append(textbook.collective_bytes(run, batch)["all-gather", "dp_shard"])
     parameters = sum(
         (1 if name == OUTER else run.model.num_layers) * math.prod(p.shape)
         for name, section in run.model.params.items()

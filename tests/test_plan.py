@@ -26,7 +26,19 @@ from surojax.config import flags
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.placement.mesh import DATA, make_mesh
-from surojax.planner import advice, aot, costs, footprint, hlo, plan as planner, prediction, report, search, traffic
+from surojax.planner import (
+    advice,
+    aot,
+    costs,
+    footprint,
+    hlo,
+    plan as planner,
+    prediction,
+    report,
+    search,
+    textbook,
+    traffic,
+)
 from surojax.planner.advice import GiB
 from surojax.planner.gpus import GPUS
 from surojax.planner.hlo import Transfer
@@ -213,7 +225,7 @@ def test_other_collectives_are_those_of_the_textbook(planned, changes):
         assert x["bytes"] == pytest.approx(x["textbook_bytes"], rel=0.02, abs=1000), x
     assert found["all-gather"]["bytes"] > 10e6 < found["all-to-all"]["bytes"] and "reduce-scatter" not in found
     run = lambda **changes: from_config(config(gpus=4, **BLOCKS | changes), jax.sharding.AbstractMesh((1, 4), DATA), 10)
-    plain = traffic.collective_bytes(run(zero_level=changes["zero_level"]), traffic.Batch(1, 64, 2))
+    plain = textbook.collective_bytes(run(zero_level=changes["zero_level"]), traffic.Batch(1, 64, 2))
     if "zero_quantized_weights" in changes:
         assert 0.5 < found["all-gather"]["bytes"] / plain["all-gather", "dp_shard"] < 0.54
     reduced = found["all-to-all"]["bytes"] / plain["reduce-scatter", "dp_shard"]

@@ -14,8 +14,10 @@ from surojax import fit as command
 from surojax.config import checks, flags, write
 from surojax.config.fields import flat
 from surojax.errors import ConfigError
-from surojax.planner import advice, aot, fastest, footprint, layouts, roofline, search
+from surojax.planner import advice, aot, compute, fastest, footprint, layouts, roofline, search
 from surojax.planner.advice import changed
+from surojax.planner.collective_time import CollectiveTime
+from surojax.planner.compute import Seconds
 from surojax.planner.costs import product_time
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import checked, plan
@@ -153,7 +155,7 @@ def test_microbatches_of_one_fetch_share_its_transfers():
         c = checked(config(**SMALL | {"gradient_accumulation_steps": 8, "microbatches_per_fetch": group}), GPU)
         work = work_of(c)
         assert work.fetches == fetches
-        work = dataclasses.replace(work, forward=0.0, backward=0.0, gathered=0.0, reduced=0.0)
+        work = dataclasses.replace(work, blocks=Seconds(), layer_bytes=0)
         grads = 1 + (fetches - 1) / gpu.rates.duplex
         for name, times in (("weights", 2 * fetches), ("grads", grads), ("residual", 2 * 8)):
             found = roofline.phases(work, (name,))
@@ -162,13 +164,67 @@ def test_microbatches_of_one_fetch_share_its_transfers():
 
 
 def test_microbatches_of_one_fetch_share_its_gathers():
-    """By hand: three quarters of the blocks' weights for a pass, and as much to reduce each microbatch's gradients."""
+    """By hand: three quarters of the blocks' weights for a pass, and as much to reduce each microbatch's gradients.
+
+    Each of eight gathers, and of 56 reductions, takes three hops more.
+    """
     blocks = 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512)
+    gpu = GPUS[GPU]
+    seconds = 3 / 4 * 2 * blocks / (gpu.link_bandwidth * gpu.rates.link)
     for group in (1, 4, 8):
         changes = {"gradient_accumulation_steps": 8, "microbatches_per_fetch": group, "gpus": 4, "zero_level": 3}
-        work = work_of(checked(config(**SMALL | changes), GPU))
-        assert work.gathered == pytest.approx(3 / 4 * 2 * blocks), group
-        assert work.reduced == pytest.approx(3 / 4 * 2 * blocks), group
+        sent = work_of(checked(config(**SMALL | changes), GPU)).collectives
+        assert sent.gathered == pytest.approx(seconds + 8 * 3 * gpu.rates.hop), group
+        assert sent.reduced == pytest.approx(seconds + 56 * 3 * gpu.rates.hop), group
+
+
+def layer_of(work: roofline.Work) -> roofline.Work:
+    """A step of one microbatch with 8 s of a forward pass, repeated in whole, and 20 s of gradients, the first in 4."""
+    blocks = Seconds(forward=8.0, again=8.0, backward=20.0, first=4.0, columns=6.0)
+    slowed = dataclasses.replace(work.rates, collective_sms=0.0)
+    of_one = {"microbatches": 1, "rounds": 1, "fetches": 1, "layer_bytes": 0, "head": 0.0}
+    return dataclasses.replace(work, rates=slowed, blocks=blocks, hides_forward=8.0, hides_again=8.0, **of_one)
+
+
+@pytest.mark.parametrize(
+    "sent, recomputed, forward, backward",
+    [
+        ({}, True, 8, 28),
+        ({"gathered": 10.0}, True, 10, 28),
+        ({"gathered": 10.0}, False, 10, 38),  # nothing is left to hide behind
+        ({"gathered": 15.0, "reduced": 10.0, "smallest": 0.1}, True, 15, 15 + 16 + 1),
+        ({"gathered": 15.0, "reduced": 20.0, "smallest": 0.1}, True, 15, 15 + 20 + 2),
+        ({"reduced_once": 20.0, "smallest": 0.1}, True, 8, 12 + 20 + 2),
+        ({"reduced_once": 20.0, "smallest": 0.1}, False, 8, 28 + 20),
+        ({"forward": 4.0, "again": 3.0, "backward": 4.0, "backward_tensor": 4.0}, True, 12, 12 + 3 + 16 + 3),
+        (
+            {"forward": 4.0, "again": 3.0, "backward": 4.0, "backward_tensor": 4.0, "reduced": 12.0, "smallest": 0.0},
+            True,
+            12,
+            12 + 3 + 1 + 6 + 12,  # the products of 6 hide what is not waited for, those of 10 the reductions
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_collective_hides_behind(sent, recomputed, forward, backward):
+    """By hand, in seconds."""
+    work = layer_of(work_of(checked(config(**SMALL), GPU)))
+    nothing = dict.fromkeys((field.name for field in dataclasses.fields(CollectiveTime)), 0.0)
+    work = dataclasses.replace(work, collectives=CollectiveTime(**nothing | sent), recomputed=recomputed)
+    found = roofline.phases(work, ())
+    assert (found["forward"], found["backward"]) == (pytest.approx(forward), pytest.approx(backward))
+
+
+def test_a_gather_hides_behind_the_longest_part_between_collectives_of_a_layer():
+    """Of a tensor-parallel group's layer: behind the MLP, which is most of it; then it is waited for."""
+    gpu = GPUS["h100"]
+    wide = {"model.intermediate_size": 8192, "gpus": 2, "tp_size": 2, "per_device_batch_size": 2}
+    c = checked(config(**SMALL | wide), "h100")
+    run = search.assembly(c)
+    blocks = compute.of_blocks(run, batch_of(c), gpu)
+    rows = footprint.by_class(run, batch_of(c), "gpu")
+    hides = search.work_of(c, run, rows, gpu).hides_forward
+    assert hides == blocks.of_mlp and blocks.forward / 2 < hides < 0.9 * blocks.forward
 
 
 def test_the_gpus_of_a_group_divide_its_attention():
@@ -177,7 +233,7 @@ def test_the_gpus_of_a_group_divide_its_attention():
     def longer(**changes) -> float:
         """Seconds of a forward pass."""
         of = (checked(config(**SMALL | changes, attention=by), GPU) for by in ("xla", "cudnn"))
-        xla, flash = (work_of(c).forward for c in of)
+        xla, flash = (work_of(c).blocks.forward for c in of)
         return xla - flash
 
     alone = longer(gpus=1)
@@ -195,8 +251,8 @@ def test_a_flash_attention_takes_no_time_for_scores(method):
     for flash in (cudnn, mosaic):
         run = search.assembly(flash)
         assert footprint.segment_bytes(run, run.model.segments[0], x, "gpu").scores == 0
-    assert work_of(cudnn).forward == pytest.approx(work_of(mosaic).forward)
-    assert work_of(cudnn).forward < work_of(xla).forward
+    forward = {c.attention: work_of(c).blocks.forward for c in (cudnn, mosaic, xla)}
+    assert forward["cudnn"] == pytest.approx(forward["mosaic"]) and forward["cudnn"] < forward["xla"]
 
 
 def test_an_update_hides_the_first_fetchs_forward_pass():
@@ -212,7 +268,7 @@ def test_an_update_hides_the_first_fetchs_forward_pass():
     read = state + work.sizes["grads"]
     written = state + work.sizes["weights"] + work.sizes["residual"]
     both = min(read, written) / gpu.rates.duplex + abs(read - written)
-    assert beside["update"] == pytest.approx(both / rate) and beside["update"] > work.forward
+    assert beside["update"] == pytest.approx(both / rate) and beside["update"] > work.blocks.forward
     assert {name: apart[name] for name in ("head", "backward", "between")} == {
         name: beside[name] for name in ("head", "backward", "between")
     }
@@ -298,9 +354,8 @@ def test_stages_divide_the_layers_and_idle_in_the_first_and_last_ticks():
     """By hand: two stages have half of the layers each, and take the time of three microbatches for two."""
     c = checked(config(**SMALL | {"gpus": 2, "pp_size": 2}), GPU)
     one, two = (work_of(x) for x in (checked(config(**SMALL | {"gpus": 1}), GPU), c))
-    assert two.forward == pytest.approx(one.forward / 2)
-    alone = dataclasses.replace(two, waits=0.0, gathered=0.0)
-    assert roofline.phases(alone, ())["forward"] == pytest.approx(3 * two.forward)
+    assert two.blocks.forward == pytest.approx(one.blocks.forward / 2)
+    assert roofline.phases(two, ())["forward"] == pytest.approx(3 * two.blocks.forward)
 
 
 def test_a_mesh_of_one_gpu_can_be_kept():
@@ -328,13 +383,13 @@ def test_a_mesh_of_one_gpu_can_be_kept():
     ids=["1", "4", "8 of three axes"],
 )
 def test_estimates_are_near_what_is_compiled(changes):
-    """Device memory within 10 %, as footprint.py says; time within 25 % of the simulated step."""
+    """Device memory within 10 %, as footprint.py says; time within 7 % of the simulated step."""
     changes = changes or {f"offload_{name}": True for name in search.OFFLOADS} | {"gpus": 1}
     c = checked(config(**changes), aot.kind() or GPU)
     need, phases = search.estimate(c, GPUS[GPU])
     p = plan(c, GPU)
     assert p.device_bytes / need.device == pytest.approx(1, abs=0.1)
-    assert sum(phases.values()) / p.predicted_step_s == pytest.approx(1, abs=0.25)
+    assert sum(phases.values()) / p.predicted_step_s == pytest.approx(1, abs=0.07)
 
 
 @needs_compiler
@@ -565,5 +620,5 @@ def test_a_gpu_without_rates_is_refused(monkeypatch):
     monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], rates=None))
     with pytest.raises(ConfigError, match="--gpu: expected a GPU with rates"):
         fastest.fastest(config(), GPU)
-    with pytest.raises(ValueError, match="roofline: expected a GPU with rates"):
+    with pytest.raises(ValueError, match="rates: expected a GPU with rates"):
         search.estimate(checked(config(), GPU), GPUS[GPU])

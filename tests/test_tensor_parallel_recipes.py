@@ -28,7 +28,7 @@ from surojax.optim.optimizer import Moments8bit
 from surojax.optim.reblock import reblocked
 from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.mesh import data_parallel
-from surojax.planner import hlo, traffic
+from surojax.planner import hlo, textbook, traffic
 from surojax.run.checkpoint import Checkpoints, find, restore
 from surojax.step.engine import loss_and_gradients
 from surojax.step.weights import quantise_with_one_scale
@@ -313,7 +313,7 @@ def test_what_is_sent_in_8_bits(quantized):
     batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 24), np.int32)
     compiled = hlo.parse(small.step.lower(small.plan, batch, batch).compile().as_text())
     sent = {(x.op, x.axis): x.bytes for x in hlo.collectives(compiled, small.mesh.shape)}
-    said = traffic.collective_bytes(small.run, traffic.Batch(sequences=1, sequence_len=24, microbatches=2))
+    said = textbook.collective_bytes(small.run, traffic.Batch(sequences=1, sequence_len=24, microbatches=2))
     for op in ("all-gather", "reduce-scatter", "all-to-all"):
         more = 1 + 1 / 8 if op == "all-gather" else 1  # in 2 microbatches, 8 layers are gathered, and one ahead
         assert sent.get((op, "dp_shard"), 0) == pytest.approx(more * said.get((op, "dp_shard"), 0), rel=0.02, abs=100)

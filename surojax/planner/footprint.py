@@ -41,7 +41,8 @@ from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline
 from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
-from surojax.planner.traffic import Batch, batch_of, layers_together
+from surojax.planner.shares import layers_together
+from surojax.planner.traffic import Batch, batch_of
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import comes_in_pairs, quantise_with_one_scale
 

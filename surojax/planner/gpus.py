@@ -341,6 +341,13 @@ def with_nodes(gpu: str, gpus_per_node: int | None) -> Gpu:
     return replace(GPUS[gpu], gpus_per_node=gpus_per_node)
 
 
+def known_rates(gpu: Gpu) -> Rates:
+    """Returns what programs reach of a GPU's peaks. Raises ValueError if it is not known."""
+    if gpu.rates is None:
+        raise ValueError(f"rates: expected a GPU with rates in planner/gpus.py, got {gpu.name}; add them there")
+    return gpu.rates
+
+
 def find_gpu(device_kind: str) -> Gpu | None:
     """The facts for jax's `device.device_kind`, or None for a model that is not in `GPUS`.
 

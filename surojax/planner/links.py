@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from surojax.planner.gpus import Gpu
+from surojax.planner.gpus import Gpu, known_rates
 
 
 class Group(NamedTuple):
@@ -47,12 +47,11 @@ def bandwidth(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> fl
 
 def rate(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> float:
     """Returns what programs reach of `bandwidth`. Raises ValueError if that is not known of this GPU."""
-    if gpu.rates is None:
-        raise ValueError(f"links: expected a GPU with rates in planner/gpus.py, got {gpu.name}; add them there")
-    within = gpu.link_bandwidth * gpu.rates.link
+    rates = known_rates(gpu)
+    within = gpu.link_bandwidth * rates.link
     if group(gpu, mesh_shape, axes).machines == 1:
         return within
-    return min(within, bandwidth(gpu, mesh_shape, op, axes) * gpu.rates.network)
+    return min(within, bandwidth(gpu, mesh_shape, op, axes) * rates.network)
 
 
 def hops(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> int:

@@ -35,7 +35,7 @@ from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape
 from surojax.placement.param import OUTER
-from surojax.planner import advice, aot, check_fit, footprint, hlo, links, prediction, search, stages, traffic
+from surojax.planner import advice, aot, check_fit, footprint, hlo, links, prediction, search, stages, textbook, traffic
 from surojax.planner.advice import GiB, Memory
 from surojax.planner.gpus import GPUS, Gpu, with_nodes
 from surojax.planner.prediction import Prediction
@@ -205,7 +205,7 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
         done = [(aot.compile_for(part.function, part.arguments, mesh, options), part.times) for part in parts]
     except Unserved as error:
         raise check_fit.unserved(error) from error
-    textbook = traffic.collective_bytes(run, batch)
+    sent = textbook.collective_bytes(run, batch)
     parsed = [hlo.parse(compiled.text) for compiled, _ in done]
     modules = [
         (stages.with_rounds(module, run, batch.microbatches), times)
@@ -230,7 +230,7 @@ def _compiled(c: Config, gpu: str, facts: Gpu, batch: traffic.Batch, trace: str 
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x, _ in done),
         "classes": classes(run, batch),
         "collectives": _with_textbook(
-            hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), textbook
+            hlo.add_up((hlo.collectives(m, mesh.shape), times) for m, times in modules), sent
         ),
         "h2d_bytes": total(copies, "h2d_bytes"),
         "d2h_bytes": total(copies, "d2h_bytes"),
@@ -322,7 +322,7 @@ def _estimated(c: Config, batch: traffic.Batch) -> dict[str, Any]:
         "host_bytes": total(need, "host"),
         "host_temp_bytes": total(temporaries, "host"),
         "classes": rows,
-        "collectives": _with_textbook([], traffic.collective_bytes(run, batch)),
+        "collectives": _with_textbook([], textbook.collective_bytes(run, batch)),
         "h2d_bytes": h2d,
         "d2h_bytes": d2h,
         "within_host_bytes": 0,
