@@ -4324,6 +4324,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_search.py::test_what_is_wrong_is_said_in_one_line",
     ),
     Mutant(
+        "fit: pairs of pieces get the flash attention of whole sequences",
+        "surojax/planner/layouts.py",
+        "_attention(c) if in_pieces else c.attention",
+        "c.attention",
+        "tests/test_search.py::test_a_ring_is_found_for_a_model_with_windows",
+    ),
+    Mutant(
+        "advice counts what other machines hold",
+        "surojax/planner/check_fit.py",
+        "in_a_machine=min(n, room.devices)",
+        "in_a_machine=n",
+        "tests/test_footprint.py::test_host_memory_of_other_machines_is_their_own",
+    ),
+    Mutant(
         "roofline: a gather hides behind all of the backward pass",
         "surojax/planner/roofline.py",
         "hides = work.hides_again + blocks.first if work.recomputed else 0.0",

@@ -292,6 +292,26 @@ def test_too_little_host_memory_is_refused_with_what_would_fit(host):
     )
 
 
+def test_host_memory_of_other_machines_is_their_own(host):
+    """Two machines of two GPUs: neither the check nor its advice counts what the other one has to hold."""
+    c = flags.load(str(CONFIGS / "llama7b.py"))
+    c.update({"gpus": 4, "zero_level": 3, "offload_optimizer": True, "offload_master": True})
+    need = sum(footprint.estimate_host(plan_of_four(c), batch_of(c)).values())
+    devices = [
+        SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=index) for index in (0, 0, 1, 1)
+    ]
+    host(2.1 * need / GiB)
+    check_fit.check_fit(c, plan_of_four(c), devices, 40 * GiB)
+    host(45)  # enough for what advice moves there of two GPUs, not of four
+    with pytest.raises(ConfigError) as error:
+        check_fit.check_fit(c, plan_of_four(c), devices, 3 * GiB)
+    assert str(error.value).endswith("(fits)") and "nvme" not in str(error.value)
+
+
+def plan_of_four(c):
+    return from_config(c, jax.sharding.AbstractMesh((1, 4), DATA), 100)
+
+
 def test_a_machine_without_gpus_is_told_what_gpus_would_need():
     c = flags.load(str(CONFIGS / "llama7b.py"))
     line = refusal(c, 1, 22.0, "cpu")

@@ -344,6 +344,18 @@ def test_a_layout_attends_in_a_way_that_its_sizes_allow(sizes, changes, expected
     checks.check(changed(c, of))
 
 
+def test_a_ring_is_found_for_a_model_with_windows():
+    """cuDNN, which "auto" means for whole sequences, takes no pairs of pieces with a window; ulysses lacks heads."""
+    heads = {"model.num_attention_heads": 2, "model.num_key_value_heads": 2, "model.head_dim": 64}
+    windows = {"gpus": 4, "model.sliding_window": 1024, "sequence_len": 16384, "zero_level": 3}
+    c = checked(config(**SMALL | heads | windows), GPU)
+    keep = ("recompute_block", "pp_size", "lmhead_chunks")
+    found = search.search(c, GPUS[GPU], Limits(2**40), keep=keep).sampled
+    assert {of["cp_method"]: of["attention"] for of, _ in found if of["cp_size"] == 4} == {"ring": "auto"}
+    found = search.search(c, GPUS[GPU], Limits(2**40), keep=(*keep, "attention")).sampled
+    assert found and not any(of["cp_size"] == 4 for of, _ in found)
+
+
 def test_a_machine_that_is_not_full_counts():
     c = config(**SMALL | {"gpus": 12})
     tried = layouts.meshes(c, GPUS[GPU], layouts.layout(c, 1, 1, 1), ())

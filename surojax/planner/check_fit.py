@@ -2,6 +2,7 @@
 
 import math
 import os
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,17 @@ from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING, estimate
 from surojax.planner.traffic import batch_of
 
 
+class Room(NamedTuple):
+    """Free bytes of each device, free bytes of host memory for this process, and how many of the devices it has.
+
+    Other processes of this machine have equal parts of its memory; those of other machines have memory of their own.
+    """
+
+    device: int
+    host: int
+    devices: int
+
+
 def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None = None) -> dict[str, int]:
     """The `estimate` of a run that fits. available: bytes per device; None: measured.
 
@@ -42,13 +54,15 @@ def check_fit(c: Config, run: assembly.Assembly, devices, available: int | None 
         check_kernels(c, run.mesh, devices[0])
     need = estimate(run, batch_of(c), platform=platform)
     available = available_bytes(devices) if available is None else available
+    own = sum(device.process_index == jax.process_index() for device in devices)
+    room = Room(available, psutil.virtual_memory().available // processes_here(), own)
     if sum(need.values()) <= available:
-        check_host(run, c, devices, available)
+        check_host(run, c, devices, room)
         return need
     each_device = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
     raise ConfigError(
         f"does not fit: needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free; "
-        f"what would change it: {'; '.join(_advice(c, devices, available))}"
+        f"what would change it: {'; '.join(_advice(c, devices, room))}"
     )
 
 
@@ -81,23 +95,23 @@ def unserved(error: dispatch.Unserved) -> ConfigError:
     return ConfigError(f"kernels: expected 'xla' or 'auto', got 'mosaic', but {reason}; use kernels='auto'")
 
 
-def check_host(run: assembly.Assembly, c: Config, devices, available: int) -> None:
+def check_host(run: assembly.Assembly, c: Config, devices, room: Room) -> None:
     """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
-    n = sum(device.process_index == jax.process_index() for device in devices)
     platform = devices[0].platform
     need = {} if platform == "cpu" else estimate_host(run, batch_of(c))
-    free = psutil.virtual_memory().available // processes_here()
-    if n * sum(need.values()) > free:
+    if room.devices * sum(need.values()) > room.host:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in need.items())
         raise ConfigError(
-            f"does not fit: needs {gib(n * sum(need.values()))} of host memory for {n} GPUs (each {parts}), where "
-            f"{gib(free)} are free; what would change it: {'; '.join(_advice(c, devices, available))}"
+            f"does not fit: needs {gib(room.devices * sum(need.values()))} of host memory for {room.devices} GPUs "
+            f"(each {parts}), where {gib(room.host)} are free; "
+            f"what would change it: {'; '.join(_advice(c, devices, room))}"
         )
 
 
-def _advice(c: Config, devices, available: int) -> list[str]:
-    """Lines of text with changes that would make it fit; `available` bytes are free on each device."""
+def _advice(c: Config, devices, room: Room) -> list[str]:
+    """Lines of text with changes that would make it fit."""
     n = len(devices)
+    available = room.device
     platform = devices[0].platform
     lines = []
     more = int(available * POOL / DEFAULT_POOL)  # bytes available with POOL_SETTING
@@ -107,8 +121,13 @@ def _advice(c: Config, devices, available: int) -> list[str]:
             f"{POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} of a GPU's memory by itself, so {gib(more)} "
             "(fits)"
         )
-    limit = Memory(available, math.inf if platform == "cpu" else psutil.virtual_memory().available)
-    found = changes_that_help(c, n, limit, platform, lambda c, n: needs(c, n, platform))
+    limit = Memory(available, math.inf if platform == "cpu" else room.host)
+
+    def needed_here(c: Config, n: int) -> Memory:
+        """The memory that a run on n devices needs of each, and of the host memory of this process."""
+        return needs(c, n, platform, in_a_machine=min(n, room.devices))
+
+    found = changes_that_help(c, n, limit, platform, needed_here)
     lines += advice.lines(found, limit)
     if found and not any(missing(found[-1][1], limit)):
         return lines

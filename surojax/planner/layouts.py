@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Collection
 
-from surojax.config.fields import Config, default_config, gpus_per_sequence
+from surojax.config.fields import Config, default_config, gpus_per_sequence, tokens_of_piece
 from surojax.planner.advice import LONG_SEQUENCE, Change
 from surojax.planner.gpus import Gpu
 
@@ -32,13 +32,24 @@ def layouts(c: Config, gpu: Gpu, keep: Collection[str]) -> tuple[list[Change], d
 def layout(c: Config, tp: int, cp: int, pp: int) -> Change:
     """The change of a config to groups of these sizes."""
     schedule = "1f1b" if pp > 1 else default_config().pp_schedule
+    method = _method(c, tp, cp, pp)
+    in_pieces = cp > 1 and method != "ulysses"
     return {
         "tp_size": tp,
         "cp_size": cp,
         "pp_size": pp,
-        "cp_method": _method(c, tp, cp, pp),
+        "cp_method": method,
         "pp_schedule": c.pp_schedule if c.pp_size > 1 and pp > 1 else schedule,
+        "attention": _attention(c) if in_pieces else c.attention,
     }
+
+
+def _attention(c: Config) -> str:
+    """The `attention` of a layout whose attention is in pairs of pieces: the config's own if it is of pieces, too.
+
+    Else "auto" in place of a flash attention, which may not be one that takes these pairs, such as cuDNN's a window.
+    """
+    return c.attention if c.attention == "xla" or tokens_of_piece(c) else "auto"
 
 
 def _method(c: Config, tp: int, cp: int, pp: int) -> str:
