@@ -4324,6 +4324,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_search.py::test_what_is_wrong_is_said_in_one_line",
     ),
     Mutant(
+        "fit: every batch is one microbatch",
+        "surojax/planner/choices.py",
+        '            "gradient_accumulation_steps": microbatches,\n',
+        '            "gradient_accumulation_steps": 1,\n',
+        "tests/test_search.py::test_layouts_keep_the_effective_batch_and_say_what_was_not_tried",
+    ),
+    Mutant(
         "fit: pairs of pieces get the flash attention of whole sequences",
         "surojax/planner/layouts.py",
         "_attention(c) if in_pieces else c.attention",

@@ -26,11 +26,11 @@ from surojax.errors import ConfigError
 from surojax.plan import check_path
 from surojax.planner import advice, aot, footprint
 from surojax.planner.advice import GiB, flags
+from surojax.planner.choices import ALLOWED
 from surojax.planner.fastest import MOST_COMPILED, Result, Row, fastest
 from surojax.planner.gpus import GPUS
 from surojax.planner.layouts import AXES, divisors
 from surojax.planner.plan import checked
-from surojax.planner.search import ALLOWED
 
 SHOWN = 5  # rows by default
 

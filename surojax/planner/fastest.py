@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection
 
 from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
-from surojax.planner import advice, aot, footprint, search
+from surojax.planner import advice, aot, choices, footprint, search
 from surojax.planner.advice import GiB, changed, differing
+from surojax.planner.choices import ALLOWED
 from surojax.planner.gpus import Gpu, with_nodes
 from surojax.planner.plan import Plan, checked, plan
-from surojax.planner.search import ALLOWED, Candidate, Found, Limits, Need, device_limit
+from surojax.planner.search import Candidate, Found, Limits, Need, device_limit
 
 MOST_COMPILED = 10
 WORTH = 0.01  # relative; what saves less time is not worth other numbers
@@ -100,7 +101,7 @@ def fastest(
 
     host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs in a machine; None: 8.
     nvme: room for files in GB, on the drives of all machines together; None: no files. allow: words of
-    `search.ALLOWED`. keep: fields that are not changed. most: settings that are compiled. say: told what goes on.
+    `choices.ALLOWED`. keep: fields that are not changed. most: settings that are compiled. say: told what goes on.
 
     Raises ConfigError for what `train` refuses, and for a GPU whose rates are not known.
     """
@@ -170,7 +171,7 @@ def in_order(candidates: list[Candidate]) -> list[Candidate]:
     ranks: dict[tuple, int] = {}
     ranked = []
     for candidate in candidates:
-        of_kind = search.kind(candidate, "lmhead_chunks", *search.BATCH_FIELDS)
+        of_kind = search.kind(candidate, "lmhead_chunks", *choices.BATCH_FIELDS)
         ranks[of_kind] = ranks.get(of_kind, -1) + 1
         ranked.append((ranks[of_kind], candidate.seconds, candidate))
     return [candidate for *_, candidate in sorted(ranked, key=lambda x: x[:2])]

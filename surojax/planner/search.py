@@ -3,12 +3,12 @@
 What is searched: layout (`tp_size`, `cp_size`, `pp_size`), mesh (`zero_level`, `dp_replicate_size`, `shard_outer`),
 placement (every `offload_*`, `resident_layers`, `overlap_update`, state in files), recomputation, the split of the
 effective batch into microbatches, `microbatches_per_fetch`, `lmhead_chunks`, and of settings that change numbers those
-that are allowed (`ALLOWED`).
+that are allowed (`choices.ALLOWED`).
 
 There are too many combinations to try all. Four rules make few of them enough.
 
-* A layout is tried with a few families first (`SAMPLED`). The `MOST_LAYOUTS` fastest are searched, but for those that
-  take more than `FAR` longer than the fastest one.
+* A layout is tried with a few families first (`choices.SAMPLED`). The `MOST_LAYOUTS` fastest are searched, but for
+  those that take more than `FAR` longer than the fastest one.
 
 * Storing a class of tensors in host memory never makes a step faster. So settings that differ in placement only are a
   `Family`, and of each family only the fastest placement that fits can be the best. Placements are tried in the order
@@ -32,16 +32,14 @@ from typing import NamedTuple
 
 from surojax.assembly import Assembly, from_config
 from surojax.config import checks
-from surojax.config.fields import RECOMPUTE_PARTS, Config, flat, mesh_sizes
+from surojax.config.fields import Config, flat, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.placement.home import NVME
 from surojax.placement.mesh import abstract_mesh
-from surojax.planner import footprint, layouts, roofline
+from surojax.planner import choices, footprint, layouts, roofline
 from surojax.planner.advice import FOLDER, OFFLOADS, Change, changed, differing, flags, gib
 from surojax.planner.gpus import Gpu
-from surojax.planner.layouts import divisors, with_own
 from surojax.planner.traffic import batch_of
-from surojax.sizes import divisor
 from surojax.step.state_plan import bytes_per_device
 
 ALTERNATIVES = 3  # that are proposed for settings that do not fit
@@ -50,18 +48,8 @@ MOST_LAYOUTS = 3  # that are searched
 FAR = 0.15  # relative; layouts whose sample is so much slower are not searched
 KEPT = 32  # candidates that the estimate keeps
 RESERVE = 512 * 2**20  # bytes of a GPU left for cuDNN's workspaces and fragmentation, which no estimate counts
-SLICES = (4096, 1024)  # most tokens in a slice of the head
-SAMPLED = {"recompute_block": True}, {"recompute_block": False, "recompute_swiglu": True, "recompute_ffn": False}
-BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", "microbatches_per_fetch")
 # Fields that the parts of a run do not depend on.
-IRRELEVANT = (*BATCH_FIELDS[:2], "datasets", "validation_datasets")
-
-# Settings that change numbers, by the word that allows them.
-ALLOWED: dict[str, Change] = {
-    "adamw8bit": {"optimizer": "adamw8bit"},
-    "bf16_master": {"master_dtype": "bfloat16"},
-    "fp8": {"recipe": "fp8_hybrid"},
-}
+IRRELEVANT = (*choices.BATCH_FIELDS[:2], "datasets", "validation_datasets")
 
 
 class Limits(NamedTuple):
@@ -153,7 +141,8 @@ def search(
 ) -> Found:
     """The fastest settings that fit, for a checked config (`plan.checked`) and a GPU with rates.
 
-    allow: words of ALLOWED. keep: fields that are not changed. within: layouts to search; None: the best by samples.
+    allow: words of `choices.ALLOWED`. keep: fields that are not changed. within: layouts to search; None: the best by
+    samples.
     """
     return Search(c, gpu, limits, allow, keep, num_candidates, within).run()
 
@@ -225,11 +214,11 @@ class Search:
     def families(self, layout: Change, *, sampled: bool = False) -> Iterator[Family]:
         """All families of a layout that the checks accept; sampled: a few of them."""
         meshes = layouts.meshes(self.c, self.gpu, layout, self.keep, few=sampled)
-        again, splits = recomputations(self.c), batches(self.c, layout)
+        again, splits = choices.recomputations(self.c), choices.batches(self.c, layout)
         if sampled:
-            again = [x for x in again if any(kind.items() <= x.items() for kind in SAMPLED)]
-            splits = sample(splits)
-        for of_part in itertools.product([layout], numbers(self.c, self.allow), meshes, again, splits):
+            again = [x for x in again if any(kind.items() <= x.items() for kind in choices.SAMPLED)]
+            splits = choices.sample(splits)
+        for of_part in itertools.product([layout], choices.numbers(self.c, self.allow), meshes, again, splits):
             change = {name: value for part in of_part for name, value in part.items()}
             if self.changes_kept(change):
                 continue
@@ -274,7 +263,7 @@ class Search:
         queue = []
         # A frozen base has no master weights, and those of its adapters stay where they are.
         offloads = tuple(name for name in OFFLOADS if not (self.c.lora and name == "master"))
-        for offloaded in subsets(offloads):
+        for offloaded in choices.subsets(offloads):
             room = room_for(offloaded, least - sum(stored[name] for name in offloaded))
             streams = "weights" in offloaded and not self.c.persistent_quants and family.change["pp_size"] == 1
             resident = min(max(room, 0), layers - 1) if streams else 0
@@ -313,7 +302,7 @@ class Search:
     ) -> list[Candidate]:
         """The candidates of a placement that the checks accept: in host memory, or each choice of what is in files."""
         found = []
-        for files in stored_in_files(offloaded) if in_files else [()]:
+        for files in choices.stored_in_files(offloaded) if in_files else [()]:
             in_host = sum(family.work.sizes[name] for name in offloaded if name not in (*files, "weights"))
             if self.gpu.in_a_machine(self.c.gpus) * in_host > self.limits.host:
                 continue
@@ -387,61 +376,6 @@ def but_for_slices(candidates: list[Candidate]) -> list[Candidate]:
 def kind(candidate: Candidate, *without: str) -> tuple:
     """The changes of a candidate but for some fields, to tell candidates apart."""
     return tuple((name, value) for name, value in candidate.change.items() if name not in without)
-
-
-def numbers(c: Config, allow: Collection[str]) -> list[Change]:
-    """Every combination of the settings that change numbers, are allowed and not set yet, none of them first."""
-    words = [word for word in allow if differing(c, ALLOWED[word])]
-    return [{k: v for word in of for k, v in ALLOWED[word].items()} for of in subsets(words)]
-
-
-def recomputations(c: Config) -> list[Change]:
-    """What the backward pass computes again, from nothing to all of a block, and what the config says."""
-    none = dict.fromkeys(RECOMPUTE_PARTS, False)
-    parts = ((), ("norm", "swiglu"), ("norm", "ffn"), ("norm", "ffn", "att"))
-    of_parts = [none | {f"recompute_{part}": True for part in some} | {"recompute_block": False} for some in parts]
-    return with_own(c, [*of_parts, none | {"recompute_block": True}])
-
-
-def batches(c: Config, layout: Change) -> list[Change]:
-    """Ways to split the sequences of a group and step into microbatches and slices.
-
-    The config's own is among them for its own layout. Stages compute one microbatch at a time.
-    """
-    sequences = layouts.sequences(c, layout)
-    found = []
-    for size, most in itertools.product(divisors(sequences), SLICES):
-        microbatches = sequences // size
-        tokens = size * c.sequence_len // layouts.group(layout)
-        if not tokens:
-            continue
-        change = {
-            "per_device_batch_size": size,
-            "gradient_accumulation_steps": microbatches,
-            "lmhead_chunks": divisor(tokens, math.ceil(tokens / most)),
-        }
-        fetches = divisors(microbatches) if layout["pp_size"] == 1 else [1]
-        changes = [change | {"microbatches_per_fetch": group} for group in fetches]
-        found += [x for x in changes if x not in found]
-    return found if differing(c, layout) else with_own(c, found)
-
-
-def sample(splits: list[Change]) -> list[Change]:
-    """A few of `batches`: small, medium and large microbatches, as many a fetch as there can be, with small slices."""
-    sizes = sorted({split["per_device_batch_size"] for split in splits})
-    some = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
-    strongest = {split["per_device_batch_size"]: split for split in splits}  # the last of each size
-    return [split for size, split in strongest.items() if size in some]
-
-
-def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Every choice of some of these names, the smallest first."""
-    return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
-
-
-def stored_in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:
-    """What of the offloaded tensors files can store, in every combination, one class first."""
-    return [of for of in subsets([name for name in ("optimizer", "master") if name in offloaded]) if of]
 
 
 def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
