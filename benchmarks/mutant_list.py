@@ -1166,8 +1166,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gate and up exchanged",
         LAYERS,
-        "ops.gated(gate_BSF, up_BSF, self.activation)",
-        "ops.gated(up_BSF, gate_BSF, self.activation)",
+        "linear(gated(gate_BSF, up_BSF, self.activation)",
+        "linear(gated(up_BSF, gate_BSF, self.activation)",
         f"{PARITY} -k llama]",
     ),
     Mutant(

@@ -182,7 +182,6 @@ def field_cases() -> list[tuple[str, str]]:
     model.no_rope_layer_interval=9 model.num_hidden_layers=8 | no_rope_layer_interval: expected at most num_hidden
     model.rope_llama_4_scaling_beta=0.1 model.no_rope_layer_interval=2 | rope_llama_4_scaling_beta: expected 0 with
     model.hidden_act=gelu       | model.hidden_act: expected one of silu, gelu_pytorch_tanh, got 'gelu'; did you mean
-    model.hidden_act=gelu_pytorch_tanh kernels=mosaic | model.hidden_act: expected 'silu' with kernels='mosaic'
     attention=cudnn model_dtype=bfloat16 model.attn_logit_softcapping=50 | attn_logit_softcapping: expected 0 with
     recipe=fp8_hybrid model.sandwich_norms=true | model.sandwich_norms: expected False with recipe='fp8_hybrid', whose
     model.rope_factor=8         | expected 1.0 with rope_scaling='none', which does not use it, got 8.0

@@ -26,7 +26,6 @@ from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.quantize import random_bits
 from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
-from pallas_kernels.swiglu import swiglu as kernel_swiglu
 from surojax.models.attention import attend, attend_in_context
 from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Variant
 from surojax.numerics.blockscaled import mxfp8_linear, nvfp4_linear
@@ -270,8 +269,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @functools.partial(save_inputs_only, static_argnums=2)
-def gated(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
-    """activation(gate) * up (Shazeer 2020)."""
+def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+    """activation(gate) * up (Shazeer 2020).
+
+    XLA computes it whatever `kernels` says: if it is recomputed, one fusion writes it and both gradients, where two
+    kernels would read gate and up twice.
+    """
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -398,12 +401,6 @@ class Operations:
         if self._by_xla:
             return rope(q, positions, theta, scaling), rope(k, positions, theta, scaling)
         return kernel_rope(q, k, *rope_angles(q.shape[-1], positions, theta, scaling), **self._kernel_options)
-
-    def gated(self, gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
-        """activation(gate) * up; the kernel is for silu."""
-        if self._by_xla or activation != "silu":
-            return gated(gate, up, activation)
-        return kernel_swiglu(gate, up, **self._kernel_options)
 
     def attend(
         self,
