@@ -1578,8 +1578,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "nvfp4: x and g are rotated differently",
         "surojax/numerics/blockscaled.py",
-        "nvfp4.reference_rotated(_full_blocks(x), seed)",
-        "nvfp4.reference_rotated(_full_blocks(x), rounding[1])",
+        "nvfp4_format.reference_rotated(_full_blocks(x), seed)",
+        "nvfp4_format.reference_rotated(_full_blocks(x), rounding[1])",
         "tests/test_blockscaled.py::test_errors_of_the_products_are_those_of_the_operands -k nvfp4",
     ),
     Mutant(
@@ -2560,7 +2560,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "nvfp4: values are divided by the block's scale alone",
-        "pallas_kernels/nvfp4.py",
+        "pallas_kernels/nvfp4_format.py",
         "fp8.power_of_two(u32(254) - (bits >> u32(23))) * reciprocal",
         "fp8.power_of_two(u32(254) - (bits >> u32(23)))",
         "tests/test_blockscaled.py::test_nvfp4_is_numpys",

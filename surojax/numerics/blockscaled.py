@@ -25,7 +25,7 @@ Random numbers are hashes of a seed, a number of the layer (`salt`) and a positi
 On GPUs the products are `jax.nn.scaled_matmul`, which XLA compiles to cuDNN's block-scaled GEMM on compute capabilities
 10.0 to 12.1; on other devices it would compile to a slow decomposition. `emulate=True` multiplies the same numbers as
 float32. The operands are quantised by XLA or, to the same bits, by the kernels of `pallas_kernels.mx` and
-`pallas_kernels.nvfp4`. For NVFP4 the code for XLA is the reference in `pallas_kernels.nvfp4`.
+`pallas_kernels.nvfp4`. For NVFP4 the code for XLA is the reference in `pallas_kernels.nvfp4_format`.
 """
 
 import functools
@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import fp8, mx, nvfp4
+from pallas_kernels import fp8, mx, nvfp4, nvfp4_format
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.quantize import random_bits
@@ -71,12 +71,12 @@ def quantise_mxfp8(x: jax.Array) -> Quantized:
 
 def quantise_nvfp4(x: jax.Array, seed: jax.Array | None = None) -> Quantized:
     """Quantises x `[n, k]`, k a multiple of 16, in blocks along k. A seed selects stochastic rounding, scales up."""
-    return Quantized(*nvfp4.reference(x, seed))
+    return Quantized(*nvfp4_format.reference(x, seed))
 
 
 def quantise_nvfp4_weights(w: jax.Array) -> tuple[Quantized, Quantized]:
     """Quantises w `[out, in]`, multiples of 16, in blocks of 16 x 16; returns (w, w^T), which are the same numbers."""
-    rows, columns = nvfp4.reference_weights(w)
+    rows, columns = nvfp4_format.reference_weights(w)
     return Quantized(*rows), Quantized(*columns)
 
 
@@ -244,8 +244,8 @@ def _nvfp4_of_frozen(w, g, rounding, implementation: Implementation) -> tuple[Qu
 
 def _nvfp4_by_xla(x, w, g, seed, rounding) -> tuple[Quantized, ...]:
     """Operands of the backward pass: g in blocks along its rows, w^T, and rotated g^T and x^T in blocks of tokens."""
-    g_by_token = nvfp4.reference_rotated(_full_blocks(g), seed, rounding[1])
-    x_by_token = nvfp4.reference_rotated(_full_blocks(x), seed)
+    g_by_token = nvfp4_format.reference_rotated(_full_blocks(g), seed, rounding[1])
+    x_by_token = nvfp4_format.reference_rotated(_full_blocks(x), seed)
     return quantise_nvfp4(g, rounding[0]), quantise_nvfp4_weights(w)[1], Quantized(*g_by_token), Quantized(*x_by_token)
 
 
