@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import dispatch, elementwise, fp8, nvfp4_format as form, shapes, tiles
 from pallas_kernels.dispatch import Implementation, need
 from pallas_kernels.fp8 import E4M3
-from pallas_kernels.nvfp4_format import BLOCK, E2M1, NVFP4
+from pallas_kernels.nvfp4_format import BLOCK, E2M1, NVFP4, WHOLE, Part
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -87,7 +87,7 @@ def _absmax(x, op: str, interpret: bool):
     return elementwise.run(lambda v, *_: ([], v), (x,), (), [], 1, op, interpret)[1][0]
 
 
-def _rows_mosaic(x, seed, op: str, interpret: bool) -> NVFP4:
+def _rows_mosaic(x, seed, part: Part, op: str, interpret: bool) -> NVFP4:
     """The kernel of `quantize`."""
     n = x.size // BLOCK
     dtype = x.dtype
@@ -95,23 +95,28 @@ def _rows_mosaic(x, seed, op: str, interpret: bool) -> NVFP4:
     lanes, vector = ((4, 8), 1) if dtype == f32 else ((16, 2), 4)
     layout = tiles.layout((4, 1), lanes, vector)
     shape = (rows, WORDS)
-    tensor_scale, *scalars = form.factors(_absmax(x, op, interpret))
-    scalars += [] if seed is None else [seed]
+    tensor_scale, *scalars = form.factors(part.largest(_absmax(x, op, interpret)))
+    scalars += [] if seed is None else [seed, part.first()]
+    of_row = x.shape[-1] // BLOCK  # blocks
+    others = (part.columns or x.shape[-1]) // BLOCK - of_row  # blocks of a row that other parts have
 
     def kernel(x_ref, *refs):
-        factor, reciprocal, *seed = (ref[0] for ref in refs[:-2])
+        factor, reciprocal, *seed_and_first = (ref[0] for ref in refs[:-2])
         values_ref, scales_ref = refs[-2:]
         start = jax.lax.axis_index("blocks") * rows
         at = (pl.ds(start, rows),)
         pair = _load(x_ref, (*at, slice(None)), layout, dtype)
         dither = None, None
-        if seed:
+        if seed_and_first:
+            seed, first = seed_and_first
 
             def iota(axis: int):
                 return plgpu.broadcasted_iota(u32, shape, axis, layout=layout)
 
-            dither = form.dithers(seed[0], (iota(0) + start.astype(u32)) * u32(WORDS) + iota(1))
-        scale = form.block_scales(jnp.max(_top(*pair), axis=1), factor, bool(seed))
+            block = iota(0) + start.astype(u32)
+            block = block + block // u32(of_row) * u32(others) if others else block
+            dither = form.dithers(seed, block * u32(WORDS) + iota(1) + (first >> u32(1)))
+        scale = form.block_scales(jnp.max(_top(*pair), axis=1), factor, bool(seed_and_first))
         inverse = jax.lax.broadcast_in_dim(form.inverses(scale, reciprocal), shape, (0,))
         tiles.store(values_ref, at, _byte(pair, inverse, dither))
         tiles.store(scales_ref, at, _stored(scale))
@@ -162,20 +167,20 @@ def _absmax_mosaic(x, rotation, plain_too: bool, op: str, interpret: bool) -> li
     return [fp8.from_ordered(jnp.max(top)) for top in found]
 
 
-def _columns_mosaic(x, rotation, columns, rows, op: str, interpret: bool) -> list[NVFP4]:
+def _columns_mosaic(x, rotation, columns, rows, part: Part, op: str, interpret: bool) -> list[NVFP4]:
     """[x in blocks along rows if `rows`, rotated x^T]; rows, columns: (absmax, seed or None) of either."""
-    n = x.shape[1]
+    n = part.columns or x.shape[1]
     dtype = x.dtype
     layout = _tiled_layout(dtype)
     wanted = ([rows] if rows else []) + [columns]
     factors = [form.factors(absmax) for absmax, _ in wanted]
     seeded = [seed is not None for _, seed in wanted]
-    scalars = [form.signs(rotation)]
+    scalars = [form.signs(rotation), part.first()]
     for (_, *two), (_, seed) in zip(factors, wanted, strict=True):
         scalars += [*two, jnp.uint32(0) if seed is None else seed.astype(u32)]
 
     def kernel(x_ref, *refs):
-        signs, *row_and_column_scalars = [ref[0] for ref in refs[: len(scalars)]]
+        signs, first, *row_and_column_scalars = [ref[0] for ref in refs[: len(scalars)]]
         *by_row, words_ref, scales_ref, words, scales = refs[len(scalars) :]
         down, across = _tile_of()
         loaded = [_load(x_ref, (down, r, across, slice(None)), layout, dtype) for r in range(BLOCK)]
@@ -191,7 +196,7 @@ def _columns_mosaic(x, rotation, columns, rows, op: str, interpret: bool) -> lis
             for r, pair in enumerate(loaded):
                 scale = form.block_scales(jnp.max(_top(*pair), axis=2), factor, seeded[0])
                 inverse = _repeated(form.inverses(scale, reciprocal), shape, layout)
-                index = (block * u32(BLOCK) + u32(r)) * u32(n // 2) + word
+                index = (block * u32(BLOCK) + u32(r)) * u32(n // 2) + (first >> u32(1)) + word
                 dither = form.dithers(seed, index) if seeded[0] else (None, None)
                 tiles.store(by_row[0], (down, r, across), _byte(pair, inverse, dither))
                 tiles.store(by_row[1], (down, r, across), _stored(scale))
@@ -202,7 +207,7 @@ def _columns_mosaic(x, rotation, columns, rows, op: str, interpret: bool) -> lis
             inverse = form.inverses(scale, reciprocal)
             dither = [None] * BLOCK
             if seeded[-1]:
-                column = word * u32(2) + u32(p)
+                column = first + word * u32(2) + u32(p)
                 pairs = [(block * u32(WORDS) + u32(t)) * u32(n) + column for t in range(WORDS)]
                 dither = [d for index in pairs for d in form.dithers(seed, index)]
             _put(words, scales, p, [form.codes(x, inverse, d) for x, d in zip(numbers, dither, strict=True)], scale)
@@ -211,11 +216,11 @@ def _columns_mosaic(x, rotation, columns, rows, op: str, interpret: bool) -> lis
     return _by_tiles(kernel, x, scalars, bool(rows), True, factors, op, interpret)
 
 
-def _weights_mosaic(w, transposed: bool, op: str, interpret: bool) -> NVFP4:
+def _weights_mosaic(w, transposed: bool, part: Part, op: str, interpret: bool) -> NVFP4:
     """The kernel of `quantize_weights`, or of `quantize_weights_transposed`."""
     dtype = w.dtype
     layout = _tiled_layout(dtype)
-    factors = form.factors(_absmax(w, op, interpret))
+    factors = form.factors(part.largest(_absmax(w, op, interpret)))
 
     def kernel(w_ref, factor_ref, reciprocal_ref, *refs):
         down, across = _tile_of()
@@ -303,21 +308,23 @@ def quantize(
     x: Float[Array, "*M N"],
     seed: Int[Array, ""] | None = None,
     *,
+    part: Part = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> NVFP4:
     """Quantises x in blocks along its rows: values e2m1 [..., N], scales e4m3 [..., N / 16], tensor scale float32 [].
 
     x: bfloat16, float16 or float32, not empty. seed: int32 or uint32 [], of stochastic rounding; None rounds to
-    nearest. The kernel supports sizes that 1024 divides. Raises ValueError unless 16 divides N.
+    nearest. part: what x is of a matrix that several devices have. The kernel supports sizes that 1024 divides. Raises
+    ValueError unless 16 divides N.
     """
     op = "nvfp4.quantize"
     _check(op, x, x.ndim > 0 and x.shape[-1] % BLOCK == 0, f"[..., N], N a multiple of {BLOCK}", seed=seed)
     fits = x.size % (64 * BLOCK) == 0 and x.size < elementwise.LARGEST
     needs = f"expected other sizes: the kernel needs a multiple of {64 * BLOCK} numbers, fewer than 2^31"
     if dispatch.chosen(op, implementation, fits, needs, x.shape):
-        return _rows_mosaic(x, seed, op, interpret)
-    return form.narrow(form.reference(x, seed))
+        return _rows_mosaic(x, seed, part, op, interpret)
+    return form.narrow(form.reference(x, seed, part))
 
 
 def quantize_rotated(
@@ -325,12 +332,13 @@ def quantize_rotated(
     rotation: Int[Array, ""],
     seed: Int[Array, ""] | None = None,
     *,
+    part: Part = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> NVFP4:
     """Rotates groups of 16 rows of x; quantises x^T in these blocks: values e2m1 [N, M], scales e4m3 [N, M / 16].
 
-    rotation: the seed of the rotation's signs, int32 or uint32 []. x, seed: as in `quantize`. The kernel supports
+    rotation: the seed of the rotation's signs, int32 or uint32 []. x, seed, part: as in `quantize`. The kernel supports
     multiples of 128 as M and of 64 as N. Raises ValueError unless 16 divides M.
     """
     op = "nvfp4.quantize_rotated"
@@ -338,8 +346,8 @@ def quantize_rotated(
     _check(op, x, fits, f"[M, N], M a multiple of {BLOCK}", seed=seed, rotation=rotation)
     if _tiled(op, implementation, x):
         (absmax,) = _absmax_mosaic(x, rotation, False, op, interpret)
-        return _columns_mosaic(x, rotation, (absmax, seed), None, op, interpret)[0]
-    return form.narrow(form.reference_rotated(x, rotation, seed))
+        return _columns_mosaic(x, rotation, (part.largest(absmax), seed), None, part, op, interpret)[0]
+    return form.narrow(form.reference_rotated(x, rotation, seed, part))
 
 
 def quantize_both(
@@ -347,6 +355,7 @@ def quantize_both(
     rotation: Int[Array, ""],
     seeds: tuple[Int[Array, ""], Int[Array, ""]],
     *,
+    part: Part = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> tuple[NVFP4, NVFP4]:
@@ -359,40 +368,49 @@ def quantize_both(
     fits = x.ndim == 2 and x.shape[0] % BLOCK == x.shape[-1] % BLOCK == 0
     _check(op, x, fits, f"[M, N], multiples of {BLOCK}", rotation=rotation, first=seeds[0], second=seeds[1])
     if _tiled(op, implementation, x):
-        tops = _absmax_mosaic(x, rotation, True, op, interpret)
+        tops = part.largest(jnp.stack(_absmax_mosaic(x, rotation, True, op, interpret)))
         wanted = list(zip(tops, seeds, strict=True))
-        rows, columns = _columns_mosaic(x, rotation, wanted[1], wanted[0], op, interpret)
+        rows, columns = _columns_mosaic(x, rotation, wanted[1], wanted[0], part, op, interpret)
         return rows, columns
-    return form.narrow(form.reference(x, seeds[0])), form.narrow(form.reference_rotated(x, rotation, seeds[1]))
+    rows = form.reference(x, seeds[0], part)
+    return form.narrow(rows), form.narrow(form.reference_rotated(x, rotation, seeds[1], part))
 
 
 def quantize_weights(
-    w: Float[Array, "M N"], *, implementation: Implementation = None, interpret: bool = False
+    w: Float[Array, "M N"],
+    *,
+    part: Part = WHOLE,
+    implementation: Implementation = None,
+    interpret: bool = False,
 ) -> NVFP4:
     """Quantises w in blocks of 16 x 16, to nearest: values e2m1 [M, N], scales e4m3 [M, N / 16] (each for 16 rows).
 
     The kernel supports multiples of 128 as M and of 64 as N. Raises ValueError unless 16 divides M and N.
     """
-    return _weights(w, False, implementation, interpret)
+    return _weights(w, False, part, implementation, interpret)
 
 
 def quantize_weights_transposed(
-    w: Float[Array, "M N"], *, implementation: Implementation = None, interpret: bool = False
+    w: Float[Array, "M N"],
+    *,
+    part: Part = WHOLE,
+    implementation: Implementation = None,
+    interpret: bool = False,
 ) -> NVFP4:
     """The transpose of `quantize_weights`, the same numbers: values e2m1 [N, M], scales e4m3 [N, M / 16].
 
     The supported sizes and the errors are those of `quantize_weights`.
     """
-    return _weights(w, True, implementation, interpret)
+    return _weights(w, True, part, implementation, interpret)
 
 
-def _weights(w, transposed: bool, implementation: Implementation, interpret: bool) -> NVFP4:
+def _weights(w, transposed: bool, part: Part, implementation: Implementation, interpret: bool) -> NVFP4:
     op = "nvfp4.quantize_weights" + "_transposed" * transposed
     fits = w.ndim == 2 and w.shape[0] % BLOCK == w.shape[-1] % BLOCK == 0
     _check(op, w, fits, f"[M, N], multiples of {BLOCK}", name="w")
     if _tiled(op, implementation, w):
-        return _weights_mosaic(w, transposed, op, interpret)
-    return form.narrow(form.reference_weights(w)[transposed])
+        return _weights_mosaic(w, transposed, part, op, interpret)
+    return form.narrow(form.reference_weights(w, part)[transposed])
 
 
 def _check(op: str, x, fits: bool, expected: str, name: str = "x", **seeds) -> None:

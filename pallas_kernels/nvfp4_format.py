@@ -20,6 +20,7 @@ step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -48,6 +49,20 @@ class NVFP4(NamedTuple):
     values: jax.Array  # e2m1 [..., n]; float32 from the references
     scales: jax.Array  # e4m3 [..., n / 16]; float32 from the references
     tensor_scale: jax.Array  # float32 []
+
+
+class Part(NamedTuple):
+    """The part that x is of a matrix, if several devices have one each: it is rounded as it is in the matrix.
+
+    Parts begin at multiples of 16, so that no block lies in two of them.
+    """
+
+    largest: Callable = lambda absmax: absmax  # largest magnitudes of parts, float32 [...] -> those of matrices
+    columns: int | None = None  # of the matrix; None: those of x
+    first: Callable = lambda: u32(0)  # () -> index of x's first column, uint32 []
+
+
+WHOLE = Part()
 
 
 # --- arithmetic of references and kernels -----------------------------------------------------------------------------
@@ -144,27 +159,30 @@ def _dither(random):
 # --- reference --------------------------------------------------------------------------------------------------------
 
 
-def reference(x: Float[Array, "*M N"], seed: Int[Array, ""] | None = None) -> NVFP4:
+def reference(x: Float[Array, "*M N"], seed: Int[Array, ""] | None = None, part: Part = WHOLE) -> NVFP4:
     """`quantize` with results in float32 that the formats can represent: a cast to them changes no number."""
     blocks = x.astype(f32).reshape(-1, x.shape[-1] // BLOCK, BLOCK)
-    number = jax.lax.broadcasted_iota(u32, (blocks.shape[0], x.shape[-1]), 0) * u32(x.shape[-1])
-    number = number + jax.lax.broadcasted_iota(u32, number.shape, 1)
-    q = _in_blocks(blocks, seed, (number >> u32(1)).reshape(blocks.shape), number.reshape(blocks.shape))
+    number = jax.lax.broadcasted_iota(u32, (blocks.shape[0], x.shape[-1]), 0) * u32(part.columns or x.shape[-1])
+    number = number + jax.lax.broadcasted_iota(u32, number.shape, 1) + part.first()
+    q = _in_blocks(blocks, seed, (number >> u32(1)).reshape(blocks.shape), number.reshape(blocks.shape), part)
     return NVFP4(q.values.reshape(x.shape), q.scales.reshape(*x.shape[:-1], -1), q.tensor_scale)
 
 
-def reference_rotated(x: Float[Array, "M N"], rotation: Int[Array, ""], seed: Int[Array, ""] | None = None) -> NVFP4:
+def reference_rotated(
+    x: Float[Array, "M N"], rotation: Int[Array, ""], seed: Int[Array, ""] | None = None, part: Part = WHOLE
+) -> NVFP4:
     """`quantize_rotated` with results in float32, as `reference`."""
     blocks = rotate(x, rotation).reshape(x.shape[1], -1, BLOCK)
     row, column = (jax.lax.broadcasted_iota(u32, x.shape[::-1], axis).reshape(blocks.shape) for axis in (0, 1))
-    q = _in_blocks(blocks, seed, (column >> u32(1)) * u32(x.shape[1]) + row, column)
+    pair = (column >> u32(1)) * u32(part.columns or x.shape[1]) + row + part.first()
+    q = _in_blocks(blocks, seed, pair, column, part)
     return NVFP4(q.values.reshape(x.shape[::-1]), q.scales, q.tensor_scale)
 
 
-def reference_weights(w: Float[Array, "M N"]) -> tuple[NVFP4, NVFP4]:
+def reference_weights(w: Float[Array, "M N"], part: Part = WHOLE) -> tuple[NVFP4, NVFP4]:
     """(`quantize_weights`, `quantize_weights_transposed`) with results in float32, as `reference`."""
     m, n = w.shape
-    scale, factor, reciprocal = factors(fp8.absmax(w))
+    scale, factor, reciprocal = factors(part.largest(fp8.absmax(w)))
     blocks = w.astype(f32).reshape(m // BLOCK, BLOCK, n // BLOCK, BLOCK)
     scales = block_scales(jnp.max(fp8.ordered(blocks), axis=(1, 3)), factor, False)
     inverse = inverses(scales, reciprocal)
@@ -204,12 +222,12 @@ def signs(rotation):
     return plain.random_bits(rotation, u32(0))
 
 
-def _in_blocks(blocks, seed, pair, place) -> NVFP4:
+def _in_blocks(blocks, seed, pair, place, part: Part) -> NVFP4:
     """Quantises float32 blocks along the last axis.
 
     pair: index of the pair of each number, for random numbers; place: its last bit says which of the pair it is.
     """
-    scale, factor, reciprocal = factors(fp8.absmax(blocks))
+    scale, factor, reciprocal = factors(part.largest(fp8.absmax(blocks)))
     scales = block_scales(jnp.max(fp8.ordered(blocks), axis=-1), factor, seed is not None)
     dither = None
     if seed is not None:

@@ -17,6 +17,8 @@ from pallas_kernels.shapes import MODELS
 pytestmark = pytest.mark.gpu
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 SHAPE = (256, 128)  # four programs of tiles
+# Of a matrix of three times 64 columns, the last; the largest number is in another.
+PART = nvfp4_format.Part(lambda absmax: jnp.maximum(absmax, f32(4321)), columns=192, first=lambda: jnp.uint32(128))
 ROTATION, SEEDS = jnp.uint32(11), (jnp.int32(5), jnp.uint32(6))
 
 
@@ -37,6 +39,11 @@ RUN = {
     "both": lambda x, **how: nvfp4.quantize_both(x, ROTATION, SEEDS, **how),
     "weights": nvfp4.quantize_weights,
     "transposed": nvfp4.quantize_weights_transposed,
+    "part": lambda x, **how: (
+        nvfp4.quantize(x, SEEDS[0], part=PART, **how),
+        nvfp4.quantize_both(x, ROTATION, SEEDS, part=PART, **how),
+        nvfp4.quantize_weights(x, part=PART, **how),
+    ),
 }
 
 
@@ -74,6 +81,7 @@ def agree(name, x):
         ("stochastic", (64, 16), f32),
         ("rotated", (128, 64), f32),
         ("weights", (128, 192), f16),
+        ("part", (128, 64), bf16),
     ],
 )
 def test_sizes_and_dtypes(name, shape, dtype):
