@@ -2194,8 +2194,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "kernel: keys of a part that comes before the queries are hidden as by causality",
         "pallas_kernels/attention.py",
-        "first, 0 if causal else k.shape[1], lse, delta, do, rule, interpret, f32",
-        "first, 0, lse, delta, do, rule, interpret, f32",
+        "    call = Call(0 if causal else k.shape[1], rule, interpret, f32)",
+        "    call = Call(0, rule, interpret, f32)",
         f"{PAIRS} -k first0",
     ),
     Mutant(
