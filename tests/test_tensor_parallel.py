@@ -191,7 +191,7 @@ def test_meshes():
 REFUSED = [
     ({"recipe": "nvfp4", "model.intermediate_size": 64}, "model.intermediate_size: expected a multiple of 32 on each"),
     ({"recipe": "fp8_current", "model.intermediate_size": 96}, "model.intermediate_size: expected a multiple of 16 on"),
-    ({"memcpy_all_gather": True}, "memcpy_all_gather: expected False with tp_size=4"),
+    ({"memcpy_send_recv": True}, "memcpy_send_recv: expected False with tp_size=4"),
     ({"model.vocab_size": 1002}, "model.vocab_size: expected a multiple of tp_size=4.*use 1004"),
     ({"model.intermediate_size": 99}, "model.intermediate_size: expected a multiple of tp_size=4"),
     (

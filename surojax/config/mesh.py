@@ -11,9 +11,10 @@ from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.parallel.schedule import SCHEDULES, check_kinds, check_stages
 
 # What is not built for a size, and why: each of these fields has its default if the size is above 1.
-_COPY_ENGINE = dict.fromkeys(
-    ("memcpy_all_gather", "memcpy_send_recv"), "since it is for all collectives of a step, and groups were never tried"
-)
+_COPY_ENGINE = {
+    "memcpy_send_recv": "since XLA compiles the same program with it and decides while that runs what is copied, which "
+    "was seen on no GPU for groups"
+}
 NOT_WITH = {
     "tp_size": _COPY_ENGINE,
     "cp_size": _COPY_ENGINE,
