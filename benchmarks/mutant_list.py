@@ -58,6 +58,7 @@ CONTEXT_GRADS = f"{CONTEXT}::test_equals_grad_of_the_plain_model"
 TENSOR = "tests/test_tensor_parallel.py::test_equals_grad_of_the_plain_model"
 PIPELINE = "tests/test_pipeline.py::test_equals_grad_of_the_plain_model"
 TENSOR_RECIPES = "tests/test_tensor_parallel_recipes.py"
+PRODUCT_OF_PARTS = f"{TENSOR_RECIPES}::test_a_product_in_nvfp4_is_that_of_one_device"
 FLOAT8_GROUP = f"{TENSOR_RECIPES}::test_float8_equals_one_device -k config0"
 
 LAYERS = "surojax/models/layers.py"
@@ -164,8 +165,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "nvfp4: the gradient that goes to a frozen product has the random numbers of another operand",
         "surojax/numerics/blockscaled.py",
-        "_nvfp4_of_frozen(w, g, rounding[0], implementation)",
-        "_nvfp4_of_frozen(w, g, rounding[1], implementation)",
+        "_nvfp4_of_frozen(parts, w, g, rounding[0], implementation)",
+        "_nvfp4_of_frozen(parts, w, g, rounding[1], implementation)",
         "tests/test_blockscaled.py::test_a_frozen_matrix_changes_no_bit_of_the_other_products -k nvfp4",
     ),
     Mutant(
@@ -1194,8 +1195,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all matrices of a block round with the same numbers",
         OPERATIONS,
-        "nvfp4_linear(x, w, seed, salt=number, **how)",
-        "nvfp4_linear(x, w, seed, salt=0, **how)",
+        "nvfp4_linear(x, w, seed, salt=number, parts=operand_parts(w.shape, axes), **how)",
+        "nvfp4_linear(x, w, seed, salt=0, parts=operand_parts(w.shape, axes), **how)",
         "tests/test_precision.py::test_every_matrix_of_a_block_draws_numbers_of_its_own",
     ),
     Mutant(
@@ -1578,15 +1579,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "nvfp4: x and g are rotated differently",
         "surojax/numerics/blockscaled.py",
-        "nvfp4.reference_rotated(_full_blocks(x), seed)",
-        "nvfp4.reference_rotated(_full_blocks(x), rounding[1])",
+        "nvfp4_format.reference_rotated(_full_blocks(x), seed, part=parts.inputs)",
+        "nvfp4_format.reference_rotated(_full_blocks(x), rounding[1], part=parts.inputs)",
         "tests/test_blockscaled.py::test_errors_of_the_products_are_those_of_the_operands -k nvfp4",
     ),
     Mutant(
         "nvfp4: gradients are rounded to nearest",
         "surojax/numerics/blockscaled.py",
-        "return quantise_nvfp4(g, rounding[0]), quantise_nvfp4_weights(w)[1]",
-        "return quantise_nvfp4(g), quantise_nvfp4_weights(w)[1]",
+        "g_by_row = quantise_nvfp4(g, rounding[0], parts.outputs)",
+        "g_by_row = quantise_nvfp4(g, part=parts.outputs)",
         "tests/test_blockscaled.py::test_gradient_of_inputs_is_right_on_average",
     ),
     Mutant(
@@ -2193,8 +2194,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "kernel: keys of a part that comes before the queries are hidden as by causality",
         "pallas_kernels/attention.py",
-        "first, 0 if causal else k.shape[1], lse, delta, do, rule, interpret, f32",
-        "first, 0, lse, delta, do, rule, interpret, f32",
+        "    call = Call(0 if causal else k.shape[1], rule, interpret, f32)",
+        "    call = Call(0, rule, interpret, f32)",
         f"{PAIRS} -k first0",
     ),
     Mutant(
@@ -2295,6 +2296,41 @@ MUTANTS: tuple[Mutant, ...] = (
         "return x if sharers == 1 else",
         "return x if sharers else",
         FLOAT8_GROUP,
+    ),
+    Mutant(
+        "nvfp4: scales of parts of an operand",
+        "surojax/parallel/operands.py",
+        'return jax.lax.pcast(jax.lax.pmax(absmax, axes), axes, to="varying")',
+        "return absmax",
+        PRODUCT_OF_PARTS,
+    ),
+    Mutant(
+        "nvfp4: the scale of a device's tokens",
+        "surojax/parallel/operands.py",
+        "tokens = active(CONTEXT)",
+        "tokens = ()",
+        f"{PRODUCT_OF_PARTS} -k tokens",
+    ),
+    Mutant(
+        "nvfp4: devices with other columns of a gradient repeat random numbers",
+        "surojax/parallel/operands.py",
+        "jnp.uint32(columns) * jnp.asarray(",
+        "jnp.uint32(0) * jnp.asarray(",
+        f"{PRODUCT_OF_PARTS} -k columns",
+    ),
+    Mutant(
+        "devices that share keys round terms of a sum",
+        "surojax/parallel/operands.py",
+        "return y if active(*inputs) or not sharers else _summed(y, sharers)",
+        "return y",
+        f"{TENSOR_RECIPES}::test_block_scaled_recipes_equal_one_device -k mxfp8",
+    ),
+    Mutant(
+        "nvfp4 kernel: a part's random numbers are in rows of its own length",
+        "pallas_kernels/nvfp4.py",
+        "n = part.columns or x.shape[1]",
+        "n = x.shape[1]",
+        "tests/test_kernel_nvfp4.py::test_sizes_and_dtypes -k part",
     ),
     Mutant(
         "fp8: a group's scales of matrices are those of parts",
@@ -2560,7 +2596,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "nvfp4: values are divided by the block's scale alone",
-        "pallas_kernels/nvfp4.py",
+        "pallas_kernels/nvfp4_format.py",
         "fp8.power_of_two(u32(254) - (bits >> u32(23))) * reciprocal",
         "fp8.power_of_two(u32(254) - (bits >> u32(23)))",
         "tests/test_blockscaled.py::test_nvfp4_is_numpys",

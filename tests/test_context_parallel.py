@@ -305,7 +305,7 @@ REFUSED = [
         {"recipe": "fp8_hybrid", "per_device_batch_size": 1, "sequence_len": 72},
         "per_device_batch_size x sequence_len / cp_size: expected a multiple of 16 tokens.* got 18",
     ),
-    ({"zero_level": 3, "memcpy_all_gather": True}, "memcpy_all_gather: expected False with cp_size=4"),
+    ({"zero_level": 3, "memcpy_send_recv": True}, "memcpy_send_recv: expected False with cp_size=4"),
     ({"lmhead_chunks": 512}, "lmhead_chunks: expected a divisor of .* / cp_size = 128"),
     (
         {"cp_size": 2, "tp_size": 2, "lmhead_chunks": 256},

@@ -112,7 +112,6 @@ NO_ROW = {  # keywords of `place` that no row has, and why
     **dict.fromkeys(settings_of.NUMBERS, "numbers are the config's"),
     "num_shards": "follows from the mesh",
     "nvme_path": "rows with nvme get a temporary folder",
-    **dict.fromkeys(("qlora_fp8", "qlora_fp4"), "moved as NF4 is; tests/test_qlora.py has their placements"),
 }
 
 

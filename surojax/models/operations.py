@@ -32,6 +32,7 @@ from surojax.numerics.blockscaled import mxfp8_linear, nvfp4_linear
 from surojax.numerics.recipes import Precision
 from surojax.numerics.rounding import materialised
 from surojax.parallel import context
+from surojax.parallel.operands import operand_parts, summed_before_rounding
 from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
 
 # --- linear layers ----------------------------------------------------------------------------------------------------
@@ -70,21 +71,28 @@ times_in.defvjp(_times_in_forward, _times_in_backward)
 
 
 def recipe_product(precision: Precision, seed: jax.Array | None, frozen: bool = False) -> Callable:
-    """The function (x, w, number) -> x w^T of a recipe. number: of the product among those of a block.
+    """The function (x, w, number, axes) -> x w^T of a recipe.
 
+    number: of the product among those of a block. axes: the logical axes of w, which say what several devices have
+    parts of.
     seed: uint32 [], of this block's random numbers (nvfp4), which differ from product to product; None if there is no
     backward pass. frozen: w has no gradient.
     """
     how: Any = {"frozen": frozen, "emulate": precision.emulate, "implementation": precision.implementation}
     if precision.recipe == "mxfp8":
-        return lambda x, w, number: mxfp8_linear(x, w, **how)
+        return lambda x, w, number, axes: summed_before_rounding(mxfp8_linear(x, w, **how), axes)
     if precision.recipe == "nvfp4":
         seed = jnp.uint32(0) if seed is None else seed
-        return lambda x, w, number: nvfp4_linear(x, w, seed, salt=number, **how)
-    if not (precision.matmul_dtype or precision.gradient_dtype):
-        return lambda x, w, number: times(x, w)
 
-    def cast(x, w, number):
+        def in_nvfp4(x, w, number, axes):
+            y = nvfp4_linear(x, w, seed, salt=number, parts=operand_parts(w.shape, axes), **how)
+            return summed_before_rounding(y, axes)
+
+        return in_nvfp4
+    if not (precision.matmul_dtype or precision.gradient_dtype):
+        return lambda x, w, number, axes: times(x, w)
+
+    def cast(x, w, number, axes):
         dtype = precision.matmul_dtype or str(x.dtype)
         w = mark_varying(w, varying_axes(x))  # some devices of a tensor-parallel group may share it: sums its gradient
         return times_in(x, w, dtype, precision.gradient_dtype or dtype, frozen)
@@ -334,10 +342,11 @@ class Operations:
         group divides the inputs."""
         weight, bias, adapter = projection
         number = weight.get_metadata("product")
-        *_, inputs = weight.get_metadata("out_sharding")
+        axes = weight.get_metadata("out_sharding")
+        *_, inputs = axes
 
         def product(x, w):
-            y = self._product(x, w, number=number)
+            y = self._product(x, w, number=number, axes=axes)
             y = y if adapter is None else adapter(x, w, y, inputs, self._seed_of(number))
             return reduce_scatter_sequence(y) if is_divided(inputs) else y
 

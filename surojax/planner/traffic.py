@@ -154,7 +154,7 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
 
     A pass over a block gathers the inputs of attention and MLP and scatters their results; reverse mode scatters where
     the block gathers. A recomputed block does it again, except for a result that no gradient needs. Recipes fp8_*
-    gather in 8 bits; their largest magnitudes, a number for each site, are left out.
+    gather in 8 bits. Largest magnitudes, a number for each operand of fp8_* and nvfp4, are left out.
     """
     axes = tuple(axis for axis in TENSOR if axis in run.mesh.shape)
     sent = collections.defaultdict[tuple[str, str], float](float)
@@ -173,15 +173,17 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
         parts = (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn)  # whose inputs are gathered again
         again = 2 if engine.recompute_block else parts
         results = (1 if segment.last_products else 2) if engine.recompute_block else 0
-        in_fp8 = run.model.precision.fp8 * sum(variant.recipe_enabled for variant in segment.variants[:layers])
+        in_recipe = sum(variant.recipe_enabled for variant in segment.variants[:layers])
+        in_fp8 = run.model.precision.fp8 * in_recipe
         gathers = layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
         sent["all-gather", along] += k * gathers * (4 + again) * x
         sent["reduce-scatter", along] += k * layers * (4 + results) * x
         if sharers > 1:
-            # Of keys and values before they are quantised; reverse mode sums their matrices' gradients instead.
+            # Of gradients of keys and values before they are rounded; in bf16 those of their matrices alone are summed.
             width = segment.heads.key_value * segment.heads.channels * sharers // n
             keys_and_values = 2 * batch.tokens * width * work
-            sent["all-reduce", SAME_KV_HEADS] += k * in_fp8 * 2 * (sharers - 1) / sharers * keys_and_values
+            rounded = in_recipe * (run.model.precision.recipe != "bf16")
+            sent["all-reduce", SAME_KV_HEADS] += k * rounded * 2 * (sharers - 1) / sharers * keys_and_values
         for p, layout, _ in _with_layouts(run, segment.name):
             _add_shared(run, sent, p, layout, k * (layers - in_fp8) * work)
             if not any(axis in layout.computed_axes for axis in TENSOR):  # scales of norms

@@ -47,6 +47,8 @@ LORA: dict[str, Any] = {"lora": True, "lora_rank": 4, "lora_alpha": 16.0, "modul
 LORA_OFFLOADS: dict[str, Any] = LORA | ALL | {"offload_master": False}
 NF4: dict[str, Any] = {"qlora_bnb": True}  # needs model sizes that are multiples of 64, on each of tp_size GPUs
 QLORA: dict[str, Any] = LORA | NF4
+QLORA_FP8: dict[str, Any] = LORA | {"qlora_fp8": True}
+QLORA_FP4: dict[str, Any] = LORA | {"qlora_fp4": True}
 QLORA_OFFLOADS: dict[str, Any] = LORA_OFFLOADS | NF4
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
@@ -245,6 +247,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("offload_quants@4", FP8 | QUANTS, 4, like="zero_quantized_weights=fp8@4"),
     Setting("offload_quants_all@4", FP8 | QUANTS | ALL, 4, like="zero_quantized_weights=fp8@4"),
     Setting("memcpy_all_gather@4", ZERO3 | {"memcpy_all_gather": True}, 4, like="zero_level=3@4"),
+    *(
+        Setting(f"memcpy_all_gather_{name}_2x2", ZERO3 | changes | {"memcpy_all_gather": True}, 4, like=like)
+        for name, changes, like in (
+            ("tp", TP, "zero_level=3_tp_2x2"),
+            ("cp", CP["ulysses"], "cp_ulysses_2x2"),
+            ("pp", PP, "zero_level=3_pp_2x2"),
+        )
+    ),
     Setting(
         "memcpy_send_recv@4",
         ZERO3 | {"use_all_to_all_reduce": True, "memcpy_send_recv": True},
@@ -291,6 +301,11 @@ ADAPTERS: tuple[Setting, ...] = (
     Setting("qlora_pp_2x2", QLORA | ZERO3 | PP, 4, like="qlora", expect="order"),
     Setting("qlora_offload_all_pp_2x2", QLORA_OFFLOADS | ZERO3 | PP, 4, like="qlora_pp_2x2"),
     Setting("qlora_pp_1f1b_tp_2x2x2", QLORA_OFFLOADS | ZERO3 | PP_1F1B | TP, 8, like="qlora", expect="order"),
+    Setting("qlora_cp_ring_tp_2x2", QLORA_OFFLOADS | ZERO3_TP | CP["ring"], 4, like="qlora", expect="order"),
+    Setting("qlora_fp8", QLORA_FP8, like="lora", expect="fp8"),
+    Setting("qlora_fp8_tp_2x2", QLORA_FP8 | LORA_OFFLOADS | ZERO3_TP, 4, like="qlora_fp8", expect="order"),
+    Setting("qlora_fp4", QLORA_FP4, like="lora", expect="fp4"),
+    Setting("qlora_fp4_tp_2x2", QLORA_FP4 | LORA_OFFLOADS | ZERO3_TP, 4, like="qlora_fp4", expect="order"),
 )
 SETTINGS += ADAPTERS
 
