@@ -381,7 +381,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "stacks with padding are read as if all of it were layers",
-        "surojax/run/checkpoint.py",
+        "surojax/run/restore.py",
         "strict=shape[0] == x.shape[0] or shape[1:] != x.shape[1:]",
         "strict=True",
         "tests/test_pipeline.py::test_a_checkpoint_moves_between_layouts -k uneven",
@@ -3010,14 +3010,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "damage of moments is not looked for",
-        "surojax/run/checkpoint.py",
+        "surojax/run/restore.py",
         "_verify(meta, master=state.master, moments=state.moments)",
         "_verify(meta, master=state.master)",
         "tests/test_checkpoint.py::test_a_damaged_array_is_named",
     ),
     Mutant(
         "the restored step is 0",
-        "surojax/run/checkpoint.py",
+        "surojax/run/restore.py",
         'from_host(np.int32(meta["step"]), plan.step.sharding)',
         "from_host(np.int32(0), plan.step.sharding)",
         "tests/test_checkpoint.py::test_a_dtype_may_change_on_the_way",
@@ -3031,14 +3031,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "checkpoints are sorted as text",
-        "surojax/run/checkpoint.py",
+        "surojax/run/on_disk.py",
         "key=lambda p: int(p.name))",
         "key=lambda p: p.name)",
         "tests/test_checkpoint.py::test_only_the_newest_are_kept",
     ),
     Mutant(
         "a history is cut at its new end",
-        "surojax/run/checkpoint.py",
+        "surojax/run/restore.py",
         "amax[..., :n] = saved[..., :n]",
         "amax[..., :n] = saved[..., -n:]",
         "tests/test_checkpoint.py::test_a_history_of_another_length",

@@ -8,7 +8,9 @@ import numpy as np
 from small import Small
 
 from surojax.config.fields import Config, default_config
-from surojax.run.checkpoint import Checkpoints, find, restore
+from surojax.run.checkpoint import Checkpoints
+from surojax.run.on_disk import find
+from surojax.run.restore import restore
 
 
 def check_checkpoint_moves(one: Small, other: Small, folder: Path) -> None:
