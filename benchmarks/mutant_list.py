@@ -3452,6 +3452,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_load.py::test_held_out_text_and_validation_datasets_beside_data",
     ),
     Mutant(
+        "whether documents begin with a token is not read from the tokenizer's files",
+        "surojax/data/tokenizer_files.py",
+        "adds_bos=adds_bos if isinstance(adds_bos, bool) else None",
+        "adds_bos=None",
+        "tests/test_tokenizer.py::test_bos_is_added_if_the_tokenizer_adds_it",
+    ),
+    Mutant(
         "the largest id has no row",
         "surojax/data/tokenizer.py",
         "1 + max(vocabulary.values(), default=0)",
@@ -4374,11 +4381,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_verify_mutants.py::test_both_ways_to_find_one",
     ),
     Mutant(
-        "mutants do not begin where their row does",
+        "a row begins with the state of another row that has other arrays",
         "surojax/verification/training.py",
-        "first = jax.device_get(row.run.init_state(row.seed))",
-        "first = jax.device_get(row.run.init_state(row.seed + 1))",
-        "tests/test_verify_mutants.py::test_both_ways_to_find_one",
+        "key = (row.seed, structure, *((x.shape, x.dtype) for x in arrays))",
+        "key = row.seed",
+        "tests/test_verify.py::test_rows_with_equal_arrays_begin_alike",
     ),
     Mutant(
         "the config's own row has no settings of its own",

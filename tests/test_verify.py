@@ -65,6 +65,26 @@ def test_offloading_changes_no_bit(only):
     assert all((row.status, row.loss, row.grad_norm) == ("pass", 0, 0) for row in rows), seen
 
 
+def test_rows_with_equal_arrays_begin_alike(monkeypatch):
+    """Each as it is placed, from one that is drawn; a row with other arrays has a state of its own."""
+    drawn = []
+
+    def init_state(run, seed):
+        drawn.append(run)
+        return jax.tree.map(lambda p: jax.device_put(np.full(p.shape, len(drawn), p.dtype), p.sharding), run.plan)
+
+    monkeypatch.setattr(assembly.Assembly, "init_state", init_state)
+    curves = rows_of.Curves(small_config(), 1, None)
+    states = {}
+    for name in ("plain", "offload_all@4", "lora"):
+        with curves.built(curves.table[name]) as row:
+            states[name] = curves.first.of(row)
+            assert jax.tree.map(lambda x: x.sharding, states[name]) == jax.tree.map(lambda x: x.sharding, row.run.plan)
+    assert len(drawn) == 2
+    first = {name: {float(x.max()) for x in jax.tree.leaves(jax.device_get(x))} for name, x in states.items()}
+    assert first == {"plain": {1}, "offload_all@4": {1}, "lora": {2}}
+
+
 @pytest.mark.full
 def test_other_orders_of_sums_are_within_the_bound():
     (row,) = verify(small_config(), only=["lmhead_chunks"])

@@ -1,6 +1,7 @@
 """The checkpoint that a run continues from, and whether it may."""
 
 from pathlib import Path
+from typing import Any
 
 from surojax.config import checks, fields as configs
 from surojax.config.adapters import FIELDS
