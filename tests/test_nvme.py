@@ -32,8 +32,9 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.planner import advice, footprint
 from surojax.planner.traffic import Batch
-from surojax.run import checkpoint
+from surojax.run import checkpoint, on_disk
 from surojax.run.checkpoint import Checkpoints
+from surojax.run.restore import restore
 from surojax.step.state_plan import bytes_per_device
 from surojax.train import main
 
@@ -199,12 +200,12 @@ def test_a_checkpoint_of_every_placement_restores_under_every_other(tmp_path):
     state, sums = first.state, []
     for i, name in enumerate(["nvme 4", "nvme", "host", "nvme", "nvme 4", "device"]):
         path = save(tmp_path / f"saved-{i}", state, 2)
-        sums.append(checkpoint.read_meta(path)["checksums"])
-        state = checkpoint.restore(path, smalls[name].plan)
+        sums.append(on_disk.read_meta(path)["checksums"])
+        state = restore(path, smalls[name].plan)
         assert_same(state, first.state)
     assert all(s == sums[0] for s in sums)
 
-    smalls["nvme"].state = checkpoint.restore(path, smalls["nvme"].plan)
+    smalls["nvme"].state = restore(path, smalls["nvme"].plan)
     assert smalls["nvme"].train(BATCHES[2:4]) == first.train(BATCHES[2:4])
 
 
@@ -213,7 +214,7 @@ def test_a_damaged_layer_is_found_when_it_is_read_from_the_file(small, tmp_path,
     plain = Store._read_one
     monkeypatch.setattr(Store, "_read_one", lambda store, leaf, l: plain(store, leaf, l) + leaf.dtype.type(l == 2))
     with pytest.raises(CheckpointError, match=r"cannot be read \(master/blocks/.* damaged"):
-        checkpoint.restore(path, small.plan)
+        restore(path, small.plan)
 
 
 def test_the_next_update_waits_until_a_checkpoint_is_read(small, tmp_path, monkeypatch):
@@ -225,7 +226,7 @@ def test_the_next_update_waits_until_a_checkpoint_is_read(small, tmp_path, monke
         checkpoints.save(small.state, {"step": 1})
         small.train(BATCHES[1:3])
     monkeypatch.undo()
-    found = values(checkpoint.restore(tmp_path / "saved/checkpoints/1", Small().plan))
+    found = values(restore(tmp_path / "saved/checkpoints/1", Small().plan))
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
@@ -577,7 +578,7 @@ def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_pa
         writes = steps * 4 * layer + int(rng.integers(1, 4 * layer))
         code, text = run(killed, disk, "-c", END.format(writes=writes, end=end))
         last = json.loads((tmp_path / "nvme" / nvme.MARKER).read_text())
-        found = checkpoint.find(killed / "run")
+        found = on_disk.find(killed / "run")
         assert last["state"] == "updating" and (steps == 2 or last["step"] == steps + 1)
         assert code == (-signal.SIGKILL if end == KILLED else 1), text
     full = f"surojax.train: error: nvme_path: could not write {disk}/layers.bin (No space left on device); its content"

@@ -22,7 +22,9 @@ from surojax.models.model import DEFAULT, Compute, Recompute, runs
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding
-from surojax.run.checkpoint import FOLDER, Checkpoints, restore, steps_in
+from surojax.run.checkpoint import Checkpoints
+from surojax.run.on_disk import FOLDER, steps_in
+from surojax.run.restore import restore
 from surojax.step import engine, train_step as step
 from surojax.step.state_plan import bytes_per_device
 
@@ -131,9 +133,9 @@ def test_accumulators_in_host_memory_need_not_start_as_zeros(monkeypatch):
     assert Small(4, zero_level=3, offload_grads=True).train(BATCHES[:2]) == expected
 
 
-@pytest.mark.parametrize("replicate, level", quick_at([(1, 2), (2, 3), (4, 1)]))
+@pytest.mark.parametrize("replicate, level", quick_at([(2, 3), (4, 1)]))
 def test_offloaded_gradients_under_other_meshes(replicate, level):
-    """ZeRO-2 and HSDP with everything in host memory; float32 sums in another order than on one device."""
+    """Groups with everything in host memory; float32 sums in another order than on one device."""
     devices = 4 if level == 1 else 8
     ours = Small(devices, replicate=replicate, zero_level=level, **ALL).train(BATCHES)
     np.testing.assert_allclose(ours, plain(1, True), rtol=1e-4)  # as in test_engine: AdamW amplifies rounding
@@ -159,8 +161,8 @@ def whole(config) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "tied, options",
-    quick_at([(False, {}), (True, {}), (True, {"replicate": 2, **ALL})]),
-    ids=["device", "tied-device", "tied-host"],
+    quick_at([(False, {}), (True, {"replicate": 2, **ALL})]),
+    ids=["device", "tied-host"],
 )
 def test_sharded_outer_layers(tied, options):
     """A vocabulary split over devices: no device holds the embedding, and the sums come in another order."""

@@ -510,7 +510,7 @@ def test_train_counts_the_tokens_of_a_tensor_parallel_group_once(monkeypatch, ca
 PLACED_IN_HOST = [
     (1, ALL),
     (4, ALL | SHARDED),
-    *((4, {"zero_level": 3, name: True}) for name in OFFLOADS),
+    *((4, {"zero_level": 3} | dict.fromkeys(names, True)) for names in (OFFLOADS[:4:2], OFFLOADS[1:4:2], OFFLOADS[4:])),
     (4, {"zero_level": 1, "offload_weights": True, "offload_master": True}),
     (4, {"zero_level": 2, "offload_weights": True, "offload_grads": True}),
     (4, ALL | {"zero_level": 3, "dp_replicate_size": 2}),
@@ -614,10 +614,10 @@ def test_moments_in_8_bits_are_updated_in_place(level):
 
 @needs_compiler
 @pytest.mark.full
-@pytest.mark.parametrize("gpu", ["a100", "l40s", "rtx5060ti_16gb", "b200"])
+@pytest.mark.parametrize("gpu", ["a100", "rtx5060ti_16gb", "b200"])
 def test_every_gpu_is_compiled_for(planned, gpu):
-    """Each in a process of its own, with the attention of its cuDNN. RTX 4090, H100 and H200 have other tests here, and
-    RTX 5090 has the architecture of RTX 5060 Ti."""
+    """Each in a process of its own, with the attention of its cuDNN. RTX 4090, H100 and H200 have other tests here;
+    L40S has the architecture of RTX 4090, and RTX 5090 that of RTX 5060 Ti."""
     p = planned(config(**TINY), gpu)
     assert not p.estimate and p.fits and p.gpu == gpu
     check_schema(json.loads(json.dumps(dataclasses.asdict(p))))

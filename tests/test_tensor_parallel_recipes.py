@@ -35,7 +35,9 @@ from surojax.parallel.operands import operand_parts
 from surojax.placement.layout import batch_sharding, specs
 from surojax.placement.mesh import data_parallel, make_mesh
 from surojax.planner import hlo, traffic
-from surojax.run.checkpoint import Checkpoints, find, restore
+from surojax.run.checkpoint import Checkpoints
+from surojax.run.on_disk import find
+from surojax.run.restore import restore
 from surojax.step.engine import loss_and_gradients
 from surojax.step.weights import quantise_with_one_scale
 
