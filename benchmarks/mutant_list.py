@@ -560,9 +560,37 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks: documents are those of the first chunk",
         "surojax/models/chunked.py",
-        "x_BCD, earlier, variant, chunk.of(starts_BS))\n\n",
-        "x_BCD, earlier, variant, chunk._replace(start=0, stop=x_BCD.shape[1]).of(starts_BS))\n\n",
+        "x_BCD, earlier, variant, row.of(starts_BS))\n\n",
+        "x_BCD, earlier, variant, row._replace(start=0, stop=row.stop - row.start).of(starts_BS))\n\n",
         f"{CHUNKED} -k 2-packed]",
+    ),
+    Mutant(
+        "chunks: devices divide the sequence, not each chunk",
+        "surojax/parallel/context.py",
+        "if chunks == 1:",
+        "if chunks:",
+        f"{CHUNKED} -k 2-packed-cp2-tp2",
+    ),
+    Mutant(
+        "chunks: tokens of several devices have positions as if the chunk were the first",
+        OPERATIONS,
+        "index_S = first + index_S",
+        "index_S = index_S if context.is_divided() else first + index_S",
+        f"{CHUNKED} -k 2-packed-cp2-tp2",
+    ),
+    Mutant(
+        "chunks: a group sums gradients of the parameters that it shares after each one",
+        "surojax/models/chunked.py",
+        "mark_varying(x, active(*TENSOR))",
+        "x",
+        "tests/test_chunked.py::test_divided_chunks_move_what_the_formulas_say",
+    ),
+    Mutant(
+        "planner: keys and values of the last chunk are sent twice too",
+        "surojax/planner/traffic.py",
+        "return 1 - 1 / run.model.compute.sequence_chunks",
+        "return 1.0",
+        "tests/test_chunked.py::test_divided_chunks_move_what_the_formulas_say",
     ),
     Mutant(
         "chunks: every one begins at position 0",
@@ -595,7 +623,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sequence that its chunks do not divide is taken",
         "surojax/config/checks.py",
-        "c.sequence_len % n == 0",
+        "of_device % n == 0",
         "True",
         f"{FIELDS} -k sequence_chunks",
     ),

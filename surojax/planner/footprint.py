@@ -233,7 +233,8 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     if plain is not run.model and not engine.recompute_block:
         saved = _block_bytes(run, run.model, segment, x, platform, packed).saved
     itemsize = x.dtype.itemsize
-    numbers = 2 * B * S * segment.heads.key_value * segment.heads.channels  # of keys and values
+    keys = max(segment.heads.key_value, devices_per_sequence(run.mesh))  # devices that share a head have it each
+    numbers = 2 * B * S * keys * segment.heads.channels  # of keys and values
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
     grads = jnp.dtype(engine.table.grads.dtype).itemsize * layers * sum(sizes)
@@ -335,7 +336,7 @@ def _block_bytes(
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
-        keys = chunks * max(heads_of.key_value, tensor)
+        keys = chunks * max(heads_of.key_value, tensor if chunks == 1 else per_sequence)
         copied = (2 * heads_of.query + keys) * heads_of.channels if flash == "mosaic" else 0
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
         return BlockBytes(saved + kept, B * S * copied * itemsize, scores=0)
