@@ -546,8 +546,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks: later ones give no gradient to a chunk's keys and values",
         "surojax/models/chunked.py",
-        "chunk.of(d).astype(x.dtype)",
-        "0 * chunk.of(d).astype(x.dtype)",
+        "row.of(d).astype(x.dtype)",
+        "0 * row.of(d).astype(x.dtype)",
         f"{CHUNKED} -k 2-packed]",
     ),
     Mutant(
@@ -2249,8 +2249,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sequence is cut after the devices of a tensor-parallel group have taken their parts",
         "surojax/step/engine.py",
-        "return own_part(own_tokens(x_BS, engine.model.compute.cp_method))",
-        "return own_tokens(own_part(x_BS), engine.model.compute.cp_method)",
+        "return own_part(own_tokens(x_BS, compute.cp_method))",
+        "return own_tokens(own_part(x_BS), compute.cp_method)",
         f"{CONTEXT_GRADS} -k allgather-2x2x2-tp",
     ),
     Mutant(

@@ -352,7 +352,7 @@ def _check_overlap(c: Config) -> None:
 
 # What chunks of the sequence are not built for, and why: each has its default if sequence_chunks is above 1.
 NOT_WITH_CHUNKS = {
-    "recipe": "since scales are of tensors with all tokens, which a chunk does not have",
+    "recipe": "whose scales are of tokens that chunks would part",
     "recompute_block": "which saves memory because the values of one chunk at a time are computed again",
     "cp_method": "since each chunk would send the keys of all chunks before it again, and ulysses sends them once",
 }

@@ -9,7 +9,7 @@ Ratio of the estimate to `compiled.memory_analysis()` of the real step (argument
 * XLA's GPU compiler, on a machine without a GPU: configs/llama{1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py on
   H100, on 1 to 8 GPUs, ZeRO 1 and 3, with nothing, one class, the state, or everything offloaded, one to four
   microbatches a step and one or two a fetch: 15 variants, 0.97 to 1.09. With sequence_chunks, 7B and 8B at 32,768 to
-  131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.15.
+  131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.15; 8B at 1,048,576 tokens in 8 chunks with cp_size=8: 1.16.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24. tests/test_footprint.py compares
   nine of them with the present engine: between 0.9 and 1.4.
 
