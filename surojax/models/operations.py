@@ -408,7 +408,10 @@ class Operations:
 
     def of_whole_chunk(self, *xs_BSHh: jax.Array) -> Sequence[jax.Array]:
         """Queries, keys or values of the chunk of which x is this device's part, of its part of the heads."""
-        return context.scatter_heads(*xs_BSHh) if context.is_divided() else xs_BSHh
+        if not context.is_divided():
+            return xs_BSHh
+        assert self.compute.cp_method == "ulysses", "config/checks.py refuses the other methods with chunks"
+        return context.scatter_heads(*xs_BSHh)
 
     def attend(
         self,
