@@ -10,8 +10,8 @@ block saves its input alone. Computed twice in the backward pass are only keys a
 
 Over the devices of `cp` and `tp` each chunk is divided, not the sequence: a device's activations are its part of the
 first chunk, then of the second, and so on (`context.of_each_chunk`). Keys and values have whole chunks, of this
-device's heads: over `cp` by ulysses, which sends those of a chunk once forward and, computed twice, twice backward; their
-gradients go back once.
+device's heads: over `cp` by ulysses, which sends those of a chunk once forward and, as they are computed twice, twice
+backward. Their gradients go back once.
 
 The loops over chunks are unrolled, since the number of keys that a chunk attends to is a shape: no chunk multiplies
 keys that causality hides from all its queries, and FLOPs are those of the block in one piece, and the products for keys
