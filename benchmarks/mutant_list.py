@@ -547,8 +547,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks: later ones give no gradient to a chunk's keys and values",
         "surojax/models/chunked.py",
-        "chunk.of(d).astype(x.dtype)",
-        "0 * chunk.of(d).astype(x.dtype)",
+        "row.of(d).astype(x.dtype)",
+        "0 * row.of(d).astype(x.dtype)",
         f"{CHUNKED} -k 2-packed]",
     ),
     Mutant(
@@ -561,9 +561,37 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks: documents are those of the first chunk",
         "surojax/models/chunked.py",
-        "x_BCD, earlier, variant, chunk.of(starts_BS))\n\n",
-        "x_BCD, earlier, variant, chunk._replace(start=0, stop=x_BCD.shape[1]).of(starts_BS))\n\n",
+        "x_BCD, earlier, variant, row.of(starts_BS))\n\n",
+        "x_BCD, earlier, variant, row._replace(start=0, stop=row.stop - row.start).of(starts_BS))\n\n",
         f"{CHUNKED} -k 2-packed]",
+    ),
+    Mutant(
+        "chunks: devices divide the sequence, not each chunk",
+        "surojax/parallel/context.py",
+        "if chunks == 1:",
+        "if chunks:",
+        f"{CHUNKED} -k 2-packed-cp2-tp2",
+    ),
+    Mutant(
+        "chunks: tokens of several devices have positions as if the chunk were the first",
+        OPERATIONS,
+        "index_S = first + index_S",
+        "index_S = index_S if context.is_divided() else first + index_S",
+        f"{CHUNKED} -k 2-packed-cp2-tp2",
+    ),
+    Mutant(
+        "chunks: a group sums gradients of the parameters that it shares after each one",
+        "surojax/models/chunked.py",
+        "mark_varying(x, active(*TENSOR))",
+        "x",
+        "tests/test_chunked.py::test_divided_chunks_move_what_the_formulas_say",
+    ),
+    Mutant(
+        "planner: keys and values of the last chunk are sent twice too",
+        "surojax/planner/traffic.py",
+        "return 1 - 1 / run.model.compute.sequence_chunks",
+        "return 1.0",
+        "tests/test_chunked.py::test_divided_chunks_move_what_the_formulas_say",
     ),
     Mutant(
         "chunks: every one begins at position 0",
@@ -596,7 +624,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sequence that its chunks do not divide is taken",
         "surojax/config/checks.py",
-        "c.sequence_len % n == 0",
+        "of_device % n == 0",
         "True",
         f"{FIELDS} -k sequence_chunks",
     ),
@@ -2222,8 +2250,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sequence is cut after the devices of a tensor-parallel group have taken their parts",
         "surojax/step/engine.py",
-        "return own_part(own_tokens(x_BS, engine.model.compute.cp_method))",
-        "return own_tokens(own_part(x_BS), engine.model.compute.cp_method)",
+        "return own_part(own_tokens(x_BS, compute.cp_method))",
+        "return own_tokens(own_part(x_BS), compute.cp_method)",
         f"{CONTEXT_GRADS} -k allgather-2x2x2-tp",
     ),
     Mutant(

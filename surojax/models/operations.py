@@ -234,13 +234,14 @@ def positions_of(
 ) -> jax.Array:
     """The positions of this device's tokens, int32: `[S]`, or `[B, S]` in the documents that start there.
 
-    Tokens are consecutive, and the first of them has index `first` in its row, unless a row is divided over devices.
-    starts_BS: of whole rows.
+    Tokens are consecutive, unless a row or chunk is divided over devices. first: index in its row of the first token,
+    of all devices. starts_BS: of whole rows, or of a whole chunk.
     """
-    index_S = first + jnp.arange(tokens)
+    index_S = jnp.arange(tokens)
     if context.is_divided():
         index_S = context.own_index(tokens, cp_method)
         starts_BS = None if starts_BS is None else context.own_tokens(starts_BS, cp_method)
+    index_S = first + index_S
     return index_S if starts_BS is None else index_S[None, :] - starts_BS
 
 
@@ -411,6 +412,13 @@ class Operations:
             return rope(q, positions, theta, scaling), rope(k, positions, theta, scaling)
         return kernel_rope(q, k, *rope_angles(q.shape[-1], positions, theta, scaling), **self._kernel_options)
 
+    def of_whole_chunk(self, *xs_BSHh: jax.Array) -> Sequence[jax.Array]:
+        """Queries, keys or values of the chunk of which x is this device's part, of its part of the heads."""
+        if not context.is_divided():
+            return xs_BSHh
+        assert self.compute.cp_method == "ulysses", "config/checks.py refuses the other methods with chunks"
+        return context.scatter_heads(*xs_BSHh)
+
     def attend(
         self,
         q_BSHh: jax.Array,
@@ -431,12 +439,14 @@ class Operations:
         how = self.compute.attention
         starts = self.starts
         if isinstance(cache, Earlier):
+            q_BSHh, k_BSKh, v_BSKh = self.of_whole_chunk(q_BSHh, k_BSKh, v_BSKh)
             keys, values = cache.with_own(k_BSKh, v_BSKh)
             out_of_sight = max(0, cache.start + 1 - window) if window else 0
             if out_of_sight:
                 keys, values = keys[:, out_of_sight:], values[:, out_of_sight:]
                 starts = None if starts is None else jnp.maximum(starts - out_of_sight, 0)
             y_BSHh = attend(q_BSHh, keys, values, starts=starts, window=window, implementation=how, **scores)
+            y_BSHh = context.gather_heads(y_BSHh) if context.is_divided() else y_BSHh
             return y_BSHh, Earlier(k_BSKh, v_BSKh)
         if cache is None:
             scores |= {"starts": starts, "window": window, "implementation": how}

@@ -9,7 +9,8 @@ Ratio of the estimate to `compiled.memory_analysis()` of the real step (argument
 * XLA's GPU compiler, on a machine without a GPU: configs/llama{1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py on
   H100, on 1 to 8 GPUs, ZeRO 1 and 3, with nothing, one class, the state, or everything offloaded, one to four
   microbatches a step and one or two a fetch: 15 variants, 0.97 to 1.09. With sequence_chunks, 7B and 8B at 32,768 to
-  131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.15.
+  131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.15; 8B at 1,048,576 tokens in 8 chunks on 8 H200, divided
+  over cp (packed or not), tp, or both: 4 variants, 0.96 to 1.16.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24. tests/test_footprint.py compares
   nine of them with the present engine: between 0.9 and 1.4.
 
@@ -203,7 +204,9 @@ class SegmentBytes(NamedTuple):
     saved: int  # residuals of one layer if nothing is recomputed
     attention: int  # what attention needs besides in the backward pass of one layer
     scores: int  # attention scores, which are part of that; 0: flash attention
-    sequence: int  # with chunks of the sequence: keys and values of all of it, less its input (changed in place)
+    # With chunks of the sequence: keys and values of all of it, less its input, which is changed in place. In a
+    # tensor-parallel group also a whole chunk's term of the input's gradient, before it is reduce-scattered.
+    sequence: int
     sums: int  # with chunks: gradients of keys and values, their float32 sums, and the copy that a chunk reads
     layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
     grads: int  # gradient accumulators of all layers
@@ -233,7 +236,10 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     if plain is not run.model and not engine.recompute_block:
         saved = _block_bytes(run, run.model, segment, x, platform, packed).saved
     itemsize = x.dtype.itemsize
-    numbers = 2 * B * S * segment.heads.key_value * segment.heads.channels  # of keys and values
+    keys = max(segment.heads.key_value, devices_per_sequence(run.mesh))  # devices that share a head have it each
+    numbers = 2 * B * S * keys * segment.heads.channels  # of keys and values
+    tensor = tensor_parallel(run.mesh)
+    of_group = tensor * _bytes(chunk) if tensor > 1 else 0
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
     grads = jnp.dtype(engine.table.grads.dtype).itemsize * layers * sum(sizes)
@@ -246,7 +252,7 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
         saved=of_chunk.saved,
         attention=of_chunk.attention,
         scores=of_chunk.scores,
-        sequence=itemsize * numbers - _bytes(x) if chunks > 1 else 0,
+        sequence=itemsize * numbers - _bytes(x) + of_group if chunks > 1 else 0,
         sums=(4 + 3 * itemsize) * numbers if chunks > 1 else 0,
         layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
         grads=grads,
@@ -335,7 +341,7 @@ def _block_bytes(
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
-        keys = chunks * max(heads_of.key_value, tensor)
+        keys = chunks * max(heads_of.key_value, tensor if chunks == 1 else per_sequence)
         copied = (2 * heads_of.query + keys) * heads_of.channels if flash == "mosaic" else 0
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
         return BlockBytes(saved + kept, B * S * copied * itemsize, scores=0)

@@ -153,8 +153,9 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     """Bytes that each GPU sends per step within its tensor-parallel group, by (collective, axis), for the blocks.
 
     A pass over a block gathers the inputs of attention and MLP and scatters their results; reverse mode scatters where
-    the block gathers. A recomputed block does it again, except for a result that no gradient needs. Recipes fp8_*
-    gather in 8 bits. Largest magnitudes, a number for each operand of fp8_* and nvfp4, are left out.
+    the block gathers. A recomputed block does it again, except for a result that no gradient needs. With chunks it
+    gathers the inputs of attention once more, for the keys and values of all chunks but the last. Recipes fp8_* gather
+    in 8 bits. Largest magnitudes, a number for each operand of fp8_* and nvfp4, are left out.
     """
     axes = tuple(axis for axis in TENSOR if axis in run.mesh.shape)
     sent = collections.defaultdict[tuple[str, str], float](float)
@@ -171,7 +172,7 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     for segment in run.model.segments:
         layers = _layers(run, segment)
         parts = (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn)  # whose inputs are gathered again
-        again = 2 if engine.recompute_block else parts
+        again = 2 + _of_earlier_chunks(run) if engine.recompute_block else parts
         results = (1 if segment.last_products else 2) if engine.recompute_block else 0
         in_recipe = sum(variant.recipe_enabled for variant in segment.variants[:layers])
         in_fp8 = run.model.precision.fp8 * in_recipe
@@ -194,9 +195,10 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
 def context_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
     """Bytes that each GPU sends per step for attention over the devices of `cp`, by (collective, axis).
 
-    ulysses: queries, keys and values of one pass, and its results; so are their gradients. Others: a pass gets keys and
-    values of all others; reverse mode gets them again, and XLA joins that with what a recomputed block gets. Gradients
-    of them are float32, until ring sends them home in one hop more.
+    ulysses: queries, keys and values of one pass, and its results; so are their gradients. With chunks, the backward
+    pass sends keys and values of all chunks but the last once more. Others: a pass gets keys and values of all others;
+    reverse mode gets them again, and XLA joins that with what a recomputed block gets. Gradients of them are float32,
+    until ring sends them home in one hop more.
     """
     n = run.mesh.shape.get(CONTEXT, 1)
     sent = collections.defaultdict[tuple[str, str], float](float)
@@ -214,13 +216,19 @@ def context_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
         of_group = heads.key_value // run.mesh.shape.get(KV_HEADS, 1)
         if method == "ulysses":
             keys = max(of_group, n) * heads.channels * tokens
-            sent["all-to-all", CONTEXT] += (n - 1) / n * passes * (3 if again else 2) * (2 * queries + 2 * keys) * work
+            numbers = (3 if again else 2) * (2 * queries + 2 * keys) + _of_earlier_chunks(run) * 2 * keys
+            sent["all-to-all", CONTEXT] += (n - 1) / n * passes * numbers * work
             continue
         block = 2 * of_group * heads.channels * tokens
         to_others, home = ("all-gather", "reduce-scatter") if method == "allgather" else ("collective-permute",) * 2
         sent[to_others, CONTEXT] += (n - 1) * passes * 2 * block * work
         sent[home, CONTEXT] += passes * block * ((n - 1) * 4 + (work if method == "ring" else 0))
     return sent
+
+
+def _of_earlier_chunks(run: Assembly) -> float:
+    """The fraction of a sequence before its last chunk, whose keys and values the backward pass computes twice."""
+    return 1 - 1 / run.model.compute.sequence_chunks
 
 
 def stage_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:

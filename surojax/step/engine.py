@@ -54,7 +54,7 @@ from surojax.models.model import Variant
 from surojax.numerics.fp8 import delayed_scales, extended, new_observed
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
-from surojax.parallel.context import own_tokens
+from surojax.parallel.context import of_each_chunk, own_tokens
 from surojax.parallel.tensor import own_part
 from surojax.placement.mesh import AXES, DATA, TOKENS
 from surojax.placement.param import OUTER
@@ -339,7 +339,12 @@ def embedded(engine: Engine, outer, each: Microbatch) -> jax.Array:
 
 def own_slice(engine: Engine, x_BS: jax.Array) -> jax.Array:
     """The columns of whole sequences whose activations are on this device."""
-    return own_part(own_tokens(x_BS, engine.model.compute.cp_method))
+    compute = engine.model.compute
+
+    def own_columns(x_BS: jax.Array) -> jax.Array:
+        return own_part(own_tokens(x_BS, compute.cp_method))
+
+    return of_each_chunk(own_columns, x_BS, compute.sequence_chunks)
 
 
 def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: jax.Array) -> Callable:

@@ -231,6 +231,20 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("zero_level=3_pp_tp_2x2x2", ZERO3 | PP | TP, 8, expect="order"),
     Setting("offload_all_pp_tp_2x2x2", ZERO3 | PP | TP | ALL, 8, like="zero_level=3_pp_tp_2x2x2"),
     Setting("sample_packing_pp_tp_2x2x2", ZERO3 | PP | TP | PACKED, 8, like="sample_packing", expect="order"),
+    # Chunks of the sequence, each divided over cp_size and tp_size
+    *(
+        setting
+        for name, mesh in (("cp_chunks_2x2", ZERO3 | CP["ulysses"]), ("tp_chunks_2x2", ZERO3_TP))
+        for setting in (
+            Setting(name, mesh | CHUNKS, 4, expect="order"),
+            Setting(f"offload_all_{name}", mesh | CHUNKS | ALL, 4, like=name),
+            Setting(f"sample_packing_{name}", mesh | CHUNKS | PACKED, 4, like="sample_packing", expect="order"),
+        )
+    ),
+    *(
+        Setting(f"{name}_cp_chunks_2x2x2", mesh | CP["ulysses"] | CHUNKS | ALL | PACKED, 8, "sample_packing", "order")
+        for name, mesh in (("hsdp", HSDP), ("tp", ZERO3_TP), ("pp", ZERO3 | PP))
+    ),
     # Communication
     Setting("use_all_to_all_reduce@4", ZERO3 | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting(
@@ -275,6 +289,7 @@ ADAPTERS: tuple[Setting, ...] = (
     Setting("lora_offload_all@4", LORA_OFFLOADS | ZERO3, 4, like="lora_zero_level=3@4"),
     Setting("lora_zero_quantized_weights=int8@4", LORA | INT8, 4, like="lora_zero_level=3@4", expect="int8"),
     Setting("lora_hsdp_2x2", LORA | ZERO3 | {"dp_replicate_size": 2}, 4, like="lora", expect="order"),
+    Setting("lora_cp_tp_chunks_2x2", LORA | TP | CP["ulysses"] | CHUNKS, 4, like="lora", expect="order"),
     Setting("lora_tp@2", LORA | TP, 2, like="lora", expect="order"),
     Setting("lora_tp_2x2", LORA_OFFLOADS | ZERO3_TP, 4, like="lora", expect="order"),
     Setting("lora_cp_ulysses_2x2", LORA | ZERO3 | CP["ulysses"], 4, like="lora", expect="order"),
