@@ -30,7 +30,7 @@ from surojax.placement.param import OUTER
 from surojax.placement.table import place
 from surojax.planner import footprint, hlo, stages, traffic
 from surojax.step.padding import Inputs, padded
-from surojax.step.pipeline import of_stage
+from surojax.step.stage_layers import of_stage
 from surojax.train import train
 
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
