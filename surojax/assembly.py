@@ -32,8 +32,8 @@ from surojax.placement.mesh import pipeline_stages, shards
 from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, place
 from surojax.step import train_step as step
-from surojax.step.stage_layers import of_stage
 from surojax.step.spec import Engine
+from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
 from surojax.step.state_plan import state_plan
 

@@ -26,10 +26,9 @@ Arrays are one device's part. Shape suffixes: A microbatches, B local batch, S s
 part of it, if it is tensor parallel), D hidden size.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -297,7 +296,7 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
     model = engine.model
     engine = stage_engine(engine)
     (segment,) = engine.model.segments
-    number, stages = pipeline.stage()
+    _, stages = pipeline.stage()
     outer = varying(weights[OUTER])
     axes = engine.vocabulary_axes
     layers = StageLayers(model, engine, weights[segment.name])

@@ -27,7 +27,6 @@ from surojax.parallel.schedule import (
     NONE,
     check_lockstep,
     check_stages,
-    layers_of_stage,
     patterns_of_stages,
     stacked_layers,
 )
