@@ -43,6 +43,7 @@ from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
 from surojax.planner.stages import patterns, slots
 from surojax.planner.traffic import Batch, batch_of, layers_together
+from surojax.step.stage_layers import in_lockstep
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import comes_in_pairs, quantise_with_one_scale
 
@@ -110,6 +111,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     activations = group * sum(segment.activations for segment in segments)
     if stages > 1:  # step/pipeline.py; a stack in host memory has an entry more
         activations = slots(run, batch.microbatches) * (activations + table.residuals.home.streamed * kept)
+        activations += in_lockstep(model) * (1 + table.residuals.home.streamed) * kept
 
     def by_home(tree) -> dict[str, int]:
         """Bytes of a planned tree in each memory."""

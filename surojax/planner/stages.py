@@ -41,9 +41,8 @@ def layer_passes(run: Assembly, microbatches: int) -> int:
 
 
 def slots(run: Assembly, microbatches: int) -> int:
-    """The number of microbatches whose residuals every stage has room for; with a ring, one of no microbatch too."""
-    schedule = SCHEDULES[run.engine.pp_schedule](microbatches, pipeline_stages(run.mesh))
-    return int(schedule.in_flight.max()) + in_ring_lockstep(run.model)
+    """The number of microbatches whose residuals every stage has room for."""
+    return int(SCHEDULES[run.engine.pp_schedule](microbatches, pipeline_stages(run.mesh)).in_flight.max())
 
 
 def slowest(run: Assembly) -> int:

@@ -114,6 +114,7 @@ class Stage:
         of_first = self.layers.of_patterns[0]
         self.residuals = residuals_of(engine, of_first, self.outer, self.microbatch(0), self.layers.variants)
         self.entries = self.segment.num_layers + self.residuals.home.streamed  # of a slot
+        self.unused = 1 + self.residuals.home.streamed  # entries for the residuals of no microbatch
         self.slots = int(schedule.in_flight.max())
         self.head_slots = int(schedule.in_flight[-1])
 
@@ -125,8 +126,8 @@ class Stage:
         batch, length, width = x.shape
         x_BSD = varying(jnp.zeros(x.shape, x.dtype), AXES)
         from_head = varying(jnp.zeros((self.head_slots, batch, length // self.stages, width), x.dtype), AXES)
-        slots = self.slots + self.layers.in_lockstep  # the last one is of no microbatch
-        saved = allocate(self.residuals.zeros(slots * self.entries), engine.table.residuals.home)
+        entries = self.slots * self.entries + self.layers.in_lockstep * self.unused
+        saved = allocate(self.residuals.zeros(entries), engine.table.residuals.home)
         grads = zeros_in_host_memory(self.segment, accumulators(engine, weights))
         observed = None if history is None else new_observed(history[: self.segment.num_layers])
         loss = varying(jnp.float32(0), AXES)
@@ -138,11 +139,12 @@ class Stage:
         return Microbatch(own(inputs_BS), own(labels_BS), starts_BS, functools.partial(self.recipe_inputs, a, computes))
 
     def slot(self, a, computes: jax.Array | bool) -> Slot:
-        slot = a % self.slots
+        begin = a % self.slots * self.entries
+        step = 1
         if self.layers.in_lockstep:
-            slot = jnp.where(computes, slot, self.slots)
-        begin = slot * self.entries
-        return Slot(self.residuals, begin + self.entries - self.segment.num_layers)
+            begin = jnp.where(computes, begin, self.slots * self.entries)
+            step = jnp.where(computes, 1, 0)
+        return Slot(self.residuals, begin + self.entries - self.segment.num_layers, step)
 
     def tick(self, t, carry: TickCarry) -> TickCarry:
         """The carry after one tick of the schedule."""
