@@ -1924,8 +1924,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: groups of microbatches change nothing",
         "surojax/planner/traffic.py",
-        "return batch.microbatches // run.engine.microbatches_per_fetch",
-        "return batch.microbatches",
+        "groups = passes // run.engine.microbatches_per_fetch",
+        "groups = passes",
         TEXTBOOK,
     ),
     Mutant(
@@ -2660,8 +2660,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "streamed layers of a new state are written from 0 on",
         "surojax/step/state.py",
-        "return write(stack, work, l - start), write(built, other, l)",
-        "return write(stack, work, l), write(built, other, l)",
+        "return write(stack, work, i - start), write(built, other, l)",
+        "return write(stack, work, i), write(built, other, l)",
         "tests/test_offload.py::test_resident_layers_in_evaluation_sampling_and_restored_checkpoints",
     ),
     Mutant(
@@ -4116,7 +4116,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: gradients are scattered once a step",
         "surojax/planner/traffic.py",
-        "rounds, itemsize = (k, work) if table.grads.sharded",
+        "rounds, itemsize = (passes, work) if table.grads.sharded",
         "rounds, itemsize = (1, work) if table.grads.sharded",
         TEXTBOOK,
     ),
