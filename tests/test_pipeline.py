@@ -43,7 +43,8 @@ FIVE = dataclasses.replace(CONFIG, num_hidden_layers=5)
 SEVEN = dataclasses.replace(CONFIG, num_hidden_layers=7)
 TIED = dataclasses.replace(QWEN, num_hidden_layers=4)
 TWO_KINDS = dataclasses.replace(SMOLLM, num_hidden_layers=2)  # stages of one layer with rotary embedding, or without
-WINDOWS = dataclasses.replace(FIVE, sliding_window=5, sliding_window_pattern=2)
+WINDOWS = dataclasses.replace(CONFIG, sliding_window=5, sliding_window_pattern=3)  # the third layer sees everything
+GEMMA_2 = dataclasses.replace(GEMMA, num_hidden_layers=2)
 RING: dict[str, Any] = {"cp_size": 2, "compute": Compute(cp_method="ring")}
 ONE_BACK: dict[str, Any] = {"pp_schedule": "1f1b"}
 PLACED = {  # (model, devices, placement, whether blocks are computed again)
@@ -67,7 +68,7 @@ PLACED = {  # (model, devices, placement, whether blocks are computed again)
     "2x2x2-replicas": (FOUR, 8, {"pp_size": 2, "replicate": 2}, True),
     "tied-2x4-zero3-saved-offloaded": (TIED, 8, {"pp_size": 2, "zero_level": 3, **ALL}, False),
     "other-layers-2": (TWO_KINDS, 2, {"pp_size": 2}, False),
-    "other-layers-2x2-zero3-offloaded": (GEMMA, 4, {"pp_size": 2, "zero_level": 3, **ONE_BACK, **ALL}, True),
+    "other-layers-gemma-2x2-offloaded": (GEMMA_2, 4, {"pp_size": 2, "zero_level": 3, **ONE_BACK, **ALL}, True),
     "ring-2x2-saved": (CONFIG, 4, {"pp_size": 2, "zero_level": 1, **RING}, False),
     "resident-2x2-zero3-offloaded": (SEVEN, 4, {"pp_size": 2, "zero_level": 3, "resident_layers": 2, **ALL}, True),
     "2x4-tp": (FOUR, 8, {"pp_size": 2, "tp_size": 4}, False),
@@ -179,7 +180,7 @@ def test_five_steps_of_divided_sequences(method, packs):
 def test_five_steps_equal_those_of_one_device(config):
     """And they are the same to the bit with everything in host memory, and with the other schedule.
 
-    With a tied head that adds up gradients of head and embedding in another order.
+    With a tied head, that adds up gradients of head and embedding in another order; `PLACED` has a step of it.
     """
     batches = [tokens(4, 8, 24, seed=i) for i in range(5)]
     kind: dict[str, Any] = {"config": config, "z_loss": 1e-3}
@@ -191,12 +192,8 @@ def test_five_steps_equal_those_of_one_device(config):
     np.testing.assert_allclose(found, expected, rtol=ORDER_OF_SUMS)
     assert worst_relative(without_padding(four.state.master, config), one.state.master) < 1e-3  # AdamW amplifies
     without_padding(four.state.moments, config)
-    one_back = Small(4, **kind, **ONE_BACK, **ALL).train(batches)
-    if config is TIED:
-        np.testing.assert_allclose(one_back, found, rtol=ORDER_OF_SUMS)
-        assert Small(4, **kind, **ALL).train(batches) == found
-    else:
-        assert one_back == found
+    other_schedule = {} if config is TIED else ONE_BACK
+    assert Small(4, **kind, **other_schedule, **ALL).train(batches) == found
 
 
 @pytest.mark.full
@@ -243,14 +240,15 @@ def test_a_checkpoint_moves_between_layouts(tmp_path, config):
 
 @pytest.mark.full
 def test_a_run_goes_on_with_stages_and_without(tmp_path):
-    """The same samples, evaluations and losses, whether a run has two stages, one, or changes in between."""
+    """The same samples, evaluations and losses, whether a run has one stage, or two in between."""
     c = config_of_a_run(tmp_path)
+    c.update({"gradient_accumulation_steps": 2, "lr_scheduler_type": "wsd", "sample_tokens": 0})
     losses = {}
-    for name, sizes in {"one": (1, 1, 1), "mixed": (1, 2, 1)}.items():
-        c.output_dir = str(tmp_path / name)
+    for name, sizes in {"one": {6: 1}, "mixed": {2: 1, 4: 2, 6: 1}}.items():
+        c.update({"output_dir": str(tmp_path / name), "eval_steps": 2 if len(sizes) == 1 else 0})
         losses[name] = []
-        for steps, pp_size in zip((2, 4, 6), sizes, strict=True):
-            c.update({"max_steps": steps, "gpus": pp_size, "pp_size": pp_size, "gradient_accumulation_steps": 2})
+        for steps, pp_size in sizes.items():
+            c.update({"max_steps": steps, "gpus": pp_size, "pp_size": pp_size})
             losses[name] += [x["loss"] for x in train(c).history]
     assert len(losses["one"]) == 6 + 3  # and three evaluations
     np.testing.assert_allclose(losses["mixed"], losses["one"], rtol=1e-4)
