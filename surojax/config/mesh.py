@@ -8,7 +8,7 @@ from surojax.errors import need
 from surojax.models.families import FAMILIES
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
-from surojax.parallel.schedule import SCHEDULES, check_kinds, check_stages
+from surojax.parallel.schedule import SCHEDULES, check_lockstep, check_stages
 
 # What is not built for a size, and why: each of these fields has its default if the size is above 1.
 _COPY_ENGINE = {
@@ -21,7 +21,6 @@ NOT_WITH = {
     "pp_size": _COPY_ENGINE
     | {
         "nvme_path": "since files are updated layer by layer of the model, and stages have different layers",
-        "resident_layers": "since these are the model's first layers, not those of each stage",
     },
 }
 
@@ -147,12 +146,13 @@ def _check_stages(c: Config) -> None:
         return
     expected = f"1 with pp_size={c.pp_size}, whose stages compute one microbatch in a tick and fetch each layer for it"
     need(c.microbatches_per_fetch == 1, "microbatches_per_fetch", expected, c.microbatches_per_fetch, "leave it out")
-    expected = (
-        f"'ulysses' or 'allgather' with pp_size={c.pp_size}: in a tick some stages compute and others do not, and "
-    )
-    expected += "the devices of all stages would wait in a hop of the ring"
-    need(c.cp_method != "ring", "cp_method", expected, c.cp_method, "choose one of them")
+    if c.cp_method == "ring":
+        check_lockstep(_variants(c), c.pp_size)
+
+
+def _variants(c: Config) -> tuple:
+    """The kind of each layer of a config's model."""
     settings = c.model.to_dict() | {"head_dim": head_dim(c)}
     architecture = FAMILIES[settings.pop("model_type")].architecture(settings)
     precision = Precision(c.recipe, skip_first=c.skip_quant_first_layers, skip_last=c.skip_quant_last_layers)
-    check_kinds(architecture.variants(precision), c.pp_size)
+    return architecture.variants(precision)

@@ -32,7 +32,7 @@ class Split(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Layers `start` to `stop` - 1 of a model: a tree of stacks that are in one memory."""
+    """Layers `start` to `stop` - 1 of a model, or of a stage: a tree of stacks that are in one memory."""
 
     stack: Any
     start: int

@@ -42,7 +42,9 @@ from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline
 from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
+from surojax.planner.stages import patterns, slots
 from surojax.planner.traffic import Batch, batch_of, layers_together
+from surojax.step.stage_layers import in_lockstep
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import comes_in_pairs, quantise_with_one_scale
 
@@ -109,8 +111,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     group = engine.microbatches_per_fetch
     activations = group * sum(segment.activations for segment in segments)
     if stages > 1:  # step/pipeline.py; a stack in host memory has an entry more
-        of_stages = SCHEDULES[engine.pp_schedule](batch.microbatches, stages).in_flight.tolist()
-        activations = max(of_stages) * (activations + table.residuals.home.streamed * kept)
+        activations = slots(run, batch.microbatches) * (activations + table.residuals.home.streamed * kept)
+        activations += in_lockstep(model) * (1 + table.residuals.home.streamed) * kept
 
     def by_home(tree) -> dict[str, int]:
         """Bytes of a planned tree in each memory."""
@@ -135,10 +137,12 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     # Bytes in flight while a layer computes: its weights, and the prefetched weights of the next layer.
     during_layer = 2 * during_head
     # Every other loop over layers has prefetched weights of its own.
-    loops = sum(len(runs(segment.variants)) for segment in model.segments) + bool(work.resident)
+    # Of the patterns of stages (step/stage_layers.py), each stage runs the loops of one.
+    of_patterns = [[runs(pattern) for pattern in patterns(run, segment).patterns] for segment in model.segments]
+    loops = sum(max(map(len, of_segment)) for of_segment in of_patterns) + bool(work.resident)
     during_layer += (loops - 1) * fetched if during_head else 0
     during_layer += layer_bytes if table.base_format else 0  # the numbers of its weights, beside their codes
-    in_loops = [x for segment in model.segments for x in runs(segment.variants)]
+    in_loops = [x for of_segment in of_patterns for of_pattern in of_segment for x in of_pattern]
     if work.home.streamed and not work.sharded and any(comes_in_pairs(x.stop - x.start, x.period) for x in in_loops):
         during_layer += 3 * group * x_bytes  # activations of the other layer of a backward body
     # Shards of the layer after the next are copied from the host before they are all-gathered.
@@ -175,7 +179,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
         update = _overlapped_update_bytes(segments)
     working_space = max(block + during_layer, head + during_head, update) + 2 * x_bytes
     if stages > 1:  # activations and gradients that come from the neighbours, and gradients from the head
-        working_space += 2 * x_bytes + of_stages[-1] * x_bytes // stages
+        head_slots = int(SCHEDULES[engine.pp_schedule](batch.microbatches, stages).in_flight[-1])
+        working_space += 2 * x_bytes + head_slots * x_bytes // stages
     unquantised = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]
     of_grads = only_in(grads.home, block_grads)
     of_grads[DEVICE.name] += outer_grads

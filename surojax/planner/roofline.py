@@ -42,8 +42,8 @@ import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.models.lora import adapters
-from surojax.models.model import Segment
-from surojax.parallel.schedule import SCHEDULES, layers_of_stage
+from surojax.models.model import Segment, Variant
+from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import (
     CONTEXT,
@@ -58,6 +58,7 @@ from surojax.planner import footprint, links, traffic
 from surojax.planner.advice import OFFLOADS
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu, Rates
+from surojax.planner.stages import patterns, slots
 from surojax.step.state_plan import bytes_per_device
 
 FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
@@ -110,7 +111,7 @@ def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]], microbatches: i
     stages = pipeline_stages(run.mesh)
     in_flight = run.engine.microbatches_per_fetch
     if stages > 1:
-        in_flight = max(SCHEDULES[run.engine.pp_schedule](microbatches, stages).in_flight.tolist())
+        in_flight = slots(run, microbatches)
     return {
         "residual": at_once // in_flight,
         "residuals at once": at_once,
@@ -131,7 +132,7 @@ def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, in
     forward, backward = (sum(x) for x in zip(*(_segment(run, s, batch, gpu) for s in run.model.segments), strict=True))
     per_fetch = run.engine.microbatches_per_fetch
     once, with_a_fetch = (
-        _as_within_a_machine(run, gpu, traffic.collective_bytes(run, dataclasses.replace(batch, microbatches=n)))
+        _as_within_a_machine(run, gpu, traffic.collective_bytes(run, dataclasses.replace(batch, microbatches=n), n))
         for n in (0, per_fetch)
     )
     of_fetch = {key: size - once.get(key, 0) for key, size in with_a_fetch.items()}
@@ -241,7 +242,18 @@ def _phase(work: Work, *, seconds: float, waits: float, link: float, read: float
 
 
 def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) -> tuple[float, float]:
-    """Seconds that a full stage's layers of a segment compute in a microbatch: (forward, backward)."""
+    """Seconds that a full stage's layers of a segment compute in a microbatch: (forward, backward).
+
+    Of stages with other kinds of layers, those of the slowest one.
+    """
+    found = [_stage(run, segment, pattern, batch, gpu) for pattern in patterns(run, segment).patterns]
+    return max(found, key=sum)
+
+
+def _stage(
+    run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch: traffic.Batch, gpu: Gpu
+) -> tuple[float, float]:
+    """Seconds that layers of a segment compute in a microbatch: (forward, backward). variants: of each of them."""
     model, engine = run.model, run.engine
     rates = _rates(gpu)
     dtype = jnp.dtype(engine.table.weights.dtype)
@@ -252,7 +264,8 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
     sizes = footprint.segment_bytes(dataclasses.replace(run, model=whole), segment, x, "gpu")
     bandwidth = gpu.memory_bandwidth * rates.memory
     passes = sizes.saved / bandwidth
-    flops = segment.attention_flops(batch.sequence_len) * batch.tokens / segment.num_layers  # of a layer, for a group
+    flops = dataclasses.replace(segment, variants=variants).attention_flops(batch.sequence_len)
+    flops *= batch.tokens / len(variants)  # of a layer, for a group
     attended, attended_back = _attention(gpu, flops / devices_per_sequence(run.mesh), sizes.scores)
     again = engine.recompute_block or model.compute.recompute.att
     params, layouts = (jax.tree.leaves(tree) for tree in (segment.params, engine.layouts.weights[segment.name]))
@@ -264,7 +277,7 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
     coded = {p.name: traffic.coded_bytes(run, segment, p) for p, _ in matrices}
     forward = 0.0
     backward = 0.0
-    for variant in segment.variants:
+    for variant in variants:
         of_recipe = traffic.operands(model.precision, variant.recipe_enabled, str(dtype))
         forward += FORWARD_PASSES * passes + attended
         backward += BACKWARD_PASSES * passes + attended_back + attended * again
@@ -281,9 +294,8 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
             backward += _product(gpu, tokens, columns, rows, low_back)
             backward += p.trainable * _product(gpu, rows, columns, tokens, low_back)
             backward += ahead * _repeated(run, segment, p)
-    lengths = segment.num_layers * _row_lengths(run, segment, gpu, dtype)
-    of_stage = layers_of_stage(segment.num_layers, pipeline_stages(run.mesh)) / segment.num_layers
-    return of_stage * (forward + lengths), of_stage * (backward + lengths * again)
+    lengths = len(variants) * _row_lengths(run, segment, gpu, dtype)
+    return forward + lengths, backward + lengths * again
 
 
 def _row_lengths(run: Assembly, segment: Segment, gpu: Gpu, dtype) -> float:

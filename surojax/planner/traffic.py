@@ -23,8 +23,9 @@ Replicated outer layers add a reduce-scatter and an all-gather once per step. Sh
 instead: see `collective_bytes`, and for what NorMuon sends `_add_whole`. In all else, with tensor parallelism P is
 what a device of a group has; `tensor_bytes` says what its groups send besides, and `context_bytes` what attention sends
 over `cp`. With pipeline parallelism P is what a full stage has of that, and each pass gathers one layer more
-(step/pipeline.py); `stage_bytes` says what stages send. Groups of `dp_replicate` all-reduce their shards once per step.
-Scalars (loss, label count, norm: a few bytes) are left out.
+(step/pipeline.py); with a ring there are as many passes as `stages.layer_passes` says. `stage_bytes` says what stages
+send. Groups of `dp_replicate` all-reduce their shards once per step. Scalars (loss, label count, norm: a few bytes) are
+left out.
 
 Times are lower bounds: each resource alone, at its peak rate, perfectly overlapped with all others.
 """
@@ -44,7 +45,7 @@ from surojax.numerics.base_formats import bytes_per_number
 from surojax.numerics.quantize import block_size
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.optim import optimizer as optim
-from surojax.parallel.schedule import SCHEDULES, layers_of_stage
+from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.layout import Layout, mesh_axes
 from surojax.placement.mesh import (
     CONTEXT,
@@ -62,6 +63,7 @@ from surojax.placement.mesh import (
 )
 from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.planner.gpus import Gpu
+from surojax.planner.stages import layer_passes, slots
 from surojax.step.state_plan import leaf_bytes
 
 
@@ -84,14 +86,18 @@ def batch_of(c: Config) -> Batch:
     return Batch(c.per_device_batch_size, c.sequence_len, c.gradient_accumulation_steps)
 
 
-def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
-    """Bytes that each GPU sends per step, by (collective, axis)."""
+def collective_bytes(run: Assembly, batch: Batch, passes: int | None = None) -> dict[tuple[str, str], int]:
+    """Bytes that each GPU sends per step, by (collective, axis).
+
+    passes: those over a stage's layers in each direction; None: `stages.layer_passes`.
+    """
     table = run.engine.table
     n = shards(run.mesh)
     over_shards = axes_of_shards(run)
     replicas = run.mesh.shape[REPLICATE]
     k = batch.microbatches
-    groups = _groups(run, batch)
+    passes = layer_passes(run, k) if passes is None else passes
+    groups = passes // run.engine.microbatches_per_fetch
     ops = "all-gather", "reduce-scatter", "all-to-all", "all-reduce"
     sent = collections.defaultdict[tuple[str, str], float](float)
     sent |= dict.fromkeys([*((op, over_shards) for op in ops), ("all-reduce", REPLICATE)], 0.0)
@@ -103,7 +109,7 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     if stages > 1 and table.weights.sharded:  # 2 passes over n layers fetch 2 (n + 1)
         gathered += gathered / _layers(run, *run.model.segments)
     sent["all-gather", over_shards] += ring * (2 * groups * gathered if table.weights.sharded else gathered)
-    rounds, itemsize = (k, work) if table.grads.sharded else (1, accum)
+    rounds, itemsize = (passes, work) if table.grads.sharded else (1, accum)
     reduce = "reduce-scatter" if table.reduce == "reduce_scatter" else "all-to-all"
     reduced = _in_8_bits(run, run.engine.layouts.master, vectors=4) if table.reduce == "int8" else itemsize * blocks
     sent[reduce, over_shards] += ring * reduced * rounds
@@ -129,7 +135,8 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
         sent["all-gather", along] += k * others * (2 * x + 2 * ids)
         sent["reduce-scatter", along] += k * others * 2 * x
         sent["all-reduce", along] += k * 2 * others * 2 * ids  # largest logit and sum of exponentials, float32
-    for of_blocks in (tensor_bytes(run, batch), context_bytes(run, batch), stage_bytes(run, batch)):
+    in_layers = dataclasses.replace(batch, microbatches=passes)
+    for of_blocks in (tensor_bytes(run, in_layers), context_bytes(run, in_layers), stage_bytes(run, batch)):
         for key, size in of_blocks.items():
             sent[key] += size
     for p, layout, _ in _with_layouts(run, OUTER):
@@ -174,7 +181,8 @@ def tensor_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], float]:
         parts = (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn)  # whose inputs are gathered again
         again = 2 + _of_earlier_chunks(run) if engine.recompute_block else parts
         results = (1 if segment.last_products else 2) if engine.recompute_block else 0
-        in_recipe = sum(variant.recipe_enabled for variant in segment.variants[:layers])
+        enabled = sum(variant.recipe_enabled for variant in segment.variants) / segment.num_layers
+        in_recipe = layers * enabled  # of a stage, on average
         in_fp8 = run.model.precision.fp8 * in_recipe
         gathers = layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
         sent["all-gather", along] += k * gathers * (4 + again) * x
@@ -311,11 +319,6 @@ def _size(run: Assembly, p: Param, layout: Layout) -> int:
     """Elements of a parameter on each device of a stage's tensor-parallel group, shared over `dp_shard x cp`."""
     divided = math.prod(run.mesh.shape[axis] for axis in (PIPELINE, *TENSOR) if axis in layout.computed_axes)
     return math.prod(p.shape) // divided
-
-
-def _groups(run: Assembly, batch: Batch) -> int:
-    """Groups of microbatches in a step; for each, a layer's weights and accumulators are fetched once a pass."""
-    return batch.microbatches // run.engine.microbatches_per_fetch
 
 
 def _layers(run: Assembly, *segments: Segment) -> int:
@@ -495,7 +498,7 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
     once a group, and read by the next group or the update. Residuals are written and read once a microbatch. Master
     weights and moments are read and written once a step; those in files pass through host memory.
     """
-    groups = _groups(run, batch)
+    groups = layer_passes(run, batch.microbatches) // run.engine.microbatches_per_fetch
     host = {name: row["host"] + row["nvme"] for name, row in rows.items()}
     weights = host["weights"] + host.get("quants", 0)
     state = host["master"] + host["moments"]
@@ -507,7 +510,7 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
         # Residuals in flight are there together. Every pass reads a layer more, and of accumulators writes one more.
         # These begin as zeros there, and after the last tick there is one more pass over them.
         layers = _layers(run, *run.model.segments)
-        residuals //= max(SCHEDULES[run.engine.pp_schedule](groups, stages).in_flight.tolist())
+        residuals //= slots(run, batch.microbatches)
         fetched += fetched // layers
         grads = (groups + 1) * (host["grads"] + host["grads"] // layers) + host["grads"]
     read = fetched + grads + residuals + state

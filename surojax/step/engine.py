@@ -377,8 +377,10 @@ def residuals_of_segments(engine: Engine, step_inputs: StepInputs) -> dict[str, 
     return {name: residuals_of(engine, layers, step_inputs.outer, each) for name, layers in segments}
 
 
-def residuals_of(engine: Engine, layers: Layers, outer, each: Microbatch) -> Residuals:
-    """The residuals of a segment's layers in a microbatch."""
+def residuals_of(
+    engine: Engine, layers: Layers, outer, each: Microbatch, variants: tuple[Variant, ...] = ()
+) -> Residuals:
+    """The residuals of a segment's layers in a microbatch. variants: that they may have; (): those that they have."""
     segment = layers.segment
 
     def of_variant(variant: Variant):
@@ -387,8 +389,10 @@ def residuals_of(engine: Engine, layers: Layers, outer, each: Microbatch) -> Res
         x_BSD = embedded(engine, outer, each)
         return block_forward(engine, segment, layer, x_BSD, each.recipe_inputs(layer.number), each.starts_BS)[1]
 
-    variants = dict.fromkeys(segment.variants)
-    saved = {variant: jax.eval_shape(functools.partial(of_variant, variant)) for variant in variants}
+    saved = {
+        variant: jax.eval_shape(functools.partial(of_variant, variant))
+        for variant in variants or dict.fromkeys(segment.variants)
+    }
     return Residuals(segment.num_layers, engine.table.residuals.home, saved)
 
 

@@ -17,7 +17,7 @@ from surojax.memory.nvme import InFile, Store
 from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, quantize
 from surojax.optim.optimizer import Optimizer, Rule
-from surojax.parallel.schedule import stacked_layers
+from surojax.parallel.schedule import layers_of_stage, stacked_layers
 from surojax.placement.home import DEVICE, Home
 from surojax.placement.layout import Layout, Layouts, stacked
 from surojax.placement.mesh import pipeline_stages
@@ -38,13 +38,17 @@ def state_plan(
     """A TrainState of `jax.ShapeDtypeStruct`s with shardings, for the `Param`s of a model.
 
     Stacks of layers whose home is nvme are `InFile`s of one store. The work weights of a segment are `host.Split`s if
-    some of its layers stay on the device. Stacks have padding if stages are not all full (step/padding.py). history:
+    some of its layers stay on the device: of each stage as many. Stacks have padding if stages are not all full
+    (step/padding.py). history:
     its shape, see `fp8.history_shape`; None if there is none. Raises ConfigError if `resident_layers` leaves no layer
     to stream, or if a model of several segments has a home of nvme.
     """
-    if table.weights.resident >= model.num_layers:
+    stages = pipeline_stages(mesh)
+    of_stage = layers_of_stage(model.num_layers, stages)
+    if table.weights.resident >= of_stage:
+        whose = " of a stage" if stages > 1 else ""
         raise ConfigError(
-            f"resident_layers: expected fewer than the {model.num_layers} layers, got {table.weights.resident}; "
+            f"resident_layers: expected fewer than the {of_stage} layers{whose}, got {table.weights.resident}; "
             "leave it out with offload_weights=False to keep all on the device"
         )
     in_file = table.master.home.in_file or table.moments.home.in_file
@@ -55,7 +59,6 @@ def state_plan(
             f"({names}), got 'nvme', whose file has records of equal size; set them to true"
         )
     store = Store(table.master.folder, model.num_layers)
-    stages = pipeline_stages(mesh)
     entries = {segment.name: stacked_layers(segment.num_layers, stages) for segment in model.segments}
 
     def array(shape, dtype, spec: jax.P, home: Home) -> jax.ShapeDtypeStruct:
@@ -104,9 +107,9 @@ def state_plan(
         )
 
     def work_stacks(segment: Segment):
-        """The planned work weights of a segment: of its resident layers, and of its streamed layers."""
+        """The planned work weights of a segment: of its resident layers, and of its streamed layers, of all stages."""
         layers = entries[segment.name]
-        resident = min(max(table.weights.resident - segment.start, 0), layers)
+        resident = stages * min(max(table.weights.resident - segment.start, 0), layers // stages)
 
         def of_layers(layers: int, home: Home | None):
             """Stacks of this many layers in this memory; None: in the memory that each layout names."""

@@ -200,6 +200,7 @@ SETTINGS: tuple[Setting, ...] = (
     *(Setting(f"{name}_pp_2x2", ZERO3 | PP | {name: True}, 4, like="zero_level=3_pp_2x2") for name in OFFLOADS),
     Setting("offload_all_pp_2x2", ZERO3 | PP | ALL, 4, like="zero_level=3_pp_2x2"),
     Setting("offload_all_pp_1f1b_2x2", ZERO3 | PP_1F1B | ALL, 4, like="zero_level=3_pp_1f1b_2x2"),
+    Setting("resident_layers_pp_2x2", ZERO3 | PP | ALL | {"resident_layers": 1}, 4, like="zero_level=3_pp_2x2"),
     Setting("offload_saved_pp@2", PP | SAVED | ALL, 2, like="pp_saved@2"),
     Setting("sample_packing_pp_2x2", ZERO3 | PP | PACKED, 4, like="sample_packing", expect="order"),
     Setting("shard_outer_pp_2x2", ZERO3 | PP | {"shard_outer": True}, 4, expect="order"),
@@ -216,14 +217,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("zero_quantized_weights=fp8_pp_2x2", FP8 | PP, 4, like="zero_level=3_pp_2x2", expect="fp8"),
     Setting("offload_quants_pp_2x2", FP8 | QUANTS | ALL | PP, 4, like="zero_quantized_weights=fp8_pp_2x2"),
     Setting("hsdp_pp_2x2x2", HSDP | PP, 8, expect="order"),
-    *(Setting(f"pp_cp_{name}_2x2x2", ZERO3 | PP | CP[name], 8, expect="order") for name in ("ulysses", "allgather")),
+    *(Setting(f"pp_cp_{name}_2x2x2", ZERO3 | PP | of_method, 8, expect="order") for name, of_method in CP.items()),
     *(
-        Setting(f"offload_all_pp_cp_{name}_2x2x2", ZERO3 | PP | CP[name] | ALL, 8, like=f"pp_cp_{name}_2x2x2")
-        for name in ("ulysses", "allgather")
+        Setting(f"offload_all_pp_cp_{name}_2x2x2", ZERO3 | PP | of_method | ALL, 8, like=f"pp_cp_{name}_2x2x2")
+        for name, of_method in CP.items()
     ),
     *(
-        Setting(f"sample_packing_pp_cp_{name}_2x2x2", ZERO3 | PP | CP[name] | PACKED, 8, "sample_packing", "order")
-        for name in ("ulysses", "allgather")
+        Setting(f"sample_packing_pp_cp_{name}_2x2x2", ZERO3 | PP | of_method | PACKED, 8, "sample_packing", "order")
+        for name, of_method in CP.items()
     ),
     Setting("pp_tp_2x2", PP | TP, 4, expect="order"),
     Setting("offload_all_pp_tp_2x2", PP | TP | ALL, 4, like="pp_tp_2x2"),
