@@ -296,7 +296,6 @@ REFUSED = [
         {"cp_size": 2, "gpus": 8, "cp_method": "ring", "attention": "xla"},
         "cp_method: expected 'ulysses' or 'allgather' with pp_size=4",
     ),
-    ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with pp_size=4"),
     ({"offload_weights": True, "resident_layers": 1}, "resident_layers: expected 0 with pp_size=4"),
     (
         {"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2},

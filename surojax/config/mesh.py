@@ -19,7 +19,6 @@ NOT_WITH = {
     "cp_size": _COPY_ENGINE,
     "pp_size": _COPY_ENGINE
     | {
-        "nvme_path": "since files are updated layer by layer of the model, and stages have different layers",
         "resident_layers": "since these are the model's first layers, not those of each stage",
     },
 }

@@ -189,7 +189,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
         "working space": only_in(DEVICE, working_space),
     }
     if in_file:
-        found["layers from files"] = only_in(HOST, NVME_LAYERS * in_file // model.num_layers)
+        found["layers from files"] = only_in(HOST, NVME_LAYERS * in_file // layers_of_stage(model.num_layers, stages))
     return found
 
 
