@@ -401,7 +401,7 @@ def own_layers(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, num_layers: 
     stages = pipeline_stages(mesh)
     if stages == 1 or jax.process_count() == 1:
         return list(range(num_layers))
-    assert isinstance(mesh, jax.sharding.Mesh)
+    assert not isinstance(mesh, jax.sharding.AbstractMesh), "several processes have devices"
     of_stages = np.moveaxis(mesh.devices, mesh.axis_names.index(PIPELINE), 0)
     own = [any(device.process_index == jax.process_index() for device in of_stage.flat) for of_stage in of_stages]
     of_stage = layers_of_stage(num_layers, stages)
