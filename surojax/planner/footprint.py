@@ -175,6 +175,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     working_space = max(block + during_layer, head + during_head, update) + 2 * x_bytes
     if stages > 1:  # activations and gradients that come from the neighbours, and gradients from the head
         working_space += 2 * x_bytes + of_stages[-1] * x_bytes // stages
+        if streamed:  # weights that passes begin with, in each direction: of a layer, or shards of two
+            working_space += 4 * fetched // shards(run.mesh) if work.sharded else 2 * fetched
     unquantised = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]
     of_grads = only_in(grads.home, block_grads)
     of_grads[DEVICE.name] += outer_grads
