@@ -3071,9 +3071,58 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all stacks of a layer are at the beginning of its record",
         "surojax/memory/nvme.py",
-        "return l * self._stride + leaf.offset",
-        "return l * self._stride",
+        "return self.records[l] * self._stride + leaf.offset",
+        "return self.records[l] * self._stride",
         "tests/test_optimizers.py::test_files_change_no_bit",
+    ),
+    Mutant(
+        "a process stores the layers of the first stage, whichever is its own",
+        "surojax/memory/nvme.py",
+        "if own[l // of_stage]]",
+        "if own[1 - l // of_stage]]",
+        "tests/test_nvme.py::test_a_process_stores_the_layers_of_its_stages",
+    ),
+    Mutant(
+        "of a layer that another stage stores, the first stage's zeros are read",
+        "surojax/memory/nvme.py",
+        "jnp.sum(bits, 0, dtype=jnp.uint32)",
+        "bits[0]",
+        "tests/test_nvme.py::test_parts_of_layers_go_to_the_devices_and_back",
+    ),
+    Mutant(
+        "layers of all stages in files are updated as those of the first stage",
+        "surojax/step/file_step.py",
+        "collectives.first_layer(self.rounds) + l",
+        "l",
+        "tests/test_nvme.py::test_stages_update_their_layers_in_files_together",
+    ),
+    Mutant(
+        "only the first half of a layer of accumulators is exchanged",
+        "surojax/memory/host.py",
+        "2 * before + i, 2 * after + i",
+        "2 * before + i, 2 * after",
+        "tests/test_offload.py::test_two_layers_are_exchanged_in_halves",
+    ),
+    Mutant(
+        "stages: the backward pass begins with the first layer's weights",
+        "surojax/step/weights.py",
+        "        p = self.n if reverse else 0\n        return () if self.on_device",
+        "        p = 0\n        return () if self.on_device",
+        "tests/test_pipeline.py::test_equals_grad_of_the_plain_model -k uneven-4x2-zero3-offloaded",
+    ),
+    Mutant(
+        "stages: gradients are not summed over replicas",
+        "surojax/step/gradients.py",
+        "return bool(replicated_stacks(engine) or collectives.active(REPLICATE))",
+        "return replicated_stacks(engine)",
+        "tests/test_pipeline.py::test_equals_grad_of_the_plain_model -k 2x2x2-hsdp",
+    ),
+    Mutant(
+        "stages: a layer that passes begin with is not in the estimate of copies",
+        "surojax/planner/traffic.py",
+        "fetched += 2 * (1 + table.weights.sharded) * weights // layers",
+        "fetched += 2 * weights // layers",
+        "tests/test_textbook.py::test_copies_of_a_stage_to_and_from_the_host",
     ),
     Mutant(
         "the layer just updated is read again",
@@ -4201,8 +4250,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: the update does not read gradients",
         "surojax/planner/traffic.py",
-        "read = fetched + grads + residuals + state",
-        'read = fetched + grads - host["grads"] + residuals + state',
+        "read = fetched + read_grads + residuals + state",
+        'read = fetched + read_grads - host["grads"] + residuals + state',
         TEXTBOOK,
     ),
     Mutant(
@@ -4819,8 +4868,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every device gets the first part of a layer",
         "surojax/memory/nvme.py",
-        "stored[parts[self._start(index)].number]",
-        "stored[0]",
+        "self.parts[stage][self._start(index[1:])].number][None]",
+        "0][None]",
         "tests/test_nvme.py::test_parts_of_layers_go_to_the_devices_and_back",
     ),
     Mutant(

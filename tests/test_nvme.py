@@ -1,5 +1,6 @@
 """Layers in files: nothing changes, nothing is lost, and what cannot work is refused before it begins."""
 
+import dataclasses
 import errno
 import functools
 import json
@@ -92,6 +93,58 @@ def test_layers_in_files_change_no_bit(tmp_path, devices, options, offloaded):
     )
 
 
+@pytest.mark.parametrize(
+    "layers, devices, placed",
+    [
+        (3, 2, {"master_dtype": "bfloat16"}),  # rounded at random, by the number of the layer
+        pytest.param(7, 8, {"zero_level": 3, "pp_size": 4, "pp_schedule": "1f1b"}, marks=pytest.mark.full),
+    ],
+    ids=["uneven", "uneven-pp4-zero3"],
+)
+def test_stages_update_their_layers_in_files_together(tmp_path, layers, devices, placed):
+    """Five steps to the bit. Padding has no record, and its state stays zeros in memory too."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=layers)
+    placed = {"pp_size": 2, **placed}
+    in_host = Small(devices, config=config, offload_optimizer=True, offload_master=True, **placed)
+    (tmp_path / "stages").mkdir()
+    small = Small(devices, config=config, nvme_path=str(tmp_path / "stages"), **BOTH, **placed)
+    assert small.train(BATCHES[:5]) == in_host.train(BATCHES[:5])
+    assert len(store_of(small.plan).records) == layers
+    for ours, theirs in zip(jax.tree.leaves(small.state.moments), jax.tree.leaves(in_host.state.moments), strict=True):
+        if isinstance(ours, InFile):
+            np.testing.assert_array_equal(np.stack([ours.read(l) for l in range(len(theirs))]), theirs)
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_stages_restores_without_stages_and_back(tmp_path, monkeypatch):
+    """All in files. The checksums are the same, and so is the step that follows, padding or not, after an update that
+    ended when some stages' layers were written."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=3)
+    (tmp_path / "stages").mkdir()
+    small = Small(4, config=config, nvme_path=str(tmp_path / "stages"), pp_size=2, zero_level=3, **BOTH)
+    small.train(BATCHES[:2])
+    one = Small(config=config, nvme_path=str(tmp_path), **BOTH)
+    folder = save(tmp_path / "saved", small.state, 2, small.run.layers)
+    one.state = checkpoint.restore(folder, one.plan, one.run.layers)
+    folder = save(tmp_path / "back", one.state, 2, one.run.layers)
+    expected = small.train(BATCHES[2:3])
+    plain = Store.write
+
+    def write(store, l, *args):
+        if l == 2:  # layer 0 of the second stage, in a round with layer 0 of the first
+            raise NvmeError("the run ends here")
+        plain(store, l, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(NvmeError):
+        patch.setattr(Store, "write", write)
+        small.train(BATCHES[3:4])
+    assert store_of(small.plan).interrupted() == 4
+    small.state = checkpoint.restore(folder, small.plan, small.run.layers)
+    sums = [checkpoint.read_meta(checkpoint.find(tmp_path / x))["checksums"] for x in ("saved", "back")]
+    assert sums[0] == sums[1]
+    assert small.train(BATCHES[2:3]) == expected
+
+
 @pytest.mark.full
 def test_gradients_that_are_summed_over_groups_late(tmp_path):
     """HSDP with gradients in host memory: each row of the mesh has its own until the update."""
@@ -172,9 +225,9 @@ def assert_same(a, b) -> None:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
-def save(folder: Path, state, step: int) -> Path:
+def save(folder: Path, state, step: int, layers: dict[str, int] | None = None) -> Path:
     with Checkpoints(folder, save_total_limit=1) as checkpoints:
-        checkpoints.save(state, {"step": step})
+        checkpoints.save(state, {"step": step} | ({"layers": layers} if layers else {}))
     assert checkpoints.last is not None
     return checkpoints.last
 
@@ -441,16 +494,20 @@ def test_layers_larger_than_a_request_are_read_and_written_in_pieces(small, monk
 
 
 class Shards:
-    """A sharding of a layer over four devices of two processes, that exists without them. starts: of each device."""
+    """A sharding of a round over four devices of two processes, that exists without them.
 
-    def __init__(self, starts: list[int]):
-        self.indices = [(slice(start, start + 2), slice(None)) for start in starts]
+    starts: of each device's rows of a layer. stages: of each device.
+    """
+
+    def __init__(self, starts: list[int], stages: list[int]):
+        rows = zip(stages, starts, strict=True)
+        self.indices = [(slice(stage, stage + 1), slice(start, start + 2), slice(None)) for stage, start in rows]
 
     def devices_indices_map(self, shape) -> dict:
         return {Device(i // 2, i): index for i, index in enumerate(self.indices)}
 
     def shard_shape(self, shape) -> tuple[int, ...]:
-        return (2, *shape[1:])
+        return (1, 2, *shape[2:]) if len(shape) == 3 else (2, *shape[1:])
 
 
 class Device(NamedTuple):
@@ -467,32 +524,65 @@ def test_a_process_stores_the_parts_that_its_devices_hold(tmp_path, monkeypatch,
     part once."""
     monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
     monkeypatch.setattr(nvme.jax, "process_index", lambda: 1)
-    sharding = Shards(starts)
+    sharding = Shards(starts, [0] * 4)
     monkeypatch.setattr(InFile, "layer_sharding", lambda file, home: sharding)
+    monkeypatch.setattr(InFile, "round_sharding", lambda file, home: sharding)
     store = Store(tmp_path, 3)
     file = InFile(store, (3, 8, 5), "float32", SimpleNamespace(spec=jax.P()))
-    assert store.folder == tmp_path / "process-1" and file.stored_shape == (2, 2, 5)
-    assert [part.first for part in file.parts.values()] == firsts
+    assert store.folder == tmp_path / "process-1" and file.stored_shape(0) == (2, 2, 5)
+    (parts,) = file.parts
+    assert [part.first for part in parts.values()] == firsts
     store.folder.mkdir()
     layer = np.random.default_rng(0).standard_normal((8, 5), np.float32)
-    file.write(1, file.stored_of(layer))
+    file.write(1, file.stored_of(1, layer))
     np.testing.assert_array_equal(file.read(1).reshape(4, 5), layer[stored])
     assert store.path.stat().st_size == store.bytes == 3 * 4096
     store.close()
 
 
 def test_parts_of_layers_go_to_the_devices_and_back(tmp_path, monkeypatch):
-    """All four devices are of one process of two here, so that it has all parts."""
+    """All eight devices are of one process of two here, so that it has all parts of both stages."""
     monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-    store = Store(tmp_path, 3)
-    file = InFile(store, (3, 8, 4), "float32", jax.NamedSharding(mesh, jax.P(None, "b", "a")))
-    layer = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("pp", "a", "b"))
+    store = Store(tmp_path, 3, nvme.own_layers(mesh, 3))
+    file = InFile(store, (4, 8, 4), "float32", jax.NamedSharding(mesh, jax.P("pp", "b", "a")))
+    layers = np.random.default_rng(0).standard_normal((3, 8, 4), np.float32)
+    layers[2, 0] = -0.0
     store.folder.mkdir()
-    file.write(2, file.stored_of(layer))
-    array = file.on_devices(file.read(2), DEVICE)
-    np.testing.assert_array_equal(np.asarray(array), layer)
-    np.testing.assert_array_equal(file.from_devices(array), file.stored_of(layer))
+    for l, layer in enumerate(layers):
+        file.write(l, file.stored_of(l, layer))
+        of_every_stage = file.on_every_stage(l)
+        np.testing.assert_array_equal(np.asarray(of_every_stage).view(np.uint32), layer.view(np.uint32))
+        np.testing.assert_array_equal(file.from_every_stage(l, of_every_stage), file.read(l))
+    array = file.on_devices({l: file.read(l) for l in (0, 2)}, DEVICE)
+    np.testing.assert_array_equal(np.asarray(array), layers[[0, 2]])
+    for l, stored in zip((0, 2), file.from_devices(array, (0, 2)), strict=True):
+        np.testing.assert_array_equal(stored, file.read(l))
+    assert not np.any(file.read(3)) and not np.any(file.on_every_stage(3)), "padding is in no file"
+    store.close()
+
+
+def test_a_process_stores_the_layers_of_its_stages(tmp_path, monkeypatch):
+    """Process 1 of two has the second of two stages, which is not full: the last layers, and no padding."""
+    monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(nvme.jax, "process_index", lambda: 1)
+    devices = np.array([SimpleNamespace(process_index=i // 2) for i in range(4)]).reshape(2, 2)
+    mesh = SimpleNamespace(shape={"pp": 2, "a": 2}, axis_names=("pp", "a"), devices=devices)
+    assert nvme.own_layers(mesh, 5) == [3, 4]
+    sharding = Shards([0, 2, 0, 2], [0, 0, 1, 1])
+    monkeypatch.setattr(InFile, "layer_sharding", lambda file, home: sharding)
+    monkeypatch.setattr(InFile, "round_sharding", lambda file, home: sharding)
+    store = Store(tmp_path, 5, nvme.own_layers(mesh, 5))
+    file = InFile(store, (6, 4, 5), "float32", SimpleNamespace(spec=jax.P("pp"), mesh=mesh))
+    assert file.stored_shape(3) == (2, 2, 5) and file.stored_shape(0) == (0, 2, 5)
+    assert all(part.first for part in file.parts[1].values())
+    store.folder.mkdir()
+    layer = np.random.default_rng(0).standard_normal((4, 5), np.float32)
+    file.write(4, file.stored_of(4, layer))
+    np.testing.assert_array_equal(file.read(4).reshape(4, 5), layer)
+    with pytest.raises(IndexError, match=r"layer: expected one of \[3, 4\], got 0"):
+        file.read(0)
+    assert store.path.stat().st_size == store.bytes == 2 * 4096
     store.close()
 
 

@@ -191,6 +191,24 @@ def test_a_sweep_updates_every_layer(n):
     np.testing.assert_array_equal(found[1], np.concatenate([state[:1], new]))
 
 
+@pytest.mark.parametrize("rows", [2, 3])
+def test_two_layers_are_exchanged_in_halves(rows):
+    """As `exchange` does. Layers of an odd number of rows have no halves."""
+    stacks = [np.arange(4.0 * rows * 3).reshape(4, rows, 3), np.arange(4.0 * rows).reshape(4, rows)]
+    new = [-stack[0] for stack in stacks]
+
+    def exchanged(exchange, stacks, new):
+        return offload.put(exchange(offload.put(stacks, HOST), new, 0, 3), DEVICE)
+
+    expected, found = (
+        jax.jit(functools.partial(exchanged, exchange))(stacks, new)
+        for exchange in (offload.exchange, offload.exchange_in_halves)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, tuple(expected))
+    np.testing.assert_array_equal(found[0][0][0], new[0])
+    np.testing.assert_array_equal(found[1][0], stacks[0][3])
+
+
 def test_arrays_rest_where_the_table_says():
     small = Small(4, zero_level=3, **ALL)
     small.train(BATCHES[:1])

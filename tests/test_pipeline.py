@@ -349,7 +349,6 @@ REFUSED = [
     ),
     ({"model.num_hidden_layers": 6}, "pp_size: expected at most 3, since so many stages of 2 have all 6 layers, got 4"),
     ({"model.num_hidden_layers": 2}, "pp_size: expected at most 2, since so many stages of 1 have all 2 layers, got 4"),
-    ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with pp_size=4"),
     (
         {"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2},
         "microbatches_per_fetch: expected 1 with pp_size=4, whose stages",

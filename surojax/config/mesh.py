@@ -18,10 +18,7 @@ _COPY_ENGINE = {
 NOT_WITH = {
     "tp_size": _COPY_ENGINE,
     "cp_size": _COPY_ENGINE,
-    "pp_size": _COPY_ENGINE
-    | {
-        "nvme_path": "since files are updated layer by layer of the model, and stages have different layers",
-    },
+    "pp_size": _COPY_ENGINE,
 }
 
 

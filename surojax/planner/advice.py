@@ -166,7 +166,7 @@ def _offloads(c: Config, n: int, scarce: bool) -> Iterator[Change]:
     yield from moved.values()
     if n > 1:
         yield {"shard_outer": True} | SHARDED
-    if scarce and c.pp_size == 1:  # config/mesh.py
+    if scarce:
         folder = {"nvme_path": c.nvme_path or FOLDER}
         yield from ({f"offload_{name}": "nvme"} | folder for name in ("optimizer", "master"))
         files = dict.fromkeys(("offload_optimizer", "offload_master"), "nvme") | folder

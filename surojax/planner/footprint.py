@@ -181,6 +181,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     if stages > 1:  # activations and gradients that come from the neighbours, and gradients from the head
         head_slots = int(SCHEDULES[engine.pp_schedule](batch.microbatches, stages).in_flight[-1])
         working_space += 2 * x_bytes + head_slots * x_bytes // stages
+        if streamed:  # weights that passes begin with, in each direction: of a layer, or shards of two
+            working_space += 4 * fetched // shards(run.mesh) if work.sharded else 2 * fetched
     unquantised = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]
     of_grads = only_in(grads.home, block_grads)
     of_grads[DEVICE.name] += outer_grads
@@ -195,7 +197,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
         "working space": only_in(DEVICE, working_space),
     }
     if in_file:
-        found["layers from files"] = only_in(HOST, NVME_LAYERS * in_file // model.num_layers)
+        found["layers from files"] = only_in(HOST, NVME_LAYERS * in_file // layers_of_stage(model.num_layers, stages))
     return found
 
 

@@ -505,16 +505,22 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
     residuals = groups * host["residuals"]  # a group's are in host memory together
     grads = groups * host["grads"]
     fetched = (2 * groups - run.engine.overlap_update) * weights
+    read_grads = written_grads = grads
     stages = pipeline_stages(run.mesh)
     if stages > 1:
-        # Residuals in flight are there together. Every pass reads a layer more, and of accumulators writes one more.
-        # These begin as zeros there, and after the last tick there is one more pass over them.
+        # Residuals in flight are there together. The layers that a pass begins with are copied in once a step. Every
+        # backward pass reads and writes accumulators of a layer more. These begin as zeros there, and after the last
+        # tick all are read once more, for the norm, and written if sums were still local.
+        table = run.engine.table
         layers = _layers(run, *run.model.segments)
         residuals //= slots(run, batch.microbatches)
-        fetched += fetched // layers
-        grads = (groups + 1) * (host["grads"] + host["grads"] // layers) + host["grads"]
-    read = fetched + grads + residuals + state
-    written = round(_updated_part(run) * weights) + grads + residuals + state
+        fetched += 2 * (1 + table.weights.sharded) * weights // layers
+        grads += groups * host["grads"] // layers
+        are_local = run.mesh.shape[REPLICATE] > 1 or (shards(run.mesh) > 1 and not table.grads.sharded)
+        read_grads = grads + 2 * host["grads"]
+        written_grads = grads + host["grads"] + host["grads"] // layers + are_local * host["grads"]
+    read = fetched + read_grads + residuals + state
+    written = round(_updated_part(run) * weights) + written_grads + residuals + state
     return read, written
 
 

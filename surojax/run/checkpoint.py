@@ -177,12 +177,12 @@ class _FileHandler(type_handlers.NumpyHandler):
             arg=options,
         )
         array: Any = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
-        for l in range(file.shape[0]):
+        for l in file.store.records:
             stored = file.read(l)
             if file.parts is None:
                 await array[l].write(stored)
                 continue
-            for part in file.parts.values():
+            for part in file.parts[file.stage(l)].values():
                 if part.first:
                     await array[l][part.index].write(stored[part.number])
 
@@ -201,7 +201,8 @@ def _by_layer(tree):
 
 def _shard_of(file: InFile) -> tuple[int, ...]:
     """The shape of the parts that a process writes of a stack in a file, with all layers."""
-    return (file.shape[0], *(file.shape[1:] if file.parts is None else file.stored_shape[1:]))
+    layer = file.shape[1:]
+    return (file.shape[0], *(layer if file.parts is None else file.layer_sharding(DEVICE).shard_shape(layer)))
 
 
 def room_to_copy(state: TrainState) -> bool:

@@ -95,15 +95,17 @@ def _load_file(item: Path, name: str, file: InFile) -> None:
     """Copies one stack of an item to its file, one chunk at a time, which may be several layers."""
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{item}", "path": f"{name}/"}}
     array: Any = ts.open(spec, open=True, read=True).result()
-    if array.shape[0] < file.shape[0] or array.shape[1:] != file.shape[1:]:
+    layers = file.store.num_layers
+    if array.shape[0] < layers or array.shape[1:] != file.shape[1:]:
         raise ValueError(f"{item.name}/{name}: expected shape {file.shape}, got {array.shape}")
-    layers = array.chunk_layout.read_chunk.shape[0]
-    for start in range(0, file.shape[0], layers):
-        numbers = range(start, min(start + layers, file.shape[0]))
+    of_chunk = array.chunk_layout.read_chunk.shape[0]
+    for start in range(0, layers, of_chunk):
+        numbers = range(start, min(start + of_chunk, layers))
         whole = array[numbers.start : numbers.stop].read().result() if file.parts is None else None
         for l in numbers:
-            layer = array[l] if whole is None else whole[l - start]  # of array[l], only the parts are read
-            file.write(l, file.stored_of(layer).astype(file.dtype))
+            if l in file.store.records:
+                layer = array[l] if whole is None else whole[l - start]  # of array[l], only the parts are read
+                file.write(l, file.stored_of(l, layer).astype(file.dtype))
 
 
 def _restore_args(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]):
@@ -144,11 +146,8 @@ def _work_weights(master, plan: TrainState):
     files, structure = jax.tree.flatten(master[name])
     work = jax.jit(work_function(plan.weights[name], work_dtype(plan)))
 
-    def on_device(file: InFile, l: int) -> jax.Array:
-        return file.on_devices(file.read(l), DEVICE)
-
     def layer(l: int):
-        return work(structure.unflatten([on_device(file, l) for file in files])), ()
+        return work(structure.unflatten([file.on_every_stage(l) for file in files])), ()
 
     stacks, _ = fill_layers(plan.weights[name], (), layer)
     return {name: stacks, OUTER: outer}

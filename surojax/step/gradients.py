@@ -198,6 +198,11 @@ def peels_last_group(engine: Engine) -> bool:
     return bool(collectives.active(REPLICATE) or (collectives.active(*SHARDS) and not in_shards))
 
 
+def leaves_sums_local(engine: Engine) -> bool:
+    """Whether layers' sums are still local to a device when all microbatches are done, until `push` adds them up."""
+    return bool(replicated_stacks(engine) or collectives.active(REPLICATE))
+
+
 def sums_in_place(engine: Engine) -> bool:
     """Whether the products that make gradients also add them to the accumulators, which are whole and on the device.
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import allocate, read, write
+from surojax.memory.host import allocate, exchange_in_halves, read, write
 from surojax.models.model import Model, Segment
 from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives, pipeline
@@ -47,10 +47,11 @@ from surojax.step.gradients import (
     Accumulators,
     accumulators,
     add,
-    begin_backward,
     finish,
+    leaves_sums_local,
     push,
     read_accumulator,
+    sums_in_place,
 )
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
@@ -168,7 +169,7 @@ class Stage:
     def forward(self, layers: Layers, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
         """This stage: its layers forward. computes: see `StageLayers.when_any`."""
         kept = self.residuals.first(carry.saved)
-        early = layers.first()
+        early = self.layers.early(layers)
         slot = self.slot(a, computes)
         passed = forward(self.engine, layers, [carry.x_BSD], early, [self.microbatch(a, computes)], slot, [kept])
         (done,) = passed.microbatches
@@ -202,8 +203,8 @@ class Stage:
         group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
         slot = self.slot(a, computes)
         kept = slot.begin_backward(carry.saved)
-        early = layers.first(reverse=True)
-        grads = begin_backward(self.segment, carry.grads, a, first=False)
+        early = self.layers.early(layers, reverse=True)
+        grads = begin_backward(self.segment, carry.grads)
         before = BackwardCarry([carry.dx_BSD], None, grads, collectives.no_squares(), [], carry.observed)
         done, _ = backward(self.engine, layers, before, early, group, slot, [kept])
         finite = self.if_computed(computes, and_gradients(carry.finite, done.dxs_BSD), carry.finite)
@@ -233,6 +234,12 @@ class Stage:
         """(accumulators, their Squares) after the sums of every layer that are still local are summed over devices."""
         segment = self.segment
         last = segment.num_layers - 1
+        sums = grads.layers[segment.name]
+        if sums.deferred is not None:  # the backward pass ends with layer 0
+            stack = write(sums.stack, sums.deferred, 0)
+            grads = grads.with_layers(segment.name, stack=stack, deferred=read(stack, last))
+        if not leaves_sums_local(self.engine):
+            return self.squares(grads)
 
         def push_layer(i, carry):
             grads, squares = carry
@@ -241,8 +248,32 @@ class Stage:
             grads, of_layer = push(self.engine, segment, grads, sums, layer, last=True)
             return grads, add(squares, of_layer)
 
-        grads = begin_backward(segment, grads, 0, first=False)
         return jax.lax.fori_loop(0, segment.num_layers, push_layer, (grads, collectives.no_squares()))
+
+    def squares(self, grads: Accumulators) -> tuple[Accumulators, Squares]:
+        """(accumulators in which no layer is deferred, their Squares); none of them if `finish` computes them."""
+        name = self.segment.name
+        stack = grads.layers[name].stack
+        grads = grads.with_layers(name, deferred=None)
+        if sums_in_place(self.engine):
+            return grads, collectives.no_squares()
+        last = self.segment.num_layers - 1
+        layouts = self.engine.layouts.master[name]
+
+        def of_layer(i, squares: Squares) -> Squares:
+            return add(squares, collectives.sum_of_squares(read(stack, last - i), layouts))
+
+        return grads, jax.lax.fori_loop(0, self.segment.num_layers, of_layer, collectives.no_squares())
+
+
+def begin_backward(segment: Segment, grads: Accumulators) -> Accumulators:
+    """`gradients.begin_backward` in a loop of one round or none."""
+    sums = grads.layers[segment.name]
+    last = segment.num_layers - 1
+    if sums.deferred is None or last == 0:
+        return grads
+    stack, of_last = exchange_in_halves(sums.stack, sums.deferred, 0, last)
+    return grads.with_layers(segment.name, stack=stack, deferred=of_last)
 
 
 def zeros_in_host_memory(segment: Segment, grads: Accumulators) -> Accumulators:

@@ -392,7 +392,8 @@ def fill_layers(weights, others, layer: Callable):
             new = structure.flatten_up_to(new)
             stack, built = jax.block_until_ready(replace(stack, built, work, pick(new, False), i, l))
             for file, x in zip(files, pick(new, True), strict=True):
-                file.write(l, file.from_devices(jax.device_put(x, file.layer_sharding(DEVICE))))
+                if l in file.store.records:
+                    file.write(l, file.from_every_stage(l, jax.device_put(x, file.layer_sharding(DEVICE))))
         stacks.append(stack)
     remaining_built = iter(built)
     remaining_files = iter(files)

@@ -13,7 +13,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.memory.host import joined
-from surojax.memory.nvme import InFile, Store
+from surojax.memory.nvme import InFile, Store, own_layers
 from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, quantize
 from surojax.optim.optimizer import Optimizer, Rule
@@ -58,7 +58,7 @@ def state_plan(
             f"offload_optimizer, offload_master: expected true or false for a model of several kinds of layers "
             f"({names}), got 'nvme', whose file has records of equal size; set them to true"
         )
-    store = Store(table.master.folder, model.num_layers)
+    store = Store(table.master.folder, model.num_layers, own_layers(mesh, model.num_layers))
     entries = {segment.name: stacked_layers(segment.num_layers, stages) for segment in model.segments}
 
     def array(shape, dtype, spec: jax.P, home: Home) -> jax.ShapeDtypeStruct:
@@ -181,7 +181,8 @@ def _state_shapes(rule: Rule, shape: tuple[int, ...], last_dim_shards: int):
 def bytes_per_device(plan, home: Home = DEVICE) -> int:
     """Bytes per device that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory.
 
-    For nvme it is an equal part of the file, which stores every tensor once, unsharded.
+    For nvme it is an equal part of the files, in which every tensor is once. With stages that are not all full it is
+    that of a device of a full one.
     """
     leaves = jax.tree.leaves(plan)
     if home.in_file:

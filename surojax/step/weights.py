@@ -150,6 +150,15 @@ class Prefetch:
         """The results of each stage that are prefetched before a pass begins, at position 0 or, if reverse, at n."""
         return tuple(self._prefetched(i, self.n if reverse else 0) for i in range(self.stages))
 
+    def first_shards(self, *, reverse: bool):
+        """Shards in device memory of the first positions of a pass, if they rest in host memory: for `from_shards`."""
+        p = self.n if reverse else 0
+        return () if self.on_device else tuple(self.copy_in(p + i) for i in range(self.stages))
+
+    def from_shards(self, shards, *, reverse: bool):
+        """What `first` returns, from what `first_shards` has copied in."""
+        return (self.gather(shards[0]), *shards[1:]) if shards else self.first(reverse=reverse)
+
     def _prefetched(self, i: int, p: jax.Array | int):
         """The i-th of what is prefetched before position p: its weights, then the next position's shards."""
         return self.copy_in(p + 1) if i else self.gather(self.copy_in(p))
@@ -211,6 +220,15 @@ class Layers:
     def first(self, *, reverse: bool = False) -> list:
         """Weights that are prefetched before a forward pass, or before a backward pass."""
         return [prefetch.first(reverse=reverse) for prefetch in self.prefetches]
+
+    def first_shards(self, *, reverse: bool) -> list:
+        """Shards of the first layers of every pass in this direction, in device memory, see `Prefetch.first_shards`."""
+        return [prefetch.first_shards(reverse=reverse) for prefetch in self.prefetches]
+
+    def from_shards(self, shards: list, *, reverse: bool) -> list:
+        """What `first` returns, from `first_shards`."""
+        pairs = zip(self.prefetches, shards, strict=True)
+        return [prefetch.from_shards(of_loop, reverse=reverse) for prefetch, of_loop in pairs]
 
     def turn(self, prefetched: list, group, *, reverse: bool) -> list:
         """The prefetched values of each loop when a pass begins, see `Prefetch.turn`."""

@@ -201,6 +201,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("offload_all_pp_2x2", ZERO3 | PP | ALL, 4, like="zero_level=3_pp_2x2"),
     Setting("offload_all_pp_1f1b_2x2", ZERO3 | PP_1F1B | ALL, 4, like="zero_level=3_pp_1f1b_2x2"),
     Setting("resident_layers_pp_2x2", ZERO3 | PP | ALL | {"resident_layers": 1}, 4, like="zero_level=3_pp_2x2"),
+    Setting("nvme_pp_2x2", ZERO3 | PP | ALL | NVME, 4, like="zero_level=3_pp_2x2"),
     Setting("offload_saved_pp@2", PP | SAVED | ALL, 2, like="pp_saved@2"),
     Setting("sample_packing_pp_2x2", ZERO3 | PP | PACKED, 4, like="sample_packing", expect="order"),
     Setting("shard_outer_pp_2x2", ZERO3 | PP | {"shard_outer": True}, 4, expect="order"),
