@@ -27,7 +27,7 @@ from orbax.checkpoint import type_handlers
 
 from surojax.errors import CheckpointError
 from surojax.memory.nvme import InFile, store_of
-from surojax.placement.home import HOST
+from surojax.placement.home import DEVICE, HOST
 from surojax.placement.param import OUTER, part_of
 from surojax.run.checksum import checksums, name_of
 from surojax.run.on_disk import FOLDER, Translate, find, list_files
