@@ -242,7 +242,7 @@ def test_a_checkpoint_moves_between_layouts(tmp_path, config):
 def test_a_run_goes_on_with_stages_and_without(tmp_path):
     """The same samples, evaluations and losses, whether a run has one stage, or two in between."""
     c = config_of_a_run(tmp_path)
-    c.update({"gradient_accumulation_steps": 2, "lr_scheduler_type": "wsd", "sample_tokens": 0})
+    c.update({"gradient_accumulation_steps": 2, "final_lr_fraction": 1.0, "sample_tokens": 0})
     losses = {}
     for name, sizes in {"one": {6: 1}, "mixed": {2: 1, 4: 2, 6: 1}}.items():
         c.update({"output_dir": str(tmp_path / name), "eval_steps": 2 if len(sizes) == 1 else 0})
