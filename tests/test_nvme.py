@@ -30,7 +30,7 @@ from surojax.memory.nvme import InFile, NvmeError, Store, store_of
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import make_mesh
+from surojax.placement.mesh import abstract_mesh, make_mesh
 from surojax.planner import advice, footprint
 from surojax.planner.traffic import Batch
 from surojax.run import checkpoint, on_disk
@@ -202,6 +202,12 @@ def test_the_memory_that_is_counted(tmp_path):
     on_disk = size(run.plan, NVME)
     host = footprint.estimate_host(run, Batch(1, 32, 2))
     assert host["layers from files"] == footprint.NVME_LAYERS * on_disk // c.model.num_hidden_layers
+    stages = from_config(small_config(tmp_path, gpus=2, pp_size=2), abstract_mesh(2, pp_size=2), total_steps=9)
+    of_full_stage = size(stages.plan, NVME)
+    assert of_full_stage == on_disk * 2 // 3  # two of three layers; the other stage has the third
+    host = footprint.estimate_host(stages, Batch(1, 32, 2))
+    assert host["layers from files"] == footprint.NVME_LAYERS * of_full_stage // 2
+    assert store_of(stages.plan).bytes == store_of(run.plan).bytes
     assert "layers from files" not in footprint.estimate_host(
         from_config(default_config(), run.mesh, total_steps=9), Batch(1, 32, 2)
     )

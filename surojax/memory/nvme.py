@@ -126,7 +126,7 @@ class InFile:
         return jax.NamedSharding(self.sharding.mesh, self.spec, memory_kind=home.memory_kind)
 
     def round_sharding(self, home: Home) -> jax.NamedSharding:
-        """Sharding of a round `[stages, ...]` in this memory: of a layer of every stage, on the devices of the stage."""
+        """Sharding of a round `[stages, ...]` in this memory: a layer of every stage, each on its stage's devices."""
         return jax.NamedSharding(self.sharding.mesh, self.sharding.spec, memory_kind=home.memory_kind)
 
     def read(self, l: int) -> np.ndarray:
@@ -189,8 +189,11 @@ class InFile:
         if self.parts is None:
             whole = jax.device_get(layers)
             return [whole[self.stage(l)] for l in numbers]
-        found = {(self._stage_at(x.index), self._start(x.index[1:])): x.data for x in layers.addressable_shards}
-        return [self._stacked(l, {start: x[0] for (stage, start), x in found.items() if stage == self.stage(l)}) for l in numbers]
+        of_stages: dict[int, dict] = {}
+        for shard in layers.addressable_shards:
+            of_stage = of_stages.setdefault(self._stage_at(shard.index), {})
+            of_stage[self._start(shard.index[1:])] = shard.data[0]
+        return [self._stacked(l, of_stages[self.stage(l)]) for l in numbers]
 
     def from_every_stage(self, l: int, layer: jax.Array) -> np.ndarray:
         """What to store of layer l, which is sharded as `layer_sharding` says."""
@@ -200,6 +203,7 @@ class InFile:
 
     def _stacked(self, l: int, found: dict[tuple[int, ...], Any]) -> np.ndarray:
         """The parts of layer l that this process stores, from arrays by where they start."""
+        assert self.parts is not None
         return np.stack([np.asarray(found[start]) for start in self.parts[self.stage(l)]])
 
     def on_every_stage(self, l: int) -> jax.Array:

@@ -61,8 +61,8 @@ class FileStep:
 
     updates: one program for each of `host.parts` of the work weights: (work weights, stacks, layer, update_inputs) ->
     (work weights, stacks, layer, l + 1). It runs `update.update_tensor` on layer l of every stage. `stacks` are the
-    master weights and moments in memory, updated in place; `layer` are those of the round from the file, `[stages, ...]`,
-    which are written back.
+    master weights and moments in memory, updated in place; `layer` are those of the round from the file, arrays
+    `[stages, ...]`, which are written back.
 
     Host memory has four layers of the file: a prefetched one, the current one before its update and after it, and one
     that is being written back. Layer 0 is prefetched while the gradients are computed. A layer's copies to and from the
