@@ -2363,9 +2363,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "nvfp4: scales of parts of an operand",
         "surojax/parallel/operands.py",
-        'return jax.lax.pcast(jax.lax.pmax(absmax, axes), axes, to="varying")',
+        "return fp8.from_ordered(bits)",
         "return absmax",
         PRODUCT_OF_PARTS,
+    ),
+    Mutant(
+        "nvfp4: a NaN on another device is not seen",
+        "surojax/parallel/operands.py",
+        'bits = jax.lax.pcast(jax.lax.pmax(fp8.ordered(absmax), axes), axes, to="varying")',
+        "bits = fp8.ordered(-jax.lax.pmin(-absmax, axes))",
+        f"{TENSOR_RECIPES}::test_a_nan_is_in_the_scale_of_every_device",
     ),
     Mutant(
         "nvfp4: the scale of a device's tokens",

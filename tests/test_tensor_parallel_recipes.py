@@ -248,6 +248,18 @@ def test_a_product_in_nvfp4_is_that_of_one_device(case, monkeypatch):
     assert len(tops) == 5 and len(tops & of_parts) == (3 if case == "tokens" else 5)
 
 
+def test_a_nan_is_in_the_scale_of_every_device():
+    """Whichever device has it."""
+    mesh = make_mesh(jax.devices()[:2], tp_size=2)
+
+    def largest(tops):
+        return operand_parts((32, 32), ("embed", "mlp")).inputs.largest(tops)
+
+    tops = jnp.asarray([jnp.nan, 2.0, 3.0, 1.0, jnp.nan, 4.0])  # three numbers on each
+    found = jax.jit(jax.shard_map(largest, mesh=mesh, in_specs=jax.P("tp"), out_specs=jax.P("tp")))(tops)
+    np.testing.assert_array_equal(found, [np.nan, np.nan, 4.0] * 2)
+
+
 @pytest.mark.full
 def test_groups_gather_operands_in_8_bits():
     moves_what_is_said(Small(8, tp_size=4, config=WIDE, compute=in_recipe("fp8_hybrid"), zero_level=3))

@@ -16,6 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import fp8
 from pallas_kernels.nvfp4_format import Part
 from surojax.numerics.blockscaled import Parts
 from surojax.parallel.collectives import active, device_number
@@ -51,8 +52,11 @@ def _part(across_rows: tuple[str, ...], across_columns: tuple[str, ...], columns
 
 
 def _largest(axes: tuple[str, ...], absmax: jax.Array) -> jax.Array:
-    """The elementwise maximum over these axes. `pcast` refuses to trace numbers that still differ between devices."""
-    return jax.lax.pcast(jax.lax.pmax(absmax, axes), axes, to="varying")
+    """The elementwise maximum over these axes, NaN if one device has it: as integers, since maxima of floats may lose
+    it. `pcast` refuses to trace numbers that still differ between devices.
+    """
+    bits = jax.lax.pcast(jax.lax.pmax(fp8.ordered(absmax), axes), axes, to="varying")
+    return fp8.from_ordered(bits)
 
 
 def summed_before_rounding(y: jax.Array, axes: tuple[str, ...]) -> jax.Array:
