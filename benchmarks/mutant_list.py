@@ -409,6 +409,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_pipeline.py::test_stages_in_lockstep_add_nothing_where_they_idle -k 1f1b",
     ),
     Mutant(
+        "stages of a ring have no passes in ticks in which they idle",
+        "surojax/planner/stages.py",
+        "return microbatches + idle",
+        "return microbatches",
+        "tests/test_pipeline.py::test_the_planner_counts_what_idle_stages_do_in_a_ring",
+    ),
+    Mutant(
+        "the time of stages is that of the fastest",
+        "surojax/planner/roofline.py",
+        "return max(found, key=sum)",
+        "return min(found, key=sum)",
+        "tests/test_pipeline.py::test_the_planner_takes_the_time_of_the_slowest_stage",
+    ),
+    Mutant(
         "resident layers are the first of the model, not of each stage",
         "surojax/step/state.py",
         "return stage * entries + begin + l",

@@ -30,7 +30,8 @@ from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.param import OUTER
 from surojax.placement.table import place
-from surojax.planner import footprint, hlo, stages, traffic
+from surojax.planner import footprint, hlo, roofline, stages, traffic
+from surojax.planner.gpus import GPUS
 from surojax.step import pipeline, stage_layers, state
 from surojax.step.padding import Inputs, padded
 from surojax.step.stage_layers import of_stage
@@ -430,6 +431,45 @@ def test_the_planner_counts_what_a_stage_has():
     assert traffic.device_traffic(seven, batch) == traffic.device_traffic(gpipe, batch)
     flops = (sum(traffic.step_flops(of, batch).values()) for of in (one, gpipe))
     assert next(flops) == 4 * next(flops)
+
+
+def planned_run(gpus: int, **changes):
+    """The run of a config of eight layers, and its batch of four microbatches."""
+    c = default_config()
+    c.model.update({"num_hidden_layers": 8})
+    c.update({"gpus": gpus, "gradient_accumulation_steps": 4, "zero_level": 3})
+    c.update_from_flattened_dict(changes)
+    return from_config(c, abstract_mesh(gpus, **mesh_sizes(c)), total_steps=10), traffic.batch_of(c)
+
+
+def test_the_planner_counts_what_idle_stages_do_in_a_ring():
+    """Half of the layers, in five ticks for four microbatches, and an entry more for residuals."""
+    ring: dict[str, Any] = {"cp_size": 2, "cp_method": "ring", "attention": "xla"}
+    whole, batch = planned_run(2, **ring)
+    stage, _ = planned_run(4, pp_size=2, **ring)
+    hops = "collective-permute", "cp"
+    expected = traffic.collective_bytes(whole, batch)[hops] / 2 * 5 / 4
+    assert traffic.collective_bytes(stage, batch)[hops] == pytest.approx(expected)
+    gathered, _ = planned_run(4, pp_size=2, **ring | {"cp_method": "allgather"})
+    with_ring, without = (footprint.by_class(x, batch, "gpu")["activations"]["device"] for x in (stage, gathered))
+    assert with_ring == without * (4 * 4 + 1) / (4 * 4)
+
+
+def test_the_planner_takes_the_time_of_the_slowest_stage():
+    """Of stages with other windows, the one that attends to most; products are those of any stage."""
+    windows = {"model.sliding_window": 64, "model.sliding_window_pattern": 8}
+    run, batch = planned_run(2, pp_size=2, sequence_len=4096, **windows)
+    assert stages.patterns(run, run.model.segments[0]).of_stages == (0, 1)
+    assert stages.slowest(run) == 1
+    gpu = GPUS["rtx4090"]
+
+    def forward(run) -> float:
+        rows = footprint.by_class(run, batch, "gpu")
+        return roofline.step_work(run, batch, gpu, roofline.stored_bytes(run, rows, batch.microbatches)).forward
+
+    others = [planned_run(2, pp_size=2, sequence_len=4096, **x)[0] for x in ({"model.sliding_window": 64}, {})]
+    local, everything = map(forward, others)
+    assert forward(run) == pytest.approx(local + (everything - local) / 4)  # one of its four layers sees everything
 
 
 def test_what_is_gathered_after_an_update_is_that_of_a_stage():
