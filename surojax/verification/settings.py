@@ -30,6 +30,7 @@ PARTS: dict[str, Any] = dict.fromkeys(configs.RECOMPUTE_PARTS, True)
 GROUPED: dict[str, Any] = {"microbatches_per_fetch": 2}
 OVERLAPPED: dict[str, Any] = ALL | {"overlap_update": True}
 CHUNKS: dict[str, Any] = {"sequence_chunks": 4}
+TWO_CHUNKS: dict[str, Any] = {"sequence_chunks": 2}
 ZERO3: dict[str, Any] = {"zero_level": 3}
 HSDP: dict[str, Any] = ZERO3 | {"dp_replicate_size": 2}
 TP: dict[str, Any] = {"tp_size": 2}
@@ -244,7 +245,9 @@ SETTINGS: tuple[Setting, ...] = (
         )
     ),
     *(
-        Setting(f"{name}_cp_chunks_2x2x2", mesh | CP["ulysses"] | CHUNKS | ALL | PACKED, 8, "sample_packing", "order")
+        Setting(
+            f"{name}_cp_chunks_2x2x2", mesh | TWO_CHUNKS | CP["ulysses"] | ALL | PACKED, 8, "sample_packing", "order"
+        )
         for name, mesh in (("hsdp", HSDP), ("tp", ZERO3_TP), ("pp", ZERO3 | PP))
     ),
     # Communication
@@ -291,7 +294,7 @@ ADAPTERS: tuple[Setting, ...] = (
     Setting("lora_offload_all@4", LORA_OFFLOADS | ZERO3, 4, like="lora_zero_level=3@4"),
     Setting("lora_zero_quantized_weights=int8@4", LORA | INT8, 4, like="lora_zero_level=3@4", expect="int8"),
     Setting("lora_hsdp_2x2", LORA | ZERO3 | {"dp_replicate_size": 2}, 4, like="lora", expect="order"),
-    Setting("lora_cp_tp_chunks_2x2", LORA | TP | CP["ulysses"] | CHUNKS, 4, like="lora", expect="order"),
+    Setting("lora_cp_tp_chunks_2x2", LORA | TP | CP["ulysses"] | TWO_CHUNKS, 4, like="lora", expect="order"),
     Setting("lora_tp@2", LORA | TP, 2, like="lora", expect="order"),
     Setting("lora_tp_2x2", LORA_OFFLOADS | ZERO3_TP, 4, like="lora", expect="order"),
     Setting("lora_cp_ulysses_2x2", LORA | ZERO3 | CP["ulysses"], 4, like="lora", expect="order"),
