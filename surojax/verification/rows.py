@@ -97,10 +97,12 @@ def verify(
     does not fit on one device. Raises OSError if a disk fails.
     """
     curves = Curves(config, steps, devices)
-    curves.of_plain()
+    settings_of_rows = chosen(curves.table, only)
+    if any(s.like == "plain" and s.devices <= len(curves.devices) for s in settings_of_rows):
+        curves.of_plain()  # first, as it may not fit
     allowed = bounds(curves.config)
     rows = []
-    for s in chosen(curves.table, only):
+    for s in settings_of_rows:
         started = time.perf_counter()
         bound = allowed[s.expect]
         try:
