@@ -120,10 +120,10 @@ def test_stages_that_are_not_full_restore_from_files_into_memory_and_back(tmp_pa
     (tmp_path / "stages").mkdir()
     in_files = Small(2, nvme_path=str(tmp_path / "stages"), **BOTH, **kind)
     in_host = Small(2, offload_optimizer=True, offload_master=True, **kind)
-    saved = save(tmp_path / "files", in_files.state, 1, in_files.run.layers)
+    saved = save(tmp_path / "files", in_files.state, 0, in_files.run.layers)
     there = checkpoint.restore(saved, in_host.plan, in_host.run.layers)
     assert_same(there, in_files.state)
-    back = save(tmp_path / "host", there, 1, in_host.run.layers)
+    back = save(tmp_path / "host", there, 0, in_host.run.layers)
     assert_same(checkpoint.restore(back, in_files.plan, in_files.run.layers), there)
 
 
