@@ -3111,6 +3111,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_nvme.py::test_parts_of_layers_go_to_the_devices_and_back",
     ),
     Mutant(
+        "a checkpoint of files has no padding",
+        "surojax/run/checkpoint.py",
+        "for l in range(file.shape[0]):  # and padding",
+        "for l in file.store.records:  # without padding",
+        "tests/test_nvme.py::test_stages_that_are_not_full_restore_from_files_into_memory_and_back",
+    ),
+    Mutant(
         "layers of all stages in files are updated as those of the first stage",
         "surojax/step/file_step.py",
         "collectives.first_layer(self.rounds) + l",

@@ -115,6 +115,19 @@ def test_stages_update_their_layers_in_files_together(tmp_path, layers, devices,
             np.testing.assert_array_equal(np.stack([ours.read(l) for l in range(len(theirs))]), theirs)
 
 
+def test_stages_that_are_not_full_restore_from_files_into_memory_and_back(tmp_path):
+    """A checkpoint of files has zeros for padding, which stages in memory read."""
+    kind: dict[str, Any] = {"config": dataclasses.replace(CONFIG, num_hidden_layers=3), "pp_size": 2}
+    (tmp_path / "stages").mkdir()
+    in_files = Small(2, nvme_path=str(tmp_path / "stages"), **BOTH, **kind)
+    in_host = Small(2, offload_optimizer=True, offload_master=True, **kind)
+    saved = save(tmp_path / "files", in_files.state, 0, in_files.run.layers)
+    there = checkpoint.restore(saved, in_host.plan, in_host.run.layers)
+    assert_same(there, in_files.state)
+    back = save(tmp_path / "host", there, 0, in_host.run.layers)
+    assert_same(checkpoint.restore(back, in_files.plan, in_files.run.layers), there)
+
+
 @pytest.mark.full
 def test_a_checkpoint_of_stages_restores_without_stages_and_back(tmp_path, monkeypatch):
     """All in files. The checksums are the same, and so is the step that follows, padding or not, after an update that

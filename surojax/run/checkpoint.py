@@ -177,7 +177,9 @@ class _FileHandler(type_handlers.NumpyHandler):
             arg=options,
         )
         array: Any = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
-        for l in file.store.records:
+        for l in range(file.shape[0]):  # and padding: readers of as many entries expect all chunks
+            if file.parts is not None and not file.parts[file.stage(l)]:
+                continue
             stored = file.read(l)
             if file.parts is None:
                 await array[l].write(stored)
