@@ -156,13 +156,13 @@ class UpdatingLayers:
         period = 2 if comes_in_pairs(len(variants), period) else period
         carried = carry, self._gathered(updated, self.segment.variants[layers.start]), flight
         carry, _, flight = loop_over(variants, period, one, carried)
-        work, state = flight.work, flight.state
+        # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
+        work, state = jax.lax.optimization_barrier((flight.work, flight.state))
         if turns:
             last = layers.stop - 1
             work = write(work, flight.updated.weights, last - begin)
             state = write(state, (flight.updated.master, flight.updated.moments), last)
-        # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
-        work, state = jax.lax.optimization_barrier((work, state))
+            work, state = jax.lax.optimization_barrier((work, state))
         return carry, work, state
 
     def _read(self, state: tuple, l) -> tuple:

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 
 from surojax.numerics.rounding import materialised
 from surojax.parallel.collectives import Squares, varying
-from surojax.step.gradients import Accumulators, accumulate, add, push, read_accumulator, reduce_behind
+from surojax.step.gradients import (
+    Accumulators,
+    accumulate,
+    add,
+    push,
+    read_accumulator,
+    read_last_accumulator,
+    reduce_behind,
+)
 from surojax.step.residuals import Kept, Residuals, Slot, block_backward, block_forward
 from surojax.step.spec import Engine
 from surojax.step.weights import Layer, Layers
@@ -131,7 +139,8 @@ def turn(engine: Engine, layers: Layers, passed: Forward, carry: BackwardCarry, 
     """
     segment = layers.segment
     layer, early = layers.last(passed.prefetched, group.number)
-    grads, sums = read_accumulator(segment, carry.grads, layer.index, first=group.first)
+    grads = carry.grads
+    sums = read_last_accumulator(segment, grads, first=group.first)
     d_auxiliary = carry.d_auxiliary if segment.has_auxiliary_loss else None
     observed = carry.observed
     done: list[ForwardCarry] = []
