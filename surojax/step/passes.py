@@ -138,7 +138,8 @@ def turn(engine: Engine, layers: Layers, passed: Forward, carry: BackwardCarry, 
     gradients of the outer layers) -> (loss, dx_BSD, these gradients).
     """
     segment = layers.segment
-    layer, early = layers.last(passed.prefetched, group.number)
+    layer = layers.last(passed.prefetched, group.number)
+    early = []
     grads = carry.grads
     sums = read_last_accumulator(segment, grads, first=group.first)
     d_auxiliary = carry.d_auxiliary if segment.has_auxiliary_loss else None
@@ -148,17 +149,20 @@ def turn(engine: Engine, layers: Layers, passed: Forward, carry: BackwardCarry, 
     dxs_BSD = []
     for each, before in zip(group.microbatches, passed.microbatches, strict=True):
         x_BSD = before.x_BSD
-        if dxs_BSD:
+        if done:
             x_BSD, dxs_BSD[-1] = in_turn(x_BSD, dxs_BSD[-1])
         inputs = each.recipe_inputs(layer.number)
         result, saved = segment.block_forward(layer.weights, x_BSD, inputs, layer.variant, each.starts_BS)
         (x_BSD, auxiliary), saved = materialised((result, saved))
         loss, dx_BSD, outer = head(each, x_BSD, grads.outer)
         grads = grads._replace(outer=outer)
-        dx_BSD, sums = in_turn(dx_BSD, sums)
+        # Weights that are gathered while the head computes would be in memory beside its logits.
+        (sums, position), dx_BSD = in_turn((sums, jnp.int32(segment.num_layers)), dx_BSD)
+        if not done:
+            early = layers.after_last(passed.prefetched, position)
         d_result = dx_BSD, d_auxiliary
         dw, dx_BSD, seen = segment.block_backward(layer.weights, saved, d_result, inputs, layer.variant, each.starts_BS)
-        if not dxs_BSD:  # as in `backward`
+        if not done:  # as in `backward`
             dw, early[-1] = reduce_behind(dw, early[-1])
         sums = accumulate(engine, segment, sums, dw)
         observed = and_observed(observed, seen, layer)

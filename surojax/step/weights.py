@@ -270,16 +270,18 @@ class Layers:
             carry, prefetched[i] = loop_over(in_order, period, one, (carry, prefetched[i]), fixed)
         return carry, prefetched
 
-    def last(self, prefetched: list, group) -> tuple[Layer, list]:
-        """(the layer that turns, prefetched: weights of the backward pass).
-
-        group: the counter of the loop around it.
-        """
-        *before, own = prefetched
-        prefetch = self.prefetches[-1]
-        w, following = prefetch.take(own, prefetch.n - 1, reverse=False)
+    def last(self, prefetched: list, group) -> Layer:
+        """The layer that turns. group: the counter of the loop around it."""
         index = index_in_loop(self.segment.num_layers - 1, group)
-        return self._layer(index, prefetch.variants[-1], w), [*before, following]
+        return self._layer(index, self.prefetches[-1].variants[-1], prefetched[-1][0])
+
+    def after_last(self, prefetched: list, position: jax.Array) -> list:
+        """Weights that are prefetched for the backward pass while the last layer turns.
+
+        prefetched: before. position: the number of layers, known only when these weights may be fetched.
+        """
+        prefetch = self.prefetches[-1]
+        return [*prefetched[:-1], (prefetch.gather(prefetch.copy_in(position - prefetch.layers.start)),)]
 
     def _layer(self, index, variant: Variant, w) -> Layer:
         """A layer to compute with. w: its weights, or codes of them."""
