@@ -69,11 +69,11 @@ from surojax.step.gradients import (
 )
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.passes import BackwardCarry, Forward, Group, Microbatch, backward, forward, in_turn, turn
+from surojax.step.passes import BackwardCarry, Forward, Group, Microbatch, backward, forward, in_turn, last_layer
 from surojax.step.residuals import Residuals, block_forward
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState
-from surojax.step.weights import Layer, Layers, fetch, turns_in_last_layer
+from surojax.step.weights import Layer, Layers, computes_last_layer_once, fetch
 
 __all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
 
@@ -257,7 +257,7 @@ def group_forward(
     current: Group,
     carry: GroupCarry,
 ) -> dict[str, Forward]:
-    """The forward pass of each segment, of the last one without a layer that turns."""
+    """The forward pass of each segment, without a last layer that is computed once."""
     xs_BSD = [embedded(engine, step_inputs.outer, each) for each in current.microbatches]
     passes: dict[str, Forward] = {}
     for name, layers in step_inputs.segments.items():
@@ -268,20 +268,20 @@ def group_forward(
     return passes
 
 
-def group_turn(
+def group_heads(
     engine: Engine, step_inputs: StepInputs, current: Group, carry: GroupCarry, passes: dict[str, Forward]
 ) -> tuple[GroupCarry, BackwardCarry, dict[str, Forward]]:
-    """(the carry with losses, the carry of the backward pass, the forward passes), after heads and a layer that turns.
+    """(the carry with losses, the carry of the backward pass, the forward passes) after the heads.
 
-    The gradients are in the second carry.
+    If the last layer is computed once, also after it. All gradients are in the second carry.
     """
     head_of = functools.partial(head_of_microbatch, engine, step_inputs)
     name, layers = list(step_inputs.segments.items())[-1]
     passed = passes[name]
     done = BackwardCarry([], step_inputs.d_auxiliary, carry.grads, collectives.no_squares(), [], carry.observed)
-    if layers.turns:
+    if layers.last_once:
         grads = begin_backward(layers.segment, done.grads, current.number, first=current.first)
-        done, passed, losses = turn(engine, layers, passed, done._replace(grads=grads), current, head_of)
+        done, passed, losses = last_layer(engine, layers, passed, done._replace(grads=grads), current, head_of)
     else:
         losses = []
         dxs_BSD = []
@@ -319,12 +319,12 @@ def group_backward(
     passes: dict[str, Forward],
 ) -> GroupCarry:
     """The carry after heads, the blocks of all segments in reverse, and the embedding's gradients."""
-    carry, done, passes = group_turn(engine, step_inputs, current, carry, passes)
+    carry, done, passes = group_heads(engine, step_inputs, current, carry, passes)
     prefetched = {}
     for name, layers in reversed(step_inputs.segments.items()):
         early = layers.turn(passes[name].prefetched, current.number, reverse=True)
         kept = [each.kept for each in passes[name].microbatches]
-        if not layers.turns:
+        if not layers.last_once:
             done = done._replace(grads=begin_backward(layers.segment, done.grads, current.number, first=current.first))
         done, prefetched[name] = backward(engine, layers, done, early, current, residuals[name], kept)
     d_outer = done.grads.outer
@@ -344,9 +344,9 @@ def group_backward(
 def layers_of(engine: Engine, weights) -> dict[str, Layers]:
     """The `Layers` of each segment. weights: by section."""
     last = engine.model.segments[-1]
-    turns = turns_in_last_layer(engine)
+    once = computes_last_layer_once(engine)
     return {
-        segment.name: Layers(engine, segment, weights[segment.name], turns=turns and segment is last)
+        segment.name: Layers(engine, segment, weights[segment.name], last_once=once and segment is last)
         for segment in engine.model.segments
     }
 
@@ -403,7 +403,7 @@ def residuals_of(engine: Engine, layers: Layers, outer, each: Microbatch) -> Res
 
     variants = dict.fromkeys(segment.variants)
     saved = {variant: jax.eval_shape(functools.partial(of_variant, variant)) for variant in variants}
-    return Residuals(segment.num_layers - layers.turns, engine.table.residuals.home, saved)
+    return Residuals(segment.num_layers - layers.last_once, engine.table.residuals.home, saved)
 
 
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array, starts_BS=None):

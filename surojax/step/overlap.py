@@ -41,9 +41,9 @@ from surojax.step.weights import (
     Layer,
     all_gather_weights,
     comes_in_pairs,
+    computes_last_layer_once,
     hides_transfers,
     in_gather_format,
-    turns_in_last_layer,
 )
 
 
@@ -74,7 +74,7 @@ class InFlight(NamedTuple):
 class UpdatingLayers:
     """A segment's layers, updated one after another in the loop of a forward pass; in place of `weights.Layers`.
 
-    state, grads: of the segment, before the update. turns: the last layer is updated, but not in the loop.
+    state, grads: of the segment, before the update. last_once: the last layer is updated, but is not in the loop.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class UpdatingLayers:
         grads,
         scalars: Scalars,
         *,
-        turns: bool = False,
+        last_once: bool = False,
     ):
         self.engine = engine
         self.optimizer = optimizer
@@ -94,7 +94,7 @@ class UpdatingLayers:
         self.state = state
         self.grads = grads
         self.scalars = scalars
-        self.turns = turns
+        self.last_once = last_once
         self.tensors = tensors(engine, segment.name, state, grads)
 
     def turn(self, prefetched, group, *, reverse: bool):
@@ -126,8 +126,8 @@ class UpdatingLayers:
 
         in_order: a layer of the state is written before another one is read.
         """
-        turns = self.turns and layers.stop == self.segment.num_layers
-        variants = self.segment.variants[layers.start : layers.stop - turns]
+        once = self.last_once and layers.stop == self.segment.num_layers
+        variants = self.segment.variants[layers.start : layers.stop - once]
         updated = self._update(self._read(state, layers.start), layers.start)
         flight = InFlight(work, state, updated, self._read(state, layers.start + 1))
 
@@ -158,7 +158,7 @@ class UpdatingLayers:
         carry, _, flight = loop_over(variants, period, one, carried)
         # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
         work, state = jax.lax.optimization_barrier((flight.work, flight.state))
-        if turns:
+        if once:
             last = layers.stop - 1
             work = write(work, flight.updated.weights, last - begin)
             state = write(state, (flight.updated.master, flight.updated.moments), last)
@@ -277,7 +277,7 @@ class OverlappedStep:
                     section(state, segment.name),
                     grads[segment.name],
                     scalars,
-                    turns=turns_in_last_layer(engine) and segment is engine.model.segments[-1],
+                    last_once=computes_last_layer_once(engine) and segment is engine.model.segments[-1],
                 )
                 for segment in engine.model.segments
             }

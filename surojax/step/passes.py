@@ -121,24 +121,26 @@ def forward(
     return Forward(done, prefetched)
 
 
-class Turned(NamedTuple):
-    """Results of `turn`. passed: the forward pass with the last layer's. losses: of each microbatch."""
+class LastLayer(NamedTuple):
+    """Results of `last_layer`. passed: the forward pass with that of this layer. losses: of each microbatch."""
 
     carry: BackwardCarry
     passed: Forward
     losses: list[jax.Array]
 
 
-@jax.named_scope("turn")
-def turn(engine: Engine, layers: Layers, passed: Forward, carry: BackwardCarry, group: Group, head: Callable) -> Turned:
-    """The last layer forward, the head, and the last layer backward, for each microbatch of a group in turn.
+@jax.named_scope("last_layer")
+def last_layer(
+    engine: Engine, layers: Layers, passed: Forward, carry: BackwardCarry, group: Group, head: Callable
+) -> LastLayer:
+    """The last layer forward, the head, and the last layer backward, for one microbatch of a group after another.
 
-    The layer is fetched once, and computed once, since its residuals are used at once. passed: the layers before it.
-    carry: with the accumulators before the backward pass; the rest is made here. head: a function (Microbatch, x_BSD,
-    gradients of the outer layers) -> (loss, dx_BSD, these gradients).
+    The layer is fetched once, and computed once: its residuals are still there. passed: the layers before it. carry:
+    what a backward pass begins with, without gradients of activations. head: a function (Microbatch, x_BSD, gradients
+    of the outer layers) -> (loss, dx_BSD, these gradients).
     """
     segment = layers.segment
-    layer = layers.last(passed.prefetched, group.number)
+    layer = layers.last(passed.prefetched)
     early = []
     grads = carry.grads
     sums = read_last_accumulator(segment, grads, first=group.first)
@@ -171,7 +173,7 @@ def turn(engine: Engine, layers: Layers, passed: Forward, carry: BackwardCarry, 
         dxs_BSD.append(dx_BSD)
     grads, squares = push(engine, segment, grads, sums, layer, last=group.last)
     carry = BackwardCarry(dxs_BSD, carry.d_auxiliary, grads, add(carry.squares, squares), [], observed)
-    return Turned(carry, Forward(done, early), losses)
+    return LastLayer(carry, Forward(done, early), losses)
 
 
 @jax.named_scope("backward")
@@ -186,8 +188,8 @@ def backward(
 ):
     """(BackwardCarry, prefetched) after all blocks of a segment in reverse, for each microbatch of a group.
 
-     kept: after the forward pass of the last layer, or of the one before a layer that turned.
-    `read_accumulator` and `push` say what the first and last group do.
+    kept: after the forward pass of the last layer, or of the one before it if it is computed once. `read_accumulator`
+    and `push` say what the first and last group do.
     """
     segment = layers.segment
 

@@ -31,11 +31,11 @@ def hides_transfers(tokens: int) -> bool:
     return tokens >= HIDING_TOKENS
 
 
-def turns_in_last_layer(engine: Engine) -> bool:
-    """True if the model's last layer is fetched and computed once, forward and backward (`passes.turn`).
+def computes_last_layer_once(engine: Engine) -> bool:
+    """True if the model's last layer is fetched and computed once, forward and backward (`passes.last_layer`).
 
-    Its weights, and all that its forward pass saves, are then in device memory while the head computes. (Streamed
-    weights and five offloads leave the head's working space the most that a small GPU has.)
+    Its weights, and all that its forward pass saves, are in device memory while the head computes. So weights that are
+    streamed from the host, which save memory, are left out.
     """
     weights = engine.table.weights
     return engine.recompute_block and weights.sharded and not weights.home.streamed
@@ -118,21 +118,21 @@ class Prefetch:
     """Fetches the weights of a run of layers early.
 
     A group of microbatches passes the positions 0 to 2n - 1: n layers forward, then backward; the positions after that
-    are the next one's forward pass. If the last layer turns, n - 1 is its only position, and 2n - 2 is the last.
+    are the next one's forward pass. If the last layer is computed once, n - 1 is its only position, and 2n - 2 is the last.
 
     Weights that are stored in shards, or in host memory, are fetched one position early; those that are stored in
     shards in host memory are copied in two positions early and gathered one position early, so that neither waits.
     """
 
     def __init__(
-        self, engine: Engine, segment: Segment, part: Part, layers: range, period: int, *, stages: int, turns: bool
+        self, engine: Engine, segment: Segment, part: Part, layers: range, period: int, *, stages: int, last_once: bool
     ):
-        """part: the stack that holds these layers; period: of their variants, see `model.runs`. turns: the last one."""
+        """part: the stack that holds these layers; period: of their variants, see `model.runs`. last_once: see `Layers`."""
         self.part = part
         self.layers = layers
         self.n = len(layers)
-        self.looped = layers[: self.n - turns]
-        self.positions = 2 * self.n - turns
+        self.looped = layers[: self.n - last_once]
+        self.positions = 2 * self.n - last_once
         self.period = period
         self.stages = stages
         self.variants = segment.variants[layers.start : layers.stop]
@@ -163,7 +163,7 @@ class Prefetch:
     def first(self, *, reverse: bool = False):
         """The results of each stage that are prefetched before the forward pass or, if reverse, before the next one.
 
-        That is the backward pass, or the layer that turns.
+        That is the backward pass, or a last layer that is computed once.
         """
         p = len(self.looped) if reverse else 0
         return tuple(self._prefetched(i, p) for i in range(self.stages))
@@ -214,10 +214,10 @@ class Layers:
     (`host.parts`) and whose variants repeat.
     """
 
-    def __init__(self, engine: Engine, segment: Segment, stacks, *, turns: bool = False):
-        """stacks: the segment's work weights. turns: the last layer is not in the loops, but `last` gives it."""
+    def __init__(self, engine: Engine, segment: Segment, stacks, *, last_once: bool = False):
+        """stacks: the segment's work weights. last_once: the last layer is not in the loops, but `last` gives it."""
         self.segment = segment
-        self.turns = turns
+        self.last_once = last_once
         table = engine.table
         self.dtype = table.weights.dtype
         self.prefetches: list[Prefetch] = []
@@ -225,8 +225,10 @@ class Layers:
             stages = table.weights.sharded + (not on_device(part.stack))
             for run in runs(segment.variants[part.start : part.stop]):
                 layers = range(part.start + run.start, part.start + run.stop)
-                last = turns and layers.stop == segment.num_layers
-                self.prefetches.append(Prefetch(engine, segment, part, layers, run.period, stages=stages, turns=last))
+                last = last_once and layers.stop == segment.num_layers
+                self.prefetches.append(
+                    Prefetch(engine, segment, part, layers, run.period, stages=stages, last_once=last)
+                )
 
     def first(self, *, reverse: bool = False) -> list:
         """Weights that are prefetched before a forward pass, or before a backward pass."""
@@ -270,13 +272,12 @@ class Layers:
             carry, prefetched[i] = loop_over(in_order, period, one, (carry, prefetched[i]), fixed)
         return carry, prefetched
 
-    def last(self, prefetched: list, group) -> Layer:
-        """The layer that turns. group: the counter of the loop around it."""
-        index = index_in_loop(self.segment.num_layers - 1, group)
-        return self._layer(index, self.prefetches[-1].variants[-1], prefetched[-1][0])
+    def last(self, prefetched: list) -> Layer:
+        """The last layer, if it is computed once."""
+        return self._layer(self.segment.num_layers - 1, self.prefetches[-1].variants[-1], prefetched[-1][0])
 
     def after_last(self, prefetched: list, position: jax.Array) -> list:
-        """Weights that are prefetched for the backward pass while the last layer turns.
+        """Weights that are prefetched for the backward pass while the last layer computes.
 
         prefetched: before. position: the number of layers, known only when these weights may be fetched.
         """
