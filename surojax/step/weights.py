@@ -118,7 +118,8 @@ class Prefetch:
     """Fetches the weights of a run of layers early.
 
     A group of microbatches passes the positions 0 to 2n - 1: n layers forward, then backward; the positions after that
-    are the next one's forward pass. If the last layer is computed once, n - 1 is its only position, and 2n - 2 is the last.
+    are the next one's forward pass. A last layer that is computed once has the position n - 1 only, so 2n - 2 is the
+    last one.
 
     Weights that are stored in shards, or in host memory, are fetched one position early; those that are stored in
     shards in host memory are copied in two positions early and gathered one position early, so that neither waits.
@@ -127,7 +128,10 @@ class Prefetch:
     def __init__(
         self, engine: Engine, segment: Segment, part: Part, layers: range, period: int, *, stages: int, last_once: bool
     ):
-        """part: the stack that holds these layers; period: of their variants, see `model.runs`. last_once: see `Layers`."""
+        """part: the stack that holds these layers; period: of their variants, see `model.runs`.
+
+        last_once: see `Layers`.
+        """
         self.part = part
         self.layers = layers
         self.n = len(layers)
