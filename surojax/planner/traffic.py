@@ -10,11 +10,12 @@ Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), as in
 | + gradients        | reduce-scatter k P                                  | all-gather P                           |
 | + weights          | all-gather 2 k P - k P_l, reduce-scatter k P        |                                        |
 
-times (n - 1) / n. P_l is the last layer's part of P if that layer is computed once (step/weights.py). P' is the size of the blocks in the dtype of the gradient accumulators. With `microbatches_per_fetch`
-g, weights are gathered for k / g groups: 2 P k / g. `use_all_to_all_reduce` sends the same bytes in an all-to-all. In 8
-bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes fp8_*) P has 1 byte for each number of a
-matrix and 4 bytes for the scale of each of its blocks; fp8_* have no blocks. Vectors stay in the work dtype, gradients
-of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradients in one hop).
+times (n - 1) / n. P_l is the last layer's part of P if that layer is computed once (step/weights.py). P' is the size of
+the blocks in the dtype of the gradient accumulators. With `microbatches_per_fetch` g, weights are gathered for k / g
+groups: 2 P k / g. `use_all_to_all_reduce` sends the same bytes in an all-to-all. In 8 bits (`zero_quantized_weights`,
+`zero_quantized_gradients`, weights of recipes fp8_*) P has 1 byte for each number of a matrix and 4 bytes for the scale
+of each of its blocks; fp8_* have no blocks. Vectors stay in the work dtype, gradients of vectors are float32 (ZeRO++,
+Wang et al. 2023, arXiv:2306.10209; its gradients in one hop).
 
 Of a base that is frozen, below adapters, weights are gathered like others, and gradients and updates are those of the
 adapters alone.

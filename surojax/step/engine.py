@@ -14,6 +14,10 @@ gradient to the accumulators. Two groups may be peeled off the loop: the first, 
 memory, and the last, in which push also sums over devices what the others leave local. The loops over layers are in
 passes.py, fetch in weights.py, save in residuals.py, push and finish in gradients.py, embedding and head in outer.py.
 
+The last layer's forward pass and its backward pass have only the head between them. If weights are gathered from shards
+in device memory and blocks are recomputed, that layer is not in the loops: it is fetched once, and its residuals are
+kept while the head computes (`passes.last_layer`). The same operations, so the same bits.
+
 A group has `microbatches_per_fetch` microbatches. A layer's weights are fetched once for all of them, and so are its
 accumulators if they are in host memory: fewer transfers, more residuals. Gradients are added in the same order with
 groups of any size, so results are the same to the bit, but for a head that is also the embedding: its matrix gets the
