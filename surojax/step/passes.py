@@ -155,7 +155,7 @@ def last_layer(
             x_BSD, dxs_BSD[-1] = in_turn(x_BSD, dxs_BSD[-1])
         inputs = each.recipe_inputs(layer.number)
         result, saved = segment.block_forward(layer.weights, x_BSD, inputs, layer.variant, each.starts_BS)
-        x_BSD, auxiliary = materialised(result)
+        x_BSD, auxiliary = materialised(result)  # `saved` without a barrier, as when a block is recomputed: same bits
         loss, dx_BSD, outer = head(each, x_BSD, grads.outer)
         grads = grads._replace(outer=outer)
         # Weights that are gathered while the head computes would be in memory beside its logits.
