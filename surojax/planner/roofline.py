@@ -277,11 +277,13 @@ def _stage(
     coded = {p.name: traffic.coded_bytes(run, segment, p) for p, _ in matrices}
     forward = 0.0
     backward = 0.0
-    for variant in variants:
+    of_last = traffic.last_layer_once(run) and segment is model.segments[-1]
+    for l, variant in enumerate(variants):
+        repeats = not (of_last and l == len(variants) - 1)
         of_recipe = traffic.operands(model.precision, variant.recipe_enabled, str(dtype))
         forward += FORWARD_PASSES * passes + attended
-        backward += BACKWARD_PASSES * passes + attended_back + attended * again
-        backward += FORWARD_PASSES * passes * (1 - sizes.kept / sizes.saved)  # what was not kept is computed again
+        backward += BACKWARD_PASSES * passes + attended_back + attended * again * repeats
+        backward += repeats * FORWARD_PASSES * passes * (1 - sizes.kept / sizes.saved)  # what was not kept
         for p, (rows, columns) in matrices:
             in_words = (p.dtype or str(dtype),) * 2 if p.kind is Kind.FACTOR else of_recipe
             low, low_back = (HLO_DTYPES[x] for x in in_words)
@@ -293,7 +295,7 @@ def _stage(
             forward += ahead
             backward += _product(gpu, tokens, columns, rows, low_back)
             backward += p.trainable * _product(gpu, rows, columns, tokens, low_back)
-            backward += ahead * _repeated(run, segment, p)
+            backward += repeats * ahead * _repeated(run, segment, p)
     lengths = len(variants) * _row_lengths(run, segment, gpu, dtype)
     return forward + lengths, backward + lengths * again
 

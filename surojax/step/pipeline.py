@@ -171,7 +171,8 @@ class Stage:
         kept = self.residuals.first(carry.saved)
         early = self.layers.early(layers)
         slot = self.slot(a, computes)
-        passed = forward(self.engine, layers, [carry.x_BSD], early, [self.microbatch(a, computes)], slot, [kept])
+        group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
+        passed = forward(self.engine, layers, [carry.x_BSD], early, group, slot, [kept])
         (done,) = passed.microbatches
         finite = self.if_computed(computes, and_activations(carry.finite, [done.x_BSD]), carry.finite)
         return carry._replace(x_BSD=done.x_BSD, saved=slot.end_forward(done.kept), finite=finite)
