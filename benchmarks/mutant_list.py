@@ -25,6 +25,7 @@ class Mutant(NamedTuple):
 
 OVERLAPPED = "tests/test_overlap.py::test_no_bit_changes"
 PARITY = "tests/test_parity.py::test_equals_hugging_face"
+ONCE = "tests/test_groups.py::test_a_last_layer_that_is_computed_once_changes_no_bit -k options0"
 ENGINE = "tests/test_engine.py::test_equals_grad_of_the_plain_model"
 GROUPED = "tests/test_groups.py::test_groups_equal_grad_of_the_plain_model"
 SEGMENTS = "tests/test_models.py::test_segments_with_auxiliary_losses_equal_reverse_mode"
@@ -1790,8 +1791,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "z_loss does not reach the head",
         "surojax/step/engine.py",
-        "            z_loss=engine.z_loss,",
-        "            z_loss=0.0,",
+        "        z_loss=engine.z_loss,",
+        "        z_loss=0.0,",
         "tests/test_assembly.py::test_a_step_is_the_update_that_the_config_says -k adamw]",
     ),
     Mutant(
@@ -1907,6 +1908,42 @@ MUTANTS: tuple[Mutant, ...] = (
         "True",
         "tests/test_groups.py::test_groups_must_divide_the_microbatches",
     ),
+    # -- The last layer, computed once --------------------------------------------------------------------------------
+    Mutant(
+        "the last layer is gathered for each pass",
+        "surojax/step/weights.py",
+        "return engine.recompute_block and weights.sharded and not weights.home.streamed",
+        "return False",
+        "tests/test_groups.py::test_a_group_gathers_each_layer_once_a_pass",
+    ),
+    Mutant(
+        "the last layer's sums are those of the last group",
+        "surojax/step/gradients.py",
+        "jax.tree.map(jnp.zeros_like, sums.deferred) if first else sums.deferred",
+        "jax.tree.map(jnp.zeros_like, sums.deferred)",
+        ONCE,
+    ),
+    Mutant(
+        "the last layer is computed from the first microbatch's activations",
+        "surojax/step/passes.py",
+        "result, saved = segment.block_forward(layer.weights, x_BSD,",
+        "result, saved = segment.block_forward(layer.weights, passed.microbatches[0].x_BSD,",
+        ONCE,
+    ),
+    Mutant(
+        "while the last layer computes, its own weights are gathered again",
+        "surojax/step/passes.py",
+        "jnp.int32(segment.num_layers)",
+        "jnp.int32(segment.num_layers - 1)",
+        ONCE,
+    ),
+    Mutant(
+        "the update of a last layer that is computed once is lost",
+        "surojax/step/overlap.py",
+        "        if once:\n",
+        "        if False:\n",
+        f"{OVERLAPPED} -k gathered",
+    ),
     # -- Prefetch, host memory ----------------------------------------------------------------------------------------
     Mutant(
         "shards are asked for one position late",
@@ -1918,8 +1955,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the backward pass begins one layer late",
         "surojax/step/weights.py",
-        "jnp.minimum(p, 2 * self.n - 1 - p)",
-        "jnp.minimum(p, 2 * self.n - p)",
+        "jnp.minimum(p, self.positions - 1 - p)",
+        "jnp.minimum(p, self.positions - p)",
         f"{ENGINE} -k 1-saved and [1-",
     ),
     Mutant(
@@ -4074,8 +4111,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: weights are gathered once a microbatch",
         "surojax/planner/traffic.py",
-        "2 * groups * gathered if table.weights.sharded",
-        "groups * gathered if table.weights.sharded",
+        "2 * gathered - last_layer_once(run)",
+        "gathered - last_layer_once(run)",
         TEXTBOOK,
     ),
     Mutant(
@@ -4109,7 +4146,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "recomputed products are not counted",
         "surojax/planner/traffic.py",
-        "factors + recomputed - factors * again)",
+        "factors + recomputed - factors * repeated)",
         "factors)",
         "tests/test_plan.py::test_recomputed_products_count_in_the_numbers_of_the_recipe",
     ),

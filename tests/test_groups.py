@@ -18,7 +18,7 @@ from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim
 from surojax.placement.layout import batch_sharding
 from surojax.planner import hlo
-from surojax.step import weights
+from surojax.step import engine, weights
 
 ALL = dict.fromkeys(
     ("offload_weights", "offload_master", "offload_optimizer", "offload_grads", "offload_residual"), True
@@ -103,7 +103,7 @@ def test_groups_equal_grad_of_the_plain_model(config, devices):
 
 @pytest.mark.full
 def test_two_gathered_layers_in_a_body_change_no_bit(monkeypatch):
-    """As in passes that are long enough to hide gathers."""
+    """As in passes that are long enough to hide gathers. Of five layers in the loops one is left over."""
     bodies = []
     layers_in_body = weights.Prefetch.layers_in_body
 
@@ -112,7 +112,7 @@ def test_two_gathered_layers_in_a_body_change_no_bit(monkeypatch):
         return bodies[-1]
 
     monkeypatch.setattr(weights.Prefetch, "layers_in_body", noted)
-    options = {"config": dataclasses.replace(CONFIG, num_hidden_layers=4), "devices": 4, "zero_level": 3}
+    options = {"config": dataclasses.replace(CONFIG, num_hidden_layers=6), "devices": 4, "zero_level": 3}
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
     expected = trained(batches, **options)
     assert {*bodies} == {1}
@@ -120,6 +120,21 @@ def test_two_gathered_layers_in_a_body_change_no_bit(monkeypatch):
     monkeypatch.setattr(weights, "HIDING_TOKENS", 2 * 16)  # two sequences of a device, in a microbatch
     assert trained(batches, **options) == expected
     assert {*bodies} == {2}
+
+
+ONCE = {"devices": 2, "zero_level": 3}
+GROUPED = {"microbatches_per_fetch": 2, "offload_residual": True, "offload_grads": True}
+
+
+@pytest.mark.parametrize(
+    "options", quick_at([(ONCE | BFLOAT16 | GROUPED,), (ONCE,), (ONCE | GROUPED | in_recipe("fp8_hybrid"),)], 0)
+)
+def test_a_last_layer_that_is_computed_once_changes_no_bit(monkeypatch, options):
+    """Two steps of four microbatches, with that layer in the loops and after them."""
+    batches = [tokens(4, 4, 16, seed=i) for i in range(2)]
+    found = trained(batches, **options)
+    monkeypatch.setattr(engine, "computes_last_layer_once", lambda of: False)
+    assert found == trained(batches, **options)
 
 
 def gathered_arrays(group: int) -> int:
@@ -132,10 +147,10 @@ def gathered_arrays(group: int) -> int:
 
 @pytest.mark.full
 def test_a_group_gathers_each_layer_once_a_pass():
-    """Nine arrays of three layers, forward and backward, for each group; those of the first layer of a forward pass
-    that does not come; once a step the three outer arrays."""
+    """Nine arrays of three layers, forward and backward, for each group, of the last layer once for both; those of the
+    first layer of a forward pass that does not come; once a step the three outer arrays."""
     found = {group: gathered_arrays(group) for group in (1, 2, 4)}
-    assert found == {group: 9 * (2 * 3 * 4 // group + 1) + 3 for group in (1, 2, 4)}
+    assert found == {group: 9 * ((2 * 3 - 1) * 4 // group + 1) + 3 for group in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("group, change", [(3, "use 4"), (8, "use 4")])

@@ -33,6 +33,7 @@ def recipe(name: str, **settings) -> dict:
 CASES = {
     "all": ALL | {"microbatches_per_fetch": 2},
     "master": {"offload_master": True, "offload_grads": True},
+    "gathered": {"devices": 2, "zero_level": 3, "offload_optimizer": True, "offload_grads": True},
     "saved": ALL | {"devices": 4, "zero_level": 3, "recompute_block": False},
     "outer": ALL | {"devices": 4, "zero_level": 3, "shard_outer": True, "lmhead_chunks": 4},
     "resident": ALL | {"devices": 2, "zero_level": 3, "resident_layers": 1},

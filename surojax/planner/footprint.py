@@ -41,7 +41,7 @@ from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline
 from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
-from surojax.planner.traffic import Batch, batch_of, layers_together
+from surojax.planner.traffic import Batch, batch_of, last_layer_once, layers_together
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import comes_in_pairs, quantise_with_one_scale
 
@@ -133,6 +133,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     during_head = fetched if work.sharded or streamed else 0
     # Bytes in flight while a layer computes: its weights, and the prefetched weights of the next layer.
     during_layer = 2 * during_head
+    during_head += segments[-1].saved if last_layer_once(run) else 0
     # Every other loop over layers has prefetched weights of its own.
     loops = sum(len(runs(segment.variants)) for segment in model.segments) + bool(work.resident)
     during_layer += (loops - 1) * fetched if during_head else 0

@@ -264,11 +264,13 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
     coded = {p.name: traffic.coded_bytes(run, segment, p) for p, _ in matrices}
     forward = 0.0
     backward = 0.0
-    for variant in segment.variants:
+    of_last = traffic.last_layer_once(run) and segment is model.segments[-1]
+    for l, variant in enumerate(segment.variants):
+        repeats = not (of_last and l == segment.num_layers - 1)
         of_recipe = traffic.operands(model.precision, variant.recipe_enabled, str(dtype))
         forward += FORWARD_PASSES * passes + attended
-        backward += BACKWARD_PASSES * passes + attended_back + attended * again
-        backward += FORWARD_PASSES * passes * (1 - sizes.kept / sizes.saved)  # what was not kept is computed again
+        backward += BACKWARD_PASSES * passes + attended_back + attended * again * repeats
+        backward += repeats * FORWARD_PASSES * passes * (1 - sizes.kept / sizes.saved)  # what was not kept
         for p, (rows, columns) in matrices:
             in_words = (p.dtype or str(dtype),) * 2 if p.kind is Kind.FACTOR else of_recipe
             low, low_back = (HLO_DTYPES[x] for x in in_words)
@@ -280,7 +282,7 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
             forward += ahead
             backward += _product(gpu, tokens, columns, rows, low_back)
             backward += p.trainable * _product(gpu, rows, columns, tokens, low_back)
-            backward += ahead * _repeated(run, segment, p)
+            backward += repeats * ahead * _repeated(run, segment, p)
     lengths = segment.num_layers * _row_lengths(run, segment, gpu, dtype)
     of_stage = layers_of_stage(segment.num_layers, pipeline_stages(run.mesh)) / segment.num_layers
     return of_stage * (forward + lengths), of_stage * (backward + lengths * again)

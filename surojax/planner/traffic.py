@@ -8,13 +8,14 @@ Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), as in
 |--------------------|-----------------------------------------------------|----------------------------------------|
 | master and moments |                                                     | reduce-scatter P', all-gather P        |
 | + gradients        | reduce-scatter k P                                  | all-gather P                           |
-| + weights          | all-gather 2 k P, reduce-scatter k P                |                                        |
+| + weights          | all-gather 2 k P - k P_l, reduce-scatter k P        |                                        |
 
-times (n - 1) / n. P' is the size of the blocks in the dtype of the gradient accumulators. With `microbatches_per_fetch`
-g, weights are gathered for k / g groups: 2 P k / g. `use_all_to_all_reduce` sends the same bytes in an all-to-all. In 8
-bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes fp8_*) P has 1 byte for each number of a
-matrix and 4 bytes for the scale of each of its blocks; fp8_* have no blocks. Vectors stay in the work dtype, gradients
-of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradients in one hop).
+times (n - 1) / n. P_l is the last layer's part of P if that layer is computed once (step/weights.py). P' is the size of
+the blocks in the dtype of the gradient accumulators. With `microbatches_per_fetch` g, weights are gathered for k / g
+groups: 2 P k / g. `use_all_to_all_reduce` sends the same bytes in an all-to-all. In 8 bits (`zero_quantized_weights`,
+`zero_quantized_gradients`, weights of recipes fp8_*) P has 1 byte for each number of a matrix and 4 bytes for the scale
+of each of its blocks; fp8_* have no blocks. Vectors stay in the work dtype, gradients of vectors are float32 (ZeRO++,
+Wang et al. 2023, arXiv:2306.10209; its gradients in one hop).
 
 Of a base that is frozen, below adapters, weights are gathered like others, and gradients and updates are those of the
 adapters alone.
@@ -63,6 +64,7 @@ from surojax.placement.mesh import (
 from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.planner.gpus import Gpu
 from surojax.step.state_plan import leaf_bytes
+from surojax.step.weights import computes_last_layer_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,8 @@ def collective_bytes(run: Assembly, batch: Batch) -> dict[tuple[str, str], int]:
     stages = pipeline_stages(run.mesh)
     if stages > 1 and table.weights.sharded:  # 2 passes over n layers fetch 2 (n + 1)
         gathered += gathered / _layers(run, *run.model.segments)
-    sent["all-gather", over_shards] += ring * (2 * groups * gathered if table.weights.sharded else gathered)
+    in_passes = 2 * gathered - last_layer_once(run) * gathered / _layers(run, *run.model.segments)
+    sent["all-gather", over_shards] += ring * (groups * in_passes if table.weights.sharded else gathered)
     rounds, itemsize = (k, work) if table.grads.sharded else (1, accum)
     reduce = "reduce-scatter" if table.reduce == "reduce_scatter" else "all-to-all"
     reduced = _in_8_bits(run, run.engine.layouts.master, vectors=4) if table.reduce == "int8" else itemsize * blocks
@@ -341,6 +344,11 @@ def _sizes(run: Assembly, *sections: str) -> tuple[int, int]:
     return sharded, replicated
 
 
+def last_layer_once(run: Assembly) -> bool:
+    """True if the last layer is computed once, and not again in the backward pass."""
+    return computes_last_layer_once(run.engine) and pipeline_stages(run.mesh) == 1
+
+
 def _gathered_bytes(run: Assembly) -> float:
     """Bytes of the layers' work weights that are gathered: of all of them in a pass, else of those that are updated."""
     table, layouts = run.engine.table, run.engine.layouts
@@ -386,7 +394,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
 
     Products with the blocks' matrices have the recipe's dtypes in the layers with the recipe; attention and head have
     model_dtype. again: include the second forward pass of recomputed blocks, in which XLA drops the products that no
-    gradient needs (`Segment.last_products`).
+    gradient needs (`Segment.last_products`), unless the last layer is computed once.
     """
     model = run.model
     work_dtype = run.engine.table.weights.dtype
@@ -394,13 +402,16 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     attention = sum(segment.attention_flops(sequence_len) for segment in model.segments)
     # One pass forward, two backward: gradients of inputs, and of what is trained.
     total = 2.0 * (2 * model.num_matmul_params + model.trained_matmul_params) + 3 * attention
-    total += attention if again else 0
+    last = model.segments[-1]
+    once = last_layer_once(run)
+    total += attention - once * last.attention_flops(sequence_len) / last.num_layers if again else 0
     for segment in model.segments:
-        for variant in segment.variants:
+        for l, variant in enumerate(segment.variants):
+            repeated = again and not (once and segment is last and l == last.num_layers - 1)
             forward, backward = operands(model.precision, variant.recipe_enabled, work_dtype)
-            recomputed = segment.recomputed_matmul_size if again else 0
+            recomputed = segment.recomputed_matmul_size if repeated else 0
             factors = segment.factor_size  # in model_dtype: among what is left below
-            found[forward] += 2 * (segment.matmul_size - factors + recomputed - factors * again)
+            found[forward] += 2 * (segment.matmul_size - factors + recomputed - factors * repeated)
             found[backward] += 2 * (segment.matmul_size + segment.trained_matmul_size - 2 * factors)
             total += 2 * recomputed
     found[work_dtype] += total - sum(found.values())

@@ -199,7 +199,8 @@ class Stage:
         kept = self.residuals.first(carry.saved)
         early = self.layers.first()
         slot = self.slot(a)
-        passed = forward(self.engine, self.layers, [carry.x_BSD], early, [self.microbatch(a)], slot, [kept])
+        group = Group(a, [self.microbatch(a)], first=False, last=False)
+        passed = forward(self.engine, self.layers, [carry.x_BSD], early, group, slot, [kept])
         (done,) = passed.microbatches
         finite = and_activations(carry.finite, [done.x_BSD])
         return carry._replace(x_BSD=done.x_BSD, saved=slot.end_forward(done.kept), finite=finite)
