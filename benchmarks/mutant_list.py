@@ -25,6 +25,7 @@ class Mutant(NamedTuple):
 
 OVERLAPPED = "tests/test_overlap.py::test_no_bit_changes"
 PARITY = "tests/test_parity.py::test_equals_hugging_face"
+ONCE = "tests/test_groups.py::test_a_last_layer_that_is_computed_once_changes_no_bit -k options0"
 ENGINE = "tests/test_engine.py::test_equals_grad_of_the_plain_model"
 GROUPED = "tests/test_groups.py::test_groups_equal_grad_of_the_plain_model"
 SEGMENTS = "tests/test_models.py::test_segments_with_auxiliary_losses_equal_reverse_mode"
@@ -58,6 +59,7 @@ CONTEXT_GRADS = f"{CONTEXT}::test_equals_grad_of_the_plain_model"
 TENSOR = "tests/test_tensor_parallel.py::test_equals_grad_of_the_plain_model"
 PIPELINE = "tests/test_pipeline.py::test_equals_grad_of_the_plain_model"
 TENSOR_RECIPES = "tests/test_tensor_parallel_recipes.py"
+PRODUCT_OF_PARTS = f"{TENSOR_RECIPES}::test_a_product_in_nvfp4_is_that_of_one_device"
 FLOAT8_GROUP = f"{TENSOR_RECIPES}::test_float8_equals_one_device -k config0"
 
 LAYERS = "surojax/models/layers.py"
@@ -164,8 +166,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "nvfp4: the gradient that goes to a frozen product has the random numbers of another operand",
         "surojax/numerics/blockscaled.py",
-        "_nvfp4_of_frozen(w, g, rounding[0], implementation)",
-        "_nvfp4_of_frozen(w, g, rounding[1], implementation)",
+        "_nvfp4_of_frozen(parts, w, g, rounding[0], implementation)",
+        "_nvfp4_of_frozen(parts, w, g, rounding[1], implementation)",
         "tests/test_blockscaled.py::test_a_frozen_matrix_changes_no_bit_of_the_other_products -k nvfp4",
     ),
     Mutant(
@@ -235,21 +237,21 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "padding changes activations",
         "surojax/step/padding.py",
-        "return kept_if(inputs.is_layer, y_BSD, x_BSD), auxiliary\n",
-        "return y_BSD * inputs.is_layer, auxiliary\n",
+        "return kept_if(inputs.computes, y_BSD, x_BSD), auxiliary\n",
+        "return y_BSD * inputs.computes, auxiliary\n",
         "tests/test_pipeline.py::test_padding_changes_nothing_and_has_no_gradient",
     ),
     Mutant(
         "padding ends the gradient of activations",
         "surojax/step/padding.py",
-        "return dw, kept_if(inputs.is_layer, dx_BSD, dy_BSD), observed",
+        "return dw, kept_if(inputs.computes, dx_BSD, dy_BSD), observed",
         "return dw, dx_BSD, observed",
         "tests/test_pipeline.py::test_padding_changes_nothing_and_has_no_gradient",
     ),
     Mutant(
         "padding has gradients",
         "surojax/step/padding.py",
-        "of_layer = kept_if(inputs.is_layer, dy_BSD, jnp.zeros_like(dy_BSD)), d_auxiliary",
+        "of_layer = kept_if(inputs.computes, dy_BSD, jnp.zeros_like(dy_BSD)), d_auxiliary",
         "of_layer = d_result",
         "tests/test_pipeline.py::test_padding_changes_nothing_and_has_no_gradient",
     ),
@@ -347,15 +349,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what moves activations counts once for each microbatch",
         "surojax/planner/stages.py",
-        "of_ticks = microbatches + stages - 1 if in_every_tick(body) else microbatches",
-        "of_ticks = microbatches",
+        "if _moves(body) and not _passes(body):",
+        "if not body:",
         "tests/test_pipeline.py::test_a_compiled_step_moves_what_the_formulas_say",
     ),
     Mutant(
         "the time of a step leaves out the ticks in which a stage waits",
         "surojax/planner/stages.py",
-        "lambda body: _moves(body) or _passes(body)",
-        "_moves",
+        "return Fraction(in_any * (pattern == slowest(run)), schedule.ticks)",
+        "return Fraction(microbatches, schedule.ticks)",
         "tests/test_pipeline.py::test_a_compiled_step_moves_what_the_formulas_say",
     ),
     Mutant(
@@ -373,15 +375,64 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_pipeline_recipes.py::test_optimizers_equal_one_device -k normuon and pp_size",
     ),
     Mutant(
-        "stages of other kinds of layers are not refused",
+        "stages whose layers are of other kinds compute as the first one",
         "surojax/parallel/schedule.py",
-        "return all(kind == kinds[l % n] for l, kind in enumerate(kinds))",
-        "return n > 0",
-        "tests/test_pipeline.py::test_what_is_not_built_is_refused",
+        "of_stages.append(patterns.index(pattern))",
+        "of_stages.append(0)",
+        f"{PIPELINE} -k other-layers-2",
+    ),
+    Mutant(
+        "a last stage with fewer layers has loops of its own",
+        "surojax/parallel/schedule.py",
+        "full[: len(own)] == own",
+        "full == own",
+        "tests/test_schedule.py::test_stages_of_equal_kinds_have_one_pattern",
+    ),
+    Mutant(
+        "a stage without a microbatch adds what its stale residuals give",
+        "surojax/step/padding.py",
+        "        if idles:\n",
+        "        if not dx_BSD.shape:\n",
+        "tests/test_pipeline.py::test_stages_in_lockstep_add_nothing_where_they_idle -k 1f1b",
+    ),
+    Mutant(
+        "a stage without a microbatch writes over the residuals of another one",
+        "surojax/step/pipeline.py",
+        "begin = jnp.where(computes, begin, self.slots * self.entries)",
+        "begin = jnp.where(computes, begin, 0)",
+        "tests/test_pipeline.py::test_stages_in_lockstep_add_nothing_where_they_idle -k gpipe",
+    ),
+    Mutant(
+        "a stage computes its turn of an evaluation in every turn",
+        "surojax/step/stage_layers.py",
+        "return Inputs((number < model.num_layers) & computes, recipe_inputs)",
+        "return Inputs(number < model.num_layers, recipe_inputs)",
+        "tests/test_pipeline.py::test_stages_in_lockstep_add_nothing_where_they_idle -k 1f1b",
+    ),
+    Mutant(
+        "stages of a ring have no passes in ticks in which they idle",
+        "surojax/planner/stages.py",
+        "return microbatches + idle",
+        "return microbatches",
+        "tests/test_pipeline.py::test_the_planner_counts_what_idle_stages_do_in_a_ring",
+    ),
+    Mutant(
+        "the time of stages is that of the fastest",
+        "surojax/planner/compute.py",
+        "return max(found, key=",
+        "return min(found, key=",
+        "tests/test_pipeline.py::test_the_planner_takes_the_time_of_the_slowest_stage",
+    ),
+    Mutant(
+        "resident layers are the first of the model, not of each stage",
+        "surojax/step/state.py",
+        "return stage * entries + begin + l",
+        "return i",
+        "tests/test_pipeline.py::test_resident_layers_are_the_first_of_each_stage",
     ),
     Mutant(
         "stacks with padding are read as if all of it were layers",
-        "surojax/run/checkpoint.py",
+        "surojax/run/restore.py",
         "strict=shape[0] == x.shape[0] or shape[1:] != x.shape[1:]",
         "strict=True",
         "tests/test_pipeline.py::test_a_checkpoint_moves_between_layouts -k uneven",
@@ -546,8 +597,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks: later ones give no gradient to a chunk's keys and values",
         "surojax/models/chunked.py",
-        "chunk.of(d).astype(x.dtype)",
-        "0 * chunk.of(d).astype(x.dtype)",
+        "row.of(d).astype(x.dtype)",
+        "0 * row.of(d).astype(x.dtype)",
         f"{CHUNKED} -k 2-packed]",
     ),
     Mutant(
@@ -560,9 +611,37 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "chunks: documents are those of the first chunk",
         "surojax/models/chunked.py",
-        "x_BCD, earlier, variant, chunk.of(starts_BS))\n\n",
-        "x_BCD, earlier, variant, chunk._replace(start=0, stop=x_BCD.shape[1]).of(starts_BS))\n\n",
+        "x_BCD, earlier, variant, row.of(starts_BS))\n\n",
+        "x_BCD, earlier, variant, row._replace(start=0, stop=row.stop - row.start).of(starts_BS))\n\n",
         f"{CHUNKED} -k 2-packed]",
+    ),
+    Mutant(
+        "chunks: devices divide the sequence, not each chunk",
+        "surojax/parallel/context.py",
+        "if chunks == 1:",
+        "if chunks:",
+        f"{CHUNKED} -k 2-packed-cp2-tp2",
+    ),
+    Mutant(
+        "chunks: tokens of several devices have positions as if the chunk were the first",
+        OPERATIONS,
+        "index_S = first + index_S",
+        "index_S = index_S if context.is_divided() else first + index_S",
+        f"{CHUNKED} -k 2-packed-cp2-tp2",
+    ),
+    Mutant(
+        "chunks: a group sums gradients of the parameters that it shares after each one",
+        "surojax/models/chunked.py",
+        "mark_varying(x, active(*TENSOR))",
+        "x",
+        "tests/test_chunked.py::test_divided_chunks_move_what_the_formulas_say",
+    ),
+    Mutant(
+        "planner: keys and values of the last chunk are sent twice too",
+        "surojax/planner/textbook.py",
+        "return 1 - 1 / run.model.compute.sequence_chunks",
+        "return 1.0",
+        "tests/test_chunked.py::test_divided_chunks_move_what_the_formulas_say",
     ),
     Mutant(
         "chunks: every one begins at position 0",
@@ -595,7 +674,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sequence that its chunks do not divide is taken",
         "surojax/config/checks.py",
-        "c.sequence_len % n == 0",
+        "of_device % n == 0",
         "True",
         f"{FIELDS} -k sequence_chunks",
     ),
@@ -1166,8 +1245,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gate and up exchanged",
         LAYERS,
-        "ops.gated(gate_BSF, up_BSF, self.activation)",
-        "ops.gated(up_BSF, gate_BSF, self.activation)",
+        "linear(gated(gate_BSF, up_BSF, self.activation)",
+        "linear(gated(up_BSF, gate_BSF, self.activation)",
         f"{PARITY} -k llama]",
     ),
     Mutant(
@@ -1194,8 +1273,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all matrices of a block round with the same numbers",
         OPERATIONS,
-        "nvfp4_linear(x, w, seed, salt=number, **how)",
-        "nvfp4_linear(x, w, seed, salt=0, **how)",
+        "nvfp4_linear(x, w, seed, salt=number, parts=operand_parts(w.shape, axes), **how)",
+        "nvfp4_linear(x, w, seed, salt=0, parts=operand_parts(w.shape, axes), **how)",
         "tests/test_precision.py::test_every_matrix_of_a_block_draws_numbers_of_its_own",
     ),
     Mutant(
@@ -1467,7 +1546,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/parallel/collectives.py",
         "return map_arrays(x, lambda array: gathered_as_bits(array, dim))",
         "return map_arrays(x, lambda array: gathered_as_bits(array, dim) if array.dtype == jnp.uint8 else array)",
-        "tests/test_qlora.py::test_where_it_is_stored_changes_nothing -k devices0",
+        "tests/test_qlora.py::test_where_it_is_stored_changes_nothing -k placed1",
     ),
     Mutant(
         "the first of two codes is in the low half",
@@ -1578,15 +1657,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "nvfp4: x and g are rotated differently",
         "surojax/numerics/blockscaled.py",
-        "nvfp4.reference_rotated(_full_blocks(x), seed)",
-        "nvfp4.reference_rotated(_full_blocks(x), rounding[1])",
+        "nvfp4_format.reference_rotated(_full_blocks(x), seed, part=parts.inputs)",
+        "nvfp4_format.reference_rotated(_full_blocks(x), rounding[1], part=parts.inputs)",
         "tests/test_blockscaled.py::test_errors_of_the_products_are_those_of_the_operands -k nvfp4",
     ),
     Mutant(
         "nvfp4: gradients are rounded to nearest",
         "surojax/numerics/blockscaled.py",
-        "return quantise_nvfp4(g, rounding[0]), quantise_nvfp4_weights(w)[1]",
-        "return quantise_nvfp4(g), quantise_nvfp4_weights(w)[1]",
+        "g_by_row = quantise_nvfp4(g, rounding[0], parts.outputs)",
+        "g_by_row = quantise_nvfp4(g, part=parts.outputs)",
         "tests/test_blockscaled.py::test_gradient_of_inputs_is_right_on_average",
     ),
     Mutant(
@@ -1708,7 +1787,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/step/engine.py",
         "first=False, last=not peeled)",
         "first=False, last=False)",
-        f"{ENGINE} -k 1-saved and [1-",
+        f"{ENGINE} -k ministral-1-saved",
     ),
     Mutant(
         "the last microbatch sums over no groups",
@@ -1729,28 +1808,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/step/gradients.py",
         "    squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master[OUTER]))\n",
         "",
-        f"{ENGINE} -k 1-saved and [1-",
+        f"{ENGINE} -k ministral-1-saved",
     ),
     Mutant(
         "the norm leaves out accumulators in device memory",
         "surojax/step/gradients.py",
         "    if sums_in_place(engine):\n        for name",
         "    if False:\n        for name",
-        f"{ENGINE} -k 1-saved and [1-",
+        f"{ENGINE} -k ministral-1-saved",
     ),
     Mutant(
         "a layer's squares are counted for every layer",
         "surojax/step/gradients.py",
         "read(stacks, n - 1 - i)",
         "read(stacks, n - 1)",
-        f"{ENGINE} -k 1-saved and [1-",
+        f"{ENGINE} -k ministral-1-saved",
     ),
     Mutant(
         "the mean is over this device's labels",
         "surojax/step/engine.py",
         "return collectives.add_up(jnp.sum(labels >= 0, dtype=jnp.int32), *DATA)",
         "return jnp.sum(labels >= 0, dtype=jnp.int32) * jax.lax.axis_size(SHARD)",
-        "tests/test_engine.py::test_accumulation_does_not_change_the_result -k 4-1",
+        "tests/test_engine.py::test_accumulation_does_not_change_the_result -k 4-4",
     ),
     Mutant(
         "the first group adds to what accumulators in host memory hold",
@@ -1790,8 +1869,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "z_loss does not reach the head",
         "surojax/step/engine.py",
-        "            z_loss=engine.z_loss,",
-        "            z_loss=0.0,",
+        "        z_loss=engine.z_loss,",
+        "        z_loss=0.0,",
         "tests/test_assembly.py::test_a_step_is_the_update_that_the_config_says -k adamw]",
     ),
     Mutant(
@@ -1835,7 +1914,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/step/overlap.py",
         "self._update(flight.following, l + 1)",
         "self._update(flight.following, l)",
-        "tests/test_overlap.py::test_no_bit_changes -k rounded",
+        "tests/test_overlap.py::test_no_bit_changes -k tp]",
     ),
     Mutant(
         "a pass that updates computes with a layer's next weights",
@@ -1889,8 +1968,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: groups of microbatches change nothing",
         "surojax/planner/traffic.py",
-        "return batch.microbatches // run.engine.microbatches_per_fetch",
-        "return batch.microbatches",
+        "return layer_passes(run, batch.microbatches) // run.engine.microbatches_per_fetch",
+        "return layer_passes(run, batch.microbatches)",
         TEXTBOOK,
     ),
     Mutant(
@@ -1907,20 +1986,56 @@ MUTANTS: tuple[Mutant, ...] = (
         "True",
         "tests/test_groups.py::test_groups_must_divide_the_microbatches",
     ),
+    # -- The last layer, computed once --------------------------------------------------------------------------------
+    Mutant(
+        "the last layer is gathered for each pass",
+        "surojax/step/weights.py",
+        "return engine.recompute_block and weights.sharded and not weights.home.streamed",
+        "return False",
+        "tests/test_groups.py::test_a_group_gathers_each_layer_once_a_pass",
+    ),
+    Mutant(
+        "the last layer's sums are those of the last group",
+        "surojax/step/gradients.py",
+        "jax.tree.map(jnp.zeros_like, sums.deferred) if first else sums.deferred",
+        "jax.tree.map(jnp.zeros_like, sums.deferred)",
+        ONCE,
+    ),
+    Mutant(
+        "the last layer is computed from the first microbatch's activations",
+        "surojax/step/passes.py",
+        "result, saved = segment.block_forward(layer.weights, x_BSD,",
+        "result, saved = segment.block_forward(layer.weights, passed.microbatches[0].x_BSD,",
+        ONCE,
+    ),
+    Mutant(
+        "while the last layer computes, its own weights are gathered again",
+        "surojax/step/passes.py",
+        "jnp.int32(segment.num_layers)",
+        "jnp.int32(segment.num_layers - 1)",
+        ONCE,
+    ),
+    Mutant(
+        "the update of a last layer that is computed once is lost",
+        "surojax/step/overlap.py",
+        "        if once:\n",
+        "        if False:\n",
+        f"{OVERLAPPED} -k gathered",
+    ),
     # -- Prefetch, host memory ----------------------------------------------------------------------------------------
     Mutant(
         "shards are asked for one position late",
         "surojax/step/weights.py",
         "self.copy_in_ahead(p + 2, reverse=reverse))",
         "self.copy_in_ahead(p + 1, reverse=reverse))",
-        f"{ENGINE} -k 4-streamed",
+        f"{ENGINE} -k smollm-8-zero3",
     ),
     Mutant(
         "the backward pass begins one layer late",
         "surojax/step/weights.py",
-        "jnp.minimum(p, 2 * self.n - 1 - p)",
-        "jnp.minimum(p, 2 * self.n - p)",
-        f"{ENGINE} -k 1-saved and [1-",
+        "jnp.minimum(p, self.positions - 1 - p)",
+        "jnp.minimum(p, self.positions - p)",
+        f"{ENGINE} -k ministral-1-saved",
     ),
     Mutant(
         "weights of this position instead of the next",
@@ -2193,8 +2308,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "kernel: keys of a part that comes before the queries are hidden as by causality",
         "pallas_kernels/attention.py",
-        "first, 0 if causal else k.shape[1], lse, delta, do, rule, interpret, f32",
-        "first, 0, lse, delta, do, rule, interpret, f32",
+        "    call = Call(0 if causal else k.shape[1], rule, interpret, f32)",
+        "    call = Call(0, rule, interpret, f32)",
         f"{PAIRS} -k first0",
     ),
     Mutant(
@@ -2221,8 +2336,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sequence is cut after the devices of a tensor-parallel group have taken their parts",
         "surojax/step/engine.py",
-        "return own_part(own_tokens(x_BS, engine.model.compute.cp_method))",
-        "return own_tokens(own_part(x_BS), engine.model.compute.cp_method)",
+        "return own_part(own_tokens(x_BS, compute.cp_method))",
+        "return own_tokens(own_part(x_BS), compute.cp_method)",
         f"{CONTEXT_GRADS} -k allgather-2x2x2-tp",
     ),
     Mutant(
@@ -2245,35 +2360,35 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/parallel/tensor.py",
         "jax.lax.all_gather(x_BsD, axes, axis=1, tiled=True) if axes else x_BsD",
         "x_BsD",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "a device's sequence is repeated in place of the others'",
         "surojax/parallel/tensor.py",
         "jax.lax.all_gather(x_BsD, axes, axis=1, tiled=True) if axes else x_BsD",
         "jax.numpy.concatenate([x_BsD] * device_number(*axes)[1], axis=1)",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "products are not summed over a group",
         "surojax/parallel/tensor.py",
         "jax.lax.psum_scatter(y_BSD, axes, scatter_dimension=1, tiled=True) if axes else y_BSD",
         "own_part(y_BSD)",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "no product's inputs are divided",
         "surojax/parallel/tensor.py",
         "return bool(active(*MESH_AXES[axis]))",
         "return False",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "every device of a group has the first tokens",
         "surojax/parallel/tensor.py",
         "number * length, length, 1)",
         "0 * number, length, 1)",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "fp8: a device's tokens are repeated in place of the others'",
@@ -2295,6 +2410,48 @@ MUTANTS: tuple[Mutant, ...] = (
         "return x if sharers == 1 else",
         "return x if sharers else",
         FLOAT8_GROUP,
+    ),
+    Mutant(
+        "nvfp4: scales of parts of an operand",
+        "surojax/parallel/operands.py",
+        "return fp8.from_ordered(bits)",
+        "return absmax",
+        PRODUCT_OF_PARTS,
+    ),
+    Mutant(
+        "nvfp4: a NaN on another device is not seen",
+        "surojax/parallel/operands.py",
+        'bits = jax.lax.pcast(jax.lax.pmax(fp8.ordered(absmax), axes), axes, to="varying")',
+        "bits = fp8.ordered(-jax.lax.pmin(-absmax, axes))",
+        f"{TENSOR_RECIPES}::test_a_nan_is_in_the_scale_of_every_device",
+    ),
+    Mutant(
+        "nvfp4: the scale of a device's tokens",
+        "surojax/parallel/operands.py",
+        "tokens = active(CONTEXT)",
+        "tokens = ()",
+        f"{PRODUCT_OF_PARTS} -k tokens",
+    ),
+    Mutant(
+        "nvfp4: devices with other columns of a gradient repeat random numbers",
+        "surojax/parallel/operands.py",
+        "jnp.uint32(columns) * jnp.asarray(",
+        "jnp.uint32(0) * jnp.asarray(",
+        f"{PRODUCT_OF_PARTS} -k columns",
+    ),
+    Mutant(
+        "devices that share keys round terms of a sum",
+        "surojax/parallel/operands.py",
+        "return y if active(*inputs) or not sharers else _summed(y, sharers)",
+        "return y",
+        f"{TENSOR_RECIPES}::test_block_scaled_recipes_equal_one_device -k mxfp8",
+    ),
+    Mutant(
+        "nvfp4 kernel: a part's random numbers are in rows of its own length",
+        "pallas_kernels/nvfp4.py",
+        "n = part.columns or x.shape[1]",
+        "n = x.shape[1]",
+        "tests/test_kernel_nvfp4.py::test_sizes_and_dtypes -k part",
     ),
     Mutant(
         "fp8: a group's scales of matrices are those of parts",
@@ -2373,49 +2530,49 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/step/outer.py",
         "return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)",
         "return jax.lax.dynamic_slice_in_dim(x, device_number(*axes)[0] * len(tokens_BS), len(tokens_BS), 0)",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "the gradient of the head's input is not summed over a group",
         "surojax/step/outer.py",
         "dy_ND = jax.lax.psum_scatter(dy_MD, axes, scatter_dimension=0, tiled=True)",
         "dy_ND = jax.lax.dynamic_slice_in_dim(dy_MD, device_number(*axes)[0] * len(y_ND), len(y_ND), 0)",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "sharded loss: exponentials of this device's words",
         "surojax/models/loss.py",
         "jax.lax.psum(jnp.sum(jnp.exp(logits32 - top_N[:, None]), axis=1), axes)",
         "jnp.sum(jnp.exp(logits32 - top_N[:, None]), axis=1)",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "all words are those of the first device",
         "surojax/models/loss.py",
         "labels_N - device_number(*axes)[0] * v",
         "labels_N",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "the loss is not summed over a group",
         "surojax/step/engine.py",
         "loss = collectives.add_up(carry.loss, *AXES) * scale",
         "loss = collectives.add_up(carry.loss, *DATA) * scale",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "shared parameters are typed as different on the devices of a group",
         "surojax/parallel/collectives.py",
         "return varying(jax.tree.map(one, layouts, tree))",
         "return varying(jax.tree.map(one, layouts, tree), AXES)",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "the norm is not summed over a group",
         "surojax/parallel/collectives.py",
         "jnp.sqrt(add_up(squares.of_shards, *STATE) + squares.of_replicated)",
         "jnp.sqrt(add_up(squares.of_shards, SHARD) + squares.of_replicated)",
-        f"{TENSOR} -k tp2-saved",
+        f"{TENSOR} -k 3x2",
     ),
     Mutant(
         "the norm counts what several devices store more than once",
@@ -2514,7 +2671,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "surojax/numerics/quantize.py",
         "x = jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)",
         "x = x.astype(jnp.float32)",
-        "tests/test_collectives.py::test_persistent_quants_change_no_bit -k fp8-device",
+        "tests/test_collectives.py::test_persistent_quants_change_no_bit -k fp8-host",
     ),
     Mutant(
         "int8 reaches 128",
@@ -2560,7 +2717,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "nvfp4: values are divided by the block's scale alone",
-        "pallas_kernels/nvfp4.py",
+        "pallas_kernels/nvfp4_format.py",
         "fp8.power_of_two(u32(254) - (bits >> u32(23))) * reciprocal",
         "fp8.power_of_two(u32(254) - (bits >> u32(23)))",
         "tests/test_blockscaled.py::test_nvfp4_is_numpys",
@@ -2625,8 +2782,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "streamed layers of a new state are written from 0 on",
         "surojax/step/state.py",
-        "return write(stack, work, l - start), write(built, other, l)",
-        "return write(stack, work, l), write(built, other, l)",
+        "return write(stack, work, i - start), write(built, other, l)",
+        "return write(stack, work, i), write(built, other, l)",
         "tests/test_offload.py::test_resident_layers_in_evaluation_sampling_and_restored_checkpoints",
     ),
     Mutant(
@@ -2972,16 +3129,72 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all stacks of a layer are at the beginning of its record",
         "surojax/memory/nvme.py",
-        "return l * self._stride + leaf.offset",
-        "return l * self._stride",
-        "tests/test_optimizers.py::test_files_change_no_bit -k adamw8bit",
+        "return self.records[l] * self._stride + leaf.offset",
+        "return self.records[l] * self._stride",
+        "tests/test_optimizers.py::test_files_change_no_bit",
+    ),
+    Mutant(
+        "a process stores the layers of the first stage, whichever is its own",
+        "surojax/memory/nvme.py",
+        "if own[l // of_stage]]",
+        "if own[1 - l // of_stage]]",
+        "tests/test_nvme.py::test_a_process_stores_the_layers_of_its_stages",
+    ),
+    Mutant(
+        "of a layer that another stage stores, the first stage's zeros are read",
+        "surojax/memory/nvme.py",
+        "jnp.sum(bits, 0, dtype=jnp.uint32)",
+        "bits[0]",
+        "tests/test_nvme.py::test_parts_of_layers_go_to_the_devices_and_back",
+    ),
+    Mutant(
+        "a checkpoint of files has no padding",
+        "surojax/run/checkpoint.py",
+        "for l in range(file.shape[0]):  # and padding",
+        "for l in file.store.records:  # without padding",
+        "tests/test_nvme.py::test_stages_that_are_not_full_restore_from_files_into_memory_and_back",
+    ),
+    Mutant(
+        "layers of all stages in files are updated as those of the first stage",
+        "surojax/step/file_step.py",
+        "collectives.first_layer(self.rounds) + l",
+        "l",
+        "tests/test_nvme.py::test_stages_update_their_layers_in_files_together",
+    ),
+    Mutant(
+        "only the first half of a layer of accumulators is exchanged",
+        "surojax/memory/host.py",
+        "2 * before + i, 2 * after + i",
+        "2 * before + i, 2 * after",
+        "tests/test_offload.py::test_two_layers_are_exchanged_in_halves",
+    ),
+    Mutant(
+        "stages: the backward pass begins with the first layer's weights",
+        "surojax/step/weights.py",
+        "        p = self.n if reverse else 0\n        return () if self.on_device",
+        "        p = 0\n        return () if self.on_device",
+        "tests/test_pipeline.py::test_equals_grad_of_the_plain_model -k uneven-4x2-zero3-offloaded",
+    ),
+    Mutant(
+        "stages: gradients are not summed over replicas",
+        "surojax/step/gradients.py",
+        "return bool(replicated_stacks(engine) or collectives.active(REPLICATE))",
+        "return replicated_stacks(engine)",
+        "tests/test_pipeline.py::test_equals_grad_of_the_plain_model -k 2x2x2-hsdp",
+    ),
+    Mutant(
+        "stages: a layer that passes begin with is not in the estimate of copies",
+        "surojax/planner/traffic.py",
+        "fetched += 2 * (1 + table.weights.sharded) * weights // layers",
+        "fetched += 2 * weights // layers",
+        "tests/test_textbook.py::test_copies_of_a_stage_to_and_from_the_host",
     ),
     Mutant(
         "the layer just updated is read again",
         "surojax/step/file_step.py",
         "prefetched = reader.submit(self._read, l + 1)",
         "prefetched = reader.submit(self._read, l)",
-        "tests/test_optimizers.py::test_files_change_no_bit -k adamw8bit",
+        "tests/test_optimizers.py::test_files_change_no_bit",
     ),
     Mutant(
         "layers longer than a request: all pieces are written to the first's place",
@@ -3010,14 +3223,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "damage of moments is not looked for",
-        "surojax/run/checkpoint.py",
+        "surojax/run/restore.py",
         "_verify(meta, master=state.master, moments=state.moments)",
         "_verify(meta, master=state.master)",
         "tests/test_checkpoint.py::test_a_damaged_array_is_named",
     ),
     Mutant(
         "the restored step is 0",
-        "surojax/run/checkpoint.py",
+        "surojax/run/restore.py",
         'from_host(np.int32(meta["step"]), plan.step.sharding)',
         "from_host(np.int32(0), plan.step.sharding)",
         "tests/test_checkpoint.py::test_a_dtype_may_change_on_the_way",
@@ -3031,14 +3244,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "checkpoints are sorted as text",
-        "surojax/run/checkpoint.py",
+        "surojax/run/on_disk.py",
         "key=lambda p: int(p.name))",
         "key=lambda p: p.name)",
         "tests/test_checkpoint.py::test_only_the_newest_are_kept",
     ),
     Mutant(
         "a history is cut at its new end",
-        "surojax/run/checkpoint.py",
+        "surojax/run/restore.py",
         "amax[..., :n] = saved[..., :n]",
         "amax[..., :n] = saved[..., -n:]",
         "tests/test_checkpoint.py::test_a_history_of_another_length",
@@ -3450,6 +3663,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "with_rest=True",
         "with_rest=False",
         "tests/test_load.py::test_held_out_text_and_validation_datasets_beside_data",
+    ),
+    Mutant(
+        "whether documents begin with a token is not read from the tokenizer's files",
+        "surojax/data/tokenizer_files.py",
+        "adds_bos=adds_bos if isinstance(adds_bos, bool) else None",
+        "adds_bos=None",
+        "tests/test_tokenizer.py::test_bos_is_added_if_the_tokenizer_adds_it",
     ),
     Mutant(
         "the largest id has no row",
@@ -4074,14 +4294,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: weights are gathered once a microbatch",
         "surojax/planner/textbook.py",
-        "gathered *= 2 * groups_of(run, batch)",
-        "gathered *= groups_of(run, batch)",
+        "sum(layers_gathered(run)) / shares",
+        "layers_gathered(run)[1] / shares",
         TEXTBOOK,
     ),
     Mutant(
         "textbook: gradients are scattered once a step",
         "surojax/planner/textbook.py",
-        "rounds, itemsize = (batch.microbatches, work) if table.grads.sharded",
+        "rounds, itemsize = (layer_passes(run, batch.microbatches), work) if table.grads.sharded",
         "rounds, itemsize = (1, work) if table.grads.sharded",
         TEXTBOOK,
     ),
@@ -4095,8 +4315,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "textbook: the update does not read gradients",
         "surojax/planner/traffic.py",
-        "read = fetched + grads + residuals + state",
-        'read = fetched + grads - host["grads"] + residuals + state',
+        "read = fetched + read_grads + residuals + state",
+        'read = fetched + read_grads - host["grads"] + residuals + state',
         TEXTBOOK,
     ),
     Mutant(
@@ -4109,7 +4329,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "recomputed products are not counted",
         "surojax/planner/traffic.py",
-        "factors + recomputed - factors * again)",
+        "factors + recomputed - factors * repeated)",
         "factors)",
         "tests/test_plan.py::test_recomputed_products_count_in_the_numbers_of_the_recipe",
     ),
@@ -4291,8 +4511,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "roofline: gathers of a fetch for several microbatches are free",
         "surojax/planner/collective_time.py",
-        "weights / (2 * groups_of(run, batch))",
-        "weights / (2 * k)",
+        "weights / (of_group * groups_of(run, batch))",
+        "weights / (of_group * k)",
         "tests/test_search.py::test_microbatches_of_one_fetch_share_its_gathers",
     ),
     Mutant(
@@ -4437,11 +4657,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_verify_mutants.py::test_both_ways_to_find_one",
     ),
     Mutant(
-        "mutants do not begin where their row does",
+        "a row begins with the state of another row that has other arrays",
         "surojax/verification/training.py",
-        "first = jax.device_get(row.run.init_state(row.seed))",
-        "first = jax.device_get(row.run.init_state(row.seed + 1))",
-        "tests/test_verify_mutants.py::test_both_ways_to_find_one",
+        "key = (row.seed, structure, *((x.shape, x.dtype) for x in arrays))",
+        "key = row.seed",
+        "tests/test_verify.py::test_rows_with_equal_arrays_begin_alike",
     ),
     Mutant(
         "the config's own row has no settings of its own",
@@ -4776,8 +4996,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every device gets the first part of a layer",
         "surojax/memory/nvme.py",
-        "stored[parts[self._start(index)].number]",
-        "stored[0]",
+        "self.parts[stage][self._start(index[1:])].number][None]",
+        "0][None]",
         "tests/test_nvme.py::test_parts_of_layers_go_to_the_devices_and_back",
     ),
     Mutant(

@@ -125,7 +125,6 @@ def memory(name: str, gpu: str, before: float, settings: str, config: str = "con
 
 
 PARTS_AGAIN = "recompute_block=False recompute_norm recompute_swiglu"
-MOMENTS_AND_GRADS = "offload_residual offload_optimizer offload_grads"
 STATE = "offload_residual offload_optimizer offload_master"
 FP8 = f"{batch(4, 64)} master_dtype=bfloat16"
 LLMQ_1_5B = f"{qwen('1.5B')} {PARTS_AGAIN} lmhead_chunks=4"
@@ -145,7 +144,7 @@ ROWS = (
         SPEED,
         2561,
         2725,
-        f"{qwen('7B')} {batch(32, 4)} gpus=4 zero_level=3 {MOMENTS_AND_GRADS} overlap_update",
+        f"{qwen('7B')} {batch(32, 4)} gpus=4 zero_level=3 {STATE}",
     ),
     Row("LLMQ: Qwen2.5 1.5B, 1 x RTX 4090", "rtx4090", SPEED, 12261, 14100, f"{LLMQ_1_5B} {batch(4, 128)}"),
     Row("LLMQ: Qwen2.5 1.5B, 1 x H100", "h100", SPEED, 52983, 58900, f"{LLMQ_1_5B} {batch(32, 16)}"),

@@ -76,6 +76,18 @@ class Rule(NamedTuple):
         return self.scale * (1 - part * part)
 
 
+class Call(NamedTuple):
+    """How a kernel is called: all its arguments but the arrays.
+
+    offset: index of the first query's own key. dtype: of the results; None: that of the queries.
+    """
+
+    offset: int
+    rule: Rule
+    interpret: bool
+    dtype: Any = None
+
+
 def first_seen(starts_BS: jax.Array, window: int, offset: int) -> jax.Array:
     """The index of the first key that each query attends to, int32 `[B, S]`; it never decreases along a row.
 
@@ -204,15 +216,11 @@ def _program():
     return tuple(jax.lax.axis_index(name) for name in ("row", "head", "tile"))
 
 
-def _forward_mosaic(
-    q, k, v, first, offset: int, rule: Rule, interpret: bool, dtype=None
-) -> tuple[jax.Array, jax.Array]:
-    """(o, lse `[B, H, S]`). offset: index of the first query's own key. dtype: of o; None: that of q.
-
-    A query that sees no key gets o = 0 and lse = HIDDEN.
-    """
+def _forward_mosaic(q, k, v, first, call: Call) -> tuple[jax.Array, jax.Array]:
+    """(o, lse `[B, H, S]`). A query that sees no key gets o = 0 and lse = HIDDEN."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
+    offset, rule, interpret, dtype = call
     products = Products(q.dtype, interpret)
 
     def kernel(q_ref, k_ref, vT_ref, first_ref, o_ref, lse_ref):
@@ -249,10 +257,11 @@ def _forward_mosaic(
     return _launch(kernel, (q, k, _transposed(v), first), out, (S // ROWS, H, B), interpret)
 
 
-def _queries_mosaic(q, k, v, first, offset: int, lse, delta, do, rule: Rule, interpret: bool, dtype=None) -> jax.Array:
-    """dq. dtype: its dtype; None: that of q."""
+def _queries_mosaic(q, k, v, first, lse, delta, do, call: Call) -> jax.Array:
+    """dq."""
     B, S, H, h = q.shape
     group = H // k.shape[2]
+    offset, rule, interpret, dtype = call
     products = Products(q.dtype, interpret)
 
     def kernel(q_ref, do_ref, k_ref, kT_ref, v_ref, first_ref, lse_ref, delta_ref, dq_ref):
@@ -286,15 +295,11 @@ def _queries_mosaic(q, k, v, first, offset: int, lse, delta, do, rule: Rule, int
     return _launch(kernel, operands, jax.ShapeDtypeStruct(q.shape, dtype or q.dtype), (S // ROWS, H, B), interpret)
 
 
-def _keys_mosaic(
-    q, k, v, first, offset: int, lse, delta, do, rule: Rule, interpret: bool, dtype=None
-) -> tuple[jax.Array, jax.Array]:
-    """(dk, dv): a program has a tile of keys, and goes through the queries of all heads that see some of them.
-
-    dtype: of both; None: that of k.
-    """
+def _keys_mosaic(q, k, v, first, lse, delta, do, call: Call) -> tuple[jax.Array, jax.Array]:
+    """(dk, dv): a program has a tile of keys, and goes through the queries of all heads that see some of them."""
     B, T, K, h = k.shape
     group = q.shape[2] // K
+    offset, rule, interpret, dtype = call
     products = Products(q.dtype, interpret)
     # Queries before `ends` see a key of the tile or come before it; no later one does, since `first` never decreases.
     last_key = jnp.arange(ROWS - 1, T, ROWS, dtype=i32)
@@ -391,7 +396,7 @@ def _attention(q, k, v, starts, rule: Rule, interpret: bool):
 
 def _attention_fwd(q, k, v, starts, rule: Rule, interpret: bool):
     S = q.shape[1]
-    o, lse = _forward_mosaic(*_whole_tiles(q, k, v, starts, rule.window), k.shape[1] - S, rule, interpret)
+    o, lse = _forward_mosaic(*_whole_tiles(q, k, v, starts, rule.window), Call(k.shape[1] - S, rule, interpret))
     o, lse = o[:, :S], lse[:, :, :S]
     return o, Saved(q, k, v, starts, o, lse)
 
@@ -403,9 +408,10 @@ def _attention_bwd(rule: Rule, interpret: bool, saved: Saved, do):
     operands = _whole_tiles(saved.q, saved.k, saved.v, saved.starts, rule.window)
     extra = operands[0].shape[1] - S
     lse, delta = (_padded(x, 2, extra) for x in (saved.lse, delta))
-    gradients = lse, delta, _padded(do, 1, extra)
-    dq = _queries_mosaic(*operands, T - S, *gradients, rule, interpret)
-    dk, dv = _keys_mosaic(*operands, T - S, *gradients, rule, interpret)
+    operands = *operands, lse, delta, _padded(do, 1, extra)
+    call = Call(T - S, rule, interpret)
+    dq = _queries_mosaic(*operands, call)
+    dk, dv = _keys_mosaic(*operands, call)
     return dq[:, :S], dk[:, :T], dv[:, :T], None
 
 
@@ -426,7 +432,7 @@ def forward_part(
     none comes after a query. first: int32 `[B, S]`, the index of the first key that each query sees, S for none of
     them, never decreasing in a row; the rule's window is not read. Raises Unserved on a device that is no NVIDIA GPU.
     """
-    return _forward_mosaic(q, k, v, first, 0 if causal else k.shape[1], rule, interpret, f32)
+    return _forward_mosaic(q, k, v, first, Call(0 if causal else k.shape[1], rule, interpret, f32))
 
 
 def backward_part(q, k, v, first, lse, delta, do, rule: Rule, *, causal: bool, interpret: bool = False):
@@ -434,8 +440,9 @@ def backward_part(q, k, v, first, lse, delta, do, rule: Rule, *, causal: bool, i
 
     lse, delta: float32 `[B, H, S]` of *all* keys, log-sum-exp and sum(do * o). Others: as in `forward_part`.
     """
-    rest = first, 0 if causal else k.shape[1], lse, delta, do, rule, interpret, f32
-    return _queries_mosaic(q, k, v, *rest), *_keys_mosaic(q, k, v, *rest)
+    operands = q, k, v, first, lse, delta, do
+    call = Call(0 if causal else k.shape[1], rule, interpret, f32)
+    return _queries_mosaic(*operands, call), *_keys_mosaic(*operands, call)
 
 
 def _whole_tiles(q, k, v, starts, window: int) -> tuple[Any, Any, Any, Any]:

@@ -1,17 +1,9 @@
-"""NVFP4: e2m1 values, an e4m3 scale for every 16 neighbours along the dimension that a product sums over, and a float32
-scale for the tensor.
+"""Kernels that quantise to NVFP4, the format of nvfp4_format.py.
 
-x[i, k] = values[i, k] * scales[i, k / 16] * tensor_scale (NVIDIA 2025, arXiv:2509.25149). The tensor scale makes the
-largest block scale 448. A block's scale is its largest magnitude / 6, so that this number becomes 6, e2m1's largest.
-With a seed, values are rounded stochastically and block scales are rounded up, since a scale rounded down would clip
-the largest number. NaN or infinity anywhere makes the tensor scale not finite, and so every number.
-
-`quantize` makes blocks along rows. `quantize_rotated` first multiplies groups of 16 rows by diag(signs) H / 4, a random
-Hadamard matrix. Then it makes blocks along columns and writes them as rows of the transpose. The matrix is orthogonal:
-it does not change the product of two such operands, and spreads outliers over a block. Numbers from 2^124 on may
-overflow in it. `quantize_both`, for gradients, makes both. `quantize_weights` and `quantize_weights_transposed` have
-one scale for 16 x 16 numbers, so that a matrix and its transpose are the same numbers. Each function reads x twice, the
-first time for the tensor's largest magnitude.
+`quantize` makes blocks along rows. `quantize_rotated` first multiplies groups of 16 rows by a random Hadamard matrix.
+Then it makes blocks along columns and writes them as rows of the transpose. `quantize_both`, for gradients, makes both.
+`quantize_weights` and `quantize_weights_transposed` have one scale for 16 x 16 numbers. Each function reads x twice,
+the first time for the tensor's largest magnitude.
 
 Kernels: two neighbours of a row are read as a 32-bit word and become one byte. Blocks along a row are 2 or 4 lanes. For
 columns a program has 128 rows and 64 columns. Rows 16 i + r are read into an array for each r, so that one thread has
@@ -19,225 +11,33 @@ all 16 numbers of a block: it computes their rotation (a Walsh-Hadamard butterfl
 magnitude, and joins them to two words. Words and scales go through shared memory; a program writes 64 bytes of words
 and 8 bytes of scales to each row of the transpose.
 
-dtype promise: arithmetic is float32. Rotations are additions in one order and rounding consists of exact steps. Instead
-of divisions there are products with reciprocals: those of e4m3 are from a table, those of tensor scales are computed
-outside of kernels. So there is nothing that a GPU approximates or a compiler may contract, and kernels and references
-are equal to the bit. Random numbers are hashes of the seed and the position of a pair of numbers, 16 bits for each:
-expectations are right within 2^-17 of a step. There is no vjp: the functions are called inside hand-written vjps.
+dtype promise: arithmetic is float32, and kernels and references are equal to the bit. There is no vjp: the functions
+are called inside hand-written vjps.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, elementwise, fp8, quantize as plain, shapes, tiles
+from pallas_kernels import dispatch, elementwise, fp8, nvfp4_format as form, shapes, tiles
 from pallas_kernels.dispatch import Implementation, need
 from pallas_kernels.fp8 import E4M3
+from pallas_kernels.nvfp4_format import BLOCK, E2M1, NVFP4, WHOLE, Part
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 f32, i32, u32, u8 = jnp.float32, jnp.int32, jnp.uint32, jnp.uint8
 FLOATS = (jnp.bfloat16, jnp.float16, f32)
-E2M1 = jnp.dtype(jnp.float4_e2m1fn)
-BLOCK = 16
 WORDS = BLOCK // 2  # words of two numbers in a block
 ROWS, COLUMNS = 8 * BLOCK, 4 * BLOCK  # of a program that has a tile of a matrix
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
-INFINITE = 0x7F800000  # `fp8.ordered` of infinity; NaN is above it
-RECIPROCALS = [8 / (8 + m) for m in range(8)]  # of e4m3's mantissas
 # Mosaic's other lowering infers layouts, which takes half a minute for these kernels of some thousand operations.
 LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-MAGIC = np.float32(1.5 * 2**23)  # its last bit is 1, and so is that of numbers near it
-
-
-class NVFP4(NamedTuple):
-    """An NVFP4 array: number (i, k) is values[i, k] * scales[i, k / 16] * tensor_scale."""
-
-    values: jax.Array  # e2m1 [..., n]; float32 from the references
-    scales: jax.Array  # e4m3 [..., n / 16]; float32 from the references
-    tensor_scale: jax.Array  # float32 []
-
-
-# --- arithmetic of references and kernels -----------------------------------------------------------------------------
-
-
-def hadamard(rows: list) -> list:
-    """16 arrays multiplied by H / 4, H[i][j] = (-1)^popcount(i & j), in float32: four rounds of additions."""
-    for distance in (1, 2, 4, 8):
-        below = [rows[i - distance] if i & distance else rows[i] for i in range(BLOCK)]
-        above = [rows[i] if i & distance else rows[i + distance] for i in range(BLOCK)]
-        rows = [a - b if i & distance else a + b for i, (a, b) in enumerate(zip(below, above, strict=True))]
-    return [row * f32(0.25) for row in rows]
-
-
-def _signed(x, signs, row: int):
-    """x, negated if bit `row` of signs is 1."""
-    return fp8.from_ordered(_bits(x) ^ (((signs >> u32(row)) & u32(1)) << u32(31)))
-
-
-def _bits(x):
-    return jax.lax.bitcast_convert_type(x, u32)
-
-
-def _factors(absmax):
-    """(tensor scale, factor from a block's largest magnitude to its scale, reciprocal of the tensor scale).
-
-    A lower bound of absmax keeps them finite for tensors of zeros.
-    """
-    scale = jnp.maximum(absmax, f32(2.0**-100)) * f32(1 / (E4M3_MAX * E2M1_MAX))
-    finite = absmax < jnp.inf
-    return scale, jnp.where(finite, 1 / (f32(E2M1_MAX) * scale), 0), jnp.where(finite, 1 / scale, 0)
-
-
-def _scale(top, factor, up: bool):
-    """Scales of blocks as float32 that e4m3 can represent. top: `fp8.ordered` largest magnitudes; up: round up."""
-    top = fp8.from_ordered(jnp.where(top < i32(INFINITE), top, i32(0)))
-    ideal = jnp.minimum(top * factor, f32(E4M3_MAX))
-    return fp8.up_to_e4m3(ideal) if up else fp8.to_e4m3(ideal)
-
-
-def _inverse(scale, reciprocal):
-    """1 / (scale * tensor scale); 0 if the scale is 0: all numbers of such a block become 0."""
-    bits = _bits(scale)
-    found = f32(RECIPROCALS[0])
-    mantissa = bits & u32(7 << 20)
-    for m, value in enumerate(RECIPROCALS[1:], 1):
-        found = jnp.where(mantissa == u32(m << 20), f32(value), found)
-    inverse = found * fp8.power_of_two(u32(254) - (bits >> u32(23))) * reciprocal
-    return jnp.where(scale == f32(0), f32(0), inverse)
-
-
-def _steps(x, inverse, dither):
-    """(|x * inverse|, at most 6, in steps of its binade, before rounding but with dither; the binade's exponent)."""
-    size = jnp.abs(x * inverse)
-    size = jnp.where(size < f32(E2M1_MAX), size, f32(E2M1_MAX))
-    exponent = jnp.maximum(_bits(size) >> u32(23), u32(127))  # below 1 steps are those of [1, 2), 0.5
-    steps = size * fp8.power_of_two(u32(255) - exponent)
-    return (steps if dither is None else steps + dither), exponent
-
-
-def _value(x, inverse, dither):
-    """x * inverse rounded to e2m1, as float32."""
-    steps, exponent = _steps(x, inverse, dither)
-    size = jnp.abs(fp8.nearest(steps)) * fp8.power_of_two(exponent - u32(1))
-    return jnp.where(_negative(x), -size, size)
-
-
-def _negative(x):
-    """Whether the sign bit of x is set; False for NaN, whose sign differs between devices."""
-    return _bits(x) - u32(1 << 31) <= u32(INFINITE)
-
-
-def _code(x, inverse, dither):
-    """The four bits of x * inverse rounded to e2m1, as uint32."""
-    steps, exponent = _steps(x, inverse, dither)
-    size = _bits(steps + MAGIC) + (exponent + exponent - u32(int(MAGIC.view(np.uint32)) + 2 * 127))
-    return jnp.where(_negative(x), size + u32(8), size)
-
-
-def _dithers(seed, index):
-    """Two random numbers for each index of a pair of numbers: see `_dither`."""
-    random = plain.random_bits(seed, index)
-    return _dither(random & u32(0xFFFF)), _dither(random >> u32(16))
-
-
-def _dither(random):
-    """A random number from (-1/2, 1/2), to add to steps before they are rounded to nearest. random: 16 random bits.
-
-    It is an odd multiple of 2^-17.
-    """
-    return fp8.from_ordered((random << u32(7)) | u32(0x3F800040)) - f32(1.5)
-
-
-# --- reference --------------------------------------------------------------------------------------------------------
-
-
-def reference(x: Float[Array, "*M N"], seed: Int[Array, ""] | None = None) -> NVFP4:
-    """`quantize` with results in float32 that the formats can represent: a cast to them changes no number."""
-    blocks = x.astype(f32).reshape(-1, x.shape[-1] // BLOCK, BLOCK)
-    number = jax.lax.broadcasted_iota(u32, (blocks.shape[0], x.shape[-1]), 0) * u32(x.shape[-1])
-    number = number + jax.lax.broadcasted_iota(u32, number.shape, 1)
-    q = _in_blocks(blocks, seed, (number >> u32(1)).reshape(blocks.shape), number.reshape(blocks.shape))
-    return NVFP4(q.values.reshape(x.shape), q.scales.reshape(*x.shape[:-1], -1), q.tensor_scale)
-
-
-def reference_rotated(x: Float[Array, "M N"], rotation: Int[Array, ""], seed: Int[Array, ""] | None = None) -> NVFP4:
-    """`quantize_rotated` with results in float32, as `reference`."""
-    blocks = rotate(x, rotation).reshape(x.shape[1], -1, BLOCK)
-    row, column = (jax.lax.broadcasted_iota(u32, x.shape[::-1], axis).reshape(blocks.shape) for axis in (0, 1))
-    q = _in_blocks(blocks, seed, (column >> u32(1)) * u32(x.shape[1]) + row, column)
-    return NVFP4(q.values.reshape(x.shape[::-1]), q.scales, q.tensor_scale)
-
-
-def reference_weights(w: Float[Array, "M N"]) -> tuple[NVFP4, NVFP4]:
-    """(`quantize_weights`, `quantize_weights_transposed`) with results in float32, as `reference`."""
-    m, n = w.shape
-    scale, factor, reciprocal = _factors(fp8.absmax(w))
-    blocks = w.astype(f32).reshape(m // BLOCK, BLOCK, n // BLOCK, BLOCK)
-    scales = _scale(jnp.max(fp8.ordered(blocks), axis=(1, 3)), factor, False)
-    inverse = _inverse(scales, reciprocal)
-
-    def quantized(w, scales, inverse):
-        blocks = w.astype(f32).reshape(scales.shape[0], BLOCK, -1, BLOCK)
-        values = _value(blocks, inverse[:, None, :, None], None).reshape(w.shape)
-        return NVFP4(values, jnp.repeat(scales, BLOCK, axis=0), scale)
-
-    return quantized(w, scales, inverse), quantized(_transposed(w), scales.T, inverse.T)
-
-
-def rotate(x: Float[Array, "M N"], rotation: Int[Array, ""]) -> Float[Array, "N M"]:
-    """Multiplies each group of 16 rows of x by diag(signs) H / 4 and transposes; float32.
-
-    The signs are 16 random bits of the seed `rotation`, uint32 or int32 [].
-    """
-    shape = x.shape[1], x.shape[0] // BLOCK, BLOCK
-    place = jax.lax.broadcasted_iota(u32, shape, 2)
-    y = _transposed(x).astype(f32).reshape(shape)
-    y = fp8.from_ordered(_bits(y) ^ (((_signs(rotation) >> place) & u32(1)) << u32(31)))
-    for distance in (1, 2, 4, 8):  # `hadamard`, written so that XLA compiles it to two loops
-        other = jnp.flip(y.reshape(*shape[:2], -1, 2, distance), axis=3).reshape(shape)
-        y = jnp.where((place & u32(distance)) == u32(0), y + other, other - y)
-        # On GPUs XLA stores y here anyway; on CPUs, without a barrier, every reader would compute all 15 additions.
-        y = jax.lax.optimization_barrier(y) if distance == 2 else y
-    return (y * f32(0.25)).reshape(x.shape[::-1])
-
-
-def _transposed(x):
-    """x^T, transposed in memory too; otherwise XLA reads columns of x in every loop that follows."""
-    return with_layout_constraint(x.T, Layout(major_to_minor=(0, 1)))
-
-
-def _signs(rotation):
-    """The random bits that a rotation takes its signs from, uint32 []."""
-    return plain.random_bits(rotation, u32(0))
-
-
-def _in_blocks(blocks, seed, pair, place) -> NVFP4:
-    """Quantises float32 blocks along the last axis.
-
-    pair: index of the pair of each number, for random numbers; place: its last bit says which of the pair it is.
-    """
-    scale, factor, reciprocal = _factors(fp8.absmax(blocks))
-    scales = _scale(jnp.max(fp8.ordered(blocks), axis=-1), factor, seed is not None)
-    dither = None
-    if seed is not None:
-        dither = _dither((plain.random_bits(seed, pair) >> ((place & u32(1)) << u32(4))) & u32(0xFFFF))
-    inverse = _inverse(scales, reciprocal)[..., None]
-    return NVFP4(_value(blocks, inverse, dither), scales, scale)
-
-
-def _narrow(q: NVFP4) -> NVFP4:
-    """The result of a reference in the dtypes of the format."""
-    return NVFP4(q.values.astype(E2M1), q.scales.astype(E4M3), q.tensor_scale)
-
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -265,7 +65,7 @@ def _load(ref, at, layout, dtype):
 
 def _byte(pair, inverse, dither):
     """Pairs rounded to e2m1, joined to bytes."""
-    first, second = (_code(x, inverse, d) for x, d in zip(pair, dither, strict=True))
+    first, second = (form.codes(x, inverse, d) for x, d in zip(pair, dither, strict=True))
     return (first | (second << u32(4))).astype(u8)
 
 
@@ -287,7 +87,7 @@ def _absmax(x, op: str, interpret: bool):
     return elementwise.run(lambda v, *_: ([], v), (x,), (), [], 1, op, interpret)[1][0]
 
 
-def _rows_mosaic(x, seed, op: str, interpret: bool) -> NVFP4:
+def _rows_mosaic(x, seed, part: Part, op: str, interpret: bool) -> NVFP4:
     """The kernel of `quantize`."""
     n = x.size // BLOCK
     dtype = x.dtype
@@ -295,24 +95,29 @@ def _rows_mosaic(x, seed, op: str, interpret: bool) -> NVFP4:
     lanes, vector = ((4, 8), 1) if dtype == f32 else ((16, 2), 4)
     layout = tiles.layout((4, 1), lanes, vector)
     shape = (rows, WORDS)
-    tensor_scale, *scalars = _factors(_absmax(x, op, interpret))
-    scalars += [] if seed is None else [seed]
+    tensor_scale, *scalars = form.factors(part.largest(_absmax(x, op, interpret)))
+    scalars += [] if seed is None else [seed, part.first()]
+    of_row = x.shape[-1] // BLOCK  # blocks
+    others = (part.columns or x.shape[-1]) // BLOCK - of_row  # blocks of a row that other parts have
 
     def kernel(x_ref, *refs):
-        factor, reciprocal, *seed = (ref[0] for ref in refs[:-2])
+        factor, reciprocal, *seed_and_first = (ref[0] for ref in refs[:-2])
         values_ref, scales_ref = refs[-2:]
         start = jax.lax.axis_index("blocks") * rows
         at = (pl.ds(start, rows),)
         pair = _load(x_ref, (*at, slice(None)), layout, dtype)
         dither = None, None
-        if seed:
+        if seed_and_first:
+            seed, first = seed_and_first
 
             def iota(axis: int):
                 return plgpu.broadcasted_iota(u32, shape, axis, layout=layout)
 
-            dither = _dithers(seed[0], (iota(0) + start.astype(u32)) * u32(WORDS) + iota(1))
-        scale = _scale(jnp.max(_top(*pair), axis=1), factor, bool(seed))
-        inverse = jax.lax.broadcast_in_dim(_inverse(scale, reciprocal), shape, (0,))
+            block = iota(0) + start.astype(u32)
+            block = block + block // u32(of_row) * u32(others) if others else block
+            dither = form.dithers(seed, block * u32(WORDS) + iota(1) + (first >> u32(1)))
+        scale = form.block_scales(jnp.max(_top(*pair), axis=1), factor, bool(seed_and_first))
+        inverse = jax.lax.broadcast_in_dim(form.inverses(scale, reciprocal), shape, (0,))
         tiles.store(values_ref, at, _byte(pair, inverse, dither))
         tiles.store(scales_ref, at, _stored(scale))
 
@@ -352,30 +157,30 @@ def _absmax_mosaic(x, rotation, plain_too: bool, op: str, interpret: bool) -> li
         signs = signs_ref[0]
         loaded = [_load(x_ref, (down, r, across), layout, dtype) for r in range(BLOCK)]
         tops = [_top(*(number for pair in loaded for number in pair))] if plain_too else []
-        rotated = [hadamard([_signed(pair[p], signs, r) for r, pair in enumerate(loaded)]) for p in (0, 1)]
+        rotated = [form.hadamard([form.signed(pair[p], signs, r) for r, pair in enumerate(loaded)]) for p in (0, 1)]
         for ref, top in zip(refs, [*tops, _top(*rotated[0], *rotated[1])], strict=True):
             ref[i, j] = jnp.max(top)
 
     out = [jax.ShapeDtypeStruct(grid, i32)] * (1 + plain_too)
-    operands = _pairs(x, (m // BLOCK, BLOCK, n // 2)), _signs(rotation).reshape(1)
+    operands = _pairs(x, (m // BLOCK, BLOCK, n // 2)), form.signs(rotation).reshape(1)
     found = dispatch.launch(kernel, operands, op=op, out=out, grid=grid, names=("rows", "columns"), interpret=interpret)
     return [fp8.from_ordered(jnp.max(top)) for top in found]
 
 
-def _columns_mosaic(x, rotation, columns, rows, op: str, interpret: bool) -> list[NVFP4]:
+def _columns_mosaic(x, rotation, columns, rows, part: Part, op: str, interpret: bool) -> list[NVFP4]:
     """[x in blocks along rows if `rows`, rotated x^T]; rows, columns: (absmax, seed or None) of either."""
-    n = x.shape[1]
+    n = part.columns or x.shape[1]
     dtype = x.dtype
     layout = _tiled_layout(dtype)
     wanted = ([rows] if rows else []) + [columns]
-    factors = [_factors(absmax) for absmax, _ in wanted]
+    factors = [form.factors(absmax) for absmax, _ in wanted]
     seeded = [seed is not None for _, seed in wanted]
-    scalars = [_signs(rotation)]
+    scalars = [form.signs(rotation), part.first()]
     for (_, *two), (_, seed) in zip(factors, wanted, strict=True):
         scalars += [*two, jnp.uint32(0) if seed is None else seed.astype(u32)]
 
     def kernel(x_ref, *refs):
-        signs, *row_and_column_scalars = [ref[0] for ref in refs[: len(scalars)]]
+        signs, first, *row_and_column_scalars = [ref[0] for ref in refs[: len(scalars)]]
         *by_row, words_ref, scales_ref, words, scales = refs[len(scalars) :]
         down, across = _tile_of()
         loaded = [_load(x_ref, (down, r, across, slice(None)), layout, dtype) for r in range(BLOCK)]
@@ -389,45 +194,45 @@ def _columns_mosaic(x, rotation, columns, rows, op: str, interpret: bool) -> lis
         if rows:
             factor, reciprocal, seed = row_and_column_scalars[:3]
             for r, pair in enumerate(loaded):
-                scale = _scale(jnp.max(_top(*pair), axis=2), factor, seeded[0])
-                inverse = _repeated(_inverse(scale, reciprocal), shape, layout)
-                index = (block * u32(BLOCK) + u32(r)) * u32(n // 2) + word
-                dither = _dithers(seed, index) if seeded[0] else (None, None)
+                scale = form.block_scales(jnp.max(_top(*pair), axis=2), factor, seeded[0])
+                inverse = _repeated(form.inverses(scale, reciprocal), shape, layout)
+                index = (block * u32(BLOCK) + u32(r)) * u32(n // 2) + (first >> u32(1)) + word
+                dither = form.dithers(seed, index) if seeded[0] else (None, None)
                 tiles.store(by_row[0], (down, r, across), _byte(pair, inverse, dither))
                 tiles.store(by_row[1], (down, r, across), _stored(scale))
         factor, reciprocal, seed = row_and_column_scalars[-3:]
         for p in (0, 1):
-            numbers = hadamard([_signed(pair[p], signs, r) for r, pair in enumerate(loaded)])
-            scale = _scale(_top(*numbers), factor, seeded[-1])
-            inverse = _inverse(scale, reciprocal)
+            numbers = form.hadamard([form.signed(pair[p], signs, r) for r, pair in enumerate(loaded)])
+            scale = form.block_scales(_top(*numbers), factor, seeded[-1])
+            inverse = form.inverses(scale, reciprocal)
             dither = [None] * BLOCK
             if seeded[-1]:
-                column = word * u32(2) + u32(p)
+                column = first + word * u32(2) + u32(p)
                 pairs = [(block * u32(WORDS) + u32(t)) * u32(n) + column for t in range(WORDS)]
-                dither = [d for index in pairs for d in _dithers(seed, index)]
-            _put(words, scales, p, [_code(x, inverse, d) for x, d in zip(numbers, dither, strict=True)], scale)
+                dither = [d for index in pairs for d in form.dithers(seed, index)]
+            _put(words, scales, p, [form.codes(x, inverse, d) for x, d in zip(numbers, dither, strict=True)], scale)
         _write(words_ref, scales_ref, words, scales, down, across)
 
     return _by_tiles(kernel, x, scalars, bool(rows), True, factors, op, interpret)
 
 
-def _weights_mosaic(w, transposed: bool, op: str, interpret: bool) -> NVFP4:
+def _weights_mosaic(w, transposed: bool, part: Part, op: str, interpret: bool) -> NVFP4:
     """The kernel of `quantize_weights`, or of `quantize_weights_transposed`."""
     dtype = w.dtype
     layout = _tiled_layout(dtype)
-    factors = _factors(_absmax(w, op, interpret))
+    factors = form.factors(part.largest(_absmax(w, op, interpret)))
 
     def kernel(w_ref, factor_ref, reciprocal_ref, *refs):
         down, across = _tile_of()
         loaded = [_load(w_ref, (down, r, across, slice(None)), layout, dtype) for r in range(BLOCK)]
         shape = loaded[0][0].shape
         top = jnp.max(_top(*(number for pair in loaded for number in pair)), axis=2)
-        scale = _scale(top, factor_ref[0], False)
-        inverse = _repeated(_inverse(scale, reciprocal_ref[0]), shape, layout)
+        scale = form.block_scales(top, factor_ref[0], False)
+        inverse = _repeated(form.inverses(scale, reciprocal_ref[0]), shape, layout)
         if transposed:
             words, scales = refs[2:]
             for p in (0, 1):
-                codes = [_code(pair[p], inverse, None) for pair in loaded]
+                codes = [form.codes(pair[p], inverse, None) for pair in loaded]
                 _put(words, scales, p, codes, _repeated(scale, shape, layout))
             _write(refs[0], refs[1], words, scales, down, across)
         else:
@@ -503,21 +308,23 @@ def quantize(
     x: Float[Array, "*M N"],
     seed: Int[Array, ""] | None = None,
     *,
+    part: Part = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> NVFP4:
     """Quantises x in blocks along its rows: values e2m1 [..., N], scales e4m3 [..., N / 16], tensor scale float32 [].
 
     x: bfloat16, float16 or float32, not empty. seed: int32 or uint32 [], of stochastic rounding; None rounds to
-    nearest. The kernel supports sizes that 1024 divides. Raises ValueError unless 16 divides N.
+    nearest. part: what x is of a matrix that several devices have. The kernel supports sizes that 1024 divides. Raises
+    ValueError unless 16 divides N.
     """
     op = "nvfp4.quantize"
     _check(op, x, x.ndim > 0 and x.shape[-1] % BLOCK == 0, f"[..., N], N a multiple of {BLOCK}", seed=seed)
     fits = x.size % (64 * BLOCK) == 0 and x.size < elementwise.LARGEST
     needs = f"expected other sizes: the kernel needs a multiple of {64 * BLOCK} numbers, fewer than 2^31"
     if dispatch.chosen(op, implementation, fits, needs, x.shape):
-        return _rows_mosaic(x, seed, op, interpret)
-    return _narrow(reference(x, seed))
+        return _rows_mosaic(x, seed, part, op, interpret)
+    return form.narrow(form.reference(x, seed, part))
 
 
 def quantize_rotated(
@@ -525,12 +332,13 @@ def quantize_rotated(
     rotation: Int[Array, ""],
     seed: Int[Array, ""] | None = None,
     *,
+    part: Part = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> NVFP4:
     """Rotates groups of 16 rows of x; quantises x^T in these blocks: values e2m1 [N, M], scales e4m3 [N, M / 16].
 
-    rotation: the seed of the rotation's signs, int32 or uint32 []. x, seed: as in `quantize`. The kernel supports
+    rotation: the seed of the rotation's signs, int32 or uint32 []. x, seed, part: as in `quantize`. The kernel supports
     multiples of 128 as M and of 64 as N. Raises ValueError unless 16 divides M.
     """
     op = "nvfp4.quantize_rotated"
@@ -538,8 +346,8 @@ def quantize_rotated(
     _check(op, x, fits, f"[M, N], M a multiple of {BLOCK}", seed=seed, rotation=rotation)
     if _tiled(op, implementation, x):
         (absmax,) = _absmax_mosaic(x, rotation, False, op, interpret)
-        return _columns_mosaic(x, rotation, (absmax, seed), None, op, interpret)[0]
-    return _narrow(reference_rotated(x, rotation, seed))
+        return _columns_mosaic(x, rotation, (part.largest(absmax), seed), None, part, op, interpret)[0]
+    return form.narrow(form.reference_rotated(x, rotation, seed, part))
 
 
 def quantize_both(
@@ -547,6 +355,7 @@ def quantize_both(
     rotation: Int[Array, ""],
     seeds: tuple[Int[Array, ""], Int[Array, ""]],
     *,
+    part: Part = WHOLE,
     implementation: Implementation = None,
     interpret: bool = False,
 ) -> tuple[NVFP4, NVFP4]:
@@ -559,40 +368,49 @@ def quantize_both(
     fits = x.ndim == 2 and x.shape[0] % BLOCK == x.shape[-1] % BLOCK == 0
     _check(op, x, fits, f"[M, N], multiples of {BLOCK}", rotation=rotation, first=seeds[0], second=seeds[1])
     if _tiled(op, implementation, x):
-        tops = _absmax_mosaic(x, rotation, True, op, interpret)
+        tops = part.largest(jnp.stack(_absmax_mosaic(x, rotation, True, op, interpret)))
         wanted = list(zip(tops, seeds, strict=True))
-        rows, columns = _columns_mosaic(x, rotation, wanted[1], wanted[0], op, interpret)
+        rows, columns = _columns_mosaic(x, rotation, wanted[1], wanted[0], part, op, interpret)
         return rows, columns
-    return _narrow(reference(x, seeds[0])), _narrow(reference_rotated(x, rotation, seeds[1]))
+    rows = form.reference(x, seeds[0], part)
+    return form.narrow(rows), form.narrow(form.reference_rotated(x, rotation, seeds[1], part))
 
 
 def quantize_weights(
-    w: Float[Array, "M N"], *, implementation: Implementation = None, interpret: bool = False
+    w: Float[Array, "M N"],
+    *,
+    part: Part = WHOLE,
+    implementation: Implementation = None,
+    interpret: bool = False,
 ) -> NVFP4:
     """Quantises w in blocks of 16 x 16, to nearest: values e2m1 [M, N], scales e4m3 [M, N / 16] (each for 16 rows).
 
     The kernel supports multiples of 128 as M and of 64 as N. Raises ValueError unless 16 divides M and N.
     """
-    return _weights(w, False, implementation, interpret)
+    return _weights(w, False, part, implementation, interpret)
 
 
 def quantize_weights_transposed(
-    w: Float[Array, "M N"], *, implementation: Implementation = None, interpret: bool = False
+    w: Float[Array, "M N"],
+    *,
+    part: Part = WHOLE,
+    implementation: Implementation = None,
+    interpret: bool = False,
 ) -> NVFP4:
     """The transpose of `quantize_weights`, the same numbers: values e2m1 [N, M], scales e4m3 [N, M / 16].
 
     The supported sizes and the errors are those of `quantize_weights`.
     """
-    return _weights(w, True, implementation, interpret)
+    return _weights(w, True, part, implementation, interpret)
 
 
-def _weights(w, transposed: bool, implementation: Implementation, interpret: bool) -> NVFP4:
+def _weights(w, transposed: bool, part: Part, implementation: Implementation, interpret: bool) -> NVFP4:
     op = "nvfp4.quantize_weights" + "_transposed" * transposed
     fits = w.ndim == 2 and w.shape[0] % BLOCK == w.shape[-1] % BLOCK == 0
     _check(op, w, fits, f"[M, N], multiples of {BLOCK}", name="w")
     if _tiled(op, implementation, w):
-        return _weights_mosaic(w, transposed, op, interpret)
-    return _narrow(reference_weights(w)[transposed])
+        return _weights_mosaic(w, transposed, part, op, interpret)
+    return form.narrow(form.reference_weights(w, part)[transposed])
 
 
 def _check(op: str, x, fits: bool, expected: str, name: str = "x", **seeds) -> None:

@@ -11,7 +11,6 @@ next scale can be computed from it. It is NaN if any value is.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -138,34 +137,6 @@ def backward(
     grads = zip(backward_math(dy, gate, up), scales, strict=True)
     (d_gate, top_gate), (d_up, top_up) = (_store_xla(y, gate.dtype, out_dtype, scale) for y, scale in grads)
     return Grads(d_gate, d_up, top_gate, top_up)
-
-
-def swiglu(
-    gate: Float[Array, "*b D"],
-    up: Float[Array, "*b D"],
-    *,
-    implementation: Implementation = None,
-    interpret: bool = False,
-) -> Float[Array, "*b D"]:
-    """silu(gate) * up in the dtype of gate; differentiable. Only gate and up are saved for the backward pass."""
-    return _swiglu(gate, up, implementation, interpret)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _swiglu(gate, up, implementation, interpret):
-    return forward(gate, up, implementation=implementation, interpret=interpret).y
-
-
-def _swiglu_fwd(gate, up, implementation, interpret):
-    return _swiglu(gate, up, implementation, interpret), (gate, up)
-
-
-def _swiglu_bwd(implementation, interpret, saved, dy):
-    grads = backward(dy, *saved, implementation=implementation, interpret=interpret)
-    return grads.d_gate, grads.d_up
-
-
-_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 
 
 def _check(op: str, arrays: dict, out_dtype, scales: tuple) -> None:

@@ -31,8 +31,9 @@ from surojax.placement.layout import layouts
 from surojax.placement.mesh import pipeline_stages, shards
 from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, place
-from surojax.step import pipeline, train_step as step
+from surojax.step import train_step as step
 from surojax.step.spec import Engine
+from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
 from surojax.step.state_plan import state_plan
 
@@ -179,7 +180,7 @@ def assemble(
     locates_nonfinite: see `spec.Engine`.
     """
     if pipeline_stages(mesh) > 1:
-        pipeline.of_stage(model, pipeline_stages(mesh))  # raises
+        of_stage(model, pipeline_stages(mesh))  # raises
     in_files = table.master.home.in_file or table.moments.home.in_file
     if overlap_update and (not table.grads.home.streamed or in_files or pipeline_stages(mesh) > 1):
         raise ConfigError(

@@ -31,7 +31,7 @@ from surojax.exchange.weights import Tensors, describe
 from surojax.inference import parity
 from surojax.inference.load import check_trained_with
 from surojax.models.model import Model
-from surojax.run import checkpoint
+from surojax.run import on_disk
 
 DEFAULT_DTYPE = "bfloat16"
 
@@ -89,7 +89,7 @@ def merge(
 
 def open_model(source: str | Path, tokenizer: str = "") -> Opened:
     """Opens what `convert` takes; reads settings and small files, no tensor."""
-    found = None if is_model(source) else checkpoint.find(source)
+    found = None if is_model(source) else on_disk.find(source)
     if found is not None:
         return _open_checkpoint(found, tokenizer)
     if not is_model(source):
@@ -109,8 +109,8 @@ def open_model(source: str | Path, tokenizer: str = "") -> Opened:
 
 
 def _open_checkpoint(found: Path, tokenizer: str) -> Opened:
-    meta = checkpoint.read_meta(found)
-    c = checks.restored_config(meta["config"], checkpoint.written_by(meta))
+    meta = on_disk.read_meta(found)
+    c = checks.restored_config(meta["config"], on_disk.written_by(meta))
     if c.lora:
         raise ConfigError(f"--checkpoint: expected a checkpoint with all weights, got adapters in {found}; merge them")
     kept = kept_in(found.parent.parent)

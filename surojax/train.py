@@ -35,7 +35,7 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import own_device
 from surojax.planner import prediction, traffic
 from surojax.planner.check_fit import compare
-from surojax.run import checkpoint
+from surojax.run import on_disk
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.console import say
 from surojax.run.metrics import MetricsLog
@@ -172,7 +172,7 @@ def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextli
     setup.output_dir.mkdir(parents=True, exist_ok=True)
     if is_first():
         until_end.enter_context(locked(setup.output_dir / "lock", "output_dir"))
-    if checkpoint.find(setup.output_dir / checkpoint.FOLDER) != setup.newest:
+    if on_disk.find(setup.output_dir / on_disk.FOLDER) != setup.newest:
         raise CheckpointError(
             f"another run wrote checkpoints into {setup.output_dir} while this one started; start again"
         )

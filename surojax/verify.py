@@ -3,9 +3,10 @@
     python -m surojax.verify --config configs/tiny.py [--steps N] [--only NAME,...] [--list] [--mutants]
 
 Each row of verification/settings.py is one setting. It trains the config's model for a few steps with the config's
-dtypes, recipe and optimizer; all rows start from equal weights and use equal batches. The losses and gradient norms of
-a row are compared with those of a reference row. They must be bit-exact if the setting changes no arithmetic, and
-otherwise within a bound whose reason is stated. A machine without GPUs uses 8 virtual CPU devices.
+dtypes, recipe and optimizer; all rows start from the weights that the first one draws, and use equal batches. The
+losses and gradient norms of a row are compared with those of a reference row. They must be bit-exact if the setting
+changes no arithmetic, and otherwise within a bound whose reason is stated. A machine without GPUs uses 8 virtual CPU
+devices.
 
 An 8-bit or 4-bit recipe is compared with itself, not with bf16. Rows that the recipe does not allow are skipped, with
 the reason. Rows that change the order of sums have wider bounds, since two almost equal numbers may be rounded to

@@ -1,6 +1,7 @@
 """Runs and checkpoints that go on under another layout: what tests of several axes share."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,10 @@ import numpy as np
 from small import Small
 
 from surojax.config.fields import Config, default_config
-from surojax.run.checkpoint import Checkpoints, find, restore
+from surojax.run.checkpoint import Checkpoints
+from surojax.run.on_disk import find
+from surojax.run.restore import restore
+from surojax.train import train
 
 
 def check_checkpoint_moves(one: Small, other: Small, folder: Path) -> None:
@@ -45,3 +49,21 @@ def config_of_a_run(folder: Path) -> Config:
     c.update({"data": str(folder / "text.txt"), "data_cache": str(folder / "cache"), "model_dtype": "float32"})
     c.update({"sequence_len": 64, "per_device_batch_size": 2, "sample_tokens": 5, "eval_steps": 0, "eval_batches": 2})
     return c
+
+
+def check_a_run_goes_on(c: Config, folder: Path, other: dict[str, Any]) -> None:
+    """Trains in three runs: on one device, with `other` settings, on one device again; and all three on one device.
+
+    Both have the same samples and losses, step by step and in the evaluation at the end of each run.
+    """
+    alone = {name: default_config()[name] for name in other} | {"gpus": 1}
+    losses = []
+    for name, second in (("one", alone), ("mixed", other)):
+        c.output_dir = str(folder / name)
+        records = []
+        for steps, settings in zip((2, 4, 6), (alone, second, alone), strict=True):
+            c.update({"max_steps": steps, **settings})
+            records += train(c).history
+        losses.append([record["loss"] for record in records])
+    assert len(losses[0]) == 6 + 3
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)

@@ -86,9 +86,10 @@ def field_cases() -> list[tuple[str, str]]:
     sequence_chunks=0           | sequence_chunks: expected 1 or more, got 0; raise it
     sequence_chunks=6           | sequence_chunks: expected a divisor of sequence_len = 128, got 6; use 8
     sequence_len=30 sequence_chunks=2 | attention: expected sequence_len / sequence_chunks = 15 to be even, or 'xla' or
-    sequence_chunks=4 recompute_block=false | recompute_block: expected True with sequence_chunks=4, for which it is not
-    sequence_chunks=4 recipe=mxfp8 | recipe: expected 'bf16' with sequence_chunks=4, for which it is not built yet, got
-    sequence_chunks=4 tp_size=2 | tp_size: expected 1 with sequence_chunks=4, for which it is not built yet, got 2
+    sequence_chunks=4 recompute_block=false | recompute_block: expected True with sequence_chunks=4, which saves memory
+    sequence_chunks=4 recipe=fp8_current | recipe: expected 'bf16' with sequence_chunks=4, whose scales are of tokens
+    gpus=4 cp_size=4 sequence_chunks=64 | sequence_chunks: expected a divisor of sequence_len / cp_size = 32, got 64
+    gpus=2 cp_size=2 cp_method=ring sequence_chunks=4 | cp_method: expected 'ulysses' with sequence_chunks=4, since each
     microbatches_per_fetch=0    | microbatches_per_fetch: expected 1 or more, got 0; raise it
     sequence_len=0              | sequence_len: expected 1 or more
     sequence_len=-128           | sequence_len: expected 1 or more
@@ -182,7 +183,6 @@ def field_cases() -> list[tuple[str, str]]:
     model.no_rope_layer_interval=9 model.num_hidden_layers=8 | no_rope_layer_interval: expected at most num_hidden
     model.rope_llama_4_scaling_beta=0.1 model.no_rope_layer_interval=2 | rope_llama_4_scaling_beta: expected 0 with
     model.hidden_act=gelu       | model.hidden_act: expected one of silu, gelu_pytorch_tanh, got 'gelu'; did you mean
-    model.hidden_act=gelu_pytorch_tanh kernels=mosaic | model.hidden_act: expected 'silu' with kernels='mosaic'
     attention=cudnn model_dtype=bfloat16 model.attn_logit_softcapping=50 | attn_logit_softcapping: expected 0 with
     recipe=fp8_hybrid model.sandwich_norms=true | model.sandwich_norms: expected False with recipe='fp8_hybrid', whose
     model.rope_factor=8         | expected 1.0 with rope_scaling='none', which does not use it, got 8.0

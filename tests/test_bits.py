@@ -32,16 +32,47 @@ CASES = {
 }
 
 
+def as_users_run_it(*command: str) -> subprocess.CompletedProcess:
+    """Runs Python with these arguments, without the compile options of the tests."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = (sys.executable, *command)
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1200)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_offloading_changes_no_bit_as_users_compile_it(case):
     changes, rows = CASES[case]
-    command = [sys.executable, "-m", "surojax.verify", "--config", "configs/tiny.py", *SMALLER, "--steps", STEPS]
-    command += ["--only", rows, *(f"--config.{change}" for change in changes)]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1200)
+    command = ["-m", "surojax.verify", "--config", "configs/tiny.py", *SMALLER, "--steps", STEPS]
+    done = as_users_run_it(*command, "--only", rows, *(f"--config.{change}" for change in changes))
     table = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.endswith(("pass", "FAIL"))}
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert list(table) and set(table) == set(rows.split(",")), done.stdout
     differences = {name: row[2:4] for name, row in table.items()}
     assert all(found == ["0", "0"] for found in differences.values()), done.stdout
+
+
+FIRST_STATES = """
+import chex, jax
+jax.config.update("jax_num_cpu_devices", 4)
+from surojax.config import flags
+from surojax.verification.rows import Curves
+
+c = flags.load("configs/tiny.py")
+c.model.num_hidden_layers = 3
+curves = Curves(c, 1, None)
+
+def drawn(name):
+    with curves.built(curves.table[name]) as row:
+        return jax.device_get(row.run.init_state(row.seed))
+
+chex.assert_trees_all_equal(drawn("plain"), drawn("offload_all@4"))
+print("equal")
+"""
+
+
+@pytest.mark.full
+def test_a_placement_draws_the_same_state_as_users_compile_it():
+    """The verifier draws one for all rows."""
+    done = as_users_run_it("-c", FIRST_STATES)
+    assert done.stdout == "equal\n", done.stdout + done.stderr[-2000:]

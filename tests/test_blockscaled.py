@@ -15,7 +15,7 @@ import pytest
 import small
 from small import quick_at
 
-from pallas_kernels import fp8, mx, nvfp4
+from pallas_kernels import fp8, mx, nvfp4, nvfp4_format
 from pallas_kernels.quantize import random_bits
 from surojax.numerics import blockscaled as bs
 from surojax.planner import aot
@@ -116,7 +116,7 @@ def test_rounding_to_e4m3_is_the_cast(values):
     x = np.concatenate([every, *(np.nextafter(middles, np.float32(to)) for to in (0, 1e9)), middles])
     x = -x if values else x
     np.testing.assert_array_equal(jax.jit(fp8.to_e4m3)(x), x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
-    to_e2m1 = jax.jit(lambda x: nvfp4._value(x, jnp.float32(1), None))
+    to_e2m1 = jax.jit(lambda x: nvfp4_format.rounded(x, jnp.float32(1), None))
     np.testing.assert_array_equal(to_e2m1(x), nearest_e2m1(np.clip(x, -6, 6)))
 
 
@@ -143,8 +143,8 @@ def test_stochastic_rounding_is_right_on_average():
     x = np.linspace(-6, 6, 97, dtype=np.float32)
     n = 1 << 14
     places, seeds = jnp.arange(97, dtype=jnp.uint32), jnp.arange(n, dtype=jnp.uint32)
-    rounded = lambda dither: nvfp4._value(jnp.asarray(x), jnp.float32(1), dither)
-    both = jax.vmap(lambda seed: [rounded(dither) for dither in nvfp4._dithers(seed, places)])(seeds[::2])
+    rounded = lambda dither: nvfp4_format.rounded(jnp.asarray(x), jnp.float32(1), dither)
+    both = jax.vmap(lambda seed: [rounded(dither) for dither in nvfp4_format.dithers(seed, places)])(seeds[::2])
     draws = np.concatenate(np.float64(both))
     below = np.array([np.max(np.append(GRID, -GRID)[np.append(GRID, -GRID) <= v]) for v in x])
     above = np.array([np.min(np.append(GRID, -GRID)[np.append(GRID, -GRID) >= v]) for v in x])
@@ -177,7 +177,7 @@ def test_gradient_of_inputs_is_right_on_average():
 
 def test_random_numbers_are_uniform_and_differ_with_the_seed():
     index = jnp.arange(2**15, dtype=jnp.uint32).reshape(256, 128)
-    pairs = ((np.float64(u) for u in nvfp4._dithers(jnp.uint32(seed), index)) for seed in (1, 2))
+    pairs = ((np.float64(u) for u in nvfp4_format.dithers(jnp.uint32(seed), index)) for seed in (1, 2))
     a, b = (np.stack([*two], axis=-1).reshape(256, 256) + 0.5 for two in pairs)
     for u in (a, b):
         counts = np.histogram(u, 64, (0, 1))[0]
@@ -193,7 +193,7 @@ def test_random_numbers_are_uniform_and_differ_with_the_seed():
 def test_rotation_leaves_the_product_as_it_is():
     x, g = (np.float32(np.random.default_rng(s).integers(-8, 9, (64, 48))) for s in (0, 1))
     for seed in (0, 7):
-        rotated = [nvfp4.rotate(jnp.asarray(t), jnp.uint32(seed)) for t in (g, x)]
+        rotated = [nvfp4_format.rotate(jnp.asarray(t), jnp.uint32(seed)) for t in (g, x)]
         # Small whole numbers and quarters of their sums: every step is exact in float32.
         np.testing.assert_array_equal(rotated[0] @ rotated[1].T, g.T @ x)
         signs = 1 - 2 * (int(random_bits(jnp.uint32(seed), jnp.uint32(0))) >> np.arange(16) & 1)
@@ -204,9 +204,9 @@ def test_rotation_leaves_the_product_as_it_is():
 
 def test_rotation_spreads_an_outlier_and_depends_on_the_seed():
     x = jnp.zeros((16, 1)).at[3].set(1.0)
-    np.testing.assert_array_equal(np.abs(nvfp4.rotate(x, jnp.uint32(0))), np.full((1, 16), 0.25))
+    np.testing.assert_array_equal(np.abs(nvfp4_format.rotate(x, jnp.uint32(0))), np.full((1, 16), 0.25))
     y = normal(6, 16, 1)
-    assert not np.array_equal(nvfp4.rotate(y, jnp.uint32(0)), nvfp4.rotate(y, jnp.uint32(1)))
+    assert not np.array_equal(nvfp4_format.rotate(y, jnp.uint32(0)), nvfp4_format.rotate(y, jnp.uint32(1)))
 
 
 # -- Linear layers --

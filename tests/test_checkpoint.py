@@ -28,8 +28,11 @@ from surojax.optim import optimizer as optim
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE
 from surojax.placement.mesh import make_mesh
-from surojax.run import checkpoint
-from surojax.run.checkpoint import Checkpoints, checksums, find, read_meta, restore, restore_weights, steps_in
+from surojax.run import checkpoint, on_disk, restore as restoring
+from surojax.run.checkpoint import Checkpoints
+from surojax.run.checksum import checksums
+from surojax.run.on_disk import find, read_meta, steps_in
+from surojax.run.restore import restore, restore_weights
 from surojax.step import state
 
 # When a read or a write fails, those beside it still answer to orbax's event loop, which is closed by then.
@@ -62,7 +65,7 @@ def write(folder: Path, *steps: int, limit: int = 9) -> list[Path]:
     with Checkpoints(folder, save_total_limit=limit) as checkpoints:
         for step in steps:
             checkpoints.save(toy(step), {"step": step})
-    return steps_in(folder / checkpoint.FOLDER)
+    return steps_in(folder / on_disk.FOLDER)
 
 
 def assert_same(found, expected):
@@ -235,7 +238,7 @@ def test_a_damaged_file_is_named_and_so_is_the_next_checkpoint(tmp_path, damage,
 @pytest.mark.parametrize("at", [0.2, 0.4, 0.6, 0.8])
 def test_a_bit_in_a_file_too_large_to_read_twice_is_found(tmp_path, at, monkeypatch):
     """Without the checksums of the arrays most of these come back as numbers: see the next test."""
-    monkeypatch.setattr(checkpoint, "SMALL", -1)
+    monkeypatch.setattr(on_disk, "SMALL", -1)
     (path,) = write(tmp_path, 1)
     flip(big_file(path), at)
     with pytest.raises(CheckpointError, match=r"checkpoints/1 cannot be read \(.*there is no other beside it"):
@@ -249,8 +252,8 @@ def test_a_bit_in_a_file_too_large_to_read_twice_is_found(tmp_path, at, monkeypa
 
 def test_orbax_itself_does_not_notice(tmp_path, monkeypatch):
     """Why there are checksums; when this fails, orbax has its own, and ours can go."""
-    monkeypatch.setattr(checkpoint, "SMALL", -1)  # of no file, whatever sizes orbax cuts
-    monkeypatch.setattr(checkpoint, "_verify", lambda *_, **__: None)
+    monkeypatch.setattr(on_disk, "SMALL", -1)  # of no file, whatever sizes orbax cuts
+    monkeypatch.setattr(restoring, "_verify", lambda *_, **__: None)
     (path,) = write(tmp_path, 1)
     flip(big_file(path), 0.5)
     found = restore(path, plan_of(toy(1)))
@@ -265,7 +268,7 @@ def test_a_damaged_array_is_named(tmp_path, monkeypatch):
         name: value + 1 if name == "moments/blocks/m float32" else value
         for name, value in read_meta(path)["checksums"].items()
     }
-    monkeypatch.setattr(checkpoint, "read_meta", lambda path: {"step": 1, "checksums": wrong})
+    monkeypatch.setattr(restoring, "read_meta", lambda path: {"step": 1, "checksums": wrong})
     with pytest.raises(CheckpointError, match=r"moments/blocks/m float32 is damaged"):
         restore(path, plan_of(toy(1)))
 
@@ -346,7 +349,7 @@ def test_a_failed_write_does_not_hide_what_ended_the_run(tmp_path, monkeypatch):
     def fail(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_list_files", fail)
+    monkeypatch.setattr(checkpoint, "list_files", fail)
     with pytest.raises(ZeroDivisionError) as caught, Checkpoints(tmp_path, save_total_limit=2) as checkpoints:
         checkpoints.save(toy(1), {"step": 1})
         raise ZeroDivisionError
@@ -370,13 +373,13 @@ def test_a_checkpoint_says_which_version_wrote_it(tmp_path):
     """And so does the error about one that does not fit, or whose config has other fields."""
     (path,) = write(tmp_path, 1)
     version = importlib.metadata.version("surojax")
-    meta = checkpoint.read_meta(path)
+    meta = read_meta(path)
     assert meta["version"] == version
     plan = plan_of(toy())._replace(
         moments=plan_of({"blocks": toy().moments["blocks"], "outer": {"other": jnp.int32(0)}})
     )
     with pytest.raises(CheckpointError, match=f"use version {re.escape(version)} of surojax, which wrote it if it is"):
         restore(path, plan)
-    assert "before 0.2" in checkpoint.written_by({})
+    assert "before 0.2" in on_disk.written_by({})
     with pytest.raises(ConfigError, match=f"; use version {re.escape(version)} of surojax, which wrote it$"):
-        restored_config({"no_such_field": 1}, checkpoint.written_by(meta))
+        restored_config({"no_such_field": 1}, on_disk.written_by(meta))

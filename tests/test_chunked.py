@@ -1,4 +1,7 @@
-"""A block in chunks of the sequence: the plain model's loss and gradients, and no more products than in one piece."""
+"""A block in chunks of the sequence: the plain model's loss and gradients, and no more products than in one piece.
+
+So on one device, and with each chunk divided over several.
+"""
 
 import dataclasses
 import functools
@@ -8,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +23,10 @@ from test_engine import GEMMA, MINISTRAL, ORDER_OF_SUMS, QWEN, engine_gradients
 from surojax.models import chunked, cudnn, llama
 from surojax.models.attention import visible
 from surojax.models.model import Compute, Earlier
-from surojax.planner import aot, costs, hlo
+from surojax.placement.mesh import data_parallel
+from surojax.planner import aot, costs, hlo, textbook, traffic
 
+TWO_LAYERS = dataclasses.replace(CONFIG, num_hidden_layers=2)
 MISTRAL = dataclasses.replace(CONFIG, sliding_window=9)  # of a chunk of 8 tokens: the one before it, and a token more
 # Documents that end at the edge of two and of four chunks of 32 tokens, one before and one after it.
 LENGTHS = [(16, 16), (15, 17), (17, 15), (8, 1, 23), (7, 1, 17, 7), (9, 14, 9), (32,), (24, 8)]
@@ -43,18 +49,21 @@ def reference(config, packed: bool):
 
 
 CASES = {  # (model, chunks, packed, devices, placement)
-    "4-packed-gemma-zero3-offloaded": (GEMMA, 4, True, 2, {"zero_level": 3, **ALL}),
+    "2-packed-gemma-zero3-cp2-offloaded": (GEMMA, 2, True, 4, {"cp_size": 2, "zero_level": 3, **ALL}),
     "2-packed": (CONFIG, 2, True, 1, {}),
-    **{f"{k}-one_document": (CONFIG, k, False, 1, {}) for k in (1, 4)},
+    "2-packed-cp2-tp2": (CONFIG, 2, True, 4, {"cp_size": 2, "tp_size": 2, "zero_level": 1}),
+    "4-one_document": (CONFIG, 4, False, 1, {}),
+    "2-one_document-cp4": (CONFIG, 2, False, 4, {"cp_size": 4, "zero_level": 3}),  # two devices have each key's head
     "4-window": (MISTRAL, 4, False, 1, {}),
-    "4-packed-window-hsdp": (MISTRAL, 4, True, 4, {"zero_level": 2, "replicate": 2}),
+    "4-packed-window-hsdp-cp2": (MISTRAL, 4, True, 8, {"cp_size": 2, "zero_level": 2, "replicate": 2}),
     "4-packed-grouped": (CONFIG, 4, True, 2, {"zero_level": 3, "microbatches_per_fetch": 2, **ALL}),
-    "2-packed-qwen": (QWEN, 2, True, 4, {"zero_level": 3, "shard_outer": True}),
+    "2-packed-qwen-tp2": (QWEN, 2, True, 4, {"tp_size": 2, "zero_level": 3, "shard_outer": True}),
     "4-packed-ministral": (MINISTRAL, 4, True, 1, {"offload_residual": True}),
+    "2-packed-cp2-pp2": (TWO_LAYERS, 2, True, 4, {"cp_size": 2, "pp_size": 2}),
 }
 
 
-@pytest.mark.parametrize("config, chunks, packed, devices, placed", quick_at(list(CASES.values()), 1), ids=CASES)
+@pytest.mark.parametrize("config, chunks, packed, devices, placed", quick_at(list(CASES.values()), 1, 2), ids=CASES)
 def test_equals_grad_of_the_plain_model(config, chunks, packed, devices, placed):
     batch, loss, grads = reference(config, packed)
     small = Small(devices, config=config, compute=Compute(sequence_chunks=chunks), packed=packed, **placed)
@@ -99,6 +108,26 @@ def test_sums_over_chunks_are_rounded_once():
     assert dw.dtype == dx.dtype == jnp.bfloat16
     assert dw[0, 0, 0] == 260  # 259, rounded to even
     assert dx[0, 0, 0] == 260 and dx[0, -1, 0] == 256  # as a factor, and as a key of three later queries: 1 + 258
+
+
+@pytest.mark.full
+def test_divided_chunks_move_what_the_formulas_say():
+    """To the byte: keys and values of a chunk once a pass, and gradients of shared parameters once a microbatch."""
+    small = Small(4, cp_size=2, tp_size=2, compute=Compute(sequence_chunks=4))
+    batch = jax.ShapeDtypeStruct((2, data_parallel(small.mesh), 32), np.int32)
+    text = small.step.lower(small.plan, batch, batch).compile().as_text()
+    found = {(x.op, x.axis): x.bytes for x in hlo.collectives(hlo.parse(text), small.mesh.shape)}
+    found = {key: size for key, size in found.items() if size > 100}  # others: scalars
+    assert found == textbook.collective_bytes(small.run, traffic.Batch(sequences=1, sequence_len=32, microbatches=2))
+
+
+@pytest.mark.full
+def test_five_steps_on_several_devices():
+    """Losses and norms are those of one device. That offloading changes none of their bits is a row of `verify`."""
+    batches = [(*tokens(2, 4, 32, seed=i), documents()) for i in range(5)]
+    kind: Any = {"cp_size": 2, "tp_size": 2, "zero_level": 3, "packed": True, **ALL}
+    found = Small(4, compute=Compute(sequence_chunks=2), **kind).train(batches)
+    np.testing.assert_allclose(found, Small(packed=True).train(batches), rtol=ORDER_OF_SUMS)
 
 
 def test_an_uneven_sequence_is_refused():

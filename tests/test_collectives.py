@@ -250,12 +250,11 @@ EVERYTHING = dict.fromkeys(
     "kind, recompute, dtype, also",
     quick_at(
         [
-            ("fp8", True, "bfloat16", {}),
             ("fp8", True, "bfloat16", {"offload_quants": True, **EVERYTHING}),
-            ("int8", False, "float32", {"offload_quants": True, **EVERYTHING}),
+            ("int8", False, "float32", {}),
         ],
     ),
-    ids=["fp8-device", "fp8-host", "int8-host"],
+    ids=["fp8-host", "int8-device"],
 )
 def test_persistent_quants_change_no_bit(kind, recompute, dtype, also):
     """Made once after the update they are what a fetch would make of the 16-bit weights, wherever they rest."""
@@ -412,6 +411,14 @@ def test_copy_engines_are_asked_for_when_a_step_is_compiled():
     assert run.compiler_options("gpu").keys() - drawn().compiler_options("gpu").keys() == asked
     assert drawn().compiler_options("cpu") == {}
     collectives.check_copy_engine(run.engine.table.copy_engine, "gpu")  # the installed jax knows these options
+
+
+@pytest.mark.parametrize("size", ["tp_size", "cp_size", "pp_size"])
+def test_groups_may_gather_by_copy_engine(size):
+    """XLA marks every all-gather then, over whichever axis: seen in steps compiled for H100 and RTX 4090."""
+    c = default_config()
+    c.update({"gpus": 4, "zero_level": 3, "memcpy_all_gather": True, size: 2})
+    check(c)
 
 
 def test_copy_engines_are_refused_where_there_are_none(monkeypatch):

@@ -22,7 +22,8 @@ from surojax.data.pieces import Piece
 from surojax.data.rows import BadRow, Row
 from surojax.data.show import table
 from surojax.data.templates import Template, load_template
-from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, TokenizerFiles
+from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from surojax.data.tokenizer_files import TokenizerFiles
 from surojax.errors import ConfigError
 
 REFERENCE = json.loads((Path(__file__).parent / "fixtures" / "chat_reference.json").read_text(encoding="utf-8"))

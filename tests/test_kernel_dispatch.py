@@ -54,7 +54,7 @@ SERVED = {
     "rms_norm.forward": lambda **how: rms_norm.rms_norm(z((64, 128)), z(128), **how),
     "rms_norm.backward": lambda **how: rms_norm.backward(z((64, 128)), z((64, 128)), z(128), eps=1e-6, **how),
     "rope": lambda **how: rope.rope(z((64, 4, 64)), z((64, 4, 64)), z((64, 32)), z((64, 32)), **how),
-    "swiglu.forward": lambda **how: swiglu.swiglu(z(128), z(128), **how),
+    "swiglu.forward": lambda **how: swiglu.forward(z(128), z(128), **how),
     "swiglu.backward": lambda **how: swiglu.backward(z(128), z(128), z(128), **how),
     "quantize.absmax": lambda **how: quantize.absmax(z(128), **how),
     "quantize.cast": lambda **how: quantize.cast(z(128), one, fp8.E4M3, **how),

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from small import KERNEL, REFERENCE
 
-from pallas_kernels import dispatch, fp8, nvfp4
+from pallas_kernels import dispatch, fp8, nvfp4, nvfp4_format
 from pallas_kernels.shapes import MODELS
 
 pytestmark = pytest.mark.gpu
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 SHAPE = (256, 128)  # four programs of tiles
+# Of a matrix of three times 64 columns, the last; the largest number is in another.
+PART = nvfp4_format.Part(lambda absmax: jnp.maximum(absmax, f32(4321)), columns=192, first=lambda: jnp.uint32(128))
 ROTATION, SEEDS = jnp.uint32(11), (jnp.int32(5), jnp.uint32(6))
 
 
@@ -37,6 +39,11 @@ RUN = {
     "both": lambda x, **how: nvfp4.quantize_both(x, ROTATION, SEEDS, **how),
     "weights": nvfp4.quantize_weights,
     "transposed": nvfp4.quantize_weights_transposed,
+    "part": lambda x, **how: (
+        nvfp4.quantize(x, SEEDS[0], part=PART, **how),
+        nvfp4.quantize_both(x, ROTATION, SEEDS, part=PART, **how),
+        nvfp4.quantize_weights(x, part=PART, **how),
+    ),
 }
 
 
@@ -53,7 +60,7 @@ def same_bits(ours, expected):
 
 
 def matrices(found):
-    return [found] if isinstance(found, nvfp4.NVFP4) else found
+    return [found] if isinstance(found, nvfp4_format.NVFP4) else found
 
 
 def agree(name, x):
@@ -74,6 +81,7 @@ def agree(name, x):
         ("stochastic", (64, 16), f32),
         ("rotated", (128, 64), f32),
         ("weights", (128, 192), f16),
+        ("part", (128, 64), bf16),
     ],
 )
 def test_sizes_and_dtypes(name, shape, dtype):
@@ -112,7 +120,7 @@ def test_one_is_made_of_the_others():
     rows, rotated = jitted("both", False)(x)
     same_bits(rows, jitted("stochastic", False)(x))
     same_bits(rotated, jax.jit(lambda x: nvfp4.quantize_rotated(x, ROTATION, SEEDS[1], **REFERENCE))(x))
-    by_hand = jax.jit(lambda x: nvfp4.quantize(nvfp4.rotate(x, ROTATION), **REFERENCE))
+    by_hand = jax.jit(lambda x: nvfp4.quantize(nvfp4_format.rotate(x, ROTATION), **REFERENCE))
     same_bits(jitted("rotated", False)(x), by_hand(x))
     w, turned = (jitted(name, False)(x) for name in ("weights", "transposed"))
     np.testing.assert_array_equal(np.float32(w.values), np.float32(turned.values).T)
@@ -125,7 +133,7 @@ def test_zeros_after_it_change_no_number():
     short, long = (
         nvfp4.quantize_rotated(y, ROTATION, SEEDS[0], **REFERENCE) for y in (x, jnp.pad(x, ((0, 80), (0, 0))))
     )
-    same_bits(short, nvfp4.NVFP4(long.values[:, :48], long.scales[:, :3], long.tensor_scale))
+    same_bits(short, nvfp4_format.NVFP4(long.values[:, :48], long.scales[:, :3], long.tensor_scale))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -177,4 +185,4 @@ def test_what_the_kernels_cannot(call, monkeypatch):
     dispatch._say_once.cache_clear()
     with pytest.warns(UserWarning, match="using XLA's instead"):
         found = jax.eval_shape(call, x)
-    assert [y.dtype for y in jax.tree.leaves(found)][:2] == [nvfp4.E2M1, fp8.E4M3]
+    assert [y.dtype for y in jax.tree.leaves(found)][:2] == [nvfp4_format.E2M1, fp8.E4M3]

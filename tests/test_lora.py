@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, needs, plain_logits, plain_loss, quick_at, tokens, worst_relative
+from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, tokens, worst_relative
 
 from surojax.config import checks, default_config
 from surojax.errors import CheckpointError, ConfigError
@@ -102,9 +102,13 @@ def test_forward_gradients_and_two_steps_are_those_of_peft(case, devices, placed
     ids = REFERENCE["tokens"]
     inputs, labels = ids[:, :-1], ids[:, 1:]
     if devices == 1:
-        logits = np.stack([plain_logits(config, params, row) for row in inputs])
+
+        @jax.jit
+        def logits_and_gradients(params, inputs, labels):
+            return plain_model(config)(params, inputs), jax.grad(plain_loss(config))(params, inputs, labels)
+
+        logits, found = jax.device_get(logits_and_gradients(params, inputs, labels))
         np.testing.assert_allclose(logits, REFERENCE[f"{case} logits"], atol=1e-5)
-        found = jax.device_get(jax.jit(jax.grad(plain_loss(config)))(params, inputs, labels))
         expected = tree_of(model, f"{case} gradient", names)
         assert worst_relative(part_of(found, expected), expected) < 1e-5
     optimizer = functools.partial(optim.adamw, weight_decay=0.1, max_grad_norm=0.0)

@@ -1,5 +1,6 @@
 """Layers in files: nothing changes, nothing is lost, and what cannot work is refused before it begins."""
 
+import dataclasses
 import errno
 import functools
 import json
@@ -29,11 +30,12 @@ from surojax.memory.nvme import InFile, NvmeError, Store, store_of
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import make_mesh
+from surojax.placement.mesh import abstract_mesh, make_mesh
 from surojax.planner import advice, footprint
 from surojax.planner.traffic import Batch
-from surojax.run import checkpoint
+from surojax.run import checkpoint, on_disk
 from surojax.run.checkpoint import Checkpoints
+from surojax.run.restore import restore
 from surojax.step.state_plan import bytes_per_device
 from surojax.train import main
 
@@ -89,6 +91,71 @@ def test_layers_in_files_change_no_bit(tmp_path, devices, options, offloaded):
     assert all(isinstance(x, InFile) for x in jax.tree.leaves(small.state.master["blocks"])) == (
         offloaded.get("offload_master") == "nvme"
     )
+
+
+@pytest.mark.parametrize(
+    "layers, devices, placed",
+    [
+        (3, 2, {"master_dtype": "bfloat16"}),  # rounded at random, by the number of the layer
+        pytest.param(7, 8, {"zero_level": 3, "pp_size": 4, "pp_schedule": "1f1b"}, marks=pytest.mark.full),
+    ],
+    ids=["uneven", "uneven-pp4-zero3"],
+)
+def test_stages_update_their_layers_in_files_together(tmp_path, layers, devices, placed):
+    """Five steps to the bit. Padding has no record, and its state stays zeros in memory too."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=layers)
+    placed = {"pp_size": 2, **placed}
+    in_host = Small(devices, config=config, offload_optimizer=True, offload_master=True, **placed)
+    (tmp_path / "stages").mkdir()
+    small = Small(devices, config=config, nvme_path=str(tmp_path / "stages"), **BOTH, **placed)
+    assert small.train(BATCHES[:5]) == in_host.train(BATCHES[:5])
+    assert len(store_of(small.plan).records) == layers
+    for ours, theirs in zip(jax.tree.leaves(small.state.moments), jax.tree.leaves(in_host.state.moments), strict=True):
+        if isinstance(ours, InFile):
+            np.testing.assert_array_equal(np.stack([ours.read(l) for l in range(len(theirs))]), theirs)
+
+
+def test_stages_that_are_not_full_restore_from_files_into_memory_and_back(tmp_path):
+    """A checkpoint of files has zeros for padding, which stages in memory read."""
+    kind: dict[str, Any] = {"config": dataclasses.replace(CONFIG, num_hidden_layers=3), "pp_size": 2}
+    (tmp_path / "stages").mkdir()
+    in_files = Small(2, nvme_path=str(tmp_path / "stages"), **BOTH, **kind)
+    in_host = Small(2, offload_optimizer=True, offload_master=True, **kind)
+    saved = save(tmp_path / "files", in_files.state, 0, in_files.run.layers)
+    there = checkpoint.restore(saved, in_host.plan, in_host.run.layers)
+    assert_same(there, in_files.state)
+    back = save(tmp_path / "host", there, 0, in_host.run.layers)
+    assert_same(checkpoint.restore(back, in_files.plan, in_files.run.layers), there)
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_stages_restores_without_stages_and_back(tmp_path, monkeypatch):
+    """All in files. The checksums are the same, and so is the step that follows, padding or not, after an update that
+    ended when some stages' layers were written."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=3)
+    (tmp_path / "stages").mkdir()
+    small = Small(4, config=config, nvme_path=str(tmp_path / "stages"), pp_size=2, zero_level=3, **BOTH)
+    small.train(BATCHES[:2])
+    one = Small(config=config, nvme_path=str(tmp_path), **BOTH)
+    folder = save(tmp_path / "saved", small.state, 2, small.run.layers)
+    one.state = checkpoint.restore(folder, one.plan, one.run.layers)
+    folder = save(tmp_path / "back", one.state, 2, one.run.layers)
+    expected = small.train(BATCHES[2:3])
+    plain = Store.write
+
+    def write(store, l, *args):
+        if l == 2:  # layer 0 of the second stage, in a round with layer 0 of the first
+            raise NvmeError("the run ends here")
+        plain(store, l, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(NvmeError):
+        patch.setattr(Store, "write", write)
+        small.train(BATCHES[3:4])
+    assert store_of(small.plan).interrupted() == 4
+    small.state = checkpoint.restore(folder, small.plan, small.run.layers)
+    sums = [checkpoint.read_meta(checkpoint.find(tmp_path / x))["checksums"] for x in ("saved", "back")]
+    assert sums[0] == sums[1]
+    assert small.train(BATCHES[2:3]) == expected
 
 
 @pytest.mark.full
@@ -148,6 +215,12 @@ def test_the_memory_that_is_counted(tmp_path):
     on_disk = size(run.plan, NVME)
     host = footprint.estimate_host(run, Batch(1, 32, 2))
     assert host["layers from files"] == footprint.NVME_LAYERS * on_disk // c.model.num_hidden_layers
+    stages = from_config(small_config(tmp_path, gpus=2, pp_size=2), abstract_mesh(2, pp_size=2), total_steps=9)
+    of_full_stage = size(stages.plan, NVME)
+    assert of_full_stage == on_disk * 2 // 3  # two of three layers; the other stage has the third
+    host = footprint.estimate_host(stages, Batch(1, 32, 2))
+    assert host["layers from files"] == footprint.NVME_LAYERS * of_full_stage // 2
+    assert store_of(stages.plan).bytes == store_of(run.plan).bytes
     assert "layers from files" not in footprint.estimate_host(
         from_config(default_config(), run.mesh, total_steps=9), Batch(1, 32, 2)
     )
@@ -171,9 +244,9 @@ def assert_same(a, b) -> None:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
-def save(folder: Path, state, step: int) -> Path:
+def save(folder: Path, state, step: int, layers: dict[str, int] | None = None) -> Path:
     with Checkpoints(folder, save_total_limit=1) as checkpoints:
-        checkpoints.save(state, {"step": step})
+        checkpoints.save(state, {"step": step} | ({"layers": layers} if layers else {}))
     assert checkpoints.last is not None
     return checkpoints.last
 
@@ -199,12 +272,12 @@ def test_a_checkpoint_of_every_placement_restores_under_every_other(tmp_path):
     state, sums = first.state, []
     for i, name in enumerate(["nvme 4", "nvme", "host", "nvme", "nvme 4", "device"]):
         path = save(tmp_path / f"saved-{i}", state, 2)
-        sums.append(checkpoint.read_meta(path)["checksums"])
-        state = checkpoint.restore(path, smalls[name].plan)
+        sums.append(on_disk.read_meta(path)["checksums"])
+        state = restore(path, smalls[name].plan)
         assert_same(state, first.state)
     assert all(s == sums[0] for s in sums)
 
-    smalls["nvme"].state = checkpoint.restore(path, smalls["nvme"].plan)
+    smalls["nvme"].state = restore(path, smalls["nvme"].plan)
     assert smalls["nvme"].train(BATCHES[2:4]) == first.train(BATCHES[2:4])
 
 
@@ -213,7 +286,7 @@ def test_a_damaged_layer_is_found_when_it_is_read_from_the_file(small, tmp_path,
     plain = Store._read_one
     monkeypatch.setattr(Store, "_read_one", lambda store, leaf, l: plain(store, leaf, l) + leaf.dtype.type(l == 2))
     with pytest.raises(CheckpointError, match=r"cannot be read \(master/blocks/.* damaged"):
-        checkpoint.restore(path, small.plan)
+        restore(path, small.plan)
 
 
 def test_the_next_update_waits_until_a_checkpoint_is_read(small, tmp_path, monkeypatch):
@@ -225,7 +298,7 @@ def test_the_next_update_waits_until_a_checkpoint_is_read(small, tmp_path, monke
         checkpoints.save(small.state, {"step": 1})
         small.train(BATCHES[1:3])
     monkeypatch.undo()
-    found = values(checkpoint.restore(tmp_path / "saved/checkpoints/1", Small().plan))
+    found = values(restore(tmp_path / "saved/checkpoints/1", Small().plan))
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
@@ -440,16 +513,20 @@ def test_layers_larger_than_a_request_are_read_and_written_in_pieces(small, monk
 
 
 class Shards:
-    """A sharding of a layer over four devices of two processes, that exists without them. starts: of each device."""
+    """A sharding of a round over four devices of two processes, that exists without them.
 
-    def __init__(self, starts: list[int]):
-        self.indices = [(slice(start, start + 2), slice(None)) for start in starts]
+    starts: of each device's rows of a layer. stages: of each device.
+    """
+
+    def __init__(self, starts: list[int], stages: list[int]):
+        rows = zip(stages, starts, strict=True)
+        self.indices = [(slice(stage, stage + 1), slice(start, start + 2), slice(None)) for stage, start in rows]
 
     def devices_indices_map(self, shape) -> dict:
         return {Device(i // 2, i): index for i, index in enumerate(self.indices)}
 
     def shard_shape(self, shape) -> tuple[int, ...]:
-        return (2, *shape[1:])
+        return (1, 2, *shape[2:]) if len(shape) == 3 else (2, *shape[1:])
 
 
 class Device(NamedTuple):
@@ -466,32 +543,65 @@ def test_a_process_stores_the_parts_that_its_devices_hold(tmp_path, monkeypatch,
     part once."""
     monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
     monkeypatch.setattr(nvme.jax, "process_index", lambda: 1)
-    sharding = Shards(starts)
+    sharding = Shards(starts, [0] * 4)
     monkeypatch.setattr(InFile, "layer_sharding", lambda file, home: sharding)
+    monkeypatch.setattr(InFile, "round_sharding", lambda file, home: sharding)
     store = Store(tmp_path, 3)
     file = InFile(store, (3, 8, 5), "float32", SimpleNamespace(spec=jax.P()))
-    assert store.folder == tmp_path / "process-1" and file.stored_shape == (2, 2, 5)
-    assert [part.first for part in file.parts.values()] == firsts
+    assert store.folder == tmp_path / "process-1" and file.stored_shape(0) == (2, 2, 5)
+    (parts,) = file.parts
+    assert [part.first for part in parts.values()] == firsts
     store.folder.mkdir()
     layer = np.random.default_rng(0).standard_normal((8, 5), np.float32)
-    file.write(1, file.stored_of(layer))
+    file.write(1, file.stored_of(1, layer))
     np.testing.assert_array_equal(file.read(1).reshape(4, 5), layer[stored])
     assert store.path.stat().st_size == store.bytes == 3 * 4096
     store.close()
 
 
 def test_parts_of_layers_go_to_the_devices_and_back(tmp_path, monkeypatch):
-    """All four devices are of one process of two here, so that it has all parts."""
+    """All eight devices are of one process of two here, so that it has all parts of both stages."""
     monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-    store = Store(tmp_path, 3)
-    file = InFile(store, (3, 8, 4), "float32", jax.NamedSharding(mesh, jax.P(None, "b", "a")))
-    layer = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("pp", "a", "b"))
+    store = Store(tmp_path, 3, nvme.own_layers(mesh, 3))
+    file = InFile(store, (4, 8, 4), "float32", jax.NamedSharding(mesh, jax.P("pp", "b", "a")))
+    layers = np.random.default_rng(0).standard_normal((3, 8, 4), np.float32)
+    layers[2, 0] = -0.0
     store.folder.mkdir()
-    file.write(2, file.stored_of(layer))
-    array = file.on_devices(file.read(2), DEVICE)
-    np.testing.assert_array_equal(np.asarray(array), layer)
-    np.testing.assert_array_equal(file.from_devices(array), file.stored_of(layer))
+    for l, layer in enumerate(layers):
+        file.write(l, file.stored_of(l, layer))
+        of_every_stage = file.on_every_stage(l)
+        np.testing.assert_array_equal(np.asarray(of_every_stage).view(np.uint32), layer.view(np.uint32))
+        np.testing.assert_array_equal(file.from_every_stage(l, of_every_stage), file.read(l))
+    array = file.on_devices({l: file.read(l) for l in (0, 2)}, DEVICE)
+    np.testing.assert_array_equal(np.asarray(array), layers[[0, 2]])
+    for l, stored in zip((0, 2), file.from_devices(array, (0, 2)), strict=True):
+        np.testing.assert_array_equal(stored, file.read(l))
+    assert not np.any(file.read(3)) and not np.any(file.on_every_stage(3)), "padding is in no file"
+    store.close()
+
+
+def test_a_process_stores_the_layers_of_its_stages(tmp_path, monkeypatch):
+    """Process 1 of two has the second of two stages, which is not full: the last layers, and no padding."""
+    monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(nvme.jax, "process_index", lambda: 1)
+    devices = np.array([SimpleNamespace(process_index=i // 2) for i in range(4)]).reshape(2, 2)
+    mesh = SimpleNamespace(shape={"pp": 2, "a": 2}, axis_names=("pp", "a"), devices=devices)
+    assert nvme.own_layers(mesh, 5) == [3, 4]
+    sharding = Shards([0, 2, 0, 2], [0, 0, 1, 1])
+    monkeypatch.setattr(InFile, "layer_sharding", lambda file, home: sharding)
+    monkeypatch.setattr(InFile, "round_sharding", lambda file, home: sharding)
+    store = Store(tmp_path, 5, nvme.own_layers(mesh, 5))
+    file = InFile(store, (6, 4, 5), "float32", SimpleNamespace(spec=jax.P("pp"), mesh=mesh))
+    assert file.stored_shape(3) == (2, 2, 5) and file.stored_shape(0) == (0, 2, 5)
+    assert all(part.first for part in file.parts[1].values())
+    store.folder.mkdir()
+    layer = np.random.default_rng(0).standard_normal((4, 5), np.float32)
+    file.write(4, file.stored_of(4, layer))
+    np.testing.assert_array_equal(file.read(4).reshape(4, 5), layer)
+    with pytest.raises(IndexError, match=r"layer: expected one of \[3, 4\], got 0"):
+        file.read(0)
+    assert store.path.stat().st_size == store.bytes == 2 * 4096
     store.close()
 
 
@@ -577,7 +687,7 @@ def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_pa
         writes = steps * 4 * layer + int(rng.integers(1, 4 * layer))
         code, text = run(killed, disk, "-c", END.format(writes=writes, end=end))
         last = json.loads((tmp_path / "nvme" / nvme.MARKER).read_text())
-        found = checkpoint.find(killed / "run")
+        found = on_disk.find(killed / "run")
         assert last["state"] == "updating" and (steps == 2 or last["step"] == steps + 1)
         assert code == (-signal.SIGKILL if end == KILLED else 1), text
     full = f"surojax.train: error: nvme_path: could not write {disk}/layers.bin (No space left on device); its content"

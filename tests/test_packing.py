@@ -46,7 +46,10 @@ def batch(microbatches: int = 2, seed: int = 0):
 
 
 def unpacked(packed):
-    """(inputs, labels) of the same documents, each in a row of its own with padding after it: `[A, documents, 16]`."""
+    """(inputs, labels, starts) of the same documents, each in a row of its own with padding after it, `[A, rows, 16]`.
+
+    All starts are 0, which is to the bit what a program for whole rows computes, as a test below says.
+    """
     inputs, labels, starts = (x.reshape(-1, 16) for x in packed)
     rows = []
     for i, l, s in zip(inputs, labels, starts, strict=True):
@@ -57,7 +60,14 @@ def unpacked(packed):
             )
             rows.append((padded(i, 0), padded(l, -1)))
     rows += [(np.zeros(16, np.int32), np.full(16, -1, np.int32))] * (-len(rows) % 8)
-    return tuple(np.stack(x).reshape(len(packed[0]), -1, 16) for x in zip(*rows, strict=True))
+    inputs, labels = (np.stack(x).reshape(len(packed[0]), -1, 16) for x in zip(*rows, strict=True))
+    return inputs, labels, np.zeros_like(inputs)
+
+
+def as_many_rows(packed, like):
+    """A packed batch with rows that count nothing, so that one program takes both it and the batch `like`."""
+    more = [(0, 0), (0, like[0].shape[1] - packed[0].shape[1]), (0, 0)]
+    return tuple(np.pad(x, more, constant_values=fill) for x, fill in zip(packed, (0, -1, 0), strict=True))
 
 
 def relative(found, expected) -> float:
@@ -70,7 +80,7 @@ def relative(found, expected) -> float:
 def test_the_documents_of_the_tests():
     """The two batches have the same labels, after the same tokens."""
     inputs, labels, _ = batch()
-    alone, alone_labels = unpacked(batch())
+    alone, alone_labels, _ = unpacked(batch())
     pairs = lambda i, l: sorted(zip(i[l >= 0].tolist(), l[l >= 0].tolist(), strict=True))
     assert pairs(inputs, labels) == pairs(alone, alone_labels) and len(pairs(inputs, labels)) > 80
     np.testing.assert_array_equal(starts_of((2, 3, 1)), [0, 0, 2, 2, 2, 5])
@@ -80,11 +90,13 @@ def test_the_documents_of_the_tests():
 def test_loss_and_gradients_are_those_of_separate_rows(config):
     params = drawn_params(config, 0)
     f = jax.jit(jax.value_and_grad(plain_loss(config)))
-    loss, grads = f(params, *batch())
-    expected, expected_grads = f(params, *unpacked(batch()))
+    alone = unpacked(batch())
+    inputs, labels, starts = as_many_rows(batch(), alone)
+    loss, grads = f(params, inputs, labels, starts)
+    expected, expected_grads = f(params, *alone)
     assert relative(loss, expected) < ORDER_OF_SUMS
     assert worst_relative(grads, expected_grads) < ORDER_OF_SUMS
-    _, whole = f(params, *batch()[:2])
+    _, whole = f(params, inputs, labels, np.zeros_like(starts))
     assert worst_relative(whole, expected_grads) > 1e-2  # documents that see each other are noticed
 
 
@@ -101,7 +113,6 @@ def reference(config):
     quick_at(
         [
             (GEMMA, 4, {"zero_level": 3, **ALL}),
-            (CONFIG, 1, {}),
             (CONFIG, 4, {"zero_level": 2, "replicate": 2}),
             (MISTRAL, 2, {"zero_level": 3, "recompute_block": False, "offload_residual": True}),
             (CONFIG, 4, {"zero_level": 3, "resident_layers": 1, "offload_weights": True}),
@@ -122,7 +133,7 @@ def test_the_engine_equals_the_plain_model(config, devices, options):
 PARTS = [Recompute(att=True), Recompute(True, True, True, True)]
 
 
-@pytest.mark.parametrize("recompute, kernels", quick_at([*((p, "auto") for p in PARTS), (PARTS[-1], "xla")]))
+@pytest.mark.parametrize("recompute, kernels", quick_at([(PARTS[0], "auto"), (PARTS[-1], "xla")]))
 def test_the_engine_with_recomputed_parts_equals_the_plain_model(recompute, kernels):
     compute = Compute(recompute=recompute, precision=Precision(kernels=kernels))
     small = Small(config=GEMMA, compute=compute, recompute_block=False, packed=True)
@@ -132,13 +143,14 @@ def test_the_engine_with_recomputed_parts_equals_the_plain_model(recompute, kern
     assert worst_relative(grads, expected_grads) < ORDER_OF_SUMS
 
 
-@pytest.mark.parametrize("recipe, bound", quick_at([("fp8_hybrid", 1e-3), ("mxfp8", 1e-6), ("bf16", 1e-6)]))
+@pytest.mark.parametrize("recipe, bound", quick_at([("fp8_hybrid", 1e-3), ("mxfp8", 1e-6)]))
 def test_recipes_give_the_loss_of_separate_rows(recipe, bound):
     """mxfp8 scales the channels of a token; fp8_hybrid's scales are known before the first step, and a sum in another
     order may round a few numbers to their neighbours, an eighth away. So the first loss is the same."""
     options = {"config": WIDE, "compute": Compute(precision=Precision(recipe=recipe))}
-    (loss, norm), (second, _) = Small(packed=True, **options).train([batch()] * 2)
-    (expected, expected_norm), _ = Small(**options).train([unpacked(batch())] * 2)
+    alone = unpacked(batch())
+    (loss, norm), (second, _) = Small(packed=True, **options).train([as_many_rows(batch(), alone)] * 2)
+    (expected, expected_norm), _ = Small(packed=True, **options).train([alone] * 2)
     assert relative(loss, expected) < bound and relative(norm, expected_norm) < 5e-2
     assert second < loss
 
@@ -151,15 +163,16 @@ HALVES = starts_of((7, 9))[None]  # one row of two documents
 def gradients_between_documents(segment: Segment, weights, recipe_inputs, variant: Variant) -> list[np.ndarray]:
     """The gradient with respect to each document's inputs of a sum over the other's outputs, through one block."""
     x = normal(1, (1, 16, 64))
+
+    @jax.jit
+    def gradient(w, x, starts, dy):
+        _, saved = segment.block_forward(w, x, recipe_inputs, variant, starts)
+        return segment.block_backward(w, saved, (dy, None), recipe_inputs, variant, starts)[1]
+
     found = []
     for document in (0, 7):
         dy = jnp.where(HALVES[..., None] == document, normal(2, x.shape), 0.0)
-
-        def gradient(w, x, starts, dy=dy):
-            _, saved = segment.block_forward(w, x, recipe_inputs, variant, starts)
-            return segment.block_backward(w, saved, (dy, None), recipe_inputs, variant, starts)[1]
-
-        found.append(np.asarray(jax.jit(gradient)(weights, x, HALVES))[document != HALVES])
+        found.append(np.asarray(gradient(weights, x, HALVES, dy))[document != HALVES])
     return found
 
 

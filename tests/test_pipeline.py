@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from layouts import check_checkpoint_moves, config_of_a_run
 from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
-from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, engine_gradients
+from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, SMOLLM, engine_gradients
 from test_models import toy
 from test_tensor_parallel import packed
 
@@ -22,15 +22,19 @@ from surojax.assembly import from_config
 from surojax.config import checks
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
+from surojax.memory import host
+from surojax.memory.host import allocate
 from surojax.models import llama
 from surojax.models.model import Compute
 from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.param import OUTER
 from surojax.placement.table import place
-from surojax.planner import footprint, hlo, stages, textbook, traffic
+from surojax.planner import compute, footprint, hlo, stages, textbook, traffic
+from surojax.planner.gpus import GPUS
+from surojax.step import pipeline, stage_layers, state
 from surojax.step.padding import Inputs, padded
-from surojax.step.pipeline import of_stage
+from surojax.step.stage_layers import of_stage
 from surojax.train import train
 
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
@@ -39,7 +43,10 @@ FOUR = dataclasses.replace(CONFIG, num_hidden_layers=4)
 FIVE = dataclasses.replace(CONFIG, num_hidden_layers=5)
 SEVEN = dataclasses.replace(CONFIG, num_hidden_layers=7)
 TIED = dataclasses.replace(QWEN, num_hidden_layers=4)
-WINDOWS = dataclasses.replace(GEMMA, num_hidden_layers=4)
+TWO_KINDS = dataclasses.replace(SMOLLM, num_hidden_layers=2)  # stages of one layer with rotary embedding, or without
+WINDOWS = dataclasses.replace(CONFIG, sliding_window=5, sliding_window_pattern=3)  # the third layer sees everything
+GEMMA_2 = dataclasses.replace(GEMMA, num_hidden_layers=2)
+RING: dict[str, Any] = {"cp_size": 2, "compute": Compute(cp_method="ring")}
 ONE_BACK: dict[str, Any] = {"pp_schedule": "1f1b"}
 PLACED = {  # (model, devices, placement, whether blocks are computed again)
     "uneven-2x2-zero2-saved": (CONFIG, 4, {"pp_size": 2, "zero_level": 2, **ONE_BACK}, False),
@@ -61,7 +68,10 @@ PLACED = {  # (model, devices, placement, whether blocks are computed again)
     "pp4": (FOUR, 4, {"pp_size": 4}, True),
     "2x2x2-replicas": (FOUR, 8, {"pp_size": 2, "replicate": 2}, True),
     "tied-2x4-zero3-saved-offloaded": (TIED, 8, {"pp_size": 2, "zero_level": 3, **ALL}, False),
-    "windows-2x2-1f1b": (WINDOWS, 4, {"pp_size": 2, "zero_level": 3, **ONE_BACK}, True),
+    "other-layers-2": (TWO_KINDS, 2, {"pp_size": 2}, False),
+    "other-layers-gemma-2x2-offloaded": (GEMMA_2, 4, {"pp_size": 2, "zero_level": 3, **ONE_BACK, **ALL}, True),
+    "ring-2x2-saved": (CONFIG, 4, {"pp_size": 2, "zero_level": 1, **RING}, False),
+    "resident-2x2-zero3-offloaded": (SEVEN, 4, {"pp_size": 2, "zero_level": 3, "resident_layers": 2, **ALL}, True),
     "2x4-tp": (FOUR, 8, {"pp_size": 2, "tp_size": 4}, False),
     "shard_outer": (TIED, 8, {"pp_size": 2, "tp_size": 2, "zero_level": 3, "shard_outer": True}, True),
     "2x2x2-hsdp-all_to_all": (
@@ -84,7 +94,9 @@ def reference(config):
 
 
 @pytest.mark.parametrize(
-    "config, devices, placed, recompute_block", quick_at(list(PLACED.values()), 0), ids=PLACED.keys()
+    "config, devices, placed, recompute_block",
+    quick_at(list(PLACED.values()), 0, list(PLACED).index("other-layers-2")),
+    ids=PLACED.keys(),
 )
 def test_equals_grad_of_the_plain_model(config, devices, placed, recompute_block):
     """And the norm is that of all gradients: of all stages' layers, and of what they share once."""
@@ -151,7 +163,7 @@ def test_padding_changes_nothing_and_has_no_gradient():
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
 
 
-@pytest.mark.parametrize("method, packs", [("ulysses", True), ("allgather", False)])
+@pytest.mark.parametrize("method, packs", [("ulysses", True), ("allgather", False), ("ring", True)])
 @pytest.mark.full
 def test_five_steps_of_divided_sequences(method, packs):
     """As one device, and to the bit with everything in host memory."""
@@ -169,7 +181,7 @@ def test_five_steps_of_divided_sequences(method, packs):
 def test_five_steps_equal_those_of_one_device(config):
     """And they are the same to the bit with everything in host memory, and with the other schedule.
 
-    With a tied head that adds up gradients of head and embedding in another order.
+    With a tied head, that adds up gradients of head and embedding in another order; `PLACED` has a step of it.
     """
     batches = [tokens(4, 8, 24, seed=i) for i in range(5)]
     kind: dict[str, Any] = {"config": config, "z_loss": 1e-3}
@@ -181,12 +193,8 @@ def test_five_steps_equal_those_of_one_device(config):
     np.testing.assert_allclose(found, expected, rtol=ORDER_OF_SUMS)
     assert worst_relative(without_padding(four.state.master, config), one.state.master) < 1e-3  # AdamW amplifies
     without_padding(four.state.moments, config)
-    one_back = Small(4, **kind, **ONE_BACK, **ALL).train(batches)
-    if config is TIED:
-        np.testing.assert_allclose(one_back, found, rtol=ORDER_OF_SUMS)
-        assert Small(4, **kind, **ALL).train(batches) == found
-    else:
-        assert one_back == found
+    other_schedule = {} if config is TIED else ONE_BACK
+    assert Small(4, **kind, **other_schedule, **ALL).train(batches) == found
 
 
 @pytest.mark.full
@@ -233,14 +241,15 @@ def test_a_checkpoint_moves_between_layouts(tmp_path, config):
 
 @pytest.mark.full
 def test_a_run_goes_on_with_stages_and_without(tmp_path):
-    """The same samples, evaluations and losses, whether a run has two stages, one, or changes in between."""
+    """The same samples, evaluations and losses, whether a run has one stage, or two in between."""
     c = config_of_a_run(tmp_path)
+    c.update({"gradient_accumulation_steps": 2, "final_lr_fraction": 1.0, "sample_tokens": 0})
     losses = {}
-    for name, sizes in {"one": (1, 1, 1), "mixed": (1, 2, 1)}.items():
-        c.output_dir = str(tmp_path / name)
+    for name, sizes in {"one": {6: 1}, "mixed": {2: 1, 4: 2, 6: 1}}.items():
+        c.update({"output_dir": str(tmp_path / name), "eval_steps": 2 if len(sizes) == 1 else 0})
         losses[name] = []
-        for steps, pp_size in zip((2, 4, 6), sizes, strict=True):
-            c.update({"max_steps": steps, "gpus": pp_size, "pp_size": pp_size, "gradient_accumulation_steps": 2})
+        for steps, pp_size in sizes.items():
+            c.update({"max_steps": steps, "gpus": pp_size, "pp_size": pp_size})
             losses[name] += [x["loss"] for x in train(c).history]
     assert len(losses["one"]) == 6 + 3  # and three evaluations
     np.testing.assert_allclose(losses["mixed"], losses["one"], rtol=1e-4)
@@ -269,35 +278,78 @@ def test_meshes():
         mesh_shape(8, pp_size=3)
 
 
-def test_stages_have_the_same_program():
-    """Layers, windows and rotary embeddings of all stages repeat; else it is said which setting does not."""
-    stage = of_stage(llama.build(WINDOWS), 2)
-    assert stage.num_layers == 2 and stage.segments[0].variants == llama.build(WINDOWS).segments[0].variants[2:]
-    with pytest.raises(
-        ConfigError, match=r"^pp_size: expected stages whose layers have the same .* got 4 stages of 1 of .*; use 2$"
-    ):
-        of_stage(llama.build(WINDOWS), 4)
-    with pytest.raises(ConfigError, match=r"^pp_size: expected 1 for several kinds of layers"):
+def test_what_stages_cannot_divide_is_refused():
+    with pytest.raises(ConfigError, match=r"^pp_size: expected 1 for several segments of layers"):
         of_stage(toy(), toy().num_layers)
+    with pytest.raises(ConfigError, match=r"^resident_layers: expected fewer than the 2 layers of a stage, got 2"):
+        Small(2, pp_size=2, offload_weights=True, resident_layers=2)
 
 
+@pytest.mark.parametrize("pp_schedule, recompute_block", quick_at([("1f1b", False), ("gpipe", True)], 0))
+def test_stages_in_lockstep_add_nothing_where_they_idle(monkeypatch, pp_schedule, recompute_block):
+    """To the bit, with NaNs for the residuals of no microbatch; also in an evaluation, whose stages take turns."""
+    batch = tokens(3, 2, 24)
+
+    def found(small: Small):
+        evaluated = small.run.eval_step()(small.state.weights, *(x[0] for x in batch))
+        return engine_gradients(small, batch), jax.device_get(evaluated)
+
+    def with_nans(tree, home):
+        return jax.tree.map(lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x, allocate(tree, home))
+
+    kind: dict[str, Any] = {"pp_size": 2, "pp_schedule": pp_schedule, "recompute_block": recompute_block}
+    alone = found(Small(2, **kind))
+    monkeypatch.setattr(stage_layers, "in_lockstep", lambda model: True)
+    monkeypatch.setattr(pipeline, "allocate", with_nans)
+    together = found(Small(2, **kind))
+    jax.tree.map(np.testing.assert_array_equal, together, alone)
+
+
+@pytest.mark.full
+def test_five_steps_of_stages_with_other_layers():
+    """Windows in two patterns and padding, packed: as one device, and to the bit with the layers in host memory."""
+    kind: dict[str, Any] = {"config": WINDOWS, "packed": True}
+    batches = [packed()] * 5
+    expected = Small(**kind).train(batches)
+    kind |= {"pp_size": 2, "zero_level": 3, **ONE_BACK}
+    found = Small(4, **kind).train(batches)
+    np.testing.assert_allclose(found, expected, rtol=ORDER_OF_SUMS)
+    assert Small(4, **kind, **ALL, resident_layers=1).train(batches) == found
+
+
+def test_resident_layers_are_the_first_of_each_stage():
+    """Whether a state is made on the devices or from arrays that are read: every layer is in its entry."""
+    small = Small(2, config=FIVE, pp_size=2, offload_weights=True, resident_layers=1)
+    (segment,) = small.run.model.segments
+    planned = state.section(small.plan, segment.name)
+    others = (planned.master, planned.moments)
+
+    def layer(l):
+        weights, master = (
+            jax.tree.map(lambda x: jnp.full(x.shape, l, x.dtype), state.layer_of(plan))
+            for plan in (host.parts(planned.weights)[0].stack, planned.master)
+        )
+        return weights, (master, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state.layer_of(planned.moments)))
+
+    in_jit = jax.jit(lambda: state.build_stacks(planned.weights, others, layer))()
+    for weights, (master, _) in (in_jit, state.fill_layers(planned.weights, others, layer)):
+        numbers = {part.start: np.asarray(part.stack["mlp"]["w_up"])[:, 0, 0].tolist() for part in host.parts(weights)}
+        assert numbers == {0: [0, 3], 2: [1, 2, 4, 5]}
+        assert np.asarray(master["mlp"]["w_up"])[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+IN_RING: dict[str, Any] = {"cp_size": 2, "gpus": 8, "cp_method": "ring", "attention": "xla"}
 REFUSED = [
     (
-        {"model.num_hidden_layers": 8, "model.sliding_window": 64, "model.sliding_window_pattern": 3},
-        "pp_size: expected stages whose layers have the same windows.*got 4 stages of 2 of the 8 layers.*; use 3",
+        IN_RING | {"model.num_hidden_layers": 8, "model.sliding_window": 64, "model.sliding_window_pattern": 3},
+        "pp_size: expected stages whose layers have the same windows.*got 4 stages of 2 of the 8 layers.*; use 3, or",
     ),
     (
-        {"model.num_hidden_layers": 8, "recipe": "fp8_current", "skip_quant_last_layers": 1},
-        "pp_size: expected stages whose layers have the same windows.*; use 1",
+        IN_RING | {"model.num_hidden_layers": 8, "recipe": "fp8_current", "skip_quant_last_layers": 1},
+        "pp_size: expected stages whose layers have the same windows.*; use 1, or",
     ),
     ({"model.num_hidden_layers": 6}, "pp_size: expected at most 3, since so many stages of 2 have all 6 layers, got 4"),
     ({"model.num_hidden_layers": 2}, "pp_size: expected at most 2, since so many stages of 1 have all 2 layers, got 4"),
-    (
-        {"cp_size": 2, "gpus": 8, "cp_method": "ring", "attention": "xla"},
-        "cp_method: expected 'ulysses' or 'allgather' with pp_size=4",
-    ),
-    ({"offload_optimizer": "nvme", "nvme_path": "x"}, "nvme_path: expected '' with pp_size=4"),
-    ({"offload_weights": True, "resident_layers": 1}, "resident_layers: expected 0 with pp_size=4"),
     (
         {"microbatches_per_fetch": 2, "gradient_accumulation_steps": 2},
         "microbatches_per_fetch: expected 1 with pp_size=4, whose stages",
@@ -379,6 +431,44 @@ def test_the_planner_counts_what_a_stage_has():
     assert traffic.device_traffic(seven, batch) == traffic.device_traffic(gpipe, batch)
     flops = (sum(traffic.step_flops(of, batch).values()) for of in (one, gpipe))
     assert next(flops) == 4 * next(flops)
+
+
+def planned_run(gpus: int, **changes):
+    """The run of a config of eight layers, and its batch of four microbatches."""
+    c = default_config()
+    c.model.update({"num_hidden_layers": 8})
+    c.update({"gpus": gpus, "gradient_accumulation_steps": 4, "zero_level": 3})
+    c.update_from_flattened_dict(changes)
+    return from_config(c, abstract_mesh(gpus, **mesh_sizes(c)), total_steps=10), traffic.batch_of(c)
+
+
+def test_the_planner_counts_what_idle_stages_do_in_a_ring():
+    """Half of the layers, in five ticks for four microbatches, and an entry more for residuals."""
+    ring: dict[str, Any] = {"cp_size": 2, "cp_method": "ring", "attention": "xla"}
+    whole, batch = planned_run(2, **ring)
+    stage, _ = planned_run(4, pp_size=2, **ring)
+    hops = "collective-permute", "cp"
+    expected = textbook.collective_bytes(whole, batch)[hops] / 2 * 5 / 4
+    assert textbook.collective_bytes(stage, batch)[hops] == pytest.approx(expected)
+    gathered, _ = planned_run(4, pp_size=2, **ring | {"cp_method": "allgather"})
+    with_ring, without = (footprint.by_class(x, batch, "gpu")["activations"]["device"] for x in (stage, gathered))
+    assert with_ring == without * (4 * 4 + 1) / (4 * 4)
+
+
+def test_the_planner_takes_the_time_of_the_slowest_stage():
+    """Of stages with other windows, the one that attends to most; products are those of any stage."""
+    windows = {"model.sliding_window": 64, "model.sliding_window_pattern": 8}
+    run, batch = planned_run(2, pp_size=2, sequence_len=4096, **windows)
+    assert stages.patterns(run, run.model.segments[0]).of_stages == (0, 1)
+    assert stages.slowest(run) == 1
+    gpu = GPUS["rtx4090"]
+
+    def forward(run) -> float:
+        return compute.of_blocks(run, batch, gpu).forward
+
+    others = [planned_run(2, pp_size=2, sequence_len=4096, **x)[0] for x in ({"model.sliding_window": 64}, {})]
+    local, everything = map(forward, others)
+    assert forward(run) == pytest.approx(local + (everything - local) / 4)  # one of its four layers sees everything
 
 
 def test_what_is_gathered_after_an_update_is_that_of_a_stage():

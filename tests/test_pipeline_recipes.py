@@ -33,6 +33,8 @@ RECIPES: list[tuple[LlamaConfig, str, dict[str, Any]]] = [
     (BLOCKS, "nvfp4", {}),
 ]
 
+SKIPPED = {"fp8_current": {"skip_first": 1}}  # layers in bf16, so that the two stages have layers of other kinds
+
 
 def first_step(small: Small) -> Callable[..., tuple[float, dict, np.ndarray | None]]:
     """A compiled function (history, batch) -> (loss, whole gradients, new history)."""
@@ -61,7 +63,7 @@ def test_recipes_equal_one_device(config, recipe, placed):
     The history begins with another magnitude for each layer and site, many of them too small, so that a stage that took
     another layer's would clip other numbers.
     """
-    compute = in_recipe(recipe)
+    compute = in_recipe(recipe, **SKIPPED.get(recipe, {}))
     one, two = (Small(n, config=config, compute=compute, **of) for n, of in ((1, {}), (2, {"pp_size": 2, **placed})))
     history = one.plan.history
     if history is not None:

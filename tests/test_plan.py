@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from pallas_kernels import dispatch
 from surojax import plan as plan_command
 from surojax.assembly import MEMORY_LIMIT, from_config
 from surojax.config import flags
-from surojax.config.fields import default_config
+from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.placement.mesh import DATA, make_mesh
 from surojax.planner import (
@@ -239,9 +240,9 @@ def test_weights_of_fp8_recipes_travel_in_8_bits(planned, changes):
     """A byte a number and no scales: those are shared beforehand, one number for each of a layer's seven matrices."""
     p = planned(config(gpus=4, zero_level=3, gradient_accumulation_steps=2, recipe="fp8_hybrid", **changes | BLOCKS))
     found = {x["op"]: x for x in p.collectives}
-    gathers, fetches = found["all-gather"], 64 * 2 * 2 + 1
+    gathers, fetches = found["all-gather"], (64 * 2 - 1) * 2 + 1  # the last layer once for both passes
     assert gathers["bytes"] == pytest.approx(gathers["textbook_bytes"], rel=0.02)
-    assert gathers["bytes"] == pytest.approx(0.75 * 2 * 2 * 64 * (4 * 256**2 + 3 * 256 * 512), rel=0.02)
+    assert gathers["bytes"] == pytest.approx(0.75 * 2 * (2 * 64 - 1) * (4 * 256**2 + 3 * 256 * 512), rel=0.02)
     shared = 1.5 * 4 * (7 * (64 if changes else fetches) + 64 * 11)  # maxima of weights; once a step those of 11 sites
     assert found["all-reduce"]["bytes"] == pytest.approx(found["all-reduce"]["textbook_bytes"] + shared, abs=100)
 
@@ -478,7 +479,7 @@ def check_schema(found: dict):
 def compiled_step(gpus: int, **changes) -> str:
     """The compiled step, for FIRST, of a model with five layers."""
     c = config(gpus=gpus, **BLOCKS | {"model.num_hidden_layers": 5} | changes)
-    mesh = make_mesh(aot.devices(FIRST, gpus), dp_replicate_size=c.dp_replicate_size)
+    mesh = make_mesh(aot.devices(FIRST, gpus), **mesh_sizes(c))
     run = from_config(planner.checked(c, FIRST), mesh.abstract_mesh, total_steps=10)
     (program,) = planner.programs(run, mesh, traffic.Batch(1, 64, c.gradient_accumulation_steps))
     return aot.compile_for(program.function, program.arguments, mesh, run.compiler_options("gpu")).text
@@ -519,10 +520,12 @@ def test_train_counts_the_tokens_of_a_tensor_parallel_group_once(monkeypatch, ca
     assert "predicted 1,024 " in prediction.comparison(found, [2.0], 16 * 128)
 
 
+# Residuals of a microbatch are in a slot that is known when the program runs, so they are transferred by kernels.
+STAGES = ALL | {"offload_residual": False, "model.num_hidden_layers": 16}
 PLACED_IN_HOST = [
     (1, ALL),
     (4, ALL | SHARDED),
-    *((4, {"zero_level": 3, name: True}) for name in OFFLOADS),
+    *((4, {"zero_level": 3} | dict.fromkeys(names, True)) for names in (OFFLOADS[:4:2], OFFLOADS[1:4:2], OFFLOADS[4:])),
     (4, {"zero_level": 1, "offload_weights": True, "offload_master": True}),
     (4, {"zero_level": 2, "offload_weights": True, "offload_grads": True}),
     (4, ALL | {"zero_level": 3, "dp_replicate_size": 2}),
@@ -535,6 +538,8 @@ PLACED_IN_HOST = [
     (1, ALL | {"overlap_update": True, "model.num_hidden_layers": 6}),  # two layers in a body
     (1, ALL | {"overlap_update": True, "microbatches_per_fetch": 3}),
     (4, ALL | {"overlap_update": True, "zero_level": 3}),
+    (4, STAGES | {"pp_size": 4}),
+    (4, STAGES | {"pp_size": 2, "pp_schedule": "1f1b", "zero_level": 3}),
 ]
 
 
@@ -542,7 +547,8 @@ PLACED_IN_HOST = [
 @pytest.mark.parametrize("gpus, changes", quick_at(PLACED_IN_HOST, 1), ids=str)
 def test_copy_engines_do_all_host_transfers_in_loops(gpus, changes):
     """No kernel that occupies the multiprocessors, in the layer loops, the update's and the one over microbatches."""
-    found = costs.host_transfers(hlo.parse(compiled_step(gpus, gradient_accumulation_steps=3, **changes)))
+    module = hlo.parse(compiled_step(gpus, gradient_accumulation_steps=3, **changes))
+    found = costs.host_transfers(hlo.with_rounds(module, lambda body: Fraction(1, 2)))  # of stages, in some ticks
     assert found["kernel"] == 0 < found["copy_engine"]
 
 
@@ -626,10 +632,10 @@ def test_moments_in_8_bits_are_updated_in_place(level):
 
 @needs_compiler
 @pytest.mark.full
-@pytest.mark.parametrize("gpu", ["a100", "l40s", "rtx5060ti_16gb", "b200"])
+@pytest.mark.parametrize("gpu", ["a100", "rtx5060ti_16gb", "b200"])
 def test_every_gpu_is_compiled_for(planned, gpu):
-    """Each in a process of its own, with the attention of its cuDNN. RTX 4090, H100 and H200 have other tests here, and
-    RTX 5090 has the architecture of RTX 5060 Ti."""
+    """Each in a process of its own, with the attention of its cuDNN. RTX 4090, H100 and H200 have other tests here;
+    L40S has the architecture of RTX 4090, and RTX 5090 that of RTX 5060 Ti."""
     p = planned(config(**TINY), gpu)
     assert not p.estimate and p.fits and p.gpu == gpu
     check_schema(json.loads(json.dumps(dataclasses.asdict(p))))

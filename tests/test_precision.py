@@ -73,7 +73,7 @@ def test_products_are_computed_in_the_dtypes_of_the_settings():
     """Equal to the bit to the same products written out: operands in matmul_dtype forward, gradient_dtype backward."""
     x, w, dy = (normal(i, shape) for i, shape in enumerate(((6, 16), (8, 16), (6, 8))))
     product = functools.partial(
-        recipe_product(Precision(matmul_dtype="bfloat16", gradient_dtype="float32"), None), number=0
+        recipe_product(Precision(matmul_dtype="bfloat16", gradient_dtype="float32"), None), number=0, axes=()
     )
     y, vjp = jax.vjp(product, x, w)
     half = lambda v: v.astype(jnp.bfloat16)
@@ -81,7 +81,7 @@ def test_products_are_computed_in_the_dtypes_of_the_settings():
     _, exact = jax.vjp(times, x, w)
     np.testing.assert_allclose(vjp(dy)[0], exact(dy)[0], rtol=1e-5, atol=1e-5)  # float32, another order of sums
     np.testing.assert_allclose(vjp(dy)[1], exact(dy)[1], rtol=1e-5, atol=1e-5)
-    rounded = functools.partial(recipe_product(Precision(gradient_dtype="bfloat16"), None), number=0)
+    rounded = functools.partial(recipe_product(Precision(gradient_dtype="bfloat16"), None), number=0, axes=())
     assert not np.array_equal(jax.vjp(rounded, x, w)[1](dy)[1], vjp(dy)[1])
 
 

@@ -32,11 +32,12 @@ from surojax.data.samples import Windows
 from surojax.parallel import watch
 from surojax.parallel.feed import Feed
 from surojax.parallel.watch import STOPPED, Watch
-from surojax.run import checkpoint, nonfinite, shared
+from surojax.run import nonfinite, on_disk, shared
 from surojax.run.stored import StoredMaster
 
 HERE = Path(__file__).parent
 HEARTBEAT_S = 5
+NO_EVALUATION = "--config.eval_steps=0"  # a program less to compile, in every process
 CONFIG = """
 from surojax import default_config
 
@@ -139,7 +140,7 @@ def test_four_processes_that_are_stopped_and_two_with_state_in_files_that_are_ki
     code, text = run.end()
     assert code == STOPPED and "surojax.launch: stopped: start again" in text, text
     (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+) of 24", text)
-    of_four = StoredMaster(checkpoint.find(folder))
+    of_four = StoredMaster(on_disk.find(folder))
     assert of_four.path.name == stopped
     name = "blocks.attention.wq"
     assert of_four.read(name, 0).shape == of_four.read(name, 1).shape  # one process reads it, against its checksum
@@ -156,7 +157,7 @@ def test_four_processes_that_are_stopped_and_two_with_state_in_files_that_are_ki
     assert code == 0 and re.search(rf"continuing from {folder}/checkpoints/(16|20)\n", text), text
     assert {p.name for p in (tmp_path / "files").iterdir()} == {"process-0", "process-1"}
     assert records(folder) == records(whole)
-    ours, theirs = (StoredMaster(checkpoint.find(x)) for x in (folder, whole))
+    ours, theirs = (StoredMaster(on_disk.find(x)) for x in (folder, whole))
     assert ours.meta["checksums"] == theirs.meta["checksums"]  # of master weights and moments
     for l in range(2):
         np.testing.assert_array_equal(ours.read(name, l), theirs.read(name, l))
@@ -211,7 +212,7 @@ def test_a_nan_names_the_process_in_whose_part_it_began(config, tmp_path):
     """A NaN of its backward pass leaves the loss finite; sums make it everyone's in the same step, and all end."""
     broken = tmp_path / "config.py"
     broken.write_text(BREAKS + config.read_text())
-    code, text = training(broken, tmp_path / "run", "-n 2 --devices-per-process 1").end()
+    code, text = training(broken, tmp_path / "run", "-n 2 --devices-per-process 1", NO_EVALUATION).end()
     assert code == 1
     expected = (
         r"surojax.train: error: step 1: loss \d\.\d+, gradient norm nan; .*\. It began in the gradients of process 1\. "
@@ -239,8 +240,8 @@ def test_sigterm_to_one_process_while_all_connect_stops_all_after_the_first_step
     folder = tmp_path / "run"
     asked = tmp_path / "config.py"
     asked.write_text(STOPS_BEFORE + config.read_text())
-    code, text = training(asked, folder, "-n 2 --devices-per-process 1", "--config.eval_steps=0").end()
-    assert code == STOPPED and checkpoint.find(folder).name == "1", text
+    code, text = training(asked, folder, "-n 2 --devices-per-process 1", NO_EVALUATION).end()
+    assert code == STOPPED and on_disk.find(folder).name == "1", text
 
 
 FULL_DISK = """
@@ -259,15 +260,15 @@ def test_a_full_disk_of_one_process_ends_all_with_its_message(config, tmp_path):
     folder = tmp_path / "run"
     full = tmp_path / "config.py"
     full.write_text(FULL_DISK + config.read_text())
-    code, text = training(full, folder, "-n 2 --devices-per-process 1").end()
+    code, text = training(full, folder, "-n 2 --devices-per-process 1", NO_EVALUATION).end()
     assert code == 1
     message = "no room for the checkpoint of step 8 in "
     assert f"[1] surojax.train: error: {message}" in text, text
     assert re.search(rf"\[0\] surojax: error: process 1 \(.*\) ended the run: surojax.train: error: {message}", text), (
         text
     )
-    checkpoint.read_meta(folder / "checkpoints/4")
-    assert checkpoint.find(folder).name == "4"
+    on_disk.read_meta(folder / "checkpoints/4")
+    assert on_disk.find(folder).name == "4"
 
 
 @pytest.mark.full
@@ -279,10 +280,10 @@ def test_on_a_local_ray_cluster(config, tmp_path, monkeypatch):
     stops = ("--config.max_steps=400", "--max-minutes", "0.0001")
     code, text = training(config, folder, "-n 2 --ray", *stops).end()
     assert code == STOPPED and "surojax.launch: stopped: start again" in text, text
-    stopped = int(checkpoint.find(folder).name)
+    stopped = int(on_disk.find(folder).name)
     code, text = training(config, folder, "-n 2 --ray", f"--config.max_steps={stopped + 2}").end()
     assert code == 0 and "processes: 2 on 1 host by flags, 1 devices each" in text, text
-    assert "continuing from" in text and checkpoint.find(folder).name == str(stopped + 2)
+    assert "continuing from" in text and on_disk.find(folder).name == str(stopped + 2)
 
 
 # -- Two hosts ----------------------------------------------------------------------------------------------------

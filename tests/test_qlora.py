@@ -63,7 +63,6 @@ def test_it_is_lora_beside_the_dequantised_numbers(setting):
             ("qlora_bnb", 4, {"zero_level": 3}),
             ("qlora_bnb", 1, {"offload_weights": True, "resident_layers": 1}),
             ("qlora_bnb", 2, {"tp_size": 2}),
-            ("qlora_fp8", 4, OFFLOADED),
             ("qlora_fp8", 4, {"tp_size": 2, "zero_level": 3}),
             ("qlora_fp4", 4, OFFLOADED | {"tp_size": 2}),
         ],

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from surojax.errors import ConfigError
-from surojax.parallel.schedule import NONE, SCHEDULES, check_stages, layers_of_stage, stacked_layers
+from surojax.parallel.schedule import (
+    NONE,
+    SCHEDULES,
+    check_stages,
+    layers_of_stage,
+    patterns_of_stages,
+    stacked_layers,
+)
 
 SIZES = [(1, 2), (2, 2), (3, 2), (8, 2), (4, 4), (2, 4), (9, 4), (16, 8), (5, 3)]
 
@@ -60,6 +67,15 @@ def test_the_last_stage_has_the_rest_of_the_layers(layers, stages, expected):
     n = layers_of_stage(layers, stages)
     assert [len(range(s * n, min((s + 1) * n, layers))) for s in range(stages)] == expected
     assert stacked_layers(layers, stages) == stages * n
+
+
+def test_stages_of_equal_kinds_have_one_pattern():
+    """Also the last one with fewer layers, if another stage begins as it does."""
+    assert patterns_of_stages("abab", 2) == ((("a", "b"),), (0, 0))
+    assert patterns_of_stages("aba", 2) == ((("a", "b"),), (0, 0))
+    assert patterns_of_stages("ababa", 2) == ((tuple("aba"), tuple("baa")), (0, 1))
+    assert patterns_of_stages("aaabaaab", 4) == ((tuple("aa"), tuple("ab")), (0, 1, 0, 1))
+    assert patterns_of_stages("aab", 1) == ((tuple("aab"),), (0,))
 
 
 def test_stages_without_layers_are_refused():

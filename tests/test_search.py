@@ -315,10 +315,12 @@ def test_layouts_keep_the_effective_batch_and_say_what_was_not_tried():
         assert {x["per_device_batch_size"] * x["gradient_accumulation_steps"] for x in splits} == {
             2 * layouts.group(of)
         }
-    c = checked(config(**SMALL | {"gpus": 2, "zero_level": 3, "memcpy_all_gather": True}), GPU)
+    c = checked(
+        config(**SMALL | {"gpus": 2, "zero_level": 3, "use_all_to_all_reduce": True, "memcpy_send_recv": True}), GPU
+    )
     found = search.search(c, GPUS[GPU], Limits(2**40), keep=("recompute_block", "tp_size"))
     assert found.not_tried["tp_size"] == "kept"
-    assert found.not_tried["pp_size"].startswith("memcpy_all_gather: expected False with pp_size=2")
+    assert found.not_tried["pp_size"].startswith("memcpy_send_recv: expected False with pp_size=2")
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ from surojax.models.model import Compute
 from surojax.parallel import context
 from surojax.parallel.context import METHODS
 from surojax.placement.mesh import CONTEXT, make_mesh
-from surojax.run.checkpoint import Checkpoints, find, restore
+from surojax.run.checkpoint import Checkpoints
 from surojax.run.nonfinite import NonFiniteLoss, check_finite
+from surojax.run.on_disk import find
+from surojax.run.restore import restore
 
 HERE = "test_silent_mistakes.py"
 TESTS = {  # mistake: tests that fail with it
@@ -134,7 +136,7 @@ def two_documents():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "zero3"])  # of which hsdp is two
 def test_a_rank_without_one_counted_token_and_documents_that_do_not_meet(layout):
     """Every gradient is that of the plain model; that of document A's loss by B's embeddings is 0, not a small number.
 

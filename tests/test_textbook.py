@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from surojax.assembly import Assembly, from_config
-from surojax.config.fields import default_config
-from surojax.placement.mesh import DATA
+from surojax.config.fields import default_config, mesh_sizes
+from surojax.placement.mesh import DATA, abstract_mesh
 from surojax.planner import textbook, traffic
 
 L, D, F, V = 3, 32, 96, 64
@@ -75,6 +75,22 @@ def test_groups_of_microbatches_gather_once():
         ("all-gather", "dp_shard"): (2 * (K // 2) * 2 * BLOCKS + 2 * OUTER) * 3 // 4,
         ("reduce-scatter", "dp_shard"): (K * 2 * BLOCKS + 4 * OUTER) * 3 // 4,
     }
+
+
+@pytest.mark.parametrize("zero_level", [1, 3])
+def test_copies_of_a_stage_to_and_from_the_host(zero_level):
+    """What a pass begins with is copied in once: a layer in each direction, or shards of two. Every backward pass moves
+    accumulators of a layer more; they begin as zeros, are read for the norm, and written where sums were local."""
+    rows = {"weights": {"host": 10**9, "nvme": 0}, "grads": {"host": 10**6, "nvme": 0}}
+    rows |= {name: {"host": 0, "nvme": 0} for name in ("master", "moments", "residuals")}
+    c = default_config()
+    c.model.num_hidden_layers = 10
+    c.update({"gpus": 4, "pp_size": 2, "zero_level": zero_level, "gradient_accumulation_steps": K})
+    run = from_config(c, abstract_mesh(4, **mesh_sizes(c)), total_steps=10)
+    read, written = traffic.host_bytes(run, BATCH, rows)
+    first = 2 if zero_level == 1 else 4
+    assert read == (2 * K + first / 5) * 10**9 + (K * (1 + 1 / 5) + 2) * 10**6
+    assert written == 10**9 + ((K + 1) * (1 + 1 / 5) + (zero_level == 1)) * 10**6
 
 
 @pytest.mark.parametrize("group, overlap_update", [(1, False), (2, False), (2, True)])

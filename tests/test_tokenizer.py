@@ -8,7 +8,8 @@ import types
 import numpy as np
 import pytest
 
-from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, TokenizerFiles, load_tokenizer
+from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from surojax.data.tokenizer_files import TokenizerFiles
 from surojax.errors import ConfigError
 
 TEXT = "def greet(name):\r\n\treturn f'Grüße, {name} 👋🏽'  # 你好\n\x00"

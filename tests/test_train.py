@@ -35,8 +35,9 @@ from surojax.parallel.watch import STOPPED
 from surojax.planner import gpus, prediction
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction
-from surojax.run import checkpoint
+from surojax.run import checkpoint, on_disk
 from surojax.run.metrics import MetricsLog
+from surojax.run.restore import restore_weights
 from surojax.run.stop import EarlyStop
 from surojax.training import report as training_report, resume
 
@@ -126,7 +127,7 @@ def records(folder: Path) -> list[dict]:
 
 
 def steps_saved(folder: Path) -> list[int]:
-    return [int(p.name) for p in checkpoint.steps_in(folder / "checkpoints")]
+    return [int(p.name) for p in on_disk.steps_in(folder / "checkpoints")]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -136,7 +137,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def killed_after(whole: Path, step: int, folder: Path) -> None:
     """What a run leaves that is killed when the checkpoint of `step` is whole: the log may be further."""
     shutil.copytree(whole, folder, dirs_exist_ok=True)
-    for path in checkpoint.steps_in(folder / "checkpoints"):
+    for path in on_disk.steps_in(folder / "checkpoints"):
         if int(path.name) > step:
             shutil.rmtree(path)
 
@@ -186,7 +187,7 @@ train.main(sys.argv[1:])
 MOMENTS = {  # in this order, each with what the run leaves behind
     "before the first checkpoint": ("kill_at(metrics.MetricsLog, 'step', lambda log, step: step == 2)", []),
     "while one is written": (
-        "kill_at(checkpoint, '_list_files', lambda f: (f / '6.orbax-checkpoint-tmp').exists())",
+        "kill_at(checkpoint, 'list_files', lambda f: (f / '6.orbax-checkpoint-tmp').exists())",
         [3],
     ),
     "during evaluation": ("kill_at(evaluation.Evaluation, '__call__', lambda evaluate, weights: True)", [3]),
@@ -368,7 +369,7 @@ def test_as_many_samples_a_step_unless_a_setting_says_otherwise(whole, config, t
     """gpus=0 on another machine: the config is the same, the batch would not be."""
     killed_after(whole, 6, tmp_path / "run")
     found = tmp_path / "run/checkpoints/6"
-    assert checkpoint.read_meta(found)["samples_per_step"] == 8 and config.per_device_batch_size == 8
+    assert on_disk.read_meta(found)["samples_per_step"] == 8 and config.per_device_batch_size == 8
     config.gpus = 0
     with pytest.raises(
         CheckpointError, match=r"8 samples a step.* 64 on the 8 devices here; per_device_batch_size=1 kee"
@@ -420,7 +421,7 @@ def planned_weights(model):
 def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
     """Greedily: each token is the likeliest that the plain model finds with the checkpoint's weights."""
     model, weights, tokenizer, _ = load(whole)
-    c = restored_config(checkpoint.read_meta(whole / "checkpoints/12")["config"])
+    c = restored_config(on_disk.read_meta(whole / "checkpoints/12")["config"])
     assert not np.allclose(weights["outer"]["norm"], 1, atol=1e-3)  # training has moved what was 1 at the beginning
     generate.main(["--checkpoint", str(whole), "--prompt", "abc", "--max-tokens", "8", "--temperature", "0"])
     text = capsys.readouterr().out
@@ -431,7 +432,7 @@ def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
     for i in range(3, 11):
         ids[i] = np.argmax(logits(ids)[i - 1, : tokenizer.vocab_size])
     assert text == tokenizer.decode(ids) + "\n"
-    newest = checkpoint.restore_weights(whole / "checkpoints/12", planned_weights(model))
+    newest = restore_weights(whole / "checkpoints/12", planned_weights(model))
     chex.assert_trees_all_equal(weights, newest)
 
 
@@ -565,13 +566,13 @@ def test_a_loss_that_is_not_finite_ends_the_run(config, tmp_path):
     assert found[-1]["loss"] is None or found[-1]["norm"] is None
     assert error.startswith(f"surojax.train: error: step {found[-1]['step']}: loss ")
     assert f"the last checkpoint is {last}" in error
-    for path in checkpoint.steps_in(tmp_path / "run/checkpoints"):
+    for path in on_disk.steps_in(tmp_path / "run/checkpoints"):
         assert int(path.name) < found[-1]["step"]
 
 
 def test_a_full_disk_ends_the_run_and_room_continues_it(whole, config, tmp_path, capsys, monkeypatch):
     """The write of step 6 fails at its end, in the background, and the run stops soon after."""
-    plain = checkpoint._list_files
+    plain = checkpoint.list_files
 
     def fail(folder):
         if (folder / "6.orbax-checkpoint-tmp").exists():
@@ -579,7 +580,7 @@ def test_a_full_disk_ends_the_run_and_room_continues_it(whole, config, tmp_path,
         plain(folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_list_files", fail)
+        patch.setattr(checkpoint, "list_files", fail)
         error = error_of(["--config", str(tmp_path / "config.py")])
     run = tmp_path / "run"
     assert error.startswith(f"surojax.train: error: could not write checkpoint {run}/checkpoints/6 (")

@@ -10,7 +10,7 @@ import pytest
 
 from surojax import CheckpointError, ConfigError, default_config, read_metrics, train
 from surojax.config import checks, flags
-from surojax.run import checkpoint
+from surojax.run import on_disk
 from surojax.training import start as training_start
 from surojax.training.evaluation import evaluation_summary
 
@@ -66,7 +66,7 @@ def records(folder: Path) -> list[dict]:
 
 def killed_after(whole: Path, step: int, folder: Path) -> None:
     shutil.copytree(whole, folder)
-    for path in checkpoint.steps_in(folder / "checkpoints"):
+    for path in on_disk.steps_in(folder / "checkpoints"):
         if int(path.name) > step:
             shutil.rmtree(path)
 
@@ -136,7 +136,7 @@ def test_a_tokenizer_larger_than_the_embedding(files, tmp_path):
 def test_an_epoch_of_datasets_is_all_their_samples(files, tmp_path, monkeypatch, done, steps):
     """2 epochs of 60 + 90 questions, one in a row, 4 rows a step; also after steps of another batch size."""
     monkeypatch.setattr(training_start, "find_resume", lambda *arguments: tmp_path if done["step"] else None)
-    monkeypatch.setattr(checkpoint, "read_meta", lambda path: done)
+    monkeypatch.setattr(on_disk, "read_meta", lambda path: done)
     c = config_of(files, tmp_path / "run")
     c.max_steps, c.num_epochs, c.sample_packing, c.chat_template = 0, 2, False, ""
     c.datasets = [dict(path=str(files / "sums.jsonl")), dict(path=str(files / "products.jsonl"))]

@@ -1,11 +1,12 @@
 """The verifier: it passes what is right, fails what is not, and has a row for every setting of the table."""
 
+import functools
 import inspect
 
 import jax
 import numpy as np
 import pytest
-from small import made_once, quick_at
+from small import quick_at
 
 from surojax import assembly, verify as verifier
 from surojax.config import fields as configs
@@ -56,18 +57,32 @@ FOUR = [f"{name}@4" for name in (*OFFLOADS, "offload_all")]
     quick_at([(["offload_all"],), (FOUR,)], 0),
     ids=["all-1", "4"],
 )
-def test_offloading_changes_no_bit(only, monkeypatch):
+def test_offloading_changes_no_bit(only):
     """Ten steps under every offload setting, alone and together; the other tests train under the other settings."""
-    init_state = assembly.Assembly.init_state
-
-    def shared(run, seed):
-        return made_once(run.plan, lambda: init_state(run, seed), "offloading", seed)
-
-    monkeypatch.setattr(assembly.Assembly, "init_state", shared)
     seen = []
     rows = verify(small_config(), steps=10, only=only, report=seen.append)
     assert [row.setting.name for row in rows] == only and seen == rows  # in the order of the table
     assert all((row.status, row.loss, row.grad_norm) == ("pass", 0, 0) for row in rows), seen
+
+
+def test_rows_with_equal_arrays_begin_alike(monkeypatch):
+    """Each as it is placed, from one that is drawn; a row with other arrays has a state of its own."""
+    drawn = []
+
+    def init_state(run, seed):
+        drawn.append(run)
+        return jax.tree.map(lambda p: jax.device_put(np.full(p.shape, len(drawn), p.dtype), p.sharding), run.plan)
+
+    monkeypatch.setattr(assembly.Assembly, "init_state", init_state)
+    curves = rows_of.Curves(small_config(), 1, None)
+    states = {}
+    for name in ("plain", "offload_all@4", "lora"):
+        with curves.built(curves.table[name]) as row:
+            states[name] = curves.first.of(row)
+            assert jax.tree.map(lambda x: x.sharding, states[name]) == jax.tree.map(lambda x: x.sharding, row.run.plan)
+    assert len(drawn) == 2
+    first = {name: {float(x.max()) for x in jax.tree.leaves(jax.device_get(x))} for name, x in states.items()}
+    assert first == {"plain": {1}, "offload_all@4": {1}, "lora": {2}}
 
 
 @pytest.mark.full
@@ -112,7 +127,6 @@ NO_ROW = {  # keywords of `place` that no row has, and why
     **dict.fromkeys(settings_of.NUMBERS, "numbers are the config's"),
     "num_shards": "follows from the mesh",
     "nvme_path": "rows with nvme get a temporary folder",
-    **dict.fromkeys(("qlora_fp8", "qlora_fp4"), "moved as NF4 is; tests/test_qlora.py has their placements"),
 }
 
 
@@ -131,7 +145,9 @@ def test_every_row_compares_two_different_things():
     table = {s.name: s for s in SETTINGS}
     assert len(table) == len(SETTINGS)
 
-    def drawn(s):
+    @functools.cache
+    def drawn(name: str):
+        s = table[name]
         changes = s.changes | ({"nvme_path": "folder"} if "nvme" in s.changes.values() else {})
         row = changed(c, s._replace(changes=changes), 1, len(batches[0][0]), microbatches * s.split)
         mesh = abstract_mesh(s.devices, **configs.mesh_sizes(row))
@@ -147,7 +163,7 @@ def test_every_row_compares_two_different_things():
         return engine.table, shape, settings, engine.microbatches_per_fetch, s.split, trained
 
     for s in SETTINGS[1:]:
-        assert drawn(s) != drawn(table[s.like]), s.name
+        assert drawn(s.name) != drawn(s.like), s.name
 
 
 def in_recipe(recipe: str):

@@ -11,6 +11,7 @@ from surojax.errors import ConfigError
 from surojax.verification import mutants, removal, rows
 from surojax.verification.mutants import AT_TRACE, NOT_FOUND, verify_mutants
 from surojax.verification.removal import watching
+from surojax.verification.training import FirstStates
 
 N = 4
 IN_ITS_PLACE = {  # kind: (a collective of 4 devices, what device i has without it, of its rows x `[4, 3]`)
@@ -103,7 +104,7 @@ def test_a_row_that_fails_by_itself_shows_nothing(monkeypatch):
     """Its mutants would all be found."""
     monkeypatch.setattr(rows, "trained", lambda *_: [(1.0, 1.0)])
     monkeypatch.setattr(mutants, "compiled", lambda row, step: step)
-    monkeypatch.setattr(mutants, "first_states", lambda row: iter([None]))
+    monkeypatch.setattr(FirstStates, "of", lambda *_: None)
     monkeypatch.setattr(mutants, "curve", lambda *_: iter([(2.0, 1.0)]))
     with pytest.raises(ConfigError, match=r"--only: expected rows that pass, got tp@2: loss too far"):
         verify_mutants(small_config(), steps=1, only=["tp@2"])

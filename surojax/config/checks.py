@@ -350,8 +350,12 @@ def _check_overlap(c: Config) -> None:
     _need(c.optimizer != "normuon", "optimizer", expected, c.optimizer, "leave one of them out")
 
 
-# What chunks of the sequence are not built for, or not tested with: each has its default if sequence_chunks is above 1.
-NOT_WITH_CHUNKS = ("recipe", "recompute_block", "tp_size", "cp_size", "pp_size")
+# What chunks of the sequence are not built for, and why: each has its default if sequence_chunks is above 1.
+NOT_WITH_CHUNKS = {
+    "recipe": "whose scales are of tokens that chunks would part",
+    "recompute_block": "which saves memory because the values of one chunk at a time are computed again",
+    "cp_method": "since each chunk would send the keys of all chunks before it again, and ulysses sends them once",
+}
 
 
 def _check_chunks(c: Config) -> None:
@@ -359,15 +363,16 @@ def _check_chunks(c: Config) -> None:
     n = c.sequence_chunks
     if n == 1:
         return
-    expected = f"a divisor of sequence_len = {c.sequence_len}"
-    change = f"use {divisor(c.sequence_len, min(n, c.sequence_len))}"
-    _need(c.sequence_len % n == 0, "sequence_chunks", expected, n, change)
+    sizes = [f" / {name}" for name in ("cp_size", "tp_size") if c[name] > 1]
+    of_device = c.sequence_len // (c.cp_size * c.tp_size)  # check_mesh: without a remainder
+    expected = f"a divisor of sequence_len{''.join(sizes)} = {of_device}"
+    _need(of_device % n == 0, "sequence_chunks", expected, n, f"use {divisor(of_device, min(n, of_device))}")
     tokens = c.sequence_len // n
     expected = f"sequence_len / sequence_chunks = {tokens} to be even, or 'xla' or 'mosaic': cuDNN takes no odd length"
     _need(tokens % 2 == 0 or c.attention in ("xla", "mosaic"), "attention", expected, c.attention, "change one of them")
     defaults = default_config()
-    for name in NOT_WITH_CHUNKS:
-        expected = f"{defaults[name]!r} with sequence_chunks={n}, for which it is not built yet"
+    for name, reason in NOT_WITH_CHUNKS.items():
+        expected = f"{defaults[name]!r} with sequence_chunks={n}, {reason}"
         _need(c[name] == defaults[name], name, expected, c[name], "leave it out, or set sequence_chunks=1")
 
 

@@ -150,7 +150,7 @@ def default_config() -> Config:
     c.zero_quantized_gradients = False  # all-to-all reduce, with the blocks' matrices in int8 (one GPU: no effect)
     c.memcpy_all_gather = False  # all-gather with the GPUs' copy engines within a machine (NCCL 2.29 or later)
     c.memcpy_send_recv = False  # all-to-all with the GPUs' copy engines within a machine
-    c.resident_layers = 0  # offload_weights: number of first layers whose weights stay in device memory
+    c.resident_layers = 0  # offload_weights: first layers (of each stage) whose weights stay in device memory
     c.nvme_path = ""  # folder on an NVMe disk for state offloaded to "nvme"; one run at a time
     c.recompute_block = True  # save only each block's input and recompute the block in the backward pass
     c.recompute_norm = False  # recompute_block=False: recompute the norms' outputs instead of saving them

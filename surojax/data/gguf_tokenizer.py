@@ -7,7 +7,7 @@ GGUF stores tokens, merges and kinds of tokens, and names the rule by which text
 from pathlib import Path
 from typing import Any
 
-from surojax.data.tokenizer import TokenizerFiles
+from surojax.data.tokenizer_files import TokenizerFiles
 from surojax.errors import ConfigError
 
 LLAMA3 = (

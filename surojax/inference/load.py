@@ -20,7 +20,8 @@ from surojax.numerics import base_formats
 from surojax.numerics.quantize import work_copy
 from surojax.placement.mesh import find_devices
 from surojax.placement.param import Kind, Param, part_of, with_part
-from surojax.run import checkpoint
+from surojax.run import on_disk
+from surojax.run.restore import restore_weights
 
 
 class Trained(NamedTuple):
@@ -54,13 +55,13 @@ def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trai
         check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
         template = load_template(chat_template, found_tokenizer)
         return Trained(model, stacks(weights, model, c.model_dtype, sharding), found_tokenizer, template)
-    if (found := checkpoint.find(path)) is None:
+    if (found := on_disk.find(path)) is None:
         raise CheckpointError(
             f"--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file, got "
             f"{str(path)!r}, which holds none"
         )
-    meta = checkpoint.read_meta(found)
-    c = restored_config(meta["config"], checkpoint.written_by(meta))
+    meta = on_disk.read_meta(found)
+    c = restored_config(meta["config"], on_disk.written_by(meta))
     found_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, found.parent.parent))
     check_trained_with(meta, found_tokenizer)
     check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
@@ -69,7 +70,7 @@ def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trai
     plan = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), shapes)
     base = base_of(c, meta, model, sharding) if c.lora else {}
     template = load_template(chat_template or c.chat_template, found_tokenizer)
-    weights = with_part(base, checkpoint.restore_weights(found, plan))
+    weights = with_part(base, restore_weights(found, plan))
     return Trained(model, weights, found_tokenizer, template)
 
 

@@ -7,7 +7,7 @@ A copy engine does it only if XLA proves that the offset is linear in the loop's
 threads wait for host memory on the multiprocessors that the loop's products need (docs/LOG.md, 2026-11-22). So loops
 that read ahead or write behind name layer l + 1 or l - 1 as it is, although the last or first one lies beyond the
 stack: a modulo, minimum or maximum is not linear, nor is what is behind a barrier, and slices clamp their index anyway.
-For a fixed layer inside a loop there is `index_in_loop`.
+For a fixed layer inside a loop there is `index_in_loop`, and `exchange_in_halves` if nobody knows how often it runs.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Split(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Layers `start` to `stop` - 1 of a model: a tree of stacks that are in one memory."""
+    """Layers `start` to `stop` - 1 of a model, or of a stage: a tree of stacks that are in one memory."""
 
     stack: Any
     start: int
@@ -208,3 +208,28 @@ def exchange(stacks, new, before, after):
     pairs = zip(leaves, jax.tree.leaves(new), strict=True)
     pairs = [(read_first if i % 2 else write_first)(x, y) for i, (x, y) in enumerate(pairs)]
     return tuple(structure.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
+
+
+def exchange_in_halves(stacks, new, before: int, after: int):
+    """`exchange` of two different layers, by copy engines inside a loop whose number of rounds XLA does not know.
+
+    Neither its counter nor those of the loops around it make an offset linear there (docs/performance.md). So halves of
+    layers are copied, in a loop of two rounds. Layers that have no halves are copied by kernels.
+    """
+    leaves, structure = jax.tree.flatten(stacks)
+    if any(stack.ndim < 2 or stack.shape[1] % 2 for stack in leaves):
+        return exchange(stacks, new, before, after)
+
+    def of_stack(x):
+        return x.reshape(2 * len(x), x.shape[1] // 2, *x.shape[2:])
+
+    def half(i, carry):
+        halves, layer = carry
+        halves, copied = exchange(halves, materialised(read(layer, i)), 2 * before + i, 2 * after + i)
+        return halves, write(layer, copied, i)
+
+    halves = [of_stack(x) for x in leaves]
+    layer = [x.reshape(2, -1, *x.shape[1:]) for x in jax.tree.leaves(new)]
+    halves, layer = jax.lax.fori_loop(0, 2, half, (halves, layer))
+    stacks = structure.unflatten([x.reshape(stack.shape) for x, stack in zip(halves, leaves, strict=True)])
+    return stacks, structure.unflatten([x.reshape(stack.shape[1:]) for x, stack in zip(layer, leaves, strict=True)])

@@ -7,7 +7,8 @@
 The plan and the state have an `InFile` in place of such an array. A layer is one record, so that it is one read and one
 write. Each is split into pieces for several threads, since a disk needs several requests in flight to be fast. The file
 stores unsharded layers, whatever the number of devices. Several processes have a folder <nvme_path>/process-<i> each,
-whose records have the parts of a layer that the process's devices hold: no layer crosses the network to be stored.
+with records of the layers of the process's stages, of the parts that its devices hold: no layer crosses the network to
+be stored. All stages of `pp` update a layer at a time together, which is a *round*: layer r of every stage.
 
 **The file is never trusted at start.** It is updated in place, so a run that is killed within an update leaves a
 mixture of two steps. The next start rewrites all of it, from the last checkpoint or from the seed; layers.json only
@@ -33,13 +34,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from surojax.errors import ConfigError
 from surojax.memory.lock import locked
 from surojax.parallel.hosts import processes_here
+from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import DEVICE, Home
+from surojax.placement.mesh import PIPELINE, pipeline_stages
 
 FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
 ALIGN = 4096  # bytes, a page of the disk: records start at multiples of it, arrays within one at multiples of 64
@@ -70,17 +74,21 @@ class Part(NamedTuple):
 class InFile:
     """A stack `[L, ...]` in a file, in place of an array in the plan and in the state.
 
-    shape, dtype: of the stack. sharding: the one that the stack would have on the devices; a layer on the devices has
-    it without the layer axis. parts: where this process's parts `[parts, ...]` are in a layer, which are what its file
-    stores; None with one process, which stores whole layers. It can be read as long as no other run uses the folder.
+    shape, dtype: of the stack. Its last entries are padding if stages of `pp` are not all full (step/padding.py); no
+    file has them, and they are read as zeros. sharding: the one that the stack would have on the devices; a layer there
+    has it without the layer axis. entries: of each stage. parts: for each stage, where this process's parts
+    `[parts, ...]` are in a layer, which are what its file stores; None with one process, which stores whole layers. The
+    file can be read as long as no other run uses the folder.
     """
 
-    def __init__(self, store: "Store", shape: tuple[int, ...], dtype, sharding: jax.NamedSharding):
+    def __init__(self, store: "Store", shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding):
         self.store = store
         self.shape = shape
         self.dtype = np.dtype(dtype)
         self.sharding = sharding
         self.spec = jax.P(*sharding.spec[1:])  # of a layer
+        self.stages = pipeline_stages(sharding.mesh) if sharding.spec and sharding.spec[0] else 1
+        self.entries = shape[0] // self.stages
         self.parts = self._own_parts() if jax.process_count() > 1 else None
         self.offset = store.reserve(self.layer_bytes)
 
@@ -98,75 +106,136 @@ class InFile:
         return math.prod(self.shape)
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of what the file stores of a layer."""
+    def layer_bytes(self) -> int:
+        """Bytes that the file has room for in each layer's record."""
+        shapes = [self.stored_shape(stage * self.entries) for stage in range(self.stages)]
+        return max(math.prod(shape) for shape in shapes) * self.dtype.itemsize
+
+    def stored_shape(self, l: int) -> tuple[int, ...]:
+        """The shape of what the file stores of layer l."""
         if self.parts is None:
             return self.shape[1:]
-        return (len(self.parts), *self.layer_sharding(DEVICE).shard_shape(self.shape[1:]))
+        return (len(self.parts[self.stage(l)]), *self.layer_sharding(DEVICE).shard_shape(self.shape[1:]))
 
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes that the file stores of one layer."""
-        return math.prod(self.stored_shape) * self.dtype.itemsize
+    def stage(self, l: int) -> int:
+        """The stage that has layer l."""
+        return l // self.entries
 
     def layer_sharding(self, home: Home) -> jax.NamedSharding:
-        """Sharding of one layer `[...]` in this memory."""
+        """Sharding of one layer `[...]` in this memory. Every stage has all of it."""
         return jax.NamedSharding(self.sharding.mesh, self.spec, memory_kind=home.memory_kind)
 
+    def round_sharding(self, home: Home) -> jax.NamedSharding:
+        """Sharding of a round `[stages, ...]` in this memory: a layer of every stage, each on its stage's devices."""
+        return jax.NamedSharding(self.sharding.mesh, self.sharding.spec, memory_kind=home.memory_kind)
+
     def read(self, l: int) -> np.ndarray:
-        """The stored arrays of layer l. Raises NvmeError."""
+        """The stored arrays of layer l; zeros if it is padding. Raises NvmeError."""
+        if l >= self.store.num_layers:
+            return np.zeros(self.stored_shape(l), self.dtype)
         return self.store.read(l, [self])[0]
 
     def write(self, l: int, stored: np.ndarray) -> None:
         """Replaces what is stored of layer l. Raises NvmeError."""
         self.store.write(l, [self], [stored])
 
-    def _own_parts(self) -> dict[tuple[int, ...], Part]:
-        """The places of a layer's parts on this process's devices, by where they start."""
-        indices = self.layer_sharding(DEVICE).devices_indices_map(self.shape[1:])
+    def _own_parts(self) -> list[dict[tuple[int, ...], Part]]:
+        """For each stage, the places of a layer's parts on this process's devices, by where they start."""
+        indices = self.round_sharding(DEVICE).devices_indices_map((self.stages, *self.shape[1:]))
         mine = jax.process_index()
-        own = {self._start(index): index for device, index in indices.items() if device.process_index == mine}
-        of_lower = {self._start(index) for device, index in indices.items() if (device.process_index or 0) < mine}
-        return {start: Part(i, own[start], start not in of_lower) for i, start in enumerate(sorted(own))}
+        of_stages = []
+        for stage in range(self.stages):
+            of_stage = {device: index[1:] for device, index in indices.items() if self._stage_at(index) == stage}
+            own = {self._start(index): index for device, index in of_stage.items() if device.process_index == mine}
+            of_lower = {self._start(index) for device, index in of_stage.items() if (device.process_index or 0) < mine}
+            of_stages.append({start: Part(i, own[start], start not in of_lower) for i, start in enumerate(sorted(own))})
+        return of_stages
+
+    def _stage_at(self, index: tuple[slice, ...]) -> int:
+        """The stage that a device with this part of a round is in."""
+        return index[0].indices(self.stages)[0]
 
     def _start(self, index: tuple[slice, ...]) -> tuple[int, ...]:
+        """Where a part of a layer starts."""
         return tuple(part.indices(size)[0] for part, size in zip(index, self.shape[1:], strict=True))
 
-    def stored_of(self, layer: Any) -> np.ndarray:
-        """A whole stored layer: an array, or a tensorstore of which only that is read."""
+    def stored_of(self, l: int, layer: Any) -> np.ndarray:
+        """What to store of the whole layer l: an array, or a tensorstore of which only that is read."""
         if self.parts is None:
             return np.asarray(layer)
-        return np.stack([np.asarray(layer[part.index]) for part in self.parts.values()])
+        return np.stack([np.asarray(layer[part.index]) for part in self.parts[self.stage(l)].values()])
 
-    def on_devices(self, stored: np.ndarray, home: Home) -> jax.Array:
-        """A layer in this memory of the devices, from what each process has stored of it. No process sends any."""
-        sharding = self.layer_sharding(home)
-        if self.parts is None:
-            return jax.device_put(stored, sharding)
-        parts = self.parts
+    def on_devices(self, layers: dict[int, np.ndarray], home: Home) -> jax.Array:
+        """A round in this memory of the devices, from what each process has stored of its layers. No process sends any.
+
+        layers: by number, at most one of each stage. A stage has zeros if no process has its layer.
+        """
+        sharding = self.round_sharding(home)
+        of_stages = {self.stage(l): stored for l, stored in layers.items()}
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            return stored[parts[self._start(index)].number]
+            stage = self._stage_at(index)
+            if stage not in of_stages:
+                return np.zeros((1, *sharding.shard_shape((self.stages, *self.shape[1:]))[1:]), self.dtype)
+            if self.parts is None:
+                return of_stages[stage][index[1:]][None]
+            return of_stages[stage][self.parts[stage][self._start(index[1:])].number][None]
 
-        return jax.make_array_from_callback(self.shape[1:], sharding, part)
+        return jax.make_array_from_callback((self.stages, *self.shape[1:]), sharding, part)
 
-    def from_devices(self, layer: jax.Array) -> np.ndarray:
-        """The array to store of a layer that is sharded as `layer_sharding` says."""
+    def from_devices(self, layers: jax.Array, numbers: Iterable[int]) -> list[np.ndarray]:
+        """What to store of the layers with these numbers, of a round that is sharded as `round_sharding` says."""
+        if self.parts is None:
+            whole = jax.device_get(layers)
+            return [whole[self.stage(l)] for l in numbers]
+        of_stages: dict[int, dict] = {}
+        for shard in layers.addressable_shards:
+            of_stage = of_stages.setdefault(self._stage_at(shard.index), {})
+            of_stage[self._start(shard.index[1:])] = shard.data[0]
+        return [self._stacked(l, of_stages[self.stage(l)]) for l in numbers]
+
+    def from_every_stage(self, l: int, layer: jax.Array) -> np.ndarray:
+        """What to store of layer l, which is sharded as `layer_sharding` says."""
         if self.parts is None:
             return jax.device_get(layer)
-        found = {self._start(shard.index): np.asarray(shard.data) for shard in layer.addressable_shards}
-        return np.stack([found[start] for start in self.parts])
+        return self._stacked(l, {self._start(x.index): x.data for x in layer.addressable_shards})
+
+    def _stacked(self, l: int, found: dict[tuple[int, ...], Any]) -> np.ndarray:
+        """The parts of layer l that this process stores, from arrays by where they start."""
+        assert self.parts is not None
+        return np.stack([np.asarray(found[start]) for start in self.parts[self.stage(l)]])
+
+    def on_every_stage(self, l: int) -> jax.Array:
+        """Layer l in device memory, sharded as `layer_sharding` says; zeros if it is padding. Raises NvmeError.
+
+        The stages that do not store it are sent it.
+        """
+        own = {l: self.read(l)} if l in self.store.records else {}
+        one = jax.jit(_only_layer, out_shardings=self.layer_sharding(DEVICE))(self.on_devices(own, DEVICE))
+        return jax.block_until_ready(one) if self.stages > 1 else one
+
+
+def _only_layer(layers: jax.Array) -> jax.Array:
+    """The layer of a round of which all others are zeros, to the bit."""
+    number = jnp.dtype(f"uint{8 * layers.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(layers, number).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(jnp.sum(bits, 0, dtype=jnp.uint32).astype(number), layers.dtype)
 
 
 class Store:
-    """The file of a run, see the docstring of this module. The first use opens it; it stays open until `close`."""
+    """The file of a run, see the docstring of this module. The first use opens it; it stays open until `close`.
 
-    def __init__(self, folder: str | Path, num_layers: int):
+    records: by the number of a layer of which the file has a record, the number of that record.
+    """
+
+    def __init__(self, folder: str | Path, num_layers: int, layers: Iterable[int] | None = None):
+        """layers: those of which this process stores parts, see `own_layers`; None: all."""
         self.folder = Path(folder).expanduser().absolute()
         if jax.process_count() > 1:
             self.folder /= f"process-{jax.process_index()}"
         self.num_layers = num_layers
+        self.records = {l: i for i, l in enumerate(range(num_layers) if layers is None else layers)}
         self.path = self.folder / FILE
         self.record = 0
         self._made = False
@@ -182,7 +251,7 @@ class Store:
     @property
     def bytes(self) -> int:
         """Size of the file."""
-        return self.num_layers * self._stride
+        return len(self.records) * self._stride
 
     @property
     def _stride(self) -> int:
@@ -231,7 +300,8 @@ class Store:
         return [self._read_one(leaf, l) for leaf in leaves]
 
     def _read_one(self, leaf: InFile, l: int) -> np.ndarray:
-        raw = np.empty(leaf.layer_bytes, np.uint8)
+        shape = leaf.stored_shape(l)
+        raw = np.empty(math.prod(shape) * leaf.dtype.itemsize, np.uint8)
 
         def piece(start: int) -> None:
             view = memoryview(raw)[start : start + PIECE]
@@ -244,12 +314,12 @@ class Store:
                 offset += n
 
         self._each_piece(0, piece, raw.size, "read")
-        return raw.view(leaf.dtype).reshape(leaf.stored_shape)
+        return raw.view(leaf.dtype).reshape(shape)
 
     def write(self, l: int, leaves: Iterable[InFile], layers: Iterable[np.ndarray]) -> None:
         """Replaces what is stored of layer l of these stacks. Raises NvmeError."""
         for leaf, layer in zip(leaves, layers, strict=True):
-            assert layer.shape == leaf.stored_shape and layer.dtype == leaf.dtype, (leaf, layer.shape, layer.dtype)
+            assert layer.shape == leaf.stored_shape(l) and layer.dtype == leaf.dtype, (leaf, layer.shape, layer.dtype)
             raw = np.ascontiguousarray(layer).reshape(-1).view(np.uint8)
 
             def piece(start: int, raw=raw, leaf=leaf) -> None:
@@ -264,9 +334,9 @@ class Store:
 
     def _start(self, leaf: InFile, l: int) -> int:
         """Offset in the file of layer l of a stack."""
-        if not 0 <= l < self.num_layers:
-            raise IndexError(f"layer: expected 0 to {self.num_layers - 1}, got {l}")
-        return l * self._stride + leaf.offset
+        if l not in self.records:
+            raise IndexError(f"layer: expected one of {list(self.records)}, got {l}")
+        return self.records[l] * self._stride + leaf.offset
 
     def _each_piece(self, pool: int, piece, size: int, what: str) -> None:
         """Calls piece(start) for every PIECE of `size` bytes, by the threads of _pools[pool] if there are several."""
@@ -328,6 +398,18 @@ class Store:
             return int(last["step"]) if last["state"] == "updating" else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def own_layers(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, num_layers: int) -> list[int]:
+    """The layers of a model of which this process's devices hold state: all, or those of its stages of `pp`."""
+    stages = pipeline_stages(mesh)
+    if stages == 1 or jax.process_count() == 1:
+        return list(range(num_layers))
+    assert not isinstance(mesh, jax.sharding.AbstractMesh), "several processes have devices"
+    of_stages = np.moveaxis(mesh.devices, mesh.axis_names.index(PIPELINE), 0)
+    own = [any(device.process_index == jax.process_index() for device in of_stage.flat) for of_stage in of_stages]
+    of_stage = layers_of_stage(num_layers, stages)
+    return [l for l in range(num_layers) if own[l // of_stage]]
 
 
 def store_of(plan: Any) -> Store | None:

@@ -8,6 +8,11 @@ What a block needs of the whole sequence is the residual stream, its gradient, k
 these. Everything else, above all the MLP's values, is of one chunk: the backward pass computes it again from x, so a
 block saves its input alone. Computed twice in the backward pass are only keys and values.
 
+Over the devices of `cp` and `tp` each chunk is divided, not the sequence: a device's activations are its part of the
+first chunk, then of the second, and so on (`context.of_each_chunk`). Keys and values have whole chunks, of this
+device's heads: over `cp` by ulysses, which sends those of a chunk once forward and, as they are computed twice, twice
+backward. Their gradients go back once.
+
 The loops over chunks are unrolled, since the number of keys that a chunk attends to is a shape: no chunk multiplies
 keys that causality hides from all its queries, and FLOPs are those of the block in one piece, and the products for keys
 and values once more. Barriers keep one chunk after the other, or XLA may have the values of several in memory.
@@ -15,7 +20,8 @@ and values once more. Barriers keep one chunk after the other, or XLA may have t
 A chunk's gradients of weights, keys and values have the dtype that they have without chunks; they are added in float32,
 and the sums rounded to that dtype.
 
-Shape suffixes: B batch, S sequence, C a chunk of it, D hidden size, K key/value heads, h head dimension.
+Shape suffixes: B batch, S this device's part of the sequence, C its part of a chunk, D hidden size, K key/value heads,
+h head dimension.
 """
 
 from collections.abc import Callable
@@ -24,7 +30,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.manual_axes import mark_varying
 from surojax.models.model import PLAIN, Earlier, Variant
+from surojax.parallel.collectives import active, device_number
+from surojax.placement.mesh import CONTEXT, TENSOR
 from surojax.placement.param import part_of, with_part
 
 
@@ -42,6 +51,12 @@ class Chunk(NamedTuple):
         """x with this part replaced, in place if the compiler can."""
         return jax.lax.dynamic_update_slice_in_dim(x_BSD, new_BCD, self.start, axis=1)
 
+    @property
+    def in_row(self) -> "Chunk":
+        """The chunk of whole rows of which this one is a device's part."""
+        _, devices = device_number(CONTEXT, *TENSOR)
+        return Chunk(devices * self.start, devices * self.stop)
+
 
 def chunks_of(length: int, number: int) -> list[Chunk]:
     """The chunks of a sequence. Raises ValueError if they would not be equally long."""
@@ -57,8 +72,8 @@ def block_functions(
     """`block`, `block_forward` and `block_backward` of a `Segment`, in this number of chunks.
 
     body: (weights, x `[B, C, D]`, Earlier, Variant, starts) -> (block of x, Earlier with the chunk's own keys and
-    values). keys_values: (weights, x, index of its first token, Variant, starts) -> that Earlier alone. trained: the
-    `Param`s of which gradients are computed.
+    values). keys_values: (weights, x, index of the chunk's first token, Variant, starts) -> that Earlier alone. starts:
+    of the whole chunk. trained: the `Param`s of which gradients are computed.
     """
 
     def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
@@ -66,7 +81,7 @@ def block_functions(
         out_BSD = x_BSD
         for chunk in chunks_of(x_BSD.shape[1], number):
             x_BCD, out_BSD, earlier = jax.lax.optimization_barrier((chunk.of(out_BSD), out_BSD, earlier))
-            y_BCD, own = body(w, x_BCD, earlier, variant, chunk.of(starts_BS))
+            y_BCD, own = body(w, x_BCD, earlier, variant, chunk.in_row.of(starts_BS))
             earlier = Earlier(*earlier.with_own(*own))
             out_BSD = chunk.replaced(out_BSD, y_BCD)
         return out_BSD, None
@@ -76,7 +91,9 @@ def block_functions(
 
     def block_backward(w, x_BSD, d_result, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
         chunks = chunks_of(x_BSD.shape[1], number)
-        everything = _keys_values(keys_values, chunks, w, x_BSD, variant, starts_BS)
+        everything = _keys_values(keys_values, chunks[:-1], w, x_BSD, variant, starts_BS)
+        # Parameters that all devices of a group have: one sum of their gradients instead of one for each chunk.
+        w_trained, sum_over_group = jax.vjp(_of_each_device, part_of(w, trained))
         d_stream, _ = d_result
         d_later = Earlier()  # gradients of keys and values of all chunks that are not differentiated yet, float32
         dw = None
@@ -84,25 +101,32 @@ def block_functions(
             x_BCD, dy_BCD, d_stream, d_later, dw = jax.lax.optimization_barrier(
                 (chunk.of(x_BSD), chunk.of(d_stream), d_stream, d_later, dw)
             )
-            first = chunk.start == 0
-            earlier = Earlier() if first else jax.tree.map(lambda x, c=chunk: x[:, : c.start], everything)
+            row = chunk.in_row
+            first = row.start == 0
+            earlier = Earlier() if first else jax.tree.map(lambda x, row=row: x[:, : row.start], everything)
 
-            def run(w_trained, x_BCD, earlier, chunk=chunk):
-                return body(with_part(w, w_trained), x_BCD, earlier, variant, chunk.of(starts_BS))
+            def run(w_trained, x_BCD, earlier, row=row):
+                return body(with_part(w, w_trained), x_BCD, earlier, variant, row.of(starts_BS))
 
-            (_, own), vjp = jax.vjp(run, part_of(w, trained), x_BCD, earlier)
+            (_, own), vjp = jax.vjp(run, w_trained, x_BCD, earlier)
             d_own = jax.tree.map(jnp.zeros_like, own)
             if d_later.keys is not None:
-                d_own = jax.tree.map(lambda d, x, chunk=chunk: chunk.of(d).astype(x.dtype), d_later, own)
+                d_own = jax.tree.map(lambda d, x, row=row: row.of(d).astype(x.dtype), d_later, own)
             dw_of_chunk, dx_BCD, d_earlier = vjp((dy_BCD, d_own))
             dw = _plus(dw, dw_of_chunk)
             if not first:
-                before = None if d_later.keys is None else jax.tree.map(lambda d, c=chunk: d[:, : c.start], d_later)
+                before = None if d_later.keys is None else jax.tree.map(lambda d, row=row: d[:, : row.start], d_later)
                 d_later = _plus(before, d_earlier)
             d_stream = chunk.replaced(d_stream, dx_BCD)
-        return jax.tree.map(lambda d, x: d.astype(x.dtype), dw, part_of(w, trained)), d_stream, None
+        (dw,) = sum_over_group(jax.tree.map(lambda d, x: d.astype(x.dtype), dw, w_trained))
+        return dw, d_stream, None
 
     return block, block_forward, block_backward
+
+
+def _of_each_device(w):
+    """Weights typed as different on the devices of a group."""
+    return jax.tree.map(lambda x: mark_varying(x, active(*TENSOR)), w)
 
 
 def _plus(total, more):
@@ -112,10 +136,11 @@ def _plus(total, more):
 
 
 def _keys_values(keys_values: Callable, chunks: list[Chunk], w, x_BSD, variant: Variant, starts_BS) -> Earlier:
-    """Keys and values of the whole sequence."""
+    """Keys and values of these chunks."""
     found = Earlier()
     for chunk in chunks:
         x_BCD, found = jax.lax.optimization_barrier((chunk.of(x_BSD), found))
-        own = keys_values(w, x_BCD, chunk.start, variant, chunk.of(starts_BS))
+        row = chunk.in_row
+        own = keys_values(w, x_BCD, row.start, variant, row.of(starts_BS))
         found = Earlier(*found.with_own(*own))
     return found

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from surojax.models.model import Cache, Earlier
-from surojax.models.operations import Operations, Projection, recomputed
+from surojax.models.operations import Operations, Projection, gated, recomputed
 from surojax.placement.param import Kind
 
 
@@ -125,6 +125,6 @@ class SwiGLU(nnx.Module):
         gate_BSF, up_BSF = ops.linears(x_BSD, [projection(self, name) for name in ("w_gate", "w_up")], norm)
 
         def down(gate_BSF, up_BSF):
-            return ops.linear(ops.gated(gate_BSF, up_BSF, self.activation), projection(self, "w_down"))
+            return ops.linear(gated(gate_BSF, up_BSF, self.activation), projection(self, "w_down"))
 
         return recomputed(down, ops.compute.recompute.swiglu)(gate_BSF, up_BSF)

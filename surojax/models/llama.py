@@ -137,11 +137,11 @@ class Block(nnx.Module):
         add_adapters(self, config.lora, rngs=rngs)
 
     def keys_values(self, x_BSD: jax.Array, ops: Operations, first: int) -> Earlier:
-        """Keys and values that attention makes of x. first: index in its row of the first token."""
+        """Keys and values that attention makes of a chunk x. first: index in its row of the chunk's first token."""
         how = self.config.rms_norm_eps, self.config.norm_plus_one
         normed_BSD = ops.norm(x_BSD, self.attention_norm[...], *how)
         _, k_BSKh, v_BSKh = self.attention.heads(normed_BSD, ops, None, first)
-        return Earlier(k_BSKh, v_BSKh)
+        return Earlier(*ops.of_whole_chunk(k_BSKh, v_BSKh))
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, cache: Cache | Earlier | None = None

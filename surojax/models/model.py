@@ -325,12 +325,13 @@ def runs(variants: Sequence[Variant]) -> list[Run]:
     return found
 
 
-def loop_over(variants: Sequence[Variant], period: int, one: Callable, carry):
+def loop_over(variants: Sequence[Variant], period: int, one: Callable, carry, fixed: Callable = jnp.int32):
     """The carry after carry = one(k, in_turn, variants[k], carry) for every k, in a loop with `period` k in its body.
 
     variants: repeat after `period`. What is left over at the end is unrolled, and so is what would be a loop of one
     round, which XLA would dissolve. in_turn: the same as k, but known only when the layer before is done. k is linear
-    in the loop's counter; what depends on nothing else, XLA may read ahead.
+    in the loop's counter; what depends on nothing else, XLA may read ahead. fixed: makes k of the number of a layer
+    that is unrolled.
     """
     n = len(variants)
     looped = n - n % period if n >= 2 * period else 0
@@ -356,7 +357,7 @@ def loop_over(variants: Sequence[Variant], period: int, one: Callable, carry):
         carry = jax.lax.fori_loop(0, looped // period, body, carry)
     for number in range(looped, n):
         in_turn, carry = after(number, carry)
-        carry = one(jnp.int32(number), in_turn, variants[number], carry)
+        carry = one(fixed(number), in_turn, variants[number], carry)
     return carry if looped == n else jax.lax.optimization_barrier(carry)
 
 

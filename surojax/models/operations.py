@@ -26,13 +26,13 @@ from pallas_kernels.manual_axes import mark_varying, varying_axes
 from pallas_kernels.quantize import random_bits
 from pallas_kernels.rms_norm import rms_norm as kernel_rms_norm
 from pallas_kernels.rope import rope as kernel_rope
-from pallas_kernels.swiglu import swiglu as kernel_swiglu
 from surojax.models.attention import attend, attend_in_context
 from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Variant
 from surojax.numerics.blockscaled import mxfp8_linear, nvfp4_linear
 from surojax.numerics.recipes import Precision
 from surojax.numerics.rounding import materialised
 from surojax.parallel import context
+from surojax.parallel.operands import operand_parts, summed_before_rounding
 from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scatter_sequence
 
 # --- linear layers ----------------------------------------------------------------------------------------------------
@@ -71,21 +71,28 @@ times_in.defvjp(_times_in_forward, _times_in_backward)
 
 
 def recipe_product(precision: Precision, seed: jax.Array | None, frozen: bool = False) -> Callable:
-    """The function (x, w, number) -> x w^T of a recipe. number: of the product among those of a block.
+    """The function (x, w, number, axes) -> x w^T of a recipe.
 
+    number: of the product among those of a block. axes: the logical axes of w, which say what several devices have
+    parts of.
     seed: uint32 [], of this block's random numbers (nvfp4), which differ from product to product; None if there is no
     backward pass. frozen: w has no gradient.
     """
     how: Any = {"frozen": frozen, "emulate": precision.emulate, "implementation": precision.implementation}
     if precision.recipe == "mxfp8":
-        return lambda x, w, number: mxfp8_linear(x, w, **how)
+        return lambda x, w, number, axes: summed_before_rounding(mxfp8_linear(x, w, **how), axes)
     if precision.recipe == "nvfp4":
         seed = jnp.uint32(0) if seed is None else seed
-        return lambda x, w, number: nvfp4_linear(x, w, seed, salt=number, **how)
-    if not (precision.matmul_dtype or precision.gradient_dtype):
-        return lambda x, w, number: times(x, w)
 
-    def cast(x, w, number):
+        def in_nvfp4(x, w, number, axes):
+            y = nvfp4_linear(x, w, seed, salt=number, parts=operand_parts(w.shape, axes), **how)
+            return summed_before_rounding(y, axes)
+
+        return in_nvfp4
+    if not (precision.matmul_dtype or precision.gradient_dtype):
+        return lambda x, w, number, axes: times(x, w)
+
+    def cast(x, w, number, axes):
         dtype = precision.matmul_dtype or str(x.dtype)
         w = mark_varying(w, varying_axes(x))  # some devices of a tensor-parallel group may share it: sums its gradient
         return times_in(x, w, dtype, precision.gradient_dtype or dtype, frozen)
@@ -227,13 +234,14 @@ def positions_of(
 ) -> jax.Array:
     """The positions of this device's tokens, int32: `[S]`, or `[B, S]` in the documents that start there.
 
-    Tokens are consecutive, and the first of them has index `first` in its row, unless a row is divided over devices.
-    starts_BS: of whole rows.
+    Tokens are consecutive, unless a row or chunk is divided over devices. first: index in its row of the first token,
+    of all devices. starts_BS: of whole rows, or of a whole chunk.
     """
-    index_S = first + jnp.arange(tokens)
+    index_S = jnp.arange(tokens)
     if context.is_divided():
         index_S = context.own_index(tokens, cp_method)
         starts_BS = None if starts_BS is None else context.own_tokens(starts_BS, cp_method)
+    index_S = first + index_S
     return index_S if starts_BS is None else index_S[None, :] - starts_BS
 
 
@@ -270,8 +278,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @functools.partial(save_inputs_only, static_argnums=2)
-def gated(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
-    """activation(gate) * up (Shazeer 2020)."""
+def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
+    """activation(gate) * up (Shazeer 2020).
+
+    XLA computes it whatever `kernels` says: if it is recomputed, one fusion writes it and both gradients, where two
+    kernels would read gate and up twice.
+    """
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -331,10 +343,11 @@ class Operations:
         group divides the inputs."""
         weight, bias, adapter = projection
         number = weight.get_metadata("product")
-        *_, inputs = weight.get_metadata("out_sharding")
+        axes = weight.get_metadata("out_sharding")
+        *_, inputs = axes
 
         def product(x, w):
-            y = self._product(x, w, number=number)
+            y = self._product(x, w, number=number, axes=axes)
             y = y if adapter is None else adapter(x, w, y, inputs, self._seed_of(number))
             return reduce_scatter_sequence(y) if is_divided(inputs) else y
 
@@ -399,11 +412,12 @@ class Operations:
             return rope(q, positions, theta, scaling), rope(k, positions, theta, scaling)
         return kernel_rope(q, k, *rope_angles(q.shape[-1], positions, theta, scaling), **self._kernel_options)
 
-    def gated(self, gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
-        """activation(gate) * up; the kernel is for silu."""
-        if self._by_xla or activation != "silu":
-            return gated(gate, up, activation)
-        return kernel_swiglu(gate, up, **self._kernel_options)
+    def of_whole_chunk(self, *xs_BSHh: jax.Array) -> Sequence[jax.Array]:
+        """Queries, keys or values of the chunk of which x is this device's part, of its part of the heads."""
+        if not context.is_divided():
+            return xs_BSHh
+        assert self.compute.cp_method == "ulysses", "config/checks.py refuses the other methods with chunks"
+        return context.scatter_heads(*xs_BSHh)
 
     def attend(
         self,
@@ -425,12 +439,14 @@ class Operations:
         how = self.compute.attention
         starts = self.starts
         if isinstance(cache, Earlier):
+            q_BSHh, k_BSKh, v_BSKh = self.of_whole_chunk(q_BSHh, k_BSKh, v_BSKh)
             keys, values = cache.with_own(k_BSKh, v_BSKh)
             out_of_sight = max(0, cache.start + 1 - window) if window else 0
             if out_of_sight:
                 keys, values = keys[:, out_of_sight:], values[:, out_of_sight:]
                 starts = None if starts is None else jnp.maximum(starts - out_of_sight, 0)
             y_BSHh = attend(q_BSHh, keys, values, starts=starts, window=window, implementation=how, **scores)
+            y_BSHh = context.gather_heads(y_BSHh) if context.is_divided() else y_BSHh
             return y_BSHh, Earlier(k_BSKh, v_BSKh)
         if cache is None:
             scores |= {"starts": starts, "window": window, "implementation": how}

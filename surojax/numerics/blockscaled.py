@@ -25,20 +25,21 @@ Random numbers are hashes of a seed, a number of the layer (`salt`) and a positi
 On GPUs the products are `jax.nn.scaled_matmul`, which XLA compiles to cuDNN's block-scaled GEMM on compute capabilities
 10.0 to 12.1; on other devices it would compile to a slow decomposition. `emulate=True` multiplies the same numbers as
 float32. The operands are quantised by XLA or, to the same bits, by the kernels of `pallas_kernels.mx` and
-`pallas_kernels.nvfp4`. For NVFP4 the code for XLA is the reference in `pallas_kernels.nvfp4`.
+`pallas_kernels.nvfp4`. For NVFP4 the code for XLA is the reference in `pallas_kernels.nvfp4_format`.
 """
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import fp8, mx, nvfp4
+from pallas_kernels import fp8, mx, nvfp4, nvfp4_format
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.manual_axes import mark_varying, varying_axes
+from pallas_kernels.nvfp4_format import WHOLE, Part
 from pallas_kernels.quantize import random_bits
 from surojax.numerics.quantize import Quantized
 
@@ -69,14 +70,14 @@ def quantise_mxfp8(x: jax.Array) -> Quantized:
     return Quantized(values.reshape(x.shape), scales[..., 0])
 
 
-def quantise_nvfp4(x: jax.Array, seed: jax.Array | None = None) -> Quantized:
+def quantise_nvfp4(x: jax.Array, seed: jax.Array | None = None, part: Part = WHOLE) -> Quantized:
     """Quantises x `[n, k]`, k a multiple of 16, in blocks along k. A seed selects stochastic rounding, scales up."""
-    return Quantized(*nvfp4.reference(x, seed))
+    return Quantized(*nvfp4_format.reference(x, seed, part))
 
 
-def quantise_nvfp4_weights(w: jax.Array) -> tuple[Quantized, Quantized]:
+def quantise_nvfp4_weights(w: jax.Array, part: Part = WHOLE) -> tuple[Quantized, Quantized]:
     """Quantises w `[out, in]`, multiples of 16, in blocks of 16 x 16; returns (w, w^T), which are the same numbers."""
-    rows, columns = nvfp4.reference_weights(w)
+    rows, columns = nvfp4_format.reference_weights(w, part)
     return Quantized(*rows), Quantized(*columns)
 
 
@@ -147,12 +148,24 @@ def mxfp8_linear(
     return _mxfp8(rows, w, frozen, emulate, implementation).reshape(*x.shape[:-1], w.shape[0])
 
 
+class Parts(NamedTuple):
+    """The parts that this device has of the operands of a linear layer. The gradient's is that of the outputs."""
+
+    inputs: Part = WHOLE
+    matrix: Part = WHOLE
+    outputs: Part = WHOLE
+
+
+ALL_WHOLE = Parts()
+
+
 def nvfp4_linear(
     x: jax.Array,
     w: jax.Array,
     seed: jax.Array,
     *,
     salt: int = 0,
+    parts: Parts = ALL_WHOLE,
     frozen: bool = False,
     emulate: bool = False,
     implementation: Implementation = "xla",
@@ -160,8 +173,9 @@ def nvfp4_linear(
     """x w^T in NVFP4: `[..., in]`, `[out, in]` -> `[..., out]` in x's dtype. Gradients are NVFP4 products too.
 
     seed: uint32 or int32 `[]`, different for each step, microbatch, layer, and device with different tokens. salt:
-    different for linear layers with the same seed. Only gradients depend on seed and salt. frozen, emulate,
-    implementation: as in `mxfp8_linear`. Raises ValueError unless `in` and `out` are multiples of 32.
+    different for linear layers with the same seed. Only gradients depend on seed and salt. parts: what x and w are of
+    operands that several devices have. frozen, emulate, implementation: as in `mxfp8_linear`. Raises ValueError unless
+    `in` and `out` are multiples of 32.
     """
     _check("nvfp4_linear", x, w)
     seed = jnp.asarray(seed)
@@ -169,7 +183,7 @@ def nvfp4_linear(
         raise ValueError(f"nvfp4_linear: seed: expected a uint32 or int32 of shape [], got {seed.dtype}{[*seed.shape]}")
     rows, w = _vary_alike(x.reshape(-1, x.shape[-1]), w)
     implementation = "xla" if emulate else implementation
-    y = _nvfp4(rows, w, random_bits(seed, jnp.uint32(salt)), frozen, emulate, implementation)
+    y = _nvfp4(rows, w, random_bits(seed, jnp.uint32(salt)), parts, frozen, emulate, implementation)
     return y.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -214,53 +228,57 @@ def _by_column(x, implementation: Implementation) -> Quantized:
     return Quantized(*mx.quantize_transposed(x, implementation=implementation))
 
 
-def _nvfp4_forward(x, w, seed, frozen, emulate, implementation):
+def _nvfp4_forward(x, w, seed, parts: Parts, frozen, emulate, implementation):
     if implementation == "xla":
-        operands = quantise_nvfp4(x), quantise_nvfp4_weights(w)[0]
+        operands = quantise_nvfp4(x, part=parts.inputs), quantise_nvfp4_weights(w, parts.matrix)[0]
     else:
-        how: Any = {"implementation": implementation}
-        operands = Quantized(*nvfp4.quantize(x, **how)), Quantized(*nvfp4.quantize_weights(w, **how))
+        x_by_row = nvfp4.quantize(x, part=parts.inputs, implementation=implementation)
+        w_by_row = nvfp4.quantize_weights(w, part=parts.matrix, implementation=implementation)
+        operands = Quantized(*x_by_row), Quantized(*w_by_row)
     return product(*operands, x.dtype, emulate), (None if frozen else x, w, seed)
 
 
-def _nvfp4_backward(frozen, emulate, implementation, saved, g):
+def _nvfp4_backward(parts: Parts, frozen, emulate, implementation, saved, g):
     x, w, seed = saved
     rounding = tuple(random_bits(seed, jnp.uint32(i)) for i in (1, 2))
     if frozen:
-        return product(*_nvfp4_of_frozen(w, g, rounding[0], implementation), g.dtype, emulate), None, None
+        return product(*_nvfp4_of_frozen(parts, w, g, rounding[0], implementation), g.dtype, emulate), None, None
     quantised = _nvfp4_by_xla if implementation == "xla" else functools.partial(_nvfp4_by_kernels, implementation)
-    g_by_row, w_by_column, g_by_token, x_by_token = quantised(x, w, g, seed, rounding)
+    g_by_row, w_by_column, g_by_token, x_by_token = quantised(parts, x, w, g, seed, rounding)
     dx = product(g_by_row, w_by_column, x.dtype, emulate)
     return dx, product(g_by_token, x_by_token, w.dtype, emulate), None
 
 
-def _nvfp4_of_frozen(w, g, rounding, implementation: Implementation) -> tuple[Quantized, Quantized]:
+def _nvfp4_of_frozen(parts: Parts, w, g, rounding, implementation: Implementation) -> tuple[Quantized, Quantized]:
     """Operands of the backward pass without a gradient of w: g in blocks along its rows, and w^T."""
     if implementation == "xla":
-        return quantise_nvfp4(g, rounding), quantise_nvfp4_weights(w)[1]
-    how: Any = {"implementation": implementation}
-    return Quantized(*nvfp4.quantize(g, rounding, **how)), Quantized(*nvfp4.quantize_weights_transposed(w, **how))
+        return quantise_nvfp4(g, rounding, parts.outputs), quantise_nvfp4_weights(w, parts.matrix)[1]
+    g_by_row = nvfp4.quantize(g, rounding, part=parts.outputs, implementation=implementation)
+    w_by_column = nvfp4.quantize_weights_transposed(w, part=parts.matrix, implementation=implementation)
+    return Quantized(*g_by_row), Quantized(*w_by_column)
 
 
-def _nvfp4_by_xla(x, w, g, seed, rounding) -> tuple[Quantized, ...]:
+def _nvfp4_by_xla(parts: Parts, x, w, g, seed, rounding) -> tuple[Quantized, ...]:
     """Operands of the backward pass: g in blocks along its rows, w^T, and rotated g^T and x^T in blocks of tokens."""
-    g_by_token = nvfp4.reference_rotated(_full_blocks(g), seed, rounding[1])
-    x_by_token = nvfp4.reference_rotated(_full_blocks(x), seed)
-    return quantise_nvfp4(g, rounding[0]), quantise_nvfp4_weights(w)[1], Quantized(*g_by_token), Quantized(*x_by_token)
+    g_by_row = quantise_nvfp4(g, rounding[0], parts.outputs)
+    g_by_token = nvfp4_format.reference_rotated(_full_blocks(g), seed, rounding[1], parts.outputs)
+    x_by_token = nvfp4_format.reference_rotated(_full_blocks(x), seed, part=parts.inputs)
+    _, w_by_column = quantise_nvfp4_weights(w, parts.matrix)
+    return g_by_row, w_by_column, Quantized(*g_by_token), Quantized(*x_by_token)
 
 
-def _nvfp4_by_kernels(implementation: Implementation, x, w, g, seed, rounding) -> tuple[Quantized, ...]:
+def _nvfp4_by_kernels(implementation: Implementation, parts: Parts, x, w, g, seed, rounding) -> tuple[Quantized, ...]:
     """`_nvfp4_by_xla` with kernels. Random numbers are hashes of positions in g, so that padding changes none."""
-    how: Any = {"implementation": implementation}
+    how: Any = {"part": parts.outputs, "implementation": implementation}
     full = functools.partial(_full_blocks, tokens=nvfp4.ROWS)
     if full(g).shape == g.shape:
         g_by_row, g_by_token = nvfp4.quantize_both(g, seed, rounding, **how)
     else:
         g_by_row = nvfp4.quantize(g, rounding[0], **how)
         g_by_token = nvfp4.quantize_rotated(full(g), seed, rounding[1], **how)
-    x_by_token = nvfp4.quantize_rotated(full(x), seed, **how)
-    quantised = g_by_row, nvfp4.quantize_weights_transposed(w, **how), g_by_token, x_by_token
-    return tuple(Quantized(*q) for q in quantised)
+    x_by_token = nvfp4.quantize_rotated(full(x), seed, part=parts.inputs, implementation=implementation)
+    w_by_column = nvfp4.quantize_weights_transposed(w, part=parts.matrix, implementation=implementation)
+    return tuple(Quantized(*q) for q in (g_by_row, w_by_column, g_by_token, x_by_token))
 
 
 def _with_vjp(forward, backward, *static: int):
@@ -271,4 +289,4 @@ def _with_vjp(forward, backward, *static: int):
 
 
 _mxfp8 = _with_vjp(_mxfp8_forward, _mxfp8_backward, 2, 3, 4)
-_nvfp4 = _with_vjp(_nvfp4_forward, _nvfp4_backward, 3, 4, 5)
+_nvfp4 = _with_vjp(_nvfp4_forward, _nvfp4_backward, 3, 4, 5, 6)

@@ -2,10 +2,10 @@
 
     number = NUMBERS[code] * scale * M        scale: e4m3, up to 448; M: float32, one for the matrix
 
-M makes the largest scale 448, and a block's largest magnitude becomes about 6 scales: pallas_kernels/nvfp4.py has the
-arithmetic, which the recipe `nvfp4` shares. Two codes are in one byte, the first in the low half, as in published
-checkpoints. That is 0.5 bytes a number, and 1/16 for the scales. Unlike the recipe's matrices, which are quantised
-along both of their dimensions, blocks are of single rows.
+M makes the largest scale 448, and a block's largest magnitude becomes about 6 scales: pallas_kernels/nvfp4_format.py
+has the arithmetic, which the recipe `nvfp4` shares. Two codes are in one byte, the first in the low half, as in
+published checkpoints. That is 0.5 bytes a number, and 1/16 for the scales. Unlike the recipe's matrices, which are
+quantised along both of their dimensions, blocks are of single rows.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import nvfp4
+from pallas_kernels import nvfp4_format
 
-BLOCK = nvfp4.BLOCK  # numbers with one scale
+BLOCK = nvfp4_format.BLOCK  # numbers with one scale
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 NUMBERS = np.concatenate([MAGNITUDES, -MAGNITUDES])  # e2m1: the sign is the highest of four bits
 
@@ -46,7 +46,7 @@ def planned(shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> Nvfp4:
 def quantise(w: jax.Array, like: Nvfp4) -> Nvfp4:
     """Quantises a matrix [out, in], `in` a multiple of 16. NaN or infinity makes the tensor scale not finite."""
     del like
-    q = nvfp4.reference(w)
+    q = nvfp4_format.reference(w)
     size = jnp.searchsorted(MAGNITUDES, jnp.abs(q.values), method="compare_all").astype(jnp.uint8)
     codes = (size | jnp.signbit(q.values).astype(jnp.uint8) << 3).reshape(w.shape[0], -1, 2)
     return Nvfp4(codes[..., 0] | codes[..., 1] << 4, q.scales.astype(jnp.float8_e4m3fn), q.tensor_scale)

@@ -11,12 +11,14 @@ Products with weights, norms and the loss treat tokens one by one, so only atten
 A token attends to those before it, so with consecutive tokens the last device of allgather and ring would have almost
 twice the work of the mean. Their sequences are therefore cut into 2n pieces, of which device i of n has numbers i and
 2n - 1 - i (zig-zag order). The order is that of a step's activations only: batches, labels and the starts of documents
-come in the order of the text.
+come in the order of the text. With `sequence_chunks` each chunk is cut so, instead of the sequence.
 
 Outside of a mesh with this axis nothing is communicated. Shape suffixes: B batch, S sequence, s this device's tokens of
 it, H query heads, K key/value heads, h head dimension, n devices.
 """
 
+import itertools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -56,14 +58,22 @@ def _piece(x_BS: jax.Array, number: jax.Array | int, count: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x_BS, number * length, length, 1)
 
 
+def of_each_chunk(part: Callable, x_BS: jax.Array, chunks: int) -> jax.Array:
+    """part(chunk), columns of a chunk of the sequence, for so many equal chunks: these columns of all of them."""
+    if chunks == 1:
+        return part(x_BS)
+    of_chunks = part(x_BS.reshape(x_BS.shape[0] * chunks, -1))  # a chunk's columns are one row
+    return of_chunks.reshape(x_BS.shape[0], -1)
+
+
 def own_index(tokens: int, method: Method) -> jax.Array:
-    """The indices in their sequence, int32 `[s]`, of this device's tokens. tokens: s."""
+    """The indices in their sequence, or in their chunk, int32 `[s]`, of this device's tokens. tokens: s."""
     _, devices = device_number(CONTEXT)
     return own_tokens(jnp.arange(tokens * devices, dtype=jnp.int32)[None, :], method)[0]
 
 
-def scatter_heads(q_BsHh: jax.Array, k_BsKh: jax.Array, v_BsKh: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values of whole sequences `[B, S, H / n, h]`, of this device's part of the heads; ulysses.
+def scatter_heads(*xs_BsHh: jax.Array) -> list[jax.Array]:
+    """Queries, keys or values of whole sequences `[B, S, H / n, h]`, of this device's part of the heads; ulysses.
 
     With fewer key/value heads than devices, several devices get the same one: it is sent to each of them, and reverse
     mode adds up the gradients that come back.
@@ -76,12 +86,11 @@ def scatter_heads(q_BsHh: jax.Array, k_BsKh: jax.Array, v_BsKh: jax.Array) -> tu
         x_BsHh = x_BsHh if devices <= H else jnp.repeat(x_BsHh, devices // H, axis=2)
         return x_BsHh.reshape(B, s, devices, -1, h)
 
-    parts = [for_each_device(x) for x in (q_BsHh, k_BsKh, v_BsKh)]
-    ends = [parts[0].shape[3], parts[0].shape[3] + parts[1].shape[3]]
-    joined = jnp.concatenate(parts, axis=3)  # one collective instead of three
+    parts = [for_each_device(x) for x in xs_BsHh]
+    ends = list(itertools.accumulate(part.shape[3] for part in parts[:-1]))
+    joined = jnp.concatenate(parts, axis=3)  # one collective for all
     whole = jax.lax.all_to_all(joined, CONTEXT, split_axis=2, concat_axis=1, tiled=True)[:, :, 0]
-    q_BSHh, k_BSKh, v_BSKh = jnp.split(whole, ends, axis=2)
-    return q_BSHh, k_BSKh, v_BSKh
+    return jnp.split(whole, ends, axis=2)
 
 
 def gather_heads(y_BSHh: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ entries are padding (step/padding.py).
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -110,20 +111,46 @@ def check_stages(layers: int, stages: int) -> None:
         )
 
 
-def check_kinds(kinds: Sequence, stages: int) -> None:
-    """Raises ConfigError if the kinds of a stage's layers, in order, are not those of every stage.
+class Patterns(NamedTuple):
+    """The kinds of layers of each stage, in order: its pattern. Stages with equal patterns run the same loops.
 
-    kinds: of each layer of the model, anything that can be compared. All stages run one program.
+    patterns: those that differ, each with a kind for every entry of a stage. of_stages: for each stage, the index of
+    its pattern.
     """
 
-    def repeat(stages: int) -> bool:
-        n = layers_of_stage(len(kinds), stages)
-        return all(kind == kinds[l % n] for l, kind in enumerate(kinds))
+    patterns: tuple[tuple, ...]
+    of_stages: tuple[int, ...]
 
-    if not repeat(stages):
+
+def patterns_of_stages(kinds: Sequence, stages: int) -> Patterns:
+    """The `Patterns` of stages. kinds: of each layer of the model, anything that can be compared.
+
+    Padding behind the last layer has the kinds of a full stage that begins like the last one, if there is one.
+    """
+    n = layers_of_stage(len(kinds), stages)
+    patterns: list[tuple] = []
+    of_stages = []
+    for stage in range(stages):
+        own = tuple(kinds[stage * n : (stage + 1) * n])
+        pattern = next((full for full in patterns if full[: len(own)] == own), own + own[-1:] * (n - len(own)))
+        if pattern not in patterns:
+            patterns.append(pattern)
+        of_stages.append(patterns.index(pattern))
+    return Patterns(tuple(patterns), tuple(of_stages))
+
+
+def check_lockstep(kinds: Sequence, stages: int) -> None:
+    """Raises ConfigError if stages whose layers send around a ring have different patterns; see `Patterns`."""
+
+    def count(stages: int) -> int:
+        return len(patterns_of_stages(kinds, stages).patterns)
+
+    if count(stages) > 1:
         layers = len(kinds)
-        fewer = max(n for n in range(1, stages) if repeat(n) and n == -(-layers // layers_of_stage(layers, n)))
+        fewer = max(n for n in range(1, stages) if count(n) == 1 and n == -(-layers // layers_of_stage(layers, n)))
         raise ConfigError(
-            f"pp_size: expected stages whose layers have the same windows, rotary embeddings and recipes, got {stages} "
-            f"stages of {layers_of_stage(len(kinds), stages)} of the {len(kinds)} layers, which have not; use {fewer}"
+            f"pp_size: expected stages whose layers have the same windows, rotary embeddings and recipes with "
+            f"cp_method='ring', in which all stages take every hop together, got {stages} stages of "
+            f"{layers_of_stage(layers, stages)} of the {layers} layers, which have not; use {fewer}, or another "
+            "cp_method"
         )

@@ -119,7 +119,7 @@ def _back(c: Config) -> Iterator[Change]:
     return ({f"offload_{name}": False} for name in reversed(OFFLOADS) if c[f"offload_{name}"] is True)
 
 
-LONG_SEQUENCE = 8192  # tokens; chunks of shorter ones save little
+LONG_SEQUENCE = 8192  # tokens on a device; chunks of shorter ones save little
 
 
 def _changes(c: Config, n: int, platform: str, scarce: bool) -> Iterator[Change]:
@@ -142,8 +142,9 @@ def _changes(c: Config, n: int, platform: str, scarce: bool) -> Iterator[Change]
         "gradient_accumulation_steps": c.per_device_batch_size * c.gradient_accumulation_steps,
         "lmhead_chunks": chunks(c.sequence_len),
     }
-    if gpus_per_sequence(c) == 1 and c.recipe == "bf16" and c.sequence_len > LONG_SEQUENCE:
-        yield {"sequence_chunks": max(c.sequence_chunks, divisor(c.sequence_len, c.sequence_len // LONG_SEQUENCE))}
+    length = c.sequence_len // (c.cp_size * c.tp_size)
+    if c.cp_method == "ulysses" and c.recipe == "bf16" and length > LONG_SEQUENCE:
+        yield {"sequence_chunks": max(c.sequence_chunks, divisor(length, length // LONG_SEQUENCE))}
     if platform != "cpu":
         yield {"model_dtype": "bfloat16"}
     yield dict.fromkeys(("opt_m_dtype", "opt_v_dtype", "accum_dtype"), "bfloat16")
@@ -165,7 +166,7 @@ def _offloads(c: Config, n: int, scarce: bool) -> Iterator[Change]:
     yield from moved.values()
     if n > 1:
         yield {"shard_outer": True} | SHARDED
-    if scarce and c.pp_size == 1:  # config/mesh.py
+    if scarce:
         folder = {"nvme_path": c.nvme_path or FOLDER}
         yield from ({f"offload_{name}": "nvme"} | folder for name in ("optimizer", "master"))
         files = dict.fromkeys(("offload_optimizer", "offload_master"), "nvme") | folder

@@ -9,11 +9,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from surojax.assembly import Assembly
-from surojax.placement.mesh import CONTEXT, REPLICATE, TENSOR, pipeline_stages
+from surojax.placement.mesh import CONTEXT, REPLICATE, TENSOR
 from surojax.placement.param import OUTER, Kind
 from surojax.planner import links, shares, textbook
 from surojax.planner.gpus import Gpu, known_rates
-from surojax.planner.traffic import Batch, groups_of
+from surojax.planner.stages import layer_passes
+from surojax.planner.traffic import Batch, groups_of, layers_again
 
 IN_A_SLICE = ("all-gather", "all-reduce", "all-reduce", "reduce-scatter")  # of the head: tokens, loss, gradient
 IN_A_PASS = 4  # over tp: attention and MLP each gather their inputs and scatter their results
@@ -24,9 +25,9 @@ OF_EMBEDDING = ("all-gather", "reduce-scatter", "all-gather")  # ids, rows, grad
 class CollectiveTime:
     """Seconds of collectives on one GPU, of all layers of a full stage where layers send something.
 
-    gathered: of weights, once for one pass. reduced: of a microbatch's gradients. reduced_once: of accumulators and
-    over replicas, once a step. smallest: the part of reductions that is of the smallest matrix of each layer. updated:
-    gathers of updated weights. forward, again, backward: of a microbatch over tp and cp, in the passes of
+    gathered: of weights, once for a forward pass. reduced: of a microbatch's gradients. reduced_once: of accumulators
+    and over replicas, once a step. smallest: the part of reductions that is of the smallest matrix of each layer.
+    updated: gathers of updated weights. forward, again, backward: of a microbatch over tp and cp, in the passes of
     textbook.Passes; backward_tensor: of that, over tp. vocabulary: of a microbatch's tokens. ticks: between stages in a
     step. once: of outer layers and whole matrices, once a step.
     """
@@ -48,10 +49,9 @@ class CollectiveTime:
 def of_step(run: Assembly, batch: Batch, gpu: Gpu) -> CollectiveTime:
     """The `CollectiveTime` of a step of a run."""
     k = batch.microbatches
+    passes = layer_passes(run, k)
     table = run.engine.table
     over_shards = textbook.axes_of_shards(run)
-    stages = pipeline_stages(run.mesh)
-    layers = shares.layers_of(run, *run.model.segments)
     matrices, smallest = _matrices(run)
 
     def seconds(sent: Mapping[tuple[str, str], float]) -> float:
@@ -65,19 +65,20 @@ def of_step(run: Assembly, batch: Batch, gpu: Gpu) -> CollectiveTime:
     weights = seconds(textbook.weights(run, batch))
     gathered = updated = 0.0
     if table.weights.sharded:
-        gathered = weights / (2 * groups_of(run, batch)) + (layers + (stages > 1)) * latency("all-gather", over_shards)
+        in_pass, of_group = textbook.layers_gathered(run)[0], sum(textbook.layers_gathered(run))
+        gathered = in_pass * (weights / (of_group * groups_of(run, batch)) + latency("all-gather", over_shards))
     else:
         updated = weights + matrices * latency("all-gather", over_shards)
     gradients = textbook.gradients(run, batch)
-    once_for = k if table.grads.sharded else 1
+    once_for = passes if table.grads.sharded else 1
     of_one = latency("reduce-scatter", over_shards)
     reduced = seconds(gradients) / once_for + matrices * of_one
     names = shares.segment_names(run)
     of_replicas = matrices * latency("all-reduce", REPLICATE) if run.mesh.shape[REPLICATE] > 1 else 0.0
     of_replicas += seconds(textbook.replicas(run, *names))
     of_tensor, of_context = (
-        [seconds(sent) / k + late for sent, late in zip(passes, latencies, strict=True)]
-        for passes, latencies in zip(
+        [seconds(sent) / passes + late for sent, late in zip(of_passes, latencies, strict=True)]
+        for of_passes, latencies in zip(
             (textbook.tensor(run, batch), textbook.context(run, batch)), _latencies(run, latency), strict=True
         )
     )
@@ -127,12 +128,13 @@ def _latencies(run: Assembly, latency) -> tuple[tuple[float, ...], tuple[float, 
     repeats = run.engine.recompute_block or run.model.compute.recompute.att or method != "ulysses"
     layers = shares.layers_of(run, *run.model.segments)
     tensor_again = sum(
-        shares.layers_of(run, segment) * sum(textbook.tensor_again(run, segment)) for segment in run.model.segments
+        layers_again(run, segment) * sum(textbook.tensor_again(run, segment)) for segment in run.model.segments
     )
-    over_context = layers * times * of_context
+    of_layer = times * of_context
+    context_again = repeats * sum(layers_again(run, segment) for segment in run.model.segments)
     return (
         (layers * IN_A_PASS * of_tensor, tensor_again * of_tensor, layers * IN_A_PASS * of_tensor),
-        (over_context, repeats * over_context, over_context),
+        (layers * of_layer, context_again * of_layer, layers * of_layer),
     )
 
 

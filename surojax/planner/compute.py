@@ -16,14 +16,14 @@ import jax.numpy as jnp
 
 from surojax.assembly import Assembly
 from surojax.models.lora import adapters
-from surojax.models.model import Segment
-from surojax.parallel.schedule import layers_of_stage
+from surojax.models.model import Segment, Variant
 from surojax.placement.mesh import CONTEXT, SHARD, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import Kind, Param
 from surojax.planner import footprint, shares, textbook, traffic
 from surojax.planner.collective_time import IN_A_PASS
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu, known_rates
+from surojax.planner.stages import patterns
 
 FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
 BACKWARD_PASSES = 3.2
@@ -68,7 +68,13 @@ def of_blocks(run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Seconds:
 
 
 def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) -> Seconds:
-    """The `Seconds` of a full stage's layers of a segment."""
+    """The `Seconds` of a full stage's layers of a segment; of stages with other kinds of layers, of the slowest one."""
+    found = [_stage(run, segment, pattern, batch, gpu) for pattern in patterns(run, segment).patterns]
+    return max(found, key=lambda x: x.forward + x.again + x.backward)
+
+
+def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch: traffic.Batch, gpu: Gpu) -> Seconds:
+    """The `Seconds` of layers of a segment. variants: of each of them."""
     model, engine = run.model, run.engine
     rates = known_rates(gpu)
     dtype = jnp.dtype(engine.table.weights.dtype)
@@ -78,7 +84,8 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
     whole = model.rebuild(dataclasses.replace(model.compute, sequence_chunks=1))
     sizes = footprint.segment_bytes(dataclasses.replace(run, model=whole), segment, x, "gpu")
     passes = sizes.saved / (gpu.memory_bandwidth * rates.memory)
-    flops = segment.attention_flops(batch.sequence_len) * batch.tokens / segment.num_layers  # of a layer, for a group
+    flops = dataclasses.replace(segment, variants=variants).attention_flops(batch.sequence_len)
+    flops *= batch.tokens / len(variants)  # of a layer, for a group
     attended, attended_back = _attention(gpu, flops / devices_per_sequence(run.mesh), sizes.scores)
     again = engine.recompute_block or model.compute.recompute.att
     lengths = _row_lengths(run, segment, gpu, dtype)
@@ -94,10 +101,12 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
         of_attention=attended,
         mlp_again=(repeated - attended * again) / 2,
     )
-    found = of_layer.times(segment.num_layers)
-    for recipe_enabled in (variant.recipe_enabled for variant in segment.variants):
-        found = found.plus(_products(run, segment, gpu, tokens, recipe_enabled))
-    return found.times(layers_of_stage(segment.num_layers, pipeline_stages(run.mesh)) / segment.num_layers)
+    found = Seconds()
+    for l, variant in enumerate(variants):
+        layer = of_layer.plus(_products(run, segment, gpu, tokens, variant.recipe_enabled))
+        repeated = l < traffic.layers_again(run, segment)
+        found = found.plus(layer if repeated else layer._replace(again=0.0, mlp_again=0.0))
+    return found
 
 
 def _products(run: Assembly, segment: Segment, gpu: Gpu, tokens: int, recipe_enabled: bool) -> Seconds:

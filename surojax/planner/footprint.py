@@ -9,7 +9,8 @@ Ratio of the estimate to `compiled.memory_analysis()` of the real step (argument
 * XLA's GPU compiler, on a machine without a GPU: configs/llama{1b,7b}.py and qwen32b.py on RTX 4090, llama70b.py on
   H100, on 1 to 8 GPUs, ZeRO 1 and 3, with nothing, one class, the state, or everything offloaded, one to four
   microbatches a step and one or two a fetch: 15 variants, 0.97 to 1.09. With sequence_chunks, 7B and 8B at 32,768 to
-  131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.15.
+  131,072 tokens in 4 to 32 chunks: 8 variants, 0.93 to 1.15; 8B at 1,048,576 tokens in 8 chunks on 8 H200, divided
+  over cp (packed or not), tp, or both: 4 variants, 0.96 to 1.16.
 * CPU, 32 variants of a 5M-parameter model on 1 and 4 virtual devices: 0.95 to 1.24. tests/test_footprint.py compares
   nine of them with the present engine: between 0.9 and 1.4.
 
@@ -42,7 +43,9 @@ from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.placement.table import Mesh
 from surojax.planner.advice import Memory
 from surojax.planner.shares import layers_together
-from surojax.planner.traffic import Batch, batch_of
+from surojax.planner.stages import patterns, slots
+from surojax.planner.traffic import Batch, batch_of, last_layer_once
+from surojax.step.stage_layers import in_lockstep
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import comes_in_pairs, quantise_with_one_scale
 
@@ -109,8 +112,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     group = engine.microbatches_per_fetch
     activations = group * sum(segment.activations for segment in segments)
     if stages > 1:  # step/pipeline.py; a stack in host memory has an entry more
-        of_stages = SCHEDULES[engine.pp_schedule](batch.microbatches, stages).in_flight.tolist()
-        activations = max(of_stages) * (activations + table.residuals.home.streamed * kept)
+        activations = slots(run, batch.microbatches) * (activations + table.residuals.home.streamed * kept)
+        activations += in_lockstep(model) * (1 + table.residuals.home.streamed) * kept
 
     def by_home(tree) -> dict[str, int]:
         """Bytes of a planned tree in each memory."""
@@ -134,11 +137,14 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     during_head = fetched if work.sharded or streamed else 0
     # Bytes in flight while a layer computes: its weights, and the prefetched weights of the next layer.
     during_layer = 2 * during_head
+    during_head += segments[-1].saved if last_layer_once(run) else 0
     # Every other loop over layers has prefetched weights of its own.
-    loops = sum(len(runs(segment.variants)) for segment in model.segments) + bool(work.resident)
+    # Of the patterns of stages (step/stage_layers.py), each stage runs the loops of one.
+    of_patterns = [[runs(pattern) for pattern in patterns(run, segment).patterns] for segment in model.segments]
+    loops = sum(max(map(len, of_segment)) for of_segment in of_patterns) + bool(work.resident)
     during_layer += (loops - 1) * fetched if during_head else 0
     during_layer += layer_bytes if table.base_format else 0  # the numbers of its weights, beside their codes
-    in_loops = [x for segment in model.segments for x in runs(segment.variants)]
+    in_loops = [x for of_segment in of_patterns for of_pattern in of_segment for x in of_pattern]
     if work.home.streamed and not work.sharded and any(comes_in_pairs(x.stop - x.start, x.period) for x in in_loops):
         during_layer += 3 * group * x_bytes  # activations of the other layer of a backward body
     # Shards of the layer after the next are copied from the host before they are all-gathered.
@@ -175,7 +181,10 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
         update = _overlapped_update_bytes(segments)
     working_space = max(block + during_layer, head + during_head, update) + 2 * x_bytes
     if stages > 1:  # activations and gradients that come from the neighbours, and gradients from the head
-        working_space += 2 * x_bytes + of_stages[-1] * x_bytes // stages
+        head_slots = int(SCHEDULES[engine.pp_schedule](batch.microbatches, stages).in_flight[-1])
+        working_space += 2 * x_bytes + head_slots * x_bytes // stages
+        if streamed:  # weights that passes begin with, in each direction: of a layer, or shards of two
+            working_space += 4 * fetched // shards(run.mesh) if work.sharded else 2 * fetched
     unquantised = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]
     of_grads = only_in(grads.home, block_grads)
     of_grads[DEVICE.name] += outer_grads
@@ -190,7 +199,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
         "working space": only_in(DEVICE, working_space),
     }
     if in_file:
-        found["layers from files"] = only_in(HOST, NVME_LAYERS * in_file // model.num_layers)
+        found["layers from files"] = only_in(HOST, NVME_LAYERS * in_file // layers_of_stage(model.num_layers, stages))
     return found
 
 
@@ -204,7 +213,9 @@ class SegmentBytes(NamedTuple):
     saved: int  # residuals of one layer if nothing is recomputed
     attention: int  # what attention needs besides in the backward pass of one layer
     scores: int  # attention scores, which are part of that; 0: flash attention
-    sequence: int  # with chunks of the sequence: keys and values of all of it, less its input (changed in place)
+    # With chunks of the sequence: keys and values of all of it, less its input, which is changed in place. In a
+    # tensor-parallel group also a whole chunk's term of the input's gradient, before it is reduce-scattered.
+    sequence: int
     sums: int  # with chunks: gradients of keys and values, their float32 sums, and the copy that a chunk reads
     layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
     grads: int  # gradient accumulators of all layers
@@ -234,7 +245,10 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
     if plain is not run.model and not engine.recompute_block:
         saved = _block_bytes(run, run.model, segment, x, platform, packed).saved
     itemsize = x.dtype.itemsize
-    numbers = 2 * B * S * segment.heads.key_value * segment.heads.channels  # of keys and values
+    keys = max(segment.heads.key_value, devices_per_sequence(run.mesh))  # devices that share a head have it each
+    numbers = 2 * B * S * keys * segment.heads.channels  # of keys and values
+    tensor = tensor_parallel(run.mesh)
+    of_group = tensor * _bytes(chunk) if tensor > 1 else 0
     kept = _bytes(x) if engine.recompute_block else saved
     sizes = _shard_sizes(run, engine.layouts.grads[segment.name], segment)
     grads = jnp.dtype(engine.table.grads.dtype).itemsize * layers * sum(sizes)
@@ -247,7 +261,7 @@ def segment_bytes(run: assembly.Assembly, segment: Segment, x: jax.ShapeDtypeStr
         saved=of_chunk.saved,
         attention=of_chunk.attention,
         scores=of_chunk.scores,
-        sequence=itemsize * numbers - _bytes(x) if chunks > 1 else 0,
+        sequence=itemsize * numbers - _bytes(x) + of_group if chunks > 1 else 0,
         sums=(4 + 3 * itemsize) * numbers if chunks > 1 else 0,
         layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
         grads=grads,
@@ -336,7 +350,7 @@ def _block_bytes(
     if flash != "xla":
         # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
         # queries, keys and the gradient of its output.
-        keys = chunks * max(heads_of.key_value, tensor)
+        keys = chunks * max(heads_of.key_value, tensor if chunks == 1 else per_sequence)
         copied = (2 * heads_of.query + keys) * heads_of.channels if flash == "mosaic" else 0
         kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
         return BlockBytes(saved + kept, B * S * copied * itemsize, scores=0)

@@ -90,7 +90,7 @@ def _bits(dtype: str) -> int:
     return int(number[1]) if number else 8
 
 
-def with_rounds(module: Module, rounds: Callable[[Iterable[Instruction]], Fraction]) -> Module:
+def with_rounds(module: Module, rounds: Callable[[list[Instruction]], Fraction]) -> Module:
     """The module with a trip count in each loop that has none: rounds of the instructions of its body, a mean."""
 
     def known(i: Instruction) -> Instruction:

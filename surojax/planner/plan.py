@@ -30,10 +30,11 @@ from surojax.exchange.sources import resolved
 from surojax.models.attention import attend, chosen
 from surojax.numerics.quantize import is_quantized
 from surojax.numerics.recipes import BLOCK_SCALED, check_recipe
+from surojax.parallel.schedule import layers_of_stage
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape
+from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape, pipeline_stages
 from surojax.placement.param import OUTER
 from surojax.planner import advice, aot, check_fit, footprint, hlo, links, prediction, search, stages, textbook, traffic
 from surojax.planner.advice import GiB, Memory
@@ -299,7 +300,7 @@ def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.Batch) -> li
 
 def others(run: Assembly, program: Program, home: Home) -> int:
     """Bytes per GPU that are in a memory while a program of a step runs, but are not its arguments or results."""
-    layer = bytes_per_device(run.plan, NVME) // run.model.num_layers
+    layer = bytes_per_device(run.plan, NVME) // layers_of_stage(run.model.num_layers, pipeline_stages(run.mesh))
     return bytes_per_device(program.others, home) + (program.layers_read * layer if home == HOST else 0)
 
 

@@ -54,7 +54,6 @@ import jax
 import jax.numpy as jnp
 
 from surojax.assembly import Assembly
-from surojax.parallel.schedule import SCHEDULES
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import CONTEXT, pipeline_stages, tensor_parallel
 from surojax.placement.param import OUTER, part_of
@@ -63,6 +62,7 @@ from surojax.planner.advice import OFFLOADS
 from surojax.planner.collective_time import IN_A_PASS, CollectiveTime
 from surojax.planner.compute import Seconds
 from surojax.planner.gpus import Gpu, Rates, known_rates
+from surojax.planner.stages import slots
 from surojax.step.state_plan import bytes_per_device
 
 
@@ -76,6 +76,7 @@ class Work:
     rounds: int  # times that a stage's layers take the time of a microbatch, in each direction
     fetches: int  # times that each layer's weights and accumulators are fetched in each direction
     layers: int  # of a stage
+    fetched_again: float  # the fraction of them that the backward pass fetches: not a last layer that is computed once
     blocks: Seconds  # that they compute
     collectives: CollectiveTime
     hides_forward: float  # of the forward pass, what a gather can hide behind: of the longest part between collectives
@@ -104,7 +105,7 @@ def stored_bytes(run: Assembly, rows: dict[str, dict[str, int]], microbatches: i
     stages = pipeline_stages(run.mesh)
     in_flight = run.engine.microbatches_per_fetch
     if stages > 1:
-        in_flight = max(SCHEDULES[run.engine.pp_schedule](microbatches, stages).in_flight.tolist())
+        in_flight = slots(run, microbatches)
     return {
         "residual": at_once // in_flight,
         "residuals at once": at_once,
@@ -125,13 +126,15 @@ def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, in
     blocks = blocks._replace(backward=blocks.backward + 2 * grads)  # accumulators are read and written
     stages = pipeline_stages(run.mesh)
     hides_forward, hides_again = _hiding(run, blocks)
+    layers = shares.layers_of(run, *run.model.segments)
     return Work(
         gpu=gpu,
         rates=rates,
         microbatches=k,
         rounds=k + stages - 1,
         fetches=k + stages - 1 if stages > 1 else k // run.engine.microbatches_per_fetch,
-        layers=shares.layers_of(run, *run.model.segments),
+        layers=layers,
+        fetched_again=1 - traffic.last_layer_once(run) / layers,
         blocks=blocks,
         collectives=collective_time.of_step(run, batch, gpu),
         hides_forward=hides_forward,
@@ -201,7 +204,7 @@ def phases(
     backward = _phase(
         work,
         chain=work.fetches * one_backward + with_the_last + residuals,
-        link=work.fetches * sent.gathered + rounds * (sent.again + sent.backward) + reduced,
+        link=work.fetches * work.fetched_again * sent.gathered + rounds * (sent.again + sent.backward) + reduced,
         read=work.fetches * weights + (work.fetches - 1) * host["grads"] + k * host["residual"],
         written=work.fetches * host["grads"],
     )
@@ -253,13 +256,14 @@ def _chains(work: Work, per_fetch: int, *, from_host: float) -> tuple[float, flo
         """Seconds of the gradients of a microbatch, with more collectives behind them."""
         return behind(of_one + more, products) + covering * (1 + slowed) + waited + sent.smallest * sent.reduced
 
+    gathered *= work.fetched_again
     backward = repeated - hides + behind(gathered, hides) + per_fetch * gradients(0.0)
     if from_host:
         backward = max(backward, repeated + (per_fetch - 1) * gradients(0.0) + gradients(gathered))
     with_the_last = sent.reduced_once
     if work.recomputed:
         with_the_last = gradients(sent.reduced_once) - gradients(0.0) + sent.smallest * sent.reduced_once
-    return forward, backward + copied, with_the_last
+    return forward, backward + work.fetched_again * copied, with_the_last
 
 
 def _phase(work: Work, *, chain: float, link: float, read: float, written: float) -> float:

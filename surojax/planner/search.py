@@ -34,6 +34,7 @@ from surojax.assembly import Assembly, from_config
 from surojax.config import checks
 from surojax.config.fields import Config, flat, mesh_sizes
 from surojax.errors import ConfigError
+from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import NVME
 from surojax.placement.mesh import abstract_mesh
 from surojax.planner import choices, footprint, layouts, roofline
@@ -246,7 +247,7 @@ class Search:
 
     def fastest(self, family: Family, in_files: bool) -> list[Candidate]:
         """The fastest placement of a family that fits, and those that take as long within `TIE`; empty if none fits."""
-        layers = self.c.model.num_hidden_layers
+        layers = layers_of_stage(self.c.model.num_hidden_layers, family.change["pp_size"])
         sizes = family.work.sizes
         stored = sizes | {"residual": sizes["residuals at once"]}  # bytes that are in a memory, not those that move
         least = self.needed(self.changed(family.change)).device  # with nothing offloaded
@@ -265,7 +266,7 @@ class Search:
         offloads = tuple(name for name in OFFLOADS if not (self.c.lora and name == "master"))
         for offloaded in choices.subsets(offloads):
             room = room_for(offloaded, least - sum(stored[name] for name in offloaded))
-            streams = "weights" in offloaded and not self.c.persistent_quants and family.change["pp_size"] == 1
+            streams = "weights" in offloaded and not self.c.persistent_quants
             resident = min(max(room, 0), layers - 1) if streams else 0
             resident = self.keep.get("resident_layers", resident)
             if room >= 0 or len(offloaded) == len(offloads):
@@ -319,7 +320,7 @@ class Search:
                 need = self.needed(tried)
             except ConfigError:
                 continue
-            resident_part = resident / self.c.model.num_hidden_layers
+            resident_part = resident / layers_of_stage(self.c.model.num_hidden_layers, tried.pp_size)
             phases = roofline.phases(family.work, offloaded, resident_part, overlap_update=overlaps)
             found.append(Candidate(tried, change, seconds, need, phases))
         return found
@@ -385,7 +386,7 @@ def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
     offloaded = [name for name in OFFLOADS if c[f"offload_{name}"]]
     if c.offload_quants and "weights" not in offloaded:
         offloaded.append("weights")
-    resident = c.resident_layers / run.model.num_layers
+    resident = c.resident_layers / layers_of_stage(run.model.num_layers, c.pp_size)
     phases = roofline.phases(work_of(c, run, rows, gpu), offloaded, resident, overlap_update=c.overlap_update)
     return needed(c, run, rows, gpu), phases
 

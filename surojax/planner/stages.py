@@ -3,34 +3,68 @@
 Such a loop is one thing of a tick, and runs once or not at all (step/pipeline.py). There are two answers:
 
 * `with_rounds`: how often a stage runs it. On average over the ticks, a stage does each thing for every microbatch
-  once; what moves activations runs in every tick in which any stage computes in that direction. Counts and bytes of a
-  step follow from that.
+  once; what moves activations runs in every tick in which any stage computes in that direction, and so do passes over
+  layers with a ring. A loop that belongs to some of the stages (their pattern, step/stage_layers.py) runs as often on
+  average over the stages. Counts and bytes of a step follow from that.
 * `in_lockstep`: how often stages take the time of it. All of them go from tick to tick together, so a pass over a
   stage's layers takes its time in every tick in which any stage makes one: for m microbatches and p stages in m + p - 1
-  ticks of each direction. The time of a step follows from that, and is an estimate: a tick takes what its parts take
-  one after another in a full stage, and no part of a tick overlaps the next tick.
+  ticks of each direction. Of stages with other kinds of layers, the one that attends to most counts. The time of a step
+  follows from that, and is an estimate: a tick takes what its parts take one after another in a full stage, and no part
+  of a tick overlaps the next tick.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fractions import Fraction
 
 from surojax.assembly import Assembly
-from surojax.parallel.schedule import SCHEDULES
+from surojax.models.model import Segment, Variant
+from surojax.parallel.schedule import SCHEDULES, Patterns, patterns_of_stages
 from surojax.placement.mesh import pipeline_stages
 from surojax.planner import hlo
+from surojax.step.stage_layers import in_lockstep as in_ring_lockstep
 
 PASS = re.compile(r'op_name="[^"]*/(forward|backward)/')  # of the named scopes of step/engine.py
+PATTERN = re.compile(r'op_name="[^"]*/pattern(\d+)/')  # of step/stage_layers.py
+
+
+def patterns(run: Assembly, segment: Segment) -> Patterns:
+    """The kinds of layers of the stages that a segment is divided over."""
+    return patterns_of_stages(segment.variants, pipeline_stages(run.mesh))
+
+
+def layer_passes(run: Assembly, microbatches: int) -> int:
+    """The number of passes over its layers that a stage makes in each direction of a step."""
+    idle = pipeline_stages(run.mesh) - 1 if in_ring_lockstep(run.model) else 0
+    return microbatches + idle
+
+
+def slots(run: Assembly, microbatches: int) -> int:
+    """The number of microbatches whose residuals every stage has room for."""
+    return int(SCHEDULES[run.engine.pp_schedule](microbatches, pipeline_stages(run.mesh)).in_flight.max())
+
+
+def slowest(run: Assembly) -> int:
+    """The index of the pattern of stages whose layers attend to most positions, of layers without the recipe first."""
+    segment = run.model.segments[0]
+
+    def work(pattern: tuple[Variant, ...]) -> tuple[int, float]:
+        plain = sum(not variant.recipe_enabled for variant in pattern)
+        return plain, sum(variant.window or math.inf for variant in pattern)
+
+    found = [work(pattern) for pattern in patterns(run, segment).patterns]
+    return found.index(max(found))
 
 
 def with_rounds(module: hlo.Module, run: Assembly, microbatches: int) -> hlo.Module:
     """The module of a step with the mean number of rounds of these loops; the module itself without stages."""
-    return _with_rounds(module, run, microbatches, _moves)
+    return _with_rounds(module, run, microbatches, lockstep=False)
 
 
 def in_lockstep(module: hlo.Module, run: Assembly, microbatches: int) -> hlo.Module:
     """The module of a step with the mean number of rounds in a tick of which stages take the time."""
-    return _with_rounds(module, run, microbatches, lambda body: _moves(body) or _passes(body))
+    return _with_rounds(module, run, microbatches, lockstep=True)
 
 
 def bubble(run: Assembly, microbatches: int) -> float:
@@ -49,17 +83,29 @@ def _passes(body: Iterable[hlo.Instruction]) -> bool:
     return any(PASS.search(i.attributes) for i in body)
 
 
-def _with_rounds(
-    module: hlo.Module, run: Assembly, microbatches: int, in_every_tick: Callable[[Iterable[hlo.Instruction]], bool]
-) -> hlo.Module:
-    """in_every_tick: whether a loop runs in all ticks in which any stage has a microbatch in its direction."""
+def _pattern(body: Iterable[hlo.Instruction]) -> int:
+    """The index of the pattern of stages whose pass over layers is a loop's body."""
+    return next(int(found[1]) for i in body if (found := PATTERN.search(i.attributes)))
+
+
+def _with_rounds(module: hlo.Module, run: Assembly, microbatches: int, *, lockstep: bool) -> hlo.Module:
+    """lockstep: see `in_lockstep`; else see `with_rounds`."""
     stages = pipeline_stages(run.mesh)
     if stages == 1:
         return module
-    ticks = SCHEDULES[run.engine.pp_schedule](microbatches, stages).ticks
+    schedule = SCHEDULES[run.engine.pp_schedule](microbatches, stages)
+    in_any = microbatches + stages - 1  # ticks in which any stage has a microbatch, in one direction
+    of_stages = patterns(run, run.model.segments[0]).of_stages
 
-    def rounds(body: Iterable[hlo.Instruction]) -> Fraction:
-        of_ticks = microbatches + stages - 1 if in_every_tick(body) else microbatches
-        return Fraction(of_ticks, ticks)
+    def rounds(body: list[hlo.Instruction]) -> Fraction:
+        if _moves(body) and not _passes(body):
+            return Fraction(in_any, schedule.ticks)
+        if not _passes(body):
+            return Fraction(microbatches, schedule.ticks)
+        pattern = _pattern(body) if len(set(of_stages)) > 1 else 0
+        if lockstep:
+            return Fraction(in_any * (pattern == slowest(run)), schedule.ticks)
+        share = Fraction(of_stages.count(pattern), stages)
+        return share * Fraction(layer_passes(run, microbatches), schedule.ticks)
 
     return hlo.with_rounds(module, rounds)

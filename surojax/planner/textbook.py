@@ -7,13 +7,14 @@ Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), as in
 |--------------------|-----------------------------------------------------|----------------------------------------|
 | master and moments |                                                     | reduce-scatter P', all-gather P        |
 | + gradients        | reduce-scatter k P                                  | all-gather P                           |
-| + weights          | all-gather 2 k P, reduce-scatter k P                |                                        |
+| + weights          | all-gather 2 k P - k P_l, reduce-scatter k P        |                                        |
 
-times (n - 1) / n. P' is the size of the blocks in the dtype of the gradient accumulators. With `microbatches_per_fetch`
-g, weights are gathered for k / g groups: 2 P k / g. `use_all_to_all_reduce` sends the same bytes in an all-to-all. In 8
-bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes fp8_*) P has 1 byte for each number of a
-matrix and 4 bytes for the scale of each of its blocks; fp8_* have no blocks. Vectors stay in the work dtype, gradients
-of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradients in one hop).
+times (n - 1) / n. P_l is the last layer's part of P if that layer is computed once (step/weights.py). P' is the size of
+the blocks in the dtype of the gradient accumulators. With `microbatches_per_fetch` g, weights are gathered for k / g
+groups: 2 P k / g. `use_all_to_all_reduce` sends the same bytes in an all-to-all. In 8 bits (`zero_quantized_weights`,
+`zero_quantized_gradients`, weights of recipes fp8_*) P has 1 byte for each number of a matrix and 4 bytes for the scale
+of each of its blocks; fp8_* have no blocks. Vectors stay in the work dtype, gradients of vectors are float32 (ZeRO++,
+Wang et al. 2023, arXiv:2306.10209; its gradients in one hop).
 
 Of a base that is frozen, below adapters, weights are gathered like others, and gradients and updates are those of the
 adapters alone.
@@ -21,9 +22,9 @@ adapters alone.
 Replicated outer layers add a reduce-scatter and an all-gather once per step. Sharded outer layers transfer tokens
 instead (`vocabulary`); for what NorMuon sends see `whole_matrices`. In all else, with tensor parallelism P is what a
 device of a group has; `tensor` says what its groups send besides, and `context` what attention sends over `cp`. With
-pipeline parallelism P is what a full stage has of that, and each pass gathers one layer more (step/pipeline.py);
-`stage_bytes` says what stages send. Groups of `dp_replicate` all-reduce their shards once per step. Scalars (loss,
-label count, norm: a few bytes) are left out.
+pipeline parallelism P is what a full stage has of that, and each pass gathers one layer more (step/pipeline.py); with a
+ring there are as many passes as `stages.layer_passes` says. `stage_bytes` says what stages send. Groups of
+`dp_replicate` all-reduce their shards once per step. Scalars (loss, label count, norm: a few bytes) are left out.
 
 Each part of a step has a function, which roofline.py asks for the time of that part: `Sent` is bytes that each GPU
 sends, by (collective, axis).
@@ -56,7 +57,8 @@ from surojax.placement.mesh import (
 )
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.planner import shares
-from surojax.planner.traffic import Batch, groups_of
+from surojax.planner.stages import layer_passes
+from surojax.planner.traffic import Batch, groups_of, last_layer_once, layers_again
 
 type Sent = dict[tuple[str, str], float]
 
@@ -101,10 +103,17 @@ def weights(run: Assembly, batch: Batch) -> Sent:
     """All-gathers of the blocks' weights: two for each group of microbatches, or of what was updated once a step."""
     gathered = _gathered_bytes(run)
     if run.engine.table.weights.sharded:
-        if pipeline_stages(run.mesh) > 1:  # 2 passes over n layers fetch 2 (n + 1)
-            gathered += gathered / shares.layers_of(run, *run.model.segments)
-        gathered *= 2 * groups_of(run, batch)
+        gathered *= sum(layers_gathered(run)) / shares.layers_of(run, *run.model.segments) * groups_of(run, batch)
     return {("all-gather", axes_of_shards(run)): _ring(run) * gathered}
+
+
+def layers_gathered(run: Assembly) -> tuple[int, int]:
+    """Layers whose weights the passes over a group of microbatches gather, (forward, backward), if they are sharded.
+
+    2 passes over the n layers of a stage gather 2 (n + 1).
+    """
+    layers = shares.layers_of(run, *run.model.segments) + (pipeline_stages(run.mesh) > 1)
+    return layers, layers - last_layer_once(run)
 
 
 def gradients(run: Assembly, batch: Batch) -> Sent:
@@ -112,7 +121,7 @@ def gradients(run: Assembly, batch: Batch) -> Sent:
     table = run.engine.table
     over_shards = axes_of_shards(run)
     work, accum = (jnp.dtype(row.dtype).itemsize for row in (table.weights, table.grads))
-    rounds, itemsize = (batch.microbatches, work) if table.grads.sharded else (1, accum)
+    rounds, itemsize = (layer_passes(run, batch.microbatches), work) if table.grads.sharded else (1, accum)
     blocks, replicated = shares.elements_of(run, *shares.segment_names(run))
     reduced = _in_8_bits(run, run.engine.layouts.master, vectors=4) if table.reduce == "int8" else itemsize * blocks
     return {
@@ -169,15 +178,16 @@ def tensor(run: Assembly, batch: Batch) -> Passes:
     """What the blocks send within a tensor-parallel group.
 
     A pass over a block gathers the inputs of attention and MLP and scatters their results; reverse mode scatters where
-    the block gathers. A recomputed block does it again, except for a result that no gradient needs. Recipes fp8_*
-    gather in 8 bits; their largest magnitudes, a number for each site, are left out.
+    the block gathers. A recomputed block does it again, except for a result that no gradient needs. With chunks it
+    gathers the inputs of attention once more, for the keys and values of all chunks but the last. Recipes fp8_* gather
+    in 8 bits. Largest magnitudes, a number for each operand of fp8_* and nvfp4, are left out.
     """
     axes = tuple(axis for axis in TENSOR if axis in run.mesh.shape)
     forward, again, backward = sent = Passes(*(collections.defaultdict(float) for _ in range(3)))
     if not axes:
         return sent
     work = jnp.dtype(run.engine.table.weights.dtype).itemsize
-    k = batch.microbatches
+    k = layer_passes(run, batch.microbatches)
     n = tensor_parallel(run.mesh)
     x = (n - 1) / n * batch.tokens / run.mesh.shape.get(CONTEXT, 1) * run.model.hidden_size * work
     sharers = run.mesh.shape.get(SAME_KV_HEADS, 1)  # of keys and values
@@ -185,16 +195,21 @@ def tensor(run: Assembly, batch: Batch) -> Passes:
     for segment in run.model.segments:
         layers = shares.layers_of(run, segment)
         gathers_again, results_again = tensor_again(run, segment)
-        in_fp8 = run.model.precision.fp8 * sum(variant.recipe_enabled for variant in segment.variants[:layers])
+        repeated = layers_again(run, segment) / layers
+        enabled = sum(variant.recipe_enabled for variant in segment.variants) / segment.num_layers
+        in_recipe = layers * enabled  # of a stage, on average
+        in_fp8 = run.model.precision.fp8 * in_recipe
         gathers = layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
-        for of_pass, gathered, scattered in ((forward, 2, 2), (again, gathers_again, results_again), (backward, 2, 2)):
+        of_passes = (forward, 2, 2), (again, repeated * gathers_again, repeated * results_again), (backward, 2, 2)
+        for of_pass, gathered, scattered in of_passes:
             of_pass["all-gather", along] += k * gathers * gathered * x
             of_pass["reduce-scatter", along] += k * layers * scattered * x
         if sharers > 1:
-            # Of keys and values before they are quantised; reverse mode sums their matrices' gradients instead.
+            # Of gradients of keys and values before they are rounded; in bf16 those of their matrices alone are summed.
             width = segment.heads.key_value * segment.heads.channels * sharers // n
             keys_and_values = 2 * batch.tokens * width * work
-            forward["all-reduce", SAME_KV_HEADS] += k * in_fp8 * 2 * (sharers - 1) / sharers * keys_and_values
+            rounded = in_recipe * (run.model.precision.recipe != "bf16")
+            backward["all-reduce", SAME_KV_HEADS] += k * rounded * 2 * (sharers - 1) / sharers * keys_and_values
         for p, layout, _ in shares.trained(run, segment.name):
             _add_shared(run, backward, p, layout, k * (layers - in_fp8) * work)
             if not any(axis in layout.computed_axes for axis in TENSOR):  # scales of norms
@@ -202,10 +217,10 @@ def tensor(run: Assembly, batch: Batch) -> Passes:
     return sent
 
 
-def tensor_again(run: Assembly, segment: Segment) -> tuple[int, int]:
+def tensor_again(run: Assembly, segment: Segment) -> tuple[float, int]:
     """How often the backward pass of a block gathers inputs and scatters results of attention and MLP again."""
     if run.engine.recompute_block:
-        return 2, 1 if segment.last_products else 2
+        return 2 + _of_earlier_chunks(run), 1 if segment.last_products else 2
     recompute = run.model.compute.recompute
     return (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn), 0
 
@@ -213,9 +228,10 @@ def tensor_again(run: Assembly, segment: Segment) -> tuple[int, int]:
 def context(run: Assembly, batch: Batch) -> Passes:
     """What attention sends over the devices of `cp`.
 
-    ulysses: queries, keys and values of one pass, and its results; so are their gradients. Others: a pass gets keys and
-    values of all others; reverse mode gets them again, and XLA joins that with what a recomputed block gets. Gradients
-    of them are float32, until ring sends them home in one hop more.
+    ulysses: queries, keys and values of one pass, and its results; so are their gradients. With chunks, the backward
+    pass sends keys and values of all chunks but the last once more. Others: a pass gets keys and values of all others;
+    reverse mode gets them again, and XLA joins that with what a recomputed block gets. Gradients of them are float32,
+    until ring sends them home in one hop more.
     """
     n = run.mesh.shape.get(CONTEXT, 1)
     forward, again, backward = sent = Passes(*(collections.defaultdict(float) for _ in range(3)))
@@ -226,7 +242,7 @@ def context(run: Assembly, batch: Batch) -> Passes:
     work = jnp.dtype(engine.table.weights.dtype).itemsize
     tokens = batch.tokens / n
     for segment in run.model.segments:
-        passes = batch.microbatches * shares.layers_of(run, segment)
+        passes = layer_passes(run, batch.microbatches) * shares.layers_of(run, segment)
         heads = segment.heads
         queries = heads.query // tensor_parallel(run.mesh) * heads.channels * tokens
         of_group = heads.key_value // run.mesh.shape.get(KV_HEADS, 1)
@@ -234,7 +250,11 @@ def context(run: Assembly, batch: Batch) -> Passes:
             keys = max(of_group, n) * heads.channels * tokens
             attended = (n - 1) / n * passes * (2 * queries + 2 * keys) * work
             forward["all-to-all", CONTEXT] += attended
-            again["all-to-all", CONTEXT] += attended * (engine.recompute_block or run.model.compute.recompute.att)
+            if engine.recompute_block or run.model.compute.recompute.att:
+                repeated = layers_again(run, segment) / shares.layers_of(run, segment)
+                again["all-to-all", CONTEXT] += repeated * attended
+            earlier = _of_earlier_chunks(run) * 2 * keys
+            again["all-to-all", CONTEXT] += (n - 1) / n * passes * earlier * work
             backward["all-to-all", CONTEXT] += attended
             continue
         block = 2 * of_group * heads.channels * tokens
@@ -243,6 +263,11 @@ def context(run: Assembly, batch: Batch) -> Passes:
         again[to_others, CONTEXT] += (n - 1) * passes * block * work
         backward[home, CONTEXT] += passes * block * ((n - 1) * 4 + (work if method == "ring" else 0))
     return sent
+
+
+def _of_earlier_chunks(run: Assembly) -> float:
+    """The fraction of a sequence before its last chunk, whose keys and values the backward pass computes twice."""
+    return 1 - 1 / run.model.compute.sequence_chunks
 
 
 def stage_bytes(run: Assembly, batch: Batch) -> Sent:

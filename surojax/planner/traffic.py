@@ -16,12 +16,13 @@ from surojax.assembly import Assembly
 from surojax.config.fields import Config
 from surojax.models.model import Segment
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
-from surojax.parallel.schedule import SCHEDULES
-from surojax.placement.mesh import devices_per_sequence, pipeline_stages, shards
+from surojax.placement.mesh import REPLICATE, devices_per_sequence, pipeline_stages, shards
 from surojax.placement.param import OUTER, Kind, Param, part_of
 from surojax.planner import shares
 from surojax.planner.gpus import Gpu
+from surojax.planner.stages import layer_passes, slots
 from surojax.step.state_plan import leaf_bytes
+from surojax.step.weights import computes_last_layer_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
 
     Products with the blocks' matrices have the recipe's dtypes in the layers with the recipe; attention and head have
     model_dtype. again: include the second forward pass of recomputed blocks, in which XLA drops the products that no
-    gradient needs (`Segment.last_products`).
+    gradient needs (`Segment.last_products`), unless the last layer is computed once.
     """
     model = run.model
     work_dtype = run.engine.table.weights.dtype
@@ -56,13 +57,16 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     attention = sum(segment.attention_flops(sequence_len) for segment in model.segments)
     # One pass forward, two backward: gradients of inputs, and of what is trained.
     total = 2.0 * (2 * model.num_matmul_params + model.trained_matmul_params) + 3 * attention
-    total += attention if again else 0
+    last = model.segments[-1]
+    once = last_layer_once(run)
+    total += attention - once * last.attention_flops(sequence_len) / last.num_layers if again else 0
     for segment in model.segments:
-        for variant in segment.variants:
+        for l, variant in enumerate(segment.variants):
+            repeated = again and not (once and segment is last and l == last.num_layers - 1)
             forward, backward = operands(model.precision, variant.recipe_enabled, work_dtype)
-            recomputed = segment.recomputed_matmul_size if again else 0
+            recomputed = segment.recomputed_matmul_size if repeated else 0
             factors = segment.factor_size  # in model_dtype: among what is left below
-            found[forward] += 2 * (segment.matmul_size - factors + recomputed - factors * again)
+            found[forward] += 2 * (segment.matmul_size - factors + recomputed - factors * repeated)
             found[backward] += 2 * (segment.matmul_size + segment.trained_matmul_size - 2 * factors)
             total += 2 * recomputed
     found[work_dtype] += total - sum(found.values())
@@ -154,22 +158,38 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
     residuals = groups * host["residuals"]  # a group's are in host memory together
     grads = groups * host["grads"]
     fetched = (2 * groups - run.engine.overlap_update) * weights
+    read_grads = written_grads = grads
     stages = pipeline_stages(run.mesh)
     if stages > 1:
-        # Residuals in flight are there together. Every pass reads a layer more, and of accumulators writes one more.
-        # These begin as zeros there, and after the last tick there is one more pass over them.
+        # Residuals in flight are there together. The layers that a pass begins with are copied in once a step. Every
+        # backward pass reads and writes accumulators of a layer more. These begin as zeros there, and after the last
+        # tick all are read once more, for the norm, and written if sums were still local.
+        table = run.engine.table
         layers = shares.layers_of(run, *run.model.segments)
-        residuals //= max(SCHEDULES[run.engine.pp_schedule](groups, stages).in_flight.tolist())
-        fetched += fetched // layers
-        grads = (groups + 1) * (host["grads"] + host["grads"] // layers) + host["grads"]
-    read = fetched + grads + residuals + state
-    written = round(_updated_part(run) * weights) + grads + residuals + state
+        residuals //= slots(run, batch.microbatches)
+        fetched += 2 * (1 + table.weights.sharded) * weights // layers
+        grads += groups * host["grads"] // layers
+        are_local = run.mesh.shape[REPLICATE] > 1 or (shards(run.mesh) > 1 and not table.grads.sharded)
+        read_grads = grads + 2 * host["grads"]
+        written_grads = grads + host["grads"] + host["grads"] // layers + are_local * host["grads"]
+    read = fetched + read_grads + residuals + state
+    written = round(_updated_part(run) * weights) + written_grads + residuals + state
     return read, written
 
 
 def groups_of(run: Assembly, batch: Batch) -> int:
     """Groups of microbatches in a step; for each, a layer's weights and accumulators are fetched once a pass."""
-    return batch.microbatches // run.engine.microbatches_per_fetch
+    return layer_passes(run, batch.microbatches) // run.engine.microbatches_per_fetch
+
+
+def last_layer_once(run: Assembly) -> bool:
+    """True if the last layer is computed once, and not again in the backward pass."""
+    return computes_last_layer_once(run.engine) and pipeline_stages(run.mesh) == 1
+
+
+def layers_again(run: Assembly, segment: Segment) -> int:
+    """Layers of a segment, of a full stage, whose forward pass is repeated if blocks are recomputed."""
+    return shares.layers_of(run, segment) - (last_layer_once(run) and segment is run.model.segments[-1])
 
 
 def _updated_part(run: Assembly) -> float:

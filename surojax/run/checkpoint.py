@@ -1,115 +1,39 @@
-"""Checkpoints: written with orbax in the background, atomic, verified, and restorable onto any mesh.
+"""Checkpoints: written with orbax in the background, atomic, verified, and restorable onto any mesh (restore.py).
 
 A checkpoint is the folder `<output_dir>/checkpoints/<step>` with the items `master` (master weights), `moments`
-(optimizer state), `history` (recipe fp8_hybrid only) and `meta` (JSON: step, data position, config). Orbax writes into
-a temporary folder and renames it after the last write, so a killed run leaves either a complete checkpoint or none.
-Work weights are not stored, because they are `master` cast to the work dtype. The state of random numbers is not stored
-either: they are derived from the seed in the config and the positions in `meta`.
+(optimizer state), `history` (recipe fp8_hybrid only) and `meta` (JSON: step, data position, config, the checksum of
+every array). Orbax writes into a temporary folder and renames it after the last write, so a killed run leaves either a
+complete checkpoint or none (on_disk.py). Work weights are not stored, because they are `master` cast to the work dtype.
+The state of random numbers is not stored either: they are derived from the seed in the config and the positions in
+`meta`.
 
-A checkpoint stores shapes, not placements: the plan that `restore` takes says which device gets which shard. Stacks of
-layers are stored in chunks of one layer (of one shard). A stack that the run stores in a file (nvme.py) is therefore
-written and read one layer at a time. It is also written in the background, and the next update waits for that write.
-
-Orbax does not detect a damaged file: it returns a flipped byte as another number. Two checks find damage:
-
-* `files.json` has the size of every file, and the checksum of small files. It is compared before anything is compiled,
-  and the error names the file.
-* `meta` has a checksum of every array, computed on the devices. `restore` computes the checksums of the arrays that it
-  returns, and compares. This check covers disk, file format and the new sharding. It costs one pass over the devices'
-  memory; reading the files a second time would take minutes.
-
-Both are written before the folder is renamed.
-
-If the last stage of `pp` is not full, stacks end with padding (step/padding.py): zeros, whose chunks are not written.
-`meta` then says how many `layers` each segment has. Another layout reads those, and pads with zeros itself if it has
-to; zeros add nothing to a checksum.
+Stacks of layers are stored in chunks of one layer (of one shard). A stack that the run stores in a file (nvme.py) is
+therefore written and read one layer at a time. It is also written in the background, and the next update waits for that
+write.
 """
 
 import contextlib
-import dataclasses
 import importlib.metadata
-import json
-import logging
 import math
-import re
 import shutil
-import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 import psutil
 import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
-from surojax.errors import CheckpointError, ConfigError
-from surojax.memory.host import put
-from surojax.memory.nvme import THREADS, InFile, NvmeError, store_of
-from surojax.optim.optimizer import Moments8bit
-from surojax.optim.reblock import reblocked
-from surojax.parallel.feed import from_host
+from surojax.errors import CheckpointError
+from surojax.memory.nvme import InFile, store_of
 from surojax.placement.home import DEVICE, HOST
-from surojax.placement.param import OUTER, part_of, with_part
+from surojax.placement.param import OUTER, part_of
 from surojax.run.checksum import checksums, name_of
-from surojax.step.state import (
-    TrainState,
-    cast,
-    fill_layers,
-    segment_names,
-    shardings,
-    work_dtype,
-    work_function,
-    work_weights,
-)
+from surojax.run.on_disk import FOLDER, Translate, find, list_files
+from surojax.step.state import TrainState
 
-FOLDER = "checkpoints"
-FILES = "files.json"
-SMALL = 1 << 20  # bytes; `files.json` has only the size of larger files, not their checksum
 WRITE_TIMEOUT_S = 24 * 3600  # orbax's default is 20 minutes, and a terabyte takes longer
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also logs the errors that it raises, with tracebacks
-
-
-def find(path: str | Path) -> Path | None:
-    """Returns `path` if it is a checkpoint, else the newest checkpoint of the run in that folder, or None."""
-    path = Path(path).expanduser().absolute()
-    if (path / "meta").is_dir():
-        return path
-    steps = steps_in(path / FOLDER if (path / FOLDER).is_dir() else path)
-    return steps[-1] if steps else None
-
-
-def steps_in(folder: Path) -> list[Path]:
-    """Finished checkpoints of a folder, oldest first."""
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted((p for p in entries if p.name.isdigit() and p.is_dir()), key=lambda p: int(p.name))
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """Returns the item `meta` of a checkpoint. Raises CheckpointError if a file is damaged or missing."""
-    with readable(path):
-        _check_files(path)
-        return json.loads((path / "meta" / "metadata").read_text())
-
-
-def written_by(meta: dict[str, Any]) -> str:
-    """The version of surojax that wrote a checkpoint, for errors."""
-    version = f"version {meta['version']} of surojax" if "version" in meta else "a version of surojax before 0.2"
-    return f"{version}, which wrote it"
-
-
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Returns the fields in which two nested dicts differ, as {dotted name: (old value, new value)}."""
-    found = {}
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found |= differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            found[prefix + key] = (a, b)
-    return found
 
 
 class Checkpoints:
@@ -125,10 +49,10 @@ class Checkpoints:
             max_to_keep=save_total_limit,
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(
-                timeout_secs=WRITE_TIMEOUT_S, post_finalization_callback=lambda: _list_files(self.folder)
+                timeout_secs=WRITE_TIMEOUT_S, post_finalization_callback=lambda: list_files(self.folder)
             ),
         )
-        with _Translate(lambda e: f"cannot keep checkpoints in {self.folder} ({e}); choose another output_dir"):
+        with Translate(lambda e: f"cannot keep checkpoints in {self.folder} ({e}); choose another output_dir"):
             self.manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=_item_handlers())
 
     def __enter__(self):
@@ -200,123 +124,7 @@ class Checkpoints:
             self.last = find(self.folder)
             return f"could not write checkpoint {failed} ({reason}); the disk may be full; last checkpoint: {self.last}"
 
-        return _Translate(message)
-
-
-def restore(
-    path: Path, plan: TrainState, layers: dict[str, int] | None = None, *, base: dict | None = None
-) -> TrainState:
-    """Returns the state in a checkpoint. Each array is read directly into its planned sharding, or into its file.
-
-    layers: how many entries of a segment's planned stacks are layers; None: all of them. base: work weights, of which
-    those that are not trained, and so not in the checkpoint, are taken; None: all are. Raises CheckpointError if the
-    checkpoint cannot be used, NvmeError or ConfigError if a file of the plan cannot be written.
-    """
-    meta = read_meta(path)
-    with readable(path):
-        stored = _stored_moments(path, plan.moments, meta)
-        loaded = _load(path, {"master": plan.master, "moments": stored}, meta, layers or {})
-        of_trained = plan._replace(weights=part_of(plan.weights, plan.master))
-        weights = with_part(base or {}, _work_weights(loaded["master"], of_trained))
-        step = from_host(np.int32(meta["step"]), plan.step.sharding)
-        state = TrainState(step, weights, loaded["master"], loaded["moments"], _history(path, plan))
-        _verify(meta, master=state.master, moments=state.moments)
-    return state._replace(moments=_reblocked(state.moments, plan.moments))
-
-
-def _history(path: Path, plan: TrainState):
-    """Returns the history of a checkpoint, truncated or padded with zeros to the planned length.
-
-    It is all zeros if the checkpoint has no history, and None if the plan has none.
-    """
-    if plan.history is None:
-        return None
-    amax = np.zeros(plan.history.shape, plan.history.dtype)
-    if (path / "history").is_dir():
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            options = {"amax": ocp.RestoreArgs(restore_type=np.ndarray)}  # its length may differ from the plan's
-            saved = reader.restore(path / "history", args=ocp.args.PyTreeRestore(restore_args=options))["amax"]
-        n = min(amax.shape[-1], saved.shape[-1])
-        amax[..., :n] = saved[..., :n]
-    return from_host(amax, plan.history.sharding)
-
-
-def _work_weights(master, plan: TrainState):
-    """Casts restored master weights to work weights; those in files are read one layer at a time."""
-    if not any(isinstance(x, InFile) for x in jax.tree.leaves(master)):
-        return jax.jit(lambda master: work_weights(master, plan), out_shardings=shardings(plan.weights))(master)
-    planned = plan.weights[OUTER]
-    outer = jax.jit(lambda x: cast(put(x, DEVICE), planned), out_shardings=shardings(planned))(master[OUTER])
-    (name,) = segment_names(master)  # `state_plan` refuses several
-    files, structure = jax.tree.flatten(master[name])
-    work = jax.jit(work_function(plan.weights[name], work_dtype(plan)))
-
-    def on_device(file: InFile, l: int) -> jax.Array:
-        return file.on_devices(file.read(l), DEVICE)
-
-    def layer(l: int):
-        return work(structure.unflatten([on_device(file, l) for file in files])), ()
-
-    stacks, _ = fill_layers(plan.weights[name], (), layer)
-    return {name: stacks, OUTER: outer}
-
-
-def restore_weights(path: Path, plan: dict) -> dict:
-    """Returns only the weights in a checkpoint, in the dtype and sharding of `plan`. Raises CheckpointError."""
-    meta = read_meta(path)
-    with readable(path):
-        weights = _load(path, {"master": plan}, meta, {})["master"]
-        _verify(meta, weights=weights)
-    return weights
-
-
-def _stored_moments(path: Path, moments, meta: dict[str, Any]):
-    """The plan of the moments with the scales of 8-bit blocks as they are stored, if these have another size.
-
-    Raises CheckpointError if another optimizer wrote the state, or if such scales are planned in a file.
-    """
-    found = _stored_shapes(path / "moments")
-    planned = {name_of(keys): tuple(x.shape) for keys, x in jax.tree_util.tree_leaves_with_path(moments)}
-    if found.keys() != planned.keys():
-        name = sorted(found.keys() ^ planned.keys())[0]
-        whose = "this run" if name in planned else "the checkpoint"
-        raise CheckpointError(
-            f"checkpoint {path}: expected the state of the same optimizer, got that of another one (only {whose} has "
-            f"{name}); set optimizer to the one it was written with, use {written_by(meta)} if it is that one, or "
-            "start anew (resume_from_checkpoint='no')"
-        )
-
-    def as_stored(keys, x):
-        name = name_of(keys)
-        length = 0 if name_of(keys[:1]) == OUTER else 1  # of a stack, which may be padded
-        if not name.endswith("_scale") or found[name][length:] == x.shape[length:]:
-            return x
-        if isinstance(x, InFile):
-            raise CheckpointError(
-                f"checkpoint {path}: expected {name} of shape {x.shape}, for the 8-bit blocks of shards of rows on "
-                f"this number of GPUs, got {found[name]}; use the sizes of the mesh as it was written with, or set "
-                "offload_optimizer=True"
-            )
-        rows = x.sharding.update(spec=jax.P(*x.sharding.spec[: len(x.shape) - 1]))  # no shard has a part of a row
-        return jax.ShapeDtypeStruct((*x.shape[:length], *found[name][length:]), x.dtype, sharding=rows)
-
-    return jax.tree_util.tree_map_with_path(as_stored, moments)
-
-
-def _reblocked(moments, planned):
-    """The moments in 8-bit blocks of the planned sizes."""
-
-    def is_state(x) -> bool:
-        return isinstance(x, Moments8bit)
-
-    def one(old, plan):
-        if not is_state(old) or old.m_scale.shape == plan.m_scale.shape:
-            return old
-        blocks = plan.m_scale.shape[-1]
-        new = jax.jit(lambda old: cast(reblocked(put(old, DEVICE), blocks), plan))(old)
-        return jax.device_put(new, shardings(plan))
-
-    return jax.tree.map(one, moments, planned, is_leaf=is_state)
+        return Translate(message)
 
 
 def _apart(tree):
@@ -329,68 +137,6 @@ def _apart(tree):
 
 def _in_host(x) -> bool:
     return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST.memory_kind
-
-
-def _stored_shapes(item: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of an item's arrays by name."""
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        metadata: Any = reader.metadata(item)
-    leaves = jax.tree_util.tree_leaves_with_path(metadata.item_metadata.tree)
-    return {name_of(keys): tuple(x.shape) for keys, x in leaves if hasattr(x, "shape")}
-
-
-def _restore_args(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]):
-    """Returns orbax's options to read an item as planned: stacks of as many layers may differ in their padding.
-
-    layers: of the plan, see `restore`. Raises ValueError if the numbers of layers differ.
-    """
-    stored = _stored_shapes(item)
-
-    def one(keys, x, option):
-        if x is ... or name_of(keys[:1]) == OUTER:
-            return option
-        section, shape = name_of(keys[:1]), stored[name_of(keys)]
-        there, here = meta.get("layers", {}).get(section, shape[0]), layers.get(section, x.shape[0])
-        if there != here:
-            raise ValueError(f"{name_of(keys)}: expected {here} layers, got {there}")
-        return dataclasses.replace(option, strict=shape[0] == x.shape[0] or shape[1:] != x.shape[1:])
-
-    options = ocp.checkpoint_utils.construct_restore_args(plan)
-    return jax.tree_util.tree_map_with_path(one, plan, options)
-
-
-def _load(path: Path, items: dict, meta: dict[str, Any], layers: dict[str, int]) -> dict:
-    """Reads the items of a checkpoint as planned; a stack that is planned in a file is copied to it layer by layer.
-
-    layers: see `restore`.
-    """
-    loaded = {}
-    for name, plan in items.items():
-        in_memory = jax.tree.map(lambda x: ... if isinstance(x, InFile) else x, plan)
-        options = _restore_args(path / name, in_memory, meta, layers)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
-        leaves = [(name_of(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(plan)]
-        with ThreadPoolExecutor(THREADS) as pool:
-            loading = [pool.submit(_load_file, path / name, key, x) for key, x in leaves if isinstance(x, InFile)]
-            [one.result() for one in loading]
-        loaded[name] = jax.tree.map(lambda p, x: p if isinstance(p, InFile) else x, plan, arrays)
-    return loaded
-
-
-def _load_file(item: Path, name: str, file: InFile) -> None:
-    """Copies one stack of an item to its file, one chunk at a time, which may be several layers."""
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{item}", "path": f"{name}/"}}
-    array: Any = ts.open(spec, open=True, read=True).result()
-    if array.shape[0] < file.shape[0] or array.shape[1:] != file.shape[1:]:
-        raise ValueError(f"{item.name}/{name}: expected shape {file.shape}, got {array.shape}")
-    layers = array.chunk_layout.read_chunk.shape[0]
-    for start in range(0, file.shape[0], layers):
-        numbers = range(start, min(start + layers, file.shape[0]))
-        whole = array[numbers.start : numbers.stop].read().result() if file.parts is None else None
-        for l in numbers:
-            layer = array[l] if whole is None else whole[l - start]  # of array[l], only the parts are read
-            file.write(l, file.stored_of(layer).astype(file.dtype))
 
 
 def _item_handlers() -> dict[str, ocp.CheckpointHandler]:
@@ -431,12 +177,14 @@ class _FileHandler(type_handlers.NumpyHandler):
             arg=options,
         )
         array: Any = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
-        for l in range(file.shape[0]):
+        for l in range(file.shape[0]):  # and padding: readers of as many entries expect all chunks
+            if file.parts is not None and not file.parts[file.stage(l)]:
+                continue
             stored = file.read(l)
             if file.parts is None:
                 await array[l].write(stored)
                 continue
-            for part in file.parts.values():
+            for part in file.parts[file.stage(l)].values():
                 if part.first:
                     await array[l][part.index].write(stored[part.number])
 
@@ -455,7 +203,8 @@ def _by_layer(tree):
 
 def _shard_of(file: InFile) -> tuple[int, ...]:
     """The shape of the parts that a process writes of a stack in a file, with all layers."""
-    return (file.shape[0], *(file.shape[1:] if file.parts is None else file.stored_shape[1:]))
+    layer = file.shape[1:]
+    return (file.shape[0], *(layer if file.parts is None else file.layer_sharding(DEVICE).shard_shape(layer)))
 
 
 def room_to_copy(state: TrainState) -> bool:
@@ -483,76 +232,3 @@ def check_room(folder: Path, state: TrainState, what: str = "a checkpoint", more
 def bytes_on_disk(state: TrainState) -> int:
     """Bytes of the arrays in a checkpoint, before compression."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.master, state.moments)))
-
-
-def _verify(meta: dict[str, Any], **trees) -> None:
-    """Raises ValueError if the checksum of an array is not the saved one.
-
-    An array that was cast to another dtype has no saved checksum, so it is not compared.
-    """
-    sums, _ = checksums(**trees)
-    saved = meta["checksums"]
-    if bad := [name for name, value in sums.items() if saved.get(name, value) != value]:
-        others = f" and {len(bad) - 1} other arrays are" if len(bad) > 1 else " is"
-        raise ValueError(f"{bad[0]}{others} damaged: not the checksum it was written with")
-
-
-def _list_files(folder: Path) -> None:
-    """Writes `files.json`. Orbax calls this after all files are written and before it renames the folder.
-
-    With several processes, the first one does it; the others pass the next barrier after it.
-    """
-    if jax.process_index() != 0:
-        return
-    (unfinished,) = folder.glob("*.orbax-checkpoint-tmp")
-    files = {str(p.relative_to(unfinished)): _measure(p) for p in unfinished.glob("*/**/*") if p.is_file()}
-    (unfinished / FILES).write_text(json.dumps(files, indent=1))
-
-
-def _check_files(path: Path) -> None:
-    """Raises FileNotFoundError if a file is missing, ValueError if its size or its checksum (small files) changed."""
-    for name, written in json.loads((path / FILES).read_text()).items():
-        if (now := _measure(path / name)) != written:
-            sizes = f"{written['bytes']} bytes were written, {now['bytes']} are there"
-            raise ValueError(
-                f"{name} is damaged: {sizes if now['bytes'] != written['bytes'] else 'its content changed'}"
-            )
-
-
-def _measure(file: Path) -> dict[str, int]:
-    """Size of a file, and its CRC-32 if it is small."""
-    size = file.stat().st_size
-    return {"bytes": size} | ({"crc32": zlib.crc32(file.read_bytes())} if size <= SMALL else {})
-
-
-class _Translate:
-    """Context manager that turns any exception of the file libraries into a CheckpointError.
-
-    message: function of the reason, in one line, that returns the error message.
-    """
-
-    def __init__(self, message):
-        self.message = message
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, Exception) and not isinstance(error, CheckpointError | ConfigError | NvmeError):
-            raise CheckpointError(self.message(_reason(error))) from error
-
-
-def _reason(error: BaseException) -> str:
-    """Returns the first cause in one line. A long line keeps its start (the operation) and its end (the reason)."""
-    while error.__cause__:
-        error = error.__cause__
-    text = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
-    text = " ".join(re.sub(r"\[(tensorstore_spec|source locations).*", "", text, flags=re.DOTALL).split())
-    return text if len(text) <= 400 else f"{text[:150]} ... {text[-230:]}"
-
-
-def readable(path: Path) -> _Translate:
-    """Translates the errors of reading a checkpoint."""
-    others = [p for p in steps_in(path.parent) if p != path]
-    change = f"to continue from {others[-1]}, move it away" if others else "there is no other beside it"
-    return _Translate(lambda e: f"checkpoint {path} cannot be read ({e}); {change}")

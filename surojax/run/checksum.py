@@ -59,10 +59,8 @@ def _checksum_of_file(file: InFile) -> tuple[int, bool]:
     """Returns what `_checksum` returns, for a stack in a file; one layer at a time is on the devices."""
     total = 0
     finite = True
-    for l in range(file.shape[0]):
-        layer_total, layer_finite = jax.device_get(
-            _part_of_file(file.on_devices(file.read(l), DEVICE), np.uint32(l), file.shape)
-        )
+    for l in range(file.store.num_layers):
+        layer_total, layer_finite = jax.device_get(_part_of_file(file.on_every_stage(l), np.uint32(l), file.shape))
         total += int(layer_total)
         finite = finite and bool(layer_finite)
     return total % 2**32, finite

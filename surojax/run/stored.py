@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from surojax.run.checkpoint import read_meta, readable
+from surojax.run.on_disk import read_meta, readable
 
 PIECE = 1 << 22  # words of which the checksum is computed at a time
 

@@ -14,6 +14,10 @@ gradient to the accumulators. Two groups may be peeled off the loop: the first, 
 memory, and the last, in which push also sums over devices what the others leave local. The loops over layers are in
 passes.py, fetch in weights.py, save in residuals.py, push and finish in gradients.py, embedding and head in outer.py.
 
+The last layer's forward pass and its backward pass have only the head between them. If weights are gathered from shards
+in device memory and blocks are recomputed, that layer is not in the loops: it is fetched once, and its residuals are
+kept while the head computes (`passes.last_layer`). The same operations, so the same bits.
+
 A group has `microbatches_per_fetch` microbatches. A layer's weights are fetched once for all of them, and so are its
 accumulators if they are in host memory: fewer transfers, more residuals. Gradients are added in the same order with
 groups of any size, so results are the same to the bit, but for a head that is also the embedding: its matrix gets the
@@ -54,7 +58,7 @@ from surojax.models.model import Variant
 from surojax.numerics.fp8 import delayed_scales, extended, new_observed
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
-from surojax.parallel.context import own_tokens
+from surojax.parallel.context import of_each_chunk, own_tokens
 from surojax.parallel.tensor import own_part
 from surojax.placement.mesh import AXES, DATA, TOKENS
 from surojax.placement.param import OUTER
@@ -69,11 +73,11 @@ from surojax.step.gradients import (
 )
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.passes import BackwardCarry, Forward, Group, Microbatch, backward, forward, in_turn
+from surojax.step.passes import BackwardCarry, Forward, Group, Microbatch, backward, forward, in_turn, last_layer
 from surojax.step.residuals import Residuals, block_forward
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState
-from surojax.step.weights import Layer, Layers, fetch
+from surojax.step.weights import Layer, Layers, computes_last_layer_once, fetch
 
 __all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
 
@@ -211,9 +215,8 @@ def group(
 ) -> GroupCarry:
     """The carry after group g of microbatches: forward and backward. first, last: group of the step."""
     current = group_of(engine, step_inputs, g, first=first, last=last)
-    xs_BSD, passes = group_forward(engine, step_inputs, residuals, current, carry)
-    carry, dxs_BSD = group_heads(engine, step_inputs, current, carry, xs_BSD)
-    return group_backward(engine, step_inputs, residuals, current, carry, dxs_BSD, passes)
+    passes = group_forward(engine, step_inputs, residuals, current, carry)
+    return group_backward(engine, step_inputs, residuals, current, carry, passes)
 
 
 def first_group(
@@ -229,14 +232,13 @@ def first_group(
     if not updating:
         return group(engine, step_inputs, residuals, 0, carry, first=True, last=last), {}
     current = group_of(engine, step_inputs, 0, first=True, last=last)
-    xs_BSD, passes = group_forward(engine, step_inputs._replace(segments=updating), residuals, current, carry)
+    passes = group_forward(engine, step_inputs._replace(segments=updating), residuals, current, carry)
     updated = {name: passed.prefetched for name, passed in passes.items()}
     new_layers = layers_of(engine, {name: state.weights for name, state in updated.items()})
     for name, layers in new_layers.items():
         passes[name] = passes[name]._replace(prefetched=layers.first(reverse=True))
     step_inputs = step_inputs._replace(segments=new_layers)
-    carry, dxs_BSD = group_heads(engine, step_inputs, current, carry, xs_BSD)
-    return group_backward(engine, step_inputs, residuals, current, carry, dxs_BSD, passes), updated
+    return group_backward(engine, step_inputs, residuals, current, carry, passes), updated
 
 
 def group_of(engine: Engine, step_inputs: StepInputs, g: jax.Array | int, *, first: bool, last: bool) -> Group:
@@ -258,41 +260,58 @@ def group_forward(
     residuals: dict[str, Residuals],
     current: Group,
     carry: GroupCarry,
-) -> tuple[list[jax.Array], dict[str, Forward]]:
-    """(the last blocks' outputs for each microbatch, the forward pass of each segment)."""
+) -> dict[str, Forward]:
+    """The forward pass of each segment, without a last layer that is computed once."""
     xs_BSD = [embedded(engine, step_inputs.outer, each) for each in current.microbatches]
     passes: dict[str, Forward] = {}
     for name, layers in step_inputs.segments.items():
         prefetched = layers.turn(carry.prefetched[name], current.number, reverse=False)
         kept = [residuals[name].first(stack) for stack in carry.saved[name]]
-        passes[name] = forward(engine, layers, xs_BSD, prefetched, current.microbatches, residuals[name], kept)
+        passes[name] = forward(engine, layers, xs_BSD, prefetched, current, residuals[name], kept)
         xs_BSD = [each.x_BSD for each in passes[name].microbatches]
-    return xs_BSD, passes
+    return passes
 
 
 def group_heads(
-    engine: Engine, step_inputs: StepInputs, current: Group, carry: GroupCarry, xs_BSD: list[jax.Array]
-) -> tuple[GroupCarry, list[jax.Array]]:
-    """(the carry with losses and gradients of the head, d loss / dx for each microbatch)."""
-    total = carry.loss
-    d_outer = carry.grads.outer
-    finite = and_activations(carry.finite, xs_BSD)
-    dxs_BSD = []
-    for each, x_BSD in zip(current.microbatches, xs_BSD, strict=True):
-        loss, dx_BSD, d_outer = head(
-            engine.model,
-            step_inputs.outer,
-            d_outer,
-            x_BSD,
-            each.labels_BS,
-            step_inputs.scale,
-            chunks=engine.lmhead_chunks,
-            axes=engine.vocabulary_axes,
-            z_loss=engine.z_loss,
-        )
-        total += loss
-        dxs_BSD.append(dx_BSD)
-    return carry._replace(grads=carry.grads._replace(outer=d_outer), loss=total, finite=finite), dxs_BSD
+    engine: Engine, step_inputs: StepInputs, current: Group, carry: GroupCarry, passes: dict[str, Forward]
+) -> tuple[GroupCarry, BackwardCarry, dict[str, Forward]]:
+    """(the carry with losses, the carry of the backward pass, the forward passes) after the heads.
+
+    If the last layer is computed once, also after it. All gradients are in the second carry.
+    """
+    head_of = functools.partial(head_of_microbatch, engine, step_inputs)
+    name, layers = list(step_inputs.segments.items())[-1]
+    passed = passes[name]
+    done = BackwardCarry([], step_inputs.d_auxiliary, carry.grads, collectives.no_squares(), [], carry.observed)
+    if layers.last_once:
+        grads = begin_backward(layers.segment, done.grads, current.number, first=current.first)
+        done, passed, losses = last_layer(engine, layers, passed, done._replace(grads=grads), current, head_of)
+    else:
+        losses = []
+        dxs_BSD = []
+        d_outer = carry.grads.outer
+        for each, of_microbatch in zip(current.microbatches, passed.microbatches, strict=True):
+            loss, dx_BSD, d_outer = head_of(each, of_microbatch.x_BSD, d_outer)
+            losses.append(loss)
+            dxs_BSD.append(dx_BSD)
+        done = done._replace(dxs_BSD=dxs_BSD, grads=carry.grads._replace(outer=d_outer))
+    finite = and_activations(carry.finite, [of_microbatch.x_BSD for of_microbatch in passed.microbatches])
+    return carry._replace(loss=sum(losses, carry.loss), finite=finite), done, passes | {name: passed}
+
+
+def head_of_microbatch(engine: Engine, step_inputs: StepInputs, each: Microbatch, x_BSD: jax.Array, d_outer: dict):
+    """(loss, d loss / dx, gradients of the outer layers with those of the head)."""
+    return head(
+        engine.model,
+        step_inputs.outer,
+        d_outer,
+        x_BSD,
+        each.labels_BS,
+        step_inputs.scale,
+        chunks=engine.lmhead_chunks,
+        axes=engine.vocabulary_axes,
+        z_loss=engine.z_loss,
+    )
 
 
 def group_backward(
@@ -301,17 +320,16 @@ def group_backward(
     residuals: dict[str, Residuals],
     current: Group,
     carry: GroupCarry,
-    dxs_BSD: list[jax.Array],
     passes: dict[str, Forward],
 ) -> GroupCarry:
-    """The carry after the blocks of all segments in reverse, and the embedding's gradients."""
-    d_auxiliary = step_inputs.d_auxiliary
-    done = BackwardCarry(dxs_BSD, d_auxiliary, carry.grads, collectives.no_squares(), [], carry.observed)
+    """The carry after heads, the blocks of all segments in reverse, and the embedding's gradients."""
+    carry, done, passes = group_heads(engine, step_inputs, current, carry, passes)
     prefetched = {}
     for name, layers in reversed(step_inputs.segments.items()):
         early = layers.turn(passes[name].prefetched, current.number, reverse=True)
         kept = [each.kept for each in passes[name].microbatches]
-        done = done._replace(grads=begin_backward(layers.segment, done.grads, current.number, first=current.first))
+        if not layers.last_once:
+            done = done._replace(grads=begin_backward(layers.segment, done.grads, current.number, first=current.first))
         done, prefetched[name] = backward(engine, layers, done, early, current, residuals[name], kept)
     d_outer = done.grads.outer
     for each, dx_BSD in zip(current.microbatches, done.dxs_BSD, strict=True):
@@ -329,7 +347,12 @@ def group_backward(
 
 def layers_of(engine: Engine, weights) -> dict[str, Layers]:
     """The `Layers` of each segment. weights: by section."""
-    return {segment.name: Layers(engine, segment, weights[segment.name]) for segment in engine.model.segments}
+    last = engine.model.segments[-1]
+    once = computes_last_layer_once(engine)
+    return {
+        segment.name: Layers(engine, segment, weights[segment.name], last_once=once and segment is last)
+        for segment in engine.model.segments
+    }
 
 
 def embedded(engine: Engine, outer, each: Microbatch) -> jax.Array:
@@ -339,7 +362,12 @@ def embedded(engine: Engine, outer, each: Microbatch) -> jax.Array:
 
 def own_slice(engine: Engine, x_BS: jax.Array) -> jax.Array:
     """The columns of whole sequences whose activations are on this device."""
-    return own_part(own_tokens(x_BS, engine.model.compute.cp_method))
+    compute = engine.model.compute
+
+    def own_columns(x_BS: jax.Array) -> jax.Array:
+        return own_part(own_tokens(x_BS, compute.cp_method))
+
+    return of_each_chunk(own_columns, x_BS, compute.sequence_chunks)
 
 
 def recipe_inputs_of(engine: Engine, history, step, microbatches: int, scale: jax.Array) -> Callable:
@@ -372,8 +400,10 @@ def residuals_of_segments(engine: Engine, step_inputs: StepInputs) -> dict[str, 
     return {name: residuals_of(engine, layers, step_inputs.outer, each) for name, layers in segments}
 
 
-def residuals_of(engine: Engine, layers: Layers, outer, each: Microbatch) -> Residuals:
-    """The residuals of a segment's layers in a microbatch."""
+def residuals_of(
+    engine: Engine, layers: Layers, outer, each: Microbatch, variants: tuple[Variant, ...] = ()
+) -> Residuals:
+    """The residuals of a segment's layers in a microbatch. variants: that they may have; (): those that they have."""
     segment = layers.segment
 
     def of_variant(variant: Variant):
@@ -382,9 +412,11 @@ def residuals_of(engine: Engine, layers: Layers, outer, each: Microbatch) -> Res
         x_BSD = embedded(engine, outer, each)
         return block_forward(engine, segment, layer, x_BSD, each.recipe_inputs(layer.number), each.starts_BS)[1]
 
-    variants = dict.fromkeys(segment.variants)
-    saved = {variant: jax.eval_shape(functools.partial(of_variant, variant)) for variant in variants}
-    return Residuals(segment.num_layers, engine.table.residuals.home, saved)
+    saved = {
+        variant: jax.eval_shape(functools.partial(of_variant, variant))
+        for variant in variants or dict.fromkeys(segment.variants)
+    }
+    return Residuals(segment.num_layers - layers.last_once, engine.table.residuals.home, saved)
 
 
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array, starts_BS=None):

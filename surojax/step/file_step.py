@@ -2,10 +2,14 @@
 
 The step has one program for the gradients and one for the update of a layer. While the update of layer l runs, one
 thread prefetches layer l + 1 from the file and another thread writes layer l - 1 back.
+
+The stages of `pp` update a layer each at a time, in a round: layer l of every stage's stacks. The last rounds may have
+none of the last stage, whose padding there (step/padding.py) is zeros before and after.
 """
 
 import copy
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -17,11 +21,13 @@ from surojax.memory.nvme import InFile, store_of
 from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer
+from surojax.parallel import collectives
+from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.layout import batch_sharding, specs
+from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
-from surojax.step.engine import loss_and_gradients
 from surojax.step.metrics import metrics_of, plan_metrics
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
@@ -54,16 +60,23 @@ class FileStep:
     update_inputs: {"grads", "scalars", "l"}, the inputs that the update of each layer needs; l starts at 0.
 
     updates: one program for each of `host.parts` of the work weights: (work weights, stacks, layer, update_inputs) ->
-    (work weights, stacks, layer, l + 1). It runs `update.update_tensor` on layer l. `stacks` are the master weights and
-    moments in memory, updated in place; `layer` are those of layer l from the file, which are written back.
+    (work weights, stacks, layer, l + 1). It runs `update.update_tensor` on layer l of every stage. `stacks` are the
+    master weights and moments in memory, updated in place; `layer` are those of the round from the file, arrays
+    `[stages, ...]`, which are written back.
 
     Host memory has four layers of the file: a prefetched one, the current one before its update and after it, and one
     that is being written back. Layer 0 is prefetched while the gradients are computed. A layer's copies to and from the
     device do not overlap with those of the next layer; disks are slower than these copies.
     """
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh):
+    def __init__(
+        self, engine: Engine, optimizer: Optimizer, plan: TrainState, mesh: Mesh, loss_and_gradients: Callable
+    ):
+        """loss_and_gradients: of the engine, or of its stages."""
         self.engine = engine
+        self.loss_and_gradients = loss_and_gradients
+        self.stages = pipeline_stages(mesh)
+        self.rounds = layers_of_stage(engine.model.num_layers, self.stages)
         self.optimizer = optimizer
         self.plan = plan
         self.mesh = mesh
@@ -83,7 +96,6 @@ class FileStep:
     def __call__(self, state: TrainState, *batch):
         """Runs a step. Raises NvmeError if the file cannot be read or written; the state cannot be used after that."""
         step = int(jax.device_get(state.step)) + 1
-        num_layers = self.engine.model.num_layers
         old = self._section(state)
         stacks = self._pick(jax.tree.leaves((old.master, old.moments)), False)
         updated_weights = []
@@ -96,9 +108,9 @@ class FileStep:
             )
             self.store.begin_update(step)
             for update_layer, (weights, start, stop) in zip(self.updates, parts(old.weights), strict=True):
-                for l in range(start, stop):
+                for l in range(start // self.stages, stop // self.stages):
                     layer = prefetched.result()
-                    if l + 1 < num_layers:
+                    if l + 1 < self.rounds:
                         prefetched = reader.submit(self._read, l + 1)
                     weights, stacks, layer, update_inputs["l"] = update_layer(weights, stacks, layer, update_inputs)
                     if on_virtual_devices:  # several programs with collectives in flight can block each other
@@ -125,7 +137,7 @@ class FileStep:
         weight_parts = parts(layers.weights)
         for update, part in zip(self.updates, weight_parts, strict=True):
             other_weights = [other.stack for other in weight_parts if other.start != part.start]
-            times = part.stop - part.start
+            times = (part.stop - part.start) // self.stages
             found.append(Program(update, self._arguments(part), times, (not_layers, other_weights), layers_read=2))
         return found
 
@@ -147,14 +159,24 @@ class FileStep:
         step.gradients, *step.updates = programs
         return step
 
+    def _numbers(self, l: int) -> list[int]:
+        """The numbers in the model of layer l of every stage, without those that this process's file does not have."""
+        return [number for number in range(l, self.stages * self.rounds, self.rounds) if number in self.store.records]
+
     def _read(self, l: int) -> list[jax.Array]:
-        """Reads layer l from the file into pinned host memory."""
-        layer = self.store.read(l, self.files)
-        return [file.on_devices(x, HOST) for file, x in zip(self.files, layer, strict=True)]
+        """Reads layer l of every stage from the file into pinned host memory."""
+        layers = {number: self.store.read(number, self.files) for number in self._numbers(l)}
+        return [
+            file.on_devices({number: stored[i] for number, stored in layers.items()}, HOST)
+            for i, file in enumerate(self.files)
+        ]
 
     def _write(self, l: int, layer: list[jax.Array]) -> None:
-        """Writes layer l to the file."""
-        self.store.write(l, self.files, [file.from_devices(x) for file, x in zip(self.files, layer, strict=True)])
+        """Writes layer l of every stage to the file."""
+        numbers = self._numbers(l)
+        of_files = [file.from_devices(x, numbers) for file, x in zip(self.files, layer, strict=True)]
+        for i, number in enumerate(numbers):
+            self.store.write(number, self.files, [stored[i] for stored in of_files])
 
     def _pick(self, leaves, in_file: bool) -> list:
         """The leaves of (master, moments) that are in the file, or the leaves that are not."""
@@ -174,7 +196,7 @@ class FileStep:
 
         def per_device(outer, step, history, blocks, *batch):
             weights = {self.segment.name: blocks, OUTER: outer.weights}
-            found = loss_and_gradients(engine, weights, *batch, history=history, step=step)
+            found = self.loss_and_gradients(engine, weights, *batch, history=history, step=step)
             scalars = optim.scalars(self.optimizer, step, found.norm)
             metrics = metrics_of(found, scalars["lr"])
             outer = update_outer(engine, self.optimizer, outer, found.grads, scalars)
@@ -194,7 +216,7 @@ class FileStep:
 
         def per_device(weights, stacks, layer, update_inputs):
             l = update_inputs["l"]
-            old = self._merge(read(stacks, l), put(layer, DEVICE))
+            old = self._merge(read(stacks, l), [x[0] for x in put(layer, DEVICE)])
             # The barrier ends the reads before the writes begin, as in host.sweep.
             (master, moments), grads = materialised((old, read(update_inputs["grads"], l)))
             state = TensorState(weights, master, moments)
@@ -207,13 +229,14 @@ class FileStep:
                     update_inputs["scalars"],
                     tensor.state.weights,
                     (tensor.state.master, tensor.state.moments),
-                    (tensor.grad, l),
+                    (tensor.grad, collectives.first_layer(self.rounds) + l),
                 )
                 done.append(TensorState(work, *new))
             work, *new = materialised(tuple(as_trees(done, state)))
             new = jax.tree.leaves(new)
             stacks = write(stacks, self._pick(new, False), l)
-            return write(weights, work, l - part.start), stacks, put(self._pick(new, True), HOST), l + 1
+            layer = put([x[None] for x in self._pick(new, True)], HOST)
+            return write(weights, work, l - part.start // self.stages), stacks, layer, l + 1
 
         arguments = self._arguments(part)
         in_specs = specs_of(arguments)
@@ -223,7 +246,10 @@ class FileStep:
 
     def _arguments(self, part: Part) -> tuple:
         """The planned arguments of the update of this part: `jax.ShapeDtypeStruct`s."""
-        layer = [jax.ShapeDtypeStruct(f.shape[1:], f.dtype, sharding=f.layer_sharding(HOST)) for f in self.files]
+        layer = [
+            jax.ShapeDtypeStruct((self.stages, *f.shape[1:]), f.dtype, sharding=f.round_sharding(HOST))
+            for f in self.files
+        ]
         stacks = self._pick(jax.tree.leaves(self._section(self.plan)[1:]), False)
         return part.stack, stacks, layer, self.update_inputs
 

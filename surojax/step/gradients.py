@@ -123,6 +123,14 @@ def read_accumulator(segment: Segment, grads: Accumulators, l: jax.Array, *, fir
     return grads.with_layers(segment.name, stack=stack), old
 
 
+def read_last_accumulator(segment: Segment, grads: Accumulators, *, first: bool):
+    """The sums of a segment's last layer to add gradients to, after `begin_backward`. first: see `read_accumulator`."""
+    sums = grads.layers[segment.name]
+    if sums.deferred is None:
+        return read(sums.stack, segment.num_layers - 1)
+    return jax.tree.map(jnp.zeros_like, sums.deferred) if first else sums.deferred
+
+
 def accumulate(engine: Engine, segment: Segment, sums, dw):
     """A layer's sums plus its gradients in a microbatch, which are reduce-scattered if accumulators are sharded."""
     table = engine.table
@@ -196,6 +204,11 @@ def peels_last_group(engine: Engine) -> bool:
     table = engine.table
     in_shards = table.grads.sharded and table.outer.sharded
     return bool(collectives.active(REPLICATE) or (collectives.active(*SHARDS) and not in_shards))
+
+
+def leaves_sums_local(engine: Engine) -> bool:
+    """Whether layers' sums are still local to a device when all microbatches are done, until `push` adds them up."""
+    return bool(replicated_stacks(engine) or collectives.active(REPLICATE))
 
 
 def sums_in_place(engine: Engine) -> bool:

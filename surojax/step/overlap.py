@@ -37,7 +37,14 @@ from surojax.step.metrics import metrics_of, plan_metrics
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
 from surojax.step.update import as_trees, tensors, update, update_outer, update_tensor
-from surojax.step.weights import Layer, all_gather_weights, comes_in_pairs, hides_transfers, in_gather_format
+from surojax.step.weights import (
+    Layer,
+    all_gather_weights,
+    comes_in_pairs,
+    computes_last_layer_once,
+    hides_transfers,
+    in_gather_format,
+)
 
 
 class Pending(NamedTuple):
@@ -67,11 +74,19 @@ class InFlight(NamedTuple):
 class UpdatingLayers:
     """A segment's layers, updated one after another in the loop of a forward pass; in place of `weights.Layers`.
 
-    state, grads: of the segment, before the update.
+    state, grads: of the segment, before the update. last_once: the last layer is updated, but is not in the loop.
     """
 
     def __init__(
-        self, engine: Engine, optimizer: Optimizer, segment: Segment, state: TensorState, grads, scalars: Scalars
+        self,
+        engine: Engine,
+        optimizer: Optimizer,
+        segment: Segment,
+        state: TensorState,
+        grads,
+        scalars: Scalars,
+        *,
+        last_once: bool = False,
     ):
         self.engine = engine
         self.optimizer = optimizer
@@ -79,16 +94,17 @@ class UpdatingLayers:
         self.state = state
         self.grads = grads
         self.scalars = scalars
+        self.last_once = last_once
         self.tensors = tensors(engine, segment.name, state, grads)
 
     def turn(self, prefetched, group, *, reverse: bool):
         """What is prefetched before the pass: nothing. `loop` begins with copies of its first two layers."""
 
-    def loop(self, function: Callable, carry, prefetched: None, *, tokens: int = 0):
+    def loop(self, function: Callable, carry, prefetched: None, *, tokens: int = 0, counter: jax.Array | int = 0):
         """(carry, the new state) after (carry, prefetched) = function(Layer, prefetched, carry) for every layer.
 
         Within the loop, `prefetched` are the next layer's weights, in a tuple as in `Layers.loop`. tokens: see there;
-        they decide the order of transfers.
+        they decide the order of transfers. counter: of the loop around, which there is none of.
         """
         in_order = hides_transfers(tokens)
         state = (self.state.master, self.state.moments)
@@ -110,7 +126,8 @@ class UpdatingLayers:
 
         in_order: a layer of the state is written before another one is read.
         """
-        variants = self.segment.variants[layers.start : layers.stop]
+        once = self.last_once and layers.stop == self.segment.num_layers
+        variants = self.segment.variants[layers.start : layers.stop - once]
         updated = self._update(self._read(state, layers.start), layers.start)
         flight = InFlight(work, state, updated, self._read(state, layers.start + 1))
 
@@ -131,16 +148,21 @@ class UpdatingLayers:
                 after = (old, read(self.grads, l + 2))
             flight = InFlight(work, state, following, after)
             number = l + self.segment.start if self.segment.start else l
-            gathered = (self._gathered(following, variants[0]),)
+            gathered = (self._gathered(following, variant),)
             carry, (gathered,) = function(Layer(l, number, variant, weights), gathered, carry)
             return carry, gathered, flight
 
         # Two layers in the body of a loop, as in `host.sweep`.
-        period = 2 if comes_in_pairs(len(layers), period) else period
-        carried = carry, self._gathered(updated, variants[0]), flight
+        period = 2 if comes_in_pairs(len(variants), period) else period
+        carried = carry, self._gathered(updated, self.segment.variants[layers.start]), flight
         carry, _, flight = loop_over(variants, period, one, carried)
         # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
         work, state = jax.lax.optimization_barrier((flight.work, flight.state))
+        if once:
+            last = layers.stop - 1
+            work = write(work, flight.updated.weights, last - begin)
+            state = write(state, (flight.updated.master, flight.updated.moments), last)
+            work, state = jax.lax.optimization_barrier((work, state))
         return carry, work, state
 
     def _read(self, state: tuple, l) -> tuple:
@@ -249,7 +271,13 @@ class OverlappedStep:
             outer = update_outer(engine, optimizer, section(state, OUTER), grads, scalars)
             updating = {
                 segment.name: UpdatingLayers(
-                    engine, optimizer, segment, section(state, segment.name), grads[segment.name], scalars
+                    engine,
+                    optimizer,
+                    segment,
+                    section(state, segment.name),
+                    grads[segment.name],
+                    scalars,
+                    last_once=computes_last_layer_once(engine) and segment is engine.model.segments[-1],
                 )
                 for segment in engine.model.segments
             }

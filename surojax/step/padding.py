@@ -18,31 +18,40 @@ from surojax.models.model import Segment
 
 
 class Inputs(NamedTuple):
-    """`recipe_inputs` of a padded segment's block: whether the entry is a layer, bool [], and those of the layer."""
+    """`recipe_inputs` of a padded segment's block: whether it computes, bool [], and those of the layer.
 
-    is_layer: jax.Array
+    It computes if the entry is a layer and the stage has a microbatch.
+    """
+
+    computes: jax.Array
     of_layer: Any
 
 
-def padded(segment: Segment) -> Segment:
-    """The segment with blocks that take `Inputs`, and that change nothing if these say that the entry is no layer."""
+def padded(segment: Segment, *, idles: bool = False) -> Segment:
+    """The segment with blocks that take `Inputs`, and that change nothing if these say that they do not compute.
 
-    def kept_if(is_layer: jax.Array, new, old):
-        return jax.tree.map(lambda new, old: jnp.where(is_layer, new, old), new, old)
+    idles: a layer does not compute either if its stage has no microbatch. Its residuals are then undefined, so zeros
+    take the place of its gradients, instead of following from zeros that are differentiated.
+    """
+
+    def kept_if(computes: jax.Array, new, old):
+        return jax.tree.map(lambda new, old: jnp.where(computes, new, old), new, old)
 
     def block(w, x_BSD, inputs: Inputs, variant, starts=None):
         y_BSD, auxiliary = segment.block(w, x_BSD, inputs.of_layer, variant, starts)
-        return kept_if(inputs.is_layer, y_BSD, x_BSD), auxiliary
+        return kept_if(inputs.computes, y_BSD, x_BSD), auxiliary
 
     def block_forward(w, x_BSD, inputs: Inputs, variant, starts=None):
         (y_BSD, auxiliary), saved = segment.block_forward(w, x_BSD, inputs.of_layer, variant, starts)
-        return (kept_if(inputs.is_layer, y_BSD, x_BSD), auxiliary), saved
+        return (kept_if(inputs.computes, y_BSD, x_BSD), auxiliary), saved
 
     def block_backward(w, saved, d_result, inputs: Inputs, variant, starts=None):
         dy_BSD, d_auxiliary = d_result
-        of_layer = kept_if(inputs.is_layer, dy_BSD, jnp.zeros_like(dy_BSD)), d_auxiliary
+        of_layer = kept_if(inputs.computes, dy_BSD, jnp.zeros_like(dy_BSD)), d_auxiliary
         dw, dx_BSD, observed = segment.block_backward(w, saved, of_layer, inputs.of_layer, variant, starts)
-        return dw, kept_if(inputs.is_layer, dx_BSD, dy_BSD), observed
+        if idles:
+            dw, observed = kept_if(inputs.computes, (dw, observed), jax.tree.map(jnp.zeros_like, (dw, observed)))
+        return dw, kept_if(inputs.computes, dx_BSD, dy_BSD), observed
 
     return dataclasses.replace(segment, block=block, block_forward=block_forward, block_backward=block_backward)
 

@@ -12,10 +12,10 @@
 
 What all stages do together has collectives over `pp` (parallel/pipeline.py), and every stage takes part. What a stage
 does by itself has none over `pp`: the gradients and weights that it communicates over `dp_shard`, `dp_replicate` and
-`tp` are those of its own layers, and all devices of these axes are in the same stage.
+`tp` are those of its own layers (stage_layers.py).
 
 Whether something happens in a tick is read from the schedule's tables (parallel/schedule.py). It happens in a loop of
-one round or none (`when_any`): a loop updates its carry in place, the branches of a conditional may copy it.
+one round or none (`when_any`).
 
 Residuals are those of the microbatches in flight, microbatch a in slot a modulo their number. A layer's weights are
 fetched for each microbatch. Each pass ends by prefetching one layer more than it needs, since the next pass may go
@@ -26,30 +26,20 @@ Arrays are one device's part. Shape suffixes: A microbatches, B local batch, S s
 part of it, if it is tensor parallel), D hidden size.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from surojax.errors import ConfigError
-from surojax.memory.host import allocate, read, write
+from surojax.memory.host import allocate, exchange_in_halves, read, write
 from surojax.models.model import Model, Segment
 from surojax.numerics.fp8 import extended, new_observed
 from surojax.parallel import collectives, pipeline
 from surojax.parallel.collectives import Squares, varying
 from surojax.parallel.pipeline import collect, own_part, spread
-from surojax.parallel.schedule import (
-    NONE,
-    SCHEDULES,
-    Schedule,
-    check_kinds,
-    check_stages,
-    layers_of_stage,
-    stacked_layers,
-)
+from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, stacked_layers
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.step.engine import Gradients, count, own_slice, recipe_inputs_of, residuals_of
@@ -57,17 +47,18 @@ from surojax.step.gradients import (
     Accumulators,
     accumulators,
     add,
-    begin_backward,
     finish,
+    leaves_sums_local,
     push,
     read_accumulator,
+    sums_in_place,
 )
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.padding import Inputs, padded
 from surojax.step.passes import BackwardCarry, Group, Microbatch, backward, forward
 from surojax.step.residuals import Slot
 from surojax.step.spec import Engine
+from surojax.step.stage_layers import StageLayers, first_layer, inputs_of_stage, stage_engine, when_any
 from surojax.step.weights import Layer, Layers
 
 
@@ -90,53 +81,27 @@ class TickCarry(NamedTuple):
     finite: Finite | None
 
 
-def of_stage(model: Model, stages: int) -> Model:
-    """The model that one stage computes, without embedding and head: as many layers of every kind, in the same order.
-
-    Raises ConfigError if stages would differ in more than the weights of their layers, or if blocks have a loss.
-    """
-    check_stages(model.num_layers, stages)
-    segment, *others = model.segments
-    if others or segment.has_auxiliary_loss:
-        names = ", ".join(segment.name for segment in model.segments)
-        raise ConfigError(
-            f"pp_size: expected 1 for several kinds of layers or an auxiliary loss ({names}), for which more is not "
-            f"built yet, got {stages}; leave it out"
-        )
-    check_kinds(segment.variants, stages)
-    layers = layers_of_stage(model.num_layers, stages)
-    segment = dataclasses.replace(segment, variants=segment.variants[:layers])
-    is_padded = stages * layers > model.num_layers
-    return dataclasses.replace(model, segments=(padded(segment) if is_padded else segment,))
-
-
-def stage_engine(engine: Engine) -> Engine:
-    """The engine of one stage."""
-    return dataclasses.replace(engine, model=of_stage(engine.model, pipeline.stage()[1]))
-
-
-def first_layer(engine: Engine) -> jax.Array | int:
-    """The number in the model of this stage's first layer. engine: of one stage."""
-    return collectives.first_layer(engine.model.num_layers)
-
-
-def inputs_of_stage(model: Model, number: Any, recipe_inputs):
-    """What the block of an entry of the stacks of all stages, with this number, takes as its `recipe_inputs`."""
-    stages = pipeline.stage()[1]
-    is_padded = stacked_layers(model.num_layers, stages) > model.num_layers
-    return Inputs(number < model.num_layers, recipe_inputs) if is_padded else recipe_inputs
-
-
 class Stage:
     """One stage's part of a step, and its part of what all stages do together; see the module's docstring.
 
     Methods take the number of a microbatch, which is the same on all stages for what they do together.
     """
 
-    def __init__(self, engine: Engine, weights, batch, schedule: Schedule, scale: jax.Array, recipe_inputs: Callable):
-        """engine: of one stage. batch: inputs, labels and starts `[A, B, S]`. scale: of the loss in the gradient.
+    def __init__(
+        self,
+        model: Model,
+        engine: Engine,
+        weights,
+        batch,
+        schedule: Schedule,
+        scale: jax.Array,
+        recipe_inputs: Callable,
+    ):
+        """model: whole. engine: of one stage. batch: inputs, labels and starts `[A, B, S]`. scale: of the loss in the
+        gradient.
 
-        recipe_inputs: a function (microbatch, number of an entry in the stage's stacks).
+        recipe_inputs: a function (microbatch, computes, number of an entry in the stage's stacks); computes: see
+        `StageLayers.when_any`.
         """
         (self.segment,) = engine.model.segments
         self.engine = engine
@@ -146,9 +111,11 @@ class Stage:
         self.recipe_inputs = recipe_inputs
         self.number, self.stages = pipeline.stage()
         self.outer = varying(weights[OUTER])
-        self.layers = Layers(engine, self.segment, weights[self.segment.name])
-        self.residuals = residuals_of(engine, self.layers, self.outer, self.microbatch(0))
+        self.layers = StageLayers(model, engine, weights[self.segment.name])
+        of_first = self.layers.of_patterns[0]
+        self.residuals = residuals_of(engine, of_first, self.outer, self.microbatch(0), self.layers.variants)
         self.entries = self.segment.num_layers + self.residuals.home.streamed  # of a slot
+        self.unused = 1 + self.residuals.home.streamed  # entries for the residuals of no microbatch
         self.slots = int(schedule.in_flight.max())
         self.head_slots = int(schedule.in_flight[-1])
 
@@ -160,29 +127,34 @@ class Stage:
         batch, length, width = x.shape
         x_BSD = varying(jnp.zeros(x.shape, x.dtype), AXES)
         from_head = varying(jnp.zeros((self.head_slots, batch, length // self.stages, width), x.dtype), AXES)
-        saved = allocate(self.residuals.zeros(self.slots * self.entries), engine.table.residuals.home)
+        entries = self.slots * self.entries + self.layers.in_lockstep * self.unused
+        saved = allocate(self.residuals.zeros(entries), engine.table.residuals.home)
         grads = zeros_in_host_memory(self.segment, accumulators(engine, weights))
         observed = None if history is None else new_observed(history[: self.segment.num_layers])
         loss = varying(jnp.float32(0), AXES)
         return TickCarry(x_BSD, x_BSD, from_head, saved, grads, loss, varying(observed, AXES), all_finite(engine))
 
-    def microbatch(self, a) -> Microbatch:
+    def microbatch(self, a, computes: jax.Array | bool = True) -> Microbatch:
         inputs_BS, labels_BS, starts_BS = read(self.batch, a)
         own = functools.partial(own_slice, self.engine)
-        return Microbatch(own(inputs_BS), own(labels_BS), starts_BS, functools.partial(self.recipe_inputs, a))
+        return Microbatch(own(inputs_BS), own(labels_BS), starts_BS, functools.partial(self.recipe_inputs, a, computes))
 
-    def slot(self, a) -> Slot:
+    def slot(self, a, computes: jax.Array | bool) -> Slot:
         begin = a % self.slots * self.entries
-        return Slot(self.residuals, begin + self.entries - self.segment.num_layers)
+        step = 1
+        if self.layers.in_lockstep:
+            begin = jnp.where(computes, begin, self.slots * self.entries)
+            step = jnp.where(computes, 1, 0)
+        return Slot(self.residuals, begin + self.entries - self.segment.num_layers, step)
 
     def tick(self, t, carry: TickCarry) -> TickCarry:
         """The carry after one tick of the schedule."""
         forwards, backwards = (jnp.asarray(table)[t] for table in (self.schedule.forward, self.schedule.backward))
         carry = when_any(forwards[0], self.embed, carry)
-        carry = when_any(forwards[self.number], self.forward, carry)
+        carry = self.layers.when_any(forwards, self.forward, carry)
         carry = when_any(forwards[-1], self.head, carry)
         carry = when_any(backwards[-1], self.from_head, carry)
-        carry = when_any(backwards[self.number], self.backward, carry)
+        carry = self.layers.when_any(backwards, self.backward, carry)
         carry = when_any(backwards[0], self.push_embed, carry)
         carry = when_any(jnp.max(forwards), self.send_forward, carry)
         return when_any(jnp.max(backwards), self.send_backward, carry)
@@ -194,14 +166,15 @@ class Stage:
         x_BSD = collect(x_BsD)
         return carry._replace(x_BSD=jnp.where(self.number == 0, x_BSD, carry.x_BSD))
 
-    def forward(self, a, carry: TickCarry) -> TickCarry:
-        """This stage: its layers forward."""
+    def forward(self, layers: Layers, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
+        """This stage: its layers forward. computes: see `StageLayers.when_any`."""
         kept = self.residuals.first(carry.saved)
-        early = self.layers.first()
-        slot = self.slot(a)
-        passed = forward(self.engine, self.layers, [carry.x_BSD], early, [self.microbatch(a)], slot, [kept])
+        early = self.layers.early(layers)
+        slot = self.slot(a, computes)
+        group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
+        passed = forward(self.engine, layers, [carry.x_BSD], early, group, slot, [kept])
         (done,) = passed.microbatches
-        finite = and_activations(carry.finite, [done.x_BSD])
+        finite = self.if_computed(computes, and_activations(carry.finite, [done.x_BSD]), carry.finite)
         return carry._replace(x_BSD=done.x_BSD, saved=slot.end_forward(done.kept), finite=finite)
 
     def head(self, a, carry: TickCarry) -> TickCarry:
@@ -226,17 +199,21 @@ class Stage:
         dx_BSD = collect(read(carry.from_head, a % self.head_slots))
         return carry._replace(dx_BSD=jnp.where(self.number == self.stages - 1, dx_BSD, carry.dx_BSD))
 
-    def backward(self, a, carry: TickCarry) -> TickCarry:
+    def backward(self, layers: Layers, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
         """This stage: its layers backward, from the residuals in the microbatch's slot."""
-        group = Group(a, [self.microbatch(a)], first=False, last=False)
-        slot = self.slot(a)
+        group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
+        slot = self.slot(a, computes)
         kept = slot.begin_backward(carry.saved)
-        early = self.layers.first(reverse=True)
-        grads = begin_backward(self.segment, carry.grads, a, first=False)
+        early = self.layers.early(layers, reverse=True)
+        grads = begin_backward(self.segment, carry.grads)
         before = BackwardCarry([carry.dx_BSD], None, grads, collectives.no_squares(), [], carry.observed)
-        done, _ = backward(self.engine, self.layers, before, early, group, slot, [kept])
-        finite = and_gradients(carry.finite, done.dxs_BSD)
+        done, _ = backward(self.engine, layers, before, early, group, slot, [kept])
+        finite = self.if_computed(computes, and_gradients(carry.finite, done.dxs_BSD), carry.finite)
         return carry._replace(dx_BSD=done.dxs_BSD[0], grads=done.grads, observed=done.observed, finite=finite)
+
+    def if_computed(self, computes: jax.Array | bool, new: Finite | None, old: Finite | None) -> Finite | None:
+        """`new` if this stage has a microbatch, else `old`."""
+        return jax.tree.map(lambda x, y: jnp.where(computes, x, y), new, old) if self.layers.in_lockstep else new
 
     def push_embed(self, a, carry: TickCarry) -> TickCarry:
         """All stages: the embedding's gradient from dx of stage 0."""
@@ -258,6 +235,12 @@ class Stage:
         """(accumulators, their Squares) after the sums of every layer that are still local are summed over devices."""
         segment = self.segment
         last = segment.num_layers - 1
+        sums = grads.layers[segment.name]
+        if sums.deferred is not None:  # the backward pass ends with layer 0
+            stack = write(sums.stack, sums.deferred, 0)
+            grads = grads.with_layers(segment.name, stack=stack, deferred=read(stack, last))
+        if not leaves_sums_local(self.engine):
+            return self.squares(grads)
 
         def push_layer(i, carry):
             grads, squares = carry
@@ -266,8 +249,32 @@ class Stage:
             grads, of_layer = push(self.engine, segment, grads, sums, layer, last=True)
             return grads, add(squares, of_layer)
 
-        grads = begin_backward(segment, grads, 0, first=False)
         return jax.lax.fori_loop(0, segment.num_layers, push_layer, (grads, collectives.no_squares()))
+
+    def squares(self, grads: Accumulators) -> tuple[Accumulators, Squares]:
+        """(accumulators in which no layer is deferred, their Squares); none of them if `finish` computes them."""
+        name = self.segment.name
+        stack = grads.layers[name].stack
+        grads = grads.with_layers(name, deferred=None)
+        if sums_in_place(self.engine):
+            return grads, collectives.no_squares()
+        last = self.segment.num_layers - 1
+        layouts = self.engine.layouts.master[name]
+
+        def of_layer(i, squares: Squares) -> Squares:
+            return add(squares, collectives.sum_of_squares(read(stack, last - i), layouts))
+
+        return grads, jax.lax.fori_loop(0, self.segment.num_layers, of_layer, collectives.no_squares())
+
+
+def begin_backward(segment: Segment, grads: Accumulators) -> Accumulators:
+    """`gradients.begin_backward` in a loop of one round or none."""
+    sums = grads.layers[segment.name]
+    last = segment.num_layers - 1
+    if sums.deferred is None or last == 0:
+        return grads
+    stack, of_last = exchange_in_halves(sums.stack, sums.deferred, 0, last)
+    return grads.with_layers(segment.name, stack=stack, deferred=of_last)
 
 
 def zeros_in_host_memory(segment: Segment, grads: Accumulators) -> Accumulators:
@@ -282,11 +289,6 @@ def zeros_in_host_memory(segment: Segment, grads: Accumulators) -> Accumulators:
     return grads.with_layers(segment.name, stack=jax.lax.fori_loop(0, segment.num_layers, layer, sums.stack))
 
 
-def when_any(a: jax.Array, function: Callable, carry: TickCarry) -> TickCarry:
-    """function(a, carry) if a is a microbatch, else carry. All devices of function's collectives have the same a."""
-    return jax.lax.fori_loop(0, (a != NONE).astype(jnp.int32), lambda _, carry: function(a, carry), carry)
-
-
 def loss_and_gradients(
     engine: Engine, weights, inputs_ABS: jax.Array, labels_ABS: jax.Array, starts_ABS=None, *, history=None, step=0
 ) -> Gradients:
@@ -298,11 +300,12 @@ def loss_and_gradients(
     of_model = recipe_inputs_of(engine, history, step, microbatches, scale)
     engine = stage_engine(engine)
 
-    def recipe_inputs(a, l):
+    def recipe_inputs(a, computes, l):
         number = first_layer(engine) + l
-        return inputs_of_stage(model, number, of_model(a, number))
+        return inputs_of_stage(model, number, of_model(a, number), computes)
 
-    stage = Stage(engine, weights, (inputs_ABS, labels_ABS, starts_ABS), schedule, scale, recipe_inputs)
+    batch = (inputs_ABS, labels_ABS, starts_ABS)
+    stage = Stage(model, engine, weights, batch, schedule, scale, recipe_inputs)
     done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first(weights, history))
     grads, squares = stage.push_all(done.grads)
     grads, norm = finish(engine, grads, squares)
@@ -327,22 +330,23 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
     model = engine.model
     engine = stage_engine(engine)
     (segment,) = engine.model.segments
-    number, stages = pipeline.stage()
+    _, stages = pipeline.stage()
     outer = varying(weights[OUTER])
     axes = engine.vocabulary_axes
-    layers = Layers(engine, segment, weights[segment.name])
+    layers = StageLayers(model, engine, weights[segment.name])
     starts_BS = varying(starts_BS, AXES)
     x_BsD = embed(outer, own_part(own_slice(engine, inputs_BS)), axes, model.embedding_scale)
 
-    def block(layer: Layer, prefetched, x_BSD):
-        inputs = inputs_of_stage(model, first_layer(engine) + layer.index, None)
-        return segment.block(layer.weights, x_BSD, inputs, layer.variant, starts_BS)[0], prefetched
+    def blocks(layers: Layers, _, computes, x_BSD):
+        def block(layer: Layer, prefetched, x_BSD):
+            inputs = inputs_of_stage(model, first_layer(engine) + layer.index, None, computes)
+            return segment.block(layer.weights, x_BSD, inputs, layer.variant, starts_BS)[0], prefetched
 
-    def blocks(_, x_BSD):
         return layers.loop(block, x_BSD, layers.first())[0]
 
     def of_stage(i, x_BSD):
-        x_BSD = jax.lax.fori_loop(0, (number == i).astype(jnp.int32), blocks, x_BSD)
+        turn = jnp.where(jnp.arange(stages) == i, 0, NONE)  # of one microbatch
+        x_BSD = layers.when_any(turn, blocks, x_BSD)
         return jax.lax.cond(i == stages - 1, lambda x: x, pipeline.to_next, x_BSD)
 
     x_BSD = jax.lax.fori_loop(0, stages, of_stage, varying(collect(x_BsD), AXES))

@@ -78,18 +78,20 @@ class Slot:
     layer writes and reads there.
     """
 
-    def __init__(self, residuals: Residuals, start: jax.Array):
-        """start: index of the first layer in the stacks."""
+    def __init__(self, residuals: Residuals, start: jax.Array, step: jax.Array | int = 1):
+        """start: index of the first layer in the stacks. step: from layer to layer; 0: all layers write to one entry,
+        which nothing needs."""
         self.residuals = residuals
         self.start = start
+        self.step = step
 
     def keep(self, kept: Kept, values, l) -> Kept:
         """See `Residuals.keep`."""
-        return self.residuals.keep(kept, values, self.start + l)
+        return self.residuals.keep(kept, values, self._entry(l))
 
     def take(self, kept: Kept, l, variant: Variant):
         """See `Residuals.take`."""
-        return self.residuals.take(kept, self.start + l, variant)
+        return self.residuals.take(kept, self._entry(l), variant)
 
     def begin_backward(self, stack: list[jax.Array]) -> Kept:
         """The residuals in the carry before the last layer, which the forward pass has left in the stacks."""
@@ -99,8 +101,12 @@ class Slot:
         """The stacks, with the last layer's residuals too."""
         return kept.stack if kept.deferred is None else write(kept.stack, kept.deferred, self._last())
 
+    def _entry(self, l) -> jax.Array:
+        """The index of layer l in the stacks."""
+        return self.start + l * self.step
+
     def _last(self) -> jax.Array:
-        return self.start + self.residuals.num_layers - 1
+        return self._entry(self.residuals.num_layers - 1)
 
 
 def block_forward(engine: Engine, segment: Segment, layer: Layer, x_BSD: jax.Array, recipe_inputs, starts_BS):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax.memory.host import joined, parts, put, read, write
+from surojax.memory.host import Part, joined, parts, put, read, write
 from surojax.memory.nvme import InFile, store_of
 from surojax.models.model import Model, Segment
 from surojax.numerics.base_formats import dequantise, is_coded
@@ -16,6 +16,7 @@ from surojax.numerics.quantize import work_copy
 from surojax.optim import optimizer as optim
 from surojax.parallel.feed import from_host
 from surojax.placement.home import DEVICE
+from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER, base, part_of, trainable, with_part
 from surojax.step import padding
 
@@ -111,16 +112,44 @@ def build_stacks(weights, others, layer: Callable):
     new, built = jax.tree.unflatten(structure, fill)
     layer_plan = (layer_of(parts(weights)[0].stack), layer_of(others))
     stacks = []
-    for part in parts(new):
+    for part, planned in zip(parts(new), parts(weights), strict=True):
+        number = numbers_of(planned, weights)
 
-        def one(l, carry, start=part.start):
+        def one(i, carry, start=part.start, number=number):
             stack, built = carry
+            l = number(i)
             work, other = cast(layer(l), layer_plan)
-            return write(stack, work, l - start), write(built, other, l)
+            return write(stack, work, i - start), write(built, other, l)
 
         stack, built = jax.lax.fori_loop(part.start, part.stop, one, (part.stack, built))
         stacks.append(stack)
     return joined(stacks), built
+
+
+def numbers_of(part: Part, weights) -> Callable:
+    """A function from the index of an entry of a planned part of all stages' work weights to its number in all stacks.
+
+    The index begins with part.start. In a stage, a part's layers follow those of the part before it; in the part, they
+    follow those of the stage before. weights: the plan of the segment's work weights.
+    """
+    stages = stages_of(part.stack)
+    entries = sum(other.stop - other.start for other in parts(weights)) // stages
+    begin = part.start // stages
+    layers = (part.stop - part.start) // stages
+    if stages == 1 or layers == entries:
+        return lambda i: i
+
+    def number(i):
+        stage, l = divmod(i - part.start, layers)
+        return stage * entries + begin + l
+
+    return number
+
+
+def stages_of(plan) -> int:
+    """The number of stages that planned stacks are divided over."""
+    sharding = jax.tree.leaves(plan)[0].sharding
+    return pipeline_stages(sharding.mesh) if isinstance(sharding, jax.NamedSharding) else 1
 
 
 def work_function(weights, dtype) -> Callable:
@@ -349,19 +378,22 @@ def fill_layers(weights, others, layer: Callable):
     built = zeros(planned)
     stacks = []
     for part in parts(weights):
+        number = numbers_of(part, weights)
 
-        def replace(stack, built, work, new, l, start=part.start):
-            return write(stack, work, l - start), write(built, new, l)
+        def replace(stack, built, work, new, i, l, start=part.start):
+            return write(stack, work, i - start), write(built, new, l)
 
         out_shardings = (shardings(part.stack), shardings(planned))
         replace = jax.jit(replace, donate_argnums=(0, 1), out_shardings=out_shardings)
         stack = zeros(part.stack)
-        for l in range(part.start, part.stop):
+        for i in range(part.start, part.stop):
+            l = number(i)
             work, new = layer(l)
             new = structure.flatten_up_to(new)
-            stack, built = jax.block_until_ready(replace(stack, built, work, pick(new, False), l))
+            stack, built = jax.block_until_ready(replace(stack, built, work, pick(new, False), i, l))
             for file, x in zip(files, pick(new, True), strict=True):
-                file.write(l, file.from_devices(jax.device_put(x, file.layer_sharding(DEVICE))))
+                if l in file.store.records:
+                    file.write(l, file.from_every_stage(l, jax.device_put(x, file.layer_sharding(DEVICE))))
         stacks.append(stack)
     remaining_built = iter(built)
     remaining_files = iter(files)

@@ -13,11 +13,11 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.memory.host import joined
-from surojax.memory.nvme import InFile, Store
+from surojax.memory.nvme import InFile, Store, own_layers
 from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, quantize
 from surojax.optim.optimizer import Optimizer, Rule
-from surojax.parallel.schedule import stacked_layers
+from surojax.parallel.schedule import layers_of_stage, stacked_layers
 from surojax.placement.home import DEVICE, Home
 from surojax.placement.layout import Layout, Layouts, stacked
 from surojax.placement.mesh import pipeline_stages
@@ -38,13 +38,17 @@ def state_plan(
     """A TrainState of `jax.ShapeDtypeStruct`s with shardings, for the `Param`s of a model.
 
     Stacks of layers whose home is nvme are `InFile`s of one store. The work weights of a segment are `host.Split`s if
-    some of its layers stay on the device. Stacks have padding if stages are not all full (step/padding.py). history:
+    some of its layers stay on the device: of each stage as many. Stacks have padding if stages are not all full
+    (step/padding.py). history:
     its shape, see `fp8.history_shape`; None if there is none. Raises ConfigError if `resident_layers` leaves no layer
     to stream, or if a model of several segments has a home of nvme.
     """
-    if table.weights.resident >= model.num_layers:
+    stages = pipeline_stages(mesh)
+    of_stage = layers_of_stage(model.num_layers, stages)
+    if table.weights.resident >= of_stage:
+        whose = " of a stage" if stages > 1 else ""
         raise ConfigError(
-            f"resident_layers: expected fewer than the {model.num_layers} layers, got {table.weights.resident}; "
+            f"resident_layers: expected fewer than the {of_stage} layers{whose}, got {table.weights.resident}; "
             "leave it out with offload_weights=False to keep all on the device"
         )
     in_file = table.master.home.in_file or table.moments.home.in_file
@@ -54,8 +58,7 @@ def state_plan(
             f"offload_optimizer, offload_master: expected true or false for a model of several kinds of layers "
             f"({names}), got 'nvme', whose file has records of equal size; set them to true"
         )
-    store = Store(table.master.folder, model.num_layers)
-    stages = pipeline_stages(mesh)
+    store = Store(table.master.folder, model.num_layers, own_layers(mesh, model.num_layers))
     entries = {segment.name: stacked_layers(segment.num_layers, stages) for segment in model.segments}
 
     def array(shape, dtype, spec: jax.P, home: Home) -> jax.ShapeDtypeStruct:
@@ -104,9 +107,9 @@ def state_plan(
         )
 
     def work_stacks(segment: Segment):
-        """The planned work weights of a segment: of its resident layers, and of its streamed layers."""
+        """The planned work weights of a segment: of its resident layers, and of its streamed layers, of all stages."""
         layers = entries[segment.name]
-        resident = min(max(table.weights.resident - segment.start, 0), layers)
+        resident = stages * min(max(table.weights.resident - segment.start, 0), layers // stages)
 
         def of_layers(layers: int, home: Home | None):
             """Stacks of this many layers in this memory; None: in the memory that each layout names."""
@@ -178,7 +181,8 @@ def _state_shapes(rule: Rule, shape: tuple[int, ...], last_dim_shards: int):
 def bytes_per_device(plan, home: Home = DEVICE) -> int:
     """Bytes per device that a plan (any tree of ShapeDtypeStructs with shardings) takes in this memory.
 
-    For nvme it is an equal part of the file, which stores every tensor once, unsharded.
+    For nvme it is an equal part of the files, in which every tensor is once. With stages that are not all full it is
+    that of a device of a full one.
     """
     leaves = jax.tree.leaves(plan)
     if home.in_file:

@@ -39,7 +39,7 @@ def make_train_step(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh
     `FileStep`, which is called, lowered and compiled in the same way; and so is an `OverlappedStep`.
     """
     if store_of(plan) is not None:
-        return FileStep(engine, optimizer, plan, mesh)
+        return FileStep(engine, optimizer, plan, mesh, passes(mesh).loss_and_gradients)
     if engine.overlap_update:
         return OverlappedStep(engine, optimizer, plan, mesh, whole_model.loss_and_gradients)
 

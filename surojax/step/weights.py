@@ -31,6 +31,16 @@ def hides_transfers(tokens: int) -> bool:
     return tokens >= HIDING_TOKENS
 
 
+def computes_last_layer_once(engine: Engine) -> bool:
+    """True if the model's last layer is fetched and computed once, forward and backward (`passes.last_layer`).
+
+    Its weights, and all that its forward pass saves, are in device memory while the head computes. So weights that are
+    streamed from the host, which save memory, are left out.
+    """
+    weights = engine.table.weights
+    return engine.recompute_block and weights.sharded and not weights.home.streamed
+
+
 def fetch(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
     """The weights of layer l of a stack, as its products read them."""
     w = all_gather_weights(engine, segment, copy_in(engine, segment, stack, l, variant))
@@ -96,29 +106,37 @@ class Layer(NamedTuple):
     weights: Any
 
 
-def comes_in_pairs(n: int, period: int) -> bool:
-    """True if a loop over n layers may have two of them in its body.
+def comes_in_pairs(n: int, period: int, *, odd: bool = False) -> bool:
+    """True if a loop over n layers may have two of them in its body. odd: n may be odd.
 
-    What is left of an odd number would be unrolled, and its transfers kernels. Two layers without a loop crash XLA (jax
-    0.12).
+    What is left of an odd number is unrolled. Two layers without a loop crash XLA (jax 0.12).
     """
-    return period == 1 and n >= 4 and n % 2 == 0
+    return period == 1 and n >= 4 and (odd or n % 2 == 0)
 
 
 class Prefetch:
     """Fetches the weights of a run of layers early.
 
     A group of microbatches passes the positions 0 to 2n - 1: n layers forward, then backward; the positions after that
-    are the next one's forward pass. Weights that are stored in shards, or in host memory, are fetched one position
-    early; those that are stored in shards in host memory are copied in two positions early and gathered one position
-    early, so that neither waits.
+    are the next one's forward pass. A last layer that is computed once has the position n - 1 only, so 2n - 2 is the
+    last one.
+
+    Weights that are stored in shards, or in host memory, are fetched one position early; those that are stored in
+    shards in host memory are copied in two positions early and gathered one position early, so that neither waits.
     """
 
-    def __init__(self, engine: Engine, segment: Segment, part: Part, layers: range, period: int, *, stages: int):
-        """part: the stack that holds these layers; period: of their variants, see `model.runs`."""
+    def __init__(
+        self, engine: Engine, segment: Segment, part: Part, layers: range, period: int, *, stages: int, last_once: bool
+    ):
+        """part: the stack that holds these layers; period: of their variants, see `model.runs`.
+
+        last_once: see `Layers`.
+        """
         self.part = part
         self.layers = layers
         self.n = len(layers)
+        self.looped = layers[: self.n - last_once]
+        self.positions = 2 * self.n - last_once
         self.period = period
         self.stages = stages
         self.variants = segment.variants[layers.start : layers.stop]
@@ -130,8 +148,8 @@ class Prefetch:
 
     def copy_in(self, p):
         """The first stage of the fetch for position p."""
-        p %= 2 * self.n
-        return self._copy_in(self._in_part(jnp.minimum(p, 2 * self.n - 1 - p)))
+        p %= self.positions
+        return self._copy_in(self._in_part(jnp.minimum(p, self.positions - 1 - p)))
 
     def _in_part(self, l):
         """The index in the part's stack of the l-th of these layers."""
@@ -144,11 +162,24 @@ class Prefetch:
         """
         if self.on_device:
             return self.copy_in(p)
-        return self._copy_in(self._in_part(2 * self.n - 1 - p if reverse else p))
+        return self._copy_in(self._in_part(self.positions - 1 - p if reverse else p))
 
     def first(self, *, reverse: bool = False):
-        """The results of each stage that are prefetched before a pass begins, at position 0 or, if reverse, at n."""
-        return tuple(self._prefetched(i, self.n if reverse else 0) for i in range(self.stages))
+        """The results of each stage that are prefetched before the forward pass or, if reverse, before the next one.
+
+        That is the backward pass, or a last layer that is computed once.
+        """
+        p = len(self.looped) if reverse else 0
+        return tuple(self._prefetched(i, p) for i in range(self.stages))
+
+    def first_shards(self, *, reverse: bool):
+        """Shards in device memory of the first positions of a pass, if they rest in host memory: for `from_shards`."""
+        p = self.n if reverse else 0
+        return () if self.on_device else tuple(self.copy_in(p + i) for i in range(self.stages))
+
+    def from_shards(self, shards, *, reverse: bool):
+        """What `first` returns, from what `first_shards` has copied in."""
+        return (self.gather(shards[0]), *shards[1:]) if shards else self.first(reverse=reverse)
 
     def _prefetched(self, i: int, p: jax.Array | int):
         """The i-th of what is prefetched before position p: its weights, then the next position's shards."""
@@ -174,7 +205,7 @@ class Prefetch:
         their transfers overlap less (docs/LOG.md, 2026-11-22). So weights copied in from host memory come in pairs
         backward only, and all-gathered ones if the pass is long enough for them all the same.
         """
-        if self.stages != 1 or not comes_in_pairs(self.n, self.period):
+        if self.stages != 1 or not comes_in_pairs(len(self.looped), self.period, odd=self.on_device):
             return self.period
         in_pairs = self.recomputes and hides_transfers(tokens) if self.on_device else reverse
         return 2 if in_pairs else self.period
@@ -196,9 +227,10 @@ class Layers:
     (`host.parts`) and whose variants repeat.
     """
 
-    def __init__(self, engine: Engine, segment: Segment, stacks):
-        """stacks: the segment's work weights."""
+    def __init__(self, engine: Engine, segment: Segment, stacks, *, last_once: bool = False):
+        """stacks: the segment's work weights. last_once: the last layer is not in the loops, but `last` gives it."""
         self.segment = segment
+        self.last_once = last_once
         table = engine.table
         self.dtype = table.weights.dtype
         self.prefetches: list[Prefetch] = []
@@ -206,37 +238,75 @@ class Layers:
             stages = table.weights.sharded + (not on_device(part.stack))
             for run in runs(segment.variants[part.start : part.stop]):
                 layers = range(part.start + run.start, part.start + run.stop)
-                self.prefetches.append(Prefetch(engine, segment, part, layers, run.period, stages=stages))
+                last = last_once and layers.stop == segment.num_layers
+                self.prefetches.append(
+                    Prefetch(engine, segment, part, layers, run.period, stages=stages, last_once=last)
+                )
 
     def first(self, *, reverse: bool = False) -> list:
         """Weights that are prefetched before a forward pass, or before a backward pass."""
         return [prefetch.first(reverse=reverse) for prefetch in self.prefetches]
+
+    def first_shards(self, *, reverse: bool) -> list:
+        """Shards of the first layers of every pass in this direction, in device memory, see `Prefetch.first_shards`."""
+        return [prefetch.first_shards(reverse=reverse) for prefetch in self.prefetches]
+
+    def from_shards(self, shards: list, *, reverse: bool) -> list:
+        """What `first` returns, from `first_shards`."""
+        pairs = zip(self.prefetches, shards, strict=True)
+        return [prefetch.from_shards(of_loop, reverse=reverse) for prefetch, of_loop in pairs]
 
     def turn(self, prefetched: list, group, *, reverse: bool) -> list:
         """The prefetched values of each loop when a pass begins, see `Prefetch.turn`."""
         pairs = zip(self.prefetches, prefetched, strict=True)
         return [prefetch.turn(early, group, reverse=reverse) for prefetch, early in pairs]
 
-    def loop(self, function: Callable, carry, prefetched: list, *, tokens: int = 0, reverse: bool = False):
+    def loop(
+        self,
+        function: Callable,
+        carry,
+        prefetched: list,
+        *,
+        tokens: int = 0,
+        reverse: bool = False,
+        counter: jax.Array | int = 0,
+    ):
         """(carry, prefetched) after (carry, prefetched) = function(Layer, prefetched, carry) for every layer.
 
-        tokens: of all microbatches on this device, see `Prefetch.layers_in_body`.
+        tokens: of all microbatches on this device, see `Prefetch.layers_in_body`. counter: of the loop around this one.
         """
         prefetched = list(prefetched)
+        fixed = functools.partial(index_in_loop, counter=counter)
         for i, prefetch in sorted(enumerate(self.prefetches), key=lambda pair: pair[0], reverse=reverse):
 
             def one(k, in_turn, variant: Variant, carry, prefetch=prefetch):
                 """The k-th layer of this loop, whose variant is known. in_turn: see `loop_over`."""
                 carry, prefetched = carry
-                layers = prefetch.layers
+                layers = prefetch.looped
                 p = in_turn if prefetch.on_device else k  # XLA does not find linear what is behind a barrier
                 w, prefetched = prefetch.take(prefetched, prefetch.n + p if reverse else p, reverse=reverse)
                 index = layers.stop - 1 - k if reverse else layers.start + k
-                number = index + self.segment.start if self.segment.start else index
-                w = base_formats.dequantise_all(w, self.dtype)
-                return function(Layer(index, number, variant, w), prefetched, carry)
+                return function(self._layer(index, variant, w), prefetched, carry)
 
-            in_order = prefetch.variants[::-1] if reverse else prefetch.variants
+            looped = prefetch.variants[: len(prefetch.looped)]
+            in_order = looped[::-1] if reverse else looped
             period = prefetch.layers_in_body(tokens, reverse=reverse)
-            carry, prefetched[i] = loop_over(in_order, period, one, (carry, prefetched[i]))
+            carry, prefetched[i] = loop_over(in_order, period, one, (carry, prefetched[i]), fixed)
         return carry, prefetched
+
+    def last(self, prefetched: list) -> Layer:
+        """The last layer, if it is computed once."""
+        return self._layer(self.segment.num_layers - 1, self.prefetches[-1].variants[-1], prefetched[-1][0])
+
+    def after_last(self, prefetched: list, position: jax.Array) -> list:
+        """Weights that are prefetched for the backward pass while the last layer computes.
+
+        prefetched: before. position: the number of layers, known only when these weights may be fetched.
+        """
+        prefetch = self.prefetches[-1]
+        return [*prefetched[:-1], (prefetch.gather(prefetch.copy_in(position - prefetch.layers.start)),)]
+
+    def _layer(self, index, variant: Variant, w) -> Layer:
+        """A layer to compute with. w: its weights, or codes of them."""
+        number = index + self.segment.start if self.segment.start else index
+        return Layer(index, number, variant, base_formats.dequantise_all(w, self.dtype))

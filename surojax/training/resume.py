@@ -1,12 +1,13 @@
 """The checkpoint that a run continues from, and whether it may."""
 
 from pathlib import Path
+from typing import Any
 
 from surojax.config import checks, fields as configs
 from surojax.config.adapters import FIELDS
 from surojax.config.fields import Config
 from surojax.errors import CheckpointError, ConfigError
-from surojax.run import checkpoint
+from surojax.run import on_disk
 from surojax.run.console import say
 
 # Fields that a run continues with, unchanged.
@@ -20,7 +21,7 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
     Raises ConfigError if `resume_from_checkpoint` names no checkpoint or contradicts those in output_dir, and
     CheckpointError if the checkpoint was written with another model, seed, sequence length, tokenizer or data.
     """
-    own = checkpoint.find(output_dir / checkpoint.FOLDER)
+    own = on_disk.find(output_dir / on_disk.FOLDER)
     wanted = c.resume_from_checkpoint
     if wanted == "no":
         if own:
@@ -30,8 +31,8 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
         return None
     found = own
     # A run that started from another run's checkpoint has its own by now: the same command resumes from the newest one.
-    if wanted != "auto" and not (own and checkpoint.read_meta(own)["config"]["resume_from_checkpoint"] == wanted):
-        found = checkpoint.find(wanted)
+    if wanted != "auto" and not (own and on_disk.read_meta(own)["config"]["resume_from_checkpoint"] == wanted):
+        found = on_disk.find(wanted)
         if found is None:
             raise ConfigError(
                 f"resume_from_checkpoint: expected 'auto', 'no' or a checkpoint, got {wanted!r}, which holds none"
@@ -43,9 +44,9 @@ def find_resume(c: Config, output_dir: Path, identity: dict[str, str], samples_p
             )
     if found is None:
         return None
-    meta = checkpoint.read_meta(found)
-    saved = checks.restored_config(meta["config"], checkpoint.written_by(meta))
-    changed = checkpoint.differences(saved.to_dict(), c.to_dict())
+    meta = on_disk.read_meta(found)
+    saved = checks.restored_config(meta["config"], on_disk.written_by(meta))
+    changed = differences(saved.to_dict(), c.to_dict())
     fixed = {k: v for k, v in changed.items() if k.split(".")[0] in IDENTITY}
     fixed |= {k: (meta.get(k), v) for k, v in identity.items() if meta.get(k) != v}
     if fixed:
@@ -77,3 +78,15 @@ def check_batch(c: Config, found: Path, before: int, now: int, changed: dict) ->
             f"the {devices} devices here; {keep}gpus={devices} goes on with {now}"
         )
     say(f"note: a step has {now} samples from here on, it had {before}")
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Returns the fields in which two nested dicts differ, as {dotted name: (old value, new value)}."""
+    found = {}
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found[prefix + key] = (a, b)
+    return found

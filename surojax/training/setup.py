@@ -15,7 +15,7 @@ from surojax.memory import nvme
 from surojax.models.model import Model
 from surojax.placement.mesh import find_devices, make_mesh
 from surojax.planner.check_fit import check_fit
-from surojax.run import checkpoint
+from surojax.run import checkpoint, on_disk
 
 
 class Setup(NamedTuple):
@@ -46,7 +46,7 @@ def set_up(c: Config) -> Setup:
     need = check_fit(c, run, devices)
     nvme.check(nvme.store_of(run.plan))
     entries = data.parse_entries(c.datasets, c.validation_datasets)
-    newest = checkpoint.find(output_dir / checkpoint.FOLDER)
+    newest = on_disk.find(output_dir / on_disk.FOLDER)
     continues = newest is not None or c.resume_from_checkpoint not in ("auto", "no")
     initial = None if continues and not c.lora else open_weights(c, run.model)
     checkpoint.check_room(output_dir, run.plan)

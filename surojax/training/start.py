@@ -13,7 +13,7 @@ from surojax.errors import ConfigError
 from surojax.exchange import adapters
 from surojax.exchange.base import fingerprint
 from surojax.placement.mesh import data_parallel
-from surojax.run import checkpoint
+from surojax.run import on_disk
 from surojax.run.console import say
 from surojax.training.resume import find_resume
 from surojax.training.setup import Setup
@@ -57,7 +57,7 @@ def find_start(c: Config, setup: Setup) -> Start:
         adapter = adapters.read(c.lora_adapter, setup.model)
         adapters.check_continues(adapter, lora(c), identity["base"], c.lora_adapter)
     resume = find_resume(c, setup.output_dir, identity, samples_per_step)
-    meta = checkpoint.read_meta(resume) if resume else {"step": 0, "samples": 0}
+    meta = on_disk.read_meta(resume) if resume else {"step": 0, "samples": 0}
     first_step = meta["step"]
     position = meta["samples"]
     total_steps = c.max_steps or first_step + max(c.num_epochs * len(samples) - position, 0) // samples_per_step

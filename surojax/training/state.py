@@ -11,8 +11,8 @@ from surojax.exchange.weights import Tensors, describe as describe_weights, read
 from surojax.memory import nvme
 from surojax.numerics.base_formats import chosen
 from surojax.parallel.feed import to_host
-from surojax.run import checkpoint
 from surojax.run.console import say
+from surojax.run.restore import restore
 from surojax.run.shared import is_first
 from surojax.step.state import TrainState
 
@@ -52,7 +52,7 @@ def new_state(c: Config, run: Assembly, initial: Tensors | None, adapter: adapte
 def restored(c: Config, run: Assembly, resume: Path, initial: Tensors | None) -> TrainState:
     """The state in a checkpoint. With adapters, the base is not in it, but where the run took it from."""
     base = new_state(c, run, initial).weights if c.lora else None
-    return checkpoint.restore(resume, run.plan, run.layers, base=base)
+    return restore(resume, run.plan, run.layers, base=base)
 
 
 def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:

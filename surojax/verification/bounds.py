@@ -56,6 +56,7 @@ def bounds(c: Config) -> dict[str, Bound]:
         "grouped": order if c.model.tie_word_embeddings else same,
         "order": order,
         "nf4": approximate(1e-2, 1e-1, "weights in NF4, each off by up to 0.152 of its block's largest"),
+        "fp4": approximate(1e-2, 1e-1, "weights in NVFP4, each off by up to 1/6 of its block's largest"),
         "adapters": Bound(1.0, 1e2, "other parameters are trained", approximate=True),
         "documents": Bound(1.0, 1.0, "no token sees the documents before its own", approximate=True),
         "sent_int8": approximate(1e-2, 1e-2, "gradients sent in int8, each off by up to 1/254 of its block's largest"),
@@ -72,7 +73,9 @@ def _quantised_again(recipe: str, amplified: str) -> Bound:
     """
     borders = "sums are in another order: a few of the changed operands are rounded to the neighbouring number of"
     if recipe == "nvfp4":
-        random = "random numbers depend on the number of microbatches and devices, and change the gradients"
+        random = (
+            "random numbers depend on the microbatch and on the devices with other tokens, and change the gradients"
+        )
         reason = f"{borders} 4 bits, a quarter away; {random}; {amplified} (measured: 6e-3 and 1e-2)"
         return Bound(2e-2, 5e-2, f"{reason}; gradient norm: first step only", first_norm=True)
     reason = f"{borders} 8 bits, an eighth or a quarter away; {amplified} (measured: 8e-4 and 6e-4)"

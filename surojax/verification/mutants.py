@@ -9,17 +9,16 @@ that differs between devices where it must not), or if losses and gradient norms
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from surojax.config import Config
 from surojax.errors import ConfigError
-from surojax.step.state import TrainState
 from surojax.verification.bounds import Curve, bounds, judge
 from surojax.verification.removal import Collective, watching
 from surojax.verification.rows import Curves
 from surojax.verification.settings import Setting, chosen
-from surojax.verification.training import Built, compiled, curve, first_states, lowered
+from surojax.verification.training import Built, compiled, curve, lowered
 
 AT_TRACE = "at trace"
 BY_PARITY = "by parity"
@@ -58,8 +57,8 @@ def collectives_of(row: Built):
     return step, list(found)
 
 
-def outcome(curves: Curves, mutant: Mutant, row: Built, states: Iterator[TrainState]) -> Outcome:
-    """Traces a mutant of a row, and trains it if it can be traced, until it is too far. states: see `first_states`."""
+def outcome(curves: Curves, mutant: Mutant, row: Built) -> Outcome:
+    """Traces a mutant of a row, and trains it if it can be traced, until it is too far."""
     started = time.perf_counter()
 
     def done(found: str, why: str) -> Outcome:
@@ -73,7 +72,7 @@ def outcome(curves: Curves, mutant: Mutant, row: Built, states: Iterator[TrainSt
             raise  # not what taking out a collective may cause
         return done(AT_TRACE, str(error).partition("\n")[0])
     found: Curve = []
-    for of_step in curve(row, compiled(row, step), next(states), curves.batches):
+    for of_step in curve(row, compiled(row, step), curves.first.of(row), curves.batches):
         found.append(of_step)
         status, loss, grad_norm, why = judged(curves, mutant.setting, found)
         if status == "FAIL" and (loss or grad_norm):  # nan too; an approximate row may begin without a difference
@@ -82,9 +81,9 @@ def outcome(curves: Curves, mutant: Mutant, row: Built, states: Iterator[TrainSt
     return done(NOT_FOUND, off) if status == "pass" else done(BY_PARITY, off if "far" in why else why)
 
 
-def keep_whole(curves: Curves, s: Setting, row: Built, step, state: TrainState) -> None:
+def keep_whole(curves: Curves, s: Setting, row: Built, step) -> None:
     """Trains a row with all of its collectives and keeps the curve. Raises ConfigError if the row fails."""
-    curves.keep(s, list(curve(row, compiled(row, step), state, curves.batches)))
+    curves.keep(s, list(curve(row, compiled(row, step), curves.first.of(row), curves.batches)))
     if why := judged(curves, s, curves.of(s))[3]:
         raise ConfigError(f"--only: expected rows that pass, got {s.name}: {why}; its mutants would show nothing")
 
@@ -129,9 +128,8 @@ def verify_mutants(
             if not new:
                 continue
             known.update(new)
-            states = first_states(row)
-            keep_whole(curves, s, row, step, next(states))
+            keep_whole(curves, s, row, step)
             for collective in new:
-                found.append(outcome(curves, Mutant(s, collective), row, states))
+                found.append(outcome(curves, Mutant(s, collective), row))
                 report(found[-1])
     return found

@@ -12,7 +12,7 @@ from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
 from surojax.verification.bounds import Bound, Curve, bounds, judge
 from surojax.verification.settings import OWN, Setting, chosen, settings
-from surojax.verification.training import Built, built, make_batches, trained
+from surojax.verification.training import Built, FirstStates, built, make_batches, trained
 
 
 class Row(NamedTuple):
@@ -41,6 +41,7 @@ class Curves:
             raise ConfigError(f"nvme_path: expected a folder, got {config.nvme_path!r}; create it, or choose another")
         self.table = {s.name: s for s in settings(self.config, len(self.devices))}
         self.batches, self.microbatches = make_batches(self.config, len(self.devices), steps)
+        self.first = FirstStates()
         self._found: dict[str, Curve | ConfigError] = {}
 
     def microbatches_of(self, s: Setting) -> int:
@@ -59,8 +60,8 @@ class Curves:
         """Returns the curve of a row. Raises ConfigError, in every call, if the row cannot run."""
         if s.name not in self._found:
             try:
-                trained_row = trained(self.config, s, self.batches, self.microbatches_of(s), self.devices)
-                self._found[s.name] = trained_row
+                microbatches = self.microbatches_of(s)
+                self._found[s.name] = trained(self.config, s, self.batches, microbatches, self.devices, self.first)
             except ConfigError as error:
                 self._found[s.name] = error
         found = self._found[s.name]
@@ -96,10 +97,12 @@ def verify(
     does not fit on one device. Raises OSError if a disk fails.
     """
     curves = Curves(config, steps, devices)
-    curves.of_plain()
+    settings_of_rows = chosen(curves.table, only)
+    if any(s.like == "plain" and s.devices <= len(curves.devices) for s in settings_of_rows):
+        curves.of_plain()  # first, as it may not fit
     allowed = bounds(curves.config)
     rows = []
-    for s in chosen(curves.table, only):
+    for s in settings_of_rows:
         started = time.perf_counter()
         bound = allowed[s.expect]
         try:

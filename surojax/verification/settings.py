@@ -30,6 +30,7 @@ PARTS: dict[str, Any] = dict.fromkeys(configs.RECOMPUTE_PARTS, True)
 GROUPED: dict[str, Any] = {"microbatches_per_fetch": 2}
 OVERLAPPED: dict[str, Any] = ALL | {"overlap_update": True}
 CHUNKS: dict[str, Any] = {"sequence_chunks": 4}
+TWO_CHUNKS: dict[str, Any] = {"sequence_chunks": 2}
 ZERO3: dict[str, Any] = {"zero_level": 3}
 HSDP: dict[str, Any] = ZERO3 | {"dp_replicate_size": 2}
 TP: dict[str, Any] = {"tp_size": 2}
@@ -47,6 +48,8 @@ LORA: dict[str, Any] = {"lora": True, "lora_rank": 4, "lora_alpha": 16.0, "modul
 LORA_OFFLOADS: dict[str, Any] = LORA | ALL | {"offload_master": False}
 NF4: dict[str, Any] = {"qlora_bnb": True}  # needs model sizes that are multiples of 64, on each of tp_size GPUs
 QLORA: dict[str, Any] = LORA | NF4
+QLORA_FP8: dict[str, Any] = LORA | {"qlora_fp8": True}
+QLORA_FP4: dict[str, Any] = LORA | {"qlora_fp4": True}
 QLORA_OFFLOADS: dict[str, Any] = LORA_OFFLOADS | NF4
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
@@ -198,6 +201,8 @@ SETTINGS: tuple[Setting, ...] = (
     *(Setting(f"{name}_pp_2x2", ZERO3 | PP | {name: True}, 4, like="zero_level=3_pp_2x2") for name in OFFLOADS),
     Setting("offload_all_pp_2x2", ZERO3 | PP | ALL, 4, like="zero_level=3_pp_2x2"),
     Setting("offload_all_pp_1f1b_2x2", ZERO3 | PP_1F1B | ALL, 4, like="zero_level=3_pp_1f1b_2x2"),
+    Setting("resident_layers_pp_2x2", ZERO3 | PP | ALL | {"resident_layers": 1}, 4, like="zero_level=3_pp_2x2"),
+    Setting("nvme_pp_2x2", ZERO3 | PP | ALL | NVME, 4, like="zero_level=3_pp_2x2"),
     Setting("offload_saved_pp@2", PP | SAVED | ALL, 2, like="pp_saved@2"),
     Setting("sample_packing_pp_2x2", ZERO3 | PP | PACKED, 4, like="sample_packing", expect="order"),
     Setting("shard_outer_pp_2x2", ZERO3 | PP | {"shard_outer": True}, 4, expect="order"),
@@ -214,14 +219,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("zero_quantized_weights=fp8_pp_2x2", FP8 | PP, 4, like="zero_level=3_pp_2x2", expect="fp8"),
     Setting("offload_quants_pp_2x2", FP8 | QUANTS | ALL | PP, 4, like="zero_quantized_weights=fp8_pp_2x2"),
     Setting("hsdp_pp_2x2x2", HSDP | PP, 8, expect="order"),
-    *(Setting(f"pp_cp_{name}_2x2x2", ZERO3 | PP | CP[name], 8, expect="order") for name in ("ulysses", "allgather")),
+    *(Setting(f"pp_cp_{name}_2x2x2", ZERO3 | PP | of_method, 8, expect="order") for name, of_method in CP.items()),
     *(
-        Setting(f"offload_all_pp_cp_{name}_2x2x2", ZERO3 | PP | CP[name] | ALL, 8, like=f"pp_cp_{name}_2x2x2")
-        for name in ("ulysses", "allgather")
+        Setting(f"offload_all_pp_cp_{name}_2x2x2", ZERO3 | PP | of_method | ALL, 8, like=f"pp_cp_{name}_2x2x2")
+        for name, of_method in CP.items()
     ),
     *(
-        Setting(f"sample_packing_pp_cp_{name}_2x2x2", ZERO3 | PP | CP[name] | PACKED, 8, "sample_packing", "order")
-        for name in ("ulysses", "allgather")
+        Setting(f"sample_packing_pp_cp_{name}_2x2x2", ZERO3 | PP | of_method | PACKED, 8, "sample_packing", "order")
+        for name, of_method in CP.items()
     ),
     Setting("pp_tp_2x2", PP | TP, 4, expect="order"),
     Setting("offload_all_pp_tp_2x2", PP | TP | ALL, 4, like="pp_tp_2x2"),
@@ -229,6 +234,22 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("zero_level=3_pp_tp_2x2x2", ZERO3 | PP | TP, 8, expect="order"),
     Setting("offload_all_pp_tp_2x2x2", ZERO3 | PP | TP | ALL, 8, like="zero_level=3_pp_tp_2x2x2"),
     Setting("sample_packing_pp_tp_2x2x2", ZERO3 | PP | TP | PACKED, 8, like="sample_packing", expect="order"),
+    # Chunks of the sequence, each divided over cp_size and tp_size
+    *(
+        setting
+        for name, mesh in (("cp_chunks_2x2", ZERO3 | CP["ulysses"]), ("tp_chunks_2x2", ZERO3_TP))
+        for setting in (
+            Setting(name, mesh | CHUNKS, 4, expect="order"),
+            Setting(f"offload_all_{name}", mesh | CHUNKS | ALL, 4, like=name),
+            Setting(f"sample_packing_{name}", mesh | CHUNKS | PACKED, 4, like="sample_packing", expect="order"),
+        )
+    ),
+    *(
+        Setting(
+            f"{name}_cp_chunks_2x2x2", mesh | TWO_CHUNKS | CP["ulysses"] | ALL | PACKED, 8, "sample_packing", "order"
+        )
+        for name, mesh in (("hsdp", HSDP), ("tp", ZERO3_TP), ("pp", ZERO3 | PP))
+    ),
     # Communication
     Setting("use_all_to_all_reduce@4", ZERO3 | {"use_all_to_all_reduce": True}, 4, expect="order"),
     Setting(
@@ -245,6 +266,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("offload_quants@4", FP8 | QUANTS, 4, like="zero_quantized_weights=fp8@4"),
     Setting("offload_quants_all@4", FP8 | QUANTS | ALL, 4, like="zero_quantized_weights=fp8@4"),
     Setting("memcpy_all_gather@4", ZERO3 | {"memcpy_all_gather": True}, 4, like="zero_level=3@4"),
+    *(
+        Setting(f"memcpy_all_gather_{name}_2x2", ZERO3 | changes | {"memcpy_all_gather": True}, 4, like=like)
+        for name, changes, like in (
+            ("tp", TP, "zero_level=3_tp_2x2"),
+            ("cp", CP["ulysses"], "cp_ulysses_2x2"),
+            ("pp", PP, "zero_level=3_pp_2x2"),
+        )
+    ),
     Setting(
         "memcpy_send_recv@4",
         ZERO3 | {"use_all_to_all_reduce": True, "memcpy_send_recv": True},
@@ -265,6 +294,7 @@ ADAPTERS: tuple[Setting, ...] = (
     Setting("lora_offload_all@4", LORA_OFFLOADS | ZERO3, 4, like="lora_zero_level=3@4"),
     Setting("lora_zero_quantized_weights=int8@4", LORA | INT8, 4, like="lora_zero_level=3@4", expect="int8"),
     Setting("lora_hsdp_2x2", LORA | ZERO3 | {"dp_replicate_size": 2}, 4, like="lora", expect="order"),
+    Setting("lora_cp_tp_chunks_2x2", LORA | TP | CP["ulysses"] | TWO_CHUNKS, 4, like="lora", expect="order"),
     Setting("lora_tp@2", LORA | TP, 2, like="lora", expect="order"),
     Setting("lora_tp_2x2", LORA_OFFLOADS | ZERO3_TP, 4, like="lora", expect="order"),
     Setting("lora_cp_ulysses_2x2", LORA | ZERO3 | CP["ulysses"], 4, like="lora", expect="order"),
@@ -291,6 +321,11 @@ ADAPTERS: tuple[Setting, ...] = (
     Setting("qlora_pp_2x2", QLORA | ZERO3 | PP, 4, like="qlora", expect="order"),
     Setting("qlora_offload_all_pp_2x2", QLORA_OFFLOADS | ZERO3 | PP, 4, like="qlora_pp_2x2"),
     Setting("qlora_pp_1f1b_tp_2x2x2", QLORA_OFFLOADS | ZERO3 | PP_1F1B | TP, 8, like="qlora", expect="order"),
+    Setting("qlora_cp_ring_tp_2x2", QLORA_OFFLOADS | ZERO3_TP | CP["ring"], 4, like="qlora", expect="order"),
+    Setting("qlora_fp8", QLORA_FP8, like="lora", expect="fp8"),
+    Setting("qlora_fp8_tp_2x2", QLORA_FP8 | LORA_OFFLOADS | ZERO3_TP, 4, like="qlora_fp8", expect="order"),
+    Setting("qlora_fp4", QLORA_FP4, like="lora", expect="fp4"),
+    Setting("qlora_fp4_tp_2x2", QLORA_FP4 | LORA_OFFLOADS | ZERO3_TP, 4, like="qlora_fp4", expect="order"),
 )
 SETTINGS += ADAPTERS
 

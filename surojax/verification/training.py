@@ -4,7 +4,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -118,19 +118,31 @@ def curve(row: Built, step, state: TrainState, batches: list[Batch]) -> Iterator
         yield float(metrics["loss"]), float(metrics["grad_norm"])
 
 
-def first_states(row: Built) -> Iterator[TrainState]:
-    """Yields the row's first state again and again: computed once and copied, unless some of it is in files."""
-    if nvme.store_of(row.run.plan) is not None:
-        while True:
-            yield row.run.init_state(row.seed)
-    first = jax.device_get(row.run.init_state(row.seed))
-    shardings = jax.tree.map(lambda x: x.sharding, row.run.plan)
-    while True:
-        yield jax.device_put(first, shardings, may_alias=False)
+class FirstStates:
+    """First states of rows: drawn once, and copied for every other row that has the same arrays, wherever they rest.
+
+    Drawing takes as long to compile as a step. tests/test_bits.py has that a placement draws the same numbers.
+    """
+
+    def __init__(self):
+        self._drawn: dict[Any, TrainState] = {}  # in host memory, by structure, shapes and dtypes
+
+    def of(self, row: Built) -> TrainState:
+        """Returns the first state of a row. A state of which some is in files is drawn for itself."""
+        if nvme.store_of(row.run.plan) is not None:
+            return row.run.init_state(row.seed)
+        arrays, structure = jax.tree.flatten(row.run.plan)
+        key = (row.seed, structure, *((x.shape, x.dtype) for x in arrays))
+        if key not in self._drawn:
+            self._drawn[key] = jax.device_get(row.run.init_state(row.seed))
+        shardings = jax.tree.map(lambda x: x.sharding, row.run.plan)
+        return jax.device_put(self._drawn[key], shardings, may_alias=False)
 
 
-def trained(c: Config, s: Setting, batches: list[Batch], microbatches: int, devices: Sequence) -> Curve:
+def trained(
+    c: Config, s: Setting, batches: list[Batch], microbatches: int, devices: Sequence, first: FirstStates
+) -> Curve:
     """Trains a row and returns its losses and gradient norms. Raises ConfigError if it cannot run here."""
     with built(c, s, batches, microbatches, devices) as row:
         step = compiled(row, lowered(row))
-        return list(curve(row, step, row.run.init_state(row.seed), batches))
+        return list(curve(row, step, first.of(row), batches))

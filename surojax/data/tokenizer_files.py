@@ -1,0 +1,92 @@
+"""The files of a tokenizer, read as they are: what they say, before anything is made of it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surojax.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The contents of a tokenizer's files.
+
+    tokenizer: JSON text of a tokenizer.json. chat_template: Jinja text; "": none. bos, eos: texts of the tokens that
+    begin and end a document; "": unknown. stop_ids: tokens that end a sampled answer, as far as they are known.
+    adds_bos: whether documents begin with bos; None: the post-processor in `tokenizer` decides.
+    """
+
+    tokenizer: str
+    chat_template: str = ""
+    bos: str = ""
+    eos: str = ""
+    stop_ids: tuple[int, ...] = ()
+    adds_bos: bool | None = None
+
+
+def read_folder(folder: Path) -> TokenizerFiles:
+    """Reads tokenizer.json, and of the files beside it those that there are."""
+    settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    stop_ids = []
+    for name in ("config.json", "generation_config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        stop_ids += [id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int)]
+    adds_bos = settings.get("add_bos_token")
+    return TokenizerFiles(
+        read_text(folder / "tokenizer.json"),
+        chat_template=_read_template(folder, settings.get("chat_template")),
+        bos=_token_text(settings.get("bos_token")),
+        eos=_token_text(settings.get("eos_token")),
+        stop_ids=tuple(dict.fromkeys(stop_ids)),
+        adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
+    )
+
+
+def _read_template(folder: Path, in_settings: Any) -> str:
+    """Returns the chat template; a file of its own goes before that of tokenizer_config.json, as in transformers."""
+    if (file := folder / "chat_template.jinja").exists():
+        return read_text(file)
+    template = _read_json(folder / "chat_template.json").get("chat_template", in_settings)
+    if isinstance(template, list):  # several, by name
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template if isinstance(template, str) else ""
+
+
+def _token_text(token: Any) -> str:
+    """Text of a token as tokenizer_config.json has it: a string, an object with its content, or null."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Returns the file's object; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(read_text(path))
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}: expected JSON, got a file that is none ({one_line(error)}); download it again"
+        ) from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got a {type(content).__name__}; download it again")
+    return content
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: expected a readable {path.name}, got {error.strerror}; correct the path or its permissions"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: expected UTF-8 text, got the byte 0x{error.object[error.start]:02x} at byte offset "
+            f"{error.start}; download the file again"
+        ) from None
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,231 @@
+"""Reads a checkpoint as another run plans it: on other GPUs, in other dtypes, in other memories, with other padding.
+
+A checkpoint stores shapes, not placements: the plan that `restore` takes says which device gets which shard. `meta` has
+a checksum of every array, computed on the devices that wrote it. `restore` computes the checksums of the arrays that it
+returns, and compares. This check covers disk, file format and the new sharding. It costs one pass over the devices'
+memory; reading the files a second time would take minutes.
+
+If the last stage of `pp` is not full, stacks end with padding (step/padding.py): zeros, whose chunks are not written.
+`meta` then says how many `layers` each segment has. Another layout reads those, and pads with zeros itself if it has
+to; zeros add nothing to a checksum.
+"""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from surojax.errors import CheckpointError
+from surojax.memory.host import put
+from surojax.memory.nvme import THREADS, InFile
+from surojax.optim.optimizer import Moments8bit
+from surojax.optim.reblock import reblocked
+from surojax.parallel.feed import from_host
+from surojax.placement.home import DEVICE
+from surojax.placement.param import OUTER, part_of, with_part
+from surojax.run.checksum import checksums, name_of
+from surojax.run.on_disk import read_meta, readable, written_by
+from surojax.step.state import (
+    TrainState,
+    cast,
+    fill_layers,
+    segment_names,
+    shardings,
+    work_dtype,
+    work_function,
+    work_weights,
+)
+
+
+def restore(
+    path: Path, plan: TrainState, layers: dict[str, int] | None = None, *, base: dict | None = None
+) -> TrainState:
+    """Returns the state in a checkpoint. Each array is read directly into its planned sharding, or into its file.
+
+    layers: how many entries of a segment's planned stacks are layers; None: all of them. base: work weights, of which
+    those that are not trained, and so not in the checkpoint, are taken; None: all are. Raises CheckpointError if the
+    checkpoint cannot be used, NvmeError or ConfigError if a file of the plan cannot be written.
+    """
+    meta = read_meta(path)
+    with readable(path):
+        stored = _stored_moments(path, plan.moments, meta)
+        loaded = _load(path, {"master": plan.master, "moments": stored}, meta, layers or {})
+        of_trained = plan._replace(weights=part_of(plan.weights, plan.master))
+        weights = with_part(base or {}, _work_weights(loaded["master"], of_trained))
+        step = from_host(np.int32(meta["step"]), plan.step.sharding)
+        state = TrainState(step, weights, loaded["master"], loaded["moments"], _history(path, plan))
+        _verify(meta, master=state.master, moments=state.moments)
+    return state._replace(moments=_reblocked(state.moments, plan.moments))
+
+
+def restore_weights(path: Path, plan: dict) -> dict:
+    """Returns only the weights in a checkpoint, in the dtype and sharding of `plan`. Raises CheckpointError."""
+    meta = read_meta(path)
+    with readable(path):
+        weights = _load(path, {"master": plan}, meta, {})["master"]
+        _verify(meta, weights=weights)
+    return weights
+
+
+def _load(path: Path, items: dict, meta: dict[str, Any], layers: dict[str, int]) -> dict:
+    """Reads the items of a checkpoint as planned; a stack that is planned in a file is copied to it layer by layer.
+
+    layers: see `restore`.
+    """
+    loaded = {}
+    for name, plan in items.items():
+        in_memory = jax.tree.map(lambda x: ... if isinstance(x, InFile) else x, plan)
+        options = _restore_args(path / name, in_memory, meta, layers)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            arrays = reader.restore(path / name, args=ocp.args.PyTreeRestore(in_memory, restore_args=options))
+        leaves = [(name_of(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(plan)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            loading = [pool.submit(_load_file, path / name, key, x) for key, x in leaves if isinstance(x, InFile)]
+            [one.result() for one in loading]
+        loaded[name] = jax.tree.map(lambda p, x: p if isinstance(p, InFile) else x, plan, arrays)
+    return loaded
+
+
+def _load_file(item: Path, name: str, file: InFile) -> None:
+    """Copies one stack of an item to its file, one chunk at a time, which may be several layers."""
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": f"file://{item}", "path": f"{name}/"}}
+    array: Any = ts.open(spec, open=True, read=True).result()
+    layers = file.store.num_layers
+    if array.shape[0] < layers or array.shape[1:] != file.shape[1:]:
+        raise ValueError(f"{item.name}/{name}: expected shape {file.shape}, got {array.shape}")
+    of_chunk = array.chunk_layout.read_chunk.shape[0]
+    for start in range(0, layers, of_chunk):
+        numbers = range(start, min(start + of_chunk, layers))
+        whole = array[numbers.start : numbers.stop].read().result() if file.parts is None else None
+        for l in numbers:
+            if l in file.store.records:
+                layer = array[l] if whole is None else whole[l - start]  # of array[l], only the parts are read
+                file.write(l, file.stored_of(l, layer).astype(file.dtype))
+
+
+def _restore_args(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]):
+    """Returns orbax's options to read an item as planned: stacks of as many layers may differ in their padding.
+
+    layers: of the plan, see `restore`. Raises ValueError if the numbers of layers differ.
+    """
+    stored = _stored_shapes(item)
+
+    def one(keys, x, option):
+        if x is ... or name_of(keys[:1]) == OUTER:
+            return option
+        section, shape = name_of(keys[:1]), stored[name_of(keys)]
+        there, here = meta.get("layers", {}).get(section, shape[0]), layers.get(section, x.shape[0])
+        if there != here:
+            raise ValueError(f"{name_of(keys)}: expected {here} layers, got {there}")
+        return dataclasses.replace(option, strict=shape[0] == x.shape[0] or shape[1:] != x.shape[1:])
+
+    options = ocp.checkpoint_utils.construct_restore_args(plan)
+    return jax.tree_util.tree_map_with_path(one, plan, options)
+
+
+def _stored_shapes(item: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of an item's arrays by name."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        metadata: Any = reader.metadata(item)
+    leaves = jax.tree_util.tree_leaves_with_path(metadata.item_metadata.tree)
+    return {name_of(keys): tuple(x.shape) for keys, x in leaves if hasattr(x, "shape")}
+
+
+def _work_weights(master, plan: TrainState):
+    """Casts restored master weights to work weights; those in files are read one layer at a time."""
+    if not any(isinstance(x, InFile) for x in jax.tree.leaves(master)):
+        return jax.jit(lambda master: work_weights(master, plan), out_shardings=shardings(plan.weights))(master)
+    planned = plan.weights[OUTER]
+    outer = jax.jit(lambda x: cast(put(x, DEVICE), planned), out_shardings=shardings(planned))(master[OUTER])
+    (name,) = segment_names(master)  # `state_plan` refuses several
+    files, structure = jax.tree.flatten(master[name])
+    work = jax.jit(work_function(plan.weights[name], work_dtype(plan)))
+
+    def layer(l: int):
+        return work(structure.unflatten([file.on_every_stage(l) for file in files])), ()
+
+    stacks, _ = fill_layers(plan.weights[name], (), layer)
+    return {name: stacks, OUTER: outer}
+
+
+def _history(path: Path, plan: TrainState):
+    """Returns the history of a checkpoint, truncated or padded with zeros to the planned length.
+
+    It is all zeros if the checkpoint has no history, and None if the plan has none.
+    """
+    if plan.history is None:
+        return None
+    amax = np.zeros(plan.history.shape, plan.history.dtype)
+    if (path / "history").is_dir():
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            options = {"amax": ocp.RestoreArgs(restore_type=np.ndarray)}  # its length may differ from the plan's
+            saved = reader.restore(path / "history", args=ocp.args.PyTreeRestore(restore_args=options))["amax"]
+        n = min(amax.shape[-1], saved.shape[-1])
+        amax[..., :n] = saved[..., :n]
+    return from_host(amax, plan.history.sharding)
+
+
+def _stored_moments(path: Path, moments, meta: dict[str, Any]):
+    """The plan of the moments with the scales of 8-bit blocks as they are stored, if these have another size.
+
+    Raises CheckpointError if another optimizer wrote the state, or if such scales are planned in a file.
+    """
+    found = _stored_shapes(path / "moments")
+    planned = {name_of(keys): tuple(x.shape) for keys, x in jax.tree_util.tree_leaves_with_path(moments)}
+    if found.keys() != planned.keys():
+        name = sorted(found.keys() ^ planned.keys())[0]
+        whose = "this run" if name in planned else "the checkpoint"
+        raise CheckpointError(
+            f"checkpoint {path}: expected the state of the same optimizer, got that of another one (only {whose} has "
+            f"{name}); set optimizer to the one it was written with, use {written_by(meta)} if it is that one, or "
+            "start anew (resume_from_checkpoint='no')"
+        )
+
+    def as_stored(keys, x):
+        name = name_of(keys)
+        length = 0 if name_of(keys[:1]) == OUTER else 1  # of a stack, which may be padded
+        if not name.endswith("_scale") or found[name][length:] == x.shape[length:]:
+            return x
+        if isinstance(x, InFile):
+            raise CheckpointError(
+                f"checkpoint {path}: expected {name} of shape {x.shape}, for the 8-bit blocks of shards of rows on "
+                f"this number of GPUs, got {found[name]}; use the sizes of the mesh as it was written with, or set "
+                "offload_optimizer=True"
+            )
+        rows = x.sharding.update(spec=jax.P(*x.sharding.spec[: len(x.shape) - 1]))  # no shard has a part of a row
+        return jax.ShapeDtypeStruct((*x.shape[:length], *found[name][length:]), x.dtype, sharding=rows)
+
+    return jax.tree_util.tree_map_with_path(as_stored, moments)
+
+
+def _reblocked(moments, planned):
+    """The moments in 8-bit blocks of the planned sizes."""
+
+    def is_state(x) -> bool:
+        return isinstance(x, Moments8bit)
+
+    def one(old, plan):
+        if not is_state(old) or old.m_scale.shape == plan.m_scale.shape:
+            return old
+        blocks = plan.m_scale.shape[-1]
+        new = jax.jit(lambda old: cast(reblocked(put(old, DEVICE), blocks), plan))(old)
+        return jax.device_put(new, shardings(plan))
+
+    return jax.tree.map(one, moments, planned, is_leaf=is_state)
+
+
+def _verify(meta: dict[str, Any], **trees) -> None:
+    """Raises ValueError if the checksum of an array is not the saved one.
+
+    An array that was cast to another dtype has no saved checksum, so it is not compared.
+    """
+    sums, _ = checksums(**trees)
+    saved = meta["checksums"]
+    if bad := [name for name, value in sums.items() if saved.get(name, value) != value]:
+        others = f" and {len(bad) - 1} other arrays are" if len(bad) > 1 else " is"
+        raise ValueError(f"{bad[0]}{others} damaged: not the checksum it was written with")
