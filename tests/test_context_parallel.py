@@ -209,7 +209,7 @@ def test_a_compiled_step_moves_what_the_formulas_say(method, recompute_block):
 
 
 def test_groups_move_what_the_formulas_say():
-    """By hand: 2 x 4 GPUs, four query heads and two key/value heads of 8 channels, 16 tokens, a recomputed block."""
+    """By hand: 2 x 4 GPUs, four query and two key/value heads of 8 channels, 16 tokens, all blocks but one again."""
     L, D, F, V, S, K = 3, 32, 96, 64, 16, 5
     c = default_config()
     sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": F, "num_hidden_layers": L}
@@ -225,15 +225,16 @@ def test_groups_move_what_the_formulas_say():
         flops = sum(traffic.token_flops(run, S, again=True).values())
         assert sum(traffic.step_flops(run, batch).values()) == pytest.approx(flops * S * K / 4)
         assert found.pop(("all-gather", "dp_shard+cp")) == pytest.approx(
-            7 / 8 * 2 * (2 * K * blocks(D, F, L) + 2 * V * D + D)
+            7 / 8 * 2 * ((2 * L - 1) * K * blocks(D, F, 1) + 2 * V * D + D)
         )
         of_method[method] = {op: size for (op, axis), size in found.items() if axis == "cp"}
     tokens, passes = 4, L * K
+    both = passes + (L - 1) * K  # forward passes, again too
     own = 2 * 2 * 8 * tokens  # a device's keys and values, elements
     assert of_method == {
-        "ulysses": {"all-to-all": 3 / 4 * passes * 3 * (2 * 4 * 8 + 2 * 4 * 8) * tokens * 2},
-        "allgather": {"all-gather": 3 * passes * 2 * own * 2, "reduce-scatter": 3 * passes * own * 4},
-        "ring": {"collective-permute": 3 * passes * 2 * own * 2 + passes * own * (3 * 4 + 2)},
+        "ulysses": {"all-to-all": 3 / 4 * (passes + both) * (2 * 4 * 8 + 2 * 4 * 8) * tokens * 2},
+        "allgather": {"all-gather": 3 * both * own * 2, "reduce-scatter": 3 * passes * own * 4},
+        "ring": {"collective-permute": 3 * both * own * 2 + passes * own * (3 * 4 + 2)},
     }
 
 

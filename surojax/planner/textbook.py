@@ -230,8 +230,8 @@ def context(run: Assembly, batch: Batch) -> Passes:
 
     ulysses: queries, keys and values of one pass, and its results; so are their gradients. With chunks, the backward
     pass sends keys and values of all chunks but the last once more. Others: a pass gets keys and values of all others;
-    reverse mode gets them again, and XLA joins that with what a recomputed block gets. Gradients of them are float32,
-    until ring sends them home in one hop more.
+    reverse mode gets them again, and XLA joins that with what a recomputed block gets, and with the one pass of a last
+    layer that is computed once. Gradients of them are float32, until ring sends them home in one hop more.
     """
     n = run.mesh.shape.get(CONTEXT, 1)
     forward, again, backward = sent = Passes(*(collections.defaultdict(float) for _ in range(3)))
@@ -243,6 +243,7 @@ def context(run: Assembly, batch: Batch) -> Passes:
     tokens = batch.tokens / n
     for segment in run.model.segments:
         passes = layer_passes(run, batch.microbatches) * shares.layers_of(run, segment)
+        repeated = layers_again(run, segment) / shares.layers_of(run, segment)
         heads = segment.heads
         queries = heads.query // tensor_parallel(run.mesh) * heads.channels * tokens
         of_group = heads.key_value // run.mesh.shape.get(KV_HEADS, 1)
@@ -251,7 +252,6 @@ def context(run: Assembly, batch: Batch) -> Passes:
             attended = (n - 1) / n * passes * (2 * queries + 2 * keys) * work
             forward["all-to-all", CONTEXT] += attended
             if engine.recompute_block or run.model.compute.recompute.att:
-                repeated = layers_again(run, segment) / shares.layers_of(run, segment)
                 again["all-to-all", CONTEXT] += repeated * attended
             earlier = _of_earlier_chunks(run) * 2 * keys
             again["all-to-all", CONTEXT] += (n - 1) / n * passes * earlier * work
@@ -260,7 +260,7 @@ def context(run: Assembly, batch: Batch) -> Passes:
         block = 2 * of_group * heads.channels * tokens
         to_others, home = ("all-gather", "reduce-scatter") if method == "allgather" else ("collective-permute",) * 2
         forward[to_others, CONTEXT] += (n - 1) * passes * block * work
-        again[to_others, CONTEXT] += (n - 1) * passes * block * work
+        again[to_others, CONTEXT] += repeated * (n - 1) * passes * block * work
         backward[home, CONTEXT] += passes * block * ((n - 1) * 4 + (work if method == "ring" else 0))
     return sent
 
