@@ -1988,6 +1988,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # -- The last layer, computed once --------------------------------------------------------------------------------
     Mutant(
+        "the last layer is of the first layer's kind",
+        "surojax/step/weights.py",
+        "self.prefetches[-1].variants[-1]",
+        "self.prefetches[-1].variants[0]",
+        "tests/test_groups.py::test_a_last_layer_that_is_computed_once_changes_no_bit",
+    ),
+    Mutant(
         "the last layer is gathered for each pass",
         "surojax/step/weights.py",
         "return engine.recompute_block and weights.sharded and not weights.home.streamed",

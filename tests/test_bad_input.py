@@ -88,7 +88,8 @@ def field_cases() -> list[tuple[str, str]]:
     sequence_len=30 sequence_chunks=2 | attention: expected sequence_len / sequence_chunks = 15 to be even, or 'xla' or
     sequence_chunks=4 recompute_block=false | recompute_block: expected True with sequence_chunks=4, which saves memory
     sequence_chunks=4 recipe=fp8_current | recipe: expected 'bf16' with sequence_chunks=4, whose scales are of tokens
-    gpus=4 cp_size=4 sequence_chunks=64 | sequence_chunks: expected a divisor of sequence_len / cp_size = 32, got 64
+    gpus=4 cp_size=4 sequence_len=1022 sequence_chunks=2 | sequence_len: expected a multiple of
+    gpus=2 cp_size=2 sequence_chunks=128 | sequence_chunks: expected a divisor of sequence_len / cp_size = 64, got 128
     gpus=2 cp_size=2 cp_method=ring sequence_chunks=4 | cp_method: expected 'ulysses' with sequence_chunks=4, since each
     microbatches_per_fetch=0    | microbatches_per_fetch: expected 1 or more, got 0; raise it
     sequence_len=0              | sequence_len: expected 1 or more

@@ -54,19 +54,23 @@ def test_offloading_changes_no_bit_as_users_compile_it(case):
 
 FIRST_STATES = """
 import chex, jax
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 from surojax.config import flags
 from surojax.verification.rows import Curves
 
 c = flags.load("configs/tiny.py")
-c.model.num_hidden_layers = 3
+c.model.update({"num_hidden_layers": 3, "num_attention_heads": 4})
 curves = Curves(c, 1, None)
 
 def drawn(name):
     with curves.built(curves.table[name]) as row:
         return jax.device_get(row.run.init_state(row.seed))
 
-chex.assert_trees_all_equal(drawn("plain"), drawn("offload_all@4"))
+plain = drawn("plain")
+for name in ("offload_all@4", "hsdp_2x4", "cp_ulysses_tp_2x2x2"):
+    chex.assert_trees_all_equal(plain, drawn(name))
+staged = jax.tree.map(lambda x, like: x[: len(like)] if like.ndim else x, drawn("pp_tp_2x2"), plain)  # without padding
+chex.assert_trees_all_equal(plain, staged)
 print("equal")
 """
 

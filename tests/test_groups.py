@@ -109,11 +109,15 @@ def test_two_gathered_layers_in_a_body_change_no_bit(monkeypatch):
 
 
 ONCE = {"devices": 2, "zero_level": 3}
+OTHER_LAST = {"config": dataclasses.replace(GEMMA, num_hidden_layers=4)}  # the last layer has a window, the first none
 GROUPED = {"microbatches_per_fetch": 2, "offload_residual": True, "offload_grads": True}
 
 
 @pytest.mark.parametrize(
-    "options", quick_at([(ONCE | BFLOAT16 | GROUPED,), (ONCE,), (ONCE | GROUPED | in_recipe("fp8_hybrid"),)], 0)
+    "options",
+    quick_at(
+        [(ONCE | BFLOAT16 | GROUPED,), (ONCE | OTHER_LAST,), (ONCE | GROUPED | in_recipe("fp8_hybrid", skip_last=2),)], 0
+    ),
 )
 def test_a_last_layer_that_is_computed_once_changes_no_bit(monkeypatch, options):
     """Two steps of four microbatches, with that layer in the loops and after them."""

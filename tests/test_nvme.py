@@ -122,10 +122,10 @@ def test_stages_that_are_not_full_restore_from_files_into_memory_and_back(tmp_pa
     in_files = Small(2, nvme_path=str(tmp_path / "stages"), **BOTH, **kind)
     in_host = Small(2, offload_optimizer=True, offload_master=True, **kind)
     saved = save(tmp_path / "files", in_files.state, 0, in_files.run.layers)
-    there = checkpoint.restore(saved, in_host.plan, in_host.run.layers)
+    there = restore(saved, in_host.plan, in_host.run.layers)
     assert_same(there, in_files.state)
     back = save(tmp_path / "host", there, 0, in_host.run.layers)
-    assert_same(checkpoint.restore(back, in_files.plan, in_files.run.layers), there)
+    assert_same(restore(back, in_files.plan, in_files.run.layers), there)
 
 
 @pytest.mark.full
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_stages_restores_without_stages_and_back(tmp_path, monke
     small.train(BATCHES[:2])
     one = Small(config=config, nvme_path=str(tmp_path), **BOTH)
     folder = save(tmp_path / "saved", small.state, 2, small.run.layers)
-    one.state = checkpoint.restore(folder, one.plan, one.run.layers)
+    one.state = restore(folder, one.plan, one.run.layers)
     folder = save(tmp_path / "back", one.state, 2, one.run.layers)
     expected = small.train(BATCHES[2:3])
     plain = Store.write
@@ -152,8 +152,8 @@ def test_a_checkpoint_of_stages_restores_without_stages_and_back(tmp_path, monke
         patch.setattr(Store, "write", write)
         small.train(BATCHES[3:4])
     assert store_of(small.plan).interrupted() == 4
-    small.state = checkpoint.restore(folder, small.plan, small.run.layers)
-    sums = [checkpoint.read_meta(checkpoint.find(tmp_path / x))["checksums"] for x in ("saved", "back")]
+    small.state = restore(folder, small.plan, small.run.layers)
+    sums = [on_disk.read_meta(on_disk.find(tmp_path / x))["checksums"] for x in ("saved", "back")]
     assert sums[0] == sums[1]
     assert small.train(BATCHES[2:3]) == expected
 

@@ -163,6 +163,7 @@ def check(c: Config) -> None:
     _check_optimizer(c)
     _check_sizes(c)
     check_mesh(c)
+    _check_chunks(c)
 
 
 def _check_types(c: Config) -> None:
@@ -323,7 +324,6 @@ def _check_sizes(c: Config) -> None:
         expected = "False with recompute_block=True, which computes all of it again"
         _need(not c[name], name, expected, c[name], "leave it out, or set recompute_block=False")
     _check_overlap(c)
-    _check_chunks(c)
     others = c.dp_replicate_size * gpus_per_sequence(c)
     shards = c.gpus // others if c.gpus and c.dp_shard_size == -1 else c.dp_shard_size
     if c.dp_replicate_size > 1 and (c.zero_level > 1 or c.shard_weights or c.shard_gradients or c.shard_outer):
@@ -364,7 +364,7 @@ def _check_chunks(c: Config) -> None:
     if n == 1:
         return
     sizes = [f" / {name}" for name in ("cp_size", "tp_size") if c[name] > 1]
-    of_device = c.sequence_len // (c.cp_size * c.tp_size)  # check_mesh: without a remainder
+    of_device = c.sequence_len // (c.cp_size * c.tp_size)  # without a remainder, see check_mesh
     expected = f"a divisor of sequence_len{''.join(sizes)} = {of_device}"
     _need(of_device % n == 0, "sequence_chunks", expected, n, f"use {divisor(of_device, min(n, of_device))}")
     tokens = c.sequence_len // n
