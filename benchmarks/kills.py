@@ -258,7 +258,9 @@ def main() -> None:
     """Parse the command line and run; the exit code is 1 if a kill did damage."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20, help="number of kills (default: %(default)s)")
-    parser.add_argument("-n", type=int, default=0, help="number of processes, 1, 2 or 4 (default: state in a file)")
+    parser.add_argument(
+        "-n", type=int, default=0, choices=(0, 1, 2, 4), help="processes (default: 0, one with its state in a file)"
+    )
     parser.add_argument("--elastic", action="store_true", help="start again with fewer processes each time")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: a temporary folder)")

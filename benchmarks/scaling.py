@@ -115,7 +115,6 @@ LONG_8B += " offload_weights=false"
 OF_STAGES = "tp_size=8 pp_size=2 pp_schedule=1f1b"
 
 SAVED = "recompute_block=false recompute_norm recompute_swiglu"
-STATE_IN_HOST = "offload_residual offload_optimizer offload_master"
 
 ROWS = (
     Row(GROWING, "7B", "h100", 8, f"zero_level=3 {SAVED} per_device_batch_size=8"),

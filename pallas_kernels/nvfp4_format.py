@@ -131,7 +131,7 @@ def rounded(x, inverse, dither):
 
 
 def _negative(x):
-    """Whether the sign bit of x is set; False for NaN, whose sign differs between devices."""
+    """True where the sign bit of x is set; False for NaN, whose sign differs between devices."""
     return _bits(x) - u32(1 << 31) <= u32(INFINITE)
 
 

@@ -100,7 +100,7 @@ def packed():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.full
 def test_documents_end_at_any_place_of_a_devices_part(method):
-    """Of four devices, with a window; tests/test_silent_mistakes.py has two, without one."""
+    """Four devices, with a window; tests/test_silent_mistakes.py has two, without one."""
     config = dataclasses.replace(CONFIG, sliding_window=4)
     compute = Compute(cp_method=method)
     small = Small(8, config=config, compute=compute, recompute_block=False, cp_size=4, zero_level=3, packed=True)

@@ -116,7 +116,8 @@ GROUPED = {"microbatches_per_fetch": 2, "offload_residual": True, "offload_grads
 @pytest.mark.parametrize(
     "options",
     quick_at(
-        [(ONCE | BFLOAT16 | GROUPED,), (ONCE | OTHER_LAST,), (ONCE | GROUPED | in_recipe("fp8_hybrid", skip_last=2),)], 0
+        [(ONCE | BFLOAT16 | GROUPED,), (ONCE | OTHER_LAST,), (ONCE | GROUPED | in_recipe("fp8_hybrid", skip_last=2),)],
+        0,
     ),
 )
 def test_a_last_layer_that_is_computed_once_changes_no_bit(monkeypatch, options):

@@ -357,7 +357,7 @@ def test_segments_train_alike_under_every_placement(tmp_path):
     losses = Small(model=toy()).train(batches)
     assert Small(model=toy(), **ALL).train(batches) == losses
     assert losses[0][0] > losses[-1][0]
-    with pytest.raises(ConfigError, match=r"several kinds of layers \(narrow, wide\), got 'nvme'"):
+    with pytest.raises(ConfigError, match=r"several segments of layers \(narrow, wide\), got 'nvme'"):
         Small(model=toy(), offload_optimizer="nvme", nvme_path=str(tmp_path))
 
 

@@ -87,7 +87,7 @@ def packed():
 
 @pytest.mark.full
 def test_documents_end_at_any_place_of_a_devices_part():
-    """Of four devices, with a window; tests/test_silent_mistakes.py has two, without one."""
+    """Four devices, with a window; tests/test_silent_mistakes.py has two, without one."""
     config = dataclasses.replace(CONFIG, sliding_window=4)
     small = Small(8, config=config, tp_size=4, zero_level=3, packed=True)
     params = jax.tree.map(np.asarray, Small(config=config).state.weights)

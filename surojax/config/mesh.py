@@ -10,25 +10,14 @@ from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.parallel.schedule import SCHEDULES, check_lockstep, check_stages
 
-# What is not built for a size, and why: each of these fields has its default if the size is above 1.
-_COPY_ENGINE = {
-    "memcpy_send_recv": "since XLA compiles the same program with it and decides while that runs what is copied, which "
-    "was seen on no GPU for groups"
-}
-NOT_WITH = {
-    "tp_size": _COPY_ENGINE,
-    "cp_size": _COPY_ENGINE,
-    "pp_size": _COPY_ENGINE,
-}
-
 
 def check_mesh(c: Config) -> None:
     """Raises ConfigError for the first size that does not fit the model, the batch or another setting."""
-    defaults = default_config()
-    for size, fields in NOT_WITH.items():
-        for name, reason in fields.items() if c[size] > 1 else ():
-            expected = f"{defaults[name]!r} with {size}={c[size]}, {reason}"
-            need(c[name] == defaults[name], name, expected, c[name], f"leave it out, or set {size}=1")
+    for size in ("tp_size", "cp_size", "pp_size"):
+        expected = f"False with {size}={c[size]}, since XLA decides while a step runs which transfers are copies, and "
+        expected += "no GPU has shown what it does with those of such groups"
+        change = f"leave it out, or set {size}=1"
+        need(c[size] == 1 or not c.memcpy_send_recv, "memcpy_send_recv", expected, True, change)
     _check_context(c)
     _check_stages(c)
     _check_parts(c)

@@ -19,7 +19,6 @@ from surojax.errors import ConfigError
 type Sample = dict[str, np.ndarray]
 
 IGNORED = -1  # label of a position that the loss ignores
-ON_LONG = ("cut", "drop")
 _BLOCK = 1 << 20  # tokens read at a time
 
 

@@ -156,11 +156,11 @@ class InFile:
         return index[0].indices(self.stages)[0]
 
     def _start(self, index: tuple[slice, ...]) -> tuple[int, ...]:
-        """Where a part of a layer starts."""
+        """Returns the start of a part in its layer."""
         return tuple(part.indices(size)[0] for part, size in zip(index, self.shape[1:], strict=True))
 
     def stored_of(self, l: int, layer: Any) -> np.ndarray:
-        """What to store of the whole layer l: an array, or a tensorstore of which only that is read."""
+        """Returns this process's parts of the whole layer l: an array, or a tensorstore of which only that is read."""
         if self.parts is None:
             return np.asarray(layer)
         return np.stack([np.asarray(layer[part.index]) for part in self.parts[self.stage(l)].values()])
@@ -185,7 +185,7 @@ class InFile:
         return jax.make_array_from_callback((self.stages, *self.shape[1:]), sharding, part)
 
     def from_devices(self, layers: jax.Array, numbers: Iterable[int]) -> list[np.ndarray]:
-        """What to store of the layers with these numbers, of a round that is sharded as `round_sharding` says."""
+        """Returns this process's parts of the layers with these numbers, of a round as `round_sharding` shards it."""
         if self.parts is None:
             whole = jax.device_get(layers)
             return [whole[self.stage(l)] for l in numbers]
@@ -196,7 +196,7 @@ class InFile:
         return [self._stacked(l, of_stages[self.stage(l)]) for l in numbers]
 
     def from_every_stage(self, l: int, layer: jax.Array) -> np.ndarray:
-        """What to store of layer l, which is sharded as `layer_sharding` says."""
+        """Returns this process's parts of layer l, which is sharded as `layer_sharding` says."""
         if self.parts is None:
             return jax.device_get(layer)
         return self._stacked(l, {self._start(x.index): x.data for x in layer.addressable_shards})

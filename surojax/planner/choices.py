@@ -29,7 +29,7 @@ def numbers(c: Config, allow: Collection[str]) -> list[Change]:
 
 
 def recomputations(c: Config) -> list[Change]:
-    """What the backward pass computes again, from nothing to all of a block, and what the config says."""
+    """Settings of what the backward pass computes again, from nothing to all of a block, and what the config says."""
     none = dict.fromkeys(RECOMPUTE_PARTS, False)
     parts = ((), ("norm", "swiglu"), ("norm", "ffn"), ("norm", "ffn", "att"))
     of_parts = [none | {f"recompute_{part}": True for part in some} | {"recompute_block": False} for some in parts]
@@ -73,5 +73,5 @@ def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
 
 
 def stored_in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:
-    """What of the offloaded tensors files can store, in every combination, one class first."""
+    """Offloaded tensors that files can store, in every combination, one class first."""
     return [of for of in subsets([name for name in ("optimizer", "master") if name in offloaded]) if of]

@@ -6,7 +6,7 @@ layer into one; each matrix has a reduction of its own, and is gathered on its o
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from surojax.assembly import Assembly
 from surojax.placement.mesh import CONTEXT, REPLICATE, TENSOR
@@ -14,7 +14,7 @@ from surojax.placement.param import OUTER, Kind
 from surojax.planner import links, shares, textbook
 from surojax.planner.gpus import Gpu, known_rates
 from surojax.planner.stages import layer_passes
-from surojax.planner.traffic import Batch, groups_of, layers_again
+from surojax.planner.traffic import Batch, attention_again, groups_of, layers_again
 
 IN_A_SLICE = ("all-gather", "all-reduce", "all-reduce", "reduce-scatter")  # of the head: tokens, loss, gradient
 IN_A_PASS = 4  # over tp: attention and MLP each gather their inputs and scatter their results
@@ -113,7 +113,7 @@ def _matrices(run: Assembly) -> tuple[int, float]:
     return number, smallest / max(elements, 1)
 
 
-def _latencies(run: Assembly, latency) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _latencies(run: Assembly, latency: Callable[[str, str], float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of a microbatch before first bytes arrive over tp, and over cp: of each (forward, again, backward).
 
     latency: of a collective over axes. A block gathers and scatters attention and MLP over tp. Over cp ulysses sends
@@ -125,7 +125,7 @@ def _latencies(run: Assembly, latency) -> tuple[tuple[float, ...], tuple[float, 
     method = run.model.compute.cp_method
     of_context = latency("all-to-all", CONTEXT) if shape.get(CONTEXT, 1) > 1 else 0.0  # n - 1 hops of a ring, too
     times = 2 if method == "ulysses" else 1
-    repeats = run.engine.recompute_block or run.model.compute.recompute.att or method != "ulysses"
+    repeats = attention_again(run) or method != "ulysses"
     layers = shares.layers_of(run, *run.model.segments)
     tensor_again = sum(
         layers_again(run, segment) * sum(textbook.tensor_again(run, segment)) for segment in run.model.segments
@@ -138,7 +138,7 @@ def _latencies(run: Assembly, latency) -> tuple[tuple[float, ...], tuple[float, 
     )
 
 
-def _of_slices(run: Assembly, latency) -> float:
+def _of_slices(run: Assembly, latency: Callable[[str, str], float]) -> float:
     """Seconds of a microbatch before first bytes arrive for embedding, head and loss, slice by slice."""
     axes = "+".join(axis for axis in run.mesh.shape if axis in run.engine.vocabulary_axes)
     if not axes:

@@ -87,7 +87,7 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     flops = dataclasses.replace(segment, variants=variants).attention_flops(batch.sequence_len)
     flops *= batch.tokens / len(variants)  # of a layer, for a group
     attended, attended_back = _attention(gpu, flops / devices_per_sequence(run.mesh), sizes.scores)
-    again = engine.recompute_block or model.compute.recompute.att
+    again = traffic.attention_again(run)
     lengths = _row_lengths(run, segment, gpu, dtype)
     in_passes = FORWARD_PASSES * passes
     moved = _rearranged(run, batch, gpu)

@@ -257,7 +257,7 @@ class Search:
             found = roofline.phases(family.work, offloaded, resident / layers, overlap_update=overlaps)
             return sum(found.values()), len(offloaded), offloaded, resident, overlaps
 
-        def room_for(offloaded: tuple[str, ...], needed: float) -> int:
+        def room_for(needed: float) -> int:
             """Layers whose weights fit into what `needed` bytes leave; less than 0 if these do not fit."""
             return math.floor((self.limits.device - needed) * layers / max(1, sizes["weights"]))
 
@@ -265,7 +265,7 @@ class Search:
         # A frozen base has no master weights, and those of its adapters stay where they are.
         offloads = tuple(name for name in OFFLOADS if not (self.c.lora and name == "master"))
         for offloaded in choices.subsets(offloads):
-            room = room_for(offloaded, least - sum(stored[name] for name in offloaded))
+            room = room_for(least - sum(stored[name] for name in offloaded))
             streams = "weights" in offloaded and not self.c.persistent_quants
             resident = min(max(room, 0), layers - 1) if streams else 0
             resident = self.keep.get("resident_layers", resident)
@@ -288,7 +288,7 @@ class Search:
                     self.nearest = x
             # Working space has grown.
             if candidates and resident and candidates[0].need.device > self.limits.device:
-                then = resident + min(-1, room_for(offloaded, candidates[0].need.device))
+                then = resident + min(-1, room_for(candidates[0].need.device))
                 heapq.heappush(queue, placed(offloaded, max(0, then), overlaps))
         return found
 

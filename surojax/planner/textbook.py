@@ -58,13 +58,13 @@ from surojax.placement.mesh import (
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.planner import shares
 from surojax.planner.stages import layer_passes
-from surojax.planner.traffic import Batch, groups_of, last_layer_once, layers_again
+from surojax.planner.traffic import Batch, attention_again, groups_of, last_layer_once, layers_again
 
 type Sent = dict[tuple[str, str], float]
 
 
 class Passes(NamedTuple):
-    """What the blocks send over a group: forward, in the forward pass that the backward pass repeats, and backward."""
+    """Bytes that blocks send in a group: forward, in the forward pass that the backward pass repeats, and backward."""
 
     forward: Sent
     again: Sent
@@ -152,7 +152,7 @@ def outer(run: Assembly) -> Sent:
 
 
 def vocabulary(run: Assembly, batch: Batch) -> Sent:
-    """What embedding, head and loss send for tokens, and sums of their gradients that devices share.
+    """Bytes that embedding, head and loss send for tokens, and of sums of their gradients that devices share.
 
     Embedding: gathers ids, scatters rows; its gradient: gathers rows. Head: gathers activations and labels, scatters
     the activations' gradient.
@@ -175,7 +175,7 @@ def vocabulary(run: Assembly, batch: Batch) -> Sent:
 
 
 def tensor(run: Assembly, batch: Batch) -> Passes:
-    """What the blocks send within a tensor-parallel group.
+    """Bytes that the blocks send within a tensor-parallel group.
 
     A pass over a block gathers the inputs of attention and MLP and scatters their results; reverse mode scatters where
     the block gathers. A recomputed block does it again, except for a result that no gradient needs. With chunks it
@@ -226,7 +226,7 @@ def tensor_again(run: Assembly, segment: Segment) -> tuple[float, int]:
 
 
 def context(run: Assembly, batch: Batch) -> Passes:
-    """What attention sends over the devices of `cp`.
+    """Bytes that attention sends over the devices of `cp`.
 
     ulysses: queries, keys and values of one pass, and its results; so are their gradients. With chunks, the backward
     pass sends keys and values of all chunks but the last once more. Others: a pass gets keys and values of all others;
@@ -251,7 +251,7 @@ def context(run: Assembly, batch: Batch) -> Passes:
             keys = max(of_group, n) * heads.channels * tokens
             attended = (n - 1) / n * passes * (2 * queries + 2 * keys) * work
             forward["all-to-all", CONTEXT] += attended
-            if engine.recompute_block or run.model.compute.recompute.att:
+            if attention_again(run):
                 again["all-to-all", CONTEXT] += repeated * attended
             earlier = _of_earlier_chunks(run) * 2 * keys
             again["all-to-all", CONTEXT] += (n - 1) / n * passes * earlier * work
@@ -271,7 +271,7 @@ def _of_earlier_chunks(run: Assembly) -> float:
 
 
 def stage_bytes(run: Assembly, batch: Batch) -> Sent:
-    """What stages send each other, besides what the vocabulary takes.
+    """Bytes that stages send each other, besides those of the vocabulary.
 
     Between ticks activations move forward and their gradients backward, also those of microbatches that have left the
     last stage. Embeddings and gradients of the head are gathered, their reverses scattered.
@@ -300,7 +300,7 @@ def replicas(run: Assembly, *sections: str) -> Sent:
 
 
 def whole_matrices(run: Assembly) -> Sent:
-    """What an optimizer sends that needs whole matrices."""
+    """Bytes that an optimizer sends that needs whole matrices."""
     sent = collections.defaultdict[tuple[str, str], float](float)
     if run.optimizer.matrices.apply_to_group:
         for segment in run.model.segments:

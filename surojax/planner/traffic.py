@@ -192,6 +192,11 @@ def layers_again(run: Assembly, segment: Segment) -> int:
     return shares.layers_of(run, segment) - (last_layer_once(run) and segment is run.model.segments[-1])
 
 
+def attention_again(run: Assembly) -> bool:
+    """True if the backward pass computes attention again."""
+    return run.engine.recompute_block or run.model.compute.recompute.att
+
+
 def _updated_part(run: Assembly) -> float:
     """The fraction of the bytes of the layers' work weights that a step updates: those that are trained."""
     names = shares.segment_names(run)

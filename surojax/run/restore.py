@@ -5,9 +5,9 @@ a checksum of every array, computed on the devices that wrote it. `restore` comp
 returns, and compares. This check covers disk, file format and the new sharding. It costs one pass over the devices'
 memory; reading the files a second time would take minutes.
 
-If the last stage of `pp` is not full, stacks end with padding (step/padding.py): zeros, whose chunks are not written.
-`meta` then says how many `layers` each segment has. Another layout reads those, and pads with zeros itself if it has
-to; zeros add nothing to a checksum.
+If the last stage of `pp` is not full, stacks end with padding (step/padding.py): zeros, whose chunks are
+written from files only. `meta` then says how many `layers` each segment has. Another layout reads those, and pads with
+zeros itself if it has to; zeros add nothing to a checksum.
 """
 
 import dataclasses

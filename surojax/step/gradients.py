@@ -207,7 +207,7 @@ def peels_last_group(engine: Engine) -> bool:
 
 
 def leaves_sums_local(engine: Engine) -> bool:
-    """Whether layers' sums are still local to a device when all microbatches are done, until `push` adds them up."""
+    """True if layers' sums are still local to a device when all microbatches are done, until `push` adds them up."""
     return bool(replicated_stacks(engine) or collectives.active(REPLICATE))
 
 

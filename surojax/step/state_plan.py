@@ -55,7 +55,7 @@ def state_plan(
     if in_file and len(model.segments) > 1:
         names = ", ".join(segment.name for segment in model.segments)
         raise ConfigError(
-            f"offload_optimizer, offload_master: expected true or false for a model of several kinds of layers "
+            f"offload_optimizer, offload_master: expected true or false for a model of several segments of layers "
             f"({names}), got 'nvme', whose file has records of equal size; set them to true"
         )
     store = Store(table.master.folder, model.num_layers, own_layers(mesh, model.num_layers))

@@ -178,7 +178,7 @@ class Prefetch:
         return () if self.on_device else tuple(self.copy_in(p + i) for i in range(self.stages))
 
     def from_shards(self, shards, *, reverse: bool):
-        """What `first` returns, from what `first_shards` has copied in."""
+        """Returns what `first` does, from the shards that `first_shards` has copied in."""
         return (self.gather(shards[0]), *shards[1:]) if shards else self.first(reverse=reverse)
 
     def _prefetched(self, i: int, p: jax.Array | int):
@@ -252,7 +252,7 @@ class Layers:
         return [prefetch.first_shards(reverse=reverse) for prefetch in self.prefetches]
 
     def from_shards(self, shards: list, *, reverse: bool) -> list:
-        """What `first` returns, from `first_shards`."""
+        """Returns what `first` does, from the shards of `first_shards`."""
         pairs = zip(self.prefetches, shards, strict=True)
         return [prefetch.from_shards(of_loop, reverse=reverse) for prefetch, of_loop in pairs]
 
