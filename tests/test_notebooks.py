@@ -27,10 +27,10 @@ SHORTER = {  # lines of its cells: what is executed instead
     },
     "02_fine_tune": {
         "config.max_steps = 8": "config.max_steps = 2",
-        "config.eval_steps = 4": "config.eval_steps = 2",
+        "config.eval_steps = 4": "config.eval_steps = 1",
         "config.eval_batches = 2": "config.eval_batches = 1",
-        "config.per_device_batch_size = 4": "config.per_device_batch_size = 1",
-        "max_tokens=60": "max_tokens=12",
+        "config.per_device_batch_size = 4": "config.per_device_batch_size = 2",
+        "max_tokens=60": "max_tokens=30",
     },
 }
 
