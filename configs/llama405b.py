@@ -10,7 +10,7 @@ Eight machines have room with pipeline stages and `--config.optimizer=adamw8bit`
         --config.pp_size=2 --config.pp_schedule=1f1b --config.zero_level=3 \
         --config.gradient_accumulation_steps=16 --config.optimizer=adamw8bit
 
-Predicted: 69.0 GiB of each GPU, 78.2 s for a step of 64 sequences. docs/scaling.md compares layouts.
+Predicted: 69.0 GiB of each GPU, 69.4 s for a step of 64 sequences. docs/scaling.md compares layouts.
 """
 
 from surojax.config import default_config
