@@ -431,7 +431,8 @@ def test_sums_over_devices_overlap_the_last_backward_pass(planned, gpu, level):
     backward = kinds(loop(p, BACKWARD), "reduce-scatter")
     layer = 2 * (p.parameters - 2 * 32000 * 4096 - 4096) // 32
     loops = [[x for x in backward if x.loop == name] for name in dict.fromkeys(x.loop for x in backward)]
-    assert [(size(x), {r.times for r in x}) for x in loops][-1] == (layer, {32})
+    in_loop = 31 if level == 3 else 32  # ZeRO-3 computes the last layer once, outside of the loop
+    assert [(size(x), {r.times for r in x}) for x in loops][-1] == (layer, {in_loop})
     assert [size(x) for x in loops[:-1]] == ([layer] if level > 1 else [])
     for rows in loops:  # all but two of the attention's four matrices, the last to be computed: 17 %
         assert size(beside(rows)) > 0.8 * size(rows)
