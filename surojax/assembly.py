@@ -135,8 +135,8 @@ class Assembly:
         see `MEMORY_LIMIT`; without memory_bytes it is not changed.
         """
         schedule = schedule_options(self.model.precision) if platform == "gpu" else {}
-        weights = self.engine.table.weights
-        if platform == "gpu" and weights.sharded and not weights.home.streamed:
+        table = self.engine.table
+        if platform == "gpu" and table.weights.sharded and not table.streams_weights:
             schedule |= GATHERS
         limit = {}
         if platform == "gpu" and memory_bytes:

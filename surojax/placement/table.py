@@ -82,6 +82,11 @@ class Placement:
     reduce: Reduce = "reduce_scatter"
     copy_engine: tuple[str, ...] = ()
 
+    @property
+    def streams_weights(self) -> bool:
+        """True if a layer's weights, or its quants, are copied in from host memory."""
+        return self.weights.home.streamed or self.quants.home.streamed
+
 
 def place(
     *,

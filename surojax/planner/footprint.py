@@ -132,9 +132,8 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
         # XLA's CPU compiler allocates separate activations for the last group (gradients.peels_last_group).
         activations *= 2
     quants = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if is_quantized(x)]
-    streamed = work.home.streamed or table.quants.home.streamed
     # Bytes in flight while the head computes: the prefetched weights of a layer.
-    during_head = fetched if work.sharded or streamed else 0
+    during_head = fetched if work.sharded or table.streams_weights else 0
     # Bytes in flight while a layer computes: its weights, and the prefetched weights of the next layer.
     during_layer = 2 * during_head
     during_head += segments[-1].saved if last_layer_once(run) else 0
@@ -148,7 +147,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     if work.home.streamed and not work.sharded and any(comes_in_pairs(x.stop - x.start, x.period) for x in in_loops):
         during_layer += 3 * group * x_bytes  # activations of the other layer of a backward body
     # Shards of the layer after the next are copied from the host before they are all-gathered.
-    during_layer += fetched // shards(run.mesh) if work.sharded and streamed else 0
+    during_layer += fetched // shards(run.mesh) if work.sharded and table.streams_weights else 0
     if table.quants.dtype and platform == "cpu":  # the 8-bit matrices that the weights are dequantised from
         during_layer += max(segment.size for segment in model.segments)
     exchanged = {"reduce_scatter": 0, "all_to_all": 2 * gradient_bytes, "int8": gradient_bytes}[table.reduce]
@@ -183,7 +182,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     if stages > 1:  # activations and gradients that come from the neighbours, and gradients from the head
         head_slots = int(SCHEDULES[engine.pp_schedule](batch.microbatches, stages).in_flight[-1])
         working_space += 2 * x_bytes + head_slots * x_bytes // stages
-        if streamed:  # weights that each loop begins with, in both directions: of a layer, or shards of two
+        if table.streams_weights:  # weights that each loop begins with, in both directions: of a layer, or shards of two
             begins = {l for x in in_loops for l in (x.start, x.stop - 1)}
             working_space += len(begins) * (2 * fetched // shards(run.mesh) if work.sharded else fetched)
     unquantised = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]

@@ -37,8 +37,8 @@ def computes_last_layer_once(engine: Engine) -> bool:
     Its weights, and all that its forward pass saves, are in device memory while the head computes. So weights that are
     streamed from the host, which save memory, are left out.
     """
-    weights = engine.table.weights
-    return engine.recompute_block and weights.sharded and not weights.home.streamed
+    table = engine.table
+    return engine.recompute_block and table.weights.sharded and not table.streams_weights
 
 
 def fetch(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
