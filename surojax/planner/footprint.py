@@ -182,7 +182,7 @@ def by_class(run: assembly.Assembly, batch: Batch, platform: str) -> dict[str, d
     if stages > 1:  # activations and gradients that come from the neighbours, and gradients from the head
         head_slots = int(SCHEDULES[engine.pp_schedule](batch.microbatches, stages).in_flight[-1])
         working_space += 2 * x_bytes + head_slots * x_bytes // stages
-        if table.streams_weights:  # weights that each loop begins with, in both directions: of a layer, or shards of two
+        if table.streams_weights:  # what each loop begins with, in both directions: a layer, or shards of two
             begins = {l for x in in_loops for l in (x.start, x.stop - 1)}
             working_space += len(begins) * (2 * fetched // shards(run.mesh) if work.sharded else fetched)
     unquantised = [x for x in jax.tree.leaves(plan.weights, is_leaf=is_quantized) if not is_quantized(x)]
