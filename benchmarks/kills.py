@@ -36,7 +36,7 @@ import psutil
 from surojax import read_metrics
 from surojax.config.fields import Config, default_config
 from surojax.launch import NOISE
-from surojax.memory import nvme
+from surojax.memory import layer_file
 from surojax.run import on_disk
 from surojax.run.metrics import METRICS_FILE
 
@@ -104,13 +104,13 @@ def is_of_a_start(kill: int) -> bool:
 
 def state_of(disk: Path) -> dict[str, Any]:
     """Returns what the file's marker says: the last step, and whether its update was complete."""
-    marker = disk / nvme.MARKER
+    marker = disk / layer_file.MARKER
     return json.loads(marker.read_text()) if marker.exists() else {"step": 0, "state": "none"}
 
 
 def written_at(disk: Path) -> int:
     """Returns the time at which the file's marker was last written, in ns; 0 if never."""
-    marker = disk / nvme.MARKER
+    marker = disk / layer_file.MARKER
     return marker.stat().st_mtime_ns if marker.exists() else 0
 
 

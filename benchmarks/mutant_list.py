@@ -891,7 +891,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the estimate takes flash attention for scores with a softcap",
-        "surojax/planner/footprint.py",
+        "surojax/planner/segment_bytes.py",
         '"softcap": heads_of.softcapped}',
         '"softcap": False}',
         "tests/test_families.py::test_the_estimate_counts_what_a_softcap_keeps_in_memory",
@@ -1995,9 +1995,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/test_groups.py::test_a_last_layer_that_is_computed_once_changes_no_bit",
     ),
     Mutant(
+        "quants in host memory count as weights in device memory",
+        "surojax/placement/table.py",
+        "return self.weights.home.streamed or self.quants.home.streamed",
+        "return self.weights.home.streamed",
+        "tests/test_plan.py::test_copy_engines_do_all_host_transfers_in_loops",
+    ),
+    Mutant(
         "the last layer is gathered for each pass",
         "surojax/step/weights.py",
-        "return engine.recompute_block and weights.sharded and not weights.home.streamed",
+        "return engine.recompute_block and table.weights.sharded and not table.streams_weights",
         "return False",
         "tests/test_groups.py::test_a_group_gathers_each_layer_once_a_pass",
     ),
@@ -2054,7 +2061,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all-gathers begin as late as five products before they are awaited",
         "surojax/assembly.py",
-        "weights.sharded and not weights.home.streamed",
+        "table.weights.sharded and not table.streams_weights",
         "False",
         "tests/test_plan.py::test_all_gathers_of_weights_are_in_the_profile_that_xla_schedules_by -k 3",
     ),
@@ -3135,21 +3142,21 @@ MUTANTS: tuple[Mutant, ...] = (
     # -- Files and checkpoints ----------------------------------------------------------------------------------------
     Mutant(
         "all stacks of a layer are at the beginning of its record",
-        "surojax/memory/nvme.py",
-        "return self.records[l] * self._stride + leaf.offset",
-        "return self.records[l] * self._stride",
+        "surojax/memory/layer_file.py",
+        "offset = self.record",
+        "offset = 0",
         "tests/test_optimizers.py::test_files_change_no_bit",
     ),
     Mutant(
         "a process stores the layers of the first stage, whichever is its own",
-        "surojax/memory/nvme.py",
+        "surojax/memory/in_file.py",
         "if own[l // of_stage]]",
         "if own[1 - l // of_stage]]",
         "tests/test_nvme.py::test_a_process_stores_the_layers_of_its_stages",
     ),
     Mutant(
         "of a layer that another stage stores, the first stage's zeros are read",
-        "surojax/memory/nvme.py",
+        "surojax/memory/in_file.py",
         "jnp.sum(bits, 0, dtype=jnp.uint32)",
         "bits[0]",
         "tests/test_nvme.py::test_parts_of_layers_go_to_the_devices_and_back",
@@ -3205,18 +3212,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "layers longer than a request: all pieces are written to the first's place",
-        "surojax/memory/nvme.py",
-        "def piece(start: int, raw=raw, leaf=leaf) -> None:\n"
-        "                view = memoryview(raw)[start : start + PIECE]\n"
-        "                offset = self._start(leaf, l) + start",
-        "def piece(start: int, raw=raw, leaf=leaf) -> None:\n"
-        "                view = memoryview(raw)[start : start + PIECE]\n"
-        "                offset = self._start(leaf, l)",
+        "surojax/memory/layer_file.py",
+        "at = begin + start\n            while view:\n                n = os.pwrite",
+        "at = begin\n            while view:\n                n = os.pwrite",
         "tests/test_nvme.py::test_layers_larger_than_a_request_are_read_and_written_in_pieces",
     ),
     Mutant(
         "an interrupted update is not noticed",
-        "surojax/memory/nvme.py",
+        "surojax/memory/layer_file.py",
         'if last["state"] == "updating" else None',
         'if last["state"] == "clean" else None',
         "tests/test_nvme.py::test_a_write_that_fails_in_a_step_names_the_file",
@@ -4244,21 +4247,21 @@ MUTANTS: tuple[Mutant, ...] = (
     # -- Estimates and plans ------------------------------------------------------------------------------------------
     Mutant(
         "activations of one layer",
-        "surojax/planner/footprint.py",
+        "surojax/planner/segment_bytes.py",
         "activations=layers * kept",
         "activations=kept",
         "tests/test_footprint.py::test_each_recomputation_saves_less -k gpu",
     ),
     Mutant(
         "logits are never cut into slices",
-        "surojax/planner/footprint.py",
-        "(batch.tokens // engine.lmhead_chunks)",
+        "surojax/planner/working_space.py",
+        "batch.tokens // run.engine.lmhead_chunks",
         "batch.tokens",
         "tests/test_footprint.py::test_what_saves_memory_does_so_in_the_estimate",
     ),
     Mutant(
         "attention scores of one position",
-        "surojax/planner/footprint.py",
+        "surojax/planner/segment_bytes.py",
         '(4 if platform == "cpu" else 2) * heads * keys * 4',
         '(4 if platform == "cpu" else 2) * heads * per_sequence * 4',
         "tests/test_footprint.py::test_flash_attention_has_no_scores",
@@ -4995,14 +4998,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a part of a layer that all processes have is written by all",
-        "surojax/memory/nvme.py",
+        "surojax/memory/in_file.py",
         "start not in of_lower)",
         "True)",
         "tests/test_nvme.py::test_a_process_stores_the_parts_that_its_devices_hold",
     ),
     Mutant(
         "every device gets the first part of a layer",
-        "surojax/memory/nvme.py",
+        "surojax/memory/in_file.py",
         "self.parts[stage][self._start(index[1:])].number][None]",
         "0][None]",
         "tests/test_nvme.py::test_parts_of_layers_go_to_the_devices_and_back",

@@ -27,6 +27,7 @@ from surojax.data.batches import batches as training_batches
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange.sources import keeps, resolved
 from surojax.memory import nvme
+from surojax.memory.in_file import store_of
 from surojax.memory.lock import locked
 from surojax.parallel import hosts
 from surojax.parallel.feed import Feed
@@ -90,7 +91,7 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
     say(f"run: {start.total_steps} steps of {tokens_per_step:,} tokens into {setup.output_dir}")
 
     with contextlib.ExitStack() as until_end:
-        if store := nvme.store_of(run.plan):
+        if store := store_of(run.plan):
             say(until_end.enter_context(nvme.claim(store)))
         settings = c.to_dict() | start.meta | start.identity
         check_shared(setup.output_dir, json.dumps(settings, sort_keys=True, default=str))

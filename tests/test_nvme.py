@@ -25,8 +25,9 @@ from surojax import default_config, read_metrics
 from surojax.assembly import from_config
 from surojax.config import checks, flags
 from surojax.errors import CheckpointError, ConfigError
-from surojax.memory import nvme
-from surojax.memory.nvme import InFile, NvmeError, Store, store_of
+from surojax.memory import layer_file, nvme
+from surojax.memory.in_file import InFile, own_layers, store_of
+from surojax.memory.layer_file import NvmeError, Store
 from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.layout import batch_sharding
@@ -36,6 +37,7 @@ from surojax.planner.traffic import Batch
 from surojax.run import checkpoint, on_disk
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.restore import restore
+from surojax.step.file_step import FileStep
 from surojax.step.state_plan import bytes_per_device
 from surojax.train import main
 
@@ -170,22 +172,22 @@ def test_three_layers_are_in_memory_and_disk_and_device_work_together(small, mon
     """Counted from the begin of a layer's read to the end of its write, which waits here for the next read to begin."""
     small.train(BATCHES[:1])
     L, lock, held, order = CONFIG.num_hidden_layers, threading.Lock(), [0], []
-    begun, plain_read, plain_write = [threading.Event() for _ in range(L)], Store.read, Store.write
+    begun, plain_read, plain_write = [threading.Event() for _ in range(L)], FileStep._read, FileStep._write
 
-    def read(store, l, *args):
+    def read(step, l):
         with lock:
             held.append(held[-1] + 1)
         begun[l].set()
-        return plain_read(store, l, *args)
+        return plain_read(step, l)
 
-    def write(store, l, *args):
+    def write(step, l, layer):
         assert l + 1 == L or begun[l + 1].wait(60), "the next layer is read only after this one is written"
-        plain_write(store, l, *args)
+        plain_write(step, l, layer)
         order.append(l)
         with lock:
             held.append(held[-1] - 1)
 
-    monkeypatch.setattr(Store, "read", read), monkeypatch.setattr(Store, "write", write)
+    monkeypatch.setattr(FileStep, "_read", read), monkeypatch.setattr(FileStep, "_write", write)
     small.train(BATCHES[1:2])
     assert order == list(range(L)) and 2 <= max(held) <= 3 and held[-1] == 0
 
@@ -208,7 +210,7 @@ def test_the_memory_that_is_counted(tmp_path):
     assert size(plan, NVME) * 4 == blocks
     assert size((plan.master["blocks"], plan.moments["blocks"]), HOST) == 0
     assert size((plan.master["outer"], plan.moments["outer"]), HOST) > 0
-    assert blocks <= store_of(plan).bytes <= blocks + CONFIG.num_hidden_layers * nvme.ALIGN * 2
+    assert blocks <= store_of(plan).bytes <= blocks + CONFIG.num_hidden_layers * layer_file.ALIGN * 2
 
     c = small_config(tmp_path)
     run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=9)
@@ -283,8 +285,8 @@ def test_a_checkpoint_of_every_placement_restores_under_every_other(tmp_path):
 
 def test_a_damaged_layer_is_found_when_it_is_read_from_the_file(small, tmp_path, monkeypatch):
     path = save(tmp_path / "saved", small.state, 0)
-    plain = Store._read_one
-    monkeypatch.setattr(Store, "_read_one", lambda store, leaf, l: plain(store, leaf, l) + leaf.dtype.type(l == 2))
+    plain = Store.read
+    monkeypatch.setattr(Store, "read", lambda store, l, *where: (x := plain(store, l, *where)) + x.dtype.type(l == 2))
     with pytest.raises(CheckpointError, match=r"cannot be read \(master/blocks/.* damaged"):
         restore(path, small.plan)
 
@@ -392,7 +394,7 @@ def test_folders_that_will_not_do(tmp_path, monkeypatch):
         match=r"nvme_path: needs 0\.\d\d GiB in .*, where 0\.00 GiB are free; free some.*one of both in host",
     ):
         nvme.check(store(tmp_path))
-    (tmp_path / nvme.FILE).write_bytes(bytes(store(tmp_path).bytes))
+    (tmp_path / layer_file.FILE).write_bytes(bytes(store(tmp_path).bytes))
     os.sync()
     nvme.check(store(tmp_path))  # the room that an earlier run took counts
 
@@ -409,7 +411,7 @@ def test_room_is_taken_before_the_first_step(tmp_path, monkeypatch):
         nvme.claim(store(tmp_path)).__enter__()
     with nvme.claim(one := store(tmp_path)) as line:
         assert line.startswith(f"nvme: 0.00 GiB in {tmp_path}, written at ")
-        file = os.stat(tmp_path / nvme.FILE)
+        file = os.stat(tmp_path / layer_file.FILE)
         assert file.st_size == one.bytes and file.st_blocks * 512 >= one.bytes
 
 
@@ -420,7 +422,7 @@ def test_no_process_takes_room_before_all_have_measured_it(tmp_path, monkeypatch
     def all_are_here(_: str) -> None:
         measured.append(one.path.exists())
 
-    monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(nvme, "processes_here", lambda: 2)
     monkeypatch.setattr(nvme.multihost_utils, "sync_global_devices", all_are_here)
     with nvme.claim(one):
@@ -503,10 +505,10 @@ def test_a_file_that_something_else_cut_short(small):
 
 
 def test_layers_larger_than_a_request_are_read_and_written_in_pieces(small, monkeypatch):
-    monkeypatch.setattr(nvme, "PIECE", 1000)
+    monkeypatch.setattr(layer_file, "PIECE", 1000)
     file = small.plan.master["blocks"]["mlp"]["w_up"]
     before = {l: file.read(l) for l in range(3)}
-    assert file.layer_bytes > 10 * nvme.PIECE
+    assert file.layer_bytes > 10 * layer_file.PIECE
     file.write(1, before[1] + 1)
     for l in range(3):
         np.testing.assert_array_equal(file.read(l), before[l] + (l == 1))
@@ -541,8 +543,8 @@ class Device(NamedTuple):
 def test_a_process_stores_the_parts_that_its_devices_hold(tmp_path, monkeypatch, starts, stored, firsts):
     """Process 1 of two: of a layer whose rows are sharded over both, and of one that both have. A checkpoint has every
     part once."""
-    monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(nvme.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
     sharding = Shards(starts, [0] * 4)
     monkeypatch.setattr(InFile, "layer_sharding", lambda file, home: sharding)
     monkeypatch.setattr(InFile, "round_sharding", lambda file, home: sharding)
@@ -561,9 +563,9 @@ def test_a_process_stores_the_parts_that_its_devices_hold(tmp_path, monkeypatch,
 
 def test_parts_of_layers_go_to_the_devices_and_back(tmp_path, monkeypatch):
     """All eight devices are of one process of two here, so that it has all parts of both stages."""
-    monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("pp", "a", "b"))
-    store = Store(tmp_path, 3, nvme.own_layers(mesh, 3))
+    store = Store(tmp_path, 3, own_layers(mesh, 3))
     file = InFile(store, (4, 8, 4), "float32", jax.NamedSharding(mesh, jax.P("pp", "b", "a")))
     layers = np.random.default_rng(0).standard_normal((3, 8, 4), np.float32)
     layers[2, 0] = -0.0
@@ -583,15 +585,15 @@ def test_parts_of_layers_go_to_the_devices_and_back(tmp_path, monkeypatch):
 
 def test_a_process_stores_the_layers_of_its_stages(tmp_path, monkeypatch):
     """Process 1 of two has the second of two stages, which is not full: the last layers, and no padding."""
-    monkeypatch.setattr(nvme.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(nvme.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
     devices = np.array([SimpleNamespace(process_index=i // 2) for i in range(4)]).reshape(2, 2)
     mesh = SimpleNamespace(shape={"pp": 2, "a": 2}, axis_names=("pp", "a"), devices=devices)
-    assert nvme.own_layers(mesh, 5) == [3, 4]
+    assert own_layers(mesh, 5) == [3, 4]
     sharding = Shards([0, 2, 0, 2], [0, 0, 1, 1])
     monkeypatch.setattr(InFile, "layer_sharding", lambda file, home: sharding)
     monkeypatch.setattr(InFile, "round_sharding", lambda file, home: sharding)
-    store = Store(tmp_path, 5, nvme.own_layers(mesh, 5))
+    store = Store(tmp_path, 5, own_layers(mesh, 5))
     file = InFile(store, (6, 4, 5), "float32", SimpleNamespace(spec=jax.P("pp"), mesh=mesh))
     assert file.stored_shape(3) == (2, 2, 5) and file.stored_shape(0) == (0, 2, 5)
     assert all(part.first for part in file.parts[1].values())
@@ -636,10 +638,10 @@ def get_config():
 END = """
 import errno, os, signal, sys
 from surojax import train
-from surojax.memory import nvme
+from surojax.memory.layer_file import Store
 
 plain, count = os.pwrite, [None]
-begin = nvme.Store.begin_update
+begin = Store.begin_update
 
 def update(*args):
     count[0] = count[0] or 0
@@ -652,7 +654,7 @@ def write(*args):
             {end}
     return plain(*args)
 
-nvme.Store.begin_update, os.pwrite = update, write
+Store.begin_update, os.pwrite = update, write
 sys.modules["surojax.train"].main(sys.argv[1:])
 """
 KILLED, FULL = "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(errno.ENOSPC, 'No space left on device')"
@@ -686,7 +688,7 @@ def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_pa
     for steps, end in [(1, KILLED), (5, KILLED), (2, FULL)]:
         writes = steps * 4 * layer + int(rng.integers(1, 4 * layer))
         code, text = run(killed, disk, "-c", END.format(writes=writes, end=end))
-        last = json.loads((tmp_path / "nvme" / nvme.MARKER).read_text())
+        last = json.loads((tmp_path / "nvme" / layer_file.MARKER).read_text())
         found = on_disk.find(killed / "run")
         assert last["state"] == "updating" and (steps == 2 or last["step"] == steps + 1)
         assert code == (-signal.SIGKILL if end == KILLED else 1), text

@@ -11,7 +11,8 @@ import pytest
 from small import CONFIG, Small, quick_at, tokens
 
 from surojax.errors import CheckpointError
-from surojax.memory.nvme import claim, store_of
+from surojax.memory.in_file import store_of
+from surojax.memory.nvme import claim
 from surojax.optim import normuon as muon, optimizer as optim
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.restore import restore

@@ -11,7 +11,7 @@ class Home:
     """One memory.
 
     name: in reports and records of a run. memory_kind: JAX's name; None: JAX does not know this memory, layers are in
-    files (memory/nvme.py). space: the memory space in the type of an array in this memory; None for files.
+    files (memory/in_file.py). space: the memory space in the type of an array in this memory; None for files.
     """
 
     name: str

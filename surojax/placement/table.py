@@ -13,8 +13,8 @@
 * except the first `resident_layers`, which stay in device memory.
 
 `offload_master` and `offload_optimizer` can also be "nvme". Then the state of the blocks is stored in a file under
-`nvme_path` (see nvme.py). The state of the outer layers is as large as that of a few layers and is not read layer by
-layer; it is stored in pinned host memory.
+`nvme_path` (memory/in_file.py). The state of the outer layers is as large as that of a few layers and is not read
+layer by layer; it is stored in pinned host memory.
 
 Quantised weights are all-gathered in 8 bits (quantize.py). They are used with `zero_quantized_weights`, and with the
 recipes fp8_*, also on one device. By default they are made from `weights` whenever a layer is fetched. With

@@ -19,10 +19,11 @@ from surojax.models.lora import adapters
 from surojax.models.model import Segment, Variant
 from surojax.placement.mesh import CONTEXT, SHARD, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import Kind, Param
-from surojax.planner import footprint, shares, textbook, traffic
+from surojax.planner import shares, textbook, traffic
 from surojax.planner.collective_time import IN_A_PASS
 from surojax.planner.costs import BACKWARD_FLOPS, attention_time, product_time
 from surojax.planner.gpus import Gpu, known_rates
+from surojax.planner.segment_bytes import segment_bytes
 from surojax.planner.stages import patterns
 
 FORWARD_PASSES = 1.6  # bytes that passes move per byte of residuals of a block with nothing recomputed, forward
@@ -82,7 +83,7 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     x = jax.ShapeDtypeStruct((batch.sequences, length, model.hidden_size), dtype)
     tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1)  # of a product: a tensor-parallel group has the same
     whole = model.rebuild(dataclasses.replace(model.compute, sequence_chunks=1))
-    sizes = footprint.segment_bytes(dataclasses.replace(run, model=whole), segment, x, "gpu")
+    sizes = segment_bytes(dataclasses.replace(run, model=whole), segment, x, "gpu")
     passes = sizes.saved / (gpu.memory_bandwidth * rates.memory)
     flops = dataclasses.replace(segment, variants=variants).attention_flops(batch.sequence_len)
     flops *= batch.tokens / len(variants)  # of a layer, for a group

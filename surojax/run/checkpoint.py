@@ -26,7 +26,7 @@ import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
 from surojax.errors import CheckpointError
-from surojax.memory.nvme import InFile, store_of
+from surojax.memory.in_file import InFile, store_of
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.param import OUTER, part_of
 from surojax.run.checksum import checksums, name_of

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.memory.host import move, read
-from surojax.memory.nvme import InFile
+from surojax.memory.in_file import InFile
 from surojax.placement.home import DEVICE
 from surojax.placement.param import OUTER
 

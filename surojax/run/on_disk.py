@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from surojax.errors import CheckpointError, ConfigError
-from surojax.memory.nvme import NvmeError
+from surojax.memory.layer_file import NvmeError
 
 FOLDER = "checkpoints"
 FILES = "files.json"

@@ -22,7 +22,8 @@ import tensorstore as ts
 
 from surojax.errors import CheckpointError
 from surojax.memory.host import put
-from surojax.memory.nvme import THREADS, InFile
+from surojax.memory.in_file import InFile
+from surojax.memory.layer_file import THREADS
 from surojax.optim.optimizer import Moments8bit
 from surojax.optim.reblock import reblocked
 from surojax.parallel.feed import from_host

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import Part, joined, parts, put, read, write
-from surojax.memory.nvme import InFile, store_of
+from surojax.memory.in_file import InFile, store_of
 from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer
@@ -165,18 +165,15 @@ class FileStep:
 
     def _read(self, l: int) -> list[jax.Array]:
         """Reads layer l of every stage from the file into pinned host memory."""
-        layers = {number: self.store.read(number, self.files) for number in self._numbers(l)}
-        return [
-            file.on_devices({number: stored[i] for number, stored in layers.items()}, HOST)
-            for i, file in enumerate(self.files)
-        ]
+        numbers = self._numbers(l)
+        return [file.on_devices({number: file.read(number) for number in numbers}, HOST) for file in self.files]
 
     def _write(self, l: int, layer: list[jax.Array]) -> None:
         """Writes layer l of every stage to the file."""
         numbers = self._numbers(l)
-        of_files = [file.from_devices(x, numbers) for file, x in zip(self.files, layer, strict=True)]
-        for i, number in enumerate(numbers):
-            self.store.write(number, self.files, [stored[i] for stored in of_files])
+        for file, x in zip(self.files, layer, strict=True):
+            for number, stored in zip(numbers, file.from_devices(x, numbers), strict=True):
+                file.write(number, stored)
 
     def _pick(self, leaves, in_file: bool) -> list:
         """The leaves of (master, moments) that are in the file, or the leaves that are not."""

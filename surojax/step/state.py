@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.memory.host import Part, joined, parts, put, read, write
-from surojax.memory.nvme import InFile, store_of
+from surojax.memory.in_file import InFile, store_of
 from surojax.models.model import Model, Segment
 from surojax.numerics.base_formats import dequantise, is_coded
 from surojax.numerics.quantize import work_copy
@@ -353,7 +353,7 @@ def init_outer_function(model: Model, plan: TrainState, optimizer: optim.Optimiz
 
 
 def fill_layers(weights, others, layer: Callable):
-    """Stacked (work weights, other arrays), in memory and in files (nvme.py): `build_stacks` outside `jit`.
+    """Stacked (work weights, other arrays), in memory and in files (in_file.py): `build_stacks` outside `jit`.
 
     weights, others: their plans. layer: a function l -> (work weights, other arrays) of layer l, which is called for
     one layer after another. Raises NvmeError if a file cannot be written.

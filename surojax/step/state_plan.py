@@ -13,7 +13,8 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.memory.host import joined
-from surojax.memory.nvme import InFile, Store, own_layers
+from surojax.memory.in_file import InFile, own_layers
+from surojax.memory.layer_file import Store
 from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, quantize
 from surojax.optim.optimizer import Optimizer, Rule

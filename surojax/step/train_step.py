@@ -1,7 +1,7 @@
 """One optimizer step, and one evaluation batch, as compiled programs over the mesh.
 
 A step is `engine.loss_and_gradients`, the optimizer's `scalars`, and `update.update`. All of it is one program, unless
-master weights or moments are in a file (memory/nvme.py): then the step is a `file_step.FileStep` of several programs.
+master weights or moments are in a file (memory/in_file.py). Then it is a `file_step.FileStep` of several programs.
 With `Engine.overlap_update` it is an `overlap.OverlappedStep`, whose updates come a step late: see `up_to_date`.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from surojax.memory.nvme import store_of
+from surojax.memory.in_file import store_of
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer
 from surojax.placement.layout import batch_sharding

@@ -9,7 +9,7 @@ import numpy as np
 from surojax.assembly import Assembly
 from surojax.config.fields import Config
 from surojax.data.load import Evaluated
-from surojax.memory import nvme
+from surojax.memory.in_file import store_of
 from surojax.parallel.feed import Feed
 from surojax.placement.mesh import own_device
 from surojax.planner import traffic
@@ -52,5 +52,5 @@ def compile_programs(
     say(f"compiled in {time.perf_counter() - started:.1f} s")
     # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in files, a
     # step has already ended when `train_step` returns.
-    one_at_a_time = (platform == "cpu" and len(devices) > 1) or nvme.store_of(run.plan) is not None
+    one_at_a_time = (platform == "cpu" and len(devices) > 1) or store_of(run.plan) is not None
     return Programs(train_step, evaluate, feed, arrays, one_at_a_time)

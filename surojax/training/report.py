@@ -7,7 +7,7 @@ from surojax.data.cache import Corpus
 from surojax.data.tokenizer import Tokenizer
 from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
-from surojax.memory import nvme
+from surojax.memory.in_file import store_of
 from surojax.models.attention import chosen_here
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
@@ -47,7 +47,7 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
         return Prediction(not_predicted="a GPU that is not in surojax/planner/gpus.py")
     batch = traffic.batch_of(c)
     try:
-        if nvme.store_of(run.plan):
+        if store_of(run.plan):
             return Prediction(not_predicted="state in files, and the drive's speed is not known")
         found = prediction.of_compiled(compiled.as_text(), run, batch, gpu)
     except Exception as error:  # whatever a new version of XLA writes

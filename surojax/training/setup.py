@@ -12,6 +12,7 @@ from surojax.data import load as data
 from surojax.exchange.sources import open_weights
 from surojax.exchange.weights import Tensors
 from surojax.memory import nvme
+from surojax.memory.in_file import store_of
 from surojax.models.model import Model
 from surojax.placement.mesh import find_devices, make_mesh
 from surojax.planner.check_fit import check_fit
@@ -44,7 +45,7 @@ def set_up(c: Config) -> Setup:
     mesh = make_mesh(devices, **configs.mesh_sizes(c))
     run = from_config(c, mesh, total_steps=1)
     need = check_fit(c, run, devices)
-    nvme.check(nvme.store_of(run.plan))
+    nvme.check(store_of(run.plan))
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     newest = on_disk.find(output_dir / on_disk.FOLDER)
     continues = newest is not None or c.resume_from_checkpoint not in ("auto", "no")

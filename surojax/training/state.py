@@ -8,7 +8,7 @@ from surojax.exchange import adapters
 from surojax.exchange.base import described_format
 from surojax.exchange.sources import has_parts
 from surojax.exchange.weights import Tensors, describe as describe_weights, readers
-from surojax.memory import nvme
+from surojax.memory.in_file import store_of
 from surojax.numerics.base_formats import chosen
 from surojax.parallel.feed import to_host
 from surojax.run.console import say
@@ -23,7 +23,7 @@ def first_state(
     c: Config, run: Assembly, resume: Path | None, initial: Tensors | None, adapter: adapters.Adapter | None
 ) -> TrainState:
     """The state from a checkpoint, from another model's weights, or new; says which."""
-    store = nvme.store_of(run.plan)
+    store = store_of(run.plan)
     if store and (step := store.interrupted()):
         start = f"continuing from {resume.name}" if resume else "there is no checkpoint, so this starts anew"
         say(f"nvme: the last run ended within the update of step {step}, what it left is not used: {start}")

@@ -13,6 +13,7 @@ from surojax.assembly import Assembly, from_config
 from surojax.config import Config, checks, default_config, fields as configs
 from surojax.errors import ConfigError
 from surojax.memory import nvme
+from surojax.memory.in_file import store_of
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
 from surojax.placement.table import Mesh
@@ -92,7 +93,7 @@ def built(c: Config, s: Setting, batches: list[Batch], microbatches: int, device
         mesh = make_mesh(devices, **configs.mesh_sizes(c))
         run = from_config(c, mesh, total_steps=len(batches))
         check_fit(c, run, devices)
-        if store := nvme.store_of(run.plan):
+        if store := store_of(run.plan):
             until_end.enter_context(nvme.claim(store))
         yield Built(run, mesh, (microbatches, sequences // microbatches, c.sequence_len), devices, c.seed)
 
@@ -129,7 +130,7 @@ class FirstStates:
 
     def of(self, row: Built) -> TrainState:
         """Returns the first state of a row. A state of which some is in files is drawn for itself."""
-        if nvme.store_of(row.run.plan) is not None:
+        if store_of(row.run.plan) is not None:
             return row.run.init_state(row.seed)
         arrays, structure = jax.tree.flatten(row.run.plan)
         key = (row.seed, structure, *((x.shape, x.dtype) for x in arrays))

@@ -1,0 +1,198 @@
+"""Stacks of layers stored in a file, of which one layer at a time is in memory.
+
+The plan and the state have an `InFile` in place of such an array. All of them share a file (memory/layer_file.py), so
+that a layer is one record. It stores unsharded layers, whatever the number of devices. With several processes each has
+a file, with records of the layers of the process's stages, of the parts that its devices hold: no layer crosses the
+network to be stored. All stages of `pp` update a layer at a time together, which is a *round*: layer r of every stage.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from surojax.memory.layer_file import Store
+from surojax.parallel.schedule import layers_of_stage
+from surojax.placement.home import DEVICE, Home
+from surojax.placement.mesh import PIPELINE, pipeline_stages
+
+
+class Part(NamedTuple):
+    """A part of a layer. index: where in the layer. first: no process of a lower number has the part too."""
+
+    number: int
+    index: tuple[slice, ...]
+    first: bool
+
+
+class InFile:
+    """A stack `[L, ...]` in a file, in place of an array in the plan and in the state.
+
+    shape, dtype: of the stack. Its last entries are padding if stages of `pp` are not all full (step/padding.py); no
+    file has them, and they are read as zeros. sharding: the one that the stack would have on the devices; a layer there
+    has it without the layer axis. entries: of each stage. parts: for each stage, where this process's parts
+    `[parts, ...]` are in a layer, which are what its file stores; None with one process, which stores whole layers. The
+    file can be read as long as no other run uses the folder.
+    """
+
+    def __init__(self, store: Store, shape: tuple[int, ...], dtype: Any, sharding: jax.NamedSharding):
+        self.store = store
+        self.shape = shape
+        self.dtype = np.dtype(dtype)
+        self.sharding = sharding
+        self.spec = jax.P(*sharding.spec[1:])  # of a layer
+        self.stages = pipeline_stages(sharding.mesh) if sharding.spec and sharding.spec[0] else 1
+        self.entries = shape[0] // self.stages
+        self.parts = self._own_parts() if jax.process_count() > 1 else None
+        self.offset = store.reserve(self.layer_bytes)
+
+    def __repr__(self):
+        return f"InFile(shape={self.shape}, dtype={self.dtype}, file={self.store.path})"
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions, the layer axis included."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the stack."""
+        return math.prod(self.shape)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that the file has room for in each layer's record."""
+        shapes = [self.stored_shape(stage * self.entries) for stage in range(self.stages)]
+        return max(math.prod(shape) for shape in shapes) * self.dtype.itemsize
+
+    def stored_shape(self, l: int) -> tuple[int, ...]:
+        """The shape of what the file stores of layer l."""
+        if self.parts is None:
+            return self.shape[1:]
+        return (len(self.parts[self.stage(l)]), *self.layer_sharding(DEVICE).shard_shape(self.shape[1:]))
+
+    def stage(self, l: int) -> int:
+        """The stage that has layer l."""
+        return l // self.entries
+
+    def layer_sharding(self, home: Home) -> jax.NamedSharding:
+        """Sharding of one layer `[...]` in this memory. Every stage has all of it."""
+        return jax.NamedSharding(self.sharding.mesh, self.spec, memory_kind=home.memory_kind)
+
+    def round_sharding(self, home: Home) -> jax.NamedSharding:
+        """Sharding of a round `[stages, ...]` in this memory: a layer of every stage, each on its stage's devices."""
+        return jax.NamedSharding(self.sharding.mesh, self.sharding.spec, memory_kind=home.memory_kind)
+
+    def read(self, l: int) -> np.ndarray:
+        """The stored arrays of layer l; zeros if it is padding. Raises NvmeError."""
+        if l >= self.store.num_layers:
+            return np.zeros(self.stored_shape(l), self.dtype)
+        return self.store.read(l, self.offset, self.stored_shape(l), self.dtype)
+
+    def write(self, l: int, stored: np.ndarray) -> None:
+        """Replaces what is stored of layer l. Raises NvmeError."""
+        assert stored.shape == self.stored_shape(l) and stored.dtype == self.dtype, (self, stored.shape, stored.dtype)
+        self.store.write(l, self.offset, stored)
+
+    def _own_parts(self) -> list[dict[tuple[int, ...], Part]]:
+        """For each stage, the places of a layer's parts on this process's devices, by where they start."""
+        indices = self.round_sharding(DEVICE).devices_indices_map((self.stages, *self.shape[1:]))
+        mine = jax.process_index()
+        of_stages = []
+        for stage in range(self.stages):
+            of_stage = {device: index[1:] for device, index in indices.items() if self._stage_at(index) == stage}
+            own = {self._start(index): index for device, index in of_stage.items() if device.process_index == mine}
+            of_lower = {self._start(index) for device, index in of_stage.items() if (device.process_index or 0) < mine}
+            of_stages.append({start: Part(i, own[start], start not in of_lower) for i, start in enumerate(sorted(own))})
+        return of_stages
+
+    def _stage_at(self, index: tuple[slice, ...]) -> int:
+        """The stage that a device with this part of a round is in."""
+        return index[0].indices(self.stages)[0]
+
+    def _start(self, index: tuple[slice, ...]) -> tuple[int, ...]:
+        """Returns the start of a part in its layer."""
+        return tuple(part.indices(size)[0] for part, size in zip(index, self.shape[1:], strict=True))
+
+    def stored_of(self, l: int, layer: Any) -> np.ndarray:
+        """Returns this process's parts of the whole layer l: an array, or a tensorstore of which only that is read."""
+        if self.parts is None:
+            return np.asarray(layer)
+        return np.stack([np.asarray(layer[part.index]) for part in self.parts[self.stage(l)].values()])
+
+    def on_devices(self, layers: dict[int, np.ndarray], home: Home) -> jax.Array:
+        """A round in this memory of the devices, from what each process has stored of its layers. No process sends any.
+
+        layers: by number, at most one of each stage. A stage has zeros if no process has its layer.
+        """
+        sharding = self.round_sharding(home)
+        of_stages = {self.stage(l): stored for l, stored in layers.items()}
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            stage = self._stage_at(index)
+            if stage not in of_stages:
+                return np.zeros((1, *sharding.shard_shape((self.stages, *self.shape[1:]))[1:]), self.dtype)
+            if self.parts is None:
+                return of_stages[stage][index[1:]][None]
+            return of_stages[stage][self.parts[stage][self._start(index[1:])].number][None]
+
+        return jax.make_array_from_callback((self.stages, *self.shape[1:]), sharding, part)
+
+    def from_devices(self, layers: jax.Array, numbers: Iterable[int]) -> list[np.ndarray]:
+        """Returns this process's parts of the layers with these numbers, of a round as `round_sharding` shards it."""
+        if self.parts is None:
+            whole = jax.device_get(layers)
+            return [whole[self.stage(l)] for l in numbers]
+        of_stages: dict[int, dict] = {}
+        for shard in layers.addressable_shards:
+            of_stage = of_stages.setdefault(self._stage_at(shard.index), {})
+            of_stage[self._start(shard.index[1:])] = shard.data[0]
+        return [self._stacked(l, of_stages[self.stage(l)]) for l in numbers]
+
+    def from_every_stage(self, l: int, layer: jax.Array) -> np.ndarray:
+        """Returns this process's parts of layer l, which is sharded as `layer_sharding` says."""
+        if self.parts is None:
+            return jax.device_get(layer)
+        return self._stacked(l, {self._start(x.index): x.data for x in layer.addressable_shards})
+
+    def _stacked(self, l: int, found: dict[tuple[int, ...], Any]) -> np.ndarray:
+        """The parts of layer l that this process stores, from arrays by where they start."""
+        assert self.parts is not None
+        return np.stack([np.asarray(found[start]) for start in self.parts[self.stage(l)]])
+
+    def on_every_stage(self, l: int) -> jax.Array:
+        """Layer l in device memory, sharded as `layer_sharding` says; zeros if it is padding. Raises NvmeError.
+
+        The stages that do not store it are sent it.
+        """
+        own = {l: self.read(l)} if l in self.store.records else {}
+        one = jax.jit(_only_layer, out_shardings=self.layer_sharding(DEVICE))(self.on_devices(own, DEVICE))
+        return jax.block_until_ready(one) if self.stages > 1 else one
+
+
+def _only_layer(layers: jax.Array) -> jax.Array:
+    """The layer of a round of which all others are zeros, to the bit."""
+    number = jnp.dtype(f"uint{8 * layers.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(layers, number).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(jnp.sum(bits, 0, dtype=jnp.uint32).astype(number), layers.dtype)
+
+
+def own_layers(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, num_layers: int) -> list[int]:
+    """The layers of a model of which this process's devices hold state: all, or those of its stages of `pp`."""
+    stages = pipeline_stages(mesh)
+    if stages == 1 or jax.process_count() == 1:
+        return list(range(num_layers))
+    assert not isinstance(mesh, jax.sharding.AbstractMesh), "several processes have devices"
+    of_stages = np.moveaxis(mesh.devices, mesh.axis_names.index(PIPELINE), 0)
+    own = [any(device.process_index == jax.process_index() for device in of_stage.flat) for of_stage in of_stages]
+    of_stage = layers_of_stage(num_layers, stages)
+    return [l for l in range(num_layers) if own[l // of_stage]]
+
+
+def store_of(plan: Any) -> Store | None:
+    """The store of the layers of a plan or a state that are in a file; None if all layers are in memory."""
+    return next((x.store for x in jax.tree.leaves(plan) if isinstance(x, InFile)), None)

@@ -1,0 +1,224 @@
+"""The file on an NVMe disk that training state is stored in: a record per layer.
+
+    <nvme_path>/layers.bin     one record per layer: all its tensors that are stored here (master weights, moments)
+    <nvme_path>/layers.json    state of the last run: {"step": n, "state": "updating" or "clean"}
+    <nvme_path>/layers.lock    locked while a run uses the folder
+
+Reads and writes are split into pieces for several threads, since a disk needs several requests in flight to be fast.
+Several processes have a folder <nvme_path>/process-<i> each. What is in a record: memory/in_file.py.
+
+**The file is never trusted at start.** It is updated in place, so a run that is killed within an update leaves a
+mixture of two steps. The next start rewrites all of it, from the last checkpoint or from the seed; layers.json only
+serves to say what happened.
+
+**Page cache.** Reads and writes go through it. Writes are forced to the disk after each update, while the next
+gradients are computed: an error of the disk is seen before anything builds on the data, and at most one step's writes
+are in memory and not on the disk. Pages that are on the disk cost nothing: the kernel frees them when memory is needed.
+As long as there is enough memory, reads come from the page cache and the disk is only written to.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from surojax.errors import ConfigError
+
+FILE, MARKER, LOCK = "layers.bin", "layers.json", "layers.lock"
+ALIGN = 4096  # bytes, a page of the disk: records start at multiples of it, arrays within one at multiples of 64
+PIECE = 16 << 20  # bytes of one request
+THREADS = 4  # requests in flight, in each direction
+MAKE_ROOM = (
+    "free some, choose another folder, or keep one of both in host memory (offload_optimizer=True, "
+    "offload_master=True); what is stored in 16 bits takes half, but that is another training (opt_m_dtype, "
+    "opt_v_dtype, and last master_dtype)"
+)
+
+
+class NvmeError(OSError):
+    """The file cannot be read or written any more. Its content is lost, the checkpoints are not."""
+
+
+class Store:
+    """The file of a run. The first use opens it; it stays open until `close`.
+
+    records: by the number of a layer of which the file has a record, the number of that record.
+    """
+
+    def __init__(self, folder: str | Path, num_layers: int, layers: Iterable[int] | None = None):
+        """layers: those of which this process stores parts, see `own_layers`; None: all."""
+        self.folder = Path(folder).expanduser().absolute()
+        if jax.process_count() > 1:
+            self.folder /= f"process-{jax.process_index()}"
+        self.num_layers = num_layers
+        self.records = {l: i for i, l in enumerate(range(num_layers) if layers is None else layers)}
+        self.path = self.folder / FILE
+        self.record = 0
+        self._made = False
+        self._synced: Future | None = None
+        self._copied: list[Future] = []
+
+    def reserve(self, size: int) -> int:
+        """Reserves `size` bytes in each record; returns their offset within it."""
+        offset = self.record
+        self.record += -(-size // 64) * 64
+        return offset
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return len(self.records) * self._stride
+
+    @property
+    def _stride(self) -> int:
+        """Bytes from the start of one record to the start of the next."""
+        return -(-self.record // ALIGN) * ALIGN
+
+    @functools.cached_property
+    def _pools(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+        """(threads that read, threads that write)."""
+        return ThreadPoolExecutor(THREADS, "nvme-read"), ThreadPoolExecutor(THREADS, "nvme-write")
+
+    @functools.cached_property
+    def fd(self) -> int:
+        """The open file. The first open allocates its full size, so that a full disk is found. Raises ConfigError."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"nvme_path: cannot open {self.path} ({error.strerror}); choose another folder"
+            ) from error
+        if self._made:  # opened again after `close`: another run may use the file by now
+            return fd
+        try:
+            os.ftruncate(fd, self.bytes)
+            os.posix_fallocate(fd, 0, self.bytes)
+            self._made = True
+        except OSError as error:
+            os.ftruncate(fd, 0)
+            os.close(fd)
+            raise ConfigError(
+                f"nvme_path: expected room for {gib(self.bytes)} in {self.folder}, got: {error.strerror}; {MAKE_ROOM}"
+            ) from error
+        return fd
+
+    def close(self) -> None:
+        """Waits for requests in flight and closes the file; a later read opens it again."""
+        for pool in self.__dict__.pop("_pools", ()):
+            pool.shutdown()
+        if "fd" in self.__dict__:
+            os.close(self.__dict__.pop("fd"))
+
+    # -- Layers ------------------------------------------------------------------------------------------------------
+
+    def read(self, l: int, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The array at this offset, as `reserve` gave it, in the record of layer l. Raises NvmeError."""
+        raw = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+        begin = self._record_start(l) + offset
+
+        def piece(start: int) -> None:
+            view = memoryview(raw)[start : start + PIECE]
+            at = begin + start
+            while view:
+                n = os.preadv(self.fd, [view], at)
+                if n == 0:
+                    raise OSError("it is shorter than it was made: something else wrote to it")
+                view = view[n:]
+                at += n
+
+        self._each_piece(0, piece, raw.size, "read")
+        return raw.view(dtype).reshape(shape)
+
+    def write(self, l: int, offset: int, array: np.ndarray) -> None:
+        """Replaces what `read` returns for this offset. Raises NvmeError."""
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        begin = self._record_start(l) + offset
+
+        def piece(start: int) -> None:
+            view = memoryview(raw)[start : start + PIECE]
+            at = begin + start
+            while view:
+                n = os.pwrite(self.fd, view, at)
+                view = view[n:]
+                at += n
+
+        self._each_piece(1, piece, raw.size, "write")
+
+    def _record_start(self, l: int) -> int:
+        """Offset in the file of the record of layer l."""
+        if l not in self.records:
+            raise IndexError(f"layer: expected one of {list(self.records)}, got {l}")
+        return self.records[l] * self._stride
+
+    def _each_piece(self, pool: int, piece, size: int, what: str) -> None:
+        """Calls piece(start) for every PIECE of `size` bytes, by the threads of _pools[pool] if there are several."""
+        with self.explained(what):
+            if size <= PIECE:
+                piece(0)
+            else:
+                list(self._pools[pool].map(piece, range(0, size, PIECE)))
+
+    @contextlib.contextmanager
+    def explained(self, what: str):
+        """Turns an error of the disk into an NvmeError that names the file and what is not lost."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise NvmeError(
+                f"nvme_path: could not {what} {self.path} ({reason}); its content is lost, but no checkpoint is: "
+                "the next start continues from the last one"
+            ) from error
+
+    # -- Steps -------------------------------------------------------------------------------------------------------
+
+    def begin_update(self, step: int) -> None:
+        """Waits until the last update is on the disk and no checkpoint reads the file, then marks it as updating."""
+        self.settle()
+        while self._copied:
+            self._copied.pop().exception()  # a checkpoint that could not be written says so itself
+        self._mark(step, "updating")
+
+    def end_update(self, step: int) -> None:
+        """Marks the file as clean (all of it is from this step) and begins to force it to the disk."""
+        self._mark(step, "clean")
+        self._synced = self._pools[1].submit(os.fdatasync, self.fd)
+
+    def settle(self) -> None:
+        """Waits until the last update is on the disk. Raises NvmeError if it cannot be written there."""
+        synced, self._synced = self._synced, None
+        if synced is not None:
+            with self.explained("write"):
+                synced.result()
+
+    def hold(self) -> Future:
+        """A future that the caller completes when it has read the file; no update begins before."""
+        self._copied.append(Future())
+        return self._copied[-1]
+
+    def _mark(self, step: int, state: str) -> None:
+        """Writes layers.json."""
+        with self.explained("write"):
+            new = self.folder / f"{MARKER}.new"
+            new.write_text(json.dumps({"step": step, "state": state}))
+            new.replace(self.folder / MARKER)  # atomic: a kill leaves the old file or the new one
+
+    def interrupted(self) -> int | None:
+        """The step in whose update the last run was interrupted, None if it was not."""
+        try:
+            last = json.loads((self.folder / MARKER).read_text())
+            return int(last["step"]) if last["state"] == "updating" else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def gib(size: int) -> str:
+    """Bytes as text, in GiB."""
+    return f"{size / 2**30:,.2f} GiB"

@@ -1,0 +1,223 @@
+"""Bytes of one layer on each device, from shapes: weights, gradients, residuals, what attention needs, state."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from surojax.assembly import Assembly
+from surojax.memory.host import parts
+from surojax.models.attention import chosen
+from surojax.models.model import Model, Recompute, Segment
+from surojax.numerics import quantize
+from surojax.numerics.base_formats import is_coded, map_arrays
+from surojax.parallel.schedule import layers_of_stage
+from surojax.placement.home import HOMES
+from surojax.placement.layout import Layout
+from surojax.placement.mesh import devices_per_sequence, pipeline_stages, tensor_parallel
+from surojax.placement.param import Param, part_of
+from surojax.placement.table import Mesh
+from surojax.step.state_plan import bytes_per_device
+from surojax.step.weights import quantise_with_one_scale
+
+
+class SegmentBytes(NamedTuple):
+    """Bytes of a segment on each device."""
+
+    weights: int  # weights of one layer, in the dtype that products compute with
+    gradients: int  # gradients of one layer, in that dtype
+    fetched: int  # weights of one layer, as they are all-gathered or copied to the device
+    kept: int  # residuals of one layer, from the forward pass to the backward pass
+    saved: int  # residuals of one layer if nothing is recomputed
+    attention: int  # what attention needs besides in the backward pass of one layer
+    scores: int  # attention scores, which are part of that; 0: flash attention
+    # With chunks of the sequence: keys and values of all of it, less its input, which is changed in place. In a
+    # tensor-parallel group also a whole chunk's term of the input's gradient, before it is reduce-scattered.
+    sequence: int
+    sums: int  # with chunks: gradients of keys and values, their float32 sums, and the copy that a chunk reads
+    layer_state: int  # master weights, moments and gradient accumulators of one layer, in whichever memory
+    grads: int  # gradient accumulators of all layers
+    activations: int  # residuals of all layers
+
+    def values(self, recompute_factor: float) -> int:
+        """Bytes of values while a block is differentiated. With chunks, the MLP's and the attention's come in turn."""
+        return max(int(recompute_factor * self.saved) + self.attention, self.sums) + self.sequence
+
+
+def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
+    """The `SegmentBytes` of a segment whose layers have an input like x."""
+    engine = run.engine
+    layers = layers_of_stage(segment.num_layers, pipeline_stages(run.mesh))
+    compute = run.model.compute
+    layer = _in_products(run, segment)
+    fetched = _in_fp8(segment.params, layer) if engine.table.one_scale else layer
+    fetched = _in_base_format(run, segment, layer) if engine.table.base_format else fetched
+    packed = engine.packed
+    chunks = compute.sequence_chunks
+    # The backward pass has all residuals of a layer, or of one chunk, in memory at once, even if they are recomputed.
+    plain = run.model.rebuild(dataclasses.replace(compute, recompute=Recompute(), sequence_chunks=1))
+    B, S, D = x.shape
+    chunk = jax.ShapeDtypeStruct((B, S // chunks, D), x.dtype)
+    of_chunk = _block_bytes(run, plain, segment, chunk, platform, packed, chunks)
+    saved = of_chunk.saved
+    if plain is not run.model and not engine.recompute_block:
+        saved = _block_bytes(run, run.model, segment, x, platform, packed).saved
+    itemsize = x.dtype.itemsize
+    keys = max(segment.heads.key_value, devices_per_sequence(run.mesh))  # devices that share a head have it each
+    numbers = 2 * B * S * keys * segment.heads.channels  # of keys and values
+    tensor = tensor_parallel(run.mesh)
+    of_group = tensor * size(chunk) if tensor > 1 else 0
+    kept = size(x) if engine.recompute_block else saved
+    sizes = shard_sizes(run, engine.layouts.grads[segment.name], segment)
+    grads = jnp.dtype(engine.table.grads.dtype).itemsize * layers * sum(sizes)
+    state = run.plan.master[segment.name], run.plan.moments[segment.name]
+    return SegmentBytes(
+        weights=size(layer),
+        gradients=size(part_of(layer, segment.trained_params)),
+        fetched=size(fetched),
+        kept=kept,
+        saved=of_chunk.saved,
+        attention=of_chunk.attention,
+        scores=of_chunk.scores,
+        sequence=itemsize * numbers - size(x) + of_group if chunks > 1 else 0,
+        sums=(4 + 3 * itemsize) * numbers if chunks > 1 else 0,
+        layer_state=(sum(bytes_per_device(state, home) for home in HOMES) + grads) // layers,
+        grads=grads,
+        activations=layers * kept,
+    )
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of one block on each device. See `SegmentBytes`."""
+
+    saved: int  # residuals, without its weights
+    attention: int
+    scores: int
+
+
+def _block_bytes(
+    run: Assembly,
+    model: Model,
+    segment: Segment,
+    x: jax.ShapeDtypeStruct,
+    platform: str,
+    packed: bool,
+    chunks: int = 1,
+) -> BlockBytes:
+    """The `BlockBytes` of a segment's block.
+
+    chunks: x is one of so many equal parts of a sequence, which attends to all of it.
+    """
+    B, S, _ = x.shape
+    itemsize = x.dtype.itemsize
+    compute = model.compute
+    heads_of = segment.heads
+    tensor = tensor_parallel(run.mesh)
+    per_sequence = devices_per_sequence(run.mesh)
+    shapes, structure = jax.tree.flatten(jax.tree.map(lambda w: w.shape, _in_products(run, segment)), is_leaf=_is_shape)
+    mesh = run.mesh if per_sequence > 1 else None
+    saved = _traced_residuals(model, segment, tuple(shapes), structure, mesh, x.shape, x.dtype)
+    heads = B * S * heads_of.query  # in a group: of whole sequences, a part of the heads
+    kind: Any = {"gpu": platform != "cpu", "packed": packed, "softcap": heads_of.softcapped}
+    if in_pieces := per_sequence > tensor and compute.cp_method != "ulysses":
+        kind |= {"piece": S * tensor // 2, "window": any(v.window for v in segment.variants)}
+    flash = chosen(compute.attention, x.dtype, heads_of.channels, **kind)
+    if flash != "xla" and in_pieces:
+        # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with. Our
+        # kernel also has float32 gradients of a pair, and reads transposed copies.
+        keys = max(heads_of.key_value, tensor)
+        more = 2 * (heads_of.query + keys) * (itemsize + 4) if flash == "mosaic" else 0
+        sums = 2 * heads_of.query * 4 + 4 * keys * (itemsize + 4)
+        return BlockBytes(saved, B * S * (sums + more) * heads_of.channels, scores=0)
+    if flash != "xla":
+        # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies of
+        # queries, keys and the gradient of its output.
+        keys = chunks * max(heads_of.key_value, tensor if chunks == 1 else per_sequence)
+        copied = (2 * heads_of.query + keys) * heads_of.channels if flash == "mosaic" else 0
+        kept = 0 if compute.recompute.att else heads * (heads_of.channels * itemsize + 4)
+        return BlockBytes(saved + kept, B * S * copied * itemsize, scores=0)
+    keys = S * chunks * per_sequence
+    if in_pieces:
+        keys = 2 * S * tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17 pieces)
+    scores = (4 if platform == "cpu" else 2) * heads * keys * 4
+    return BlockBytes(saved, scores, scores)
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_residuals(
+    model: Model, segment: Segment, weights: tuple, structure, mesh: Mesh | None, shape: tuple[int, ...], dtype
+) -> int:
+    """Bytes of a block's residuals without its weights, for an input of this shape. Traces the block, so it is cached.
+
+    weights, structure: shapes of the tree of weights on one device. mesh: None if devices have whole sequences.
+
+    Families build the same model for the same settings once, so models can be keys.
+    """
+    compute = model.compute
+    # Residuals are the same with every kernel. "auto" never raises; `check_kernels` reports what is not supported.
+    kernels = "xla" if compute.precision.kernels == "xla" else "auto"
+    precision = dataclasses.replace(compute.precision, kernels=kernels)
+    traced = model.rebuild(dataclasses.replace(compute, attention="xla", precision=precision))
+    forward = next(s for s in traced.segments if s.name == segment.name).block_forward
+    layer = structure.unflatten([jax.ShapeDtypeStruct(of_weight, dtype) for of_weight in weights])
+    layer = _in_fp8(segment.params, layer) if precision.fp8 else layer
+    variant = next((v for v in segment.variants if v.recipe_enabled), segment.variants[0])
+    x = jax.ShapeDtypeStruct(shape, dtype)
+
+    def residuals(w, x):
+        return forward(w, x, None, variant)[1]
+
+    if mesh is not None:  # for the shapes on one device, which are all that is asked
+        specs: Any = {"in_specs": jax.P(), "out_specs": jax.P()}
+        residuals = jax.shard_map(residuals, mesh=mesh, check_vma=False, **specs)
+    return size(jax.eval_shape(residuals, layer, x))
+
+
+def _in_products(run: Assembly, segment: Segment):
+    """The shapes of a layer's weights on one device, as products read them."""
+
+    def one(param: Param, layout: Layout) -> jax.ShapeDtypeStruct:
+        shape = jax.NamedSharding(run.mesh, layout.computed).shard_shape(param.shape)
+        return jax.ShapeDtypeStruct(shape, param.dtype or run.engine.table.weights.dtype)
+
+    return jax.tree.map(one, segment.params, run.engine.layouts.weights[segment.name])
+
+
+def _is_shape(x) -> bool:
+    return isinstance(x, tuple)
+
+
+def _in_fp8(params, layer):
+    """The shapes of a layer after its matrices are quantised to float8 with one scale each."""
+    return jax.eval_shape(lambda w: quantise_with_one_scale(params, w, quantize.DTYPES["fp8"]), layer)
+
+
+def _in_base_format(run: Assembly, segment: Segment, layer):
+    """The shapes of a layer's weights on one device when they are gathered, frozen matrices in the base's format."""
+    stack = parts(run.plan.weights[segment.name])[0].stack
+
+    def one(x: jax.ShapeDtypeStruct, planned, layout: Layout):
+        if not is_coded(planned):
+            return x
+        computed = jax.NamedSharding(run.mesh, layout.computed)
+
+        def on_device(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(computed.shard_shape(array.shape[1:]), array.dtype)
+
+        return map_arrays(planned, on_device, lambda array: jax.ShapeDtypeStruct((), array.dtype))
+
+    return jax.tree.map(one, layer, stack, run.engine.layouts.weights[segment.name])
+
+
+def shard_sizes(run: Assembly, of_class, segment: Segment) -> list[int]:
+    """Number of elements on one device of each trained parameter of one layer. of_class: the layouts of a class."""
+    pairs = zip(jax.tree.leaves(segment.trained_params), jax.tree.leaves(of_class), strict=True)
+    return [math.prod(jax.NamedSharding(run.mesh, layout.stored).shard_shape(p.shape)) for p, layout in pairs]
+
+
+def size(tree) -> int:
+    """Bytes of a tree of shapes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
