@@ -65,6 +65,9 @@ FLOAT8_GROUP = f"{TENSOR_RECIPES}::test_float8_equals_one_device -k config0"
 LAYERS = "surojax/models/layers.py"
 MODEL = "surojax/models/model.py"
 OPERATIONS = "surojax/models/operations.py"
+ROTARY = "surojax/models/rotary.py"
+LINEAR = "surojax/models/linear.py"
+RECOMPUTE = "surojax/models/recompute.py"
 LLAMA = "surojax/models/llama.py"
 LLAMA_FP8 = "surojax/models/llama_fp8.py"
 LORA = "surojax/models/lora.py"
@@ -518,7 +521,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "positions go on from document to document",
-        OPERATIONS,
+        ROTARY,
         "index_S[None, :] - starts_BS",
         "index_S[None, :] + 0 * starts_BS",
         "tests/test_packing.py::test_positions_begin_anew",
@@ -624,7 +627,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "chunks: tokens of several devices have positions as if the chunk were the first",
-        OPERATIONS,
+        ROTARY,
         "index_S = first + index_S",
         "index_S = index_S if context.is_divided() else first + index_S",
         f"{CHUNKED} -k 2-packed-cp2-tp2",
@@ -807,21 +810,21 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "YaRN keeps what it should stretch",
-        OPERATIONS,
+        ROTARY,
         "return stretched * freq / scaling.factor + (1 - stretched) * freq",
         "return (1 - stretched) * freq / scaling.factor + stretched * freq",
         f"{PARITY} -k yarn]",
     ),
     Mutant(
         "YaRN's bounds are always whole",
-        OPERATIONS,
+        ROTARY,
         "if scaling.truncate:",
         "if True:",
         f"{PARITY} -k yarn_not_truncated",
     ),
     Mutant(
         "YaRN's queries and keys keep their size",
-        OPERATIONS,
+        ROTARY,
         "return self.attention_factor or 0.1 * math.log(self.factor) + 1",
         "return 1.0",
         f"{PARITY} -k yarn]",
@@ -835,7 +838,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "queries do not grow with their position",
-        OPERATIONS,
+        ROTARY,
         "jnp.log(1 + lengths)",
         "jnp.log(1 + 0 * lengths)",
         f"{PARITY} -k ministral3",
@@ -1180,43 +1183,43 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "linear rope is not scaled",
-        OPERATIONS,
+        ROTARY,
         "        return freq / scaling.factor\n",
         "        return freq\n",
         f"{PARITY} -k llama_linear_rope",
     ),
-    Mutant("llama3 rope: turns in radians", OPERATIONS, "* freq / (2 * math.pi)", "* freq", f"{PARITY} -k llama3_rope"),
+    Mutant("llama3 rope: turns in radians", ROTARY, "* freq / (2 * math.pi)", "* freq", f"{PARITY} -k llama3_rope"),
     Mutant(
         "llama3 rope: low_freq_factor left out",
-        OPERATIONS,
+        ROTARY,
         "(turns - scaling.low_freq_factor) / span",
         "turns / span",
         f"{PARITY} -k llama3_rope",
     ),
     Mutant(
         "llama3 rope: span is high_freq_factor",
-        OPERATIONS,
+        ROTARY,
         "span = scaling.high_freq_factor - scaling.low_freq_factor",
         "span = scaling.high_freq_factor",
         f"{PARITY} -k llama3_rope",
     ),
     Mutant(
         "llama3 rope: the wrong wavelengths are stretched",
-        OPERATIONS,
+        ROTARY,
         "keep * freq + (1 - keep) * freq / scaling.factor",
         "(1 - keep) * freq + keep * freq / scaling.factor",
         f"{PARITY} -k llama3_rope",
     ),
     Mutant(
         "llama3 rope: keep is not clipped at 1",
-        OPERATIONS,
+        ROTARY,
         "/ span, 0.0, 1.0)",
         "/ span, 0.0, None)",
         f"{PARITY} -k llama3_rope",
     ),
     Mutant(
         "rope turns the second half backwards",
-        OPERATIONS,
+        ROTARY,
         "second * cos + first * sin], axis=-1)",
         "second * cos - first * sin], axis=-1)",
         f"{PARITY} -k llama]",
@@ -1265,14 +1268,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gradients of products in the forward dtype",
-        OPERATIONS,
+        LINEAR,
         "precision.gradient_dtype or dtype, frozen)",
         "dtype, frozen)",
         "tests/test_precision.py::test_products_are_computed_in_the_dtypes_of_the_settings",
     ),
     Mutant(
         "all matrices of a block round with the same numbers",
-        OPERATIONS,
+        LINEAR,
         "nvfp4_linear(x, w, seed, salt=number, parts=operand_parts(w.shape, axes), **how)",
         "nvfp4_linear(x, w, seed, salt=0, parts=operand_parts(w.shape, axes), **how)",
         "tests/test_precision.py::test_every_matrix_of_a_block_draws_numbers_of_its_own",
@@ -1311,6 +1314,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "jax.random.fold_in(jax.random.key(seed), draws)",
         "jax.random.fold_in(jax.random.key(seed), draws + 1)",
         "tests/test_engine.py::test_golden_steps",
+    ),
+    Mutant(
+        "what is to be recomputed is saved",
+        RECOMPUTE,
+        "return save_inputs_only(f) if enabled else f",
+        "return f",
+        "tests/test_footprint.py::test_each_recomputation_saves_less -k gpu",
     ),
     Mutant(
         "recompute_att follows recompute_ffn",
@@ -2335,7 +2345,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "positions begin anew with each device's tokens",
-        "surojax/models/operations.py",
+        ROTARY,
         "        index_S = context.own_index(tokens, cp_method)\n",
         "",
         f"{CONTEXT_GRADS} -k ring-2x2-saved",

@@ -11,7 +11,7 @@ import pytest
 from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
 
 from surojax.models.model import Compute, Recompute
-from surojax.models.operations import RopeScaling
+from surojax.models.rotary import RopeScaling
 from surojax.placement.layout import batch_sharding, replicated_matrices, specs
 from surojax.planner import hlo
 from surojax.step.engine import evaluate

@@ -17,7 +17,7 @@ from surojax.models.llama_fp8 import SITE_NAMES, SITES
 from surojax.models.lora import Lora, target_names
 from surojax.models.loss import cross_entropy
 from surojax.models.model import Compute, Segment, Variant
-from surojax.models.operations import RopeScaling
+from surojax.models.rotary import RopeScaling
 from surojax.numerics import fp8
 from surojax.numerics.quantize import Quantized, has_one_scale, quantise_whole, scale_for
 from surojax.numerics.recipes import Precision

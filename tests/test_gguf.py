@@ -30,7 +30,7 @@ from surojax.inference import sample
 from surojax.inference.forward import cached_logits, empty_cache
 from surojax.inference.load import load
 from surojax.models.llama import Llama
-from surojax.models.operations import RopeScaling, rope_frequencies
+from surojax.models.rotary import RopeScaling, rope_frequencies
 
 NAMES = {
     "model.embed_tokens": "token_embd",

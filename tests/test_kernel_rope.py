@@ -7,7 +7,7 @@ import pytest
 from small import KERNEL, REFERENCE, needs, normal
 
 from pallas_kernels import dispatch, rope as op, tiles
-from surojax.models import operations
+from surojax.models import rotary
 
 pytestmark = pytest.mark.gpu
 f32, bf16 = jnp.float32, jnp.bfloat16
@@ -21,7 +21,7 @@ def data(batch, S, H, K, h, dtype):
 def table(S, h):
     @jax.jit
     def of_positions():
-        angle = jnp.arange(S, dtype=f32)[:, None] * operations.rope_frequencies(h, 1e4, operations.RopeScaling())[None]
+        angle = jnp.arange(S, dtype=f32)[:, None] * rotary.rope_frequencies(h, 1e4, rotary.RopeScaling())[None]
         return jnp.cos(angle), jnp.sin(angle)
 
     return of_positions()
@@ -83,7 +83,7 @@ def test_as_the_model_does_it():
     q, k, cos, sin = data((2,), 9, 4, 2, 64, f32)
     rotated = op.rope(q, k, cos, sin, **REFERENCE)
     for x, y in zip((q, k), rotated, strict=True):
-        expected = operations.rope(x, jnp.arange(9), 1e4, operations.RopeScaling())
+        expected = rotary.rope(x, jnp.arange(9), 1e4, rotary.RopeScaling())
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-6)  # cosines from another program: their last bits
 
 

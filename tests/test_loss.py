@@ -12,8 +12,8 @@ from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.models import llama
+from surojax.models.linear import linear
 from surojax.models.loss import cross_entropy
-from surojax.models.operations import linear
 from surojax.placement.mesh import SHARD, make_mesh
 from surojax.step import outer
 

@@ -20,6 +20,7 @@ from surojax.memory.host import Split
 from surojax.models import llama
 from surojax.models.attention import attend, visible
 from surojax.models.layers import parameter
+from surojax.models.linear import linear
 from surojax.models.llama import Llama
 from surojax.models.loss import cross_entropy
 from surojax.models.model import (
@@ -33,7 +34,6 @@ from surojax.models.model import (
     Variant,
     collect_params,
 )
-from surojax.models.operations import linear
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
 from surojax.placement.param import OUTER, Kind

@@ -13,7 +13,8 @@ from test_engine import GEMMA as GEMMA_3, MINISTRAL, ORDER_OF_SUMS, QWEN, engine
 from surojax.models import attention, llama, llama_fp8
 from surojax.models.attention import attend
 from surojax.models.model import PLAIN, Compute, Recompute, Segment, Variant
-from surojax.models.operations import Operations, RopeScaling, positions_of
+from surojax.models.operations import Operations
+from surojax.models.rotary import RopeScaling, positions_of
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
 from surojax.step.weights import quantise_with_one_scale

@@ -15,7 +15,7 @@ from flax import nnx
 from small import plain_loss, quick_at
 
 from surojax.models.llama import Llama, LlamaConfig
-from surojax.models.operations import RopeScaling
+from surojax.models.rotary import RopeScaling
 
 with np.load(Path(__file__).parent / "fixtures" / "hf_reference.npz") as arrays:
     REFERENCE = dict(arrays)

@@ -14,9 +14,10 @@ from small import CONFIG, drawn_params, normal
 
 from surojax.errors import ConfigError
 from surojax.models import llama, operations
+from surojax.models.linear import recipe_product, times
 from surojax.models.llama import Block
 from surojax.models.model import Compute, Run, Variant, runs
-from surojax.models.operations import Operations, recipe_product, times
+from surojax.models.operations import Operations
 from surojax.numerics.recipes import BLOCK_SCALED, Precision, check_recipe
 
 

@@ -5,7 +5,7 @@ import math
 from surojax.config.fields import Config, default_config, head_dim
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
-from surojax.models.operations import ROPE_USES
+from surojax.models.rotary import ROPE_USES
 
 
 def check_model(c: Config) -> None:

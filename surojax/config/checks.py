@@ -29,7 +29,8 @@ from surojax.config.mesh import check_mesh
 from surojax.errors import ConfigError, need as _need
 from surojax.models.attention import IMPLEMENTATIONS
 from surojax.models.families import FAMILIES
-from surojax.models.operations import ACTIVATIONS, ROPE_USES
+from surojax.models.operations import ACTIVATIONS
+from surojax.models.rotary import ROPE_USES
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, BLOCK_SCALED_PRODUCTS, KERNELS, RECIPES
 from surojax.optim.optimizer import SCHEDULES

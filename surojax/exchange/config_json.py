@@ -9,7 +9,7 @@ from typing import Any
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.exchange.huggingface import settings
-from surojax.models.operations import ROPE_USES
+from surojax.models.rotary import ROPE_USES
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

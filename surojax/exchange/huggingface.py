@@ -14,7 +14,7 @@ from typing import Any
 from surojax.errors import ConfigError
 from surojax.exchange import parts
 from surojax.exchange.families import DEFAULTS, IMPLIED, OTHERS, REFUSED_ROPE, REQUIRED, REQUIRED_OF, SIZES
-from surojax.models.operations import ROPE_USES
+from surojax.models.rotary import ROPE_USES
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 
 from surojax.models.layers import ADAPTER
+from surojax.models.linear import times
 from surojax.models.lora import Lora
-from surojax.models.operations import times
 from surojax.parallel.tensor import all_gather_alike, reduce_scatter_tokens
 
 OF_ROWS = ("wo", "w_down")  # matrices whose inputs a tensor-parallel group divides

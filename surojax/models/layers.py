@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from surojax.models.model import Cache, Earlier
-from surojax.models.operations import Operations, Projection, gated, recomputed
+from surojax.models.operations import Operations, Projection, gated
+from surojax.models.recompute import recomputed
 from surojax.placement.param import Kind
 
 

@@ -19,9 +19,12 @@ from flax import nnx
 
 from surojax.models import chunked, llama_fp8
 from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
+from surojax.models.linear import linear
 from surojax.models.lora import Lora, add_adapters, frozen, with_adapters
 from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Heads, Model, Segment, Variant, collect_params
-from surojax.models.operations import NO_ROTATION, Operations, RopeScaling, linear, recomputed, softcapped
+from surojax.models.operations import Operations, softcapped
+from surojax.models.recompute import recomputed
+from surojax.models.rotary import NO_ROTATION, RopeScaling
 from surojax.numerics import fp8
 from surojax.numerics.recipes import Precision
 from surojax.placement.param import OUTER, Kind, part_of, trainable, with_part

@@ -33,7 +33,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import quantize, rms_norm, rope, swiglu
 from surojax.models.fp8_adapters import Branches
-from surojax.models.operations import Operations, positions_of, rope_angles
+from surojax.models.operations import Operations
+from surojax.models.rotary import positions_of, rope_angles
 from surojax.numerics.fp8 import E4M3, E5M2, Sites, product, scale_for
 from surojax.numerics.quantize import Quantized
 from surojax.numerics.recipes import Precision

@@ -30,7 +30,7 @@ from flax import nnx
 
 from pallas_kernels.quantize import random_bits
 from surojax.models.layers import ADAPTER, parameter
-from surojax.models.operations import save_inputs_only
+from surojax.models.recompute import save_inputs_only
 from surojax.parallel.collectives import add_up, device_number
 from surojax.parallel.tensor import is_divided
 from surojax.placement.layout import MESH_AXES

@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cross_entropy as kernel
+from surojax.models.linear import linear
 from surojax.models.loss import sharded_cross_entropy
 from surojax.models.model import Model
-from surojax.models.operations import linear, softcapped
+from surojax.models.operations import softcapped
 from surojax.parallel.collectives import device_number, varying
 from surojax.placement.mesh import AXES
 from surojax.step.gradients import add

@@ -5,6 +5,7 @@ Initialisation, the step, checkpoint restore and the memory report all read the 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,10 +41,33 @@ def state_plan(
 
     Stacks of layers whose home is nvme are `InFile`s of one store. The work weights of a segment are `host.Split`s if
     some of its layers stay on the device: of each stage as many. Stacks have padding if stages are not all full
-    (step/padding.py). history:
-    its shape, see `fp8.history_shape`; None if there is none. Raises ConfigError if `resident_layers` leaves no layer
-    to stream, or if a model of several segments has a home of nvme.
+    (step/padding.py). history: its shape, see `fp8.history_shape`; None if there is none. Raises ConfigError if
+    `resident_layers` leaves no layer to stream, or if a model of several segments has a home of nvme.
     """
+    check_resident(table, model, mesh)
+    check_files(table, model)
+    store = Store(table.master.folder, model.num_layers, own_layers(mesh, model.num_layers))
+    planner = StatePlanner(model, table, layouts, optimizer, mesh, store)
+    # Stacks in a file are stored in each layer's record in the order in which they are made here.
+    weights = {}
+    master = {}
+    moments = {}
+    for segment in model.segments:
+        master[segment.name], moments[segment.name] = planner.layers_state(segment)
+        weights[segment.name] = planner.work_stacks(segment)
+    master[OUTER], moments[OUTER] = planner.outer_state()
+    weights[OUTER] = planner.outer_weights()
+    return TrainState(
+        step=planner.array((), jnp.int32, jax.P(), DEVICE),
+        weights=weights,
+        master=master,
+        moments=moments,
+        history=planner.array(history, jnp.float32, jax.P(), DEVICE) if history else None,
+    )
+
+
+def check_resident(table: Placement, model: Model, mesh: Mesh) -> None:
+    """Raises ConfigError if `resident_layers` leaves no layer to stream."""
     stages = pipeline_stages(mesh)
     of_stage = layers_of_stage(model.num_layers, stages)
     if table.weights.resident >= of_stage:
@@ -52,6 +76,10 @@ def state_plan(
             f"resident_layers: expected fewer than the {of_stage} layers{whose}, got {table.weights.resident}; "
             "leave it out with offload_weights=False to keep all on the device"
         )
+
+
+def check_files(table: Placement, model: Model) -> None:
+    """Raises ConfigError if state in a file is of a model of several segments."""
     in_file = table.master.home.in_file or table.moments.home.in_file
     if in_file and len(model.segments) > 1:
         names = ", ".join(segment.name for segment in model.segments)
@@ -59,57 +87,67 @@ def state_plan(
             f"offload_optimizer, offload_master: expected true or false for a model of several segments of layers "
             f"({names}), got 'nvme', whose file has records of equal size; set them to true"
         )
-    store = Store(table.master.folder, model.num_layers, own_layers(mesh, model.num_layers))
-    entries = {segment.name: stacked_layers(segment.num_layers, stages) for segment in model.segments}
 
-    def array(shape, dtype, spec: jax.P, home: Home) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec, memory_kind=home.memory_kind))
 
-    def stack(layers: int, shape, dtype, layout: Layout):
+@dataclasses.dataclass(frozen=True)
+class StatePlanner:
+    """Plans the arrays of each section of a state: the outer layers, and the stacks of each segment's layers."""
+
+    model: Model
+    table: Placement
+    layouts: Layouts
+    optimizer: Optimizer
+    mesh: Mesh
+    store: Store
+
+    def array(self, shape, dtype, spec: jax.P, home: Home) -> jax.ShapeDtypeStruct:
+        """A planned array in this memory."""
+        sharding = jax.NamedSharding(self.mesh, spec, memory_kind=home.memory_kind)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def stack(self, layers: int, shape, dtype, layout: Layout):
         """A planned stack of this many layers, each of this shape and layout."""
         spec = stacked(layout)
         if layout.home.in_file:
-            return InFile(store, (layers, *shape), dtype, jax.NamedSharding(mesh, spec))
-        return array((layers, *shape), dtype, spec, layout.home)
+            return InFile(self.store, (layers, *shape), dtype, jax.NamedSharding(self.mesh, spec))
+        return self.array((layers, *shape), dtype, spec, layout.home)
 
-    def outer_array(shape, dtype, layout: Layout):
-        """A planned array of the outer layers."""
-        return array(shape, dtype, layout.stored, layout.home)
-
-    def quants(param: Param, layout: Layout, work: Any):
-        """The planned 8-bit copy of `work`, a planned stack of matrices; a stack of vectors is returned unchanged."""
-        if param.kind is not Kind.MATRIX:
-            return work
-        spec = stacked(layout)
-        block = 0 if table.one_scale else quantize.block_size(jax.NamedSharding(mesh, spec).shard_shape(work.shape)[-1])
-        like = jax.ShapeDtypeStruct(work.shape, table.weights.dtype)
-        planned = quantize.planned(like, table.quants.dtype, block)
-        values = array(planned.values.shape, planned.values.dtype, spec, layout.home)
-        if table.one_scale:
-            return quantize.Quantized(values, array(planned.scales.shape, planned.scales.dtype, jax.P(), DEVICE))
-        return quantize.Quantized(values, array(planned.scales.shape, planned.scales.dtype, spec, layout.home))
-
-    def coded_stack(layers: int, param: Param, layout: Layout) -> base_formats.Coded:
+    def coded_stack(self, layers: int, param: Param, layout: Layout) -> base_formats.Coded:
         """A planned stack of this many layers of a matrix in the base's format."""
         spec = stacked(layout)
         shape = (layers, *param.shape)
-        shard = jax.NamedSharding(mesh, spec).shard_shape(shape)
+        shard = jax.NamedSharding(self.mesh, spec).shard_shape(shape)
         divided = (shape[-2] // shard[-2], shape[-1] // shard[-1])
-        base = base_formats.FORMATS[table.base_format]
-        if not base_formats.fits(table.base_format, shape, divided):
+        base = base_formats.FORMATS[self.table.base_format]
+        if not base_formats.fits(self.table.base_format, shape, divided):
             raise ConfigError(
                 f"{base.setting}: expected rows of a multiple of {base.block * divided[1]} numbers, for blocks of "
                 f"{base.block} on every device, got {param.name} with rows of {param.shape[1]}; set it to false"
             )
         return base_formats.map_arrays(
             base.planned(shape, divided),
-            lambda x: array(x.shape, x.dtype, spec, layout.home),
-            lambda x: array(x.shape, x.dtype, jax.P(*spec[:1]), DEVICE),
+            lambda x: self.array(x.shape, x.dtype, spec, layout.home),
+            lambda x: self.array(x.shape, x.dtype, jax.P(*spec[:1]), DEVICE),
         )
 
-    def work_stacks(segment: Segment):
+    def quants(self, param: Param, layout: Layout, work: Any):
+        """The planned 8-bit copy of `work`, a planned stack of matrices; a stack of vectors is returned unchanged."""
+        if param.kind is not Kind.MATRIX:
+            return work
+        table = self.table
+        spec = stacked(layout)
+        row = jax.NamedSharding(self.mesh, spec).shard_shape(work.shape)[-1]
+        like = jax.ShapeDtypeStruct(work.shape, table.weights.dtype)
+        planned = quantize.planned(like, table.quants.dtype, 0 if table.one_scale else quantize.block_size(row))
+        values = self.array(planned.values.shape, planned.values.dtype, spec, layout.home)
+        of_scales = (jax.P(), DEVICE) if table.one_scale else (spec, layout.home)
+        return quantize.Quantized(values, self.array(planned.scales.shape, planned.scales.dtype, *of_scales))
+
+    def work_stacks(self, segment: Segment):
         """The planned work weights of a segment: of its resident layers, and of its streamed layers, of all stages."""
-        layers = entries[segment.name]
+        table = self.table
+        stages = pipeline_stages(self.mesh)
+        layers = stacked_layers(segment.num_layers, stages)
         resident = stages * min(max(table.weights.resident - segment.start, 0), layers // stages)
 
         def of_layers(layers: int, home: Home | None):
@@ -118,59 +156,61 @@ def state_plan(
             def one(param: Param, layout: Layout):
                 layout = layout if home is None else dataclasses.replace(layout, home=home)
                 if table.base_format and param.kind is Kind.MATRIX and not param.trainable:
-                    return coded_stack(layers, param, layout)
-                return stack(layers, param.shape, param.dtype or table.weights.dtype, layout)
+                    return self.coded_stack(layers, param, layout)
+                return self.stack(layers, param.shape, param.dtype or table.weights.dtype, layout)
 
-            return jax.tree.map(one, segment.params, layouts.weights[segment.name])
+            return jax.tree.map(one, segment.params, self.layouts.weights[segment.name])
 
         split = [of_layers(resident, DEVICE)] if resident else []
         streamed = layers - resident
         work = joined(split + [of_layers(streamed, None)] * bool(streamed))
         if table.persistent_quants:
-            work = jax.tree.map(quants, segment.params, layouts.quants[segment.name], work)
+            work = jax.tree.map(self.quants, segment.params, self.layouts.quants[segment.name], work)
         return work
 
-    def of_state(make, name: str):
+    def layers_state(self, segment: Segment):
+        """The planned (master weights, moments) of what is trained in a segment's layers."""
+        layers = stacked_layers(segment.num_layers, pipeline_stages(self.mesh))
+        return self._state(functools.partial(self.stack, layers), segment.name)
+
+    def _outer_array(self, shape, dtype, layout: Layout):
+        """A planned array of the outer layers."""
+        return self.array(shape, dtype, layout.stored, layout.home)
+
+    def outer_state(self):
+        """The planned (master weights, moments) of what is trained in the outer layers."""
+        return self._state(self._outer_array, OUTER)
+
+    def outer_weights(self):
+        """The planned work weights of the outer layers."""
+
+        def one(param: Param, layout: Layout):
+            return self._outer_array(param.shape, self.table.outer.dtype, layout)
+
+        return jax.tree.map(one, self.model.outer_params, self.layouts.weights[OUTER])
+
+    def _state(self, make: Callable, section: str):
         """The planned (master weights, moments) of what is trained in a section.
 
         make: (shape, dtype, layout) -> a planned array.
         """
 
+        def master(param: Param, layout: Layout):
+            return make(param.shape, self.table.master.dtype, layout)
+
         def moments(param: Param, master_layout: Layout, layout: Layout):
-            rule = optimizer.rule(param)
-            shard_shape = jax.NamedSharding(mesh, master_layout.stored).shard_shape(param.shape)
+            rule = self.optimizer.rule(param)
+            shard_shape = jax.NamedSharding(self.mesh, master_layout.stored).shard_shape(param.shape)
             last_dim_shards = param.shape[-1] // shard_shape[-1]
             shapes = _state_shapes(rule, param.shape, last_dim_shards)
             return jax.tree.map(lambda x, layout: make(x.shape, x.dtype, layout), shapes, rule.state_layout(layout))
 
-        params = trainable(model.params[name])
-        master_layouts = layouts.master[name]
-        master = jax.tree.map(
-            lambda param, layout: make(param.shape, table.master.dtype, layout), params, master_layouts
+        params = trainable(self.model.params[section])
+        layouts = self.layouts.master[section]
+        return (
+            jax.tree.map(master, params, layouts),
+            jax.tree.map(moments, params, layouts, self.layouts.moments[section]),
         )
-        return master, jax.tree.map(moments, params, master_layouts, layouts.moments[name])
-
-    # Stacks in a file are stored in each layer's record in the order in which they are made here.
-    weights = {}
-    master = {}
-    moments = {}
-    for segment in model.segments:
-        name = segment.name
-        master[name], moments[name] = of_state(functools.partial(stack, entries[name]), name)
-        weights[name] = work_stacks(segment)
-    master[OUTER], moments[OUTER] = of_state(outer_array, OUTER)
-    weights[OUTER] = jax.tree.map(
-        lambda param, layout: outer_array(param.shape, table.outer.dtype, layout),
-        model.outer_params,
-        layouts.weights[OUTER],
-    )
-    return TrainState(
-        step=array((), jnp.int32, jax.P(), DEVICE),
-        weights=weights,
-        master=master,
-        moments=moments,
-        history=array(history, jnp.float32, jax.P(), DEVICE) if history else None,
-    )
 
 
 @functools.lru_cache(maxsize=4096)
