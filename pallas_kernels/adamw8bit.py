@@ -168,7 +168,8 @@ def adamw8bit_xla(p, g, m, m_scale, v, v_scale, h, seed, work_dtype=None) -> Res
     root = decode(in_blocks(v), v_scale[..., None], V_TOP)
     m, v = moments(in_blocks(g), decode(in_blocks(m), m_scale[..., None], M_TOP), root * root, h)
     root = jnp.sqrt(v)
-    m_scale, v_scale = fp8.absmax(m, axis=-1), fp8.absmax(root, axis=-1)
+    m_scale = fp8.absmax(m, axis=-1)
+    v_scale = fp8.absmax(root, axis=-1)
     m_code, v_code = _rounded(m, root, (m_scale[..., None], v_scale[..., None]), in_blocks(bits))
     kept = jax.lax.optimization_barrier(1 - h[0] * h[4])  # so that it is rounded alike in every program
     new = stepped(in_blocks(p).astype(f32), m, root, h, kept).reshape(p.shape)
@@ -198,7 +199,8 @@ def _body(n: int, per_layer: int, in_place: bool, work: bool):
         refs = (p_ref, m_ref, ms_ref, v_ref, vs_ref) if in_place else outs[:5]
         p_out, m_out, ms_out, v_out, vs_out = refs
         i = jax.lax.axis_index("blocks")
-        layer, block = i // per_layer, i % per_layer
+        layer = i // per_layer
+        block = i % per_layer
         h = [h_ref[j] for j in range(len(Hyper._fields))]
         layout = plgpu.Layout.WG_STRIDED((n,), vec_size=n // dispatch.LANES)
         number = plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout)

@@ -68,7 +68,8 @@ def run(
     out = [jax.ShapeDtypeStruct((n,), dtype) for dtype in dtypes] + [jax.ShapeDtypeStruct(grid, jnp.int32)] * maxima
     operands = (*(x.reshape(n) for x in arrays), *(x.reshape(1) for x in scalars))
     found = dispatch.launch(kernel, operands, op=op, out=out, grid=grid, names=("chunks",), interpret=interpret)
-    results, tops = found[: len(dtypes)], found[len(dtypes) :]
+    results = found[: len(dtypes)]
+    tops = found[len(dtypes) :]
     return [y.reshape(shape) for y in results], [fp8.from_ordered(jnp.max(top)) for top in tops]
 
 

@@ -106,8 +106,10 @@ def _columns_mosaic(x, rows_too: bool, op: str, interpret: bool) -> list[MX]:
     scale_layout = plgpu.Layout.WG_STRIDED((fours, 4, 4), vec_size=1)
 
     def kernel(x_ref, *refs):
-        i, j = jax.lax.axis_index("rows"), jax.lax.axis_index("columns")
-        down, across = pl.ds(4 * i, 4), pl.ds(j * fours, fours)
+        i = jax.lax.axis_index("rows")
+        j = jax.lax.axis_index("columns")
+        down = pl.ds(4 * i, 4)
+        across = pl.ds(j * fours, fours)
         parts = [pl.ds(j * fours + 8 * c, 8) for c in range(COLUMNS // BLOCK)]
         *by_row, words_ref, scales_ref, words, scales = refs
 

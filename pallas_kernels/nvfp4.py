@@ -138,7 +138,8 @@ def _tiled_layout(dtype):
 
 def _tile_of() -> tuple:
     """(the program's blocks of rows, its blocks of columns), as slices."""
-    i, j = jax.lax.axis_index("rows"), jax.lax.axis_index("columns")
+    i = jax.lax.axis_index("rows")
+    j = jax.lax.axis_index("columns")
     return pl.ds(i * (ROWS // BLOCK), ROWS // BLOCK), pl.ds(j * (COLUMNS // BLOCK), COLUMNS // BLOCK)
 
 
@@ -152,8 +153,10 @@ def _absmax_mosaic(x, rotation, plain_too: bool, op: str, interpret: bool) -> li
     grid = (m // ROWS, n // COLUMNS)
 
     def kernel(x_ref, signs_ref, *refs):
-        i, j = jax.lax.axis_index("rows"), jax.lax.axis_index("columns")
-        down, across = pl.ds(i * high, high), pl.ds(j * width, width)
+        i = jax.lax.axis_index("rows")
+        j = jax.lax.axis_index("columns")
+        down = pl.ds(i * high, high)
+        across = pl.ds(j * width, width)
         signs = signs_ref[0]
         loaded = [_load(x_ref, (down, r, across), layout, dtype) for r in range(BLOCK)]
         tops = [_top(*(number for pair in loaded for number in pair))] if plain_too else []

@@ -326,7 +326,8 @@ def _flat(op: str, implementation: Implementation, x) -> bool:
 
 def _tiled(op: str, implementation: Implementation, x) -> bool:
     """Whether the transposing kernel runs."""
-    m, n = x.size // x.shape[-1] if x.size else 0, x.shape[-1]
+    m = x.size // x.shape[-1] if x.size else 0
+    n = x.shape[-1]
     needs = f"expected other sizes: the kernel needs [M, N] in multiples of {transposing.TILE}, below 2^31"
     return dispatch.chosen(op, implementation, transposing.serves(m, n), needs, (m, n))
 

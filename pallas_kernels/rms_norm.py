@@ -70,7 +70,8 @@ def _forward_xla(x, scale, residual, out_scale, eps: float, out_dtype) -> Normed
 def _backward_xla(dy, total, scale, d_total, eps: float) -> Grads:
     t, dy = total.astype(f32), dy.astype(f32)
     r = jax.lax.rsqrt(jnp.mean(t * t, axis=-1, keepdims=True) + eps)
-    n, g = t * r, dy * _last(scale, t)
+    n = t * r
+    g = dy * _last(scale, t)
     dx = r * (g - n * jnp.mean(g * n, axis=-1, keepdims=True))
     if d_total is not None:
         dx = dx + d_total.astype(f32)
@@ -168,7 +169,8 @@ def _backward_mosaic(dy, total, scale, d_total, eps: float, tile: tiles.Rows, in
             loaded = load_tile(jnp.minimum(i + 1, steps - 1)) if prefetch else ()
             scale = plgpu.load(scale_ref, layout=tile.layout.reduce(0), optimized=False).astype(f32)
             r = _rms_inverse(t, eps)
-            n, g = t * _across(r, t), dy * _down(scale, t)
+            n = t * _across(r, t)
+            g = dy * _down(scale, t)
             dx = _across(r, t) * (g - n * _across(jnp.sum(g * n, axis=1) / width, t))
             dx = (dx + d_total[0] if d_total else dx).astype(total.dtype)
             start, rows = start_and_rows(i)

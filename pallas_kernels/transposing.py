@@ -43,8 +43,10 @@ def run(body: Callable, x: jax.Array, scalars: tuple, stored, op: str, interpret
     layout = plgpu.Layout.WG_STRIDED((rows, wide), vec_size=4)
 
     def kernel(x_ref, *refs):
-        i, j = jax.lax.axis_index("rows"), jax.lax.axis_index("columns")
-        down, across = pl.ds(i * rows, rows), pl.ds(j * wide, wide)
+        i = jax.lax.axis_index("rows")
+        j = jax.lax.axis_index("columns")
+        down = pl.ds(i * rows, rows)
+        across = pl.ds(j * wide, wide)
         numbers = refs[: len(scalars)]
         words = refs[-1]  # in shared memory
         refs = refs[len(scalars) : -1]

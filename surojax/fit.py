@@ -127,7 +127,8 @@ def describe(row: Row, result: Result, base: str, file: Path) -> str:
     """The docstring of the config file of a row."""
     name = GPUS[result.gpu].name
     what = "predicted" if row.plan and row.plan.predicted_step_s else "estimated"
-    device, host = row.device_bytes, row.host_bytes
+    device = row.device_bytes
+    host = row.host_bytes
     needs = f"Needs {advice.gib(device)} on each GPU" + (f" and {advice.gib(host)} of host memory" if host else "")
     lines = [
         f"{base} on {result.gpus} x {name}, as surojax.fit found it on {time.strftime('%Y-%m-%d')}.",

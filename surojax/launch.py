@@ -240,7 +240,8 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int) -> int:
     def work() -> int:
         address = broadcast_from_rank_zero(f"{get_node_ip_address()}:{_free_port('')}")
         context = train.get_context()
-        size, rank = context.get_world_size(), context.get_world_rank()
+        size = context.get_world_size()
+        rank = context.get_world_rank()
         place = ["--coordinator", address, "--num_processes", str(size), "--process_id", str(rank)]
         code = subprocess.run([*command, *place]).returncode
         if code not in (0, STOPPED):

@@ -95,7 +95,9 @@ def _in_words(error: BaseException) -> str:
         return no_field(missing[1])
     wrong = re.search(r"field '(\w+)' .*?\. (.*) is of original type <class '(.+?)'> and .* <class '(\w+)'>", text)
     if wrong and (kind := next((k for k in KINDS if k.__name__ == wrong[4]), None)):
-        field, value, found = wrong[1], wrong[2], wrong[3]
+        field = wrong[1]
+        value = wrong[2]
+        found = wrong[3]
         return f"{field}: expected {KINDS[kind]}, got {value} of type {found}; its type is {kind.__name__}"
     return f"{type(error).__name__}: {text[:200]}"
 

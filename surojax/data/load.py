@@ -192,7 +192,8 @@ def _check_uses(entries: Entries, settings: Settings) -> None:
     unused += [] if settings.sample_packing else ["on_long"]
     defaults = Settings(settings.sequence_len)
     for name in unused:
-        value, default = getattr(settings, name), getattr(defaults, name)
+        value = getattr(settings, name)
+        default = getattr(defaults, name)
         if value != default:
             others = " or sample_packing" if name == "on_long" else ""
             raise ConfigError(

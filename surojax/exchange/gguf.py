@@ -186,7 +186,10 @@ def _llama3(contents: Contents, theta: float, head_dim: int) -> dict[str, Any]:
     divisors do not follow from them.
     """
     divisors_F = _read(contents, FREQUENCIES).reshape(-1)
-    factor, low, high, original = float(divisors_F.max()), 1.0, 4.0, 8192
+    factor = float(divisors_F.max())
+    low = 1.0
+    high = 4.0
+    original = 8192
     wavelengths_F = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     kept_F = np.clip((original / wavelengths_F - low) / (high - low), 0, 1)
     expected_F = 1 / (kept_F + (1 - kept_F) / factor)

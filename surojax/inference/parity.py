@@ -157,7 +157,8 @@ def _theirs(path: Path, texts: list[str], ids: list[list[int]], python: str) -> 
     folder, file = (path.parent, path.name) if gguf.is_gguf(path) else (path, "")
     request = {"folder": str(folder.absolute()), "file": file, "texts": texts, "ids": ids, "compared": TOKENS}
     with tempfile.TemporaryDirectory() as temporary:
-        asked, answered = Path(temporary) / "request.json", Path(temporary) / "answer.npz"
+        asked = Path(temporary) / "request.json"
+        answered = Path(temporary) / "answer.npz"
         asked.write_text(json.dumps(request))
         try:
             command = [python, "-", str(asked), str(answered)]

@@ -118,7 +118,8 @@ class Adapter(nnx.Module):
 
         in_axis: the logical axis of w's inputs. seed: uint32 [], of this product's dropout; None: nothing is dropped.
         """
-        a_ri, b_or = self.a[...], self.b[...]
+        a_ri = self.a[...]
+        b_or = self.b[...]
         if seed is not None and self.lora.dropout:
             part, _ = device_number(*MESH_AXES[in_axis])
             x = dropped(x, random_bits(seed, jnp.uint32(part)), self.lora.dropout)

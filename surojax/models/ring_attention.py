@@ -147,7 +147,8 @@ def _forward(q_BsHh, k_BsKh, v_BsKh, starts_BS, how: How):
     hops = _hops(k_BsKh, v_BsKh, how.method)
     early, late = _queries(q_BsHh, k_BsKh.shape[2], starts_BS, how)
     own_early, own_late = _keys(k_BsKh, v_BsKh, number)
-    earlier, own = how.pair(), how.pair(own=True)
+    earlier = how.pair()
+    own = how.pair(own=True)
     y_early = attended(early, own_early, own)
     y_late = merged(attended(late, own_late, own), attended(late, own_early, earlier))
     for owner, block in hops:
@@ -176,7 +177,8 @@ def _backward(how: How, saved, dy_BsHh):
     arrays = dy_BsHh.reshape(grouped), y_BsHh.reshape(grouped), lse_BKGs, jnp.moveaxis(delta_BsKG, 1, 3)
     halves = zip(*(_halves(x, axis) for x, axis in zip(arrays, (1, 1, 3, 3), strict=True)), strict=True)
     early_slopes, late_slopes = (Slopes(*half) for half in halves)
-    earlier, own = how.pair(), how.pair(own=True)
+    earlier = how.pair()
+    own = how.pair(own=True)
 
     def of_hop(owner, k, v, *, is_own: bool):
         """(dq of the early piece, dq of the late one, dk and dv of this block of keys, joined)."""

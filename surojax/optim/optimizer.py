@@ -119,7 +119,8 @@ def scale_by_adam(
     def update(grads, state, params=None, *, scalars: Scalars, **_):
         m = jax.tree.map(lambda m, g: mix(b1, m.astype(jnp.float32), g), state.m, grads)
         v = jax.tree.map(lambda v, g: mix(b2, v.astype(jnp.float32), g * g), state.v, grads)
-        of_m, of_v = scalars["unbias_m"], scalars["unbias_v"]
+        of_m = scalars["unbias_m"]
+        of_v = scalars["unbias_v"]
         updates = jax.tree.map(lambda m, v: m * of_m / (jnp.sqrt(v * of_v) + eps), m, v)
         return updates, Moments(cast(m, m_dtype), cast(v, v_dtype))
 

@@ -65,7 +65,8 @@ def of_step(run: Assembly, batch: Batch, gpu: Gpu) -> CollectiveTime:
     weights = seconds(textbook.weights(run, batch))
     gathered = updated = 0.0
     if table.weights.sharded:
-        in_pass, of_group = textbook.layers_gathered(run)[0], sum(textbook.layers_gathered(run))
+        in_pass = textbook.layers_gathered(run)[0]
+        of_group = sum(textbook.layers_gathered(run))
         gathered = in_pass * (weights / (of_group * groups_of(run, batch)) + latency("all-gather", over_shards))
     else:
         updated = weights + matrices * latency("all-gather", over_shards)

@@ -76,7 +76,8 @@ def _segment(run: Assembly, segment: Segment, batch: traffic.Batch, gpu: Gpu) ->
 
 def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch: traffic.Batch, gpu: Gpu) -> Seconds:
     """The `Seconds` of layers of a segment. variants: of each of them."""
-    model, engine = run.model, run.engine
+    model = run.model
+    engine = run.engine
     rates = known_rates(gpu)
     dtype = jnp.dtype(engine.table.weights.dtype)
     length = batch.sequence_len // devices_per_sequence(run.mesh)
@@ -196,7 +197,8 @@ def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
 def of_head(run: Assembly, batch: traffic.Batch, gpu: Gpu) -> float:
     """Seconds of head and loss in a microbatch: three products and several passes for each slice of tokens."""
     rates = known_rates(gpu)
-    model, table = run.model, run.engine.table
+    model = run.model
+    table = run.engine.table
     chunks = run.engine.lmhead_chunks
     shards = run.mesh.shape[SHARD] if table.outer.sharded else 1
     of_group = batch.tokens // run.mesh.shape.get(CONTEXT, 1)

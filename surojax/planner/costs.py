@@ -264,7 +264,8 @@ def attention_flops(i: Instruction, queries: str) -> tuple[float, bool]:
 
 def product_time(gpu: Gpu, rates: Rates, m: int, n: int, k: int, batch: int = 1, dtype: str = "bf16") -> float:
     """Seconds of `[m, k] x [k, n]`, `batch` times, on an idle GPU without the launch. dtype: HLO's name."""
-    eight, four = gpu.fp8_flops or gpu.bf16_flops, gpu.fp4_flops or gpu.bf16_flops
+    eight = gpu.fp8_flops or gpu.bf16_flops
+    four = gpu.fp4_flops or gpu.bf16_flops
     peak = {"f8e4m3fn": eight, "f8e5m2": eight, "f4e2m1fn": four, "f32": gpu.tf32_flops}.get(dtype, gpu.bf16_flops)
     bandwidth = gpu.memory_bandwidth * rates.memory
     itemsize = {"f32": 4, "f8e4m3fn": 1, "f8e5m2": 1, "f4e2m1fn": 0.5}.get(dtype, 2)

@@ -127,7 +127,8 @@ def fastest(
         f"estimated {found.tried:,} settings of {found.families:,} kinds in {searched - started:.0f} s; "
         f"candidates that fit: {len(found.candidates)}"
     )
-    rows, refuted = [], []
+    rows = []
+    refuted = []
     refusal = None  # of the compiler or of the checks that come with it
     compiled = 0
     for candidate in in_order(found.candidates):

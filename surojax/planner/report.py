@@ -113,7 +113,8 @@ def prediction_lines(p: Plan) -> list[str]:
         f"  {loop:<17}" + "".join(f"{1e3 * row.get(kind, 0.0):>13,.1f}" for kind in kinds) for loop, row in rows.items()
     ]
     if any(p.host_transfers.values()):
-        engine, kernel = p.host_transfers["copy_engine"], p.host_transfers["kernel"]
+        engine = p.host_transfers["copy_engine"]
+        kernel = p.host_transfers["kernel"]
         note = ", which occupy the multiprocessors" if kernel else ""
         lines.append(f"host transfers in loops: {engine} by copy engine, {kernel} by kernel{note}")
     return lines

@@ -157,7 +157,8 @@ def _hiding(run: Assembly, blocks: Seconds) -> tuple[float, float]:
         by_heads = run.model.compute.cp_method == "ulysses"
         return blocks.of_attention if by_heads else blocks.of_mlp, blocks.mlp_again
     if tensor_parallel(run.mesh) > 1:
-        attention, again = blocks.forward - blocks.of_mlp, blocks.again - blocks.mlp_again
+        attention = blocks.forward - blocks.of_mlp
+        again = blocks.again - blocks.mlp_again
         return max(attention, blocks.of_mlp), max(again, blocks.mlp_again)
     return blocks.forward, blocks.again
 
@@ -231,7 +232,8 @@ def _chains(work: Work, per_fetch: int, *, from_host: float) -> tuple[float, flo
     per_fetch: microbatches of a fetch. from_host: the fraction of weights that are read from host memory before they
     are gathered.
     """
-    blocks, sent = work.blocks, work.collectives
+    blocks = work.blocks
+    sent = work.collectives
     slowed = work.rates.collective_sms  # of the products behind which a collective runs
 
     def behind(collectives: float, products: float) -> float:
@@ -270,7 +272,8 @@ def _phase(work: Work, *, chain: float, link: float, read: float, written: float
     """Seconds of a phase with a chain of works while collectives take `link` seconds and these bytes cross the host
     link.
     """
-    rates, gpu = work.rates, work.gpu
+    rates = work.rates
+    gpu = work.gpu
     host_rate = gpu.pcie_bandwidth * rates.host
     one_way = abs(read - written) / host_rate
     both_ways = min(read, written) / (host_rate * rates.duplex)

@@ -215,7 +215,8 @@ class Search:
     def families(self, layout: Change, *, sampled: bool = False) -> Iterator[Family]:
         """All families of a layout that the checks accept; sampled: a few of them."""
         meshes = layouts.meshes(self.c, self.gpu, layout, self.keep, few=sampled)
-        again, splits = choices.recomputations(self.c), choices.batches(self.c, layout)
+        again = choices.recomputations(self.c)
+        splits = choices.batches(self.c, layout)
         if sampled:
             again = [x for x in again if any(kind.items() <= x.items() for kind in choices.SAMPLED)]
             splits = choices.sample(splits)

@@ -369,7 +369,8 @@ def _joined(run: Assembly, axes: tuple[str, ...]) -> str:
 
 def _gathered_bytes(run: Assembly) -> float:
     """Bytes of the layers' work weights that are gathered: of all of them in a pass, else of those that are updated."""
-    table, layouts = run.engine.table, run.engine.layouts
+    table = run.engine.table
+    layouts = run.engine.layouts
     work = jnp.dtype(table.weights.dtype).itemsize
     if table.weights.sharded:
         return _in_8_bits(run, layouts.weights, vectors=work, matrices=0 if table.quants.dtype else work)

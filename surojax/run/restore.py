@@ -119,8 +119,10 @@ def _restore_args(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]
     def one(keys, x, option):
         if x is ... or name_of(keys[:1]) == OUTER:
             return option
-        section, shape = name_of(keys[:1]), stored[name_of(keys)]
-        there, here = meta.get("layers", {}).get(section, shape[0]), layers.get(section, x.shape[0])
+        section = name_of(keys[:1])
+        shape = stored[name_of(keys)]
+        there = meta.get("layers", {}).get(section, shape[0])
+        here = layers.get(section, x.shape[0])
         if there != here:
             raise ValueError(f"{name_of(keys)}: expected {here} layers, got {there}")
         return dataclasses.replace(option, strict=shape[0] == x.shape[0] or shape[1:] != x.shape[1:])

@@ -84,7 +84,8 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> d
     """Returns the fields in which two nested dicts differ, as {dotted name: (old value, new value)}."""
     found = {}
     for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
+        a = old.get(key)
+        b = new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             found |= differences(a, b, f"{prefix}{key}.")
         elif a != b:

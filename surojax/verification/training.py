@@ -48,7 +48,8 @@ def make_batches(c: Config, devices: int, steps: int) -> tuple[list[Batch], int]
     microbatches = max(2, c.gradient_accumulation_steps)
     multiple = math.lcm(8, own_groups) * microbatches
     sequences = -(-c.per_device_batch_size * c.gradient_accumulation_steps * own_groups // multiple) * multiple
-    rng, of_documents = np.random.default_rng(c.seed), np.random.default_rng((c.seed, 1))
+    rng = np.random.default_rng(c.seed)
+    of_documents = np.random.default_rng((c.seed, 1))
     shape = (sequences, c.sequence_len)
 
     def batch():
