@@ -353,7 +353,7 @@ def test_a_base_adapter_is_part_of_the_base(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("base", ["", "qlora_bnb", "qlora_fp8", "qlora_fp4"])
+@pytest.mark.parametrize("base", ["", "qlora_bnb"])
 def test_a_merged_model_has_the_loss_of_the_run(tmp_path, base):
     """A run's last evaluation, and the first of a run from what was merged: float32 in another order of sums."""
     folder = write(tmp_path / "base", "llama", tensors={}, hidden_size=64, head_dim=16, intermediate_size=128)

@@ -17,18 +17,17 @@ SMALLER = ("--config.model.num_hidden_layers=3", "--config.sequence_len=64")
 STEPS = "12"  # a multiply-add that is contracted in one program only shows in the norm after a few
 # Settings of the config, and rows of the table that must not differ by a bit from those that they are compared with.
 CASES = {
-    # One device and four, everything in host memory, some layers resident (a loop over one layer is no loop), files,
-    # 8-bit copies of the weights; in float32 recomputed activations are those that are saved.
+    # One device and four, everything in host memory, some layers resident (a loop over one layer is no loop), files;
+    # in float32 recomputed activations are those that are saved.
     "adamw": (
         ("model_dtype=float32",),
-        "recompute_parts,offload_saved,resident_layers@4,nvme@4,overlap_update@4,offload_quants_all@4",
+        "offload_saved,resident_layers@4,nvme@4,overlap_update@4",
     ),
     "adamw8bit": (
         ("optimizer=adamw8bit", "model_dtype=bfloat16", "master_dtype=bfloat16"),
-        "offload_all,offload_grouped@4",
+        "offload_grouped@4",
     ),
-    "normuon": (("optimizer=normuon", "model_dtype=float32"), "offload_all,nvme@4"),
-    "fp8_hybrid": (("recipe=fp8_hybrid", "model_dtype=bfloat16"), "resident_layers@4,offload_grouped"),
+    "fp8_hybrid": (("recipe=fp8_hybrid", "model_dtype=bfloat16"), "resident_layers@4"),
 }
 
 

@@ -318,7 +318,7 @@ print(peak() - before, len(corpus.tokens))
 """
 
 
-RUNS = [(60, 60, "windows"), (500, 300, "windows"), (500, 300, "packed")]
+RUNS = [(60, 60, "windows"), (500, 300, "packed")]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's peak memory of a process")

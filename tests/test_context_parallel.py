@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import check_a_run_goes_on, check_checkpoint_moves, config_of_a_run
 from small import CONFIG, Small, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, SMOLLM, engine_gradients, reference
 
@@ -314,22 +313,6 @@ def test_what_is_not_built_is_refused(changes, said):
     with pytest.raises(ConfigError, match=f"^{said}") as error:
         checks.check(c)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.full
-def test_a_checkpoint_moves_between_layouts(tmp_path):
-    """From one device to 2 x 4, and back: weights and moments equal to the bit."""
-    one, eight = Small(m_dtype="bfloat16"), Small(8, cp_size=4, zero_level=3, m_dtype="bfloat16")
-    one.train([tokens(1, 4, 24)])
-    check_checkpoint_moves(one, eight, tmp_path)
-
-
-@pytest.mark.full
-def test_a_run_goes_on_under_another_layout(tmp_path):
-    """On one device, then on two that share each sequence, then on one again: the same samples, step by step."""
-    c = config_of_a_run(tmp_path)
-    c.update({"sample_packing": True, "attention": "xla"})
-    check_a_run_goes_on(c, tmp_path, {"gpus": 2, "cp_size": 2, "cp_method": "ring"})
 
 
 def test_without_several_devices_nothing_is_cut():

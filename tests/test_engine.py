@@ -100,7 +100,7 @@ PLACED = {  # (model, devices, placement, whether blocks are computed again)
 
 
 OF_CONFIG = ("1", "4-zero2-saved", "2x4-zero3-saved")
-OF_OTHERS = ("qwen-8-zero3", "gemma-1-saved", "ministral-1-saved")
+OF_OTHERS = ("qwen-8-zero3", "ministral-1-saved")
 QUICK = [i for i, name in enumerate(PLACED) if name in (*OF_CONFIG, *OF_OTHERS)]
 
 
@@ -166,8 +166,8 @@ ALL_PARTS = ("norm", "swiglu", "ffn", "att")
 
 @pytest.mark.parametrize(
     "config, parts",
-    quick_at([*((CONFIG, (part,)) for part in ALL_PARTS), (QWEN, ALL_PARTS), (GEMMA, ALL_PARTS)], 4),
-    ids=[*ALL_PARTS, "qwen-all", "gemma-all"],
+    quick_at([(CONFIG, ("norm", "ffn")), (QWEN, ALL_PARTS), (GEMMA, ALL_PARTS)], 1),
+    ids=["norm-ffn", "qwen-all", "gemma-all"],
 )
 def test_recomputing_parts_of_blocks_changes_nothing(config, parts):
     """Bit by bit over five steps, like recomputing all of a block."""

@@ -290,6 +290,7 @@ def run_config(tmp_path: Path, folder: Path, **changes):
     return c
 
 
+@pytest.mark.full
 def test_a_run_is_exported_and_goes_on_without_its_model(tmp_path):
     """The export has the master weights to the bit and the model's own files; a lost original is not needed again."""
     folder = write(tmp_path / "in", "qwen2")

@@ -75,7 +75,6 @@ def estimate(c, platform: str = "cpu") -> dict[str, int]:
             ({"gpus": 2, "cp_size": 2, "sequence_len": 1024, "sequence_chunks": 8, "sample_packing": True},),
         ],
         0,
-        3,
     ),
     ids=str,
 )

@@ -166,7 +166,8 @@ def run(*args, **placed) -> list[tuple[float, float]]:
     return trained(*args, **placed)[1]
 
 
-@pytest.mark.parametrize("recipe", quick_at([(name,) for name in (*RECIPES, "mxfp8", "nvfp4")], 3))
+@pytest.mark.parametrize("recipe", ["fp8_hybrid", "nvfp4"])
+@pytest.mark.full
 def test_it_trains(recipe):
     losses, expected = ([x[0] for x in run(name)] for name in (recipe, "bf16"))
     # At loss 4.2, quantisation noise of some percent in blocks whose outputs are a small part of the residual stream.
@@ -178,7 +179,6 @@ def test_it_trains(recipe):
     "recipe, placed",
     quick_at(
         [
-            ("fp8_hybrid", {"recompute_block": False}),
             # What is saved is bfloat16, what is computed again XLA may keep wider: in float32 both are the same.
             ("mxfp8", {"recompute_block": False, "model_dtype": "float32"}),
             ("nvfp4", dict.fromkeys(("offload_residual", "offload_weights"), True)),
@@ -188,7 +188,7 @@ def test_it_trains(recipe):
                 dict.fromkeys([f"offload_{name}" for name in ("residual", "weights", "grads", "master")], True),
             ),
         ],
-        3,
+        2,
     ),
     ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )
@@ -230,7 +230,7 @@ def test_persistent_quants_change_no_bit():
     assert run("fp8_hybrid", 4, zero_level=3, **quants) == run("fp8_hybrid", 4, zero_level=3)
 
 
-@pytest.mark.parametrize("level", quick_at([(2,), (3,)]))
+@pytest.mark.parametrize("level", quick_at([(3,)]))
 def test_shards_have_the_scales_of_whole_weights(level):
     """The first step has the same scales everywhere: nothing but the order of float32 sums differs. In later ones,
     numbers that differ in their last bit may be rounded to neighbouring float8 numbers."""
@@ -239,7 +239,8 @@ def test_shards_have_the_scales_of_whole_weights(level):
     np.testing.assert_allclose(several, one, rtol=1e-2)
 
 
-@pytest.mark.parametrize("name, skipped", quick_at([("fp8_current", (1, 1)), ("mxfp8", (0, 2))], 1))
+@pytest.mark.parametrize("name, skipped", [("fp8_current", (1, 1)), ("mxfp8", (0, 2))])
+@pytest.mark.full
 def test_skipped_blocks_compute_as_recipe_bf16(name, skipped):
     """The engine's loss, in training and in evaluation, is that of the blocks one by one, in the recipe or not."""
     small = Small(1, **settings(name, skip_first=skipped[0], skip_last=skipped[1]), model_dtype="bfloat16")

@@ -53,7 +53,8 @@ def test_resident_layers_change_no_bit(devices, resident, recompute_block):
     assert small.train(BATCHES) == plain(devices, recompute_block)
 
 
-@pytest.mark.parametrize("devices", quick_at([(1,), (4,)], 0))
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.full
 def test_runs_of_layers_inside_a_stack_fetch_their_own(devices):
     """A run ends inside its stack: what comes behind it there is not the layer that its next pass begins with."""
     config = dataclasses.replace(CONFIG, num_hidden_layers=4, sliding_window=8, sliding_window_pattern=3)
@@ -120,6 +121,7 @@ def test_saved_activations_follow_the_residuals(devices, recompute):
     assert ours == plain(devices, False)
 
 
+@pytest.mark.full
 def test_accumulators_in_host_memory_need_not_start_as_zeros(monkeypatch):
     """On GPUs XLA leaves them as they are allocated: its host offloader replaces the zeros by `AllocateBuffer`."""
 

@@ -76,6 +76,7 @@ def test_devices_that_divide_the_orthogonalisation_compute_what_each_would_alone
     same(in_groups.state, alone.state)
 
 
+@pytest.mark.full
 def test_a_large_embedding_is_updated_in_parts_to_the_same_bits():
     """In host memory it is: 256 words are four parts, none larger than a matrix of a block, `[80, 32]`."""
     large = dataclasses.replace(CONFIG, vocab_size=256, num_hidden_layers=1)
@@ -110,9 +111,10 @@ def test_files_change_no_bit_of_what_is_rounded_at_random(tmp_path):
 
 @pytest.mark.parametrize(
     "name, devices, placed",
-    quick_at([("normuon", 8, {"zero_level": 2, "replicate": 2}), ("adamw8bit", 8, {"zero_level": 3})], 0),
+    [("normuon", 8, {"zero_level": 2, "replicate": 2}), ("adamw8bit", 8, {"zero_level": 3})],
     ids=["normuon 2x4 zero 2", "adamw8bit 8 zero 3"],
 )
+@pytest.mark.full
 def test_devices_and_levels_change_rounding_only(name, devices, placed):
     """Sums of gradients in another order: 1e-6 of each. Adam's first steps divide such differences by small roots, and
     8-bit codes are rounded the other way where a number is that near to its random threshold; bound: that of verify."""
@@ -157,6 +159,7 @@ def test_a_last_dimension_is_sharded(name):
     np.testing.assert_allclose(three.train(SIXES), one.train(SIXES), rtol=1e-4)
 
 
+@pytest.mark.full
 def test_states_of_another_layout_are_reblocked_and_of_another_optimizer_refused(tmp_path):
     """Three blocks in a row become one: each code is off by at most half of its new step."""
     one, three = (Small(n, config=WIDE, optimizer=optim.adamw8bit) for n in (1, 3))

@@ -32,15 +32,12 @@ def recipe(name: str, **settings) -> dict:
 # Where state rests and what numbers it has; every kind of fetch; loops of one layer, of pairs, and over two kinds.
 CASES = {
     "all": ALL | {"microbatches_per_fetch": 2},
-    "master": {"offload_master": True, "offload_grads": True},
     "gathered": {"devices": 2, "zero_level": 3, "offload_optimizer": True, "offload_grads": True},
     "saved": ALL | {"devices": 4, "zero_level": 3, "recompute_block": False, "shard_outer": True, "lmhead_chunks": 4},
-    "resident": ALL | {"devices": 2, "zero_level": 3, "resident_layers": 1},
-    "pairs": ALL | {"config": dataclasses.replace(CONFIG, num_hidden_layers=6)},
     "alternating": ALL
-    | {"config": dataclasses.replace(CONFIG, sliding_window=4, sliding_window_pattern=2, num_hidden_layers=5)},
+    | {"config": dataclasses.replace(CONFIG, sliding_window=4, sliding_window_pattern=2, num_hidden_layers=5)}
+    | {"devices": 2, "zero_level": 3, "resident_layers": 1},
     "adamw8bit": ALL | BF16 | {"devices": 2, "zero_level": 3, "optimizer": optim.adamw8bit},
-    "int8": ALL | {"devices": 4, "zero_level": 3, "zero_quantized_weights": "int8", "zero_quantized_gradients": True},
     "fp8_quants": recipe("fp8_hybrid")
     | ALL
     | {"devices": 2, "zero_level": 3, "persistent_quants": True, "offload_quants": True, "model_dtype": "bfloat16"},

@@ -114,11 +114,9 @@ def reference(config):
     quick_at(
         [
             (GEMMA, 4, {"zero_level": 3, **ALL}),
-            (CONFIG, 4, {"zero_level": 2, "replicate": 2}),
             (MISTRAL, 2, {"zero_level": 3, "recompute_block": False, "offload_residual": True}),
-            (CONFIG, 4, {"zero_level": 3, "resident_layers": 1, "offload_weights": True}),
-            (QWEN, 4, {"shard_outer": True, "lmhead_chunks": 4}),
-            (GEMMA_3, 4, {"zero_level": 3, **ALL}),
+            (QWEN, 8, {"replicate": 2, "shard_outer": True, "lmhead_chunks": 4}),
+            (GEMMA_3, 4, {"zero_level": 3, **ALL, "resident_layers": 1}),
             (MINISTRAL, 1, {"recompute_block": False}),
         ],
         0,
@@ -194,7 +192,7 @@ def block_in(recipe: str, kernels: str = "xla"):
 
 @pytest.mark.parametrize(
     "recipe, kernels, window",
-    quick_at([(r, k, w) for r in RECIPES for k, w in (("xla", 12), ("auto", 0))], 2),
+    quick_at([(r, k, w) for r in RECIPES for k, w in (("xla", 12), ("auto", 0)) if r != "fp8_current"], 2),
 )
 def test_no_gradient_crosses_documents(recipe, kernels, window):
     """Exactly zero, in both directions; windows are longer than a document."""

@@ -89,8 +89,7 @@ def on_one_device(optimizer) -> list[tuple[float, float]]:
     return Small(config=DIVIDED, optimizer=optimizer).train(BATCHES)
 
 
-@pytest.mark.parametrize("optimizer", [normuon, optim.adamw8bit])
-@pytest.mark.parametrize("axis", ["pp_size", "cp_size"])
+@pytest.mark.parametrize(("optimizer", "axis"), [(normuon, "pp_size"), (optim.adamw8bit, "cp_size")])
 @pytest.mark.full
 def test_optimizers_equal_one_device(optimizer, axis):
     """And they are the same to the bit with everything in host memory; padding stays zeros in every moment."""

@@ -78,7 +78,7 @@ def test_nor_do_those_of_other_optimizers_and_recipes(optimizer):
     chex.assert_trees_all_equal(found, expected)
 
 
-@pytest.mark.parametrize("devices, placed", [(1, OFFLOADED), (4, {"zero_level": 1})], ids=["1-offloaded", "4-zero1"])
+@pytest.mark.parametrize("devices, placed", [(1, OFFLOADED)], ids=["1-offloaded"])
 @pytest.mark.full
 def test_making_a_state_needs_less_than_a_step(devices, placed):
     """Beside what it returns, initialisation needs no more for 6 layers than for 2, and less than a step needs: what

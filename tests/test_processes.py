@@ -430,7 +430,8 @@ LATE = {"overlap_update": True, "shard_gradients": True, "offload_grads": True}
 STAGES = {"pp_size": 2, "config": dataclasses.replace(small.CONFIG, num_hidden_layers=2)}
 
 
-@pytest.mark.parametrize("placed", small.quick_at([({"shard_gradients": True},), (LATE,), (STAGES,)], 0))
+@pytest.mark.parametrize("placed", [{"shard_gradients": True}, LATE, STAGES])
+@pytest.mark.full
 def test_the_metrics_say_which_devices_had_finite_values(placed):
     """And no other bit of a step depends on it. One token has an embedding of NaN: a row of device 1 has that token.
     A NaN in a stage's part is in the next stage's too, and in gradients of all."""

@@ -7,7 +7,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from small import CONFIG, Small, needs, quick_at, tokens
+from small import CONFIG, Small, needs, tokens
 
 from surojax import ConfigError
 from surojax.models.lora import TARGETS, Lora
@@ -57,18 +57,16 @@ def test_it_is_lora_beside_the_dequantised_numbers(setting):
 @needs(8)
 @pytest.mark.parametrize(
     "setting, devices, placed",
-    quick_at(
-        [
-            ("qlora_bnb", 4, OFFLOADED),
-            ("qlora_bnb", 4, {"zero_level": 3}),
-            ("qlora_bnb", 1, {"offload_weights": True, "resident_layers": 1}),
-            ("qlora_bnb", 2, {"tp_size": 2}),
-            ("qlora_fp8", 4, {"tp_size": 2, "zero_level": 3}),
-            ("qlora_fp4", 4, OFFLOADED | {"tp_size": 2}),
-        ],
-        1,
-    ),
+    [
+        ("qlora_bnb", 4, OFFLOADED),
+        ("qlora_bnb", 4, {"zero_level": 3}),
+        ("qlora_bnb", 1, {"offload_weights": True, "resident_layers": 1}),
+        ("qlora_bnb", 2, {"tp_size": 2}),
+        ("qlora_fp8", 4, {"tp_size": 2, "zero_level": 3}),
+        ("qlora_fp4", 4, OFFLOADED | {"tp_size": 2}),
+    ],
 )
+@pytest.mark.full
 def test_where_it_is_stored_changes_nothing(setting, devices, placed):
     run = Small(devices, config=SMALL, **{setting: True}, **placed)
     found = after(run)

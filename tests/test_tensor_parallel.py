@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from layouts import check_a_run_goes_on, check_checkpoint_moves, config_of_a_run
 from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, SMOLLM, engine_gradients, reference
 
@@ -245,20 +244,6 @@ def test_a_compiled_step_moves_what_the_formulas_say():
     """On virtual CPU devices, in float32, with more key/value heads and with fewer than devices: within 2 %."""
     for tp_size in (2, 4):
         moves_what_is_said(Small(8, tp_size=tp_size, zero_level=3, lmhead_chunks=2))
-
-
-@pytest.mark.full
-def test_a_checkpoint_moves_between_layouts(tmp_path):
-    """From one device to 2 x 4 with fewer key/value heads, and back: weights and moments equal to the bit."""
-    one, eight = Small(m_dtype="bfloat16"), Small(8, tp_size=4, zero_level=3, m_dtype="bfloat16")
-    one.train([tokens(1, 4, 24)])
-    check_checkpoint_moves(one, eight, tmp_path)
-
-
-@pytest.mark.full
-def test_a_run_goes_on_under_another_layout(tmp_path):
-    """On one device, then on two that share each sequence, then on one again: the same samples, step by step."""
-    check_a_run_goes_on(config_of_a_run(tmp_path), tmp_path, {"gpus": 2, "tp_size": 2})
 
 
 def test_every_shard_rounds_with_numbers_of_its_own():

@@ -124,7 +124,7 @@ def test_rows_that_cannot_run_are_said_to_be_skipped(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", ["hsdp_2x2", "pp_tp_2x2"])
+@pytest.mark.parametrize("row", ["hsdp_2x2"])
 def test_every_collective_of_a_row_is_needed(row):
     """Of two rows; the command with all of them takes half an hour."""
     found = verify_mutants(small_config(), steps=2, only=[row])

@@ -1,0 +1,156 @@
+"""Rotary embedding (Su et al. 2021): positions, frequencies for long contexts, and the rotation by XLA.
+
+Shape suffixes: B batch, S sequence, H heads, h head dimension.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from surojax.models.recompute import save_inputs_only
+from surojax.numerics.rounding import materialised
+from surojax.parallel import context
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """What a rotary embedding has in addition to its base; the names are those of Hugging Face's `rope_parameters`.
+
+    kind: how the frequencies are stretched for contexts longer than the model was first trained on: "none", "linear"
+    (all frequencies divided by `factor`; Chen et al. 2023, Position Interpolation), "llama3" (only wavelengths longer
+    than the original context are; Llama 3.1 model card and transformers' rope utilities) or "yarn" (those that make
+    fewer turns in the original context than `beta_fast`, entirely from `beta_slow` on; Peng et al. 2023,
+    arXiv:2309.00071).
+
+    attention_factor: yarn multiplies the rotated queries and keys by it; 0: by 0.1 ln(factor) + 1, its authors' choice.
+    truncate: yarn rounds the bounds between its bands to whole pairs of channels. partial_rotary_factor: the fraction
+    of a head's channels, its first ones, that rotate. llama_4_scaling_beta: queries at position p are multiplied by
+    1 + beta ln(1 + floor(p / original length)) (Llama 4, Ministral 3).
+    """
+
+    kind: str = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    attention_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    partial_rotary_factor: float = 1.0
+    llama_4_scaling_beta: float = 0.0
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1
+
+    def channels(self, head_dim: int) -> int:
+        """Number of a head's channels that rotate."""
+        return int(head_dim * self.partial_rotary_factor)
+
+
+# The sizes of a RopeScaling that each kind uses.
+ROPE_USES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+}
+# Turns nothing: every angle is 0. Layers without rotary embedding save the same residuals as the others with it.
+NO_ROTATION = RopeScaling("linear", factor=math.inf)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.Array:
+    """Angle per position of each pair of channels, `[head_dim / 2]`, radians, float32 (Su et al. 2021)."""
+    freq = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling.kind == "linear":
+        return freq / scaling.factor
+    if scaling.kind == "llama3":
+        # Turns made within the original context: few = long wavelength = stretched; many = kept; blended between.
+        turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+        return keep * freq + (1 - keep) * freq / scaling.factor
+    if scaling.kind == "yarn":
+        first, last = yarn_bounds(head_dim, theta, scaling)
+        stretched = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - first) / (last - first), 0.0, 1.0)
+        return stretched * freq / scaling.factor + (1 - stretched) * freq
+    return freq
+
+
+def yarn_bounds(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
+    """The pairs of channels between which YaRN blends: those before are kept, those after are stretched."""
+
+    def pair(turns: float) -> float:
+        """The pair, not rounded, that makes so many turns in the original context."""
+        original = scaling.original_max_position_embeddings
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = pair(scaling.beta_fast)
+    last = pair(scaling.beta_slow)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, head_dim - 1)
+    return first, last if last != first else last + 0.001
+
+
+def rope_angles(head_dim: int, positions: jax.Array, theta: float, scaling: RopeScaling):
+    """(cosines, sines) of position x frequency, float32 `[..., head_dim / 2]` for positions `[S]` or `[B, S]`.
+
+    Both are times `scaling.magnitude`.
+    """
+    position = positions.astype(jnp.float32)[..., None]
+    angle = position * jnp.expand_dims(rope_frequencies(head_dim, theta, scaling), tuple(range(positions.ndim)))
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
+    return (cos, sin) if scaling.magnitude == 1 else (scaling.magnitude * cos, scaling.magnitude * sin)
+
+
+def positions_of(
+    tokens: int, starts_BS: jax.Array | None = None, first: jax.Array | int = 0, cp_method: context.Method = "ulysses"
+) -> jax.Array:
+    """The positions of this device's tokens, int32: `[S]`, or `[B, S]` in the documents that start there.
+
+    Tokens are consecutive, unless a row or chunk is divided over devices. first: index in its row of the first token,
+    of all devices. starts_BS: of whole rows, or of a whole chunk.
+    """
+    index_S = jnp.arange(tokens)
+    if context.is_divided():
+        index_S = context.own_index(tokens, cp_method)
+        starts_BS = None if starts_BS is None else context.own_tokens(starts_BS, cp_method)
+    index_S = first + index_S
+    return index_S if starts_BS is None else index_S[None, :] - starts_BS
+
+
+@jax.custom_vjp
+def gradient_in_one_pass(x: jax.Array) -> jax.Array:
+    """x; its gradient is written to memory once. Else XLA writes the halves of rope's apart, and joins them twice."""
+    return x
+
+
+gradient_in_one_pass.defvjp(lambda x: (x, None), lambda _, dx: (materialised(dx),))
+
+
+@functools.partial(save_inputs_only, static_argnums=(2, 3))
+def rope(x_BSHh: jax.Array, positions: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
+    """Rotate channel pairs (i, i + h/2) by position x frequency, in float32. positions: `[S]` or `[B, S]`."""
+    angles = rope_angles(x_BSHh.shape[-1], positions, theta, scaling)
+    cos, sin = (x[..., None, :] if x.ndim == 3 else x[None, :, None, :] for x in angles)
+    first, second = jnp.split(gradient_in_one_pass(x_BSHh).astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BSHh.dtype)
+
+
+def scale_by_position(q_BSHh: jax.Array, positions: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Queries times 1 + beta ln(1 + floor(position / original length)). positions: `[S]` or `[B, S]`."""
+    lengths = jnp.floor(positions.astype(jnp.float32) / scaling.original_max_position_embeddings)
+    scale = (1 + scaling.llama_4_scaling_beta * jnp.log(1 + lengths)).astype(q_BSHh.dtype)
+    return q_BSHh * (scale[..., None, None] if scale.ndim == 2 else scale[None, :, None, None])
