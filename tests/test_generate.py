@@ -37,7 +37,7 @@ CONFIGS = {
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(c, id=name, marks=[pytest.mark.full] * (name in ("windows", "mistral")))
+        pytest.param(c, id=name, marks=[pytest.mark.full] * (name in ("windows", "mistral", "smollm")))
         for name, c in CONFIGS.items()
     ],
 )

@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from small import CONFIG, Small, drawn_params, plain_loss, quick_at, tokens, worst_relative
+from small import CONFIG, Small, drawn_params, plain_loss, tokens, worst_relative
 from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, engine_gradients
 from test_models import toy
 
@@ -52,8 +52,9 @@ def trained(batches, **options):
 
 @pytest.mark.parametrize(
     "case, group",
-    quick_at([(case, 4 if case == "4-resident" else 2) for case in CASES], 0),
+    [(case, 4 if case == "4-resident" else 2) for case in CASES],
 )
+@pytest.mark.full
 def test_groups_change_no_bit(case, group):
     """Losses, norms, weights and moments of three steps, with two groups and one; of adamw8bit: tests/test_bits.py."""
     batches = [tokens(4, 8, 16, seed=i) for i in range(3)]

@@ -237,7 +237,8 @@ def test_placements_change_nothing(config, devices, placed):
     np.testing.assert_allclose(Small(devices, config=config, **placed).train(batches), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("loaded", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.full
 def test_magnitudes_begin_as_lengths_of_the_rows_that_are_multiplied(loaded):
     """Beside a base in NF4, whose rows are up to 1 % shorter or longer than those that it was made of."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}

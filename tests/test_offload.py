@@ -40,7 +40,8 @@ def plain(devices: int, recompute_block: bool) -> list[tuple[float, float]]:
     return Small(devices, zero_level=level, recompute_block=recompute_block).train(BATCHES)
 
 
-@pytest.mark.parametrize("devices, resident, recompute_block", quick_at([(1, 1, True), (4, 2, False)], 0))
+@pytest.mark.parametrize("devices, resident, recompute_block", [(1, 1, True), (4, 2, False)])
+@pytest.mark.full
 def test_resident_layers_change_no_bit(devices, resident, recompute_block):
     """The first layers' weights stay on the device, the others rest in host memory."""
     level = 3 if devices > 1 else 1

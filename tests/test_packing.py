@@ -295,6 +295,7 @@ def test_state_in_files_changes_nothing(tmp_path):
     assert Small(packed=True, **nvme).train(batches) == expected
 
 
+@pytest.mark.full
 def test_a_row_that_is_one_document_is_a_row_without_documents():
     """Bit for bit, over three steps."""
     batches = [tokens(2, 4, 16, seed=seed) for seed in range(3)]

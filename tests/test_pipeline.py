@@ -92,7 +92,7 @@ def reference(config):
 
 @pytest.mark.parametrize(
     "config, devices, placed, recompute_block",
-    quick_at(list(PLACED.values()), 0, list(PLACED).index("other-layers-2")),
+    quick_at(list(PLACED.values()), 0),
     ids=PLACED.keys(),
 )
 def test_equals_grad_of_the_plain_model(config, devices, placed, recompute_block):
@@ -138,6 +138,7 @@ def random_layer(seed: int):
     return jax.tree.map(lambda param: rng.standard_normal(param.shape).astype(np.float32), params)
 
 
+@pytest.mark.full
 def test_padding_changes_nothing_and_has_no_gradient():
     """Also if its weights were not zeros. Of a layer, block and gradients are those of the segment."""
     (segment,) = llama.build(CONFIG).segments

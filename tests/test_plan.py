@@ -110,7 +110,6 @@ def planned(tmp_path_factory):
             ("qwen32b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 5.2),
             ("llama70b", "h100", {"gpus": 8} | SHARDED | ALL, 10),
         ],
-        0,
     ),
     ids=["7b-1-all", "7b-4-all", "32b-4-all", "70b-8-all"],
 )
@@ -293,6 +292,7 @@ def test_groups_of_gpus_sum_their_shards_once(planned):
 
 
 @needs_compiler
+@pytest.mark.full
 def test_host_copies_are_counted(planned):
     """Moments go to the device and back once a step; nothing else does.
 
@@ -756,7 +756,7 @@ def test_flops_count_recomputation():
 
 
 @needs_compiler
-@pytest.mark.parametrize("recompute_block", [True, False])
+@pytest.mark.parametrize("recompute_block", quick_at([(True,), (False,)], 0))
 def test_flops_of_products_are_those_of_the_compiled_step(recompute_block):
     """XLA drops the recomputed down projection, whose result no gradient needs."""
     c = config(gpus=1, recompute_block=recompute_block, **BLOCKS | {"model.num_hidden_layers": 5})

@@ -13,7 +13,7 @@ from flax import nnx
 from small import CONFIG, drawn_params, normal
 
 from surojax.errors import ConfigError
-from surojax.models import llama, operations
+from surojax.models import llama
 from surojax.models.linear import recipe_product, times
 from surojax.models.llama import Block
 from surojax.models.model import Compute, Run, Variant, runs
@@ -99,7 +99,7 @@ def test_every_matrix_of_a_block_draws_numbers_of_its_own(monkeypatch):
         used[salt] = matrix
         return times(x, matrix)
 
-    monkeypatch.setattr(operations, "nvfp4_linear", multiply)
+    monkeypatch.setattr("surojax.models.linear.nvfp4_linear", multiply)
     ops = Operations(Compute(precision=Precision(recipe="nvfp4")), seed=jnp.uint32(7))
     nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Block(CONFIG, rngs=nnx.Rngs(0)))), w)(jnp.ones((1, 2, 32)), ops)
     names = [(part, name) for part, of_part in MATRICES.items() for name in of_part]

@@ -68,8 +68,7 @@ TESTS = {  # mistake: tests that fail with it
     "a checkpoint under another layout, and back": (
         f"{HERE}::test_a_checkpoint_goes_round_all_axes_and_trains_on_to_the_bit",
         "test_checkpoint.py::test_a_state_moves_from_one_device_to_eight_and_back",
-        "test_tensor_parallel.py::test_a_run_goes_on_under_another_layout",  # these three: data position
-        "test_context_parallel.py::test_a_run_goes_on_under_another_layout",
+        "test_tensor_parallel.py::test_a_run_goes_on_under_another_layout",  # these two: data position
         "test_pipeline.py::test_a_run_goes_on_with_stages_and_without",
     ),
     "a collective that is left out": (

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from layouts import check_a_run_goes_on, config_of_a_run
 from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA, ORDER_OF_SUMS, QWEN, SMOLLM, engine_gradients, reference
 
@@ -244,6 +245,12 @@ def test_a_compiled_step_moves_what_the_formulas_say():
     """On virtual CPU devices, in float32, with more key/value heads and with fewer than devices: within 2 %."""
     for tp_size in (2, 4):
         moves_what_is_said(Small(8, tp_size=tp_size, zero_level=3, lmhead_chunks=2))
+
+
+@pytest.mark.full
+def test_a_run_goes_on_under_another_layout(tmp_path):
+    """On one device, then on four of which pairs of pairs share each sequence, then on one again: the same samples."""
+    check_a_run_goes_on(config_of_a_run(tmp_path), tmp_path, {"gpus": 4, "tp_size": 2, "cp_size": 2})
 
 
 def test_every_shard_rounds_with_numbers_of_its_own():
