@@ -118,7 +118,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{left_out} more tests with `pytest --all`: {what}; {FULL_MINUTES} on two cores")
 
 
-FULL_MINUTES = "about forty minutes"
+FULL_MINUTES = "about three quarters of an hour"
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ CASES = {
     "all": ALL | {"microbatches_per_fetch": 2},
     "gathered": {"devices": 2, "zero_level": 3, "offload_optimizer": True, "offload_grads": True},
     "saved": ALL | {"devices": 4, "zero_level": 3, "recompute_block": False, "shard_outer": True, "lmhead_chunks": 4},
+    "pairs": ALL | {"config": dataclasses.replace(CONFIG, num_hidden_layers=6)},
     "alternating": ALL
     | {"config": dataclasses.replace(CONFIG, sliding_window=4, sliding_window_pattern=2, num_hidden_layers=5)}
     | {"devices": 2, "zero_level": 3, "resident_layers": 1},

@@ -115,7 +115,7 @@ def reference(config):
         [
             (GEMMA, 4, {"zero_level": 3, **ALL}),
             (MISTRAL, 2, {"zero_level": 3, "recompute_block": False, "offload_residual": True}),
-            (QWEN, 8, {"replicate": 2, "shard_outer": True, "lmhead_chunks": 4}),
+            (QWEN, 4, {"replicate": 2, "shard_outer": True, "lmhead_chunks": 4}),
             (GEMMA_3, 4, {"zero_level": 3, **ALL, "resident_layers": 1}),
             (MINISTRAL, 1, {"recompute_block": False}),
         ],

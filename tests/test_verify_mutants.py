@@ -97,7 +97,7 @@ def test_both_ways_to_find_one(tmp_path, monkeypatch, capsys):
     assert end.value.code == 0
     assert "3 mutants of 1 rows: 1 at trace, 2 by parity, 0 NOT FOUND" in out
     (at_trace,) = [text for text in out.splitlines() if AT_TRACE in text and "mutants" not in text]
-    assert "psum over tp, in reverse mode: models/linear.py" in at_trace
+    assert "psum over tp, in reverse mode: models/operations.py" in at_trace
 
 
 def test_a_row_that_fails_by_itself_shows_nothing(monkeypatch):
