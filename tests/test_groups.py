@@ -114,7 +114,7 @@ GROUPED = {"microbatches_per_fetch": 2, "offload_residual": True, "offload_grads
 
 @pytest.mark.parametrize(
     "options",
-    [ONCE | BFLOAT16 | GROUPED, ONCE | GROUPED | in_recipe("fp8_hybrid", skip_last=2)],
+    [ONCE | BFLOAT16 | GROUPED, ONCE | OTHER_LAST, ONCE | GROUPED | in_recipe("fp8_hybrid", skip_last=2)],
 )
 @pytest.mark.full
 def test_a_last_layer_that_is_computed_once_changes_no_bit(monkeypatch, options):

@@ -108,7 +108,7 @@ def wrong(case: dict) -> str:
 
 @pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["a100", "h200", "rtx5090"])  # test_plan.py compiles steps for the others
+@pytest.mark.parametrize("kind", ["a100", "h200", "b200", "rtx5090"])  # test_plan.py compiles steps for an RTX 4090
 def test_kernels_compile(kind):
     cases = outcome(kind, list(OPS))
     assert {case["op"] for case in cases} == set(OPS)

@@ -106,12 +106,14 @@ def planned(tmp_path_factory):
     quick_at(
         [
             ("llama7b", "rtx4090", {"gpus": 1} | ALL, 3.6),
+            ("llama7b", "rtx4090", {"gpus": 4, "zero_level": 3}, 21.5),
             ("llama7b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 1.6),
             ("qwen32b", "rtx4090", {"gpus": 4} | SHARDED | ALL, 5.2),
+            ("llama70b", "h100", {"gpus": 8} | SHARDED | dict.fromkeys(OFFLOADS[:3], True), 44),
             ("llama70b", "h100", {"gpus": 8} | SHARDED | ALL, 10),
         ],
     ),
-    ids=["7b-1-all", "7b-4-all", "32b-4-all", "70b-8-all"],
+    ids=["7b-1-all", "7b-4-none", "7b-4-all", "32b-4-all", "70b-8-state", "70b-8-all"],
 )
 def test_device_memory(planned, name, gpu, changes, most):
     """The table of the issue: fp32 master weights, the rest bf16, sequence 2048, one sequence per GPU and microbatch,

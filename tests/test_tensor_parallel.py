@@ -249,7 +249,7 @@ def test_a_compiled_step_moves_what_the_formulas_say():
 
 @pytest.mark.full
 def test_a_run_goes_on_under_another_layout(tmp_path):
-    """On one device, then on four of which pairs of pairs share each sequence, then on one again: the same samples."""
+    """On one device, then on four that share each sequence, then on one again: the same samples, step by step."""
     check_a_run_goes_on(config_of_a_run(tmp_path), tmp_path, {"gpus": 4, "tp_size": 2, "cp_size": 2})
 
 

@@ -17,7 +17,7 @@ from surojax.parallel import context
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """What a rotary embedding has in addition to its base; the names are those of Hugging Face's `rope_parameters`.
+    """Settings of a rotary embedding beside its base, named as in Hugging Face's `rope_parameters`.
 
     kind: how the frequencies are stretched for contexts longer than the model was first trained on: "none", "linear"
     (all frequencies divided by `factor`; Chen et al. 2023, Position Interpolation), "llama3" (only wavelengths longer
@@ -45,7 +45,7 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         if self.kind != "yarn":
             return 1.0
         return self.attention_factor or 0.1 * math.log(self.factor) + 1
