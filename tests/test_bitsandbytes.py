@@ -127,6 +127,7 @@ def test_what_is_stored_otherwise_is_refused(tmp_path):
     state = json.loads(tensors()[key].tobytes())
     cases = {
         "blocksize: expected 64, got 128; quantise it so": {"blocksize": 128},
+        "nested_blocksize: expected 256, got 128; quantise it so": {"nested_blocksize": 128},
         "quant_type: expected 'nf4', got 'fp4'; quantise it so": {"quant_type": "fp4"},
         "got float32 of [32, 96]; fetch the model before it was quantised": {"shape": [32, 96]},
     }

@@ -70,6 +70,18 @@ def test_it_is_found_again_without_reading(source, tmp_path, monkeypatch):
         second.tokens[0] = 0
 
 
+def test_the_fingerprint_tells_where_examples_end_and_what_is_trained(tmp_path):
+    """Of the same ten tokens. Where all are trained, documents end with a token of their own."""
+
+    def fingerprint(ends, trained) -> str:
+        writer = PartWriter(tmp_path / f"{len(list(tmp_path.iterdir()))}", np.uint16)
+        writer.append(np.arange(10), np.isin(np.arange(10), trained), ends=np.array(ends))
+        return writer.finish()["fingerprint"]
+
+    found = [fingerprint((4, 10), (3, 9)), fingerprint((6, 10), (3, 9)), fingerprint((4, 10), (3, 8))]
+    assert len(set(found)) == 3 and fingerprint((4, 10), (3, 9)) == found[0]
+
+
 def test_a_document_begins_with_bos_if_the_tokenizer_adds_it(source, tmp_path, monkeypatch):
     class WithBos(ByteTokenizer):
         vocab_size = 258

@@ -94,6 +94,8 @@ def test_pairs_merge_no_token_across_the_seam():
     assert context.tolist() == [*b"xa"] and continuation.tolist() == [*b"bc"]
     context, continuation = pair(words, "x ", "abc")
     assert context.tolist() == [*b"x"] and continuation.tolist() == [32, 300, *b"c"]
+    context, continuation = pair(words, "x  ", "abc")
+    assert context.tolist() == [*b"x"] and continuation.tolist() == [32, 32, 300, *b"c"]
     context, continuation = pair(words, "", "ab")
     assert context.tolist() == [words.eos_id] and continuation.tolist() == [300]
     words.bos_id, words.adds_bos = 7, True
@@ -192,6 +194,11 @@ def test_what_a_task_wants_generated(monkeypatch, tmp_path):
     prompt, options, until = harness._prepared(("x" * 40, {"until": ["", "stop"], "max_gen_toks": 12}))
     assert (len(prompt), options["max_tokens"], until) == (4, 12, ("stop",))
     assert harness._prepared(("x", {"until": "", "max_gen_toks": 1}))[2] == ()
+    sampled = {"temperature": 0.7, "top_p": 0.9, "max_gen_toks": 1}
+    for do_sample, temperature in ((True, 0.7), (False, 0.0)):
+        options = harness._prepared(("x", sampled | {"do_sample": do_sample}))[1]
+        assert options == {"max_tokens": 1, "temperature": temperature, "top_p": 0.9}
+    assert harness._prepared(("x", sampled))[1]["temperature"] == 0.7
     message = r"^--max-length: expected more than the 16 tokens that a task wants generated, got 16; raise it$"
     with pytest.raises(ConfigError, match=message):
         harness._prepared(("x", {"max_gen_toks": 16}))

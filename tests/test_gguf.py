@@ -189,6 +189,25 @@ def test_llama_3_is_known_by_its_divisors(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "said, expected",
+    [
+        ({"type": "linear", "factor": 4.0}, RopeScaling("linear", 4.0)),
+        ({"type": "linear", "factor": 4.0, "original_context_length": 64}, RopeScaling("linear", 4.0)),
+        (
+            {"type": "yarn", "factor": 2.0, "original_context_length": 64},
+            RopeScaling("yarn", 2.0, original_max_position_embeddings=64),
+        ),
+        ({"type": "none", "factor": 4.0}, RopeScaling()),
+    ],
+    ids=["linear", "linear_with_length", "yarn", "none"],
+)
+def test_positions_are_stretched_as_the_file_says(tmp_path, said, expected):
+    metadata = {f"rope.scaling.{key}": value for key, value in said.items()}
+    c, _, _ = opened(write_file(tmp_path / "x.gguf", "llama", metadata=metadata))
+    assert assembly.architecture(c).rope_scaling == expected
+
+
+@pytest.mark.parametrize(
     "changes, message",
     [
         ({"metadata": {"logit_scale": 0.5}}, r"has logit_scale, which may change what the model computes"),

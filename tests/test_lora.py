@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, tokens, worst_relative
+from test_engine import ORDER_OF_SUMS
 
 from surojax.config import checks, default_config
 from surojax.errors import CheckpointError, ConfigError
@@ -20,11 +21,12 @@ from surojax.exchange.families import NAMES
 from surojax.exchange.weights import name_of
 from surojax.models import llama
 from surojax.models.llama_fp8 import SITES
-from surojax.models.lora import TARGETS, Lora, adapters, dropped, target_names
+from surojax.models.lora import TARGETS, Adapter, Lora, adapters, dropped, target_names
 from surojax.models.model import Compute
 from surojax.numerics import fp8, nf4
 from surojax.numerics.recipes import BLOCK_SCALED, RECIPES, Precision
 from surojax.optim import optimizer as optim
+from surojax.placement.mesh import make_mesh
 from surojax.placement.param import part_of, with_part
 from surojax.planner.advice import Memory, changes_that_help
 from surojax.step.weights import quantise_with_one_scale
@@ -317,6 +319,58 @@ def test_dropout_leaves_out_what_it_says_and_keeps_the_mean():
     assert not np.array_equal(y, dropped(x, jnp.uint32(4), 0.25))
     slope = jax.grad(lambda x: dropped(x, jnp.uint32(3), 0.25).sum())(x)
     np.testing.assert_array_equal(slope, y)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_hybrid", "fp8_current", "mxfp8"])
+@pytest.mark.full
+def test_the_scale_of_rslora_is_alpha_by_the_root_of_the_rank_in_every_recipe(recipe):
+    """Rank 4: 8 / sqrt(4) is what plain adapters have with alpha 16. Both are the same program."""
+    wide = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, head_dim=32)
+    compute = Compute(precision=Precision(recipe=recipe))
+    curves = []
+    for lora in (Lora(4, 8.0, ALL, rank_stabilised=True), Lora(4, 16.0, ALL), Lora(4, 8.0, ALL)):
+        small = Small(config=dataclasses.replace(wide, lora=lora), compute=compute)
+        curves.append(small.train([tokens(1, 4, 32, seed=i) for i in range(2)]))
+    assert curves[0] == curves[1] != curves[2]
+
+
+@needs(2)
+@pytest.mark.full
+def test_devices_of_a_group_drop_the_same_inputs_of_a_shared_product():
+    """All of them compute x a^T of column products, so results are those of one device."""
+    lora = Lora(4, 8.0, target_names("q_proj,gate_proj"), dropout=0.5)
+    config = dataclasses.replace(CONFIG, lora=lora)
+    batches = [tokens(2, 4, 16, seed=i) for i in range(2)]
+    expected = Small(config=config).train(batches)
+    np.testing.assert_allclose(Small(2, config=config, tp_size=2).train(batches), expected, rtol=ORDER_OF_SUMS)
+
+
+@needs(2)
+def test_devices_of_a_group_drop_different_inputs_of_a_divided_product():
+    """Each device has other inputs of a row product. A number that none drops would be dropped by all, or by none."""
+    mesh = make_mesh(jax.devices()[:2], tp_size=2)
+
+    class Weight:
+        def __init__(self, x):
+            self.x = x
+
+        def __getitem__(self, _):
+            return self.x
+
+    def kept(in_axis):
+        """Which inputs `[devices, tokens, inputs]` each device keeps: a is the identity."""
+
+        def own(x):
+            adapter = object.__new__(Adapter)
+            values = {"lora": Lora(8, 8.0, (), dropout=0.5), "a": Weight(jnp.eye(8)), "b": Weight(jnp.eye(8))}
+            vars(adapter).update(values)
+            return adapter(x[0], jnp.eye(8), jnp.zeros_like(x[0]), in_axis, jnp.uint32(3))[None]
+
+        spec = jax.P("tp")
+        return np.asarray(jax.shard_map(own, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.ones((2, 32, 8)))) > 0
+
+    shared, divided = kept("embed"), kept("mlp")
+    assert np.array_equal(*shared) and 0.3 < (divided[0] == divided[1]).mean() < 0.7
 
 
 @pytest.mark.full

@@ -52,16 +52,16 @@ def test_bfloat16_is_near_float32():
 
 
 def written_out(grads, w, *, lr, b1, b2, decay) -> np.ndarray:
-    """The formulas of the paper in float64, with an exact polar factor."""
+    """The formulas of the paper in float64, with an exact polar factor. lr: of all steps, or one of each."""
     w, m, v = np.asarray(w, np.float64), 0.0, 0.0
-    for g in grads:
+    for g, rate in zip(grads, np.broadcast_to(lr, len(grads)), strict=True):
         m = b1 * m + (1 - b1) * np.asarray(g, np.float64)
         u, _, vt = np.linalg.svd(m, full_matrices=False)
         o = u @ vt
         v = b2 * v + (1 - b2) * np.mean(o**2, axis=1, keepdims=True)
         o = o / np.sqrt(v)
         o = o * 0.2 * np.sqrt(o.size) / np.linalg.norm(o)
-        w = w - lr * (o + decay * w * (o * w > 0))
+        w = w - rate * (o + decay * w * (o * w > 0))
     return w
 
 
@@ -83,6 +83,25 @@ def test_the_rule_is_that_of_the_paper(shape):
     found, state = by_the_rule(optimizer, w, grads, norms=[1.0] * 4)
     np.testing.assert_allclose(found, written_out(grads, w, lr=0.05, **options), atol=2e-5)
     assert state.rows.shape == shape[:1]
+
+
+def test_matrices_follow_a_schedule_of_their_own():
+    """The first update has the schedule's value at 0, and is the last to; moments do not depend on it."""
+    rates = [0.0, 0.05, 0.02]
+    optimizer = muon.normuon(
+        optax.constant_schedule(1.0),
+        matrices=lambda done: jnp.asarray(rates)[done],
+        momentum=0.9,
+        beta2=0.8,
+        steps=10,
+        weight_decay=0.3,
+        max_grad_norm=0,
+    )
+    w, grads = matrix(6, 10), [matrix(6, 10, seed=i) for i in range(1, 4)]
+    for n in range(1, 4):
+        found, _ = by_the_rule(optimizer, w, grads[:n], norms=[1.0] * n)
+        expected = written_out(grads[:n], w, lr=rates[:n], b1=0.9, b2=0.8, decay=0.3)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 def by_the_rule(optimizer, w, grads, norms) -> tuple:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -117,6 +118,8 @@ def test_stages_update_their_layers_in_files_together(tmp_path, layers, devices,
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as in test_checkpoint
+@pytest.mark.usefixtures("orbax_fails")
 def test_stages_that_are_not_full_restore_from_files_into_memory_and_back(tmp_path):
     """A checkpoint of files has zeros for padding, which stages in memory read."""
     kind: dict[str, Any] = {"config": dataclasses.replace(CONFIG, num_hidden_layers=3), "pp_size": 2}
@@ -128,6 +131,9 @@ def test_stages_that_are_not_full_restore_from_files_into_memory_and_back(tmp_pa
     assert_same(there, in_files.state)
     back = save(tmp_path / "host", there, 0, in_host.run.layers)
     assert_same(restore(back, in_files.plan, in_files.run.layers), there)
+    other = Small(config=dataclasses.replace(kind["config"], intermediate_size=96), offload_master=True)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(.*stored shape: \(4, 32, 80\)"):
+        restore(saved, other.plan, other.run.layers)
 
 
 @pytest.mark.full
@@ -303,6 +309,21 @@ def test_the_next_update_waits_until_a_checkpoint_is_read(small, tmp_path, monke
     found = values(restore(tmp_path / "saved/checkpoints/1", Small().plan))
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_an_update_waits_for_every_item_that_a_checkpoint_reads(small):
+    """Master weights and moments are two items, read one beside the other, in either order."""
+    store = store_of(small.plan)
+    assert store is not None
+    for first in (0, 1):
+        holds = [store.hold(), store.hold()]
+        with ThreadPoolExecutor(1) as thread:
+            begins = thread.submit(store.begin_update, 1)
+            holds[first].set_result(None)
+            with pytest.raises(TimeoutError):
+                begins.result(timeout=0.05)
+            holds[1 - first].set_result(None)
+            begins.result(timeout=10)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as in test_checkpoint

@@ -6,6 +6,7 @@ The reference is the step that ends with its update: another program, with other
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, quick_at, tokens
@@ -15,7 +16,7 @@ from surojax.config import checks
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim
-from surojax.step import weights
+from surojax.step import engine, weights
 from surojax.step.overlap import Pending
 from surojax.step.train_step import up_to_date
 
@@ -66,6 +67,24 @@ def test_no_bit_changes(case):
         overlapped.state = up_to_date(overlapped.step, overlapped.state)
         assert bits(overlapped.state) == bits(plain.state) != before
     assert up_to_date(overlapped.step, overlapped.state) is overlapped.state
+
+
+@pytest.mark.full
+def test_random_numbers_of_a_step_are_those_of_its_number(monkeypatch):
+    """The passes are told how many updates were before, whether the last one is applied in the same program or not."""
+    plain = engine.loss_and_gradients
+
+    def told(*arguments, step, **others):
+        return plain(*arguments, step=step, **others)._replace(loss=jnp.asarray(step, jnp.float32))
+
+    monkeypatch.setattr(engine, "loss_and_gradients", told)
+    one_layer = dataclasses.replace(CONFIG, num_hidden_layers=1)
+    for overlap_update in (False, True):
+        small = Small(**STATE, config=one_layer, overlap_update=overlap_update)
+        batch = tokens(1, 2, 8)
+        assert [step_of(small, batch)["loss"] for _ in range(3)] == [0, 1, 2]
+        small.state = up_to_date(small.step, small.state)
+        assert [step_of(small, batch)["loss"] for _ in range(2)] == [3, 4]
 
 
 @pytest.mark.full

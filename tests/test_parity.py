@@ -15,7 +15,7 @@ from flax import nnx
 from small import plain_loss, quick_at
 
 from surojax.models.llama import Llama, LlamaConfig
-from surojax.models.rotary import RopeScaling
+from surojax.models.rotary import RopeScaling, rope_frequencies
 
 with np.load(Path(__file__).parent / "fixtures" / "hf_reference.npz") as arrays:
     REFERENCE = dict(arrays)
@@ -108,6 +108,24 @@ def test_equals_hugging_face(case):
     assert jax.tree.structure(grads) == jax.tree.structure(expected)
     for (path, g), e in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
         close(g, e, f"gradient of {jax.tree_util.keystr(path)}")
+
+
+@pytest.mark.parametrize(
+    "theta, original, beta_fast, truncate, expected",
+    [
+        (1e4, 64, 32.0, True, [1, 0.2371708, 0.05, 0.007905695, 0.0025, 0.0007905695, 0.00025, 7.905695e-05]),
+        # The last pair that is blended would lie beyond the head.
+        (10, 10000, 1e3, True, [1, 0.7498942, 0.5322159, 0.3765147, 0.2654054, 0.1863222, 0.1301955, 0.09048896]),
+        (10, 10000, 1e3, False, [1, 0.7498942, 0.5501968, 0.3889612, 0.2739612, 0.1921549, 0.1341319, 0.0931129]),
+    ],
+)
+def test_frequencies_of_yarn_are_those_of_transformers(theta, original, beta_fast, truncate, expected):
+    """transformers 5.23, `_compute_yarn_parameters`, head_dim 16, factor 4, beta_slow 1, to seven digits."""
+    scaling = RopeScaling(
+        "yarn", 4.0, original_max_position_embeddings=original, beta_fast=beta_fast, truncate=truncate
+    )
+    np.testing.assert_allclose(rope_frequencies(16, theta, scaling), expected, rtol=1e-6)
+    assert scaling.magnitude == pytest.approx(1.138629436111989)
 
 
 def test_all_families_are_there():

@@ -440,6 +440,24 @@ def planned_run(gpus: int, **changes):
     return from_config(c, abstract_mesh(gpus, **mesh_sizes(c)), total_steps=10), traffic.batch_of(c)
 
 
+def test_a_stage_without_a_microbatch_adds_nothing():
+    """In a ring it computes all the same, of residuals that nobody wrote: its gradients, magnitudes and x are kept."""
+    (segment,) = llama.build(CONFIG).segments
+    garbage = jnp.full((2,), jnp.nan)
+
+    def block_backward(w, saved, d_result, inputs, variant, starts):
+        return {"w": garbage}, garbage, garbage
+
+    segment = padded(dataclasses.replace(segment, block_backward=block_backward), idles=True)
+    d_result = (jnp.ones(2), None)
+    for computes in (False, True):
+        inputs = Inputs(jnp.asarray(computes), None)
+        dw, dx, observed = segment.block_backward({}, garbage, d_result, inputs, segment.variants[0])
+        expected = (garbage, garbage, garbage) if computes else (jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
+        for found, value in zip((dw["w"], dx, observed), expected, strict=True):
+            np.testing.assert_array_equal(found, value)
+
+
 def test_the_planner_counts_what_idle_stages_do_in_a_ring():
     """Half of the layers, in five ticks for four microbatches, and an entry more for residuals."""
     ring: dict[str, Any] = {"cp_size": 2, "cp_method": "ring", "attention": "xla"}
