@@ -1,118 +1,165 @@
-"""Checks that the tests notice mistakes: makes one at a time in a copy of the source and runs the tests that must fail.
+"""Checks that the tests notice mistakes: makes one at a time in a copy of the source and runs the tests of its line.
 
-    python benchmarks/mutants.py [--only PATTERN] [--jobs N] [--limit SECONDS] [--list] [--check]
+    python benchmarks/mutants.py [PLACE ...] [--since REVISION] [--sample N] [--seed S] [--all] [--jobs N] [--list]
 
-The mistakes (mutants) are one-line changes of the kind that happens in a refactoring: a missing term, two exchanged
-arguments, a wrong axis, off by one, a setting that is not passed on. `mutant_list.py` lists them with the tests that
-must notice them. A mutant that no test notices shows that something is not tested. It needs a test, or an explanation
-in the list.
+Mistakes (mutants) are generated from the syntax tree (mutation.py). PLACE is a file or folder, such as `surojax/step`;
+`--since` keeps the lines that changed after a revision. A sample has as many mutants of each kind as there are, in an
+order that the seed decides.
 
-The working tree is not changed: its files (tracked, or not ignored by git) are copied to a temporary folder for each
-process. First, the named tests run without a mutant, and must pass. They run twice, because all later runs read
-compiled programs from a cache that the first run fills: a failure caused by the cache would look like a killed mutant.
+The first run maps tests to the lines that they run (lines_by_test.py), by running the quick suite, or with `--all`
+everything, and keeps that in a folder (`--map`). A map of files that have changed since is refused.
 
-A mutant is killed if a test fails, if the tests cannot be collected, if the process crashes, or if it runs longer than
-the limit; the table says which. Exit code 1: a mutant without an explanation survived, or a test failed without a
-mutant.
-
-`--check` compares the list with the source and the tests, in seconds: every text to change must occur exactly once in
-its file, and all tests must exist. tests/test_mutants.py checks the texts, so that the list follows the source.
+A mutant is killed if one of the tests of its line fails, cannot be collected, crashes, or takes ten times as long as
+without it. The fastest tests run first, as many as fit into `--limit` seconds; a survivor's row says how many were left
+out. A survivor shows a test that is missing, or changes nothing: look at it. Exit code 1: more than a tenth survived.
+The working tree is not changed.
 """
 
 import argparse
 import compileall
 import contextlib
-import fnmatch
+import hashlib
+import json
 import os
 import py_compile
 import queue
+import random
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
-from mutant_list import MUTANTS, Mutant
+from mutation import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[1]
-PYTEST = (sys.executable, "-m", "pytest", "-o", "addopts=", "-n", "0", "-q", "-p", "no:cacheprovider", "--tb=no")
-PASSED, FAILED = 0, 1  # exit codes of pytest
-LIMIT_S = 300
+PACKAGES = ("surojax", "pallas_kernels")
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no")
+PASSED = 0  # exit code of pytest
+STARTS_S = 60  # to import JAX and collect tests
+SURVIVORS = 0.1  # the fraction that may survive
+
+
+class Test(NamedTuple):
+    """A test and how long it takes."""
+
+    name: str
+    seconds: float
 
 
 class Outcome(NamedTuple):
-    """The result of a mutant. killed_by: the failed test, or the hang or crash; "" if the mutant survived."""
+    """The result of a mutant. killed_by: the failed test, or the hang or crash; "" if it survived.
+
+    left_out: tests of its line that were not run.
+    """
 
     mutant: Mutant
     killed_by: str
     seconds: float
+    left_out: int
 
 
-# -- The list against the source and the tests ------------------------------------------------------------------------
+# -- Which tests run a line -------------------------------------------------------------------------------------------
 
 
-def text_problems(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
-    """Returns the problems of the list that the source and test files show without running a test."""
-    found = []
-    names = [m.name for m in mutants]
-    found += [f"{name}: two mutants have this name" for name in sorted({n for n in names if names.count(n) > 1})]
-    for m in mutants:
-        file = root / m.file
-        count = file.read_text().count(m.old) if file.is_file() else None
-        if count is None:
-            found.append(f"{m.name}: expected a file, got {m.file}, which is not there")
-        elif count != 1:
-            found.append(f"{m.name}: expected {m.old!r} once in {m.file}, got {count} times; take a longer text")
-        elif m.old == m.new:
-            found.append(f"{m.name}: the new text is the old one")
-        for node in nodes(m):
-            path, _, function = node.partition("::")
-            if not (root / path).is_file():
-                found.append(f"{m.name}: expected a file of tests, got {path}, which is not there")
-            elif function and not re.search(rf"^def {re.escape(function)}\(", (root / path).read_text(), re.MULTILINE):
-                found.append(f"{m.name}: expected a test of {path}, got {function}; it may have another name now")
+def write_map(folder: Path, *, everything: bool) -> None:
+    """Runs the suite and writes, into `folder`, what each test runs."""
+    command = [*PYTEST, "-p", "lines_by_test", "--lines", str(folder.absolute()), *(["--all"] if everything else [])]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"})
+    (folder / "sources").mkdir(parents=True, exist_ok=True)
+    for path in sources():
+        (folder / "sources" / path.replace("/", "--")).write_text(digest(ROOT / path))
+
+
+def read_map(folder: Path) -> dict[tuple[str, int], list[Test]]:
+    """The tests of each line (file, line), the fastest first."""
+    found: dict[tuple[str, int], list[Test]] = {}
+    for part in folder.glob("*.json"):
+        for name, (seconds, files) in json.loads(part.read_text()).items():
+            for file, lines in files.items():
+                for line in lines:
+                    found.setdefault((file, line), []).append(Test(name, seconds))
+    for tests in found.values():
+        tests.sort(key=lambda test: (test.seconds, test.name))
     return found
 
 
-def nodes(mutant: Mutant) -> list[str]:
-    """Returns the files or `file::function` that contain a mutant's tests."""
-    return split_tests(mutant)[0]
+def unchanged(folder: Path, file: str) -> bool:
+    """Whether a file is as it was when its lines were mapped."""
+    known = folder / "sources" / file.replace("/", "--")
+    return known.is_file() and known.read_text() == digest(ROOT / file)
 
 
-def split_tests(mutant: Mutant) -> tuple[list[str], list[str]]:
-    """Splits `Mutant.tests` into (files or `file::function`, words that the ids of the tests must contain)."""
-    before, _, after = mutant.tests.partition(" -k ")
-    words = shlex.split(after.replace(" and ", " "))
-    return shlex.split(before), words
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def chosen_tests(mutant: Mutant, ids: Iterable[str]) -> list[str]:
-    """Returns the ids of a mutant's tests among the `ids` that pytest has collected."""
-    wanted, words = split_tests(mutant)
+def sources(places: Sequence[str] = PACKAGES) -> list[str]:
+    """The source files of files and folders, by their names from the root. Raises SystemExit for one that has none."""
+    found = []
+    for place in places:
+        path = ROOT / place
+        files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+        if not files:
+            sys.exit(f"expected a file or a folder of the source, got {place!r}; for example surojax/step")
+        found += [str(file.relative_to(ROOT)) for file in files]
+    return found
 
-    def belongs(test: str) -> bool:
-        named = any(test == node or test.startswith((f"{node}[", f"{node}::")) for node in wanted)
-        return named and all(word in test for word in words)
 
-    return [test for test in ids if belongs(test)]
+def changed_lines(revision: str) -> set[tuple[str, int]]:
+    """The lines (file, line) that were added or changed since a revision. Raises SystemExit if git does not know it."""
+    command = ["git", "diff", "-U0", "--no-color", revision, "--", *PACKAGES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"--since: {done.stderr.strip().splitlines()[0]}")
+    return lines_of_diff(done.stdout)
 
 
-def collected(folder: Path, mutants: Sequence[Mutant]) -> list[str]:
-    """Returns the ids of all tests in the files that the mutants name. Raises RuntimeError if collecting them fails."""
-    named = sorted({node for m in mutants for node in nodes(m)})  # named, so that no marker deselects one
-    done = subprocess.run(
-        [*PYTEST, "--collect-only", *named], cwd=folder, env=environment(folder), capture_output=True, text=True
-    )
-    if done.returncode != PASSED:
-        raise RuntimeError(f"pytest could not collect the tests: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return list(dict.fromkeys(line for line in done.stdout.splitlines() if "::" in line))
+def lines_of_diff(diff: str) -> set[tuple[str, int]]:
+    """The lines (file, line) that a diff without context adds."""
+    found = set()
+    file = ""
+    for line in diff.splitlines():
+        if line.startswith("+++ b/"):
+            file = line.removeprefix("+++ b/")
+        elif hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
+            start, count = int(hunk[1]), int(hunk[2] or 1)
+            found |= {(file, number) for number in range(start, start + count)}
+    return found
+
+
+def sampled(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
+    """So many mutants, one of each kind in turn: there are many more of some kinds, which most tests notice."""
+    chance = random.Random(seed)
+    by_kind: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        by_kind.setdefault(mutant.kind, []).append(mutant)
+    for group in by_kind.values():
+        chance.shuffle(group)
+    found: list[Mutant] = []
+    while len(found) < size and any(by_kind.values()):
+        found += [group.pop() for group in by_kind.values() if group]
+    return found[:size]
+
+
+def within(tests: Sequence[Test], limit_s: float) -> list[Test]:
+    """The first tests that take so long together, at least one: one of each function before a second case of any."""
+    first: dict[str, Test] = {}
+    for test in tests:
+        first.setdefault(test.name.partition("[")[0], test)
+    chosen = []
+    left = limit_s
+    for test in [*first.values(), *(test for test in tests if first[test.name.partition("[")[0]] is not test)]:
+        if not chosen or test.seconds <= left:
+            chosen.append(test)
+            left -= test.seconds
+    return chosen
 
 
 # -- Runs -------------------------------------------------------------------------------------------------------------
@@ -128,12 +175,12 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
     # Invalidated by content, since time and size may be equal for a mutant and the original.
     checked = py_compile.PycInvalidationMode.CHECKED_HASH
-    for package in ("surojax", "pallas_kernels"):
+    for package in PACKAGES:
         compileall.compile_dir(target / package, quiet=1, invalidation_mode=checked)
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Returns the environment of a test run: imports come from the copy; all copies share a cache of programs."""
+    """The environment of a test run: imports come from the copy; all copies share a cache of programs."""
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -141,10 +188,10 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | cache | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def run_tests(folder: Path, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+def run_tests(folder: Path, tests: Sequence[Test], limit_s: float) -> tuple[int | None, str]:
     """Runs tests until the first one fails. Returns (exit code, or None if the limit was exceeded; output)."""
     process = subprocess.Popen(
-        [*PYTEST, "-x", *tests],
+        [*PYTEST, "-n", "0", "-x", *(test.name for test in tests)],
         cwd=folder,
         env=environment(folder),
         stdout=subprocess.PIPE,
@@ -176,29 +223,23 @@ def verdict(code: int | None, output: str, limit_s: float) -> str:
     return f"pytest ended with {code}: {' '.join(output.split())[-80:]}"
 
 
-def try_mutant(mutant: Mutant, folder: Path, tests: Sequence[str], limit_s: float) -> Outcome:
-    """Makes the mistake in a copy of the source, runs the tests, and restores the copy."""
+def try_mutant(mutant: Mutant, folder: Path, tests: Sequence[Test], limit_s: float) -> Outcome:
+    """Makes the mistake in a copy of the source, runs its tests, and restores the copy."""
     started = time.perf_counter()
+    chosen = within(tests, limit_s)
+    longest_s = STARTS_S + 10 * sum(test.seconds for test in chosen)
     file = folder / mutant.file
     original = file.read_text()
-    file.write_text(original.replace(mutant.old, mutant.new))
+    file.write_text(mutant.applied(original))
     try:
-        code, output = run_tests(folder, tests, limit_s)
+        code, output = run_tests(folder, chosen, longest_s)
     finally:
         file.write_text(original)
-    return Outcome(mutant, verdict(code, output, limit_s), time.perf_counter() - started)
+    killed_by = verdict(code, output, longest_s)
+    return Outcome(mutant, killed_by, time.perf_counter() - started, len(tests) - len(chosen))
 
 
-def failures_without_mutants(folder: Path, tests: Sequence[str], limit_s: float) -> list[str]:
-    """Returns what fails without a mutant, in a first run that fills the cache or a second one that reads it."""
-    for _ in range(2):
-        code, output = run_tests(folder, tests, limit_s)
-        if code != PASSED:
-            return [verdict(code, output, limit_s)]
-    return []
-
-
-def outcomes(mutants: Sequence[Mutant], tests: dict[str, list[str]], copies: list[Path], limit_s: float) -> Iterator:
+def outcomes(mutants: Sequence[Mutant], tests: dict, copies: list[Path], limit_s: float) -> Iterator[Outcome]:
     """Yields the `Outcome` of each mutant as soon as it is known; one process runs in each copy."""
     free: queue.Queue[Path] = queue.Queue()
     for copy in copies:
@@ -207,93 +248,74 @@ def outcomes(mutants: Sequence[Mutant], tests: dict[str, list[str]], copies: lis
     def run(mutant: Mutant) -> Outcome:
         copy = free.get()
         try:
-            return try_mutant(mutant, copy, tests[mutant.name], limit_s)
+            return try_mutant(mutant, copy, tests[mutant.file, mutant.line], limit_s)
         finally:
             free.put(copy)
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        for done in as_completed([pool.submit(run, m) for m in mutants]):
+        for done in as_completed([pool.submit(run, mutant) for mutant in mutants]):
             yield done.result()
 
 
 # -- The command ------------------------------------------------------------------------------------------------------
 
 
-def line(outcome: Outcome) -> str:
-    """Returns a row of the table."""
-    m = outcome.mutant
-    explained = f" ({m.explained})" if m.explained else ""
-    fate = f"killed by {outcome.killed_by}" if outcome.killed_by else f"SURVIVED{explained}"
-    return f"{room(m):<28}{m.name:<58}{outcome.seconds:>6.1f} s  {fate}"
-
-
-def room(mutant: Mutant) -> str:
-    """Returns the file of a mutant, without the common prefix and the extension."""
-    return mutant.file.removeprefix("surojax/").removesuffix(".py").replace("pallas_kernels/", "kernels/")
-
-
-def summary(found: Sequence[Outcome]) -> str:
-    """Returns a line with the counts of the table."""
-    survived = [o for o in found if not o.killed_by]
-    explained = [o for o in survived if o.mutant.explained]
-    other = sum(o.killed_by.startswith(("hang", "crash", "pytest ended")) for o in found)
-    return (
-        f"{len(found)} mutants of {len({o.mutant.file for o in found})} files: {len(found) - len(survived)} killed "
-        f"({other} by a hang or a crash), {len(survived)} survived, {len(explained)} of them explained"
-    )
-
-
-def select(pattern: str | None) -> list[Mutant]:
-    """Returns the mutants whose name or file contains or matches `pattern`."""
-    if pattern is None:
-        return list(MUTANTS)
-
-    def matches(text: str) -> bool:
-        return pattern in text or fnmatch.fnmatch(text, pattern)
-
-    return [m for m in MUTANTS if matches(m.name) or matches(m.file)]
+def row(mutant: Mutant, fate: str) -> str:
+    """A row of the table: where, what was changed into what, and what became of it."""
+    text = (ROOT / mutant.file).read_text()
+    old = " ".join(text[mutant.start : mutant.stop].split())
+    new = " ".join(mutant.new.split())
+    return f"{mutant.file}:{mutant.line}  {mutant.kind}: {old[:70]!r} -> {new[:70]!r}  {fate}"
 
 
 def main() -> None:
     """Parse the command line and run the mutants."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", metavar="PATTERN", help="mutants whose name or file contains or matches it")
+    parser.add_argument("places", nargs="*", metavar="PLACE", help="files and folders (default: both packages)")
+    parser.add_argument("--since", metavar="REVISION", help="only lines that changed after it")
+    parser.add_argument("--sample", type=int, default=200, help="number of mutants (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="decides the sample (default: %(default)s)")
+    parser.add_argument("--all", action="store_true", help="map the tests marked `full` as well")
+    parser.add_argument("--map", type=Path, default=ROOT / "build" / "mutants", help="folder (default: build/mutants)")
     parser.add_argument("--jobs", type=int, default=2, help="parallel processes (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a mutant (default: %(default)s)")
-    parser.add_argument("--list", action="store_true", help="print the mutants and their tests, and exit")
-    parser.add_argument("--check", action="store_true", help="compare the list with source and tests, and exit")
-    parser.add_argument("--skip-baseline", action="store_true", help="do not run the tests without a mutant first")
+    parser.add_argument("--limit", type=float, default=40, help="seconds of tests per mutant (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="print the sample and how many tests it has, and exit")
     a = parser.parse_args()
-    mutants = select(a.only)
-    if not mutants:
-        sys.exit(f"--only: expected a part of a name or file, got {a.only!r}, which no mutant has; --list shows all")
+    if not a.map.is_dir():
+        print(f"mapping tests to lines, into {a.map}", flush=True)
+        write_map(a.map, everything=a.all)
+    tests = read_map(a.map)
+    files = sources(a.places or PACKAGES)
+    if stale := [file for file in files if not unchanged(a.map, file)]:
+        sys.exit(
+            f"--map: {a.map} is of another {stale[0]} ({len(stale)} files in all); remove it, or name another folder"
+        )
+    mutants = [mutant for file in files for mutant in mutants_of(ROOT / file, file)]
+    if a.since:
+        changed = changed_lines(a.since)
+        mutants = [mutant for mutant in mutants if (mutant.file, mutant.line) in changed]
+    reached = [mutant for mutant in mutants if (mutant.file, mutant.line) in tests]
+    print(
+        f"{len(mutants)} mutants, {len(mutants) - len(reached)} of them on lines that no test runs in its own process"
+    )
+    chosen = sampled(reached, a.sample, a.seed)
     if a.list:
-        print("\n".join(f"{room(m):<28}{m.name:<58}{m.tests}" for m in mutants))
+        print("\n".join(row(m, f"{len(tests[m.file, m.line])} tests") for m in chosen))
         return
-    if problems := text_problems(mutants):
-        sys.exit("\n".join(problems))
+    found = []
     with tempfile.TemporaryDirectory(prefix="mutants") as temporary:
-        copies = [Path(temporary) / f"copy{i}" for i in range(1 if a.check else min(a.jobs, len(mutants)))]
+        copies = [Path(temporary) / f"copy{i}" for i in range(min(a.jobs, len(chosen)))]
         for copy in copies:
             copy_tree(copy)
-        ids = collected(copies[0], mutants)
-        tests = {m.name: chosen_tests(m, ids) for m in mutants}
-        if without := [f"{m.name}: no such test: {m.tests}" for m in mutants if not tests[m.name]]:
-            sys.exit("\n".join(without))
-        used = set().union(*tests.values())
-        print(f"{len(mutants)} mutants, {len(used)} tests", flush=True)
-        if a.check:
-            return
-        if not a.skip_baseline:
-            in_order = [test for test in ids if test in used]
-            if failed := failures_without_mutants(copies[0], in_order, 60 * LIMIT_S):
-                sys.exit(f"without a mutant these tests have to pass: {', '.join(failed)}")
-        found = []
-        for outcome in outcomes(mutants, tests, copies, a.limit):
+        for outcome in outcomes(chosen, tests, copies, a.limit):
             found.append(outcome)
-            print(line(outcome), flush=True)
-    print(summary(found))
-    sys.exit(any(not o.killed_by and not o.mutant.explained for o in found))
+            left = f", {outcome.left_out} tests left out" if outcome.left_out else ""
+            fate = f"killed by {outcome.killed_by}" if outcome.killed_by else f"SURVIVED{left}"
+            print(row(outcome.mutant, f"{fate}  {outcome.seconds:.0f} s"), flush=True)
+    survived = [outcome for outcome in found if not outcome.killed_by]
+    print(f"{len(found)} mutants, {len(found) - len(survived)} killed, {len(survived)} survived:")
+    print("\n".join(row(outcome.mutant, "") for outcome in survived))
+    sys.exit(len(survived) > SURVIVORS * len(found))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""The list of mistakes that tests must notice is about the source as it is: benchmarks/mutants.py makes them."""
+"""Mistakes that benchmarks/mutants.py makes: what each operator does to a line, which are chosen, what killed them."""
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,62 +11,115 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import mutants
-from mutant_list import MUTANTS, Mutant
-
-
-def test_the_list_is_about_this_source():
-    """Every text to change is there once, and so are the tests. Where not: change the list with the source."""
-    assert mutants.text_problems(MUTANTS) == []
-
-
-def test_every_room_of_the_source_has_a_mistake():
-    """A new file needs one, or a reason here."""
-    files = {str(p.relative_to(mutants.ROOT)) for p in mutants.ROOT.glob("surojax/**/*.py")}
-    without = {
-        *(
-            str(p.relative_to(mutants.ROOT / "surojax").with_suffix(""))
-            for p in mutants.ROOT.glob("surojax/**/__init__.py")
-        ),
-        "errors",  # classes without code
-        "models/families",  # one table
-        "optim/optimizers",  # one table
-        "placement/home",  # declarations
-        "placement/param",  # declarations
-        "planner/aot",  # the compiler for GPUs, which not every machine has
-        "step/spec",  # declarations
-    }
-    names = {mutants.room(m) for m in MUTANTS}
-    assert {f.removeprefix("surojax/").removesuffix(".py") for f in files} - names == without
+from mutants import Test as Timed
+from mutation import Mutant, mutants_of
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    "line, expected",
     [
-        ({"file": "surojax/nowhere.py"}, "expected a file, got surojax/nowhere.py"),
-        ({"old": "import"}, "expected 'import' once in surojax/models/loss.py, got"),
-        ({"old": "no such text"}, "got 0 times"),
-        ({"new": "def local"}, "the new text is the old one"),
-        ({"tests": "tests/test_nothing.py"}, "expected a file of tests, got tests/test_nothing.py"),
-        ({"tests": "tests/test_loss.py::test_hea"}, "expected a test of tests/test_loss.py, got test_hea"),
+        ("y = a + b * c", {"y = a", "y = (b * c)", "y = a + b", "y = a + c"}),
+        ("y = a - 1", {"y = a", "y = (1 - a)", "y = a - 2"}),
+        ("y = f(a, *b, axis=i)", {"y = f(a, *b, )"}),
+        ("y = f(a, b)", {"y = f(b, a)"}),
+        ("y = psum(x, 'tp')", {"y = x", "y = psum('tp', x)"}),
+        ("y = x.astype(d)", {"y = x"}),
+        ("y = a if b else c", {"y = a", "y = c"}),
+        ("y = a < b", {"y = a <= b"}),
+        ("y = a is None", {"y = a is not None"}),
+        ("y = a and not b", {"y = (a)", "y = ((not b))", "y = a and b"}),
+        ("y = True", {"y = False"}),
+        ("y += g(x)", {"pass"}),
+        ("é = 'é', x[0]", {"é = 'é', x[1]"}),  # positions count bytes
+        ("g(x)", {"pass"}),
+        # Texts, annotations, errors and barriers decide no result.
+        ("y: tuple[int, 3] = f'{a + b}'", set()),
+        ("assert a < b, a + b", set()),
+        ("raise ValueError(a + b)", set()),
+        ("y = materialised(a + b)", set()),
     ],
 )
-def test_what_is_wrong_with_a_list_is_said(changes, said):
-    good = Mutant(
-        "name", "surojax/models/loss.py", "def sharded_cross_entropy(", "def f(", "tests/test_loss.py::test_head"
+def test_the_mistakes_of_a_line(tmp_path, line, expected):
+    path = tmp_path / "x.py"
+    path.write_text(f'"""Text."""\n{line}\n')
+    found = mutants_of(path, "x.py")
+    assert {mutant.applied(path.read_text()).splitlines()[1] for mutant in found} == expected
+    assert all(mutant.line == 2 for mutant in found)
+
+
+def test_an_if_is_never_taken(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text("if a:\n    b = c\n")
+    assert [mutant.applied(path.read_text()) for mutant in mutants_of(path, "x.py")] == ["if False:\n    b = c\n"]
+
+
+def test_every_file_of_the_source_can_be_changed():
+    """A mutant of it parses, and differs from it in its own lines only."""
+    for file in ("surojax/step/update.py", "pallas_kernels/swiglu.py"):
+        text = (mutants.ROOT / file).read_text()
+        found = mutants_of(mutants.ROOT / file, file)
+        assert len({mutant.kind for mutant in found}) > 5
+        for mutant in found:
+            assert mutant.applied(text).splitlines()[: mutant.line - 1] == text.splitlines()[: mutant.line - 1]
+
+
+def mutant(kind: str, line: int) -> Mutant:
+    return Mutant("x.py", line, kind, 0, 0, "")
+
+
+def test_a_sample_has_all_kinds_and_follows_from_the_seed():
+    everything = [mutant("many", i) for i in range(50)] + [mutant("few", i) for i in range(3)]
+    found = mutants.sampled(everything, 10, seed=1)
+    assert found == mutants.sampled(everything, 10, seed=1) != mutants.sampled(everything, 10, seed=2)
+    assert len(set(found)) == 10 and sum(m.kind == "few" for m in found) == 3
+    assert sorted(mutants.sampled(everything, 99, seed=1)) == sorted(everything)
+
+
+def test_tests_are_chosen_within_the_limit():
+    """One of each function first, the fastest of it; at least one whatever it takes."""
+    tests = [Timed("a::x[1]", 1), Timed("a::x[2]", 2), Timed("a::y", 3), Timed("a::z", 9)]
+    assert [test.name for test in mutants.within(tests, 5)] == ["a::x[1]", "a::y"]
+    assert [test.name for test in mutants.within(tests, 6)] == ["a::x[1]", "a::y", "a::x[2]"]
+    assert [test.name for test in mutants.within(tests[3:], 6)] == ["a::z"]
+
+
+def test_lines_of_a_change():
+    diff = "--- a/x.py\n+++ b/x.py\n@@ -3 +3,2 @@ def f\n@@ -9,2 +10 @@\n@@ -20 +20,0 @@\n--- a/y.py\n+++ /dev/null\n"
+    assert mutants.lines_of_diff(diff) == {("x.py", 3), ("x.py", 4), ("x.py", 10)}
+    with pytest.raises(SystemExit, match=r"^--since: "):
+        mutants.changed_lines("no-such-revision")
+
+
+def test_lines_are_mapped_to_the_tests_that_run_them(tmp_path):
+    """The second test runs a line that the first one has run already."""
+    (tmp_path / "test_two.py").write_text(
+        "from surojax.parallel.schedule import layers_of_stage\n"
+        "def test_one():\n    assert layers_of_stage(7, 2) == 4\n"
+        "def test_two():\n    assert layers_of_stage(8, 2) == 4\n"
+        "def test_none():\n    pass\n"
     )
-    assert mutants.text_problems([good]) == []
-    changes = {"old": "def local"} | changes if "new" in changes else changes
-    file = {"file": "surojax/step/outer.py"} if changes.get("old") == "def local" else {}
-    (problem,) = mutants.text_problems([good._replace(**file, **changes)])
-    assert said in problem
+    command = [*mutants.PYTEST, "-p", "lines_by_test", "--lines", str(tmp_path / "map"), str(tmp_path)]
+    paths = os.pathsep.join([str(mutants.ROOT), str(mutants.ROOT / "benchmarks")])
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, check=True, capture_output=True)
+    (part,) = (tmp_path / "map").glob("*.json")
+    seconds, files = json.loads(part.read_text())["test_two.py::test_one"]
+    (line,) = files["surojax/parallel/schedule.py"]
+    assert (
+        seconds < 5 and "return" in (mutants.ROOT / "surojax/parallel/schedule.py").read_text().splitlines()[line - 1]
+    )
+    found = mutants.read_map(tmp_path / "map")
+    names = {test.name for test in found["surojax/parallel/schedule.py", line]}
+    assert names == {"test_two.py::test_one", "test_two.py::test_two"}
 
 
-def test_tests_are_chosen_by_name_and_by_words():
-    ids = ["tests/a.py::test_x[1-saved]", "tests/a.py::test_x[4-saved]", "tests/a.py::test_xy[1]", "tests/b.py::test_z"]
-    chosen = lambda tests: mutants.chosen_tests(Mutant("", "", "", "", tests), ids)
-    assert chosen("tests/a.py::test_x") == ids[:2] and chosen("tests/a.py") == ids[:3]
-    assert chosen("tests/a.py::test_x -k saved and [1-") == ids[:1]
-    assert chosen("tests/a.py::test_xy tests/b.py") == ids[2:]
+def test_a_map_of_another_source_is_refused(tmp_path):
+    assert not mutants.unchanged(tmp_path, "surojax/errors.py")
+    (tmp_path / "sources").mkdir()
+    known = tmp_path / "sources" / "surojax--errors.py"
+    known.write_text(mutants.digest(mutants.ROOT / "surojax/errors.py"))
+    assert mutants.unchanged(tmp_path, "surojax/errors.py")
+    known.write_text("another")
+    assert not mutants.unchanged(tmp_path, "surojax/errors.py")
 
 
 def test_what_killed_a_mutant_is_said():
