@@ -1,7 +1,7 @@
 """Bytes that the collectives of a step send, by the textbook. The planner prints them next to the compiled step's.
 
-Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), as in DESIGN section 3. For n GPUs of
-`dp_shard x cp`, k microbatches, and blocks whose work weights have P bytes, each GPU sends per step:
+Collectives are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054). For n GPUs of `dp_shard x cp`, k
+microbatches, and blocks whose work weights have P bytes, each GPU sends per step:
 
 | sharded            | forward and backward                                | end of step                            |
 |--------------------|-----------------------------------------------------|----------------------------------------|
