@@ -23,7 +23,9 @@ from surojax.data.templates import NAMES as TEMPLATES
 from surojax.errors import CheckpointError, ConfigError
 from surojax.inference.load import Trained, load
 from surojax.inference.score import Request, pair, score
+from surojax.untrusted import parse_json, read_bytes
 
+LARGEST = 1 << 30  # bytes of a file of questions
 MAX_LENGTH = 2048  # tokens of a text of --tasks
 
 
@@ -45,7 +47,7 @@ class Accuracy(NamedTuple):
 def read_questions(path: str | Path) -> list[Question]:
     """The questions of a .jsonl file. Raises ConfigError, which names file and line, if one is not as it should be."""
     try:
-        lines = Path(path).expanduser().read_text("utf-8").splitlines()
+        lines = read_bytes(Path(os.path.expanduser(path)), LARGEST).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--questions: cannot read {path} ({error}); give a .jsonl file") from None
     found = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -57,7 +59,7 @@ def read_questions(path: str | Path) -> list[Question]:
 def _question(line: str, where: str) -> Question:
     expected = f'{where}: expected {{"question": text, "choices": [text, text, ...], "answer": index}}'
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{expected}, got a line that is no JSON ({error}); correct it") from None
     if not isinstance(row, dict) or not {"question", "choices", "answer"} <= row.keys():

@@ -3,8 +3,6 @@
 A key that may change the arithmetic is refused with its name, unless it is off.
 """
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from surojax.exchange.weights import name_of
 from surojax.models.lora import ALL_LINEAR, SAVED, Lora
 from surojax.models.model import Model
 from surojax.placement.param import Kind
+from surojax.untrusted import read_json
 
 CONFIG = "adapter_config.json"
 
@@ -121,7 +120,7 @@ def read(folder: Path, model: Model) -> Lora:
 
 def _content(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / CONFIG).read_text())
+        found = read_json(folder / CONFIG)
         if not isinstance(found, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:

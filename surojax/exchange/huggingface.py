@@ -6,7 +6,6 @@ never computed with less than its config says. Keys may be absent if they have t
 (transformers 5), and `rope_theta` with `rope_scaling` and `rope_local_base_freq` (before).
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from surojax.errors import ConfigError
 from surojax.exchange import parts
 from surojax.exchange.families import DEFAULTS, IMPLIED, OTHERS, REFUSED_ROPE, REQUIRED, REQUIRED_OF, SIZES
 from surojax.models.rotary import ROPE_USES
+from surojax.untrusted import read_json
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def read_whole_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a model's folder as it is. Raises ConfigError if there is none, or it cannot be read."""
     file = Path(folder).expanduser() / "config.json"
     try:
-        found = json.loads(file.read_text())
+        found = read_json(file)
     except OSError as error:
         raise ConfigError(
             f"model_path: expected a folder with config.json, got {str(folder)!r} ({error.strerror}); give the folder "

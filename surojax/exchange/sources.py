@@ -5,7 +5,6 @@ What comes after the first step needs nothing else of the model: when the origin
 """
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from surojax.exchange.merge import Merged
 from surojax.exchange.weights import Tensors, Weights, check
 from surojax.models.model import Model
 from surojax.numerics.base_formats import chosen
+from surojax.untrusted import read_json
 
 KEPT = "model"  # folder in the output_dir of a run
 SOURCE = "source.json"  # in that folder: the model_path that its files are of
@@ -31,7 +31,7 @@ def kept_in(output_dir: str | Path) -> Path:
 def keeps(output_dir: str | Path, model_path: str) -> bool:
     """Whether the small files that a run keeps are those of this model."""
     try:
-        return json.loads((kept_in(output_dir) / SOURCE).read_text()) == {"model_path": model_path}
+        return read_json(kept_in(output_dir) / SOURCE) == {"model_path": model_path}
     except (OSError, ValueError):
         return False
 
