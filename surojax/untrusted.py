@@ -31,23 +31,39 @@ def read_bytes(path: Path, most: int = SMALL) -> bytes:
 
 def parse_json(text: str | bytes) -> Any:
     """Returns what a JSON text says. Raises ValueError if it is none, or deeper than MAX_DEPTH."""
-    deeper = f"lists and objects are nested deeper than {MAX_DEPTH}"
     try:
         found = json.loads(text)
     except RecursionError:
-        raise ValueError(deeper) from None
+        raise ValueError(_DEEPER) from None
     brackets = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
     if brackets > MAX_DEPTH:  # else it cannot be
-        level = [found]
-        for _ in range(MAX_DEPTH + 1):
-            level = [value for outer in level for value in _values(outer) if isinstance(value, dict | list)]
-        if level:
-            raise ValueError(deeper)
+        check_depth(found)
     return found
 
 
-def _values(outer: Any) -> Any:
-    return outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ()
+_DEEPER = f"lists and objects are nested deeper than {MAX_DEPTH}"
+_decode = json.JSONDecoder().raw_decode
+
+
+def parse_first(text: str, start: int) -> tuple[Any, int]:
+    """Returns the JSON value that begins at `start`, and where it ends. Raises ValueError as `parse_json`."""
+    try:
+        found, end = _decode(text, start)
+    except RecursionError:
+        raise ValueError(_DEEPER) from None
+    if text.count("[", start, end) + text.count("{", start, end) > MAX_DEPTH:
+        check_depth(found)
+    return found, end
+
+
+def check_depth(found: Any) -> None:
+    """Raises ValueError if lists and objects are nested deeper than MAX_DEPTH."""
+    level = [found]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list))
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    if level:
+        raise ValueError(_DEEPER)
 
 
 def read_json(path: Path, most: int = SMALL) -> Any:
