@@ -127,11 +127,10 @@ def _next_value(text: str, place: int, before: str) -> tuple[tuple[Any] | None, 
     place = _skip(text, place)
     if text.startswith("]", place):
         return None, place + 1
-    if not text.startswith(before, place):
-        raise json.JSONDecodeError("expected a comma or the end of the list", text, place)
     value, end = parse_first(text, _skip(text, place + len(before)))
-    if end == len(text):  # a number may go on in the next part
-        raise json.JSONDecodeError("expected the end of the list", text, end)
+    end = _skip(text, end)
+    if not text.startswith((",", "]"), end):  # a number may go on in the next part
+        raise json.JSONDecodeError("expected a comma or the end of the list", text, end)
     return (value,), end
 
 
