@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from surojax.data.templates import NAMES as TEMPLATES
-from surojax.errors import CheckpointError, ConfigError
+from surojax.errors import CheckpointError, ConfigError, need
 from surojax.inference.load import Trained, load
+from surojax.inference.sample import MOST_TOKENS
 from surojax.inference.score import Request, pair, score
 from surojax.untrusted import parse_json, read_bytes
 
@@ -181,15 +182,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.error = refuse  # type: ignore[method-assign]
     try:
         args = parser.parse_args(argv)
-        if (
-            args.batch_size < 1
-            or (args.max_length is not None and args.max_length < 2)
-            or (args.limit is not None and args.limit < 1)
+        for option, value, least, most in (
+            ("--batch-size", args.batch_size, 1, 2**16),
+            ("--max-length", args.max_length, 2, MOST_TOKENS),
+            ("--limit", args.limit, 1, 2**48),
         ):
-            raise ConfigError(
-                f"expected --batch-size >= 1, --max-length >= 2 and --limit >= 1, got {args.batch_size}, "
-                f"{args.max_length} and {args.limit}"
-            )
+            if value is not None:
+                need(least <= value <= most, option, f"{least} to {most:,}", value, "correct it")
         _check_options(args)
         questions = read_questions(args.questions)[: args.limit] if args.questions else []
         trained = load(args.checkpoint, args.tokenizer, args.chat_template)
@@ -203,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
             found = _by_tasks(args, trained)
         if args.json:
             Path(args.json).write_text(json.dumps(found, indent=1, default=str) + "\n")
-    except (ConfigError, CheckpointError, OSError) as error:
+    except (ValueError, CheckpointError, OSError) as error:
         sys.exit(f"surojax.evaluate: error: {error}")
 
 
