@@ -24,7 +24,7 @@ from surojax.errors import CheckpointError, ConfigError, need
 from surojax.inference.load import Trained, load
 from surojax.inference.sample import MOST_TOKENS
 from surojax.inference.score import Request, pair, score
-from surojax.untrusted import parse_json, read_bytes
+from surojax.untrusted import expanded, parse_json, read_bytes
 
 LARGEST = 1 << 30  # bytes of a file of questions
 MAX_LENGTH = 2048  # tokens of a text of --tasks
@@ -48,7 +48,7 @@ class Accuracy(NamedTuple):
 def read_questions(path: str | Path) -> list[Question]:
     """The questions of a .jsonl file. Raises ConfigError, which names file and line, if one is not as it should be."""
     try:
-        lines = read_bytes(Path(os.path.expanduser(path)), LARGEST).decode("utf-8").splitlines()
+        lines = read_bytes(expanded(path), LARGEST).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--questions: cannot read {path} ({error}); give a .jsonl file") from None
     found = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]

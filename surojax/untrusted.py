@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 MiB = 1 << 20
 SMALL = 16 * MiB  # bytes of a file of settings
 MAX_DEPTH = 100  # of lists and objects in each other
+
+
+def expanded(path: str | Path) -> Path:
+    """Returns a path with "~" as the home folder; as it is if nobody has that name."""
+    return Path(os.path.expanduser(path))
 
 
 def check_file(path: Path) -> int:

@@ -15,7 +15,7 @@ from surojax.exchange import parts
 from surojax.exchange.families import DEFAULTS, IMPLIED, OTHERS, REFUSED_ROPE, REQUIRED, REQUIRED_OF, SIZES
 from surojax.models.rotary import ROPE_USES
 from surojax.sizes import check_largest
-from surojax.untrusted import read_json
+from surojax.untrusted import expanded, read_json
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 def read_whole_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a model's folder as it is. Raises ConfigError if there is none, or it cannot be read."""
-    file = Path(folder).expanduser() / "config.json"
+    file = expanded(folder) / "config.json"
     try:
         found = read_json(file)
     except OSError as error:

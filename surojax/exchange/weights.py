@@ -22,7 +22,7 @@ from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, block_fp8, nf4
 from surojax.numerics.base_formats import Coded, is_in
 from surojax.placement.param import OUTER, Param, base
-from surojax.untrusted import read_json
+from surojax.untrusted import expanded, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LARGEST_INDEX = 128 << 20  # bytes; 100,000 tensors take 10 MB
@@ -62,7 +62,7 @@ class Weights:
     """
 
     def __init__(self, folder: str | Path):
-        self.path = Path(folder).expanduser()
+        self.path = expanded(folder)
         files = self._files()
         several = parts.has_parts(read_whole_config(self.path))
         self._stored_as = parts.text_names(files) if several else {name: name for name in files}
