@@ -71,13 +71,14 @@ class Shard:
         for name, entry in header.items():
             self.entries[name], after = _entry(name, entry, 8 + length)
             spans.append((self.entries[name].start, after, name))
+        end = max((after for _, after, _ in spans), default=8 + length)
+        if end != size:
+            raise ValueError(f"its header says {end} bytes, the file has {size}")
         end = 8 + length
         for start, after, name in sorted(spans):
             if start != end:
                 raise ValueError(f"{name} begins at byte {start}, where the tensors before it end at {end}")
             end = after
-        if end != size:
-            raise ValueError(f"its header says {end} bytes, the file has {size}")
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in the dtype that it is stored in. Raises OSError, or ValueError if the file became shorter."""
