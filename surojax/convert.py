@@ -32,6 +32,7 @@ from surojax.inference import parity
 from surojax.inference.load import check_trained_with
 from surojax.models.model import Model
 from surojax.run import on_disk
+from surojax.untrusted import expanded
 
 DEFAULT_DTYPE = "bfloat16"
 
@@ -150,7 +151,7 @@ def tokenizer_files(spec: str) -> Files:
     """The tokenizer's files of a model's folder, for a `tokenizer` of a config; none for bytes."""
     if spec == "bytes":
         return {}
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     if gguf.is_gguf(path):
         found = gguf_tokenizer.read(path)
         said = {

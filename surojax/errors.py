@@ -12,4 +12,13 @@ class CheckpointError(RuntimeError):
 def need(ok: bool, field: str, expected: str, got, change: str) -> None:
     """Raises ConfigError if `ok` is false."""
     if not ok:
-        raise ConfigError(f"{field}: expected {expected}, got {got!r}; {change}")
+        raise ConfigError(f"{field}: expected {expected}, got {shown(got)}; {change}")
+
+
+def shown(value, most: int = 400) -> str:
+    """Returns a value as Python writes it, its end cut off if that has more than `most` characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write integers of more than 4300 digits
+        return f"a {type(value).__name__} with too many digits to show"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"

@@ -20,10 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from surojax.data.templates import NAMES as TEMPLATES
-from surojax.errors import CheckpointError, ConfigError
+from surojax.errors import CheckpointError, ConfigError, need
 from surojax.inference.load import Trained, load
+from surojax.inference.sample import MOST_TOKENS
 from surojax.inference.score import Request, pair, score
+from surojax.untrusted import expanded, parse_json, read_bytes
 
+LARGEST = 1 << 30  # bytes of a file of questions
 MAX_LENGTH = 2048  # tokens of a text of --tasks
 
 
@@ -45,7 +48,7 @@ class Accuracy(NamedTuple):
 def read_questions(path: str | Path) -> list[Question]:
     """The questions of a .jsonl file. Raises ConfigError, which names file and line, if one is not as it should be."""
     try:
-        lines = Path(path).expanduser().read_text("utf-8").splitlines()
+        lines = read_bytes(expanded(path), LARGEST).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--questions: cannot read {path} ({error}); give a .jsonl file") from None
     found = [_question(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -57,7 +60,7 @@ def read_questions(path: str | Path) -> list[Question]:
 def _question(line: str, where: str) -> Question:
     expected = f'{where}: expected {{"question": text, "choices": [text, text, ...], "answer": index}}'
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{expected}, got a line that is no JSON ({error}); correct it") from None
     if not isinstance(row, dict) or not {"question", "choices", "answer"} <= row.keys():
@@ -179,15 +182,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.error = refuse  # type: ignore[method-assign]
     try:
         args = parser.parse_args(argv)
-        if (
-            args.batch_size < 1
-            or (args.max_length is not None and args.max_length < 2)
-            or (args.limit is not None and args.limit < 1)
+        for option, value, least, most in (
+            ("--batch-size", args.batch_size, 1, 2**16),
+            ("--max-length", args.max_length, 2, MOST_TOKENS),
+            ("--limit", args.limit, 1, 2**48),
         ):
-            raise ConfigError(
-                f"expected --batch-size >= 1, --max-length >= 2 and --limit >= 1, got {args.batch_size}, "
-                f"{args.max_length} and {args.limit}"
-            )
+            if value is not None:
+                need(least <= value <= most, option, f"{least} to {most:,}", value, "correct it")
         _check_options(args)
         questions = read_questions(args.questions)[: args.limit] if args.questions else []
         trained = load(args.checkpoint, args.tokenizer, args.chat_template)
@@ -201,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
             found = _by_tasks(args, trained)
         if args.json:
             Path(args.json).write_text(json.dumps(found, indent=1, default=str) + "\n")
-    except (ConfigError, CheckpointError, OSError) as error:
+    except (ValueError, CheckpointError, OSError) as error:
         sys.exit(f"surojax.evaluate: error: {error}")
 
 

@@ -22,7 +22,7 @@ import jax
 from surojax.config.fields import Config, default_config, flat, gpus_per_sequence
 from surojax.config.flags import parse
 from surojax.config.write import check_new, config_file
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, need
 from surojax.plan import check_path
 from surojax.planner import advice, aot, footprint
 from surojax.planner.advice import GiB, flags
@@ -158,6 +158,7 @@ def with_batch(c: Config, sequences: int | None) -> Config:
     """
     if sequences is None:
         return c
+    need(sequences < 2**31, "--effective-batch", "less than 2^31 sequences", sequences, "lower it")
     groups = c.gpus // gpus_per_sequence(c)
     if sequences < 1 or groups < 1 or sequences % groups:
         what = "GPUs" if groups == c.gpus else "groups of GPUs"

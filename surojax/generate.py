@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.error = _exit_with
     args = parser.parse_args(argv)
     try:
-        check_options(args.max_tokens, args.temperature, args.top_p)
+        check_options(args.max_tokens, args.temperature, args.top_p, args.seed)
         if (args.system or args.chat_template) and not args.chat:
             raise ConfigError("--system, --chat-template: expected --chat with them, got none; add it")
         trained = load(args.checkpoint, args.tokenizer, args.chat_template)

@@ -20,11 +20,12 @@ from surojax.errors import ConfigError
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import plan
 from surojax.planner.report import table
+from surojax.untrusted import expanded
 
 
 def check_path(option: str, path: str) -> Path:
     """Returns the file to write. Raises ConfigError if it cannot be written, before any work is done."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     problem = "a folder" if file.is_dir() else ""
     if not problem:
         try:
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         trace = check_path("--trace", args.trace) if args.trace is not None else None
         if args.gpu is None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
-        if args.host_memory is not None and not args.host_memory > 0:
+        if args.host_memory is not None and not 0 < args.host_memory < float("inf"):
             raise ConfigError(f"--host-memory: expected GiB, more than 0, got {args.host_memory}; leave it out")
         nodes = args.gpus_per_node
         found = plan(

@@ -1,6 +1,30 @@
-"""Arithmetic of sizes."""
+"""Arithmetic of sizes, and how large they may be."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
+
+from surojax.errors import need
+
+# By the names in a config and a config.json: above what any model has, below what takes long to refuse later.
+LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**11,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+}
+MOST_GPUS = 2**17
+
+
+def check_largest(values: Mapping[str, Any], before: str) -> None:
+    """Raises ConfigError for a size of a model that no model has. before: the names, in the message."""
+    for name, most in LARGEST.items():
+        value = values.get(name)
+        if isinstance(value, int | float):
+            need(value <= most, f"{before}{name}", f"at most {most:,}, as models have", value, "correct it")
 
 
 def largest_divisor(n: int, at_most: int) -> int:

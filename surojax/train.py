@@ -10,6 +10,7 @@ the last checkpoint. Each part is a file in `surojax/training/`.
 import argparse
 import contextlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -24,7 +25,7 @@ from surojax.assembly import Assembly, from_config
 from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.data.batches import batches as training_batches
-from surojax.errors import CheckpointError, ConfigError
+from surojax.errors import CheckpointError, ConfigError, need
 from surojax.exchange.sources import keeps, resolved
 from surojax.memory import nvme
 from surojax.memory.in_file import store_of
@@ -202,6 +203,10 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
     watch = None
     try:
         c, args = parse(argv, parser)
+        if args.max_minutes is not None:
+            need(
+                0 < args.max_minutes < math.inf, "--max-minutes", "minutes, more than 0", args.max_minutes, "correct it"
+            )
         if args.export is not None:
             convert.check_exportable(resolved(c), args.export)
         if place := hosts.detect_flags(args, os.environ):

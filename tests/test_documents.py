@@ -62,7 +62,7 @@ def tokens_of(text, encoder: TextEncoder) -> list[int]:
 @pytest.fixture
 def small_parts(monkeypatch):
     """Files are read three bytes at a time, and tokenised in pieces of 60 characters."""
-    monkeypatch.setattr(texts, "_READ", 3)
+    monkeypatch.setattr(texts, "READ", 3)
     monkeypatch.setattr(texts, "PIECE_CHARS", 60)
 
 

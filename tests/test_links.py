@@ -85,5 +85,5 @@ def test_a_search_knows_the_links():
 
 
 def test_a_machine_without_gpus_is_refused():
-    with pytest.raises(ConfigError, match=r"^--gpus-per-node: expected 1 or more GPUs in a machine, got 0"):
+    with pytest.raises(ConfigError, match=r"^--gpus-per-node: expected 1 to 131,072 GPUs in a machine, got 0"):
         with_nodes("h100", 0)

@@ -16,7 +16,7 @@ ORDER = (
     "training verification commands"
 ).split()
 COMMANDS = ("train", "launch", "plan", "fit", "verify", "generate", "evaluate", "convert")
-ANYWHERE = ("errors", "sizes")
+ANYWHERE = ("errors", "sizes", "untrusted", "limited")
 ALONE = {"data", "config.fields"}  # these import `errors` only
 
 

@@ -233,7 +233,7 @@ def test_the_configs_own_settings_are_a_row():
     "argv, message",
     [
         (["--only=ofload_master"], "--only: expected names of settings, got 'ofload_master'; did you mean offload_"),
-        (["--steps=0"], "--steps: expected 1 or more, got 0"),
+        (["--steps=0"], "--steps: expected 1 to 10,000, got 0"),
         (["--config.lmhead_chunks=7"], "lmhead_chunks: expected a divisor"),
     ],
 )

@@ -37,7 +37,7 @@ from surojax.optim.optimizer import SCHEDULES
 from surojax.optim.optimizers import OPTIMIZERS
 from surojax.parallel.context import METHODS
 from surojax.placement.table import WEIGHT_FORMATS, ZERO_LEVELS
-from surojax.sizes import divisor
+from surojax.sizes import MOST_GPUS, check_largest, divisor
 
 
 class Rule(NamedTuple):
@@ -98,6 +98,24 @@ RULES = (
         "each one more makes small numbers coarser; 0 is usual",
     ),
     Rule(
+        "gpus dp_replicate_size dp_shard_size cp_size tp_size pp_size",
+        lambda v: v <= MOST_GPUS,
+        f"at most {MOST_GPUS:,} GPUs",
+        "lower it",
+    ),
+    Rule(
+        "lora_rank fp8_amax_history",
+        lambda v: v <= 2**16,
+        "at most 65,536",
+        "lower it",
+    ),
+    Rule(
+        "sample_tokens",
+        lambda v: v <= 2**24,
+        "at most 2^24",
+        "lower it",
+    ),
+    Rule(
         "muon_ns_steps",
         lambda v: 1 <= v <= 10,
         "1 to 10",
@@ -143,6 +161,7 @@ def check(c: Config) -> None:
     """Checks everything that follows from the config alone. Raises ConfigError for the first field that is wrong."""
     _check_types(c)
     values = flat(c)
+    check_largest(c.model, "model.")
     for rule in RULES:
         for name in rule.fields.split():
             _need(rule.holds(values[name]), name, rule.expected, values[name], rule.change)

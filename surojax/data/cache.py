@@ -34,6 +34,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from surojax.errors import ConfigError
+from surojax.untrusted import expanded
 
 FORMAT = 1  # of the files; an entry of another format is written anew, under another name
 META = "meta.json"
@@ -180,7 +181,7 @@ def cached(
 
     Raises ConfigError if the folder cannot be written, or the disk is full; nothing remains then.
     """
-    root = Path(folder).expanduser().absolute()
+    root = expanded(folder).absolute()
     text = json.dumps({"format": FORMAT, **key}, sort_keys=True)
     target = root / hashlib.sha256(text.encode()).hexdigest()[:20]
     if corpora := _open(target, name):

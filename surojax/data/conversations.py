@@ -4,13 +4,13 @@ Roles and fields may have the names of ShareGPT's format; afterwards they have t
 read. Each function raises NotARow if a field is missing or holds something else.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from surojax.data.datasets import INSTRUCTION_FIELDS, MESSAGES, PROMPT_FIELDS, Dataset, field_names
+from surojax.data.rendering import Message
 from surojax.data.rows import NotARow
-from surojax.data.templates import Message
+from surojax.untrusted import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool", "observation": "tool"}
@@ -149,7 +149,7 @@ def _tools(record: Mapping[str, Any], dataset: Dataset) -> list[Any] | None:
     tools = record.get(dataset.tools_field)
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools) if tools.strip() else None
+            tools = parse_json(tools) if tools.strip() else None
         except ValueError as error:
             raise NotARow(
                 f"expected a JSON list of tools in {dataset.tools_field!r}, got a string that is no JSON ({error}); "

@@ -17,7 +17,7 @@ from typing import Any
 from surojax.data import docstrings, files, readers
 from surojax.data.readers import OpenSet, open_set
 from surojax.data.rows import BadRow, Row
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, shown
 
 TYPES = ("auto", "text", "instruction", "conversation")
 MESSAGES = ("messages", "conversations")  # fields of a conversation, unless a dataset says another
@@ -171,8 +171,8 @@ def _checked(name: str, value: Any) -> Any:
     if name == "path":
         return value
     if name == "samples":
-        expected = "a number of rows, 0 for all"
-        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        expected = "a number of rows below 2^48, 0 for all"
+        fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
     elif name == "weight":
         expected = "a number above 0"
         fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
@@ -183,7 +183,7 @@ def _checked(name: str, value: Any) -> Any:
         expected = "a string"
         fits = isinstance(value, str)
     if not fits:
-        raise ConfigError(f"datasets: {name}: expected {expected}, got {value!r}; correct it")
+        raise ConfigError(f"datasets: {name}: expected {expected}, got {shown(value)}; correct it")
     return value
 
 
@@ -236,7 +236,7 @@ def read(dataset: Dataset, open_set: OpenSet = open_set) -> Iterator[Row | BadRo
     """Yields the dataset's rows: paths in the order given, the files of each sorted, none of them twice.
 
     A .txt file is one row, whose field `text_field` is a `TextFile`; a .jsonl file has a row in each line that is not
-    blank, a .json file the same or one list of rows (then held in memory), a .csv file a header and a row in each
+    blank, a .json file the same or one list of rows, a .csv file a header and a row in each
     further line. A .parquet file is read in batches. Hidden files are skipped.
 
     open_set: loads a set of the `datasets` library. Raises ConfigError if something is missing or unreadable, or there

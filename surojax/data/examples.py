@@ -124,38 +124,56 @@ class Encoder:
 
         Holds all rows in memory, and for long texts about 50 times their size: pass some megabytes at a time.
         """
-        drafts = [self._draft(row) for row in rows]
+        drafts = self._drafts(list(rows))
         encoded = iter(encode_pieces([draft.pieces for draft in drafts if isinstance(draft, _Draft)], self._tokenizer))
         return [self._example(draft, next(encoded)) if isinstance(draft, _Draft) else draft for draft in drafts]
 
-    def _draft(self, row: Row | BadRow) -> _Draft | BadRow:
+    def _drafts(self, rows: list[Row | BadRow]) -> list[_Draft | BadRow]:
+        """Returns the drafts of rows; all conversations are rendered together."""
+        found = [self._read(row) for row in rows]
+        talks = {i: one for i, one in enumerate(found) if isinstance(one, Conversation)}
+        rendered: dict[int, tuple[Piece, ...] | NotARow] = {}
+        if talks:
+            assert self._template is not None, "checked by __init__"
+            where = [rows[i].where for i in talks]
+            rendered = dict(zip(talks, self._template.pieces([*talks.values()], self._train_on, where), strict=True))
+        return [
+            self._draft(row, self._draft_of(one, rendered[i]) if isinstance(one, Conversation) else one)
+            for i, (row, one) in enumerate(zip(rows, found, strict=True))
+        ]
+
+    def _draft(self, row: Row | BadRow, one: _Draft | BadRow | NotARow) -> _Draft | BadRow:
+        if isinstance(one, _Draft):
+            one = _bad_unicode(one) or one
+        return BadRow(row.where, str(one)) if isinstance(one, NotARow) else one
+
+    def _read(self, row: Row | BadRow) -> Conversation | _Draft | BadRow | NotARow:
+        """Returns what a row says: a conversation to be rendered, the draft of an instruction, or why it says none."""
         if isinstance(row, BadRow):
             return row
-        try:
-            draft = self._draft_of(row)
-            _check_unicode(draft)
-            return draft
-        except NotARow as error:
-            return BadRow(row.where, str(error))
-
-    def _draft_of(self, row: Row) -> _Draft:
         dataset = self._dataset
-        if dataset.type == "conversation":
-            return self._talk(conversations.conversation(row.record, dataset, self._system_prompt))
-        pair = conversations.pair(row.record, dataset, self._system_prompt)
+        try:
+            if dataset.type == "conversation":
+                return self._checked(conversations.conversation(row.record, dataset, self._system_prompt))
+            pair = conversations.pair(row.record, dataset, self._system_prompt)
+        except NotARow as error:
+            return error
         if self._template is not None:
-            return self._talk(Conversation(pair.messages, None))
+            return Conversation(pair.messages, None)
         return _Draft(pieces.plain_pieces(pair, self._train_on), self._tokenizer.adds_bos, "always")
 
-    def _talk(self, conversation: Conversation) -> _Draft:
-        template = self._template
-        assert template is not None, "checked by __init__"
+    def _checked(self, conversation: Conversation) -> Conversation:
+        assert self._template is not None, "checked by __init__"
         if conversation.tools and not self._shows_tools:
             raise NotARow(
-                f"expected no tools, which {template.source} does not show, got {len(conversation.tools)}; choose "
-                "another chat_template, or tools_field='' to leave them out"
+                f"expected no tools, which {self._template.source} does not show, got {len(conversation.tools)}; "
+                "choose another chat_template, or tools_field='' to leave them out"
             )
-        parts = pieces.conversation_pieces(conversation, template, self._train_on)
+        return conversation
+
+    def _draft_of(self, conversation: Conversation, parts: tuple[Piece, ...] | NotARow) -> _Draft | NotARow:
+        if isinstance(parts, NotARow):
+            return parts
         ends_with_answer = self._train_on != "all" or conversation.messages[-1]["role"] == "assistant"
         return _Draft(parts, False, "if_open" if ends_with_answer else "never")
 
@@ -195,10 +213,11 @@ def _to_the_last(is_stop: np.ndarray) -> np.ndarray:
     return np.arange(len(is_stop)) <= (last[0] if len(last) else len(is_stop))
 
 
-def _check_unicode(draft: _Draft) -> None:
-    """Raises NotARow if a text contains half a surrogate pair, which UTF-8 cannot encode."""
+def _bad_unicode(draft: _Draft) -> NotARow | None:
+    """Returns why a draft cannot be used if a text has half a surrogate pair, which UTF-8 cannot encode."""
     for piece in draft.pieces:
         try:
             piece.text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise NotARow(half_a_pair(error)) from None
+            return NotARow(half_a_pair(error))
+    return None

@@ -31,7 +31,7 @@ def find(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
     Raises ConfigError if a folder holds no file that ends in one of `suffixes`, a file does not, or it is a pipe.
     """
     path = os.path.expanduser(item)
-    matches = [Path(path)] if os.path.exists(path) else list(map(Path, glob.glob(path, recursive=True)))
+    matches = [Path(path)] if os.path.exists(path) else [Path(match) for match in _glob(path)]
     if not matches:
         return None
     files = {file for match in matches for file in (walk(match, *suffixes) if match.is_dir() else [match])}
@@ -52,6 +52,26 @@ def find(item: str, suffixes: tuple[str, ...]) -> list[Path] | None:
     return sorted(files)
 
 
+def _glob(pattern: str) -> Iterator[str]:
+    """Yields what a glob names. `**` enters every folder once, also where links lead back to it."""
+    parts = pattern.replace(os.sep, "/").split("/")
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    place = parts.index("**")
+    after = "/".join(parts[place + 1 :]) or "*"
+    for root in sorted(glob.iglob("/".join(parts[:place]) or "/")) if place else ["."]:
+        seen: set[str] = set()
+        for folder, subfolders, _ in os.walk(root, followlinks=True):
+            if os.path.realpath(folder) in seen:
+                subfolders.clear()
+                continue
+            seen.add(os.path.realpath(folder))
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            name = os.path.normpath(folder)
+            yield from _glob(os.path.join(glob.escape(name), after) if name != "." else after)
+
+
 def stdlib_files() -> list[Path]:
     """The source files of the interpreter's standard library, sorted; without tests and installed packages."""
     files = walk(Path(sysconfig.get_paths()["stdlib"]), ".py", skip=_NOT_LIBRARY)
@@ -62,8 +82,9 @@ def unseen(paths: Iterable[Path], seen: set[Path]) -> list[Path]:
     """Returns the paths of files that are not in `seen`, where all spellings of one are the same, and adds them."""
     found = []
     for path in paths:
-        if path.resolve() not in seen:
-            seen.add(path.resolve())
+        target = Path(os.path.realpath(path))  # `resolve` fails for links in a circle
+        if target not in seen:
+            seen.add(target)
             found.append(path)
     return found
 

@@ -53,7 +53,7 @@ def read(path: str | Path) -> TokenizerFiles:
         return tokens[id_] if id_ is not None and id_ < len(tokens) else ""
 
     bos = text_of("bos")
-    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", RULES[rule] == LLAMA3))
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", RULES[rule] == LLAMA3) is True
     starts_with = bos if adds_bos else ""
     try:
         tokenizer = _tokenizer(tokens, kinds, pairs, rule, starts_with)

@@ -6,11 +6,11 @@ the chat template's generation prompt ends. Some templates write an answer diffe
 """
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from surojax.data.conversations import Conversation, Pair
+from surojax.data.rendering import Message, Program
 from surojax.data.rows import NotARow
-from surojax.data.templates import Message, Template
 
 
 class Piece(NamedTuple):
@@ -26,7 +26,7 @@ def plain_pieces(pair: Pair, train_on: str) -> tuple[Piece, ...]:
     return Piece(system + pair.prompt + pair.seam, train_on == "all"), Piece(pair.completion, True)
 
 
-def conversation_pieces(conversation: Conversation, template: Template, train_on: str) -> tuple[Piece, ...]:
+def conversation_pieces(conversation: Conversation, template: Program, train_on: str) -> tuple[Piece, ...]:
     """Returns the rendered conversation as pieces; the answers that `train_on` asks for, or all pieces, are trained.
 
     What follows the last answer is left out, unless everything is trained. Raises NotARow if there is no answer, the
@@ -70,7 +70,15 @@ def conversation_pieces(conversation: Conversation, template: Template, train_on
     return filled
 
 
-def _check_shown(messages: list[Message], whole: str, template: Template) -> None:
+def in_limits(program: tuple[str, ...], train_on: str, conversation: tuple) -> dict[str, Any]:
+    """Returns {"pieces"} of a template (the fields of a `Program`) and a `Conversation`, or {"refused": why}."""
+    try:
+        return {"pieces": conversation_pieces(Conversation(*conversation), Program(*program), train_on)}
+    except NotARow as error:
+        return {"refused": str(error)}
+
+
+def _check_shown(messages: list[Message], whole: str, template: Program) -> None:
     """Raises NotARow if the template leaves out what is said to the assistant, or the functions that it calls."""
     for message in messages:
         if message["role"] != "assistant" and not _is_shown(message, whole):
@@ -101,7 +109,7 @@ def _called(message: Message) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-def note(template: Template, train_on: str) -> str:
+def note(template: Program, train_on: str) -> str:
     """Returns one line if the template rewrites earlier answers, so that they are not trained; else ""."""
     if train_on != "assistant":
         return ""

@@ -11,16 +11,23 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from surojax.data.files import NotText, decode, unreadable
 from surojax.data.rows import BadRow, Row
-from surojax.data.texts import open_text
+from surojax.data.texts import READ, open_text, parts
 from surojax.errors import ConfigError
+from surojax.untrusted import parse_first, parse_json
 
-_PARQUET_ROWS = 256  # converted to Python objects at a time
+LONGEST = 64 << 20  # bytes of a row; with all copies of it, one needs some times as much memory
+_SHORT = f"rows of at most {LONGEST >> 20} MiB"
+_SPLIT = "split it, or write a long text into a .txt file, which may have any size"
+_WORD = 16  # characters, more than the longest word or escape of JSON has
+_SPACE = re.compile(r"[ \t\n\r]*")  # between the values of a JSON list
+_PARQUET_ROWS = 16  # converted to Python objects at a time; 256 take as long
+_PARQUET_UNFOLDS = 1000  # times as many bytes as the file has; text compresses to a third or a tenth
+_PARQUET_SMALL = 16 << 20  # bytes that any file may unfold to
 _PARQUET_BYTES = 1 << 20  # of each column, read at a time
-_CSV_CHARS = 2**31 - 1  # largest cell; the csv module's own limit is shorter than a document
 _NO_OBJECT = "expected a JSON object with the fields of a row"
 
 
@@ -38,21 +45,28 @@ def read_file(path: Path, text_field: str) -> Iterator[Row | BadRow]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row | BadRow]:
-    """Yields a row for each line that is not blank. Reads one line at a time."""
-    offset = 0
+    """Yields a row for each line that is not blank. Holds one line at a time."""
+    offset = number = 0
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _parse_line(line, f"{path}:{number}", offset)
+        while line := lines.readline(LONGEST + 1):
+            number += 1
+            where = f"{path}:{number}"
+            if len(line) > LONGEST:
+                yield BadRow(where, f"expected {_SHORT}, got a longer line; {_SPLIT}")
+                while not line.endswith(b"\n") and (more := lines.readline(LONGEST)):
+                    offset += len(line)
+                    line = more
+            elif not line.isspace():
+                yield _parse_line(line, where, offset)
             offset += len(line)
 
 
 def _parse_line(line: bytes, where: str, offset: int) -> Row | BadRow:
     try:
-        return _row_of(json.loads(decode(line, offset)), where)
+        return _row_of(parse_json(decode(line, offset)), where)
     except NotText as error:
         return BadRow(where, str(error))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return BadRow(where, f"{_NO_OBJECT}, got a line that is no JSON ({error}); correct or remove the line")
 
 
@@ -63,30 +77,81 @@ def _row_of(record: Any, where: str) -> Row | BadRow:
 
 
 def _read_json(path: Path) -> Iterator[Row | BadRow]:
-    """Yields the rows of one JSON list, which is held in memory, or those of lines, if the file does not begin so."""
+    """Yields the rows of one JSON list, or those of lines, if the file does not begin so. Holds one row at a time."""
     with path.open("rb") as file:
         first = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first != b"[":
         yield from _read_jsonl(path)
         return
+    number = 0
     try:
-        records = json.loads(decode(path.read_bytes()))
-    except (NotText, ValueError, RecursionError) as error:
+        for number, record in enumerate(_elements(parts(open_text(path))), start=1):
+            yield _row_of(record, f"{path}, row {number}")
+    except (NotText, ValueError) as error:
         where = f"{path}:{error.line}" if isinstance(error, NotText) else path
+        reason = getattr(error, "msg", None) or error
         raise ConfigError(
-            f"{where}: expected a JSON list of objects, got a file that is none ({error}); correct it, or write one "
-            "object per line into a .jsonl file"
+            f"{where}: expected a JSON list of objects, got a file that is none ({reason}, after {number:,} rows); "
+            "correct it, or write one object per line into a .jsonl file"
         ) from None
-    for number, record in enumerate(records, start=1):
-        yield _row_of(record, f"{path}, row {number}")
+
+
+def _elements(parts: Iterator[str]) -> Iterator[Any]:
+    """Yields the values of a JSON list whose text comes in parts. Raises ValueError if it is none."""
+    text = next(parts)
+    place = text.index("[") + 1
+    before = ""  # what stands before the next value
+    while True:
+        try:
+            found, end = _next_value(text, place, before)
+        except ValueError as error:
+            if not _may_go_on(error, len(text)):
+                raise
+            rest = len(text) - place
+            if rest > LONGEST:
+                raise ValueError(f"expected {_SHORT}, got a longer one") from None
+            if not (more := list(itertools.islice(parts, 1 + rest // READ))):  # so that no text is read often
+                raise
+            text, place = text[place:] + "".join(more), 0
+            continue
+        if found is None:
+            if text[end:].strip() or any(part.strip() for part in parts):
+                raise ValueError("more follows the end of the list")
+            return
+        yield found[0]
+        place, before = end, ","
+
+
+def _next_value(text: str, place: int, before: str) -> tuple[tuple[Any] | None, int]:
+    """Returns (a list's next value, or None at its end, and the place after it). Raises ValueError if there is none."""
+    place = _skip(text, place)
+    if text.startswith("]", place):
+        return None, place + 1
+    value, end = parse_first(text, _skip(text, place + len(before)))
+    end = _skip(text, end)
+    if not text.startswith((",", "]"), end):  # a number may go on in the next part
+        raise json.JSONDecodeError("expected a comma or the end of the list", text, end)
+    return (value,), end
+
+
+def _may_go_on(error: ValueError, length: int) -> bool:
+    """True if a text of so many characters may be JSON when more of it is there. error: the decoder's."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.msg.startswith("Unterminated string") or error.pos > length - _WORD
+
+
+def _skip(text: str, place: int) -> int:
+    match = _SPACE.match(text, place)
+    return match.end() if match else place
 
 
 def _read_csv(path: Path) -> Iterator[Row | BadRow]:
     """Yields a row for each row under the header; a row with other than the header's number of cells is bad."""
-    csv.field_size_limit(_CSV_CHARS)
+    csv.field_size_limit(LONGEST)  # its own limit is shorter than a document
     # A byte that is not UTF-8 becomes a surrogate, so that only its own row is bad.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        reader = csv.reader(lines, strict=True)
+        reader = csv.reader(_short_lines(lines, path), strict=True)
         header = None
         while True:
             where = f"{path}:{reader.line_num + 1}"
@@ -103,6 +168,16 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
                 header = _check_names(cells, where)
                 continue
             yield _row_of_cells(header, cells, where)
+
+
+def _short_lines(lines: TextIO, path: Path) -> Iterator[str]:
+    """Yields the lines of a file. Raises ConfigError for one that is too long."""
+    number = 0
+    while line := lines.readline(LONGEST + 1):
+        number += 1
+        if len(line) > LONGEST:
+            raise ConfigError(f"{path}:{number}: expected {_SHORT}, got a longer line; {_SPLIT}")
+        yield line
 
 
 def _check_names(names: list[str], where: str) -> list[str]:
@@ -133,13 +208,32 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
         # Without these two, all row groups that were read stay in memory.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PARQUET_BYTES) as file:
             _check_names(file.schema_arrow.names, str(path))
+            _check_unfolded(path, file.metadata)
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                if batch.nbytes > _PARQUET_ROWS * LONGEST:
+                    raise ConfigError(f"{path}, row {next(number)}: expected {_SHORT}, got longer ones; {_SPLIT}")
                 for record in batch.to_pylist():
                     yield Row(record, f"{path}, row {next(number)}")
     except pyarrow.ArrowException as error:
         raise ConfigError(
             f"{path}: expected a Parquet file, got one that cannot be read ({_one_line(error)}); write it again"
         ) from None
+
+
+def _check_unfolded(path: Path, metadata: Any) -> None:
+    """Raises ConfigError for a Parquet file that unfolds to what no data set does.
+
+    Equal values are stored once, so some bytes can mean billions of rows.
+    """
+    size = path.stat().st_size
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    unfolded = sum(column.total_uncompressed_size for column in columns)
+    if metadata.num_rows > size or unfolded > max(_PARQUET_UNFOLDS * size, _PARQUET_SMALL):
+        raise ConfigError(
+            f"{path}: expected at most a row for each of its {size:,} bytes and {_PARQUET_UNFOLDS} times as many "
+            f"bytes, got {metadata.num_rows:,} rows of {unfolded:,} bytes; remove rows that repeat"
+        )
 
 
 _READERS = {".csv": _read_csv, ".json": _read_json, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

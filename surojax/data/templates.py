@@ -1,27 +1,24 @@
 """Chat templates: a conversation's messages to one text, as transformers renders them.
 
-A template is a Jinja program that a model brings along, so it runs in a sandbox. Four are shipped with surojax for
-tokenizers without one. A template may ask for today's date; here it gets the same day always, so that a run's tokens
-are those of every other day.
+A template is a Jinja program that a model brings along: `rendering.py` runs it in a sandbox, here in a child process
+with limits of time and memory (`surojax.limited`). Four are shipped with surojax for tokenizers without one.
 """
 
-import datetime
 import functools
-import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from surojax import limited
+from surojax.data.conversations import Conversation
+from surojax.data.pieces import Piece
+from surojax.data.rendering import Message, Program
 from surojax.data.rows import NotARow
 from surojax.data.tokenizer import Tokenizer
+from surojax.data.tokenizer_files import one_line
 from surojax.errors import ConfigError
+from surojax.untrusted import MiB, read_bytes
 
 # The templates shipped with surojax, each with the control tokens that it writes.
 CONTROL_TOKENS = {
@@ -31,47 +28,63 @@ CONTROL_TOKENS = {
     "mistral": ("[INST]", "[/INST]"),
 }
 NAMES = tuple(CONTROL_TOKENS)
-DATE = datetime.datetime(2024, 7, 26)  # the day that Llama 3's own template names if it is told none
+LONGEST = MiB  # bytes of a template; published ones have at most some ten thousand
 _FOLDER = Path(__file__).with_name("templates")
 
-type Message = dict[str, Any]
 
+class Template(Program):
+    """A chat template that is rendered within the limits of `surojax.limited`."""
 
-@dataclass(frozen=True)
-class Template:
-    """A Jinja chat template. source: where it comes from, for messages. bos, eos: texts of tokens that it may name."""
-
-    text: str
-    source: str
-    bos: str = ""
-    eos: str = ""
-
-    @property
+    @functools.cached_property
     def shows_tools(self) -> bool:
-        """True if the template reads the tools that a conversation may use."""
-        environment = _environment()
-        return "tools" in meta.find_undeclared_variables(environment.parse(self.text))
+        """True if the template reads the tools that a conversation may use. Raises ConfigError for a syntax error."""
+        (found,) = self._each("surojax.data.rendering", "checked", (), [self.text])
+        if "refused" in found:
+            raise ConfigError(
+                f"{self.source}:{found['line']}: expected a Jinja template, got {found['refused']}; correct it, or "
+                f"choose another chat_template, such as {', '.join(NAMES)}"
+            )
+        return found["shows_tools"]
 
     def render(
         self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str:
         """Returns the text of a conversation; with `add_generation_prompt`, the beginning of an answer follows.
 
-        Raises NotARow if the template refuses the conversation or fails.
+        Raises NotARow if the template refuses the conversation or fails, ConfigError if it takes more than the limits.
         """
+        request = (messages, tools, add_generation_prompt)
+        (found,) = self._each("surojax.data.rendering", "rendered", (self._fields,), [request])
+        if "refused" in found:
+            raise NotARow(found["refused"])
+        return found["text"]
+
+    def pieces(
+        self, conversations: Sequence[Conversation], train_on: str, where: Sequence[str] = ()
+    ) -> list[tuple[Piece, ...] | NotARow]:
+        """Returns `pieces.conversation_pieces` of each conversation, or why there are none.
+
+        where: each one's file and line, for messages. Raises ConfigError if one takes more than the limits.
+        """
+        items = [tuple(conversation) for conversation in conversations]
+        found = self._each("surojax.data.pieces", "in_limits", (self._fields, train_on), items, where)
+        return [
+            NotARow(one["refused"]) if "refused" in one else tuple(Piece(*piece) for piece in one["pieces"])
+            for one in found
+        ]
+
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        return self.text, self.source, self.bos, self.eos
+
+    def _each(self, module: str, function: str, common: tuple, items: Sequence[Any], where: Sequence[str] = ()) -> list:
         try:
-            return _compiled(self.text).render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self.bos,
-                eos_token=self.eos,
-            )
-        except Exception as error:  # whatever the operators of a template raise for values they were not written for
-            raise NotARow(
-                f"expected a conversation that {self.source} takes, got '{_one_line(error)}'; correct the row, or "
-                "choose another chat_template"
+            return limited.each(module, function, common, items)
+        except limited.OverLimit as error:
+            row = f" for {where[error.index]}" if where else ""
+            raise ConfigError(
+                f"{self.source}: expected a chat template that needs at most {limited.SECONDS} seconds of processor "
+                f"time and {limited.MEMORY >> 20} MiB, got {error}{row}; choose another chat_template"
             ) from None
 
 
@@ -97,14 +110,13 @@ def load_template(spec: str, tokenizer: Tokenizer) -> Template | None:
             f"chat_template: expected one of {', '.join(NAMES)}, or a file, got {spec!r}, which does not exist; "
             "correct it, or leave it empty for the tokenizer's own"
         )
-    try:
-        _compiled(text)
-    except jinja2.TemplateSyntaxError as error:
+    if len(text) > LONGEST:
         raise ConfigError(
-            f"{source}:{error.lineno}: expected a Jinja template, got a syntax error ({_one_line(error)}); correct it, "
-            f"or choose another chat_template, such as {', '.join(NAMES)}"
-        ) from None
-    return Template(text, source, bos=tokenizer.bos, eos=tokenizer.eos)
+            f"{source}: expected a chat template of at most {LONGEST:,} characters, got {len(text):,}; choose another"
+        )
+    template = Template(text, source, bos=tokenizer.bos, eos=tokenizer.eos)
+    _ = template.shows_tools  # which compiles it
+    return template
 
 
 def note(spec: str, tokenizer: Tokenizer) -> str:
@@ -123,48 +135,8 @@ def note(spec: str, tokenizer: Tokenizer) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path, LONGEST).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"chat_template: expected a readable Jinja template, got {path} ({_one_line(error)}); correct the path"
+            f"chat_template: expected a readable Jinja template, got {path} ({one_line(error)}); correct the path"
         ) from None
-
-
-class _Generation(Extension):
-    """Accepts `{% generation %}` ... `{% endgeneration %}`, with which some templates mark the assistant's text."""
-
-    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without the escapes for HTML that Jinja's own filter adds."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = DATE.strftime
-    return environment
-
-
-@functools.cache
-def _compiled(text: str) -> jinja2.Template:
-    return _environment().from_string(text)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

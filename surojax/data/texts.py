@@ -14,7 +14,7 @@ from surojax.errors import ConfigError
 # A Hugging Face tokenizer needs about 50 times the memory of the text and uses one core per text, so long texts are
 # tokenised in pieces.
 PIECE_CHARS = 1 << 20
-_READ = 1 << 20  # bytes of a file, or characters of a string, in one part
+READ = 1 << 20  # bytes of a file, or characters of a string, in one part
 
 
 class TextFile(NamedTuple):
@@ -46,7 +46,7 @@ def parts(text: str | TextFile) -> Iterator[str]:
     Raises NotText, with the line in the file, if a file's bytes are not UTF-8; ConfigError if it cannot be read.
     """
     if isinstance(text, str):
-        yield from (text[start : start + _READ] for start in range(0, len(text), _READ))
+        yield from (text[start : start + READ] for start in range(0, len(text), READ))
         return
     try:
         yield from _parts_of_file(text)
@@ -60,7 +60,7 @@ def _parts_of_file(text: TextFile) -> Iterator[str]:
     with text.path.open("rb") as file:
         file.seek(position)
         while position < text.stop:
-            content = file.read(min(_READ, text.stop - position))
+            content = file.read(min(READ, text.stop - position))
             if not content:
                 raise ConfigError(
                     f"{text.path}: expected {text.stop:,} bytes until it is read, got {position:,}; start again when "
@@ -77,7 +77,7 @@ def _parts_of_file(text: TextFile) -> Iterator[str]:
 def _count_lines(path: Path, stop: int) -> int:
     """Returns the number of line ends in the first `stop` bytes."""
     with path.open("rb") as file:
-        return sum(file.read(min(_READ, stop - start)).count(b"\n") for start in range(0, stop, _READ))
+        return sum(file.read(min(READ, stop - start)).count(b"\n") for start in range(0, stop, READ))
 
 
 def split(text: str | TextFile) -> tuple[str | TextFile, str | TextFile]:

@@ -1,11 +1,13 @@
 """The files of a tokenizer, read as they are: what they say, before anything is made of it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from surojax.errors import ConfigError
+from surojax.untrusted import MiB, parse_json, read_bytes
+
+LARGEST = 256 * MiB  # of a file; a tokenizer.json with 262,144 tokens has 33 MB
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(read_text(path))
+        content = parse_json(read_text(path))
     except ValueError as error:
         raise ConfigError(
             f"{path}: expected JSON, got a file that is none ({one_line(error)}); download it again"
@@ -76,7 +78,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_bytes(path, LARGEST).decode("utf-8")
     except OSError as error:
         raise ConfigError(
             f"{path}: expected a readable {path.name}, got {error.strerror}; correct the path or its permissions"

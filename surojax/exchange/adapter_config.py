@@ -3,20 +3,20 @@
 A key that may change the arithmetic is refused with its name, unless it is off.
 """
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from surojax.errors import ConfigError
+from surojax import limited
+from surojax.errors import ConfigError, shown
 from surojax.exchange.families import NAMES
 from surojax.exchange.parts import in_whole
 from surojax.exchange.weights import name_of
 from surojax.models.lora import ALL_LINEAR, SAVED, Lora
 from surojax.models.model import Model
 from surojax.placement.param import Kind
+from surojax.untrusted import read_json
 
 CONFIG = "adapter_config.json"
 
@@ -90,7 +90,7 @@ def read(folder: Path, model: Model) -> Lora:
 
     def need(ok: bool, key: str, expected: str, change: str = "give another adapter") -> None:
         if not ok:
-            raise ConfigError(f"adapter: {file}: {key}: expected {expected}, got {found.get(key)!r}; {change}")
+            raise ConfigError(f"adapter: {file}: {key}: expected {expected}, got {shown(found.get(key))}; {change}")
 
     need(found.get("peft_type") == "LORA", "peft_type", "'LORA'")
     for key, value in sorted(found.items()):
@@ -100,8 +100,10 @@ def read(folder: Path, model: Model) -> Lora:
         need(is_off, key, expected, "nothing else is computed here")
     rank: Any = found.get("r")
     alpha: Any = found.get("lora_alpha")
-    need(type(rank) is int and rank > 0, "r", "a whole number more than 0")
-    need(type(alpha) in (int, float) and alpha > 0, "lora_alpha", "a number more than 0")
+    need(type(rank) is int and 0 < rank <= 2**16, "r", "a whole number from 1 to 65,536")
+    need(type(alpha) in (int, float) and 0 < alpha < 2**31, "lora_alpha", "a number more than 0")
+    for key in ("use_rslora", "use_dora"):
+        need(isinstance(found.get(key), bool | None), key, "true or false")
     saved = found.get("modules_to_save") or []
     known = [] if model.head == "embed" else list(SAVED)
     expected = f"names among {', '.join(known)}" if known else "none for a model whose head is its embedding"
@@ -121,7 +123,7 @@ def read(folder: Path, model: Model) -> Lora:
 
 def _content(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / CONFIG).read_text())
+        found = read_json(folder / CONFIG)
         if not isinstance(found, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:
@@ -142,18 +144,21 @@ def _targets(file: Path, names: list[str], model: Model, *, is_expression: bool)
     of_matrices = modules(model)
     if is_expression and names == [ALL_LINEAR]:
         return tuple(of_matrices)
+    given = set(names)
+    matched = _matched(file, names[0], of_matrices) if is_expression else set()
 
-    def matches(name: str, module: str) -> bool:
+    def matching(module: str) -> list[str]:
         if is_expression:
-            return any(re.fullmatch(name, spelled) for spelled in (module, in_whole(module)))
-        return f".{module}".endswith(f".{name}")
+            return names if module in matched else []
+        parts = module.split(".")
+        return [name for i in range(len(parts)) if (name := ".".join(parts[i:])) in given]
 
     used = set()
     targets = []
     for target, of_layers in of_matrices.items():
-        matching = {module: [name for name in names if matches(name, module)] for module in of_layers}
-        used.update(*matching.values())
-        without = [module for module, found in matching.items() if not found]
+        of_modules = {module: matching(module) for module in of_layers}
+        used.update(*of_modules.values())
+        without = [module for module, found in of_modules.items() if not found]
         if not without:
             targets.append(target)
         elif len(without) < len(of_layers):
@@ -164,7 +169,27 @@ def _targets(file: Path, names: list[str], model: Model, *, is_expression: bool)
     if unknown := sorted(set(names) - used) or (not names and ["none"]):
         endings = sorted(of_layers[0].split(".")[-1] for of_layers in of_matrices.values())
         raise ConfigError(
-            f"adapter: {file}: target_modules: expected modules among {', '.join(endings)}, got {unknown[0]!r}; give "
-            "an adapter of this model"
+            f"adapter: {file}: target_modules: expected modules among {', '.join(endings)}, got {shown(unknown[0])}; "
+            "give an adapter of this model"
         )
     return tuple(targets)
+
+
+def _matched(file: Path, expression: str, of_matrices: dict[str, list[str]]) -> set[str]:
+    """The modules that a regular expression matches under either of their names. Raises ConfigError."""
+    spelled = {
+        name: module
+        for of_layers in of_matrices.values()
+        for module in of_layers
+        for name in (module, in_whole(module))
+    }
+    where = f"adapter: {file}: target_modules: expected a regular expression"
+    try:
+        (found,) = limited.each("surojax.exchange.patterns", "matching", (expression,), [list(spelled)])
+    except limited.OverLimit as error:
+        raise ConfigError(
+            f"{where} that can be matched, got one that takes {error}; give the names of modules"
+        ) from None
+    if "refused" in found:
+        raise ConfigError(f"{where}, got {shown(expression, 80)} ({found['refused']}); give the names of modules")
+    return {spelled[name] for name in found["names"]}

@@ -34,6 +34,7 @@ from surojax.models.lora import Lora, adapters as declared
 from surojax.models.model import Model, Segment
 from surojax.numerics.base_formats import FORMATS
 from surojax.placement.param import OUTER, with_part
+from surojax.untrusted import expanded
 
 TENSORS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -80,7 +81,7 @@ def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str 
     base_name: what others load the base model by. has_parts: the base is the language model of one of several parts.
     Raises ConfigError if the folder cannot be written.
     """
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     expected = {_written(name, has_parts): shape for name, shape in tensor_shapes(adapter.lora, model).items()}
     arrays = {_written(name, has_parts): array for name, array in _by_name(adapter, model).items()}
     metadata = {BASE_FORMAT: adapter.base_format} | ({FINGERPRINT: adapter.base} if adapter.base else {})
@@ -123,7 +124,7 @@ def read(folder: str | Path, model: Model) -> Adapter:
 
     Raises ConfigError if it is of another model, adapts what is not adapted here, or is damaged.
     """
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     lora = adapter_config.read(path, model)
     which = [name for name in SUFFIXES if name != "magnitude" or lora.magnitudes]
     try:

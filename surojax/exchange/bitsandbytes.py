@@ -7,7 +7,6 @@ A matrix `name` has its codes under that name, [out x in / 2, 1], and beside it:
     name.quant_state.bitsandbytes__nf4         JSON: shape, dtype of the numbers, sizes of blocks and groups, offset
 """
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.numerics import nf4
+from surojax.untrusted import parse_json
 
 STATE = ".quant_state.bitsandbytes__nf4"
 PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", STATE)
@@ -53,7 +53,7 @@ def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Sto
             "bnb_4bit_use_double_quant=True"
         )
     try:
-        state = json.loads(read(name + STATE).tobytes())
+        state = parse_json(read(name + STATE).tobytes())
     except ValueError as error:
         raise ConfigError(f"model_path: {name + STATE}: expected JSON, got {error}; fetch the file again") from error
     needed = (*EXPECTED, "dtype", "shape", "nested_offset")

@@ -20,6 +20,7 @@ from surojax.exchange import shards, small_files
 from surojax.exchange.small_files import Files
 from surojax.exchange.weights import INDEX, SINGLE, Tensors, shapes
 from surojax.models.model import Model
+from surojax.untrusted import expanded
 
 DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -40,7 +41,7 @@ def check_folder(folder: str | Path) -> Path:
 
     Raises ConfigError if it exists and is not empty, or cannot be made.
     """
-    path = Path(folder).expanduser().absolute()
+    path = expanded(folder).absolute()
     change = "choose another folder"
     try:
         path = path.resolve() if path.is_dir() else path  # a link cannot be replaced by a folder

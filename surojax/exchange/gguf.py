@@ -19,6 +19,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange.families import NAMES
+from surojax.sizes import check_largest
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PERMUTED = ("llama",)
@@ -144,6 +145,7 @@ def config(contents: Contents) -> dict[str, Any]:
                 f"model_path: {contents.path}: {ours}: expected a positive number, got {value!r}; {AGAIN}"
             )
     head_dim = given.get("attention.key_length", found["hidden_size"] // heads)
+    check_largest(found | {"head_dim": head_dim}, f"model_path: {contents.path}: ")
     for key, expected in {
         "attention.value_length": head_dim,
         "rope.dimension_count": head_dim,

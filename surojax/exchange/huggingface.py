@@ -6,15 +6,16 @@ never computed with less than its config says. Keys may be absent if they have t
 (transformers 5), and `rope_theta` with `rope_scaling` and `rope_local_base_freq` (before).
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, shown
 from surojax.exchange import parts
 from surojax.exchange.families import DEFAULTS, IMPLIED, OTHERS, REFUSED_ROPE, REQUIRED, REQUIRED_OF, SIZES
 from surojax.models.rotary import ROPE_USES
+from surojax.sizes import check_largest
+from surojax.untrusted import expanded, read_json
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -28,9 +29,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 def read_whole_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a model's folder as it is. Raises ConfigError if there is none, or it cannot be read."""
-    file = Path(folder).expanduser() / "config.json"
+    file = expanded(folder) / "config.json"
     try:
-        found = json.loads(file.read_text())
+        found = read_json(file)
     except OSError as error:
         raise ConfigError(
             f"model_path: expected a folder with config.json, got {str(folder)!r} ({error.strerror}); give the folder "
@@ -52,10 +53,10 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
         return _settings(config)
     except ConfigError:
         raise
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ConfigError(
             f"model_path: config.json: expected values as transformers writes them, got one of another type "
-            f"({type(error).__name__}: {error}); fetch it again"
+            f"({type(error).__name__}: {str(error)[:200]}); fetch it again"
         ) from error
 
 
@@ -86,6 +87,10 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
             )
     block_size(config)
     given = DEFAULTS[family] | config
+    check_largest(given, "model_path: config.json: ")
+    for key in ("tie_word_embeddings", "use_sliding_window"):
+        if not isinstance(given.get(key, False), bool | None):
+            raise ConfigError(f"model_path: config.json: {key}: expected true or false, got {shown(given[key])}")
     if scaling := config.get("rope_scaling"):
         parameters = config.get("rope_parameters")
         if parameters and _of_scaling(parameters) != _of_scaling(scaling):
@@ -217,7 +222,7 @@ def _window(family: str, given: dict[str, Any]) -> dict[str, int]:
         )
     if types is None and window and family in ("qwen2", "qwen3"):
         first = given.get("max_window_layers", 28)
-        types = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
+        types = ["full_attention"] * max(0, min(first, layers)) + ["sliding_attention"] * (layers - max(0, first))
     if types is None and family == "smollm3":
         types = ["sliding_attention" if without else "full_attention" for without in _is_without_rope(given)]
     if types is None and (n := given.get("sliding_window_pattern")):
@@ -243,7 +248,7 @@ def block_size(config: dict[str, Any]) -> tuple[int, int] | None:
     if found is None:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else found
-    if method == "bitsandbytes" and found.get("load_in_4bit") and found.get("bnb_4bit_quant_type") == "nf4":
+    if method == "bitsandbytes" and found.get("load_in_4bit") is True and found.get("bnb_4bit_quant_type") == "nf4":
         return None  # every matrix says how it is quantised, see bitsandbytes.py
     block = found.get("weight_block_size") if method == "fp8" else None
     if isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block):

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from surojax.untrusted import check_file, parse_json
+
 NUMPY_DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
     for name, dtype in {
@@ -36,7 +38,7 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     }.items()
 }
 NAMES_OF_DTYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
-MAX_HEADER = 100 << 20  # bytes, as the safetensors library has it
+MAX_HEADER = 32 << 20  # bytes, of 200,000 tensors
 
 
 class Entry(NamedTuple):
@@ -56,21 +58,27 @@ class Shard:
     def __init__(self, path: Path):
         self.path = path
         self.entries: dict[str, Entry] = {}
-        size = path.stat().st_size
+        size = check_file(path)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise ValueError(f"its header says {length} bytes, the file has {size}")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         if not isinstance(header, dict):
             raise ValueError(f"its header is {type(header).__name__}, not an object")
         self.metadata: dict[str, str] = dict(header.pop("__metadata__", None) or {})
-        end = 8 + length
+        spans = []
         for name, entry in header.items():
             self.entries[name], after = _entry(name, entry, 8 + length)
-            end = max(end, after)
+            spans.append((self.entries[name].start, after, name))
+        end = max((after for _, after, _ in spans), default=8 + length)
         if end != size:
             raise ValueError(f"its header says {end} bytes, the file has {size}")
+        end = 8 + length
+        for start, after, name in sorted(spans):
+            if start != end:
+                raise ValueError(f"{name} begins at byte {start}, where the tensors before it end at {end}")
+            end = after
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in the dtype that it is stored in. Raises OSError, or ValueError if the file became shorter."""

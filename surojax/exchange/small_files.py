@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from surojax.errors import ConfigError
+from surojax.untrusted import read_bytes
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FILES = (
@@ -18,6 +19,8 @@ TOKENIZER_FILES = (
 )
 SMALL_FILES = (CONFIG, GENERATION, *TOKENIZER_FILES)
 
+LARGEST = 256 << 20  # bytes of one; a tokenizer.json with 262,144 tokens has 33 MB
+
 type Files = dict[str, bytes]  # contents by name
 
 
@@ -28,7 +31,7 @@ def read(folder: Path, names: tuple[str, ...]) -> Files:
         file = folder / name
         if file.is_file():
             try:
-                found[name] = file.read_bytes()
+                found[name] = read_bytes(file, LARGEST)
             except OSError as error:
                 raise ConfigError(f"cannot read {file} ({error.strerror}); check its permissions") from error
     return found

@@ -5,7 +5,6 @@ What comes after the first step needs nothing else of the model: when the origin
 """
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from surojax.exchange.merge import Merged
 from surojax.exchange.weights import Tensors, Weights, check
 from surojax.models.model import Model
 from surojax.numerics.base_formats import chosen
+from surojax.untrusted import expanded, read_json
 
 KEPT = "model"  # folder in the output_dir of a run
 SOURCE = "source.json"  # in that folder: the model_path that its files are of
@@ -25,20 +25,20 @@ SOURCE = "source.json"  # in that folder: the model_path that its files are of
 
 def kept_in(output_dir: str | Path) -> Path:
     """The folder that keeps the small files of a run's model."""
-    return Path(output_dir).expanduser() / KEPT
+    return expanded(output_dir) / KEPT
 
 
 def keeps(output_dir: str | Path, model_path: str) -> bool:
     """Whether the small files that a run keeps are those of this model."""
     try:
-        return json.loads((kept_in(output_dir) / SOURCE).read_text()) == {"model_path": model_path}
+        return read_json(kept_in(output_dir) / SOURCE) == {"model_path": model_path}
     except (OSError, ValueError):
         return False
 
 
 def is_model(source: str | Path) -> bool:
     """Whether this names a Hugging Face folder, a GGUF file, or may name a model on the hub."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     return gguf.is_gguf(path) or (path / "config.json").is_file() or (not path.exists() and hub.is_name(str(source)))
 
 
@@ -47,7 +47,7 @@ def locate(model_path: str | Path, *, weights: bool) -> Path:
 
     weights: fetch the weights as well. Raises ConfigError if the hub does not have it.
     """
-    path = Path(model_path).expanduser()
+    path = expanded(model_path)
     if path.exists() or gguf.is_gguf(path) or not hub.is_name(str(model_path)):
         return path  # what is wrong with it is said when it is read
     return hub.fetch(str(model_path), weights=weights)
@@ -62,7 +62,7 @@ def has_parts(c: Any) -> bool:
     """True if the base of a run is the language model of one of several parts; see parts.py."""
     if not c.model_path:
         return False
-    gone = not Path(c.model_path).expanduser().exists() and keeps(c.output_dir, c.model_path)
+    gone = not expanded(c.model_path).exists() and keeps(c.output_dir, c.model_path)
     path = kept_in(c.output_dir) if gone else locate(c.model_path, weights=False)
     return not gguf.is_gguf(path) and parts.has_parts(read_whole_config(path))
 
@@ -82,7 +82,7 @@ def resolved(c: Any) -> Any:
         if c.from_scratch:
             raise ConfigError("from_scratch: expected false without a model_path, got True; leave it out")
         return c
-    gone = not Path(c.model_path).expanduser().exists()
+    gone = not expanded(c.model_path).exists()
     kept = gone and keeps(c.output_dir, c.model_path)
     path = kept_in(c.output_dir) if kept else locate(c.model_path, weights=False)
     found = copy.deepcopy(c)
@@ -99,7 +99,7 @@ def resolved(c: Any) -> Any:
     except TypeError as error:
         raise ConfigError(f"model_path: config.json: a value has another type ({error}); fetch it again") from error
     has_tokenizer = gguf.is_gguf(path) or (path / "tokenizer.json").is_file()
-    tokenizer_gone = kept and not Path(c.tokenizer).expanduser().exists()
+    tokenizer_gone = kept and not expanded(c.tokenizer).exists()
     if has_tokenizer and (c.tokenizer == "bytes" or tokenizer_gone):
         found.tokenizer = str(path)
     return found
@@ -140,5 +140,5 @@ def for_inference(c: Any, source: str | Path, tokenizer: str = "") -> Any:
 def tokenizer_of(c: Any, output_dir: Path) -> str:
     """The tokenizer of a run's config; what the run kept of it if the original is gone."""
     kept = kept_in(output_dir)
-    gone = c.tokenizer != "bytes" and not Path(c.tokenizer).expanduser().exists()
+    gone = c.tokenizer != "bytes" and not expanded(c.tokenizer).exists()
     return str(kept) if gone and (kept / "tokenizer.json").is_file() else c.tokenizer

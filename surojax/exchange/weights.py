@@ -5,7 +5,6 @@
 """
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, shown
 from surojax.exchange import bitsandbytes, parts
 from surojax.exchange.families import NAMES, tensor_names
 from surojax.exchange.huggingface import block_size, read_config, read_whole_config
@@ -23,8 +22,10 @@ from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, block_fp8, nf4
 from surojax.numerics.base_formats import Coded, is_in
 from surojax.placement.param import OUTER, Param, base
+from surojax.untrusted import expanded, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LARGEST_INDEX = 128 << 20  # bytes; 100,000 tensors take 10 MB
 AGAIN = "fetch the model again"
 FLOAT8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 SCALES = "_scale_inv"  # appended to the name of a matrix in float8
@@ -61,7 +62,7 @@ class Weights:
     """
 
     def __init__(self, folder: str | Path):
-        self.path = Path(folder).expanduser()
+        self.path = expanded(folder)
         files = self._files()
         several = parts.has_parts(read_whole_config(self.path))
         self._stored_as = parts.text_names(files) if several else {name: name for name in files}
@@ -93,9 +94,10 @@ class Weights:
         index = self.path / INDEX
         if index.is_file():
             try:
-                found = dict(json.loads(index.read_text())["weight_map"])
-                if not all(isinstance(file, str) for file in found.values()):
-                    raise ValueError("weight_map: expected names of files")
+                found = dict(read_json(index, LARGEST_INDEX)["weight_map"])
+                for file in found.values():
+                    if not isinstance(file, str) or Path(file).name != file:
+                        raise ValueError(f"weight_map: expected names of files in its folder, got {shown(file, 80)}")
                 return found
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"model_path: cannot read {index} ({error!r}); {AGAIN}") from error

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import psutil
 
 from surojax.memory.host import Part, parts, read, write
 from surojax.models.model import Cache, Model, Segment, Variant, loop_over, runs
@@ -45,6 +46,32 @@ def empty_cache(model: Model, batch: int, length: int, dtype) -> dict[str, tuple
         return jnp.zeros((segment.num_layers, batch, length, heads.key_value, heads.channels), dtype)
 
     return {segment.name: (zeros(segment), zeros(segment)) for segment in model.segments}
+
+
+def check_room(model: Model, rows: int, new: int, cached: int = 0, itemsize: int = 0) -> None:
+    """Raises ValueError if the scores of XLA's attention, and what is cached, cannot fit the first device's memory.
+
+    new: positions of each row that are computed together. cached: positions of its cache, in numbers of `itemsize`
+    bytes.
+    """
+    of_position = sum(2 * s.num_layers * s.heads.key_value * s.heads.channels for s in model.segments) * itemsize
+    scores = max(s.heads.query for s in model.segments) * new * max(new, cached) * 8  # float32, and their softmax
+    need = rows * (of_position * cached + scores)
+    free = free_bytes(jax.local_devices()[0])
+    if need > free:
+        raise ValueError(
+            f"expected texts whose attention scores and cache fit the {free / 2**30:,.1f} GiB that are free, got "
+            f"{rows} x {new:,} tokens{f' and {cached - new:,} new ones' if cached else ''}, which need "
+            f"{need / 2**30:,.1f} GiB; shorten them"
+        )
+
+
+def free_bytes(device: jax.Device) -> int:
+    """Free memory of a device; of a CPU, that of the machine."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return psutil.virtual_memory().available
 
 
 def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax.Array | int, first_B=None):

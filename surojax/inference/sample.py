@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from surojax.inference.forward import cached_logits, empty_cache
+from surojax.errors import shown
+from surojax.inference.forward import cached_logits, check_room, empty_cache
 from surojax.models.model import Model
 from surojax.placement.param import OUTER
+
+MOST_TOKENS = 2**24  # new ones; no model goes on for so long
 
 
 def pick(logits_BV: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:
@@ -66,7 +69,7 @@ def stream(
     vocab_size: ids of `vocab_size` and above are never sampled; None: all rows of the embedding can be sampled.
     multiple_of: the padded length is one of this; programs are compiled per length.
 
-    Raises ValueError for an empty prompt, a negative temperature, or top_p outside (0, 1].
+    Raises ValueError for an empty prompt, an option out of range, or texts that do not fit memory.
     """
     prompts = [np.asarray(prompt, np.int32) for prompt in prompts]
     for prompt in prompts:
@@ -74,8 +77,9 @@ def stream(
             raise ValueError(
                 f"prompt: expected token ids in one dimension, got shape {prompt.shape}; pass eos to start anew"
             )
-    check_options(max_tokens, temperature, top_p)
+    check_options(max_tokens, temperature, top_p, seed)
     length = -(-max(prompt.size for prompt in prompts) // multiple_of) * multiple_of
+    check_room(model, len(prompts), length, length + max_tokens, weights[OUTER]["embed"].dtype.itemsize)
     first_B = np.array([length - prompt.size for prompt in prompts], np.int32)
     tokens_BS = np.zeros((len(prompts), length), np.int32)
     for row, prompt in zip(tokens_BS, prompts, strict=True):
@@ -134,10 +138,12 @@ def generate_batch(
     return found
 
 
-def check_options(max_tokens: int, temperature: float, top_p: float) -> None:
+def check_options(max_tokens: int, temperature: float, top_p: float, seed: int = 0) -> None:
     """Raises ValueError if an option is out of range."""
-    if not (max_tokens >= 0 and 0 <= temperature < float("inf") and 0 < top_p <= 1):
+    if not (0 <= max_tokens <= MOST_TOKENS and 0 <= temperature < float("inf") and 0 < top_p <= 1):
         raise ValueError(
-            "expected max_tokens >= 0, temperature >= 0 and 0 < top_p <= 1, "
+            f"expected max_tokens from 0 to {MOST_TOKENS:,}, temperature >= 0 and 0 < top_p <= 1, "
             f"got {max_tokens}, {temperature} and {top_p}"
         )
+    if not 0 <= seed < 2**31:
+        raise ValueError(f"seed: expected a whole number from 0 to 2^31 - 1, got {shown(seed, 40)}; lower it")

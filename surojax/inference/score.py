@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.data.tokenizer import Tokenizer
-from surojax.inference.forward import hidden
+from surojax.inference.forward import check_room, hidden
 from surojax.models.model import Compute, Model
 from surojax.placement.param import OUTER
 
@@ -60,7 +60,7 @@ def score(
     Requests of similar lengths are computed together, `batch_size` at a time, padded to a multiple of `multiple_of`
     tokens. weights: work weights by section. Blocks are computed in the dtype of the weights, without a recipe, with
     attention "auto", whichever the model was trained with.
-    Raises ValueError for an empty context or continuation.
+    Raises ValueError for an empty context or continuation, and for texts that do not fit memory.
     """
     for request in requests:
         if not (request.context.size and request.continuation.size):
@@ -72,6 +72,9 @@ def score(
     found: dict[int, Score] = {}
     for first in range(0, len(by_length), batch_size):
         numbers = by_length[first : first + batch_size]
+        if jax.default_backend() == "cpu":  # flash attention of GPUs has no scores in memory
+            longest = requests[numbers[-1]]
+            check_room(model, batch_size, longest.context.size + longest.continuation.size)
         inputs_BS, targets_BS = _padded([requests[i] for i in numbers], batch_size, multiple_of)
         logprob_B, is_greedy_B = jax.device_get(_scorer(model)(weights, inputs_BS, targets_BS))
         for row, i in enumerate(numbers):

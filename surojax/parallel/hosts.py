@@ -174,7 +174,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def detect_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> Hosts | None:
     """`detect` with the options of `add_flags`. Raises ConfigError."""
-    need(args.heartbeat >= 1, "--heartbeat", "1 second or more", args.heartbeat, f"{HEARTBEAT_S:g} is usual")
+    need(
+        1 <= args.heartbeat <= 86400, "--heartbeat", "1 to 86,400 seconds", args.heartbeat, f"{HEARTBEAT_S:g} is usual"
+    )
     return detect(
         environment,
         coordinator=args.coordinator,

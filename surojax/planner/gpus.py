@@ -41,6 +41,7 @@ This file imports no jax.
 from dataclasses import dataclass, replace
 
 from surojax.errors import ConfigError
+from surojax.sizes import MOST_GPUS
 
 GB, TB, TFLOPS = 1e9, 1e12, 1e12
 MIB = 2**20
@@ -336,8 +337,10 @@ def with_nodes(gpu: str, gpus_per_node: int | None) -> Gpu:
     """Returns the facts of a GPU in machines of so many; None: of 8. Raises ConfigError for fewer than one."""
     if gpus_per_node is None:
         return GPUS[gpu]
-    if gpus_per_node < 1:
-        raise ConfigError(f"--gpus-per-node: expected 1 or more GPUs in a machine, got {gpus_per_node}; leave it out")
+    if not 1 <= gpus_per_node <= MOST_GPUS:
+        raise ConfigError(
+            f"--gpus-per-node: expected 1 to {MOST_GPUS:,} GPUs in a machine, got {gpus_per_node}; leave it out"
+        )
     return replace(GPUS[gpu], gpus_per_node=gpus_per_node)
 
 

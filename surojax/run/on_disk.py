@@ -16,16 +16,18 @@ import jax
 
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.layer_file import NvmeError
+from surojax.untrusted import check_file, expanded, read_json
 
 FOLDER = "checkpoints"
 FILES = "files.json"
 SMALL = 1 << 20  # bytes; `files.json` has only the size of larger files, not their checksum
+MOST_FILES = 1 << 28  # bytes of `files.json`
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also logs the errors that it raises, with tracebacks
 
 
 def find(path: str | Path) -> Path | None:
     """Returns `path` if it is a checkpoint, else the newest checkpoint of the run in that folder, or None."""
-    path = Path(path).expanduser().absolute()
+    path = expanded(path).absolute()
     if (path / "meta").is_dir():
         return path
     steps = steps_in(path / FOLDER if (path / FOLDER).is_dir() else path)
@@ -42,7 +44,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     """Returns the item `meta` of a checkpoint. Raises CheckpointError if a file is damaged or missing."""
     with readable(path):
         _check_files(path)
-        return json.loads((path / "meta" / "metadata").read_text())
+        return read_json(path / "meta" / "metadata")
 
 
 def written_by(meta: dict[str, Any]) -> str:
@@ -65,7 +67,7 @@ def list_files(folder: Path) -> None:
 
 def _check_files(path: Path) -> None:
     """Raises FileNotFoundError if a file is missing, ValueError if its size or its checksum (small files) changed."""
-    for name, written in json.loads((path / FILES).read_text()).items():
+    for name, written in read_json(path / FILES, MOST_FILES).items():
         if (now := _measure(path / name)) != written:
             sizes = f"{written['bytes']} bytes were written, {now['bytes']} are there"
             raise ValueError(
@@ -75,7 +77,7 @@ def _check_files(path: Path) -> None:
 
 def _measure(file: Path) -> dict[str, int]:
     """Size of a file, and its CRC-32 if it is small."""
-    size = file.stat().st_size
+    size = check_file(file)
     return {"bytes": size} | ({"crc32": zlib.crc32(file.read_bytes())} if size <= SMALL else {})
 
 

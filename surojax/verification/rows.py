@@ -14,6 +14,8 @@ from surojax.verification.bounds import Bound, Curve, bounds, judge
 from surojax.verification.settings import OWN, Setting, chosen, settings
 from surojax.verification.training import Built, FirstStates, built, make_batches, trained
 
+MOST_STEPS = 10_000  # all batches are in memory
+
 
 class Row(NamedTuple):
     """The result of a row."""
@@ -32,8 +34,8 @@ class Curves:
 
     def __init__(self, config: Config, steps: int, devices: Sequence | None):
         """steps: of each row. devices: None for all devices of JAX. Raises ConfigError, as `verify`."""
-        if steps < 1:
-            raise ConfigError(f"--steps: expected 1 or more, got {steps}; raise it")
+        if not 1 <= steps <= MOST_STEPS:
+            raise ConfigError(f"--steps: expected 1 to {MOST_STEPS:,}, got {steps}; correct it")
         self.config = resolved(config)
         checks.check(self.config)
         self.devices = find_devices(0) if devices is None else devices

@@ -1,0 +1,119 @@
+"""Renders chat templates, without limits: `templates.Template` does it in a child process that has some.
+
+A template is a Jinja program that a model brings along, so it runs in a sandbox. A template may ask for today's date;
+here it gets the same day always, so that a run's tokens are those of every other day.
+"""
+
+import datetime
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from surojax.data.rows import NotARow
+
+DATE = datetime.datetime(2024, 7, 26)  # the day that Llama 3's own template names if it is told none
+
+type Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Jinja chat template. source: where it comes from, for messages. bos, eos: texts of tokens that it may name."""
+
+    text: str
+    source: str
+    bos: str = ""
+    eos: str = ""
+
+    def render(
+        self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """Returns the text of a conversation; with `add_generation_prompt`, the beginning of an answer follows.
+
+        Raises NotARow if the template refuses the conversation or fails.
+        """
+        try:
+            return _compiled(self.text).render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self.bos,
+                eos_token=self.eos,
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever the operators of a template raise for values they were not written for
+            raise NotARow(
+                f"expected a conversation that {self.source} takes, got '{_one_line(error)}'; correct the row, or "
+                "choose another chat_template"
+            ) from None
+
+
+def rendered(program: tuple[str, ...], request: tuple[list[Message], list[Any] | None, bool]) -> dict[str, str]:
+    """Returns {"text"} of a template (the fields of a `Program`) and a conversation, or {"refused": why}."""
+    messages, tools, prompts = request
+    try:
+        return {"text": Program(*program).render(messages, tools, add_generation_prompt=prompts)}
+    except NotARow as error:
+        return {"refused": str(error)}
+
+
+def checked(text: str) -> dict[str, Any]:
+    """Returns {"shows_tools"} of a template, or {"refused": why, "line"} if it cannot be compiled."""
+    try:
+        _compiled(text)
+        return {"shows_tools": "tools" in meta.find_undeclared_variables(_environment().parse(text))}
+    except jinja2.TemplateSyntaxError as error:
+        return {"refused": f"a syntax error ({_one_line(error)})", "line": error.lineno}
+    except MemoryError:
+        raise
+    except Exception as error:  # of Python's compiler, or for what can be computed before there is a conversation
+        return {"refused": f"one that cannot be compiled ({type(error).__name__}: {_one_line(error)})", "line": 1}
+
+
+class _Generation(Extension):
+    """Accepts `{% generation %}` ... `{% endgeneration %}`, with which some templates mark the assistant's text."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """JSON without the escapes for HTML that Jinja's own filter adds."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = DATE.strftime
+    return environment
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(text: str) -> jinja2.Template:
+    return _environment().from_string(text)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,563 @@
+"""Every reader of files and every field and flag, with what nobody would write: no traceback, no hang, nothing written.
+
+Valid files are spoiled at random, by structure (JSON) and by bytes, and read as the commands read them; fields and
+flags get values from a list. A case may be accepted, or refused with one line. It may take some seconds of processor
+time and some memory, and leave nothing behind. Cases follow from their number, so a failure can be run again:
+
+    python tests/test_fuzz.py --seconds 600 [--first N] [--only NAME]
+
+runs as many more of them as there is time for.
+"""
+
+import argparse
+import contextlib
+import copy
+import csv
+import io
+import json
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+if __name__ == "__main__":
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import jax
+import pyarrow
+import pyarrow.parquet
+import pytest
+import test_adapters
+import test_gguf
+import test_huggingface
+
+from surojax import convert, evaluate, fit, generate, launch, limited, plan, train, verify
+from surojax.config import checks, flags
+from surojax.config.fields import default_config, flat
+from surojax.data import __main__ as data_command, corpus, datasets
+from surojax.data.conversations import Conversation
+from surojax.data.datasets import parse
+from surojax.data.examples import Encoder, items
+from surojax.data.rows import NotARow
+from surojax.data.templates import load_template
+from surojax.data.texts import TextFile, parts
+from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
+from surojax.errors import CheckpointError, ConfigError
+from surojax.exchange import adapters
+from surojax.training.setup import set_up
+
+ROOT = Path(__file__).parent.parent
+TINY = str(ROOT / "configs" / "tiny.py")
+CASES = 60  # of each target and of each verb in the suite
+SECONDS = 20.0  # of processor time for a case; that of the child process of `limited` is its own
+MEMORY = 3 << 30  # bytes beyond what the process has when a case begins
+LONGEST = 3000  # characters of an error
+
+# -- What nobody would write ------------------------------------------------------------------------------------------
+
+DEEP = 100_000
+NESTED = "[" * DEEP + "]" * DEEP
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**32, 2**63, 2**64, 10**9, 10**30, 10**400, -(10**9), 0.0, 0.5, 1e308,
+    -1e308, 5e-324, float("nan"), float("inf"), float("-inf"), "", " ", "a", "0", "1", "false", "true", "nan", "auto",
+    "none", "../../etc/passwd", "/etc/passwd", "~nobody-here/x", "a\0b", "\ud800", "é", "\n", "%s", "{}", "x" * 5000,
+    "(a+)+$", "(.*.*.*.*.*)*x", "(", "*", [], {}, [[]], [None], [1, 2], ["a", "a"], {"a": 1}, {"": None}, [[[[[]]]]],
+    "__class__", "{{ 'x' * 10**10 }}", "{% for i in range(9) %}", "config.json", ".", "..", "/", "/dev/zero",
+)  # fmt: skip
+FLAGS = (
+    "", " ", "0", "1", "-1", "2", "1.5", "1e3", "1e9", "1e18", "1e30", "1e308", "1e309", "-1e30", "nan", "inf", "-inf",
+    "9" * 5000, "true", "false", "unset", "none", "None", "auto", "a,b", ",", "a" * 5000, "../..", "/", "/dev/null",
+    "/proc/self/mem", "~nobody-here/x", "~", ".", "x.py", "x.gguf", "a/b", "é", "\ud800", "\n", "{}", "[]", "*", "**/*",
+    "2147483647", "2147483648", "4294967296", "9223372036854775807", "9223372036854775808", "18446744073709551616",
+    "--help-me", "-", "--", "'", "(", "%s", "{0}", "nvme", "bytes", "stdlib", "3", "7", "8", "0.1", "1000003",
+)  # fmt: skip
+
+
+def spoiled_json(text: str, r: random.Random) -> str:
+    """A JSON text with a few of its values, keys or lengths changed."""
+    found = json.loads(text)
+    for _ in range(r.choice((1, 1, 1, 2, 3))):
+        places = list(places_in(found))
+        if not places:
+            break
+        owner, key = r.choice(places)
+        kind = r.randrange(8)
+        if kind < 4:
+            owner[key] = copy.deepcopy(r.choice(VALUES))
+        elif kind == 4:
+            del owner[key]
+        elif kind == 5 and isinstance(owner, dict):
+            owner[str(r.choice(VALUES))[:100]] = owner[key]
+        elif kind == 6:
+            other, which = r.choice(places)
+            with contextlib.suppress(KeyError, IndexError):
+                owner[key] = copy.deepcopy(other[which])
+        else:
+            owner[key] = [owner[key]] if r.random() < 0.5 else {"a": owner[key]}
+    written = json.dumps(found)
+    if r.random() < 0.05:
+        written = written.replace("null", NESTED, 1) if "null" in written else f'{{"a": {NESTED}, {written[1:]}'
+    return written
+
+
+def places_in(found: Any) -> Iterator[tuple[Any, Any]]:
+    """(list or object, index or key) of every value in a JSON value."""
+    keys = found.keys() if isinstance(found, dict) else range(len(found)) if isinstance(found, list) else ()
+    for key in list(keys):
+        yield found, key
+        yield from places_in(found[key])
+
+
+def spoiled_bytes(content: bytes, r: random.Random) -> bytes:
+    """Bytes with some of them changed, left out, doubled or added."""
+    found = bytearray(content)
+    for _ in range(r.choice((1, 1, 2, 5, 20))):
+        at = r.randrange(len(found) + 1)
+        size = r.choice((1, 1, 2, 4, 8, 50, 500))
+        kind = r.randrange(7)
+        if kind == 0:
+            found[at : at + size] = r.randbytes(size)
+        elif kind == 1:
+            del found[at:]
+        elif kind == 2:
+            del found[at : at + size]
+        elif kind == 3:
+            found[at:at] = found[at : at + size] * r.choice((1, 2, 100))
+        elif kind == 4:
+            found[at:at] = r.choice(
+                (b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\xff", b"\n", b'"', b"{{", b"[" * 5000, b"9" * 5000)
+            )
+        elif kind == 5:
+            number = r.choice((0, 1, 2**16, 2**31 - 1, 2**32 - 1, 2**62, 2**63, 2**64 - 1))
+            found[at : at + 8] = number.to_bytes(8, "little")
+        else:
+            found[at : at + 1] = bytes([r.randrange(256)])
+    return bytes(found)
+
+
+def spoil(file: Path, r: random.Random) -> None:
+    """Changes a file, or puts something else in its place."""
+    content = file.read_bytes()
+    kind = r.randrange(30)
+    if kind < 4:
+        file.unlink()
+        if kind == 0:
+            os.mkfifo(file)
+        elif kind == 1:
+            file.mkdir()
+        elif kind == 2:
+            file.symlink_to(file.name)
+        return
+    if kind == 4:
+        file.write_bytes(r.choice((b"", b"{}", b"[]", b"null", b"0", b"\0" * 4096, NESTED.encode(), b'{"a":' * DEEP)))
+    elif kind < 22 and file.suffix == ".json":
+        file.write_text(spoiled_json(content.decode(), r), "utf-8", "surrogatepass")
+    elif kind < 22 and file.suffix == ".safetensors":
+        size = int.from_bytes(content[:8], "little")
+        header = spoiled_json(content[8 : 8 + size].decode(), r).encode("utf-8", "surrogatepass")
+        file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    elif kind < 22 and file.suffix == ".jsonl":
+        lines = content.decode().splitlines()
+        number = r.randrange(len(lines))
+        lines[number] = spoiled_json(lines[number], r)
+        file.write_text("\n".join(lines), "utf-8", "surrogatepass")
+    else:
+        file.write_bytes(spoiled_bytes(content, r))
+
+
+# -- Files and who reads them -----------------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """make: writes valid files into a new folder. use: reads them as a command does."""
+
+    make: Callable[[Path], Any]
+    use: Callable[[Path], Any]
+
+
+TALK = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_model(case: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        test_huggingface.write(folder / "model", case, shards=2)
+        test_huggingface.save_tokenizer(folder / "model" / "tokenizer.json")
+        said = {
+            "eos_token": "</s>",
+            "bos_token": {"content": "<unk>"},
+            "chat_template": TEMPLATE,
+            "add_bos_token": True,
+        }
+        (folder / "model" / "tokenizer_config.json").write_text(json.dumps(said))
+        (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1], "top_p": 0.9}))
+        (folder / "model" / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "pad_token": None}))
+
+    return make
+
+
+def use_model(folder: Path) -> None:
+    opened = convert.open_model(folder / "model")
+    for name in sorted(opened.tensors.names)[:40]:
+        opened.tensors.read(name)
+    talk(load_tokenizer(str(folder / "model")))
+
+
+def talk(tokenizer) -> None:
+    if template := load_template("", tokenizer):
+        with contextlib.suppress(NotARow):
+            tokenizer.encode(template.render(TALK, add_generation_prompt=True))
+        template.pieces([Conversation(TALK, None)], "assistant")
+
+
+def use_gguf(folder: Path) -> None:
+    opened = convert.open_model(folder / "x.gguf")
+    for name in sorted(opened.tensors.names)[:40]:
+        opened.tensors.read(name)
+    talk(load_tokenizer(str(folder / "x.gguf")))
+
+
+def make_adapter(folder: Path) -> None:
+    test_adapters.save(folder / "adapter", "lora")
+
+
+_models: dict[str, Any] = {}
+
+
+def use_adapter(folder: Path) -> None:
+    if "lora" not in _models:
+        with tempfile.TemporaryDirectory() as base:
+            _models["lora"] = test_adapters.base_of(Path(base), "lora").model
+    adapters.read(folder / "adapter", _models["lora"])
+
+
+def make_questions(folder: Path) -> None:
+    rows = [{"question": "a?", "choices": ["b", "c"], "answer": 1}] * 3
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+ROWS = [
+    {"messages": TALK, "tools": [{"name": "look"}], "text": "some text", "prompt": "p", "completion": "c"},
+    {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "text": "other", "system": "s"},
+    {"messages": TALK * 2, "tools": '[{"name": "look"}]', "text": "more", "prompt": "p", "completion": "c"},
+]  # fmt: skip
+
+
+def make_rows(suffix: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        file = folder / f"rows.{suffix}"
+        if suffix == "jsonl":
+            file.write_text("\n".join(map(json.dumps, ROWS)))
+        elif suffix == "json":
+            file.write_text(json.dumps(ROWS, indent=1))
+        elif suffix == "parquet":
+            rows = [{"messages": TALK, "text": "some text", "prompt": "p", "completion": str(i)} for i in range(40)]
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        elif suffix == "csv":
+            with file.open("w", newline="") as lines:
+                csv.writer(lines).writerows(
+                    [["text", "prompt", "completion"], ["a, b", "p\nq", 'c"d'], ["e", "f", "g"]]
+                )
+        else:
+            file.write_text("some text\n" * 50)
+
+    return make
+
+
+def use_rows(folder: Path) -> None:
+    tokenizer = ByteTokenizer()
+    template = load_template("chatml", tokenizer)
+    for kind in ("auto", "text", "instruction", "conversation"):
+        with contextlib.suppress(ConfigError):
+            dataset = datasets.resolve(parse({"path": str(folder), "type": kind}))
+            rows = list(datasets.read(dataset))
+            if dataset.type == "text":
+                for file in (row.record.get("text") for row in rows if isinstance(row, datasets.Row)):
+                    if isinstance(file, TextFile):
+                        list(parts(file))
+                for _ in corpus.source(str(folder), "text").items(True):
+                    pass
+            else:
+                for item in items(rows):
+                    Encoder(dataset, tokenizer, template).encode([item.content])
+    datasets.resolve(parse({"path": str(folder)}))
+
+
+def make_template(folder: Path) -> None:
+    (folder / "t.jinja").write_text(TEMPLATE)
+
+
+def use_template(folder: Path) -> None:
+    template = load_template(str(folder / "t.jinja"), ByteTokenizer())
+    assert template
+    with contextlib.suppress(NotARow):
+        template.render(TALK)
+    template.pieces([Conversation(TALK * 2, [{"name": "look"}])], "assistant")
+
+
+def make_config(folder: Path) -> None:
+    (folder / "written.json").write_text(json.dumps(default_config().to_dict()))
+
+
+def use_config(folder: Path) -> None:
+    """A checkpoint's config."""
+    found = json.loads((folder / "written.json").read_text()) if (folder / "written.json").is_file() else {}
+    if isinstance(found, dict):
+        checks.check(checks.restored_config(found))
+
+
+FAMILIES = ("llama", "qwen2", "gemma3", "ministral3", "smollm3")
+TARGETS = {
+    **{f"model of {case}": Target(make_model(case), use_model) for case in FAMILIES if case in test_huggingface.CASES},
+    "gguf": Target(lambda folder: test_gguf.write_file(folder / "x.gguf", "llama"), use_gguf),
+    "adapter": Target(make_adapter, use_adapter),
+    "questions": Target(make_questions, lambda folder: evaluate.read_questions(folder / "questions.jsonl")),
+    **{
+        f"rows in {suffix}": Target(make_rows(suffix), use_rows)
+        for suffix in ("jsonl", "json", "parquet", "csv", "txt")
+    },
+    "template": Target(make_template, use_template),
+    "config of a checkpoint": Target(make_config, use_config),
+}
+
+
+# -- A case and its limits --------------------------------------------------------------------------------------------
+
+
+class TooLong(BaseException):
+    """A case took more processor time than it may."""
+
+
+class Accepted(BaseException):
+    """Nothing was refused before the work would begin."""
+
+
+@contextlib.contextmanager
+def limits():
+    def stop(*_):
+        raise TooLong
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, 20 * SECONDS)  # a read of a pipe takes no processor time
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def contents(folder: Path) -> dict[str, tuple]:
+    """What is in a folder: names, kinds, sizes and times."""
+    found = {}
+    for place in sorted(folder.rglob("*")):
+        stat = place.lstat()
+        found[str(place.relative_to(folder))] = stat.st_mode, stat.st_size if place.is_file() else 0, stat.st_mtime_ns
+    return found
+
+
+def run(case: Callable[[], Any], folder: Path) -> str:
+    """ "" if a case ended as it should, else what happened. folder: nothing may be written there."""
+    before = contents(folder)
+    line: Any = None
+    try:
+        with limits(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            case()
+    except (ConfigError, CheckpointError) as error:
+        line = str(error)
+    except SystemExit as error:
+        line = error.code
+    except Accepted:
+        pass
+    except (Exception, TooLong) as error:
+        return "".join(traceback.format_exception(error, limit=-8))[-3000:]
+    if isinstance(line, str) and (len(line) > LONGEST or "\n" in line or "Traceback" in line or not line.strip()):
+        return f"an error of {len(line)} characters: {line[:500]!r}"
+    if contents(folder) != before:
+        return f"written: {contents(folder).keys() ^ before.keys() or 'a file changed'} ({line})"
+    return ""
+
+
+def run_file(name: str, number: int, folder: Path) -> str:
+    """A case of a target; see `run`."""
+    r = random.Random(f"{name} {number}")
+    target = TARGETS[name]
+    target.make(folder)
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    spoil(r.choice(files), r)
+    return run(lambda: target.use(folder), folder)
+
+
+# -- Fields and flags -------------------------------------------------------------------------------------------------
+
+
+def use_fields(r: random.Random) -> None:
+    """A config with some fields set to what they would not be."""
+    c = default_config()
+    c.update({"per_device_batch_size": 2, "sequence_len": 64})
+    c.model.update({"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2})
+    c.model.update({"intermediate_size": 128, "vocab_size": 320})
+    names = list(flat(c))
+    overrides = []
+    for _ in range(r.choice((1, 1, 2, 3))):
+        name = r.choice(names)
+        choices = [str(choice) for choice in checks.CHOICES.get(name, ())]
+        overrides.append((name, r.choice([*FLAGS, *choices * 5])))
+    for name, text in overrides:
+        flags._override(c, name, text)
+    if r.random() < 0.2:
+        entry = {"path": "x.jsonl"}
+        names = [*datasets.Dataset.__dataclass_fields__, "name", "field", "message_property_mappings"]
+        for _ in range(2):
+            entry[r.choice(names)] = r.choice(VALUES)
+        c.datasets = (entry,)
+    set_up(c)
+
+
+MODULES = {
+    "train": train, "plan": plan, "fit": fit, "verify": verify, "generate": generate, "evaluate": evaluate,
+    "convert": convert, "launch": launch, "data": data_command,
+}  # fmt: skip
+BEFORE = {
+    **{name: ["--config", TINY] for name in ("train", "plan", "fit", "verify", "data")},
+    "generate": ["--checkpoint", "model"],
+    "evaluate": ["--checkpoint", "model", "--questions", "questions.jsonl"],
+    "convert": ["--checkpoint", "model", "--out", "out"],
+    "launch": ["-n", "2"],
+}
+for _name in ("plan", "fit"):
+    BEFORE[_name] += ["--gpu", "rtx4090", "--config.gpus=2"]
+
+
+def options_of(verb: str) -> list[str]:
+    """The flags that a verb's --help names."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main_of(verb)(["--help"])
+    found = re.findall(r"^  (--?[a-z][\w-]*)", printed.getvalue().split("fields (")[0], re.MULTILINE)
+    found += re.findall(r"^  -\w, (--[\w-]+)", printed.getvalue(), re.MULTILINE)
+    return sorted({*found} - {"-h", "--help", "--list"})
+
+
+def main_of(verb: str) -> Callable:
+    module = sys.modules[f"surojax.{verb}"] if verb != "data" else data_command
+    return module.main
+
+
+def accept(*_, **__):
+    raise Accepted
+
+
+def run_verb(verb: str, number: int, folder: Path) -> str:
+    """A case of a command line: some flags with values, and a field sometimes; it ends where work would begin."""
+    r = random.Random(f"{verb} {number}")
+    options = options_of(verb)
+    (folder / "text.txt").write_text("The quick brown fox.\n" * 400)
+    if verb in ("generate", "evaluate", "convert"):
+        make_model("llama")(folder)
+        make_questions(folder)
+    arguments = list(BEFORE[verb])
+    for _ in range(r.choice((1, 1, 2))):
+        option = r.choice(options)
+        value = r.choice(FLAGS)
+        arguments += [f"{option}={value}"] if r.random() < 0.5 else [option, value]
+    if "--config" in BEFORE[verb]:
+        arguments += ["--config.output_dir=out", "--config.data=text.txt"]
+    if verb == "launch":
+        arguments += ["--", "true"]
+    work = [
+        mock.patch.object(jax.stages.Lowered, "compile", accept),
+        mock.patch.object(launch, "supervise", accept),
+        mock.patch.object(convert, "export", accept),
+        mock.patch.object(convert.parity, "compare", accept),
+        mock.patch("surojax.planner.aot.topology", accept),
+        mock.patch("surojax.data.cache.cached", accept),
+        mock.patch("surojax.data.prepare.cached", accept),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in work:
+            with contextlib.suppress(AttributeError):
+                stack.enter_context(patch)
+        stack.enter_context(contextlib.chdir(folder))
+        found = run(lambda: main_of(verb)(arguments), folder)
+    return found and f"{arguments}\n{found}"
+
+
+def run_fields(number: int, folder: Path) -> str:
+    """A case of a config."""
+    with contextlib.chdir(folder):
+        return run(lambda: use_fields(random.Random(f"fields {number}")), folder)
+
+
+KINDS: dict[str, Callable[[int, Path], str]] = {
+    **{name: lambda number, folder, name=name: run_file(name, number, folder) for name in TARGETS},
+    "fields": run_fields,
+    **{f"flags of {verb}": lambda number, folder, verb=verb: run_verb(verb, number, folder) for verb in MODULES},
+}
+
+
+def failures(kind: str, numbers: range, until: float = float("inf")) -> Iterator[str]:
+    """Runs cases of a kind, and yields what went wrong."""
+    for number in numbers:
+        if time.monotonic() > until:
+            return
+        with tempfile.TemporaryDirectory(prefix="surojax-fuzz-") as folder:
+            if found := KINDS[kind](number, Path(folder)):
+                yield f"{kind}, case {number}: {found}"
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch):
+    monkeypatch.setattr(limited, "SECONDS", 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_traceback_no_hang_nothing_written(kind):
+    found = next(failures(kind, range(CASES)), "")
+    assert not found, found
+
+
+def main() -> None:
+    """Runs cases for some time, and prints what went wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60, help="time to run")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--count", type=int, default=20, help="cases of a kind in turn")
+    parser.add_argument("--only", default="", help="kinds whose name has this in it")
+    args = parser.parse_args()
+    limited.SECONDS = 2
+    until = time.monotonic() + args.seconds
+    first = args.first
+    done: dict[str, float] = {}
+    while time.monotonic() < until:
+        for kind in (kind for kind in KINDS if args.only in kind):
+            start = time.process_time()
+            for line in failures(kind, range(first, first + args.count), until):
+                print(line, flush=True)
+            done[kind] = done.get(kind, 0) + time.process_time() - start
+        first += args.count
+    print(f"cases {args.first} to {first}; " + ", ".join(f"{kind} {seconds:.0f} s" for kind, seconds in done.items()))
+
+
+if __name__ == "__main__":
+    main()
