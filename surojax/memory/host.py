@@ -166,7 +166,7 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
         after = i + 1
         output, new = carry.results
         outputs = write(carry.outputs, output, before)
-        state, copied_in = exchange(carry.state, new, start + before, start + after)
+        state, copied_in = exchange(carry.state, new, start + before, start + after, beside=inputs)
         following = (copied_in, read(inputs, start + after))
         return SweepCarry(outputs, state, following, materialised(function(*arguments)))
 
@@ -188,11 +188,12 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
     return write(carry.outputs, output, n - 1), write(carry.state, new, stop - 1)
 
 
-def exchange(stacks, new, before, after):
+def exchange(stacks, new, before, after, *, beside=()):
     """(stacks with the layer nearest to `before` replaced by `new`, the layer nearest to `after`).
 
     The two are different layers, or the same layer if its values already equal `new`. A stack is not read and written
-    at the same time. Every second stack is read first, so that both directions of the host link are busy.
+    at the same time. Some are read before they are written, the others after that, so that both directions of the host
+    link have as many bytes at a time. beside: stacks of which a layer is read, too, and none is written.
     """
 
     def write_first(x, y):
@@ -205,8 +206,14 @@ def exchange(stacks, new, before, after):
         return write(x, y, before), next_layer
 
     leaves, structure = jax.tree.flatten(stacks)
-    pairs = zip(leaves, jax.tree.leaves(new), strict=True)
-    pairs = [(read_first if i % 2 else write_first)(x, y) for i, (x, y) in enumerate(pairs)]
+    written = [0 if on_device(x) else x.nbytes for x in leaves]
+    balance = -sum(x.nbytes for x in jax.tree.leaves(beside) if not on_device(x))  # written first, less read first
+    order = [write_first] * len(leaves)
+    for i in sorted(range(len(leaves)), key=lambda i: -written[i]):
+        order[i] = read_first if balance > 0 else write_first
+        balance += written[i] if balance <= 0 else -written[i]
+    pairs = zip(order, leaves, jax.tree.leaves(new), strict=True)
+    pairs = [in_this_order(x, y) for in_this_order, x, y in pairs]
     return tuple(structure.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
 
 

@@ -108,43 +108,46 @@ class UpdatingLayers:
         """
         in_order = hides_transfers(tokens)
         state = (self.state.master, self.state.moments)
+        updated = self._update(self._read(state, 0), 0)
+        following = self._read(state, 1)
         stacks = []
         for part in parts(self.state.weights):
-            work = part.stack
+            flight = InFlight(part.stack, state, updated, following)
             for run in runs(self.segment.variants[part.start : part.stop]):
                 layers = range(part.start + run.start, part.start + run.stop)
-                carry, work, state = self._run(
-                    function, carry, work, state, layers, part.start, run.period, in_order=in_order
-                )
+                carry, flight = self._run(function, carry, flight, layers, part.start, run.period, in_order=in_order)
+            work, state, updated, following = flight
             stacks.append(work)
         return carry, TensorState(joined(stacks), *state)
 
     def _run(
-        self, function: Callable, carry, work, state: tuple, layers: range, begin: int, period: int, *, in_order: bool
+        self, function: Callable, carry, flight: InFlight, layers: range, begin: int, period: int, *, in_order: bool
     ):
-        """(carry, work, state) after a run of layers with this period; begin: the number of the first in `work`.
+        """(carry, flight) after a run of layers with this period; begin: the number of the first in `flight.work`.
 
-        in_order: a layer of the state is written before another one is read.
+        in_order: a layer of the state is written before another one is read. The next run begins with this flight.
         """
-        once = self.last_once and layers.stop == self.segment.num_layers
+        is_last = layers.stop == self.segment.num_layers
+        once = self.last_once and is_last
         variants = self.segment.variants[layers.start : layers.stop - once]
-        updated = self._update(self._read(state, layers.start), layers.start)
-        flight = InFlight(work, state, updated, self._read(state, layers.start + 1))
 
-        def one(k, in_turn, variant: Variant, carried):
-            """The k-th layer of the run. in_turn: see `loop_over`."""
+        def one(k, in_turn, variant: Variant, carried, *, reads: bool = True):
+            """The k-th layer of the run. in_turn: see `loop_over`. reads: the state of a layer is left to be read."""
             carry, weights, flight = carried
             l = layers.start + k
             following = self._update(flight.following, l + 1)
             work = write(flight.work, flight.updated.weights, l - begin)
             new = (flight.updated.master, flight.updated.moments)
-            # Beyond the last layer the last one is read, and updated in vain.
-            if in_order:
+            # Beyond the last layer the last one is updated in vain; it is read in vain if it is in this loop.
+            if not reads:
+                state = write(flight.state, new, l)
+                after = flight.following
+            elif in_order:
                 # `exchange` keeps both directions busy, but the scheduler has products wait for its first reads.
                 state = write(flight.state, new, l)
                 after = self._read(state, l + 2)
             else:
-                state, old = exchange(flight.state, new, l, l + 2)
+                state, old = exchange(flight.state, new, l, l + 2, beside=self.grads)
                 after = (old, read(self.grads, l + 2))
             flight = InFlight(work, state, following, after)
             number = l + self.segment.start if self.segment.start else l
@@ -152,10 +155,21 @@ class UpdatingLayers:
             carry, (gathered,) = function(Layer(l, number, variant, weights), gathered, carry)
             return carry, gathered, flight
 
+        def last_two(k, in_turn, variant: Variant, carried):
+            """The k-th of the last two layers of the run."""
+            return one(len(variants) - 2 + k, in_turn, variant, carried, reads=False)
+
+        # The last two layers, for which nothing is left to be read, are a loop of their own: copy engines copy in loops
+        # only, so neither loop may have one round. With sharded weights that takes more memory (docs/performance.md).
+        apart = is_last and period == 1 and len(variants) not in (1, 3) and not self.engine.table.weights.sharded
+        before = variants[:-2] if apart else variants
         # Two layers in the body of a loop, as in `host.sweep`.
-        period = 2 if comes_in_pairs(len(variants), period) else period
-        carried = carry, self._gathered(updated, self.segment.variants[layers.start]), flight
-        carry, _, flight = loop_over(variants, period, one, carried)
+        in_body = 2 if comes_in_pairs(len(before), period) else period
+        carried = carry, self._gathered(flight.updated, self.segment.variants[layers.start]), flight
+        carried = loop_over(before, in_body, one, carried)
+        if apart:
+            carried = loop_over(variants[-2:], period, last_two, carried)
+        carry, _, flight = carried
         # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
         work, state = jax.lax.optimization_barrier((flight.work, flight.state))
         if once:
@@ -163,7 +177,7 @@ class UpdatingLayers:
             work = write(work, flight.updated.weights, last - begin)
             state = write(state, (flight.updated.master, flight.updated.moments), last)
             work, state = jax.lax.optimization_barrier((work, state))
-        return carry, work, state
+        return carry, flight._replace(work=work, state=state)
 
     def _read(self, state: tuple, l) -> tuple:
         """`InFlight.following` for layer l."""
