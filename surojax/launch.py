@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 import psutil
 
+from surojax.cluster.hosts import gpus_of_machine
+from surojax.cluster.watch import STOPPED
 from surojax.config import flags
 from surojax.errors import ConfigError, need
-from surojax.parallel.hosts import gpus_of_machine
-from surojax.parallel.watch import STOPPED
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL for processes whose run has failed
 STOP_S = 600.0  # for a checkpoint, after SIGTERM to the supervisor

@@ -21,6 +21,8 @@ import jax
 
 from surojax import convert
 from surojax.assembly import Assembly, from_config
+from surojax.cluster import hosts
+from surojax.cluster.watch import STOPPED, Watch, leave, together
 from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.data.batches import batches as training_batches
@@ -29,9 +31,7 @@ from surojax.exchange.sources import keeps, resolved
 from surojax.memory import nvme
 from surojax.memory.in_file import store_of
 from surojax.memory.lock import locked
-from surojax.parallel import hosts
 from surojax.parallel.feed import Feed
-from surojax.parallel.watch import STOPPED, Watch, leave, together
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import own_device
 from surojax.planner import prediction, traffic

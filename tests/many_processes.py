@@ -65,8 +65,8 @@ def scattered() -> float:
 
 
 def main() -> None:
-    from surojax.parallel import hosts
-    from surojax.parallel.watch import Watch, together
+    from surojax.cluster import hosts
+    from surojax.cluster.watch import Watch, together
 
     parser = argparse.ArgumentParser()
     hosts.add_flags(parser)

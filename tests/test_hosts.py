@@ -7,8 +7,8 @@ import time
 import pytest
 
 from surojax import ConfigError
-from surojax.parallel import rendezvous
-from surojax.parallel.hosts import Hosts, detect, local_gpus
+from surojax.cluster import rendezvous
+from surojax.cluster.hosts import Hosts, detect, local_gpus
 
 SLURM = {
     "SLURM_JOB_ID": "81237",

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from surojax import ConfigError, launch
-from surojax.parallel.watch import STOPPED
+from surojax.cluster.watch import STOPPED
 
 # What each test's processes do, by their number `i` of `n`; the launcher appends its options to the command.
 PROGRAM = """

@@ -26,12 +26,12 @@ import pytest
 import small
 
 from surojax import ConfigError, read_metrics
+from surojax.cluster import watch
+from surojax.cluster.watch import STOPPED, Watch
 from surojax.data.batches import batches
 from surojax.data.cache import Corpus
 from surojax.data.samples import Windows
-from surojax.parallel import watch
 from surojax.parallel.feed import Feed
-from surojax.parallel.watch import STOPPED, Watch
 from surojax.run import nonfinite, on_disk, shared
 from surojax.run.stored import StoredMaster
 

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from surojax.cluster import rendezvous
 from surojax.errors import ConfigError, need
-from surojax.parallel import rendezvous
 
 PORT = 8476  # of the coordinator, if nothing names another one
 HEARTBEAT_S = 30.0
