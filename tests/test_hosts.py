@@ -152,7 +152,7 @@ def meeting(*processes: tuple[int, int], timeout_s: float = 10.0, asked: dict[in
     def one(i: int, process_id: int, of: int) -> None:
         try:
             stops = asked[process_id].is_set if asked and process_id in asked else rendezvous.never
-            found[i] = rendezvous.meet(address, of, process_id, timeout_s, stops)[0]
+            found[i] = rendezvous.meet(address, of, process_id, timeout_s, stops).names
         except ConfigError as error:
             found[i] = str(error)
 
