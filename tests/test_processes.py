@@ -27,7 +27,8 @@ import small
 
 from surojax import ConfigError, read_metrics
 from surojax.cluster import watch
-from surojax.cluster.watch import STOPPED, Watch
+from surojax.cluster.early import STOPPED
+from surojax.cluster.watch import Watch
 from surojax.data.batches import batches
 from surojax.data.cache import Corpus
 from surojax.data.samples import Windows
@@ -543,7 +544,7 @@ def watched(monkeypatch, disturb) -> str:
 def test_the_watch_names_who_is_silent_or_failed(monkeypatch):
     silent = watched(monkeypatch, lambda c: c.values.update({"stopped/2": ""}))
     assert silent.startswith("surojax: error: process 2 (c) has not answered for 1.5 s: it hangs")
-    failed = watched(monkeypatch, lambda c: c.values.update({"surojax/failed/2": "no disk"}))
+    failed = watched(monkeypatch, lambda c: c.values.update({"surojax/failed/2": "1 no disk"}))
     assert failed == "surojax: error: process 2 (c) ended the run: no disk"
     gone = watched(monkeypatch, lambda c: setattr(c, "answers", False))
     assert gone.startswith("surojax: error: process 0 (a) has not answered")

@@ -24,7 +24,7 @@ from flax import nnx
 
 from surojax import CheckpointError, ConfigError, generate, read_metrics, train
 from surojax.assembly import architecture
-from surojax.cluster.watch import STOPPED
+from surojax.cluster.early import STOPPED
 from surojax.config import flags
 from surojax.config.checks import restored_config
 from surojax.data.tokenizer import ByteTokenizer

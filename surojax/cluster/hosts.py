@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from surojax.cluster import rendezvous
-from surojax.cluster.rendezvous import Key
+from surojax.cluster.rendezvous import ANY_RUN, Key
 from surojax.errors import ConfigError, need
 
 PORT = 8476  # of the coordinator, if nothing names another one
@@ -353,7 +353,7 @@ def connect(
     hosts: Hosts,
     environment: Mapping[str, str],
     *,
-    key: Key = Key(),
+    key: Key = ANY_RUN,
     heartbeat_s: float = HEARTBEAT_S,
     say: Callable[[str], None] = print,
     asked: Callable[[], bool] = rendezvous.never,
@@ -416,7 +416,7 @@ def _disable_compilation_cache(say: Callable[[str], None]) -> None:
     """Compiles in every process of a run on CPUs, whether or not there is a cache of compiled programs.
 
     JAX's key of a program has the process's own topology there, and process 0 alone writes. So process 0 would run what
-    it loads and the others what they compile; the two may order collectives differently, and gloo matches them by order.
+    it loads and the others what they compile. The two may order collectives differently; gloo matches them by order.
     """
     if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_enable_compilation_cache", False)

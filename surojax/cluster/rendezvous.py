@@ -43,6 +43,9 @@ class Key(NamedTuple):
     secret: bytes = b""
 
 
+ANY_RUN = Key()
+
+
 class Met(NamedTuple):
     """The result of `meet`."""
 
@@ -63,7 +66,7 @@ def meet(
     timeout_s: float,
     asked: Callable[[], bool] = never,
     *,
-    key: Key = Key(),
+    key: Key = ANY_RUN,
     bind: str | None = None,
 ) -> Met:
     """Waits for all processes of the run `key`.
