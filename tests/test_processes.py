@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from ipaddress import ip_address
 from pathlib import Path
 
 import jax
@@ -97,6 +99,15 @@ class Run:
         return self.process.returncode, "".join(self.lines) + text
 
 
+def listening(run: Run) -> set[str]:
+    """The addresses on which the coordinator of a run, process 0, listens."""
+    (first,) = [p for p in psutil.Process(run.process.pid).children() if p.cmdline()[-1] == "0"]
+    words = first.cmdline()
+    port = int(words[words.index("--coordinator") + 1].rpartition(":")[2])
+    found = [c.laddr for c in first.net_connections() if c.status == psutil.CONN_LISTEN]
+    return {address.ip.removeprefix("::ffff:") for address in found if address.port == port}
+
+
 def training(config: Path, output_dir: Path, options: str, *more: str) -> Run:
     settings = ["--config", str(config), f"--config.output_dir={output_dir}", *more]
     return Run(options, ["-m", "surojax.train", *settings])
@@ -141,6 +152,9 @@ def test_four_processes_that_are_stopped_and_two_with_state_in_files_that_are_ki
     code, text = run.end()
     assert code == STOPPED and "surojax.launch: stopped: start again" in text, text
     (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+) of 24", text)
+    (again,) = re.findall(r"resume: (.*)\n", text)
+    assert shlex.split(again) == ["python", *run.process.args[1:]]  # what starts all of them
+    assert "compilation cache: not used" in text
     of_four = StoredMaster(on_disk.find(folder))
     assert of_four.path.name == stopped
     name = "blocks.attention.wq"
@@ -152,6 +166,7 @@ def test_four_processes_that_are_stopped_and_two_with_state_in_files_that_are_ki
     run = training(config, folder, "-n 2 --devices-per-process 2 --restarts 1", *in_files)
     run.until(rf"continuing from {folder}/checkpoints/{stopped}\n")
     run.until(r"^\[0\] step 18/24")
+    assert listening(run) and all(ip_address(ip).is_loopback for ip in listening(run))
     run.send(0, signal.SIGKILL)
     assert "process 0 was the first to end (killed by SIGKILL)" in run.until("was the first to end")
     code, text = run.end()
