@@ -260,6 +260,52 @@ def test_sigterm_to_one_process_while_all_connect_stops_all_after_the_first_step
     assert code == STOPPED and on_disk.find(folder).name == "1", text
 
 
+WAITS = """
+import argparse, os, time
+from surojax.cluster import hosts
+from surojax.cluster.watch import Watch, together
+
+parser = argparse.ArgumentParser()
+hosts.add_flags(parser)
+args = parser.parse_args()
+place = hosts.detect_flags(args, os.environ)
+names = hosts.connect(place, os.environ)
+with together(Watch(names, place.process_id, args.heartbeat)):
+    print("connected to", place.coordinator, flush=True)
+    time.sleep(8)
+"""
+STRANGER = """
+import sys
+from jax._src.lib import _jax
+client = _jax.get_distributed_runtime_client(sys.argv[1], 1, init_timeout=2)
+client.connect()
+"""
+CERTIFICATE = """
+openssl req -x509 -newkey rsa:2048 -nodes -days 2 -keyout ca.key -out ca.pem -subj /CN=runs
+openssl req -newkey rsa:2048 -nodes -keyout run.key -out run.csr -subj /CN=run
+openssl x509 -req -in run.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -out run.pem -extfile names
+"""
+
+
+@pytest.mark.full
+def test_certificates_keep_strangers_out_of_jaxs_coordinator(tmp_path, monkeypatch):
+    """A client that says it is process 1, which without them ends the run with SIGABRT, is refused."""
+    if shutil.which("openssl") is None:
+        pytest.skip("certificates need the command openssl")
+    (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1")
+    subprocess.run(["bash", "-ec", CERTIFICATE], cwd=tmp_path, check=True, capture_output=True)
+    stranger = [sys.executable, "-c", STRANGER]
+    alone = dict(os.environ)
+    for name, file in (("CERT", "run.pem"), ("KEY", "run.key"), ("CA", "ca.pem")):
+        monkeypatch.setenv(f"JAX_MTLS_{name}_FILE", str(tmp_path / file))
+    run = Run("-n 2 --devices-per-process 1", ["-c", WAITS])
+    address = run.until(r"^\[0\] connected to").split()[-1]
+    refused = subprocess.run([*stranger, address], env=alone, capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0
+    code, text = run.end()
+    assert code == 0, text
+
+
 FULL_DISK = """
 import shutil, sys
 from types import SimpleNamespace
