@@ -34,8 +34,8 @@ from typing import Any
 import psutil
 
 from surojax import read_metrics
+from surojax.cluster.group import NOISE
 from surojax.config.fields import Config, default_config
-from surojax.launch import NOISE
 from surojax.memory import layer_file
 from surojax.run import on_disk
 from surojax.run.metrics import METRICS_FILE

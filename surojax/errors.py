@@ -1,5 +1,8 @@
 """The two ways a run ends early on purpose; commands print them as one line and exit non-zero."""
 
+import sys
+from collections.abc import Callable
+
 
 class ConfigError(ValueError):
     """The user asked for something impossible: the message says what was expected, what was given, what to change."""
@@ -22,3 +25,19 @@ def shown(value, most: int = 400) -> str:
     except ValueError:  # Python does not write integers of more than 4300 digits
         return f"a {type(value).__name__} with too many digits to show"
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+REFUSED = 2  # exit code: the command line or the settings are wrong, and the same command is refused again
+
+
+class Refused(SystemExit):
+    """Ends a command with a line; with the exit code REFUSED under `ends_with_code`."""
+
+
+def ends_with_code(main: Callable[[], None]) -> None:
+    """Runs a command; what it refuses is printed, and ends the process with REFUSED."""
+    try:
+        main()
+    except Refused as error:
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(REFUSED)

@@ -4,159 +4,48 @@
     python -m surojax.launch -n 2 --ray [--gpus-per-process 8] -- python -m surojax.train ...
 
 Each process's lines come with its number. When one ends with an error, it is named, the others are ended within
-seconds, and all start again from the last checkpoint, up to `--restarts` times. With `--elastic`, they start again with
-fewer processes; gradient_accumulation_steps is raised so that a step has the same samples.
+seconds, and all start again from the last checkpoint, up to `--restarts` times; also if they hang, one or all. With
+`--elastic`, they start again with fewer processes; gradient_accumulation_steps is raised so that a step has the same
+samples.
 
 Exit codes: 0, all finished. 75: asked to stop (SIGTERM, Ctrl-C, --max-minutes), not finished; start again to continue.
-1: ended with an error more often than `--restarts`. One GPU machine needs no launcher: one process drives all
-GPUs. Clusters have launchers of their own (docs/clusters.md); this one also makes a cluster of virtual CPU devices
+1: ended with an error more often than `--restarts`. 2: the command or its settings are refused; not repeated. A second
+Ctrl-C kills the processes before they have saved. One GPU machine needs no launcher: one process drives all GPUs.
+Clusters have launchers of their own (docs/clusters.md); this one also makes a cluster of virtual CPU devices
 (`--devices-per-process`), as the tests do.
 """
 
 import argparse
-import contextlib
 import os
 import re
+import shlex
+import shutil
 import signal
-import socket
-import subprocess
 import sys
-import threading
-import time
-from typing import NamedTuple
 
-import psutil
+from surojax.cluster.early import STOPPED  # isort: skip  # before what takes seconds
 
+from surojax.cluster.group import Group, free_port, in_words, new_message, say, start
+from surojax.cluster.hosts import gpus_of_machine
 from surojax.config import flags
-from surojax.errors import ConfigError, need
-from surojax.parallel.hosts import gpus_of_machine
-from surojax.parallel.watch import STOPPED
+from surojax.errors import REFUSED, ConfigError, Refused, ends_with_code, need
 
-GRACE_S = 5.0  # between SIGTERM and SIGKILL for processes whose run has failed
-STOP_S = 600.0  # for a checkpoint, after SIGTERM to the supervisor
-POLL_S = 0.1
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
-# Gloo's line for every group of devices, and the stack of JAX's client when it loses the coordinator.
-NOISE = re.compile(r"\[Gloo\] Rank|\*\*\* Check failure stack|    @ +0x[0-9a-f]+ ")
+MAX_PROCESSES = 1024
 COMMAND = "python -m surojax.train ..."
+LAUNCH = ["python", "-m", "surojax.launch"]
 AT_END = {0: "all processes have finished", STOPPED: "stopped: start again to continue"}
 
 
-class Ended(NamedTuple):
-    """The first process of a group that ended with an error, or the whole group. reason: a line; "" without error."""
-
-    code: int
-    reason: str
-
-
-class Group:
-    """The processes of one start. Context manager that leaves none behind."""
-
-    def __init__(self, command: list[str], n: int, devices: int | None):
-        address = f"127.0.0.1:{_free_port()}"
-        environment = dict(os.environ)
-        if devices is not None:
-            others = [x for x in environment.get("XLA_FLAGS", "").split() if not x.startswith(DEVICE_COUNT)]
-            environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join([*others, f"{DEVICE_COUNT}={devices}"])}
-        gpus = None if devices is not None else _visible_gpus(environment, n)
-        self.processes: list[subprocess.Popen] = []
-        self.readers: list[threading.Thread] = []
-        self.stopping = False
-        for i in range(n):
-            place = ["--coordinator", address, "--num_processes", str(n), "--process_id", str(i)]
-            own = environment | ({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})
-            process = subprocess.Popen(
-                [*command, *place],
-                env=own,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C reaches the supervisor only, which tells the processes
-            )
-            self.processes.append(process)
-            self.readers.append(threading.Thread(target=_copy_lines, args=(process, i), daemon=True))
-            self.readers[-1].start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-        for process, reader in zip(self.processes, self.readers, strict=True):
-            process.wait()
-            reader.join(2)
-            if process.stdout and not reader.is_alive():
-                process.stdout.close()
-
-    def stop(self) -> None:
-        """Asks all processes to save and end."""
-        self.stopping = True
-        for process in self.processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGTERM)
-
-    def wait(self) -> Ended:
-        """Waits until all have ended, or one has with an error; then ends the others."""
-        deadline = None
-        while True:
-            codes = [self._code(process) for process in self.processes]
-            if bad := [i for i, code in enumerate(codes) if code not in (None, 0, STOPPED)]:
-                return self._failed(bad[0], codes)
-            if None not in codes:
-                return Ended(STOPPED if STOPPED in codes else 0, "")
-            if self.stopping:
-                deadline = deadline or time.monotonic() + STOP_S
-                if time.monotonic() > deadline:
-                    return Ended(1, f"did not save within {STOP_S:g} s")
-            time.sleep(POLL_S)
-
-    def _code(self, process: subprocess.Popen) -> int | None:
-        """The exit code of a process. One that `stop` reached before it could receive signals had nothing to save."""
-        code = process.poll()
-        return STOPPED if self.stopping and code == -signal.SIGTERM else code
-
-    def _failed(self, i: int, codes: list[int | None]) -> Ended:
-        """Names the process that is the reason, and ends the others."""
-        stopped = [k for k, code in enumerate(codes) if code is None and _is_stopped(self.processes[k].pid)]
-        reason = f"process {i} was the first to end ({_in_words(codes[i])})"
-        if stopped:  # it ended because that one did not answer
-            reason = f"process {stopped[0]} does not answer: it is stopped (process {self.processes[stopped[0]].pid})"
-        deadline = time.monotonic() + GRACE_S  # for their own last words
-        while time.monotonic() < deadline and any(p.poll() is None for p in self.processes) and not stopped:
-            time.sleep(POLL_S)
-        return Ended(1, reason)
-
-
-def _copy_lines(process: subprocess.Popen, i: int) -> None:
-    """Prints the lines of a process with its number in front."""
-    assert process.stdout
-    for line in process.stdout:
-        if not NOISE.match(line):
-            sys.stdout.write(f"[{i}] {line if line.endswith(chr(10)) else line + chr(10)}")
-            sys.stdout.flush()
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return False
-
-
-def _in_words(code: int | None) -> str:
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
-
-
-def _free_port(host: str = "127.0.0.1") -> int:
-    with socket.create_server((host, 0)) as server:
-        return server.getsockname()[1]
+def _environments(n: int, devices: int | None) -> list[dict[str, str]]:
+    """The environment of each process. Raises ConfigError."""
+    environment = dict(os.environ)
+    if devices is not None:
+        others = [x for x in environment.get("XLA_FLAGS", "").split() if not x.startswith(DEVICE_COUNT)]
+        flag = f"{DEVICE_COUNT}={devices}"
+        return [environment | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join([*others, flag])}] * n
+    gpus = _visible_gpus(environment, n)
+    return [environment | ({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {}) for i in range(n)]
 
 
 def _visible_gpus(environment: dict[str, str], n: int) -> list[str] | None:
@@ -187,25 +76,39 @@ def accumulation(command: list[str]) -> int:
 
 
 def supervise(
-    command: list[str], n: int, *, devices: int | None = None, restarts: int = 0, elastic: bool = False
+    command: list[str],
+    n: int,
+    *,
+    devices: int | None = None,
+    restarts: int = 0,
+    elastic: bool = False,
+    again: str = "",
 ) -> int:
-    """Starts n processes, again after errors, and returns the exit code. devices: virtual ones of each; None: GPUs."""
+    """Starts n processes, again after errors, and returns the exit code.
+
+    devices: virtual ones of each; None: GPUs. again: the command that starts all, which the processes say at their end.
+    A start whose settings are refused is not repeated, unless one before it was not: then it is an error like others.
+    Raises ConfigError if the GPUs do not divide.
+    """
     steps = accumulation(command) if elastic else 0
     started = n
     stop_asked = False
+    accepted = False
     group: Group | None = None
 
-    def stop(*_) -> None:
+    def stop(number: int, _frame) -> None:
         nonlocal stop_asked
-        stop_asked = True
         if group is not None:
             group.stop()
+            if stop_asked and number == signal.SIGINT:
+                group.kill()
+        stop_asked = True
 
     old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for attempt in range(restarts + 1):
             more = [f"--config.gradient_accumulation_steps={steps * started // n}"] if n < started else []
-            with Group([*command, *more], n, devices) as group:
+            with Group([*command, *more], _environments(n, devices), again) as group:
                 if stop_asked:
                     group.stop()
                 ended = group.wait()
@@ -213,6 +116,10 @@ def supervise(
                 say(AT_END[ended.code])
                 return ended.code
             say(ended.reason)
+            if ended.code == REFUSED and not accepted:
+                say("ended: it is refused again until that is corrected")
+                return REFUSED
+            accepted = True
             if stop_asked or attempt == restarts:
                 break
             n = fewer(n) if elastic else n
@@ -224,7 +131,7 @@ def supervise(
     return 1
 
 
-def on_ray(command: list[str], n: int, *, restarts: int, gpus: int) -> int:
+def on_ray(command: list[str], n: int, *, restarts: int, gpus: int, again: str = "") -> int:
     """Runs n processes as workers of Ray Train's JaxTrainer, with so many GPUs each; returns the exit code.
 
     Ray chooses the hosts, and starts all workers again if one fails. Raises ConfigError if Ray is not installed.
@@ -238,14 +145,17 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int) -> int:
         raise ConfigError(f"--ray: expected Ray, got: {error}; pip install 'surojax[ray]'") from error
 
     def work() -> int:
-        address = broadcast_from_rank_zero(f"{get_node_ip_address()}:{_free_port('')}")
+        host = get_node_ip_address()
+        address, message = broadcast_from_rank_zero((f"{host}:{free_port(host)}", new_message(again)))
         context = train.get_context()
         size = context.get_world_size()
         rank = context.get_world_rank()
         place = ["--coordinator", address, "--num_processes", str(size), "--process_id", str(rank)]
-        code = subprocess.run([*command, *place]).returncode
+        process, ours = start([*command, *place], message)
+        with ours:
+            code = process.wait()
         if code not in (0, STOPPED):
-            raise RuntimeError(f"process {rank} ended with {_in_words(code)}")
+            raise RuntimeError(f"process {rank} ended with {in_words(code)}")
         return code
 
     trainer = JaxTrainer(
@@ -261,11 +171,6 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int) -> int:
         return 1
     say(AT_END[code])
     return code
-
-
-def say(text: str) -> None:
-    """Prints a line of the supervisor."""
-    print(f"surojax.launch: {text}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -284,24 +189,35 @@ def main(argv: list[str] | None = None) -> None:
     a = parser.parse_args(argv[:dashes])
     try:
         need(bool(command), "command", f"one after --, like {COMMAND}", None, "write it after --")
-        need(1 <= a.n <= 1024, "-n", "1 to 1,024", a.n, "correct it")
+        need(a.n >= 1, "-n", "at least 1", a.n, "correct it")
+        need(a.n <= MAX_PROCESSES, "-n", f"at most {MAX_PROCESSES}", a.n, "correct it")
         need(a.restarts >= 0, "--restarts", "0 or more", a.restarts, "correct it")
         need(not a.elastic or a.restarts > 0, "--restarts", "1 or more with --elastic", a.restarts, "set it")
         need(a.devices_per_process is None or a.devices_per_process >= 1, "--devices-per-process", "at least 1",
              a.devices_per_process, "correct it")  # fmt: skip
         if re.fullmatch(r"python3?", command[0]):
             command[0] = sys.executable
+        found = shutil.which(command[0]) is not None
+        need(found, "command", "a program that is installed", command[0], f"correct it: {COMMAND}")
+        again = shlex.join([*LAUNCH, *argv])
         for name in ("elastic", "devices_per_process") if a.ray else ("gpus_per_process",):
             expected = f"nothing {'with' if a.ray else 'without'} --ray"
             need(not getattr(a, name), f"--{name.replace('_', '-')}", expected, getattr(a, name), "leave it out")
         if a.ray:
-            code = on_ray(command, a.n, restarts=a.restarts, gpus=a.gpus_per_process)
+            code = on_ray(command, a.n, restarts=a.restarts, gpus=a.gpus_per_process, again=again)
         else:
-            code = supervise(command, a.n, devices=a.devices_per_process, restarts=a.restarts, elastic=a.elastic)
+            code = supervise(
+                command,
+                a.n,
+                devices=a.devices_per_process,
+                restarts=a.restarts,
+                elastic=a.elastic,
+                again=again,
+            )
     except ConfigError as error:
-        sys.exit(f"surojax.launch: error: {error}")
+        raise Refused(f"surojax.launch: error: {error}") from error
     sys.exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    ends_with_code(main)

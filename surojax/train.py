@@ -18,21 +18,25 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from surojax.cluster.early import STOPPED  # isort: skip  # before what takes seconds
+
 import jax
 
 from surojax import convert
 from surojax.assembly import Assembly, from_config
+from surojax.cluster import hosts
+from surojax.cluster.rendezvous import ANY_RUN
+from surojax.cluster.supervised import Supervised
+from surojax.cluster.watch import Watch, leave, together
 from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.data.batches import batches as training_batches
-from surojax.errors import CheckpointError, ConfigError, need
+from surojax.errors import CheckpointError, ConfigError, Refused, ends_with_code, need
 from surojax.exchange.sources import keeps, resolved
 from surojax.memory import nvme
 from surojax.memory.in_file import store_of
 from surojax.memory.lock import locked
-from surojax.parallel import hosts
 from surojax.parallel.feed import Feed
-from surojax.parallel.watch import STOPPED, Watch, leave, together
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import own_device
 from surojax.planner import prediction, traffic
@@ -52,6 +56,8 @@ from surojax.training.report import describe, peak_flops, predict, sample
 from surojax.training.setup import Setup, set_up
 from surojax.training.start import Start, find_start
 from surojax.training.state import first_state, restored, write_adapter
+
+COMMAND = ["python", "-m", "surojax.train"]
 
 
 class Result(NamedTuple):
@@ -185,7 +191,8 @@ def claim_output_dir(c: Config, setup: Setup, start: Start, until_end: contextli
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, connect to the other processes if there are any, and run.
 
-    An error exits with one line and a code above 0; a run that was asked to stop, with STOPPED.
+    An error exits with one line: settings that are refused with REFUSED, others with 1. A run that was asked to stop
+    exits with STOPPED.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m surojax.train", description=(__doc__ or "").partition("\n")[0])
@@ -209,19 +216,25 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
             )
         if args.export is not None:
             convert.check_exportable(resolved(c), args.export)
-        if place := hosts.detect_flags(args, os.environ):
-            with early.deferred() as asked:
-                names = hosts.connect(place, os.environ, heartbeat_s=args.heartbeat, say=say, asked=asked)
-            watch = Watch(names, place.process_id, args.heartbeat)
+        place = hosts.detect_flags(args, os.environ)
+        key = hosts.key_of(place, os.environ, args.secret_file) if place else ANY_RUN
+        supervised = Supervised(args.supervisor, args.heartbeat) if args.supervisor is not None else None
     except ConfigError as error:
-        leave(f"surojax.train: error: {error}")
+        raise Refused(f"surojax.train: error: {error}") from error
+    try:
+        if place:
+            key = supervised.key if supervised else key
+            with early.deferred() as asked:
+                names = hosts.connect(place, os.environ, key=key, heartbeat_s=args.heartbeat, say=say, asked=asked)
+            watch = Watch(names, place.process_id, args.heartbeat)
+    except ConfigError as error:  # of the processes or the network: another start may connect
+        leave(SystemExit(f"surojax.train: error: {error}"))
     with together(watch):
-        run_command(c, args, argv)
+        run_command(c, args, supervised.command if supervised else shlex.join(COMMAND + argv))
 
 
-def run_command(c: Config, args: argparse.Namespace, argv: list[str]) -> None:
-    """Train, export, and print how to continue; errors exit as `main` says."""
-    again = shlex.join(["python", "-m", "surojax.train", *argv])
+def run_command(c: Config, args: argparse.Namespace, again: str) -> None:
+    """Train, export, and print how to continue; errors exit as `main` says. again: the command that started this."""
     try:
         result = train(c, max_minutes=args.max_minutes)
         if args.export is not None and result.checkpoint and is_first():
@@ -231,7 +244,8 @@ def run_command(c: Config, args: argparse.Namespace, argv: list[str]) -> None:
                 else "not exported yet"
             )
     except (ConfigError, CheckpointError, NonFiniteLoss) as error:
-        sys.exit(f"surojax.train: error: {'; '.join([str(error), *getattr(error, '__notes__', ())])}")
+        exits = Refused if isinstance(error, ConfigError) else SystemExit
+        raise exits(f"surojax.train: error: {'; '.join([str(error), *getattr(error, '__notes__', ())])}") from error
     except OSError as error:
         sys.exit(f"surojax.train: error: {error}; when that is repaired, continue with: {again}")
     except KeyboardInterrupt:
@@ -246,4 +260,4 @@ def run_command(c: Config, args: argparse.Namespace, argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ends_with_code(main)

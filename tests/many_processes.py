@@ -65,15 +65,17 @@ def scattered() -> float:
 
 
 def main() -> None:
-    from surojax.parallel import hosts
-    from surojax.parallel.watch import Watch, together
+    from surojax.cluster import hosts
+    from surojax.cluster.supervised import Supervised
+    from surojax.cluster.watch import Watch, together
 
     parser = argparse.ArgumentParser()
     hosts.add_flags(parser)
     args = parser.parse_args()
     place = hosts.detect_flags(args, os.environ)
     assert place
-    names = hosts.connect(place, os.environ, say=lambda _: None)
+    supervised = Supervised(args.supervisor, args.heartbeat)
+    names = hosts.connect(place, os.environ, key=supervised.key, say=lambda _: None)
     with together(Watch(names, place.process_id, args.heartbeat)):
         found = {name: losses(name) for name in PLACEMENTS} | {"psum_scatter": scattered()}
         if place.process_id == 0:

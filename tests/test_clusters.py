@@ -11,8 +11,8 @@ import pytest
 import yaml
 from small import quick_at
 
+from surojax.cluster.hosts import Hosts, detect
 from surojax.config.flags import _split
-from surojax.parallel.hosts import Hosts, detect
 
 DOCS = Path(__file__).parents[1] / "docs"
 FILES = DOCS / "clusters"
@@ -110,7 +110,7 @@ sys.exit(max(task.wait() for task in tasks))
 """
 TASK = """#!{python}
 import os, pathlib, sys
-from surojax.parallel.hosts import detect, local_gpus
+from surojax.cluster.hosts import detect, local_gpus
 found = detect(os.environ)
 folder = pathlib.Path(os.environ["HOME"])
 (folder / f"task-{{found.process_id}}").write_text(repr((tuple(found), local_gpus(found, {{}}, 8), sys.argv[1:])))

@@ -1,14 +1,17 @@
 """Many processes: what is taken from each launcher's environment, and how processes that do not fit are refused."""
 
+import json
 import socket
 import threading
 import time
 
+import jax
 import pytest
 
 from surojax import ConfigError
-from surojax.parallel import rendezvous
-from surojax.parallel.hosts import Hosts, detect, local_gpus
+from surojax.cluster import hosts as hosts_module, rendezvous
+from surojax.cluster.hosts import Hosts, detect, key_of, local_gpus
+from surojax.cluster.rendezvous import Key, meet
 
 SLURM = {
     "SLURM_JOB_ID": "81237",
@@ -152,7 +155,7 @@ def meeting(*processes: tuple[int, int], timeout_s: float = 10.0, asked: dict[in
     def one(i: int, process_id: int, of: int) -> None:
         try:
             stops = asked[process_id].is_set if asked and process_id in asked else rendezvous.never
-            found[i] = rendezvous.meet(address, of, process_id, timeout_s, stops)[0]
+            found[i] = rendezvous.meet(address, of, process_id, timeout_s, stops).names
         except ConfigError as error:
             found[i] = str(error)
 
@@ -202,3 +205,203 @@ def test_processes_that_do_not_fit_are_refused_everywhere_in_one_line():
     assert found.startswith("coordinator: expected process 0 to listen at 127.0.0.1:")
     with socket.create_server(("", 0)) as server, pytest.raises(ConfigError, match="two processes may both have id 0"):
         rendezvous.meet(f"127.0.0.1:{server.getsockname()[1]}", 2, 0, 1)
+
+
+# -- Strangers ---------------------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """Process 0 while it waits for the others. Context manager; in it, `connect` is a stranger's connection."""
+
+    def __init__(self, key: Key, of: int = 2):
+        self.key = key
+        self.of = of
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.result: list = []
+        self.strangers: list[socket.socket] = []
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=self._meet, args=(0,))
+        self.thread.start()
+        while True:
+            try:
+                self.connect().close()
+                return self
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+
+    def _meet(self, process_id: int) -> None:
+        try:
+            self.result.append(meet(self.address, self.of, process_id, 10, key=self.key))
+        except Exception as error:  # a traceback is a failure that the test should see
+            self.result.append(error)
+
+    def connect(self) -> socket.socket:
+        self.strangers.append(socket.create_connection(("127.0.0.1", self.port), 5))
+        return self.strangers[-1]
+
+    def say(self, message: bytes) -> bytes:
+        """Sends a message after process 0's greeting; returns what it answers."""
+        stranger = self.connect()
+        assert json.loads(stranger.recv(4096))["hello"] == "surojax"
+        stranger.sendall(message)
+        return answer_of(stranger)
+
+    def hello(self, key: Key, **fields) -> socket.socket:
+        """Says a hello of these fields, with the proof of `key`."""
+        stranger = self.connect()
+        nonce = json.loads(stranger.recv(4096))["nonce"]
+        message = {"id": 1, "of": self.of, "host": "stranger", "nonce": "0"} | fields
+        message = {k: v for k, v in message.items() if v is not None}
+        rendezvous._send(stranger, rendezvous._sealed(message, "hello", nonce, key))
+        return stranger
+
+    def error(self, key: Key, **fields) -> str:
+        """The error that process 0 answers to a hello; "" if it closes."""
+        answer = answer_of(self.hello(key, **fields))
+        return json.loads(json.loads(answer)["body"])["error"] if answer else ""
+
+    def __exit__(self, *_):
+        """The other processes come, and all meet, whoever else came."""
+        others = [threading.Thread(target=self._meet, args=(i,)) for i in range(1, self.of)]
+        for other in others:
+            other.start()
+        for thread in (self.thread, *others):
+            thread.join()
+        for stranger in self.strangers:
+            stranger.close()
+        assert [getattr(x, "names", x) for x in self.result] == [[socket.gethostname()] * self.of] * self.of
+
+
+def answer_of(stranger: socket.socket) -> bytes:
+    """A short message, b"" if the other side closes."""
+    try:
+        return stranger.recv(4096)
+    except ConnectionResetError:
+        return b""
+
+
+KEY = Key("run-1", b"a secret of 16 bytes or more")
+
+
+def test_strangers_do_not_end_a_rendezvous_nor_hold_it(monkeypatch):
+    """They say nothing, a byte now and then, garbage, too much, or JSON that is nested too deep; and do not go away."""
+    monkeypatch.setattr(rendezvous, "HELLO_S", 0.4)
+    with Waiting(KEY) as waiting:
+        silent = [waiting.connect() for _ in range(3)]
+        slow = waiting.connect()
+        slow.recv(4096)
+        dropped = False
+        started = time.monotonic()
+        while time.monotonic() - started < 3 and not dropped:
+            try:
+                slow.sendall(b"x")
+            except OSError:
+                dropped = True
+            time.sleep(0.05)
+        assert dropped
+        for garbage in (b"GET / HTTP/1.0\r\n\r\n", b"\xff\x00" * 40 + b"\n", b"[]\n", b"null\n", b"1e999\n",
+                        b"x" * 100_000, b"[" * 4000 + b"\n", b'{"body": ' + b"9" * 4000 + b"}\n"):  # fmt: skip
+            assert waiting.say(garbage) == b""
+        for stranger in silent:
+            stranger.recv(4096)
+            assert answer_of(stranger) == b""
+
+
+def test_more_strangers_than_there_is_room_for(monkeypatch):
+    """The oldest are closed, and the other process still gets in."""
+    monkeypatch.setattr(rendezvous, "STRANGERS", 4)
+    with Waiting(KEY) as waiting:
+        for _ in range(20):
+            waiting.connect()
+
+
+def test_who_is_no_process_of_the_run_is_sent_away():
+    """A missing, a foreign and a mistyped id; another run; no secret, or another one; a hello that was said before."""
+    other = rendezvous.OTHER_RUN
+    with Waiting(KEY) as waiting:
+        for fields in ({"id": None}, {"id": "1"}, {"id": True}, {"id": 1.0}, {"of": None}, {"host": 7}, {"of": -1}):
+            assert waiting.error(KEY, **fields) == ""
+        for foreign in (0, 2, -1, 10**30):
+            expected = f"processes: expected an id from 1 to 1, got {foreign}; correct --process_id"
+            assert waiting.error(KEY, id=foreign) == expected
+        assert waiting.error(KEY._replace(run="run-2")) == other
+        assert waiting.error(KEY._replace(secret=b"")) == other
+        assert waiting.error(KEY._replace(secret=b"guessed"), of=3) == other  # which would end the run
+        seen = rendezvous._line(rendezvous._sealed({"id": 1, "of": 2, "host": "", "nonce": ""}, "hello", "seen", KEY))
+        assert json.loads(json.loads(waiting.say(seen))["body"]) == {"error": other}
+
+
+def test_a_process_of_another_run_says_so():
+    """And a process is not answered by a process 0 that does not know its secret."""
+    for key in (Key("run-2", KEY.secret), Key("run-1", b"another secret of 16 bytes")):
+        refused = pytest.raises(ConfigError, match="got: a process of another run, or with another secret; start")
+        with Waiting(KEY) as waiting, refused:
+            meet(waiting.address, 2, 1, 0.3, key=key)
+
+
+def test_a_process_that_left_may_come_again():
+    """It was killed while it waited, and is started again: it is not there twice."""
+    with Waiting(KEY, of=3) as waiting:
+        waiting.hello(KEY).close()
+        time.sleep(0.1)
+
+
+def test_process_0_listens_on_the_coordinators_address_only(monkeypatch):
+    """Not where its own name leads to 127.0.0.1, nor on a gateway's: then on all addresses, and it says so."""
+    assert rendezvous._addresses("127.0.0.1") == ["127.0.0.1"] and rendezvous._addresses("::1") == ["::1"]
+    assert set(rendezvous._addresses("localhost")) <= {"127.0.0.1", "::1"}
+    listens = meet("127.0.0.1:0", 1, 0, 1).listens
+    assert listens.startswith("127.0.0.1:") and not rendezvous.is_open(listens)
+
+    def resolved(*addresses: str):
+        return lambda *_, **__: [(None, None, None, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolved("127.0.1.1", "10.0.0.5", "10.0.0.5"))
+    assert rendezvous._addresses("node1") == ["10.0.0.5", ""]
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", resolved("127.0.1.1"))
+    assert rendezvous._addresses("node1") == [""]
+    monkeypatch.undo()
+    with rendezvous._listen(["192.0.2.1", ""], 0) as server:  # no machine's (RFC 5737)
+        assert rendezvous.is_open(f"[{server.getsockname()[0]}]:1".replace("[0.0.0.0]", "0.0.0.0"))
+
+
+@pytest.mark.parametrize(
+    "variable, expected", [({}, "127.0.0.1"), ({"JAX_COORDINATOR_BIND_ADDRESS": "[::1]:1"}, "[::1]")]
+)
+def test_jax_listens_where_the_rendezvous_did(monkeypatch, variable, expected):
+    found = {}
+
+    def initialize(*_, **options):
+        found.update(options)
+        raise RuntimeError("as far as this test goes")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    place = Hosts("flags", f"127.0.0.1:{free_port()}", 1, 0)
+    with pytest.raises(ConfigError, match="as far as this test goes"):
+        hosts_module.connect(place, variable)
+    assert found["coordinator_bind_address"] == place.coordinator.replace("127.0.0.1", expected)
+
+
+def test_what_the_processes_of_a_run_have_in_common(tmp_path):
+    """The scheduler's own id of the run, and a secret from a file."""
+    place = detect(SLURM)
+    assert place and key_of(place, SLURM | {"SLURM_RESTART_COUNT": "2"}, None) == Key("81237/0/2")
+    file = tmp_path / "secret"
+    file.write_text(" 0123456789abcdef\n")
+    flags = Hosts("flags", "a:1", 2, 1)
+    assert key_of(flags, SLURM, str(file)) == Key("", b"0123456789abcdef")
+    file.write_text("short")
+    with pytest.raises(ConfigError, match=r"^--secret_file: expected at least 16 bytes, got 5; make one: openssl"):
+        key_of(flags, {}, str(file))
+    with pytest.raises(ConfigError, match=r"^--secret_file: expected a file to read, got: .*No such file"):
+        key_of(flags, {}, str(tmp_path / "none"))
+
+
+def test_several_processes_on_cpus_compile_without_the_cache(monkeypatch):
+    """JAX's option decides whether it is read; what is said names the reason."""
+    changed, said = {}, []
+    monkeypatch.setattr(jax.config, "update", lambda name, value: changed.update({name: value}))
+    hosts_module._disable_compilation_cache(said.append)
+    assert changed == {"jax_enable_compilation_cache": False} and said[0].startswith("compilation cache: not used")

@@ -1,15 +1,23 @@
 """The supervisor of several processes, with processes that need no JAX."""
 
+import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
+import surojax
 from surojax import ConfigError, launch
-from surojax.parallel.watch import STOPPED
+from surojax.cluster import group
+from surojax.cluster.early import STOPPED
+from surojax.errors import REFUSED, ends_with_code
+from surojax.train import main as train_main
 
 # What each test's processes do, by their number `i` of `n`; the launcher appends its options to the command.
 PROGRAM = """
@@ -39,7 +47,7 @@ def test_lines_have_the_number_of_their_process(tmp_path, capfd):
     [("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"), ("sys.exit('no disk')", "exit code 1")],
 )
 def test_the_first_that_dies_is_named_and_the_others_end(tmp_path, capfd, monkeypatch, death, words):
-    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    monkeypatch.setattr(group, "GRACE_S", 0.2)
     started = time.monotonic()
     program = f"if i == 1: {death}\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
     assert launch.supervise(command(tmp_path, program), 3, devices=1) == 1
@@ -48,7 +56,7 @@ def test_the_first_that_dies_is_named_and_the_others_end(tmp_path, capfd, monkey
 
 
 def test_a_stopped_process_is_the_reason_if_another_one_ends(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    monkeypatch.setattr(group, "GRACE_S", 0.2)
     program = "if i == 0: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(0.5)\nsys.exit(1)"
     assert launch.supervise(command(tmp_path, program), 2, devices=1) == 1
     assert "surojax.launch: process 0 does not answer: it is stopped" in capfd.readouterr().out
@@ -94,6 +102,134 @@ time.sleep(60)
     assert out.endswith("surojax.launch: stopped: start again to continue\n")
 
 
+HANGS = """
+import ctypes
+from surojax.cluster.supervised import Supervised
+signal.signal(signal.SIGTERM, lambda *_: None)
+supervised = Supervised(int(options["--supervisor"]), 0.5)
+print("again:", supervised.command, flush=True)
+"""
+
+
+@pytest.fixture
+def short_times(monkeypatch):
+    monkeypatch.setattr(group, "GRACE_S", 0.2)
+    monkeypatch.setattr(group, "LATE_S", 0.2)
+
+
+def test_the_supervisor_notices_that_all_hang(tmp_path, capfd, short_times):
+    """One is stopped, the other one holds the interpreter's lock; neither receives SIGTERM."""
+    hangs = HANGS + "time.sleep(0.3)\nos.kill(0, signal.SIGSTOP) if i == 0 else ctypes.PyDLL(None).sleep(60)"
+    started = time.monotonic()
+    assert launch.supervise(command(tmp_path, hangs), 2, devices=1, again="the command") == 1
+    assert time.monotonic() - started < 10
+    out = capfd.readouterr().out
+    assert re.search(r"no answer from process 0 \(process \d+\), 1 \(process \d+\): hanging, killed", out), out
+    assert out.count("again: the command\n") == 2  # what they say under `resume:`
+
+
+def test_processes_that_give_signs_of_life_are_left_alone(tmp_path, capfd, short_times):
+    """Also if they run for longer than the limit."""
+    assert launch.supervise(command(tmp_path, HANGS + "time.sleep(1.2)"), 1, devices=1) == 0
+
+
+@pytest.mark.parametrize("number, said", [(signal.SIGTERM, "stopped, killed"), (signal.SIGINT, "asked twice: ")])
+def test_a_signal_to_the_supervisor_is_answered_if_all_hang(tmp_path, capfd, short_times, number, said):
+    """SIGTERM: within the grace. Ctrl-C: at once, if it is asked a second time."""
+    program = f"(folder / str(i)).touch()\nos.kill(os.getpid(), {int(signal.SIGSTOP)})"
+
+    def ask() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+        if number == signal.SIGINT:
+            time.sleep(0.02)
+            os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    started = time.monotonic()
+    assert launch.supervise(command(tmp_path, program), 2, devices=1, restarts=3) == 1
+    thread.join()
+    assert time.monotonic() - started < 10
+    out = capfd.readouterr().out
+    assert "asked to stop: " in out or number == signal.SIGINT
+    assert said in out and "start 2 of" not in out, out
+
+
+SUPERVISOR = """
+import os, sys
+from surojax.cluster import group
+group.BOUND = group.BOUND.replace('"linux"', repr(sys.argv[1]))
+with group.Group(sys.argv[2:], [dict(os.environ)] * 2, "") as started:
+    started.wait()
+"""
+
+
+@pytest.mark.parametrize("platform", ["linux", "none"])
+def test_processes_end_with_a_supervisor_that_is_killed(tmp_path, platform):
+    """By the kernel, also those that are stopped; without its help, those that can see that the socket closes."""
+    if platform == "linux" and sys.platform != "linux":
+        pytest.skip("prctl is Linux's")
+    stops = f"if i: os.kill(os.getpid(), {int(signal.SIGSTOP)})\n" if platform == "linux" else ""
+    program = HANGS + f"(folder / str(os.getpid())).touch()\n{stops}time.sleep(60)"
+    arguments = [sys.executable, "-c", SUPERVISOR, platform, *command(tmp_path, program)]
+    supervisor = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.02)
+    processes = [psutil.Process(int(p.name)) for p in tmp_path.iterdir()]
+    supervisor.kill()
+    supervisor.wait()
+    gone, alive = psutil.wait_procs(processes, timeout=10)
+    for process in alive:
+        process.kill()
+    assert len(gone) == 2
+
+
+def test_what_is_refused_is_not_repeated(tmp_path, capfd):
+    """Unless a start before it was accepted: then it may be of the moment, like a lock that is still held."""
+    program = """
+count = len(list(folder.iterdir()))
+(folder / str(count)).touch()
+sys.exit(%s[count])
+"""
+    assert launch.supervise(command(tmp_path, program % [REFUSED]), 1, devices=1, restarts=3) == REFUSED
+    assert len(list(tmp_path.iterdir())) == 1
+    out = capfd.readouterr().out
+    assert "exit code 2" in out and "start 2 of" not in out
+    (tmp_path / "0").unlink()
+    assert launch.supervise(command(tmp_path, program % [1, REFUSED, 0]), 1, devices=1, restarts=3) == 0
+
+
+@pytest.mark.parametrize(
+    "main, argv", [(launch.main, ["--", "no-such-program"]), (train_main, ["--config", "none.py"])]
+)
+def test_a_command_that_is_refused_says_a_line_and_its_exit_code_says_so(capfd, main, argv):
+    with pytest.raises(SystemExit) as ended:
+        ends_with_code(lambda: main(argv))
+    assert ended.value.code == REFUSED
+    assert re.fullmatch(r"surojax\.\w+: error: [^\n]+\n", capfd.readouterr().err)
+
+
+IMPORTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n"
+
+
+@pytest.mark.parametrize(
+    "words, code",
+    [(["-m", "surojax.train"], STOPPED), (["-m", "surojax.launch"], STOPPED),
+     (["-c", "import surojax.launch"], -signal.SIGTERM)],
+)  # fmt: skip
+def test_sigterm_while_python_imports_asks_to_start_again(tmp_path, words, code):
+    """The commands' end only: a program that imports them is left as it is."""
+    (tmp_path / "jax.py").write_text(IMPORTING)
+    path = os.pathsep.join([str(tmp_path), str(Path(surojax.__file__).parents[1]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, *words], env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60
+    )
+    assert done.returncode == code
+    assert (done.stderr == b"stopped by SIGTERM: start again to continue\n") == (code == STOPPED)
+
+
 def test_fewer_processes_divide_what_there_was():
     assert [launch.fewer(n) for n in (1, 2, 3, 4, 6, 8, 12)] == [1, 1, 1, 2, 3, 4, 6]
 
@@ -116,6 +252,8 @@ def test_with_fewer_processes_a_step_has_the_same_samples(tmp_path, capfd):
         (["-n", "0", "--", "x"], "-n: expected 1 to 1,024, got 0"),
         (["--elastic", "--", "x"], "--restarts: expected 1 or more with --elastic, got 0"),
         (["--devices-per-process", "0", "--", "x"], "--devices-per-process: expected at least 1, got 0"),
+        (["-n", str(10**9), "--", "x"], "-n: expected at most 1024, got 1000000000"),
+        (["--", "no-such-program"], "command: expected a program that is installed, got 'no-such-program'; correct it"),
     ],
 )
 def test_what_is_refused(options, message):

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from ipaddress import ip_address
 from pathlib import Path
 
 import jax
@@ -26,12 +28,13 @@ import pytest
 import small
 
 from surojax import ConfigError, read_metrics
+from surojax.cluster import watch
+from surojax.cluster.early import STOPPED
+from surojax.cluster.watch import Watch
 from surojax.data.batches import batches
 from surojax.data.cache import Corpus
 from surojax.data.samples import Windows
-from surojax.parallel import watch
 from surojax.parallel.feed import Feed
-from surojax.parallel.watch import STOPPED, Watch
 from surojax.run import nonfinite, on_disk, shared
 from surojax.run.stored import StoredMaster
 
@@ -96,6 +99,15 @@ class Run:
         return self.process.returncode, "".join(self.lines) + text
 
 
+def listening(run: Run) -> set[str]:
+    """The addresses on which the coordinator of a run, process 0, listens."""
+    (first,) = [p for p in psutil.Process(run.process.pid).children() if p.cmdline()[-1] == "0"]
+    words = first.cmdline()
+    port = int(words[words.index("--coordinator") + 1].rpartition(":")[2])
+    found = [c.laddr for c in first.net_connections() if c.status == psutil.CONN_LISTEN]
+    return {address.ip.removeprefix("::ffff:") for address in found if address.port == port}
+
+
 def training(config: Path, output_dir: Path, options: str, *more: str) -> Run:
     settings = ["--config", str(config), f"--config.output_dir={output_dir}", *more]
     return Run(options, ["-m", "surojax.train", *settings])
@@ -140,6 +152,9 @@ def test_four_processes_that_are_stopped_and_two_with_state_in_files_that_are_ki
     code, text = run.end()
     assert code == STOPPED and "surojax.launch: stopped: start again" in text, text
     (stopped,) = re.findall(r"stopped by SIGTERM after step (\d+) of 24", text)
+    (again,) = re.findall(r"resume: (.*)\n", text)
+    assert shlex.split(again) == ["python", *run.process.args[1:]]  # what starts all of them
+    assert "compilation cache: not used" in text
     of_four = StoredMaster(on_disk.find(folder))
     assert of_four.path.name == stopped
     name = "blocks.attention.wq"
@@ -151,6 +166,7 @@ def test_four_processes_that_are_stopped_and_two_with_state_in_files_that_are_ki
     run = training(config, folder, "-n 2 --devices-per-process 2 --restarts 1", *in_files)
     run.until(rf"continuing from {folder}/checkpoints/{stopped}\n")
     run.until(r"^\[0\] step 18/24")
+    assert listening(run) and all(ip_address(ip).is_loopback for ip in listening(run))
     run.send(0, signal.SIGKILL)
     assert "process 0 was the first to end (killed by SIGKILL)" in run.until("was the first to end")
     code, text = run.end()
@@ -242,6 +258,52 @@ def test_sigterm_to_one_process_while_all_connect_stops_all_after_the_first_step
     asked.write_text(STOPS_BEFORE + config.read_text())
     code, text = training(asked, folder, "-n 2 --devices-per-process 1", NO_EVALUATION).end()
     assert code == STOPPED and on_disk.find(folder).name == "1", text
+
+
+WAITS = """
+import argparse, os, time
+from surojax.cluster import hosts
+from surojax.cluster.watch import Watch, together
+
+parser = argparse.ArgumentParser()
+hosts.add_flags(parser)
+args = parser.parse_args()
+place = hosts.detect_flags(args, os.environ)
+names = hosts.connect(place, os.environ)
+with together(Watch(names, place.process_id, args.heartbeat)):
+    print("connected to", place.coordinator, flush=True)
+    time.sleep(8)
+"""
+STRANGER = """
+import sys
+from jax._src.lib import _jax
+client = _jax.get_distributed_runtime_client(sys.argv[1], 1, init_timeout=2)
+client.connect()
+"""
+CERTIFICATE = """
+openssl req -x509 -newkey rsa:2048 -nodes -days 2 -keyout ca.key -out ca.pem -subj /CN=runs
+openssl req -newkey rsa:2048 -nodes -keyout run.key -out run.csr -subj /CN=run
+openssl x509 -req -in run.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -out run.pem -extfile names
+"""
+
+
+@pytest.mark.full
+def test_certificates_keep_strangers_out_of_jaxs_coordinator(tmp_path, monkeypatch):
+    """A client that says it is process 1, which without them ends the run with SIGABRT, is refused."""
+    if shutil.which("openssl") is None:
+        pytest.skip("certificates need the command openssl")
+    (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1")
+    subprocess.run(["bash", "-ec", CERTIFICATE], cwd=tmp_path, check=True, capture_output=True)
+    stranger = [sys.executable, "-c", STRANGER]
+    alone = dict(os.environ)
+    for name, file in (("CERT", "run.pem"), ("KEY", "run.key"), ("CA", "ca.pem")):
+        monkeypatch.setenv(f"JAX_MTLS_{name}_FILE", str(tmp_path / file))
+    run = Run("-n 2 --devices-per-process 1", ["-c", WAITS])
+    address = run.until(r"^\[0\] connected to").split()[-1]
+    refused = subprocess.run([*stranger, address], env=alone, capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0
+    code, text = run.end()
+    assert code == 0, text
 
 
 FULL_DISK = """
@@ -543,7 +605,7 @@ def watched(monkeypatch, disturb) -> str:
 def test_the_watch_names_who_is_silent_or_failed(monkeypatch):
     silent = watched(monkeypatch, lambda c: c.values.update({"stopped/2": ""}))
     assert silent.startswith("surojax: error: process 2 (c) has not answered for 1.5 s: it hangs")
-    failed = watched(monkeypatch, lambda c: c.values.update({"surojax/failed/2": "no disk"}))
+    failed = watched(monkeypatch, lambda c: c.values.update({"surojax/failed/2": "1 no disk"}))
     assert failed == "surojax: error: process 2 (c) ended the run: no disk"
     gone = watched(monkeypatch, lambda c: setattr(c, "answers", False))
     assert gone.startswith("surojax: error: process 0 (a) has not answered")

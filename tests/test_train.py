@@ -24,6 +24,7 @@ from flax import nnx
 
 from surojax import CheckpointError, ConfigError, generate, read_metrics, train
 from surojax.assembly import architecture
+from surojax.cluster.early import STOPPED
 from surojax.config import flags
 from surojax.config.checks import restored_config
 from surojax.data.tokenizer import ByteTokenizer
@@ -31,7 +32,6 @@ from surojax.inference import prompts
 from surojax.inference.load import load
 from surojax.memory.lock import locked
 from surojax.models.llama import Llama
-from surojax.parallel.watch import STOPPED
 from surojax.planner import gpus, prediction
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from surojax.cluster.hosts import processes_here
 from surojax.errors import ConfigError
 from surojax.memory.layer_file import LOCK, MAKE_ROOM, PIECE, Store, gib
 from surojax.memory.lock import locked
-from surojax.parallel.hosts import processes_here
 
 SLOW_MIB_S = 500  # slower disks are reported as slow; SATA disks reach this, NVMe disks 1,000 and more
 UNUSABLE_S = 3600  # an update that takes longer than this is refused

@@ -10,11 +10,11 @@ import psutil
 
 from pallas_kernels import dispatch
 from surojax import assembly
+from surojax.cluster.hosts import processes_here
 from surojax.config.fields import Config, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import check_recipe
 from surojax.parallel.collectives import check_copy_engine
-from surojax.parallel.hosts import processes_here
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, own_device
 from surojax.placement.table import Mesh

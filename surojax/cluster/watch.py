@@ -25,10 +25,12 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed  # the client is not public; jax.experimental.multihost_utils takes it from there
 
+from surojax.cluster.early import STOPPED
+from surojax.errors import REFUSED, Refused
+
 FOLDER = "surojax/"
 PERIOD_S = 1.0
 END_MS = 24 * 3600 * 1000  # others may write an export for hours
-STOPPED = 75  # exit code of a run that was asked to stop: EX_TEMPFAIL of sysexits.h, "try again"
 # In the error of a collective, or of JAX's client, if another process is gone.
 OF_A_PEER = re.compile(r"\bgloo\b|\bnccl|connection (closed|reset)|CoordinationService", re.IGNORECASE)
 
@@ -62,7 +64,8 @@ class Watch:
                 return
             for key, text in said.items():
                 if key.startswith(f"{FOLDER}failed/") and int(key.rpartition("/")[2]) != self.process_id:
-                    self._leave(f"{self.name(int(key.rpartition('/')[2]))} ended the run: {text}")
+                    code, _, message = text.partition(" ")
+                    self._leave(f"{self.name(int(key.rpartition('/')[2]))} ended the run: {message}", int(code))
             for i in range(len(self.names)):
                 text = said.get(f"{FOLDER}alive/{i}", "")
                 if seen.get(i, ("", 0.0))[0] != text or i not in seen:
@@ -83,17 +86,17 @@ class Watch:
         """A process in words."""
         return f"process {i} ({self.names[i]})"
 
-    def _leave(self, text: str) -> None:
+    def _leave(self, text: str, code: int = 1) -> None:
         """Ends this process, wherever its main thread is."""
         if not self._ended.is_set():
             self._ended.set()
-            _exit(f"surojax: error: {text}")
+            _exit(f"surojax: error: {text}", code)
 
-    def fail(self, message: str) -> None:
-        """Tells the others why this process ends."""
+    def fail(self, message: str, code: int) -> None:
+        """Tells the others why this process ends, and with which exit code."""
         self._ended.set()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self.client.key_value_set(f"{FOLDER}failed/{self.process_id}", message)
+            self.client.key_value_set(f"{FOLDER}failed/{self.process_id}", f"{code} {message}")
             if self.process_id == 0:
                 time.sleep(2 * PERIOD_S)  # the message is gone with the coordinator
 
@@ -123,7 +126,8 @@ def together(watch: Watch | None) -> Iterator[None]:
             watch.finish()
             raise
         message = error.code if isinstance(error.code, str) else f"exit code {error.code}"
-        _leave_with(watch, message, error.code if isinstance(error.code, int) else 1)
+        code = error.code if isinstance(error.code, int) else 1
+        _leave_with(watch, message, REFUSED if isinstance(error, Refused) else code)
     except BaseException as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         if not OF_A_PEER.search(message):
@@ -136,19 +140,20 @@ def _leave_with(watch: Watch, message: str, code: int) -> None:
     if OF_A_PEER.search(message):
         time.sleep(3 * PERIOD_S)  # if the other process said why it ended, the watch says that and ends this one
         _exit(f"surojax: error: the connection to another process is lost ({message})", code)
-    watch.fail(message)
+    watch.fail(message, code)
     _exit(message, code)
 
 
-def leave(text: str) -> NoReturn:
-    """Exits with a line, at once if JAX has connected processes: Python's own end would wait for the others."""
+def leave(error: SystemExit) -> NoReturn:
+    """Raises an exit with a line, or exits at once if JAX has connected processes: Python would wait for the others."""
     if jax.distributed.is_initialized():
-        _exit(text)
-    sys.exit(text)
+        _exit(str(error), REFUSED if isinstance(error, Refused) else 1)
+    raise error
 
 
 def _exit(text: str, code: int = 1) -> None:
     """Prints a line and ends the process without Python's clean-up."""
-    print(text, file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # nobody may read it any more
+        print(text, file=sys.stderr, flush=True)
+        sys.stdout.flush()
     os._exit(code)

@@ -22,8 +22,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from surojax.cluster import rendezvous
+from surojax.cluster.rendezvous import ANY_RUN, Key
 from surojax.errors import ConfigError, need
-from surojax.parallel import rendezvous
 
 PORT = 8476  # of the coordinator, if nothing names another one
 HEARTBEAT_S = 30.0
@@ -54,6 +55,7 @@ class Variables(NamedTuple):
     port: tuple[str, ...] = ()
     local_id: tuple[str, ...] = ()
     local_processes: tuple[str, ...] = ()
+    run: tuple[str, ...] = ()  # those that are set tell its runs apart, and are the same in all processes of one
 
 
 LAUNCHERS = (
@@ -87,6 +89,7 @@ LAUNCHERS = (
         address=("SKYPILOT_NODE_IPS",),
         num_processes=("SKYPILOT_NUM_NODES",),
         process_id=("SKYPILOT_NODE_RANK",),
+        run=("SKYPILOT_TASK_ID",),
     ),
     Variables(
         "torchrun",
@@ -97,6 +100,7 @@ LAUNCHERS = (
         process_id=("RANK",),
         local_id=("LOCAL_RANK",),
         local_processes=("LOCAL_WORLD_SIZE",),
+        run=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     ),
     Variables(
         "Open MPI",
@@ -106,6 +110,7 @@ LAUNCHERS = (
         process_id=("OMPI_COMM_WORLD_RANK",),
         local_id=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_processes=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        run=("OMPI_MCA_orte_hnp_uri",),
     ),
     Variables(
         "Slurm",
@@ -114,8 +119,12 @@ LAUNCHERS = (
         num_processes=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         process_id=("SLURM_PROCID",),
         local_id=("SLURM_LOCALID",),
+        run=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     ),
 )
+MAX_PROCESSES = 100_000
+MAX_HEARTBEAT_S = 86_400.0
+SECRET_BYTES = 16  # at least
 FLAGS = "--coordinator HOST:PORT --num_processes N --process_id I"
 
 
@@ -146,6 +155,8 @@ def detect(
             return None
         found = _read(launcher, environment, coordinator, num_processes, process_id)
     need(found.num_processes >= 1, _where(found), "at least 1 process", found.num_processes, "correct it")
+    need(found.num_processes <= MAX_PROCESSES, _where(found), f"at most {MAX_PROCESSES:,}", found.num_processes,
+         "correct it")  # fmt: skip
     need(
         0 <= found.process_id < found.num_processes,
         _where(found),
@@ -170,19 +181,37 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds without a sign of life after which a process counts as hanging (default: %(default)s)",
     )
+    parser.add_argument("--secret_file", metavar="FILE", help="several processes: strangers cannot join without it")
+    parser.add_argument("--supervisor", type=int, metavar="FD", help=argparse.SUPPRESS)  # supervised.py
 
 
 def detect_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> Hosts | None:
     """`detect` with the options of `add_flags`. Raises ConfigError."""
-    need(
-        1 <= args.heartbeat <= 86400, "--heartbeat", "1 to 86,400 seconds", args.heartbeat, f"{HEARTBEAT_S:g} is usual"
-    )
+    expected = f"1 to {MAX_HEARTBEAT_S:g} seconds"
+    fits = 1 <= args.heartbeat <= MAX_HEARTBEAT_S
+    need(fits, "--heartbeat", expected, args.heartbeat, f"{HEARTBEAT_S:g} is usual")
     return detect(
         environment,
         coordinator=args.coordinator,
         num_processes=args.num_processes,
         process_id=args.process_id,
     )
+
+
+def key_of(hosts: Hosts, environment: Mapping[str, str], secret_file: str | None) -> Key:
+    """What the processes of a run have in common, by their launcher's variables and a file. Raises ConfigError."""
+    launcher = next((x for x in LAUNCHERS if x.launcher == hosts.source), None)
+    run = "/".join(environment[name] for name in (launcher.run if launcher else ()) if name in environment)[:256]
+    if secret_file is None:
+        return Key(run)
+    try:
+        with open(secret_file, "rb") as file:
+            secret = file.read(4096).strip()
+    except OSError as error:
+        raise ConfigError(f"--secret_file: expected a file to read, got: {error}; correct the path") from error
+    change = "make one: openssl rand -hex 32"
+    need(len(secret) >= SECRET_BYTES, "--secret_file", f"at least {SECRET_BYTES} bytes", len(secret), change)
+    return Key(run, secret)
 
 
 def _where(hosts: Hosts) -> str:
@@ -324,18 +353,31 @@ def connect(
     hosts: Hosts,
     environment: Mapping[str, str],
     *,
+    key: Key = ANY_RUN,
     heartbeat_s: float = HEARTBEAT_S,
     say: Callable[[str], None] = print,
     asked: Callable[[], bool] = rendezvous.never,
 ) -> list[str]:
     """Starts `jax.distributed`, checks the devices of all processes, and waits for all. Returns their host names.
 
+    key: what the processes have in common, which strangers do not know. Process 0 listens on the coordinator's address,
+    or on that of JAX's variable JAX_COORDINATOR_BIND_ADDRESS, if it is set.
+
     Call it before anything uses a device. Raises ConfigError within a minute if a process is missing, two have one id,
     their numbers differ, the coordinator cannot be reached, or the processes have different numbers of devices; and at
     once if this process is `asked` to stop before all are there. From then on it must not leave until this returns.
     """
     gpus = local_gpus(hosts, environment, gpus_of_machine())
-    names, coordinator = rendezvous.meet(hosts.coordinator, hosts.num_processes, hosts.process_id, MEET_S, asked)
+    bind = environment.get("JAX_COORDINATOR_BIND_ADDRESS")
+    names, coordinator, listens = rendezvous.meet(
+        hosts.coordinator,
+        hosts.num_processes,
+        hosts.process_id,
+        MEET_S,
+        asked,
+        key=key,
+        bind=bind.rpartition(":")[0].strip("[]") if bind else None,
+    )
     try:
         jax.distributed.initialize(
             coordinator,
@@ -343,11 +385,15 @@ def connect(
             hosts.process_id,
             local_device_ids=gpus,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=listens or None,
             initialization_timeout=START_S,
             heartbeat_timeout_seconds=round(heartbeat_s) + START_S,  # watch.py is earlier, and names who is missing
             shutdown_timeout_seconds=SHUTDOWN_S,
         )
-        counts = Counter(device.process_index for device in jax.devices())
+        devices = jax.devices()
+        if devices[0].platform == "cpu" and hosts.num_processes > 1:
+            _disable_compilation_cache(say)
+        counts = Counter(device.process_index for device in devices)
         if len(set(counts.values())) == 1:
             multihost_utils.sync_global_devices("surojax: all processes are here")
     except RuntimeError as error:
@@ -361,8 +407,20 @@ def connect(
     say(
         f"processes: {hosts.num_processes} on {machines} host{'s' * (machines > 1)} by {hosts.source}, "
         f"{per_process[0]} devices each, coordinator {coordinator}"
+        f"{', which listens on all addresses' if rendezvous.is_open(listens) else ''}"
     )
     return names
+
+
+def _disable_compilation_cache(say: Callable[[str], None]) -> None:
+    """Compiles in every process of a run on CPUs, whether or not there is a cache of compiled programs.
+
+    JAX's key of a program has the process's own topology there, and process 0 alone writes. So process 0 would run what
+    it loads and the others what they compile. The two may order collectives differently; gloo matches them by order.
+    """
+    if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_enable_compilation_cache", False)
+        say("compilation cache: not used, since several processes on CPUs would order their collectives differently")
 
 
 def processes_here() -> int:

@@ -1,0 +1,58 @@
+"""A process that `surojax.launch` started, and the socket to its supervisor.
+
+The supervisor sends one line: what the processes of the run have in common, and the command that starts them all. The
+process sends its heartbeat limit in seconds every second, so that the supervisor notices if processes hang, even if all
+do. A socket that closes means that the supervisor has gone: the process ends. (On Linux the kernel ends it
+already, see `group.BOUND`.)
+"""
+
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import threading
+
+from surojax.cluster.rendezvous import Key
+from surojax.errors import ConfigError
+
+PERIOD_S = 1.0
+MESSAGE_BYTES = 1 << 20
+WAIT_S = 10.0
+
+
+class Supervised:
+    """This process's end of the socket. key: of the run; command: what starts all processes of it."""
+
+    def __init__(self, descriptor: int, heartbeat_s: float):
+        """Reads what the supervisor says. Raises ConfigError if there is none."""
+        try:
+            self.socket = socket.socket(fileno=descriptor)
+            self.socket.settimeout(WAIT_S)
+            with self.socket.makefile("rb") as lines:
+                message = json.loads(lines.readline(MESSAGE_BYTES))
+            self.key = Key(message["run"], message["secret"].encode())
+            self.command = str(message["command"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"--supervisor: expected the socket that surojax.launch makes, got {descriptor}; leave it out"
+            ) from error
+        self.heartbeat_s = heartbeat_s
+        threading.Thread(target=self._beat, name="surojax_supervised", daemon=True).start()
+
+    def _beat(self) -> None:
+        """Says that this process lives, and ends it if the supervisor does not."""
+        self.socket.setblocking(False)
+        period = min(PERIOD_S, self.heartbeat_s / 5)
+        gone = False
+        while not gone:
+            try:
+                with contextlib.suppress(BlockingIOError):  # nobody reads: the supervisor is stopped, and may go on
+                    self.socket.send(f"{self.heartbeat_s!r}\n".encode())
+                gone = bool(select.select([self.socket], [], [], period)[0]) and not self.socket.recv(1)
+            except OSError:
+                gone = True
+        with contextlib.suppress(OSError):  # the output may go to the supervisor
+            print("surojax: error: surojax.launch has gone", file=sys.stderr, flush=True)
+        os._exit(1)
