@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import attention as kernel, dispatch
 from surojax.models import cudnn, ring_pairs
 from surojax.models.ring_attention import ring_attention
+from surojax.numerics.rounding import quotient
 from surojax.parallel import context
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "mosaic")
@@ -181,9 +182,15 @@ def by_xla(
         scores_BKRT = softcap * jnp.tanh(scores_BKRT / softcap)
     scores_BKGST = scores_BKRT.reshape(B, K, G, S, T)
     shown_BKGST = jnp.where(mask_B1ST[:, :, None], scores_BKGST, jnp.finfo(jnp.float32).min)
-    weights_BKRT = jax.nn.softmax(shown_BKGST, axis=-1).astype(v_BTKh.dtype).reshape(B, K, G * S, T)
+    weights_BKRT = softmax(shown_BKGST).astype(v_BTKh.dtype).reshape(B, K, G * S, T)
     y_BKRh = jnp.einsum("BKRT,BTKh->BKRh", weights_BKRT, v_BTKh)
     return y_BKRh.reshape(B, K, G, S, h).transpose(0, 3, 1, 2, 4).reshape(B, S, H, h)
+
+
+def softmax(x: jax.Array) -> jax.Array:
+    """Returns the softmax over the last axis."""
+    exps = jnp.exp(x - jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True)))
+    return quotient(exps, jnp.sum(exps, axis=-1, keepdims=True))
 
 
 def visible(start: jax.Array | int, queries: int, keys: int, window: int) -> jax.Array:

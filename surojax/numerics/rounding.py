@@ -9,13 +9,15 @@ read from programs and object code of XLA:CPU (jax 0.12). LLVM contracts in GPU 
 * In a x + b y one product is contracted. Which one depends on what else is in the kernel: a reduction fused into it, or
   a second result (with new moments and new weights in one kernel, the other product was contracted than with new
   moments alone).
+* Of two arrays x / y and g / y, where y is the same broadcast array, XLA multiplies one with 1 / y and divides the
+  other, whichever it finds first. A softmax and its gradient are such a pair.
 * x / a / y with a scalar a is rewritten by XLA to x / (a y) or to x (1 / a) / y, whichever rule matches first.
 
 XLA fuses a value from host memory or from a gather with other operations than a value in device memory. It also inlines
 a loop over one layer into the code around it. So:
 
 * a sum of two products is rewritten with one product (`mix`);
-* matrices are multiplied with the reciprocals of scalars;
+* matrices are multiplied with the reciprocals of scalars, and of sums along an axis (`quotient`);
 * values that other arithmetic uses get a barrier (`materialised`) if that costs nothing: scalars, vectors, and arrays
   that are written to memory anyway.
 """
@@ -35,3 +37,16 @@ def mix(decay: float, old: jax.Array, new: jax.Array) -> jax.Array:
     does instead.)
     """
     return decay * (old + (1 - decay) / decay * new) if decay else new
+
+
+@jax.custom_jvp
+def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x / y as x times 1 / y, in its derivatives too. y has the size 1 along an axis of x at least."""
+    return x * (1 / y)
+
+
+@quotient.defjvp
+def _quotient_jvp(primals, tangents):
+    x, y = primals
+    dx, dy = tangents
+    return quotient(x, y), dx * (1 / y) + -dy * x * (1 / (y * y))

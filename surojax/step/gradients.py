@@ -26,7 +26,7 @@ from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import REPLICATE, SHARDS, TOKENS
-from surojax.placement.param import OUTER, part_of
+from surojax.placement.param import OUTER, Kind, part_of
 from surojax.step.spec import Engine
 from surojax.step.weights import Layer, fetch
 
@@ -215,10 +215,13 @@ def sums_in_place(engine: Engine) -> bool:
     """Whether the products that make gradients also add them to the accumulators, which are whole and on the device.
 
     A product can write its result into a layer of a stack if nothing else reads the result (docs/performance.md). So
-    `finish` computes the sum of squares then, once a step.
+    `finish` computes the sum of squares then, once a step. Gradients of adapters are too small to gain by that, and so
+    is the loop over them in `finish`: XLA:CPU compiles a small loop to one function, whose sums LLVM vectorises in
+    another order than it does where accumulators are in host memory.
     """
     row = engine.table.grads
-    return not row.sharded and not row.home.streamed
+    matrices = any(p.kind is Kind.MATRIX for s in engine.model.segments for p in jax.tree.leaves(s.trained_params))
+    return matrices and not row.sharded and not row.home.streamed
 
 
 def replicated_stacks(engine: Engine) -> bool:
