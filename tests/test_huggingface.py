@@ -250,6 +250,8 @@ def test_what_is_not_said_is_that_of_the_class():
         {"rope_parameters": {"rope_theta": "x"}},
         {"model_type": "qwen3", "use_sliding_window": True, "layer_types": 5},
         {"model_type": "smollm3", "no_rope_layers": 5},
+        {"model_type": "qwen3", "use_sliding_window": "false"},
+        {"model_type": "mistral", "sliding_window": True},
         {"num_hidden_layers": "2"},
         {"hidden_size": [32]},
     ],

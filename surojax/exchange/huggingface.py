@@ -106,8 +106,8 @@ def _check_caps(config: dict[str, Any]) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(key) == 0:
             raise ConfigError(
-                f"model_path: config.json: {key}: expected more than 0, or null for none, got {config[key]!r}, by which "
-                "transformers divides; set it to null if the model was trained without it"
+                f"model_path: config.json: {key}: expected more than 0, or null for none, got {config[key]!r}, by "
+                "which transformers divides; set it to null if the model was trained without it"
             )
 
 
@@ -145,8 +145,8 @@ def _rope(family: str, given: dict[str, Any], *, windows: bool) -> dict[str, Any
             base, rope = _rope_by_layer_type(rope, base)
         elif given.get("rope_parameters"):
             raise ConfigError(
-                f"model_path: config.json: rope_parameters: expected full_attention and sliding_attention for {family}, "
-                f"got {', '.join(rope)}, which transformers does not read there; put them into full_attention"
+                f"model_path: config.json: rope_parameters: expected full_attention and sliding_attention for "
+                f"{family}, got {', '.join(rope)}, which transformers does not read there; put them into full_attention"
             )
         elif rope and "rope_type" not in rope:
             raise ConfigError(
@@ -252,6 +252,8 @@ def _window(family: str, given: dict[str, Any]) -> dict[str, int]:
     layers = given["num_hidden_layers"]
     types = given.get("layer_types")
     of_masks = types if family == "smollm3" else None  # its masks follow layer_types whatever else is said
+    if type(given.get("use_sliding_window", False)) is not bool or type(window) is bool:
+        raise TypeError("use_sliding_window and sliding_window: expected true or false, and a number")
     unused = family in ("qwen2", "qwen3", "smollm3") and not given.get("use_sliding_window", False)
     if unused and of_masks is None:
         window = None
