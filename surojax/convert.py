@@ -25,7 +25,7 @@ from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, 
 from surojax.exchange.huggingface import read_config
 from surojax.exchange.merge import Merged
 from surojax.exchange.small_files import CONFIG, GENERATION, TOKENIZER_FILES, Files
-from surojax.exchange.sources import SOURCE, is_model, kept_in, locate, open_weights, resolved
+from surojax.exchange.sources import SOURCE, described, is_model, kept_in, locate, open_weights, resolved
 from surojax.exchange.stored import CheckpointTensors
 from surojax.exchange.weights import Tensors, describe
 from surojax.inference import parity
@@ -89,7 +89,7 @@ def merge(
 
 
 def open_model(source: str | Path, tokenizer: str = "") -> Opened:
-    """Opens what `convert` takes; reads settings and small files, no tensor."""
+    """Opens what `convert` takes; reads settings and small files, and tensors only to compare a tied head."""
     found = None if is_model(source) else on_disk.find(source)
     if found is not None:
         return _open_checkpoint(found, tokenizer)
@@ -140,7 +140,7 @@ def folder_files(c: Config) -> tuple[dict[str, Any], Files]:
             tokens = {key: said[key] for key in ("bos_token_id", "eos_token_id")}
             generation = {GENERATION: encoded({key: id_ for key, id_ in tokens.items() if id_ is not None})}
             return config_json.made(fields, said["max_position_embeddings"], tokens), files | generation
-        found = read_config(source)
+        found = described(c, read_config(source))
         if config_json.agrees(found, fields):
             return found, files | small_files.read(source, (GENERATION,))
     tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}

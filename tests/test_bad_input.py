@@ -67,10 +67,10 @@ def field_cases() -> list[tuple[str, str]]:
     recompute_block=maybe       | --config.recompute_block: expected true or false, got 'maybe'
     shard_weights=2             | --config.shard_weights: expected true or false or unset, got '2'
     recompute_block=unset       | --config.recompute_block: expected true or false, got 'unset'
-    learning_rate=nan           | learning_rate: expected a finite number, got nan
-    learning_rate=inf           | learning_rate: expected a finite number, got inf
-    learning_rate=0             | learning_rate: expected more than 0, got 0.0
-    learning_rate=-1e-4         | learning_rate: expected more than 0, got -0.0001
+    learning_rate=nan           | learning_rate: expected a finite number in float32, got nan
+    learning_rate=inf           | learning_rate: expected a finite number in float32, got inf
+    learning_rate=0             | learning_rate: expected more than 0 in float32, got 0.0
+    learning_rate=-1e-4         | learning_rate: expected more than 0 in float32, got -0.0001
     weight_decay=-0.1           | weight_decay: expected 0 or more, got -0.1; --help says what 0 means
     max_grad_norm=-1            | max_grad_norm: expected 0 or more
     sample_temperature=-1       | sample_temperature: expected 0 or more
@@ -101,8 +101,11 @@ def field_cases() -> list[tuple[str, str]]:
     warmup_steps=30             | warmup_ratio: expected 0 beside warmup_steps=30, got 0.05; set only one
     warmup_ratio=0 warmup_steps=601 | warmup_steps + cooldown_steps: expected at most max_steps=600, got 601
     warmup_ratio=0 warmup_steps=30 max_steps=20 | warmup_steps + cooldown_steps: expected at most max_steps=20, got 30
-    adamw_beta2=1               | adamw_beta2: expected 0 or more and below 1, got 1.0
+    adamw_beta2=1               | adamw_beta2: expected 0 or more and below 1 in float32, got 1.0
     adamw_epsilon=0             | adamw_epsilon: expected more than 0
+    adamw_beta2=0.99999999      | adamw_beta2: expected 0 or more and below 1 in float32, got 0.99999999
+    adamw_epsilon=1e-39         | adamw_epsilon: expected more than 0 in float32, got 1e-39
+    learning_rate=1e39          | learning_rate: expected a finite number in float32, got 1e+39
     final_lr_fraction=10        | final_lr_fraction: expected a fraction from 0 to 1
     cooldown_steps=10           | cooldown_steps: expected 0 with lr_scheduler_type='cosine', which does not use it
     lr_scheduler_type=wsd       | cooldown_steps: expected 1 or more with lr_scheduler_type='wsd'
@@ -114,7 +117,7 @@ def field_cases() -> list[tuple[str, str]]:
     optimizer=adam8bit          | one of adamw, adamw8bit, normuon, got 'adam8bit'; did you mean 'adamw8bit'?
     muon_momentum=0.9           | muon_momentum: expected 0.95 with optimizer='adamw', which does not use it, got 0.9
     optimizer=normuon muon_ns_steps=0 | muon_ns_steps: expected 1 to 10, got 0; 5 is usual
-    optimizer=normuon muon_beta2=1.0 | muon_beta2: expected 0 or more and below 1, got 1.0
+    optimizer=normuon muon_beta2=1.0 | muon_beta2: expected 0 or more and below 1 in float32, got 1.0
     recipe=fp8                  | recipe: expected one of bf16, fp8_hybrid, fp8_current, mxfp8, nvfp4, got 'fp8'
     fp8_margin=1                | fp8_margin: expected 0 with recipe='bf16', which does not use it, got 1
     recipe=fp8_current fp8_amax_history=4 | fp8_amax_history: expected 16 with recipe='fp8_current', which does not use

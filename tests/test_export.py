@@ -29,6 +29,7 @@ from surojax.exchange import config_json, export as exporting, sources
 from surojax.exchange.huggingface import settings
 from surojax.exchange.weights import INDEX, SINGLE, Weights, readers
 from surojax.inference import parity
+from surojax.inference.load import load
 from surojax.placement.mesh import make_mesh
 
 
@@ -101,6 +102,64 @@ def test_a_tied_head_is_written_once(tmp_path):
     twice["lm_head.weight"] = twice["model.embed_tokens.weight"]
     out = convert.convert(write(tmp_path / "in", "llama3_rope", tensors=twice), tmp_path / "out")
     assert "lm_head.weight" not in tensors_in(out)
+
+
+def two_heads() -> dict[str, np.ndarray]:
+    """The tensors of a model that says its head is tied, with a head that is another matrix."""
+    return stored("llama3_rope") | {"lm_head.weight": 2 * stored("llama3_rope")["model.embed_tokens.weight"][::-1]}
+
+
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
+    """transformers computes it as it is, and warns: neither by a run nor by a command is it dropped."""
+    folder = write(tmp_path / "in", "llama3_rope", tensors=two_heads())
+    message = (
+        r"^model_path: .*: expected lm_head\.weight equal to model\.embed_tokens\.weight, .*; set untied_head=True"
+    )
+    with pytest.raises(ConfigError, match=message):
+        convert.convert(folder, tmp_path / "out")
+    save_tokenizer(folder / "tokenizer.json")
+    with pytest.raises(ConfigError, match=message):
+        load(folder)
+    with pytest.raises(ConfigError, match=message):
+        train(run_config(tmp_path, folder))
+    assert not (tmp_path / "out").exists() and not (tmp_path / "run").exists()
+
+
+def test_a_model_without_a_head_names_the_key_that_ties_it(tmp_path):
+    folder = write(tmp_path / "in", "llama3_rope", tie_word_embeddings="absent")
+    with pytest.raises(ConfigError, match=r"expected lm_head\.weight .*; set tie_word_embeddings to true there"):
+        convert.open_model(folder)
+
+
+@pytest.mark.parametrize(
+    "case, changes, message",
+    [
+        ("llama", {"untied_head": True}, "expected false for a model whose head is not tied, got True; leave it out"),
+        ("", {"untied_head": True}, "expected false without a model_path, got True; leave it out"),
+    ],
+)
+def test_a_head_that_is_not_tied_cannot_be_untied(tmp_path, case, changes, message):
+    with pytest.raises(ConfigError, match=f"^untied_head: {message}$"):
+        config(write(tmp_path / "in", case) if case else "", **changes)
+
+
+@pytest.mark.full
+def test_a_tied_head_is_trained_apart_if_it_is_asked_for(tmp_path):
+    """From the file to the export: the run, its checkpoint as it goes on, and a config.json that says so."""
+    folder = write(tmp_path / "in", "llama3_rope", tensors=two_heads(), max_position_embeddings=77)
+    save_tokenizer(folder / "tokenizer.json")
+    c = run_config(tmp_path, folder, untied_head=True, max_steps=1, learning_rate=1e-30, weight_decay=0.0)
+    first = train(c).state.master
+    np.testing.assert_array_equal(first["outer"]["head"], two_heads()["lm_head.weight"])
+    c.max_steps = 2
+    master = train(c).state.master  # goes on
+    out = convert.convert(tmp_path / "run", tmp_path / "out", dtype="float32")
+    chex.assert_trees_all_equal(tensors_in(out), two_heads())
+    said = json.loads((out / "config.json").read_text())
+    assert (said["tie_word_embeddings"], said["max_position_embeddings"], said["model_type"]) == (False, 77, "llama")
+    assert not config(out).model.tie_word_embeddings
+    trained = load(tmp_path / "run")
+    chex.assert_trees_all_equal(jax.device_get(trained.weights), jax.device_get(master))
 
 
 @pytest.mark.parametrize("case", CASES)

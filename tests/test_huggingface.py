@@ -163,6 +163,83 @@ def test_what_is_not_computed_is_refused(tmp_path, changes, message):
         config(folder)
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"model_type": "ministral3", "sliding_window": 7, "layer_types": [SLIDING, FULL]}, r"layer_types: .*every"),
+        (
+            {"model_type": "ministral3", "sliding_window": 7, "layer_types": [FULL] * 2},
+            r"layer_types: .*not read for m",
+        ),
+        ({"model_type": "gemma2", "sliding_window_pattern": 3}, r"sliding_window_pattern: expected 2, got 3, which"),
+        ({"model_type": "gemma2", "sliding_window_pattern": None}, r"sliding_window_pattern: expected 2, got None"),
+        (
+            {"model_type": "gemma3_text", "sliding_window_pattern": 0},
+            r"sliding_window_pattern: expected 1 or more, got 0",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": LINEAR},
+            r"rope_parameters: expected full_attention and slid",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 4.0}},
+            r"rope_scaling: expected rope_type, got type, factor, which transformers does not read",
+        ),
+        ({"model_type": "gemma2", "final_logit_softcapping": 0}, r"final_logit_softcapping: expected more than 0, or"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 0.0}, r"final_logit_softcapping: expected more than"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0.0}, r"attn_logit_softcapping: .*; set it to null if"),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            r"sliding_window: expected more than 0, or null for none, got",
+        ),
+        ({"model_type": "llama", "layer_types": [SLIDING] * 2}, r"sliding_window: expected a number, .*got no such"),
+        ({"model_type": "llama", "layer_types": ["chunked_attention"] * 2}, r"layer_types: .*got 'chunked_attention'"),
+        ({"model_type": "mistral", "layer_types": [SLIDING] * 3}, r"layer_types: .*num_hidden_layers=2, got 3; fetch"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": [FULL]},
+            r"layer_types: expected one for each of num_hidden_layers=2, got 1; fetch it again",
+        ),
+        (
+            {"model_type": "qwen2", "sliding_window": 7, "use_sliding_window": False, "layer_types": [FULL, SLIDING]},
+            r"sliding_window: expected a number, since layer_types has sliding_attention, got use_sliding_window false",
+        ),
+        (
+            {"model_type": "llama", "rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 100.0}},
+            r"rope_theta: expected the same with rope_scaling as in rope_parameters, got 10000\.0 and 100\.0",
+        ),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.0}},
+            r"attention_factor: expected more than 0, or null, .*got 0\.0; remove it",
+        ),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral", "layer_types": [FULL] * 2}},
+            r"text_config: layer_types: expected sliding_attention in every layer, .*not read for mistral3",
+        ),
+    ],
+)
+def test_what_transformers_computes_otherwise_is_refused(tmp_path, config, message):
+    """As 5.23 computes it: other logits, or an error where these would be computed."""
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 64}
+    text = config.get("text_config")
+    said = config | {"text_config": sizes | text} if text else sizes | config
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ConfigError, match=rf"^model_path: config\.json: {message}"):
+        settings(read_config(tmp_path))
+
+
+def test_what_is_not_said_is_that_of_the_class():
+    """`rope_parameters` null are those of the class; a base in both spellings is one."""
+    yarn = settings({"model_type": "ministral3", "rope_parameters": None})
+    assert (yarn["rope_scaling"], yarn["rope_theta"]) == ("yarn", 1e6)
+    both = {"rope_scaling": LINEAR, "rope_theta": 100.0, "rope_parameters": LINEAR | {"rope_theta": 100.0}}
+    assert settings({"model_type": "llama"} | both)["rope_theta"] == 100.0
+    assert settings({"model_type": "gemma2", "final_logit_softcapping": None})["final_logit_softcapping"] == 0
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -173,6 +250,8 @@ def test_what_is_not_computed_is_refused(tmp_path, changes, message):
         {"rope_parameters": {"rope_theta": "x"}},
         {"model_type": "qwen3", "use_sliding_window": True, "layer_types": 5},
         {"model_type": "smollm3", "no_rope_layers": 5},
+        {"model_type": "qwen3", "use_sliding_window": "false"},
+        {"model_type": "mistral", "sliding_window": True},
         {"num_hidden_layers": "2"},
         {"hidden_size": [32]},
     ],

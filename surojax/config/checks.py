@@ -5,11 +5,12 @@ depend on the devices are elsewhere: `placement.place`, `check_fit.check_fit`.
 """
 
 import difflib
-import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from surojax.config.adapters import check_adapters
 from surojax.config.architecture import check_fp8_blocks, check_model
@@ -74,8 +75,8 @@ RULES = (
     Rule(
         "learning_rate adamw_epsilon model.rms_norm_eps model.rope_theta model.initializer_range "
         "model.rope_beta_slow model.rope_partial_rotary_factor lora_alpha lora_plus_ratio",
-        lambda v: v > 0,
-        "more than 0",
+        lambda v: np.float32(v) >= np.finfo(np.float32).tiny,  # devices take smaller ones for 0
+        "more than 0 in float32",
         "--help shows the default",
     ),
     Rule(
@@ -86,8 +87,8 @@ RULES = (
     ),
     Rule(
         "adamw_beta1 adamw_beta2 muon_momentum muon_beta2 lora_dropout",
-        lambda v: 0 <= v < 1,
-        "0 or more and below 1",
+        lambda v: 0 <= np.float32(v) < 1,
+        "0 or more and below 1 in float32",
         "--help shows the default",
     ),
     # e4m3 has 17 binades, so with a large margin most numbers would be rounded to zero.
@@ -210,7 +211,8 @@ def _check_types(c: Config) -> None:
             for i, entry in enumerate(value):
                 _need(isinstance(entry, dict), f"{name}[{i}]", "a dict", entry, "write dict(path=...)")
         elif kind is float:
-            _need(math.isfinite(value), name, "a finite number", value, "--help shows the default")
+            is_finite = abs(value) <= float(np.finfo(np.float32).max)  # what devices compute with
+            _need(is_finite, name, "a finite number in float32", value, "--help shows the default")
         else:
             _need(value < 2**31, name, "less than 2^31", value, "lower it")
 

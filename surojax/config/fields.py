@@ -59,6 +59,7 @@ def default_config() -> Config:
     # Model
     c.model_path = ""  # model to start from: Hugging Face folder or name, .gguf file; sets the model fields; "" = none
     c.from_scratch = False  # model_path: take the model's sizes only, and draw new weights
+    c.untied_head = False  # model_path: train the head that its files have apart, though config.json ties it
     c.model = ml_collections.ConfigDict()
     c.model.model_type = "llama"  # family: llama (with Mistral, Qwen, SmolLM3 and Gemma, by the fields below)
     c.model.vocab_size = 32000  # rows of the embedding; at least the tokenizer's vocabulary

@@ -29,6 +29,7 @@ from surojax.exchange import adapter_config, parts, shards
 from surojax.exchange.adapter_config import CONFIG, modules
 from surojax.exchange.export import encoded
 from surojax.exchange.families import NAMES
+from surojax.exchange.finite import is_finite
 from surojax.exchange.weights import shapes
 from surojax.models.lora import Lora, adapters as declared
 from surojax.models.model import Model, Segment
@@ -122,7 +123,7 @@ def _by_name(adapter: Adapter, model: Model) -> dict[str, np.ndarray]:
 def read(folder: str | Path, model: Model) -> Adapter:
     """Reads an adapter of this model, its arrays in float32.
 
-    Raises ConfigError if it is of another model, adapts what is not adapted here, or is damaged.
+    Raises ConfigError if it is of another model, adapts what is not adapted here, is damaged, or is not finite.
     """
     path = expanded(folder)
     lora = adapter_config.read(path, model)
@@ -132,12 +133,20 @@ def read(folder: str | Path, model: Model) -> Adapter:
         stored_as = {_alone(name): name for name in file.entries}
         _check_tensors(path, {name: file.entries[stored].shape for name, stored in stored_as.items()}, lora, model)
 
+        def tensor(name: str) -> np.ndarray:
+            found = file.read(stored_as[name]).astype(np.float32)
+            if not is_finite(found):
+                raise ConfigError(
+                    f"adapter: {path / TENSORS}: expected finite numbers, got NaN or infinity in {stored_as[name]}; "
+                    "give another adapter"
+                )
+            return found
+
         def stack(target: str, suffix: str) -> np.ndarray:
-            arrays = (file.read(stored_as[PREFIX + module + suffix]) for module in modules(model)[target])
-            return np.stack([array.astype(np.float32) for array in arrays])
+            return np.stack([tensor(PREFIX + module + suffix) for module in modules(model)[target]])
 
         matrices = {target: {name: stack(target, SUFFIXES[name]) for name in which} for target in lora.targets}
-        saved = {name: file.read(stored_as[PREFIX + NAMES[name]]).astype(np.float32) for name in lora.saved}
+        saved = {name: tensor(PREFIX + NAMES[name]) for name in lora.saved}
     except ConfigError:
         raise
     except (OSError, ValueError) as error:

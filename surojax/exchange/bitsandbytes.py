@@ -69,7 +69,11 @@ def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Sto
             f"model_path: {name}: expected a matrix with rows of a multiple of {nf4.BLOCK} numbers, got "
             f"{state['dtype']} of {state['shape']}; fetch the model before it was quantised"
         )
-    return Stored(tuple(state["shape"]), state["dtype"], state["nested_offset"])
+    if not math.isfinite(offset := float(state["nested_offset"])):
+        raise ConfigError(
+            f"model_path: {name + STATE}: expected a finite nested_offset, got {offset}; quantise it again"
+        )
+    return Stored(tuple(state["shape"]), state["dtype"], offset)
 
 
 def quantised(name: str, of: Stored, read: Callable[[str], np.ndarray], parts: int = 1) -> nf4.Nf4:

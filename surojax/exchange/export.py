@@ -17,6 +17,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange import shards, small_files
+from surojax.exchange.finite import is_finite
 from surojax.exchange.small_files import Files
 from surojax.exchange.weights import INDEX, SINGLE, Tensors, shapes
 from surojax.models.model import Model
@@ -160,7 +161,7 @@ def _cast(tensors: Tensors, names: list[str], dtype: str) -> Iterator[np.ndarray
         if tensor.dtype != DTYPES[dtype]:
             with np.errstate(over="ignore"):  # reported below
                 tensor = tensor.astype(DTYPES[dtype])
-        if not np.isfinite(tensor).all():
+        if not is_finite(tensor):
             raise ConfigError(
                 f"--dtype: expected numbers within {dtype}, got larger ones in {name}, or NaN; "
                 + ("use float32" if dtype != "float32" else "train again: what is exported is not finite")

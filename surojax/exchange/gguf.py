@@ -20,6 +20,7 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.exchange.families import NAMES
 from surojax.sizes import check_largest
+from surojax.exchange.finite import is_finite
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PERMUTED = ("llama",)
@@ -210,14 +211,19 @@ def _llama3(contents: Contents, theta: float, head_dim: int) -> dict[str, Any]:
 
 
 def _read(contents: Contents, name: str) -> np.ndarray:
-    """A tensor as the file has it, float32. Raises ConfigError."""
+    """A tensor as the file has it, float32. Raises ConfigError if it cannot be read, or a number is not finite."""
     stored = contents.tensors[name]
     try:
         with contents.path.open("rb") as file:
             raw = np.fromfile(file, np.uint8, stored.bytes, offset=stored.offset)
-        return gguf.quants.dequantize(raw.reshape(*stored.shape[:-1], -1), stored.kind).reshape(stored.shape)
+        found = gguf.quants.dequantize(raw.reshape(*stored.shape[:-1], -1), stored.kind).reshape(stored.shape)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model_path: cannot read {name} in {contents.path} ({error}); {AGAIN}") from error
+    if not is_finite(found):
+        raise ConfigError(
+            f"model_path: {contents.path}: expected finite numbers, got NaN or infinity in {name}; {AGAIN}"
+        )
+    return found
 
 
 def unpermuted(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -86,21 +86,51 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
                 f"computed for {family}"
             )
     block_size(config)
+    _check_caps(config)
     given = DEFAULTS[family] | config
     check_largest(given, "model_path: config.json: ")
     for key in ("tie_word_embeddings", "use_sliding_window"):
         if not isinstance(given.get(key, False), bool | None):
             raise ConfigError(f"model_path: config.json: {key}: expected true or false, got {shown(given[key])}")
+    if config.get("rope_parameters") is None:
+        given["rope_parameters"] = DEFAULTS[family].get("rope_parameters")
     if scaling := config.get("rope_scaling"):
         parameters = config.get("rope_parameters")
-        if parameters and _of_scaling(parameters) != _of_scaling(scaling):
-            raise ConfigError("model_path: config.json: expected rope_scaling or rope_parameters, got both")
+        if parameters:
+            _check_both_ropes(parameters, scaling, given["rope_theta"])
         given["rope_parameters"] = parameters  # and not those of the class
     found = {name: 0 if given[name] is None else given[name] for name in SIZES if name in given}
     found["num_key_value_heads"] = given["num_key_value_heads"] or given["num_attention_heads"]
     found |= _window(family, given)
     found |= _rope(family, given, windows=found["sliding_window"] > 0)
     return found | _layers_without_rope(given) | IMPLIED.get(family, {}) | {"model_type": "llama"}
+
+
+def _check_caps(config: dict[str, Any]) -> None:
+    """Raises ConfigError for a cap of 0, by which transformers divides."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key) == 0:
+            raise ConfigError(
+                f"model_path: config.json: {key}: expected more than 0, or null for none, got {config[key]!r}, by "
+                "which transformers divides; set it to null if the model was trained without it"
+            )
+
+
+def _check_both_ropes(parameters: dict[str, Any], scaling: dict[str, Any], theta: float) -> None:
+    """Raises ConfigError unless `rope_parameters` and `rope_scaling` of one config.json say the same.
+
+    theta: the base beside them, which transformers takes with `rope_scaling` that has none, whatever else
+    `rope_parameters` says; those of each layer type keep their own.
+    """
+    if _of_scaling(parameters) != _of_scaling(scaling):
+        raise ConfigError("model_path: config.json: expected rope_scaling or rope_parameters, got both")
+    used = scaling.get("rope_theta", theta)
+    said = parameters.get("rope_theta", used)
+    if said != used:
+        raise ConfigError(
+            f"model_path: config.json: rope_theta: expected the same with rope_scaling as in rope_parameters, got "
+            f"{used!r} and {said!r}; remove rope_scaling if the latter is right"
+        )
 
 
 def _of_scaling(rope: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +148,16 @@ def _rope(family: str, given: dict[str, Any], *, windows: bool) -> dict[str, Any
         base = given["rope_local_base_freq"]
         if rope.keys() & {"full_attention", "sliding_attention"}:
             base, rope = _rope_by_layer_type(rope, base)
+        elif given.get("rope_parameters"):
+            raise ConfigError(
+                f"model_path: config.json: rope_parameters: expected full_attention and sliding_attention for "
+                f"{family}, got {', '.join(rope)}, which transformers does not read there; put them into full_attention"
+            )
+        elif rope and "rope_type" not in rope:
+            raise ConfigError(
+                f"model_path: config.json: rope_scaling: expected rope_type, got {', '.join(rope)}, which transformers "
+                f"does not read for {family}; name it rope_type"
+            )
         found["rope_local_base_freq"] = float(base) if windows else 0.0
     found["rope_theta"] = float(rope.pop("rope_theta", given["rope_theta"]))
     kind = rope.pop("rope_type", rope.pop("type", "default"))
@@ -172,6 +212,11 @@ def _yarn(rope: dict[str, Any], longest: int | None) -> dict[str, Any]:
     numerator = found.pop("mscale", None)
     denominator = found.pop("mscale_all_dim", None)
     magnitude = found.get("attention_factor")
+    if magnitude == 0:
+        raise ConfigError(
+            "model_path: config.json: attention_factor: expected more than 0, or null, which follows from the factor, "
+            f"got {magnitude!r}; remove it"
+        )
     if magnitude is None and numerator and denominator and found.get("factor"):
         stretch = 0.1 * math.log(max(found["factor"], 1))
         magnitude = (numerator * stretch + 1) / (denominator * stretch + 1)
@@ -212,20 +257,32 @@ def _window(family: str, given: dict[str, Any]) -> dict[str, int]:
     layers = given["num_hidden_layers"]
     types = given.get("layer_types")
     of_masks = types if family == "smollm3" else None  # its masks follow layer_types whatever else is said
+    if type(given.get("use_sliding_window", False)) is not bool or type(window) is bool:
+        raise TypeError("use_sliding_window and sliding_window: expected true or false, and a number")
     unused = family in ("qwen2", "qwen3", "smollm3") and not given.get("use_sliding_window", False)
     if unused and of_masks is None:
         window = None
-    if of_masks is not None and not window and "sliding_attention" in of_masks:
+    if window == 0:
         raise ConfigError(
-            f"model_path: config.json: sliding_window: expected a number, since layer_types has sliding_attention, got "
-            f"{window!r}; fetch it again"
+            "model_path: config.json: sliding_window: expected more than 0, or null for none, got 0, with which "
+            "transformers attends to nothing; set it to null if the model was trained without it"
         )
+    if types is not None:
+        _check_layer_types(family, types, layers, window, unused=unused)
     if types is None and window and family in ("qwen2", "qwen3"):
         first = given.get("max_window_layers", 28)
         types = ["full_attention"] * max(0, min(first, layers)) + ["sliding_attention"] * (layers - max(0, first))
     if types is None and family == "smollm3":
         types = ["sliding_attention" if without else "full_attention" for without in _is_without_rope(given)]
-    if types is None and (n := given.get("sliding_window_pattern")):
+    if types is None and "sliding_window_pattern" in given:
+        n = given["sliding_window_pattern"]
+        # transformers has 2 for Gemma 2, whatever its config.json says.
+        if not n or (family == "gemma2" and n != 2):
+            expected = 2 if family == "gemma2" else "1 or more"
+            raise ConfigError(
+                f"model_path: config.json: sliding_window_pattern: expected {expected}, got {n!r}, which transformers "
+                f"does not compute for {family}; say layer_types in its place"
+            )
         types = ["sliding_attention" if (l + 1) % n else "full_attention" for l in range(layers)]
     if not window or (types and all(kind == "full_attention" for kind in types)):
         return {"sliding_window": 0, "sliding_window_pattern": 0}
@@ -237,6 +294,34 @@ def _window(family: str, given: dict[str, Any]) -> dict[str, int]:
         "model_path: config.json: layer_types: expected every n-th layer with full_attention and the others with "
         f"sliding_attention, got {types}"
     )
+
+
+def _check_layer_types(family: str, types: list[str], layers: int, window: int | None, *, unused: bool) -> None:
+    """Raises ConfigError for `layer_types` that transformers refuses, or does not read.
+
+    window: of the layers with sliding attention; None: there is none. unused: use_sliding_window is false.
+    """
+    if len(types) != layers:
+        raise ConfigError(
+            f"model_path: config.json: layer_types: expected one for each of num_hidden_layers={layers}, got "
+            f"{len(types)}; fetch it again"
+        )
+    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise ConfigError(
+            f"model_path: config.json: layer_types: expected full_attention and sliding_attention, got {unknown[0]!r}; "
+            f"nothing else is computed for {family}"
+        )
+    if not window and "sliding_attention" in types:
+        why = "use_sliding_window false" if unused else "no such number"
+        raise ConfigError(
+            f"model_path: config.json: sliding_window: expected a number, since layer_types has sliding_attention, got "
+            f"{why}; fetch it again"
+        )
+    if family == "ministral3" and window and "full_attention" in types:
+        raise ConfigError(
+            "model_path: config.json: layer_types: expected sliding_attention in every layer, got full_attention, "
+            "which transformers does not read for ministral3; remove it if every layer has the window"
+        )
 
 
 def block_size(config: dict[str, Any]) -> tuple[int, int] | None:

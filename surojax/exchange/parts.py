@@ -59,6 +59,12 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
             f"{text['final_logit_softcapping']!r}, which transformers does not compute for {family}; remove it if the "
             "model was trained without it"
         )
+    types = text.get("layer_types")
+    if of_text == "mistral" and types and text.get("sliding_window", 4096) and "full_attention" in types:
+        raise ConfigError(
+            "model_path: config.json: text_config: layer_types: expected sliding_attention in every layer, got "
+            f"full_attention, which transformers does not read for {family}; remove it if every layer has the window"
+        )
     found = {key: value for key, value in text.items() if key not in ("architectures", "transformers_version")}
     found |= {key: config[key] for key in OF_BOTH if config.get(key) is not None}
     if config.get("tie_word_embeddings") is False:

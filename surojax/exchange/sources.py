@@ -58,6 +58,11 @@ def config_of(path: Path) -> dict[str, Any]:
     return gguf.config(gguf.open_file(path)) if gguf.is_gguf(path) else read_config(path)
 
 
+def described(c: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a run's model, from that of its source: without the tie that `untied_head` takes away."""
+    return config | {"tie_word_embeddings": False} if c.untied_head else config
+
+
 def has_parts(c: Any) -> bool:
     """True if the base of a run is the language model of one of several parts; see parts.py."""
     if not c.model_path:
@@ -81,13 +86,18 @@ def resolved(c: Any) -> Any:
     if not c.model_path:
         if c.from_scratch:
             raise ConfigError("from_scratch: expected false without a model_path, got True; leave it out")
+        if c.untied_head:
+            raise ConfigError("untied_head: expected false without a model_path, got True; leave it out")
         return c
     gone = not expanded(c.model_path).exists()
     kept = gone and keeps(c.output_dir, c.model_path)
     path = kept_in(c.output_dir) if kept else locate(c.model_path, weights=False)
     found = copy.deepcopy(c)
     defaults = default_config().model.to_dict()
-    fields = defaults | settings(config_of(path))
+    config = config_of(path)
+    if c.untied_head and not kept and not settings(config)["tie_word_embeddings"]:  # what a run keeps says so already
+        raise ConfigError("untied_head: expected false for a model whose head is not tied, got True; leave it out")
+    fields = defaults | settings(described(c, config))
     for name, value in fields.items():
         if c.model[name] not in (value, defaults[name]):
             raise ConfigError(

@@ -16,6 +16,7 @@ import numpy as np
 from surojax.errors import ConfigError, shown
 from surojax.exchange import bitsandbytes, parts
 from surojax.exchange.families import NAMES, tensor_names
+from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import block_size, read_config, read_whole_config
 from surojax.exchange.shards import Shard
 from surojax.models.model import Model, Segment
@@ -46,7 +47,7 @@ class Tensors(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, in any float dtype. Raises ConfigError or CheckpointError if it cannot be read."""
+        """A tensor in any float dtype. Raises ConfigError or CheckpointError if it cannot be read, or is not finite."""
         ...
 
 
@@ -58,7 +59,7 @@ class Weights:
     Of a model of several parts they are those of its language model, and `left_aside` has the names of the others.
 
     Raises ConfigError if a file of the index is missing or damaged, if a tensor or its scales are not there, and if a
-    tensor is stored as integers.
+    tensor is stored as integers. Reading a tensor raises it if one of its numbers or scales is NaN or infinite.
     """
 
     def __init__(self, folder: str | Path):
@@ -71,6 +72,7 @@ class Weights:
         self._shard_of: dict[str, Shard] = {}
         in_nf4 = bitsandbytes.matrices(set(self._stored_as))
         self._beside = bitsandbytes.parts_of(in_nf4)
+        self._bytes = {name + part for name in in_nf4 for part in ("", bitsandbytes.STATE)}  # in any dtype
         in_nf4 |= self._beside
         for tensor, name in self._stored_as.items():
             file = files[name]
@@ -171,14 +173,25 @@ class Weights:
         if name not in self._in_float8:
             return self._read(name)
         scales = self._read(name + SCALES).astype(np.float32)
-        return dequantised(self._read(name), scales, self._block)
+        with np.errstate(over="ignore"):  # reported by the check
+            found = dequantised(self._read(name), scales, self._block)
+        return self._checked(name, found)
 
     def _read(self, name: str) -> np.ndarray:
         try:
-            return self._shard_of[name].read(self._stored_as[name])
+            found = self._shard_of[name].read(self._stored_as[name])
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"model_path: cannot read {name} in {self.path} ({reason}); {AGAIN}") from error
+        return found if name in self._bytes else self._checked(name, found)
+
+    def _checked(self, name: str, found: np.ndarray) -> np.ndarray:
+        """The array, if it is finite. Raises ConfigError."""
+        if is_float(found.dtype) and not is_finite(found):
+            raise ConfigError(
+                f"model_path: {self.path}: expected finite numbers, got NaN or infinity in {name}; {AGAIN}"
+            )
+        return found
 
 
 def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
@@ -228,15 +241,24 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def check(weights: Tensors, model: Model) -> None:
-    """Raises ConfigError unless the files have exactly the model's tensors, in its shapes."""
+    """Raises ConfigError unless the files have exactly the model's tensors, in its shapes.
+
+    A head beside an embedding that is tied to it has to be equal to it: transformers computes another one as it is.
+    """
     expected = shapes(model)
     names = weights.names
     if missing := sorted(expected.keys() - names):
+        if missing == [NAMES["head"]]:
+            raise ConfigError(
+                f"model_path: expected {missing[0]} in {weights.path}, since tie_word_embeddings is not true in "
+                f"config.json, or untied_head is set, got no such tensor; set tie_word_embeddings to true there, and "
+                "untied_head=False, if its head is the embedding"
+            )
         raise ConfigError(f"model_path: expected {missing[0]} in {weights.path}, got no such tensor; {AGAIN}")
     # A tied head is the embedding, and the frequencies of old checkpoints follow from rope_theta.
     unused = {name for name in names - expected.keys() if not name.endswith("rotary_emb.inv_freq")}
-    if model.head == "embed":
-        unused.discard(NAMES["head"])
+    tied_head = model.head == "embed" and NAMES["head"] in unused
+    unused -= {NAMES["head"]} if tied_head else set()
     if unused:
         raise ConfigError(
             f"model_path: {weights.path} has {min(unused)}, which a model with this config.json does not use"
@@ -246,6 +268,12 @@ def check(weights: Tensors, model: Model) -> None:
             raise ConfigError(
                 f"model_path: {name}: expected {[*shape]}, as config.json says, got {[*weights.shape(name)]}"
             )
+    if tied_head and not np.array_equal(weights.read(NAMES["head"]), weights.read(NAMES["embed"])):
+        raise ConfigError(
+            f"model_path: {weights.path}: expected {NAMES['head']} equal to {NAMES['embed']}, since config.json says "
+            "tie_word_embeddings, got another; set untied_head=True to train it apart, or tie_word_embeddings to false "
+            "in config.json"
+        )
 
 
 def readers(

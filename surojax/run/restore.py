@@ -223,12 +223,14 @@ def _reblocked(moments, planned):
 
 
 def _verify(meta: dict[str, Any], **trees) -> None:
-    """Raises ValueError if the checksum of an array is not the saved one.
+    """Raises ValueError if the checksum of an array is not the saved one, or if a number is NaN or infinite.
 
     An array that was cast to another dtype has no saved checksum, so it is not compared.
     """
-    sums, _ = checksums(**trees)
+    sums, not_finite = checksums(**trees)
     saved = meta["checksums"]
     if bad := [name for name, value in sums.items() if saved.get(name, value) != value]:
         others = f" and {len(bad) - 1} other arrays are" if len(bad) > 1 else " is"
         raise ValueError(f"{bad[0]}{others} damaged: not the checksum it was written with")
+    if not_finite:
+        raise ValueError(f"{not_finite[0]} holds NaN or infinity")
