@@ -44,7 +44,7 @@ from surojax.run.metrics import MetricsLog
 from surojax.run.nonfinite import NonFiniteLoss
 from surojax.run.restore import check_restorable
 from surojax.run.shared import check_shared, is_first
-from surojax.run.stop import ABORTED, EarlyStop, StopSignal
+from surojax.run.stop import ABORTED, EarlyStop, StopSignal, ended_at_once
 from surojax.step.state import TrainState
 from surojax.training.evaluation import evaluation_summary
 from surojax.training.loop import Outputs, loop
@@ -271,4 +271,4 @@ def without_field(argv: list[str], name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    ended_at_once(main)

@@ -36,6 +36,7 @@ from surojax.planner import advice, footprint
 from surojax.planner.traffic import Batch
 from surojax.run import checkpoint, on_disk
 from surojax.run.checkpoint import Checkpoints
+from surojax.run.metrics import TIMINGS
 from surojax.run.restore import restore
 from surojax.step.file_step import FileStep
 from surojax.step.state_plan import bytes_per_device
@@ -665,8 +666,7 @@ KILLED, FULL = "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(errno.ENOS
 
 def records(folder: Path) -> list[dict]:
     """What metrics.jsonl says, but for timings."""
-    timings = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu")
-    return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
+    return [{k: v for k, v in r.items() if k not in TIMINGS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.mark.full

@@ -72,6 +72,21 @@ class Listener:
                 os.write(self.outer, bytes([number]))
 
 
+def ended_at_once(main: Callable[[], None]) -> None:
+    """Runs the main function of a command; if it exits with ABORTED, so does the process, without further ado.
+
+    Python's clean-up would wait for what the devices compute.
+    """
+    try:
+        main()
+    except SystemExit as error:
+        if error.code == ABORTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ABORTED)
+        raise
+
+
 class EarlyStop:
     """Context manager within which SIGTERM exits with this code where nobody else receives it: nothing is to be saved.
 
