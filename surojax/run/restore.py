@@ -90,7 +90,9 @@ def _check_shapes(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]
         stacked = section != OUTER
         there = meta.get("layers", {}).get(section, stored[name][0]) if stacked else 0
         here = layers.get(section, x.shape[0]) if stacked else 0
-        if (there, *stored[name][stacked:]) != (here, *x.shape[stacked:]):
+        if there != here:
+            raise ValueError(f"{item.name}/{name}: expected {here} layers, got {there}")
+        if stored[name][stacked:] != tuple(x.shape[stacked:]):
             raise ValueError(f"{item.name}/{name}: expected shape {tuple(x.shape)}, got {stored[name]}")
 
 
