@@ -200,7 +200,7 @@ def test_what_a_plan_contradicts_is_found_without_reading_an_array(tmp_path, mon
     ]:
         with pytest.raises(CheckpointError, match=message):
             check_restorable(path, wrong)
-    with pytest.raises(CheckpointError, match="blocks.a: expected 2 layers, got 3"):
+    with pytest.raises(CheckpointError, match="expected 2 layers, got 3"):
         check_restorable(path, plan, {"blocks": 2})
 
 

@@ -395,7 +395,7 @@ def test_folders_that_will_not_do(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with pytest.raises(
         ConfigError,
-        match=r"nvme_path: needs 0\.\d\d GiB in .*, where 0\.00 GiB are free; free some.*one of both in host",
+        match=r"nvme_path: needs [1-9][\d.]* [KM]iB in .*, where 9\.77 KiB are free; free some.*one of both in host",
     ):
         nvme.check(store(tmp_path))
     (tmp_path / layer_file.FILE).write_bytes(bytes(store(tmp_path).bytes))
@@ -414,7 +414,7 @@ def test_room_is_taken_before_the_first_step(tmp_path, monkeypatch):
         patch.setattr(os, "posix_fallocate", full)
         nvme.claim(store(tmp_path)).__enter__()
     with nvme.claim(one := store(tmp_path)) as line:
-        assert line.startswith(f"nvme: 0.00 GiB in {tmp_path}, written at ")
+        assert line.startswith(f"nvme: {layer_file.gib(one.bytes)} in {tmp_path}, written at ")
         file = os.stat(tmp_path / layer_file.FILE)
         assert file.st_size == one.bytes and file.st_blocks * 512 >= one.bytes
 
