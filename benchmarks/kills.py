@@ -38,13 +38,12 @@ from surojax.cluster.group import NOISE
 from surojax.config.fields import Config, default_config
 from surojax.memory import layer_file
 from surojax.run import on_disk
-from surojax.run.metrics import METRICS_FILE
+from surojax.run.metrics import METRICS_FILE, TIMINGS
 
 DEVICES = 4  # of all processes together
 SECONDS = 15.0  # a kill is at most this long after its moment
 STARTING, TRAINING = "a start", "the end of the compilation"  # every fifth kill is after the first one
 COMPILED = "compiled in"  # printed by a run that has compiled
-TIMINGS = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu")
 SAID = "the last run ended within the update"  # printed by a run whose predecessor was killed during an update
 # Fields of a run whose updates take long enough to be hit, and of a run whose steps are short.
 IN_A_FILE = {"model.hidden_size": 128, "model.num_hidden_layers": 6, "max_steps": 300, "save_steps": 2}

@@ -90,9 +90,10 @@ def merge(
 
 def open_model(source: str | Path, tokenizer: str = "") -> Opened:
     """Opens what `convert` takes; reads settings and small files, and tensors only to compare a tied head."""
-    found = None if is_model(source) else on_disk.find(source)
-    if found is not None:
-        return _open_checkpoint(found, tokenizer)
+    if not is_model(source) and (
+        opened := on_disk.read_newest(source, lambda found: _open_checkpoint(found, tokenizer))
+    ):
+        return opened
     if not is_model(source):
         raise ConfigError(
             f"--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file, got "

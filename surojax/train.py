@@ -9,6 +9,7 @@ the last checkpoint. Each part is a file in `surojax/training/`.
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -40,19 +41,20 @@ from surojax.parallel.feed import Feed
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import own_device
 from surojax.planner import prediction, traffic
-from surojax.planner.check_fit import compare
+from surojax.planner.check_fit import compare, peak_bytes
 from surojax.run import on_disk
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.console import say
 from surojax.run.metrics import MetricsLog
 from surojax.run.nonfinite import NonFiniteLoss
+from surojax.run.restore import check_restorable
 from surojax.run.shared import check_shared, is_first
-from surojax.run.stop import EarlyStop, StopSignal
+from surojax.run.stop import ABORTED, EarlyStop, StopSignal, ended_at_once
 from surojax.step.state import TrainState
 from surojax.training.evaluation import evaluation_summary
 from surojax.training.loop import Outputs, loop
 from surojax.training.programs import compile_programs
-from surojax.training.report import describe, peak_flops, predict, sample
+from surojax.training.report import describe, peak_flops, predict, sample, where_events_are
 from surojax.training.setup import Setup, set_up
 from surojax.training.start import Start, find_start
 from surojax.training.state import first_state, restored, write_adapter
@@ -93,6 +95,8 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
 
     # -- Plan: shapes, shardings, memory ------------------------------------------------------------------------------
     run = from_config(c, setup.mesh, start.total_steps, locates_nonfinite=jax.process_count() > 1)
+    if start.resume:
+        check_restorable(start.resume, run.plan, run.layers)
     describe(c, run, devices, setup.need)
     say(start.found.describe())
     say(f"run: {start.total_steps} steps of {tokens_per_step:,} tokens into {setup.output_dir}")
@@ -130,18 +134,26 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
             total_steps=start.total_steps,
             tokens_per_step=tokens_per_step,
             first_step=start.first_step,
+            first_tokens=start.position * c.sequence_len,
+            log_steps=c.log_steps,
+            quiet=c.quiet,
+            peak_memory=functools.partial(peak_bytes, own_device(devices)),
             flops_per_token=sum(traffic.token_flops(run, c.sequence_len).values()),
             peak_flops=peak_flops(devices, run, c.sequence_len),
             writes=is_first(),
         )
         until_end.enter_context(log)
-        outputs = Outputs(checkpoints, log, until_end.enter_context(StopSignal(until)))
+        say(where_events_are(setup.output_dir))
         fine_tunes = setup.initial is not None and not start.resume  # evaluated first: what it starts from
-        # The state is moved into the loop: what a step replaces is not kept here.
-        done = loop(c, start, programs, outputs, batches, states.pop(), evaluates_first=fine_tunes, layers=run.layers)
+        with StopSignal(until, setup.output_dir) as stop:
+            outputs = Outputs(checkpoints, log, stop)
+            # The state is moved into the loop: what a step replaces is not kept here.
+            done = loop(
+                c, start, programs, outputs, batches, states.pop(), evaluates_first=fine_tunes, layers=run.layers
+            )
+            checkpoints.wait()
 
         # -- Finish ---------------------------------------------------------------------------------------------------
-        checkpoints.wait()
         finished = done.step == start.total_steps
         if finished and c.sample_tokens and jax.process_count() > 1:
             say("no text is sampled with several processes: python -m surojax.generate does it from the checkpoint")
@@ -201,8 +213,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--max-minutes", type=float, metavar="M", help="save and stop after so many minutes")
     hosts.add_flags(parser)
-    with EarlyStop(STOPPED) as early:
+    with EarlyStop(STOPPED, aborted(COMMAND + argv)) as early:
         connect_and_run(parser, argv, early)
+
+
+def aborted(again: list[str]) -> str:
+    """The line that a run ends with which Ctrl-C has aborted. again: the command that started it."""
+    return f"surojax.train: aborted; continue with: {shlex.join(again)}"
 
 
 def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: EarlyStop) -> None:
@@ -230,10 +247,10 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
     except ConfigError as error:  # of the processes or the network: another start may connect
         leave(SystemExit(f"surojax.train: error: {error}"))
     with together(watch):
-        run_command(c, args, supervised.command if supervised else shlex.join(COMMAND + argv))
+        run_command(c, args, shlex.split(supervised.command) if supervised else COMMAND + argv)
 
 
-def run_command(c: Config, args: argparse.Namespace, again: str) -> None:
+def run_command(c: Config, args: argparse.Namespace, again: list[str]) -> None:
     """Train, export, and print how to continue; errors exit as `main` says. again: the command that started this."""
     try:
         result = train(c, max_minutes=args.max_minutes)
@@ -247,17 +264,30 @@ def run_command(c: Config, args: argparse.Namespace, again: str) -> None:
         exits = Refused if isinstance(error, ConfigError) else SystemExit
         raise exits(f"surojax.train: error: {'; '.join([str(error), *getattr(error, '__notes__', ())])}") from error
     except OSError as error:
-        sys.exit(f"surojax.train: error: {error}; when that is repaired, continue with: {again}")
+        sys.exit(f"surojax.train: error: {error}; when that is repaired, continue with: {shlex.join(again)}")
     except KeyboardInterrupt:
-        print(f"surojax.train: aborted; continue with: {again}", file=sys.stderr)
-        sys.exit(130)  # what shells expect after Ctrl-C
+        print(aborted(again), file=sys.stderr)
+        sys.exit(ABORTED)
     say(f"sample: python -m surojax.generate --checkpoint {shlex.quote(str(c.output_dir))} --prompt TEXT")
     elsewhere = ", and another folder to export to" if args.export is not None and result.finished else ""
-    more = f" --config.max_steps={2 * int(result.state.step)}" if result.finished else ""
-    say(f"resume: {again}{more}{elsewhere}")
+    longer = going_on(again, c, int(result.state.step)) if result.finished else again
+    say(f"resume: {shlex.join(longer)}{elsewhere}")
     if not result.finished:
         sys.exit(STOPPED)
 
 
+def going_on(command: list[str], c: Config, step: int) -> list[str]:
+    """The command of a run that has finished at this step, for one that trains as long again."""
+    name = "max_steps" if c.max_steps else "num_epochs"
+    return [*without_field(command, name), f"--config.{name}={2 * (step if c.max_steps else c.num_epochs)}"]
+
+
+def without_field(command: list[str], name: str) -> list[str]:
+    """The words of a command line less those that set this field, as --config.NAME=VALUE or --config.NAME VALUE."""
+    flag = f"--config.{name}"
+    values = [i + 1 for i, word in enumerate(command) if word == flag]
+    return [word for i, word in enumerate(command) if i not in values and word.partition("=")[0] != flag]
+
+
 if __name__ == "__main__":
-    ends_with_code(main)
+    ended_at_once(functools.partial(ends_with_code, main))

@@ -32,7 +32,8 @@ from surojax.run import checkpoint, on_disk, restore as restoring
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.checksum import checksums
 from surojax.run.on_disk import find, read_meta, steps_in
-from surojax.run.restore import restore, restore_weights
+from surojax.run.restore import check_restorable, restore, restore_weights
+from surojax.run.stored import StoredMaster
 from surojax.step import state
 
 # When a read or a write fails, those beside it still answer to orbax's event loop, which is closed by then.
@@ -176,6 +177,31 @@ def test_a_history_of_another_length(tmp_path, length):
     kept = min(length, 4)
     np.testing.assert_array_equal(found[..., :kept], history[..., :kept])
     assert found.shape == wanted.shape and not found[..., kept:].any()
+
+
+def test_what_a_plan_contradicts_is_found_without_reading_an_array(tmp_path, monkeypatch):
+    """Before anything is compiled, that is: names, numbers of layers, shapes, sites of a history."""
+    history = jnp.zeros((2, 3, 4))
+    with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
+        checkpoints.save(toy(1)._replace(history=history), {"step": 1})
+    monkeypatch.setattr(restoring, "_load", lambda *_: pytest.fail("read"))
+    plan = plan_of(toy(1)._replace(history=history))
+    path = newest(tmp_path)
+    check_restorable(path, plan)
+    longer = jax.ShapeDtypeStruct((2, 3, 9), jnp.float32, sharding=ONE)
+    check_restorable(path, plan._replace(history=longer))
+    other = plan_of(toy(1, size=3030))
+    for wrong, message in [
+        (plan._replace(master=other.master), r"master/blocks.a: expected shape \(3, 1010\), got \(3, 1000\)"),
+        (plan._replace(moments=other.moments), r"moments/blocks.m: expected shape \(3, 1010\), got \(3, 1000\)"),
+        (plan._replace(master=plan.master | {"more": {"x": history}}), "master: expected more.x, got none"),
+        (plan._replace(moments={"blocks": {"n": history}}), "expected the state of the same optimizer"),
+        (plan._replace(history=jnp.zeros((2, 5, 4))), r"history: expected layers x sites \(2, 5\), got \(2, 3\)"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            check_restorable(path, wrong)
+    with pytest.raises(CheckpointError, match="expected 2 layers, got 3"):
+        check_restorable(path, plan, {"blocks": 2})
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -383,3 +409,48 @@ def test_a_checkpoint_says_which_version_wrote_it(tmp_path):
     assert "before 0.2" in on_disk.written_by({})
     with pytest.raises(ConfigError, match=f"; use version {re.escape(version)} of surojax, which wrote it$"):
         restored_config({"no_such_field": 1}, on_disk.written_by(meta))
+
+
+# ----------------------------------------------------------------- read while a run prunes
+
+
+def test_a_checkpoint_that_is_read_is_not_pruned(tmp_path):
+    """Until its reader is done; a reader may be another process, whose lock ends with it."""
+    with Checkpoints(tmp_path, save_total_limit=1) as checkpoints:
+        save = lambda step: (checkpoints.save(toy(step), {"step": step}), checkpoints.wait())
+        save(1)
+        held = on_disk.hold(tmp_path)
+        assert held is not None and held.path.name == "1"
+        save(2), save(3)
+        assert [p.name for p in steps_in(tmp_path / on_disk.FOLDER)] == ["1", "3"]
+        assert_same(restore(held.path, plan_of(toy(1))).master, toy(1).master)
+        held.close()
+        master = StoredMaster(newest(tmp_path))  # as `convert` reads, a layer at a time
+        save(4)
+        assert [p.name for p in steps_in(tmp_path / on_disk.FOLDER)] == ["3", "4"]
+        np.testing.assert_array_equal(master.read("blocks.a", 1), toy(3).master["blocks"]["a"][1])
+        del master
+        save(5)
+        assert [p.name for p in steps_in(tmp_path / on_disk.FOLDER)] == ["5"]
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_replaced_by_the_newest(tmp_path):
+    """With save_total_limit=1, a run has decided to remove one when it begins to write the next."""
+    first, second = write(tmp_path, 1, 2)
+    second.rename(tmp_path / "written later")
+    read = []
+
+    def reads(path: Path):
+        read.append(path.name)
+        if path == first:
+            (tmp_path / "written later").rename(second)
+            shutil.rmtree(first)
+        return read_meta(path)["step"]
+
+    assert on_disk.read_newest(tmp_path, reads) == 2 and read == ["1", "2"]
+    with pytest.raises(CheckpointError, match=r"checkpoints/1 is no longer there; read the newest of its run"):
+        read_meta(first)
+    shutil.rmtree(second / "master")
+    with pytest.raises(CheckpointError, match="checkpoints/2 cannot be read"):  # damaged, not removed: an error
+        on_disk.read_newest(tmp_path, lambda path: restore(path, plan_of(toy(2))))
+    assert on_disk.read_newest(tmp_path / "nothing", reads) is None

@@ -11,6 +11,7 @@ import pytest
 
 from surojax.data import texts
 from surojax.data.datasets import Dataset, parse, read, resolve
+from surojax.data.readers import read_file
 from surojax.data.rows import BadRow, Row
 from surojax.errors import ConfigError
 
@@ -319,3 +320,21 @@ def test_errors_of_files(tmp_path):
     path = write(tmp_path / "a.txt", "text")
     assert "expected no split and subset" in error_of(rows, path, split="train")
     assert "expected no split and subset" in error_of(rows, path, subset="en")
+
+
+def test_a_damaged_footer_of_parquet_is_said_to_be_one(tmp_path):
+    """A bit of every fifth byte flipped: pyarrow raises errors of many kinds, some of the system without a number."""
+    good = tmp_path / "good.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["abc", "def"] * 50}), good)
+    content = good.read_bytes()
+    said = set()
+    for place in range(len(content) - 300, len(content), 5):
+        bad = bytearray(content)
+        bad[place] ^= 1 << place % 8
+        (tmp_path / "bad.parquet").write_bytes(bad)
+        try:
+            list(read_file(tmp_path / "bad.parquet", "text"))
+        except ConfigError as error:
+            said.add(str(error))
+    assert any("expected a Parquet file, got one that cannot be read (" in text for text in said)
+    assert not any("'None'" in text for text in said), said

@@ -1,9 +1,15 @@
 """Metrics: what the console, metrics.jsonl and TensorBoard receive, resuming, and reading one step late."""
 
+import fcntl
 import io
+import os
+import pty
+import re
+import select
 import struct
 import subprocess
 import sys
+import termios
 import time
 
 import jax
@@ -12,19 +18,17 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
+from surojax.config.fields import default_config
 from surojax.errors import ConfigError
+from surojax.run import console
+from surojax.run.console import Console
 from surojax.run.metrics import DeferredMetrics, MetricsLog, read_metrics
 from surojax.run.nonfinite import NonFiniteLoss, check_finite
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def open_log(folder, *, console=None, progress=None, **overrides):
+def open_log(folder, *, console=None, **overrides):
     options = {"total_steps": 10, "tokens_per_step": 1000, "flops_per_token": 2e9, "peak_flops": 8e12} | overrides
-    return MetricsLog(folder, console=console or io.StringIO(), progress=progress or io.StringIO(), **options)
+    return MetricsLog(folder, console=Console(console or io.StringIO()), **options)
 
 
 def log_steps(log, first, last, losses=lambda step: 1.0 / step):
@@ -36,8 +40,8 @@ def log_steps(log, first, last, losses=lambda step: 1.0 / step):
 
 
 def test_a_log_gets_plain_lines(tmp_path):
-    console, progress = io.StringIO(), io.StringIO()
-    with open_log(tmp_path, console=console, progress=progress) as log:
+    console = io.StringIO()
+    with open_log(tmp_path, console=console) as log:
         log.step(1, loss=2.25, grad_norm=1.5, lr=3e-4, duration_s=100.0)
         log.step(2, loss=2.125, grad_norm=1.25, lr=3e-4, duration_s=0.5)
         log.eval(2, loss=2.0, bits_per_byte=2.885, duration_s=0.25)
@@ -50,7 +54,6 @@ def test_a_log_gets_plain_lines(tmp_path):
         "checkpoint saved",
     ]
     assert all(c == "\n" or c.isprintable() for c in console.getvalue())
-    assert progress.getvalue() == ""
 
 
 def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path):
@@ -69,33 +72,120 @@ def test_the_eta_follows_the_recent_steps(tmp_path):
     assert console.getvalue().splitlines()[-1].endswith("eta 1:00:00")  # 900 steps of 4 s
 
 
-def test_a_terminal_gets_a_progress_bar_and_whole_lines(tmp_path):
-    terminal = Terminal()
-    with open_log(tmp_path, console=terminal, progress=terminal, first_step=4) as log:
+def steps_said(console: io.StringIO) -> list[int]:
+    return [int(x) for x in re.findall(r"^step +(\d+)/", console.getvalue(), re.MULTILINE)]
+
+
+def test_a_line_every_log_steps_and_a_record_every_step(tmp_path):
+    console = io.StringIO()
+    with open_log(tmp_path, console=console, total_steps=133, log_steps=10, first_step=0) as log:
+        log_steps(log, 1, 133)
+    assert steps_said(console) == [1, *range(10, 131, 10), 133]  # a cell of a notebook: 15 outputs
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 133
+    lines = default_config().max_steps, default_config().log_steps
+    assert lines == (0, 10)  # 100,000 steps print 10,001 lines of 100 characters: 1 MB
+
+
+def test_slow_steps_print_a_line_a_minute(tmp_path, monkeypatch):
+    console = io.StringIO()
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with open_log(tmp_path, console=console, total_steps=9, log_steps=1000) as log:
+        for step in range(1, 9):
+            log_steps(log, step, step)
+            now[0] += 25.0
+    assert steps_said(console) == [1, 4, 7]
+
+
+def test_quiet_prints_nothing_of_steps_and_evaluations(tmp_path):
+    console = io.StringIO()
+    with open_log(tmp_path, console=console, quiet=True) as log:
+        log_steps(log, 1, 10)
+        log.eval(10, loss=2.0, duration_s=0.25)
+    assert console.getvalue() == ""
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 11
+
+
+class Pty:
+    """A pseudo-terminal: `stream` writes to it, `text` is what it got, `screen` what a user sees of that."""
+
+    def __init__(self, columns: int):
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.stream = os.fdopen(theirs, "w")
+        self.text = ""
+
+    def screen(self) -> list[str]:
+        """The rows, with what was overwritten overwritten; each is as long as what was written, blanks included."""
+        while select.select([self.ours], [], [], 0)[0]:
+            self.text += os.read(self.ours, 1 << 16).decode()
+        rows = []
+        for line in self.text.split("\n"):
+            row: list[str] = []
+            for part in line.rstrip("\r").split("\r"):
+                row[: len(part)] = part
+            rows.append("".join(row))
+        return rows
+
+
+@pytest.fixture(params=[100, 40])
+def terminal(request):
+    found = Pty(request.param)
+    found.columns = request.param
+    yield found
+    found.stream.close()
+    os.close(found.ours)
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten(tmp_path, terminal, monkeypatch):
+    """Evaluations and messages stay above it, and the last step stays at the end."""
+    monkeypatch.setattr("surojax.run.metrics.STATUS_S", 0.0)
+    with open_log(tmp_path, console=terminal.stream, first_step=4, peak_memory=lambda: 3 << 30) as log:
         log_steps(log, 5, 6)
+        status = "step  6/10  loss 0.1667  2,000 tok/s  3.0 GiB  00:02 left"
+        assert [row.rstrip() for row in terminal.screen()] == [status[: terminal.columns - 3].rstrip()]
+        log.eval(6, loss=2.0, duration_s=0.25)
+        log_steps(log, 7, 10)
+        log.keep_status()
         log.message("checkpoint saved")
-    text = terminal.getvalue()
-    assert "4/10" in text  # the bar starts where the resumed run does
-    assert " 60%|" in text and "6/10, eta 00:02" in text
-    lines = [line.rpartition("\r")[2] for line in text.split("\n")]  # what is left after the bar was wiped
-    assert lines[0].startswith("step  5/10  loss 0.2000")
-    assert lines[1].startswith("step  6/10  loss 0.1667")
-    assert lines[2] == "checkpoint saved"
+    last = "step 10/10  loss 0.1000  2,000 tok/s  3.0 GiB  00:00 left"[: terminal.columns - 3].rstrip()
+    above = "eval 6  loss 2.0000  perplexity 7.389  250.0 ms"
+    assert [row.rstrip() for row in terminal.screen()] == [above, last, "checkpoint saved", ""]
+    assert all(f"step  {step}/10" in terminal.text for step in range(5, 10))
+    parts = terminal.text.replace("\n", "\r").split("\r")
+    assert max(len(part) for part in parts if part.startswith("step")) < terminal.columns  # else it would wrap
 
 
-def test_the_bar_stays_out_of_redirected_lines(tmp_path):
-    console, progress = io.StringIO(), Terminal()
-    with open_log(tmp_path, console=console, progress=progress) as log:
-        log_steps(log, 1, 2)
-    assert "0/10" in progress.getvalue() and "step" not in progress.getvalue()
-    assert "\r" not in console.getvalue() and len(console.getvalue().splitlines()) == 2
+def test_a_terminal_is_not_rewritten_more_often_than_one_can_read(tmp_path, terminal):
+    with open_log(tmp_path, console=terminal.stream, total_steps=1000) as log:
+        log_steps(log, 1, 1000)
+    terminal.screen()
+    assert "step    1/1000" in terminal.text and "step 1000/1000" in terminal.text
+    assert terminal.text.count("/1000") < 200
+
+
+def test_what_takes_long_is_said_before_it_begins(terminal, monkeypatch, capsys):
+    with console.working("compiling", "compiled"):
+        assert capsys.readouterr().out == "compiling ...\n"
+    assert re.fullmatch(r"compiled in 0\.\d s\n", capsys.readouterr().out)
+    with pytest.raises(ValueError), console.working("compiling", "compiled"):
+        raise ValueError
+    assert capsys.readouterr().out == "compiling ...\n"
+
+    monkeypatch.setattr(console, "CONSOLE", Console(terminal.stream))
+    with console.working("compiling", "compiled"):
+        assert terminal.screen() == ["compiling ..."]
+        time.sleep(1.1)
+        assert terminal.screen()[-1].rstrip() == "compiling ... 1 s"
+    assert re.fullmatch(r"compiled in 1\.\d s", terminal.screen()[0].rstrip())
 
 
 # ----------------------------------------------------------------- metrics.jsonl
 
 
-def test_records(tmp_path):
-    with open_log(tmp_path) as log:
+def test_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1.75e9)
+    with open_log(tmp_path, first_tokens=500, peak_memory=lambda: 3 << 30) as log:
         step = log.step(1, loss=2.25, grad_norm=1.5, lr=3e-4, duration_s=0.5, data_wait_s=0.25)
         evaluation = log.eval(1, loss=2.0, bits_per_byte=2.885, duration_s=0.25)
         assert read_metrics(tmp_path / "metrics.jsonl") == [step, evaluation]  # readable while the run goes on
@@ -105,10 +195,10 @@ def test_records(tmp_path):
     first, second, _ = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert first == (
         '{"log":"step","step":1,"loss":2.25,"norm":1.5,"lr":0.0003,"tokens_per_second":2000.0,"duration_ms":500.0,'
-        '"data_wait_ms":250.0,"mfu":0.5}'
+        '"data_wait_ms":250.0,"mfu":0.5,"time":1750000000.0,"tokens":1500,"peak_memory_bytes":3221225472}'
     )
     scores = '"loss":2.0,"bits_per_byte":2.885,"perplexity":7.38905609893065'
-    assert second == f'{{"log":"eval","step":1,{scores},"duration_ms":250.0}}'
+    assert second == f'{{"log":"eval","step":1,{scores},"duration_ms":250.0,"time":1750000000.0,"tokens":1500}}'
 
 
 def test_float32_losses_come_back_bit_for_bit(tmp_path):
@@ -127,7 +217,8 @@ def test_a_loss_that_is_not_finite_is_null(tmp_path):
     assert "loss nan  norm inf" in console.getvalue()
 
 
-def test_a_resumed_run_ends_with_the_file_of_one_that_never_stopped(tmp_path):
+def test_a_resumed_run_ends_with_the_file_of_one_that_never_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1.75e9)
     with open_log(tmp_path / "whole") as log:
         log_steps(log, 1, 4)
         log.eval(4, loss=1.0, bits_per_byte=2.0, duration_s=0.5)
@@ -141,7 +232,7 @@ def test_a_resumed_run_ends_with_the_file_of_one_that_never_stopped(tmp_path):
     with path.open("ab") as f:
         f.write(b'{"log":"step","step":7,"loss":0.1')  # the kill came in the middle of a line
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4, 4, 5, 6]
-    with open_log(tmp_path / "resumed", first_step=4) as log:
+    with open_log(tmp_path / "resumed", first_step=4, first_tokens=4000) as log:
         log_steps(log, 5, 8)
 
     assert path.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
@@ -171,6 +262,16 @@ def test_a_damaged_file_is_named_and_left_alone(tmp_path, damage):
     with pytest.raises(ConfigError, match=r"metrics\.jsonl line 2: expected a record"):
         open_log(tmp_path, first_step=3)
     assert path.read_bytes() == content
+
+
+def test_a_file_of_an_older_version_is_continued(tmp_path):
+    """Without time and tokens, which its records did not have."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"log":"step","step":1,"loss":1.0,"duration_ms":5.0}\n')
+    with open_log(tmp_path, first_step=1, first_tokens=1000) as log:
+        log_steps(log, 2, 2)
+    first, second = read_metrics(path)
+    assert "tokens" not in first and second["tokens"] == 2000
 
 
 def test_a_kill_loses_no_finished_line(tmp_path):
@@ -203,7 +304,7 @@ def tensorboard_events(file):
 
 
 def test_tensorboard_events(tmp_path):
-    with open_log(tmp_path) as log:
+    with open_log(tmp_path, peak_memory=lambda: 3 << 30) as log:
         log_steps(log, 1, 6)
         log.eval(6, loss=2.0, bits_per_byte=2.885, duration_s=0.25)
     with open_log(tmp_path, first_step=4) as log:
@@ -211,9 +312,13 @@ def test_tensorboard_events(tmp_path):
     fresh, resumed = sorted((tmp_path / "tensorboard").iterdir(), key=lambda file: file.name[-1:])
 
     scalars = [(e.step, v.tag, v.simple_value) for e in tensorboard_events(fresh) for v in e.summary.value]
-    train = {f"train/{name}" for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second")}
+    train = {
+        f"train/{name}"
+        for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "peak_memory_bytes")
+    }
     assert {tag for _, tag, _ in scalars} == train | {"eval/loss", "eval/bits_per_byte", "eval/perplexity"}
     assert [(step, value) for step, tag, value in scalars if tag == "train/loss"][1] == (2, 0.5)
+    assert {value for _, tag, value in scalars if tag == "train/mfu"} == {0.5}
     # TensorBoard hides what an earlier file says about step 5 and later.
     assert [e.step for e in tensorboard_events(resumed) if e.session_log.status] == [5]
 

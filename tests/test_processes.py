@@ -36,6 +36,7 @@ from surojax.data.cache import Corpus
 from surojax.data.samples import Windows
 from surojax.parallel.feed import Feed
 from surojax.run import nonfinite, on_disk, shared
+from surojax.run.metrics import TIMINGS
 from surojax.run.stored import StoredMaster
 
 HERE = Path(__file__).parent
@@ -52,7 +53,7 @@ def get_config():
     c.model_dtype, c.sequence_len, c.per_device_batch_size = "float32", 32, 2
     c.max_steps, c.learning_rate, c.warmup_steps = 24, 1e-2, 2
     c.eval_steps, c.eval_batches, c.save_steps, c.save_total_limit = 12, 2, 4, 99
-    c.sample_tokens, c.gpus, c.zero_level, c.offload_optimizer = 0, 0, 3, True
+    c.sample_tokens, c.gpus, c.zero_level, c.offload_optimizer, c.log_steps = 0, 0, 3, True, 1
     return c
 """
 
@@ -115,8 +116,7 @@ def training(config: Path, output_dir: Path, options: str, *more: str) -> Run:
 
 def records(folder: Path) -> list[dict]:
     """What metrics.jsonl says, but for timings."""
-    timings = ("tokens_per_second", "duration_ms", "data_wait_ms")
-    return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
+    return [{k: v for k, v in r.items() if k not in TIMINGS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")

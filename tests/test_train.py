@@ -6,13 +6,17 @@ Exact comparison throughout where the program is the same: the same compiled ste
 import errno
 import fcntl
 import importlib
+import json
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +24,11 @@ import chex
 import jax
 import numpy as np
 import pytest
+import small
 from flax import nnx
 
 from surojax import CheckpointError, ConfigError, generate, read_metrics, train
-from surojax.assembly import architecture
+from surojax.assembly import architecture, from_config
 from surojax.cluster.early import STOPPED
 from surojax.config import flags
 from surojax.config.checks import restored_config
@@ -32,14 +37,15 @@ from surojax.inference import prompts
 from surojax.inference.load import load
 from surojax.memory.lock import locked
 from surojax.models.llama import Llama
+from surojax.placement.mesh import make_mesh
 from surojax.planner import gpus, prediction
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction
-from surojax.run import checkpoint, on_disk
-from surojax.run.metrics import MetricsLog
+from surojax.run import checkpoint, on_disk, stop
+from surojax.run.metrics import TIMINGS, MetricsLog
 from surojax.run.restore import restore_weights
 from surojax.run.stop import EarlyStop
-from surojax.training import report as training_report, resume
+from surojax.training import evaluation, report as training_report, resume
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
 
@@ -122,8 +128,7 @@ def test_a_second_run_in_the_same_folder_is_refused(config, tmp_path, monkeypatc
 
 def records(folder: Path) -> list[dict]:
     """What metrics.jsonl says, but for timings."""
-    timings = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu")
-    return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
+    return [{k: v for k, v in r.items() if k not in TIMINGS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
 def steps_saved(folder: Path) -> list[int]:
@@ -226,7 +231,8 @@ def signal_at(monkeypatch, step: int, *numbers: int) -> None:
 
     def report(log, n, **keywords):
         if n == step:
-            for number in numbers:
+            for i, number in enumerate(numbers):
+                time.sleep(1.1 * stop.DOUBLE_S if i else 0)
                 os.kill(os.getpid(), number)
         return plain(log, n, **keywords)
 
@@ -246,6 +252,7 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
     assert signal.getsignal(number) is handler
     assert steps_saved(tmp_path / "run") == [3, 5]  # step 4 is reported when step 5 is on its way
     assert f"stopped by {number.name} after step 5 of 12; start again to continue" in printed.out
+    assert f"{ {'SIGINT': 'Ctrl-C'}.get(number.name, number.name) }: stopping after this step" in printed.out
     command = f"python -m surojax.train --config {tmp_path / 'config.py'}"
     assert printed.out.splitlines()[-1] == f"resume: {command}" and printed.err == ""
     if number == signal.SIGTERM:
@@ -262,6 +269,9 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_continues(whole, config, tm
             f"checkpoint: {tmp_path}/run/checkpoints/12",
             f"sample: python -m surojax.generate --checkpoint {tmp_path}/run --prompt TEXT",
             f"resume: {command} --config.max_steps=24",
+            "compiling the step and the evaluation ...\ncompiled in ",
+            f"TensorBoard events: {tmp_path}/run/tensorboard; to see them: ",
+            f"tensorboard --logdir {tmp_path}/run/tensorboard\n",
         ):
             assert expected in printed
 
@@ -316,10 +326,104 @@ def test_updates_under_the_next_step_leave_the_same_run(whole, config, tmp_path,
 
 def test_ctrl_c_twice_aborts(config, tmp_path, capsys, monkeypatch):
     signal_at(monkeypatch, 4, signal.SIGINT, signal.SIGINT)
+    then_signals = MetricsLog.step
+
+    def report(log, n, **keywords):
+        while n == 4 and steps_saved(tmp_path / "run") != [3]:  # it is written in the background
+            time.sleep(0.01)
+        return then_signals(log, n, **keywords)
+
+    monkeypatch.setattr(MetricsLog, "step", report)
     with pytest.raises(SystemExit, match="130"):
         module.main(["--config", str(tmp_path / "config.py")])
     assert steps_saved(tmp_path / "run") == [3]
-    assert capsys.readouterr().err.startswith("surojax.train: aborted; continue with: python -m surojax.train --config")
+    printed = capsys.readouterr()
+    assert printed.err.startswith("surojax.train: aborted; continue with: python -m surojax.train --config")
+    explained = "Ctrl-C: stopping after this step; press again to stop now, which loses what is after checkpoint 3\n"
+    assert explained in printed.out and printed.out.index(explained) < printed.out.index("Ctrl-C: stopping now")
+
+
+def test_ctrl_c_twice_at_once_is_one(config, tmp_path, capsys, monkeypatch):
+    """A press that comes before the first one's answer can be read loses nothing."""
+    monkeypatch.setattr(stop, "DOUBLE_S", 30.0)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    signal_at(monkeypatch, 2, signal.SIGINT, signal.SIGINT, signal.SIGINT)
+    result = train(config)
+    assert not result.finished and steps_saved(tmp_path / "run") == [3]
+    said = capsys.readouterr().out
+    assert said.count("Ctrl-C: ") == 1 and "which loses everything: there is no checkpoint yet" in said
+
+
+SLOW = """
+import sys
+import jax, jax.numpy as jnp
+from surojax.run import stop
+
+jax.config.update("jax_cpu_enable_async_dispatch", sys.argv[2] == "waits")
+stop.GRACE_S = 0.3
+slow = jax.jit(lambda x: jax.lax.fori_loop(0, 10**9, lambda _, x: jnp.cos(x) @ x, x))
+x = jnp.ones((64, 64))
+step = slow.lower(x).compile()
+
+def main():
+    try:
+        with stop.EarlyStop(75, "aborted"):
+            if sys.argv[1] == "loop":
+                with stop.StopSignal():
+                    print("step", flush=True)
+                    jax.block_until_ready(step(x))
+            print("outside", flush=True)
+            jax.block_until_ready(step(x))
+    except KeyboardInterrupt:
+        print("aborted in the main thread")
+        sys.exit(stop.ABORTED)
+
+stop.ended_at_once(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "how", "number", "code", "last"),
+    small.quick_at(
+        [
+            ("loop", "computes", signal.SIGINT, 130, "Ctrl-C: stopping now\r\naborted\r\n"),
+            ("loop", "waits", signal.SIGINT, 130, "Ctrl-C: stopping now\r\naborted in the main thread\r\n"),
+            ("outside", "computes", signal.SIGINT, 130, "outside\r\naborted\r\n"),
+            ("outside", "computes", signal.SIGTERM, 75, "outside\r\nstopped by SIGTERM: start again to continue\r\n"),
+        ],
+        0,
+    ),
+)
+def test_a_signal_is_answered_while_a_step_takes_minutes(place, how, number, code, last):
+    """On a pseudo-terminal, at once; the second Ctrl-C ends the process, wherever its main thread is: within a program,
+    or waiting for one that goes on as Python ends."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", SLOW, place, how], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    said = ""
+
+    def until(text: str) -> None:
+        nonlocal said
+        while text not in said:
+            assert select.select([ours], [], [], 60)[0], said
+            said += os.read(ours, 4096).decode()
+
+    try:
+        until("step" if place == "loop" else "outside")
+        time.sleep(0.3)
+        process.send_signal(number)
+        if place == "loop":
+            until("Ctrl-C: stopping after this step; press again to stop now, which loses everything: there is no")
+            process.send_signal(number)  # too early to have read that
+            time.sleep(1.1 * stop.DOUBLE_S)
+            assert process.poll() is None
+            process.send_signal(number)
+        until(last)
+        assert process.wait(20) == code
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 def test_it_runs_in_a_thread(whole, config, tmp_path):
@@ -530,6 +634,97 @@ def test_a_damaged_checkpoint_stops_the_run_and_the_older_one_continues_it(whole
     assert "compiled" not in capsys.readouterr().out and contents(tmp_path / "run") == before
     newest.rename(tmp_path / "damaged")
     assert train(config).finished and records(tmp_path / "run") == records(whole)
+
+
+def rewritten(found: Path, **changes) -> None:
+    """Changes the meta data of a checkpoint, and the checksum of that file, as nothing of ours would."""
+    file = found / "meta/metadata"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    files = json.loads((found / on_disk.FILES).read_text())
+    files["meta/metadata"] = on_disk._measure(file)
+    (found / on_disk.FILES).write_text(json.dumps(files))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": -3}, "step: expected a whole number from 0 to 2147483647, got -3"),
+        ({"step": 8}, "step: expected 9, the name of its folder, got 8"),
+        ({"step": True}, "step: expected a whole number from 0 to 2147483647, got True"),
+        ({"samples": 1.5}, "samples: expected a whole number from 0 to 9223372036854775807, got 1.5"),
+        ({"samples_per_step": 0}, "samples_per_step: expected a whole number from 1 to 2147483647, got 0"),
+    ],
+)
+def test_progress_that_no_run_has_is_refused(whole, config, tmp_path, changes, message):
+    killed_after(whole, 9, tmp_path / "run")
+    rewritten(tmp_path / "run/checkpoints/9", **changes)
+    with pytest.raises(
+        CheckpointError, match=f"checkpoints/9 cannot be read \\({message}\\); to continue from .*/6, move"
+    ):
+        train(config)
+
+
+def test_folders_that_are_no_checkpoints_are_passed_over(whole, config, tmp_path):
+    """Python calls each of these names a digit."""
+    killed_after(whole, 9, tmp_path / "run")
+    for name in ("³", "٣", "0012"):
+        (tmp_path / "run/checkpoints" / name).mkdir()
+    assert steps_saved(tmp_path / "run") == [3, 6, 9]
+    assert train(config).finished and records(tmp_path / "run") == records(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "adamw8bit"}, "expected the state of the same optimizer, got that of another one"),
+        ({"optimizer": "normuon"}, "expected the state of the same optimizer, got that of another one"),
+    ],
+)
+def test_a_checkpoint_that_the_plan_contradicts_is_refused_before_compiling(
+    whole, config, tmp_path, monkeypatch, changes, message
+):
+    killed_after(whole, 9, tmp_path / "run")
+    before = contents(tmp_path / "run")
+    monkeypatch.setattr(module, "compile_programs", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(CheckpointError, match=message):
+        train(changed(config, **changes))
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_resume_line_sets_no_flag_twice(config):
+    argv = [
+        "--config",
+        "x.py",
+        "--config.max_steps=3",
+        "--config.seed",
+        "1",
+        "--config.max_steps",
+        "5",
+        "--heartbeat",
+        "9",
+    ]
+    rest = ["--config", "x.py", "--config.seed", "1", "--heartbeat", "9"]
+    assert module.going_on(argv, config, 12) == [*rest, "--config.max_steps=24"]
+    config.max_steps, config.num_epochs = 0, 3
+    assert module.going_on([*rest, "--config.num_epochs=3"], config, 12) == [*rest, "--config.num_epochs=6"]
+
+
+def test_one_evaluation_is_one_number(tmp_path):
+    with MetricsLog(tmp_path, total_steps=9, tokens_per_step=1, flops_per_token=1.0) as log:
+        log.eval(0, loss=3.4043, bits_per_byte=2.5, duration_s=1.0)
+        expected = "evaluation: loss 3.4043, 2.5000 bits per byte, perplexity 30.09 (step 0)"
+        assert evaluation.evaluation_summary(tmp_path) == expected
+        log.eval(9, loss=float("inf"), duration_s=1.0)
+    expected = "evaluation: loss 3.4043 -> nan, perplexity 30.09 -> nan (steps 0 -> 9)"
+    assert evaluation.evaluation_summary(tmp_path) == expected
+
+
+def test_adapters_say_how_many_parameters_train(config, capsys):
+    c = changed(config, lora=True, lora_rank=2, lora_target_modules="q_proj,v_proj")
+    devices = jax.devices()[:1]
+    training_report.describe(c, from_config(c, make_mesh(devices), total_steps=1), devices, {"weights": 1})
+    trained = 2 * 2 * ((32 + 32) + (32 + 16))  # layers, rank, widths of wq and wv
+    assert f"surojax: 0.0M parameters, of which {trained / 1e6:.3g}M train (1.13%), on 1 x" in capsys.readouterr().out
 
 
 def test_warmup_longer_than_the_data_lasts(config, tmp_path):

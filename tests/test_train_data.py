@@ -11,6 +11,7 @@ import pytest
 from surojax import CheckpointError, ConfigError, default_config, read_metrics, train
 from surojax.config import checks, flags
 from surojax.run import on_disk
+from surojax.run.metrics import TIMINGS
 from surojax.training import start as training_start
 from surojax.training.evaluation import evaluation_summary
 
@@ -60,8 +61,7 @@ def whole(tmp_path_factory, files) -> Path:
 
 
 def records(folder: Path) -> list[dict]:
-    timings = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu")
-    return [{k: v for k, v in r.items() if k not in timings} for r in read_metrics(folder / "metrics.jsonl")]
+    return [{k: v for k, v in r.items() if k not in TIMINGS} for r in read_metrics(folder / "metrics.jsonl")]
 
 
 def killed_after(whole: Path, step: int, folder: Path) -> None:

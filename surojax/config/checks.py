@@ -53,7 +53,7 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "num_epochs eval_batches save_total_limit sequence_len per_device_batch_size gradient_accumulation_steps "
-        "microbatches_per_fetch sequence_chunks lmhead_chunks dp_replicate_size tp_size cp_size pp_size "
+        "log_steps microbatches_per_fetch sequence_chunks lmhead_chunks dp_replicate_size tp_size cp_size pp_size "
         "model.vocab_size model.hidden_size model.intermediate_size "
         "model.num_hidden_layers model.num_attention_heads model.num_key_value_heads "
         "model.rope_original_max_position_embeddings fp8_amax_history lora_rank",

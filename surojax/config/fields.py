@@ -32,7 +32,9 @@ def default_config() -> Config:
     c.eval_steps = 100  # steps between evaluations; 0 = only at the end; with model_path there is one before step 1 too
     c.eval_batches = 20  # largest number of batches in an evaluation, spread over the held-out text
     c.save_steps = 500  # steps between checkpoints; 0 = write one only at the end
-    c.save_total_limit = 2  # number of checkpoints kept, the newest ones
+    c.save_total_limit = 2  # number of checkpoints kept, the newest ones; one that is being read is kept longer
+    c.log_steps = 10  # steps between printed lines, and one a minute at least; a terminal shows every step
+    c.quiet = False  # print no steps and evaluations; metrics.jsonl has them
     c.resume_from_checkpoint = "auto"  # "auto" = newest in output_dir if any, "no" = start anew, or a checkpoint folder
     c.sample_prompt = ""  # text continued at the end of training; "" = the beginning of the held-out text
     c.sample_tokens = 200  # tokens sampled at the end; 0 = none

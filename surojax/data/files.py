@@ -118,7 +118,7 @@ class NotText(ValueError):
 def unreadable(path: Path | str, error: OSError) -> ConfigError:
     """Returns the error of a file or folder that the operating system does not let us read."""
     return ConfigError(
-        f"{path}: expected a readable file or folder, got '{error.strerror}'; correct its path or permissions"
+        f"{path}: expected a readable file or folder, got '{error.strerror or error}'; correct its path or permissions"
     )
 
 

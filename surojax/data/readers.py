@@ -214,7 +214,9 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
                     raise ConfigError(f"{path}, row {next(number)}: expected {_SHORT}, got longer ones; {_SPLIT}")
                 for record in batch.to_pylist():
                     yield Row(record, f"{path}, row {next(number)}")
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, UnicodeError, IndexError) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk; those of a damaged footer have no number
+            raise
         raise ConfigError(
             f"{path}: expected a Parquet file, got one that cannot be read ({_one_line(error)}); write it again"
         ) from None

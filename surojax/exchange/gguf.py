@@ -19,8 +19,8 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange.families import NAMES
-from surojax.sizes import check_largest
 from surojax.exchange.finite import is_finite
+from surojax.sizes import check_largest
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PERMUTED = ("llama",)

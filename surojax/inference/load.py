@@ -55,11 +55,16 @@ def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trai
         check_vocabulary(c, found_tokenizer.vocab_size, found_tokenizer.name)
         template = load_template(chat_template, found_tokenizer)
         return Trained(model, stacks(weights, model, c.model_dtype, sharding), found_tokenizer, template)
-    if (found := on_disk.find(path)) is None:
+    loaded = on_disk.read_newest(path, lambda found: _of_checkpoint(found, tokenizer, chat_template, sharding))
+    if loaded is None:
         raise CheckpointError(
             f"--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file, got "
             f"{str(path)!r}, which holds none"
         )
+    return loaded
+
+
+def _of_checkpoint(found: Path, tokenizer: str, chat_template: str, sharding: jax.sharding.Sharding) -> Trained:
     meta = on_disk.read_meta(found)
     c = restored_config(meta["config"], on_disk.written_by(meta))
     found_tokenizer = load_tokenizer(tokenizer or sources.tokenizer_of(c, found.parent.parent))

@@ -220,5 +220,8 @@ class Store:
 
 
 def gib(size: int) -> str:
-    """Bytes as text, in GiB."""
-    return f"{size / 2**30:,.2f} GiB"
+    """Bytes as text, in the largest of GiB, MiB and KiB that there is one of."""
+    for name, unit in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size / 2**10:,.2f} KiB"

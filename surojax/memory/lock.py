@@ -41,6 +41,35 @@ def locked(file: Path, setting: str) -> Iterator[None]:
         os.close(fd)
 
 
+def share(file: Path) -> int | None:
+    """Opens a file with a lock that others may have too; it ends when the descriptor is closed.
+
+    Returns None if the file cannot be opened. On a file system without locks nothing is locked.
+    """
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def is_shared(file: Path) -> bool:
+    """Whether somebody has the lock of `share`."""
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in NO_LOCKS
+    finally:
+        os.close(fd)
+    return False
+
+
 def _holder(fd: int) -> str:
     """The process id that the run with the lock wrote into the file."""
     with contextlib.suppress(OSError):  # on some systems a locked file cannot be read

@@ -258,6 +258,12 @@ class Model:
         return outer + sum(segment.num_layers * segment.size for segment in self.segments)
 
     @property
+    def num_trained_parameters(self) -> int:
+        """Parameters of all layers that are trained."""
+        sizes = {name: sum(math.prod(p.shape) for p in jax.tree.leaves(x)) for name, x in self.trained_params.items()}
+        return sizes[OUTER] + sum(segment.num_layers * sizes[segment.name] for segment in self.segments)
+
+    @property
     def block_matmul_params(self) -> int:
         """Parameters of the blocks that take part in matrix products once per token."""
         return sum(segment.num_layers * segment.matmul_size for segment in self.segments)

@@ -155,25 +155,31 @@ def memory_limit(device) -> int | None:
     return (stats or {}).get("bytes_limit")
 
 
+def peak_bytes(device) -> int | None:
+    """The most bytes of a device's memory that were in use so far; None on CPUs and if the device does not say."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return (stats or {}).get("peak_bytes_in_use")
+
+
 def compare(need: dict[str, int], compiled, device) -> str | None:
     """A line that compares the estimate, the bytes that XLA planned for a compiled step, and the device's peak use.
 
     None on devices that do not report their peak (CPUs). The peak is that of the process, with initialisation and
     evaluation. XLA's bytes are left out for a step of several programs (state in files).
     """
-    stats = device.memory_stats() if device.platform != "cpu" else None
+    peak = peak_bytes(device)
     planned = compiled.memory_analysis()
-    if not stats or "peak_bytes_in_use" not in stats:
+    if peak is None:
         return None
     if planned is None:
-        most = f"at most in use {gib(stats['peak_bytes_in_use'])} (initialisation and evaluation included)"
+        most = f"at most in use {gib(peak)} (initialisation and evaluation included)"
         return f"memory per device: estimated {gib(sum(need.values()))}, {most}"
     results = planned.output_size_in_bytes - planned.alias_size_in_bytes
     total = planned.argument_size_in_bytes + planned.temp_size_in_bytes + results
     estimated = sum(need.values())
     line = (
         f"memory per device: estimated {gib(estimated)}, compiled {gib(total)}, at most in use "
-        f"{gib(stats['peak_bytes_in_use'])} (initialisation and evaluation included)"
+        f"{gib(peak)} (initialisation and evaluation included)"
     )
     low = total / estimated - 1
     return f"{line}; note: the estimate was {low:.0%} too low" if low > 0.1 else line

@@ -24,13 +24,14 @@ import orbax.checkpoint as ocp
 import psutil
 import tensorstore as ts
 from orbax.checkpoint import type_handlers
+from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from surojax.errors import CheckpointError
 from surojax.memory.in_file import InFile, store_of
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.param import OUTER, part_of
 from surojax.run.checksum import checksums, name_of
-from surojax.run.on_disk import FOLDER, Translate, find, list_files
+from surojax.run.on_disk import FOLDER, Translate, find, is_held, list_files
 from surojax.step.state import TrainState
 
 WRITE_TIMEOUT_S = 24 * 3600  # orbax's default is 20 minutes, and a terabyte takes longer
@@ -46,7 +47,9 @@ class Checkpoints:
         self.folder = output_dir / FOLDER
         self.last = find(self.folder)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=save_total_limit,
+            preservation_policy=policies.AnyPreservationPolicy(
+                [policies.LatestN(save_total_limit), _Held(self.folder)]
+            ),
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(
                 timeout_secs=WRITE_TIMEOUT_S, post_finalization_callback=lambda: list_files(self.folder)
@@ -125,6 +128,16 @@ class Checkpoints:
             return f"could not write checkpoint {failed} ({reason}); the disk may be full; last checkpoint: {self.last}"
 
         return Translate(message)
+
+
+class _Held(policies.PreservationPolicy):
+    """Preserves the checkpoints that are being read."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        return [is_held(self.folder / str(info.step)) for info in checkpoints]
 
 
 def _apart(tree):

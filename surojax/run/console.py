@@ -1,19 +1,113 @@
-"""The lines that a run prints."""
+"""The lines that a run prints, and below them, on a terminal, one that is rewritten: the status.
 
+A file, a pipe or a notebook gets plain lines only. Any thread may print.
+"""
+
+import contextlib
+import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TextIO
 
 from tqdm import tqdm
 
 from surojax.run.shared import is_first
 
+ECHO = 2  # columns that a terminal adds to the status when Ctrl-C is pressed: ^C
+
+
+class Console:
+    """Prints lines to a stream, above the status if that is a terminal. stream: standard output by default."""
+
+    def __init__(self, stream: TextIO | None = None):
+        self._stream = stream
+        self._status = ""  # what is on the screen below the lines
+        self._lock = threading.RLock()
+
+    @property
+    def stream(self) -> TextIO:
+        """The stream that lines are printed to."""
+        return self._stream or sys.stdout
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a status is shown."""
+        return self.stream.isatty()
+
+    def line(self, text: str) -> None:
+        """Prints a line that stays. Characters that the stream cannot show are escaped."""
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        with self._lock:
+            status = self._status
+            self.status("")
+            tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding), file=self.stream)  # above its bars
+            self.status(status)
+            self.stream.flush()
+
+    def status(self, text: str) -> None:
+        """Rewrites the status, cut to the width of the terminal; "" removes it. Does nothing without a terminal."""
+        if not self.is_terminal:
+            return
+        with self._lock:
+            text = text[: _columns(self.stream) - 1 - ECHO]
+            if text or self._status:
+                blanks = " " * (len(self._status) + ECHO - len(text)) if self._status else ""
+                self.stream.write(f"\r{text}{blanks}\r{text}")
+                self.stream.flush()
+            self._status = text
+
+    def keep_status(self) -> None:
+        """Makes the status a line that stays."""
+        with self._lock:
+            if self._status:
+                self._status = ""
+                self.stream.write("\n")
+                self.stream.flush()
+
+
+def _columns(stream: TextIO) -> int:
+    """Width of a terminal; 80 if it does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+CONSOLE = Console()
+
 
 def say(text: str) -> None:
-    """Print a line, above the progress bar if there is one; of several processes, the first one does.
+    """Prints a line, above the status if there is one; of several processes, the first one does."""
+    if is_first():
+        CONSOLE.line(text)
 
-    Characters that the terminal cannot show are escaped.
+
+@contextlib.contextmanager
+def working(doing: str, done: str) -> Iterator[None]:
+    """Says what begins within a `with` statement, and at its end how long it took; a terminal counts the seconds.
+
+    doing, done: "compiling", "compiled". After an error nothing is said at the end.
     """
-    if not is_first():
-        return
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    sys.stdout.flush()
+    started = time.perf_counter()
+    ended = threading.Event()
+
+    def count() -> None:
+        while not ended.wait(1.0):
+            CONSOLE.status(f"{doing} ... {time.perf_counter() - started:.0f} s")
+
+    counting = threading.Thread(target=count, name="surojax-working", daemon=True)
+    if not CONSOLE.is_terminal:
+        say(f"{doing} ...")
+    elif is_first():
+        CONSOLE.status(f"{doing} ...")
+        counting.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if counting.ident is not None:
+            counting.join()
+            CONSOLE.status("")
+    say(f"{done} in {time.perf_counter() - started:.1f} s")

@@ -1,4 +1,4 @@
-"""Reports a run: console lines, `metrics.jsonl`, TensorBoard events; and copies metrics from the device to the host.
+"""Reports a run: on the console, in `metrics.jsonl` and in TensorBoard events; copies metrics from device to host.
 
 Reading a step's loss waits for that step. The loop therefore reads metrics one step late: `DeferredMetrics.push` starts
 the copy of step n's metrics and returns the numbers of step n - 1. Step n is already in flight, so the device never
@@ -23,11 +23,11 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import jax
 from tensorboardX.event_file_writer import EventsWriter
@@ -36,11 +36,16 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 from tqdm import tqdm
 
 from surojax.errors import ConfigError
+from surojax.run.console import CONSOLE, Console
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 TENSORBOARD_FLUSH_S = 10
 ETA_WINDOW = 20  # steps in the moving average behind the eta
+SILENT_S = 60.0  # where steps are slow, a line is printed after so long
+STATUS_S = 0.1  # the status of a terminal is rewritten no more often
+# The keys of a record that differ between two runs of the same numbers.
+TIMINGS = ("tokens_per_second", "duration_ms", "data_wait_ms", "mfu", "time", "peak_memory_bytes")
 
 
 class MetricsLog:
@@ -55,8 +60,12 @@ class MetricsLog:
         the fraction of that peak: PaLM, arXiv:2204.02311, appendix B).
       first_step: number of steps already done: n for a run resumed from the checkpoint of step n. If it is 0, an
         existing `metrics.jsonl` is replaced.
-      console: stream for the lines; standard output by default.
-      progress: stream for the progress bar, which is shown only on a terminal; standard error by default.
+      first_tokens: number of tokens already seen.
+      log_steps: steps between two lines, where there is no terminal; a terminal shows the last step in its status. A
+        line is also printed for the first step, the last one, and after SILENT_S without one.
+      quiet: nothing of steps and evaluations is printed.
+      peak_memory: returns the most bytes of a device's memory that were in use so far, or None if unknown.
+      console: for the lines and the status.
       writes: False: only return the records, in a process that is not the first.
 
     Raises:
@@ -72,18 +81,26 @@ class MetricsLog:
         flops_per_token: float,
         peak_flops: float | None = None,
         first_step: int = 0,
-        console: TextIO | None = None,
-        progress: TextIO | None = None,
+        first_tokens: int = 0,
+        log_steps: int = 1,
+        quiet: bool = False,
+        peak_memory: Callable[[], int | None] = lambda: None,
+        console: Console = CONSOLE,
         writes: bool = True,
     ):
         self._total_steps = total_steps
         self._tokens_per_step = tokens_per_step
         self._flops_per_step = flops_per_token * tokens_per_step
         self._peak_flops = peak_flops
-        self._console = sys.stdout if console is None else console
+        self._first_step = first_step
+        self._first_tokens = first_tokens
+        self._log_steps = log_steps
+        self._quiet = quiet
+        self._peak_memory = peak_memory
+        self._console = console
         self._recent_s: deque[float] | None = None  # None until the first step, whose duration is mostly compilation
+        self._said = -math.inf  # when the last line of a step, or status, was printed
 
-        self._bar = None
         self._file = None
         if not writes:
             return
@@ -92,11 +109,6 @@ class MetricsLog:
         _keep_up_to(path, first_step)
         self._file = path.open("ab")
         self._tensorboard = _Events(output_dir / TENSORBOARD_DIR, first_step)
-        terminal = sys.stderr if progress is None else progress
-        if terminal.isatty():
-            bar_format = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
-            options = {"miniters": 1, "leave": False, "dynamic_ncols": True, "bar_format": bar_format}
-            self._bar = tqdm(total=total_steps, initial=first_step, file=terminal, **options)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -115,18 +127,18 @@ class MetricsLog:
             if self._file is not None:
                 outputs.callback(self._file.close)
                 outputs.callback(self._tensorboard.close)
-            if self._bar is not None:
-                outputs.callback(self._bar.close)
+                outputs.callback(self._console.keep_status)
 
     def step(
         self, step: int, *, loss: float, grad_norm: float, lr: float, duration_s: float, data_wait_s: float = 0.0
     ) -> dict[str, Any]:
         """Report a training step (loss in nats per token) and return its record in `metrics.jsonl`.
 
-        {"log":"step","step","loss","norm","lr","tokens_per_second","duration_ms","data_wait_ms"}, and "mfu" (a
-        fraction) if known. data_wait_s: the host waited so long for the batch, while the device may have been busy.
-        Floats are written with all digits, so a float32 is read back bit-exactly. A value that is not finite is written
-        as null, since JSON has no NaN.
+        {"log":"step","step","loss","norm","lr","tokens_per_second","duration_ms","data_wait_ms","mfu" (a fraction),
+        "time" (seconds since 1970),"tokens" (seen so far, with padding),"peak_memory_bytes" (of a device)}, of which
+        "mfu" and the last are there if known. data_wait_s: the host waited so long for the batch, while the device may
+        have been busy. Floats are written with all digits, so a float32 is read back bit-exactly. A value that is not
+        finite is written as null, since JSON has no NaN.
         """
         duration_s = max(duration_s, 1e-9)
         tokens_per_second = self._tokens_per_step / duration_s
@@ -135,35 +147,59 @@ class MetricsLog:
         record["data_wait_ms"] = data_wait_s * 1e3
         if self._peak_flops is not None:
             record["mfu"] = self._flops_per_step / duration_s / self._peak_flops
+        record |= self._progress(step)
+        if (peak := self._peak_memory()) is not None:
+            record["peak_memory_bytes"] = peak
         self._append(record)
         train = {"loss": loss, "grad_norm": grad_norm, "learning_rate": lr, "tokens_per_second": tokens_per_second}
+        train |= {name: record[name] for name in ("mfu", "peak_memory_bytes") if name in record}
         self._scalars("train", step, train)
-
-        eta = self._eta(step, duration_s)
-        mfu = f"  mfu {record['mfu']:5.1%}" if "mfu" in record else ""
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"eta {eta}", refresh=False)
-            self._bar.update(step - self._bar.n)
-        self.message(
-            f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}  loss {loss:.4f}  norm {grad_norm:.3f}  "
-            f"lr {lr:.2e}  {tokens_per_second:,.0f} tok/s  {duration_s * 1e3:,.1f} ms{mfu}  eta {eta}"
-        )
+        self._say_step(record, self._eta(step, duration_s))
         return record
+
+    def _progress(self, step: int) -> dict[str, Any]:
+        """The time, and the tokens seen up to a step."""
+        tokens = self._first_tokens + (step - self._first_step) * self._tokens_per_step
+        return {"time": time.time(), "tokens": tokens}
+
+    def _say_step(self, record: dict[str, Any], eta: str) -> None:
+        """Prints the line of a step if one is due, or shows the step in the status of a terminal."""
+        if self._file is None or self._quiet:
+            return
+        step = record["step"]
+        now = time.monotonic()
+        last = step == self._total_steps
+        step_of = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}  loss {record['loss']:.4f}"
+        rate = f"{record['tokens_per_second']:,.0f} tok/s"
+        memory = f"  {record['peak_memory_bytes'] / 2**30:.1f} GiB" if "peak_memory_bytes" in record else ""
+        if self._console.is_terminal:
+            if last or now - self._said >= STATUS_S:
+                self._said = now
+                self._console.status(f"{step_of}  {rate}{memory}  {eta} left")
+            return
+        first = step == self._first_step + 1
+        if first or last or step % self._log_steps == 0 or now - self._said >= SILENT_S:
+            self._said = now
+            mfu = f"  mfu {record['mfu']:5.1%}" if "mfu" in record else ""
+            self._console.line(
+                f"{step_of}  norm {record['norm']:.3f}  lr {record['lr']:.2e}  {rate}  "
+                f"{record['duration_ms']:,.1f} ms{mfu}{memory}  eta {eta}"
+            )
 
     def eval(
         self, step: int, *, loss: float, duration_s: float, bits_per_byte: float | None = None, name: str = ""
     ) -> dict[str, Any]:
         """Report an evaluation after `step` steps (loss in nats per token) and return its record in `metrics.jsonl`.
 
-        {"log":"eval","step","loss","perplexity","duration_ms"}, "bits_per_byte" if it is of text, and "name" if it is
-        of a validation dataset.
+        {"log":"eval","step","loss","perplexity","duration_ms","time","tokens"}, "bits_per_byte" if it is of text, and
+        "name" if it is of a validation dataset.
         """
         scores = {"loss": loss}
         if bits_per_byte is not None:
             scores["bits_per_byte"] = bits_per_byte
         scores["perplexity"] = perplexity(loss)
         record = {"log": "eval", "step": step, **({"name": name} if name else {}), **scores}
-        record["duration_ms"] = duration_s * 1e3
+        record |= {"duration_ms": duration_s * 1e3, **self._progress(step)}
         self._append(record)
         self._scalars(f"eval/{name}" if name else "eval", step, scores)
         bits = "" if bits_per_byte is None else f"  {bits_per_byte:.4f} bits per byte"
@@ -174,11 +210,13 @@ class MetricsLog:
         return record
 
     def message(self, text: str) -> None:
-        """Print a plain line, above the progress bar if there is one."""
-        if self._file is None:
-            return
-        tqdm.write(text, file=self._console)
-        self._console.flush()
+        """Print a line, above the status if there is one."""
+        if self._file is not None and not self._quiet:
+            self._console.line(text)
+
+    def keep_status(self) -> None:
+        """Let the last step stay on the terminal: no further one follows."""
+        self._console.keep_status()
 
     def _append(self, record: dict[str, Any]) -> None:
         """Write and flush one line, so that a SIGKILL loses at most the line being written."""

@@ -7,8 +7,10 @@ compiled; the error names the file. Damage of large files is found by the checks
 
 import json
 import logging
+import os
 import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ import jax
 
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory.layer_file import NvmeError
+from surojax.memory.lock import is_shared, share
 from surojax.untrusted import check_file, expanded, read_json
 
 FOLDER = "checkpoints"
 FILES = "files.json"
+STEP = re.compile(r"0|[1-9][0-9]*")  # the name of a checkpoint
+LARGEST = {"step": 2**31, "samples": 2**63, "samples_per_step": 2**31}
 SMALL = 1 << 20  # bytes; `files.json` has only the size of larger files, not their checksum
 MOST_FILES = 1 << 28  # bytes of `files.json`
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also logs the errors that it raises, with tracebacks
@@ -37,14 +42,76 @@ def find(path: str | Path) -> Path | None:
 def steps_in(folder: Path) -> list[Path]:
     """Finished checkpoints of a folder, oldest first."""
     entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted((p for p in entries if p.name.isdigit() and p.is_dir()), key=lambda p: int(p.name))
+    return sorted((p for p in entries if STEP.fullmatch(p.name) and p.is_dir()), key=lambda p: int(p.name))
+
+
+class Held:
+    """A checkpoint that the run which writes beside it does not prune (checkpoint.py), until `close` or the end."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._fd = share(path / FILES)  # None: the checkpoint is damaged or removed, as whoever reads it will say
+
+    def close(self) -> None:
+        """Lets the run prune it."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    __del__ = close
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody reads a checkpoint, on this machine or on another one that shares its disk."""
+    return is_shared(path / FILES)
+
+
+def hold(path: str | Path) -> Held | None:
+    """Holds what `find` finds, which may be replaced by a newer one at any time; None if there is none."""
+    while found := find(path):
+        held = Held(found)
+        if find(path) == found:  # the run saw the lock, or has not decided yet to prune this one
+            return held
+        held.close()
+    return None
+
+
+def read_newest[T](path: str | Path, read: Callable[[Path], T]) -> T | None:
+    """Returns what `read` makes of what `find` finds; None if there is none.
+
+    With save_total_limit=1, a run decides what to prune when it begins to write, so that a checkpoint which is found
+    later may be removed while it is held: then `read` gets the newer one.
+    """
+    while held := hold(path):
+        try:
+            return read(held.path)
+        except CheckpointError:
+            if find(path) == held.path:
+                raise
+        finally:
+            held.close()
+    return None
 
 
 def read_meta(path: Path) -> dict[str, Any]:
     """Returns the item `meta` of a checkpoint. Raises CheckpointError if a file is damaged or missing."""
     with readable(path):
         _check_files(path)
-        return read_json(path / "meta" / "metadata")
+        meta = read_json(path / "meta" / "metadata")
+        _check_progress(meta, path.name)
+        return meta
+
+
+def _check_progress(meta: Any, folder: str) -> None:
+    """Raises ValueError if the numbers of steps and samples are none that a run can have. folder: the checkpoint's."""
+    if not isinstance(meta, dict):
+        raise ValueError(f"meta/metadata: expected an object, got a {type(meta).__name__}")
+    for name, least in (("step", 0), ("samples", 0), ("samples_per_step", 1)):
+        value = meta.get(name, least)
+        if type(value) is not int or not least <= value < LARGEST[name]:
+            raise ValueError(f"{name}: expected a whole number from {least} to {LARGEST[name] - 1}, got {value!r}")
+    if STEP.fullmatch(folder) and meta.get("step") != int(folder):
+        raise ValueError(f"step: expected {folder}, the name of its folder, got {meta.get('step')}")
 
 
 def written_by(meta: dict[str, Any]) -> str:
@@ -109,6 +176,13 @@ def _reason(error: BaseException) -> str:
 
 def readable(path: Path) -> Translate:
     """Translates the errors of reading a checkpoint."""
-    others = [p for p in steps_in(path.parent) if p != path]
-    change = f"to continue from {others[-1]}, move it away" if others else "there is no other beside it"
-    return Translate(lambda e: f"checkpoint {path} cannot be read ({e}); {change}")
+
+    def message(reason: str) -> str:
+        if not path.exists():
+            newest = "read the newest of its run, which keeps the last save_total_limit ones"
+            return f"checkpoint {path} is no longer there; {newest}"
+        others = [p for p in steps_in(path.parent) if p != path]
+        change = f"to continue from {others[-1]}, move it away" if others else "there is no other beside it"
+        return f"checkpoint {path} cannot be read ({reason}); {change}"
+
+    return Translate(message)

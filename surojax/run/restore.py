@@ -64,6 +64,38 @@ def restore(
     return state._replace(moments=_reblocked(state.moments, plan.moments))
 
 
+def check_restorable(path: Path, plan: TrainState, layers: dict[str, int] | None = None) -> None:
+    """Raises CheckpointError if `restore` would refuse a checkpoint for what this run plans; reads no array.
+
+    It takes milliseconds, so it is done before anything is compiled. plan, layers: as for `restore`.
+    """
+    meta = read_meta(path)
+    with readable(path):
+        for name, planned in (("master", plan.master), ("moments", _stored_moments(path, plan.moments, meta))):
+            _check_shapes(path / name, planned, meta, layers or {})
+        if plan.history is not None and (path / "history").is_dir():
+            (stored,) = _stored_shapes(path / "history").values()
+            if stored[:-1] != plan.history.shape[:-1]:
+                raise ValueError(f"history: expected layers x sites {plan.history.shape[:-1]}, got {stored[:-1]}")
+
+
+def _check_shapes(item: Path, plan, meta: dict[str, Any], layers: dict[str, int]) -> None:
+    """Raises ValueError if an item's arrays have other names or shapes than planned, but for padding."""
+    stored = _stored_shapes(item)
+    for keys, x in jax.tree_util.tree_leaves_with_path(plan):
+        name = name_of(keys)
+        if name not in stored:
+            raise ValueError(f"{item.name}: expected {name}, got none")
+        section = name_of(keys[:1])
+        stacked = section != OUTER
+        there = meta.get("layers", {}).get(section, stored[name][0]) if stacked else 0
+        here = layers.get(section, x.shape[0]) if stacked else 0
+        if there != here:
+            raise ValueError(f"{item.name}/{name}: expected {here} layers, got {there}")
+        if stored[name][stacked:] != tuple(x.shape[stacked:]):
+            raise ValueError(f"{item.name}/{name}: expected shape {tuple(x.shape)}, got {stored[name]}")
+
+
 def restore_weights(path: Path, plan: dict) -> dict:
     """Returns only the weights in a checkpoint, in the dtype and sharding of `plan`. Raises CheckpointError."""
     meta = read_meta(path)

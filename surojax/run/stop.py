@@ -1,5 +1,8 @@
 """A run that is asked to stop: by a signal, or because its time is up. It then saves, and can be continued.
 
+Python runs a signal handler when the main thread is back from C++: after a step or a compilation, which may take
+minutes. A thread therefore hears of signals as well, at once, and answers.
+
 With several processes, a signal to any of them counts for all: JAX's preemption service agrees on a step that none of
 them has passed yet, and every process stops after that one.
 """
@@ -8,40 +11,127 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
+
+from surojax.run.console import say
+from surojax.run.on_disk import find
+
+GRACE_S = 5.0  # for the main thread to end the process after a signal, if it is not within a step or a compilation
+DOUBLE_S = 1.0  # a second Ctrl-C that follows the first sooner is the same one: its answer could not be read
+ABORTED = 130  # exit code of a run that Ctrl-C has aborted, as shells have it
+SIGTERM_SAID = "stopped by SIGTERM: start again to continue"
+
+
+class Listener:
+    """Context manager that calls `hear` with each signal's number, at once and in a thread of its own.
+
+    Of signals that have a handler in Python. Does nothing outside the main thread.
+    """
+
+    def __init__(self, hear: Callable[[int], None]):
+        self.hear = hear
+        self.thread: threading.Thread | None = None
+        self.outer = -1  # where signals were written before
+
+    def __enter__(self):
+        self.reads, self.writes = os.pipe()
+        os.set_blocking(self.writes, False)
+        try:
+            self.outer = signal.set_wakeup_fd(self.writes, warn_on_full_buffer=False)
+        except ValueError:  # outside the main thread
+            os.close(self.reads)
+            os.close(self.writes)
+            return self
+        self.thread = threading.Thread(target=self._listen, name="surojax-signals", daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        if self.thread is None:
+            return
+        signal.set_wakeup_fd(self.outer)
+        os.write(self.writes, b"\0")  # the end
+        self.thread.join()
+        os.close(self.reads)
+        os.close(self.writes)
+
+    def _listen(self) -> None:
+        while number := os.read(self.reads, 1)[0]:
+            self.hear(number)
+
+    def pass_on(self, number: int) -> None:
+        """Tells the listener that this one has replaced."""
+        if self.outer != -1:
+            with contextlib.suppress(OSError):
+                os.write(self.outer, bytes([number]))
+
+
+def ended_at_once(main: Callable[[], None]) -> None:
+    """Runs the main function of a command; if it exits with ABORTED, so does the process, without further ado.
+
+    Python's clean-up would wait for what the devices compute.
+    """
+    try:
+        main()
+    except SystemExit as error:
+        if error.code == ABORTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ABORTED)
+        raise
 
 
 class EarlyStop:
     """Context manager within which SIGTERM exits with this code where nobody else receives it: nothing is to be saved.
 
     Before the loop over steps, and after it, that is. Of several processes, JAX's preemption service receives it as
-    soon as they are connected, and the run stops after its first step. Does nothing outside the main thread.
+    soon as they are connected, and the run stops after its first step. If the main thread does not come to that within
+    GRACE_S, since it compiles, the process ends then; likewise after Ctrl-C, with the line `aborted`. Does nothing
+    outside the main thread.
     """
 
-    def __init__(self, code: int):
+    def __init__(self, code: int, aborted: str = "aborted"):
         self.code = code
+        self.aborted = aborted
         self._asked = False
         self._deferring = False
+        self._left = threading.Event()
+        self._listener = Listener(self._hear)
 
     def __enter__(self):
         self.old = {}
         with contextlib.suppress(ValueError):  # raised outside the main thread, which cannot set signal handlers
             self.old[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._receive)
+        self._listener.__enter__()
         return self
 
     def __exit__(self, *_):
+        self._left.set()
+        self._listener.__exit__()
         for number, handler in self.old.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: the old handler was not set from Python
 
     def _receive(self, *_):
         self._asked = True
         if not self._deferring:
-            print("stopped by SIGTERM: start again to continue", file=sys.stderr, flush=True)
+            print(SIGTERM_SAID, file=sys.stderr, flush=True)
             sys.exit(self.code)
+
+    def _hear(self, number: int) -> None:
+        """Ends the process if the main thread, which receives the same signal, cannot."""
+        endings = {signal.SIGTERM: (SIGTERM_SAID, self.code), signal.SIGINT: (self.aborted, ABORTED)}
+        if number not in endings or self._deferring or self._left.wait(GRACE_S):
+            return
+        text, code = endings[signal.Signals(number)]
+        print(text, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(code)
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[Callable[[], bool]]:
@@ -60,17 +150,23 @@ class EarlyStop:
 
 
 class StopSignal:
-    """Context manager that records SIGTERM and the first Ctrl-C instead of ending the process.
+    """Context manager that records SIGTERM and the first Ctrl-C instead of ending the process, and says so at once.
 
-    A second Ctrl-C raises KeyboardInterrupt. until: `time.monotonic()` at which it counts as stopped; None: never.
-    received: name of the last recorded signal, or "--max-minutes"; "" if there was none.
+    A second Ctrl-C raises KeyboardInterrupt in the main thread, and tells an `EarlyStop` around it; the first one's
+    answer says what that loses. until: `time.monotonic()` at which it counts as stopped; None: never. output_dir: of
+    the run. received: name of the last recorded signal, or "--max-minutes"; "" if there was none.
     """
 
     received: str = ""
 
-    def __init__(self, until: float | None = None):
+    def __init__(self, until: float | None = None, output_dir: Path | None = None):
         self.until = until
+        self.output_dir = output_dir
         self.several = jax.process_count() > 1
+        self._pressed: float | None = None  # when Ctrl-C was pressed first
+        self._aborts = False
+        self._raised = False
+        self._listener = Listener(self._hear)
 
     def __enter__(self):
         self.old = {}
@@ -79,18 +175,39 @@ class StopSignal:
         with contextlib.suppress(ValueError):  # raised outside the main thread, which cannot set signal handlers
             for number in numbers:
                 self.old[number] = signal.signal(number, self._receive)
+        self._listener.__enter__()
         return self
 
     def __exit__(self, *_):
+        self._listener.__exit__()
         for number, handler in self.old.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: the old handler was not set from Python
 
     def _receive(self, number, _frame):
-        if self.received and number == signal.SIGINT:
+        if self._aborts and not self._raised:
+            self._raised = True
             raise KeyboardInterrupt
+        if self._aborts:
+            return
         self.received = signal.Signals(number).name
         if self.several:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _hear(self, number: int) -> None:
+        """Answers a signal; the second Ctrl-C counts even if the main thread has not received the first one yet."""
+        now = time.monotonic()
+        if number == signal.SIGTERM and self._pressed is None:
+            say("SIGTERM: stopping after this step")
+        elif number == signal.SIGINT and self._pressed is None:
+            self._pressed = now
+            last = self.output_dir and find(self.output_dir)
+            lost = f"what is after checkpoint {last.name}" if last else "everything: there is no checkpoint yet"
+            say(f"Ctrl-C: stopping after this step; press again to stop now, which loses {lost}")
+        elif number == signal.SIGINT and now - (self._pressed or now) >= DOUBLE_S and not self._aborts:
+            self._aborts = True
+            say("Ctrl-C: stopping now")
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            self._listener.pass_on(number)
 
     def after(self, step: int) -> str:
         """Returns why the run stops after this step, "" if it goes on. Call it once for every step.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from surojax.run.on_disk import read_meta, readable
+from surojax.run.on_disk import Held, read_meta, readable
 
 PIECE = 1 << 22  # words of which the checksum is computed at a time
 
@@ -21,6 +21,7 @@ class StoredMaster:
 
     def __init__(self, path: Path):
         self.path = path
+        self._held = Held(path)
         self.meta = read_meta(path)
         self._arrays: dict[str, Any] = {}
         self._sums: dict[str, dict[int, int]] = {}

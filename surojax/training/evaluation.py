@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,16 @@ def evaluation_summary(output_dir: Path) -> str:
             evals.setdefault(record.get("name", ""), []).append(record)
     lines = []
     for name, records in evals.items():
-        first = records[0]
-        last = records[-1]
-        text = f"evaluation{name and f' of {name}'}: loss {first['loss']:.4f} -> {last['loss']:.4f}"
-        if "bits_per_byte" in first and "bits_per_byte" in last:
-            text += f", {first['bits_per_byte']:.4f} -> {last['bits_per_byte']:.4f} bits per byte"
-        text += f", perplexity {perplexity(first['loss']):.4g} -> {perplexity(last['loss']):.4g}"
-        lines.append(f"{text} (steps {first['step']} -> {last['step']})")
+        ends = [records[0], records[-1]][: len(records)]
+        losses = [math.nan if record["loss"] is None else record["loss"] for record in ends]
+        text = f"evaluation{name and f' of {name}'}: loss {_from_to(losses, '.4f')}"
+        if all(record.get("bits_per_byte") is not None for record in ends):
+            text += f", {_from_to([record['bits_per_byte'] for record in ends], '.4f')} bits per byte"
+        text += f", perplexity {_from_to(map(perplexity, losses), '.4g')}"
+        lines.append(f"{text} (step{'s'[: len(ends) - 1]} {_from_to([record['step'] for record in ends], 'd')})")
     return "\n".join(lines) or "evaluation: none yet"
+
+
+def _from_to(numbers: Iterable[float], form: str) -> str:
+    """One number, or the first and the last: "3.4043 -> 2.1250"."""
+    return " -> ".join(format(number, form) for number in numbers)

@@ -69,6 +69,7 @@ def loop(
         deferred.restart_clock()
     step = start.first_step
     position = start.position
+    stopping = ""
     for step in range(start.first_step + 1, start.total_steps + 1):
         asked = time.perf_counter()
         batch = next(batches)
@@ -95,7 +96,9 @@ def loop(
                 progress = {"step": step, "samples": position, "samples_per_step": start.samples_per_step}
                 checkpoints.save(state, {**progress, "layers": layers, "config": c.to_dict(), **start.identity})
             deferred.restart_clock()
-        if stopping and not final:
-            say(f"stopped by {stopping} after step {step} of {start.total_steps}; start again to continue")
+        if stopping:
             break
+    log.keep_status()
+    if step < start.total_steps:
+        say(f"stopped by {stopping} after step {step} of {start.total_steps}; start again to continue")
     return Done(state, step, history)

@@ -1,6 +1,5 @@
 """The programs of a run, compiled."""
 
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from surojax.placement.mesh import own_device
 from surojax.planner import traffic
 from surojax.planner.check_fit import memory_limit
 from surojax.planner.footprint import host_temporaries
-from surojax.run.console import say
+from surojax.run.console import working
 from surojax.training.evaluation import Evaluation
 
 
@@ -35,8 +34,7 @@ class Programs(NamedTuple):
 def compile_programs(
     c: Config, run: Assembly, mesh: jax.sharding.Mesh, evaluated: list[Evaluated], feed: Feed
 ) -> Programs:
-    """Compiles the step and the evaluation, and says how long it took."""
-    started = time.perf_counter()
+    """Compiles the step and the evaluation; says so before, and how long it took."""
     devices = list(mesh.devices.flat)
     platform = devices[0].platform
     options = run.compiler_options(
@@ -47,9 +45,9 @@ def compile_programs(
     tokens_shape = (c.gradient_accumulation_steps, feed.batch_size, c.sequence_len)
     tokens = jax.ShapeDtypeStruct(tokens_shape, np.int32, sharding=feed.sharding)
     arrays = run.engine.batch_arrays
-    train_step = run.train_step().lower(run.plan, *[tokens] * len(arrays)).compile(options)
-    evaluate = Evaluation(c, run, mesh, evaluated)
-    say(f"compiled in {time.perf_counter() - started:.1f} s")
+    with working("compiling the step and the evaluation", "compiled"):
+        train_step = run.train_step().lower(run.plan, *[tokens] * len(arrays)).compile(options)
+        evaluate = Evaluation(c, run, mesh, evaluated)
     # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in files, a
     # step has already ended when `train_step` returns.
     one_at_a_time = (platform == "cpu" and len(devices) > 1) or store_of(run.plan) is not None

@@ -1,5 +1,9 @@
 """What a run says of itself: its size before it starts, its predicted time, and a sample of its text at the end."""
 
+import importlib.util
+import shlex
+from pathlib import Path
+
 from surojax.assembly import Assembly
 from surojax.config import fields as configs
 from surojax.config.fields import Config
@@ -16,13 +20,16 @@ from surojax.planner.advice import summed
 from surojax.planner.footprint import estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
+from surojax.run.metrics import TENSORBOARD_DIR
 
 
 def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     """Print the size of the model, the devices, the mesh, and the memory that the run needs."""
     axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
-    millions = run.model.num_parameters / 1e6
-    say(f"surojax: {millions:,.1f}M parameters on {len(devices)} x {devices[0].device_kind} ({axes})")
+    total = run.model.num_parameters
+    trained = run.model.num_trained_parameters
+    of_which = f", of which {trained / 1e6:,.3g}M train ({trained / total:.2%})," if trained < total else ""
+    say(f"surojax: {total / 1e6:,.1f}M parameters{of_which} on {len(devices)} x {devices[0].device_kind} ({axes})")
     # On a CPU, `need` already includes the host memory, since it is also the devices' memory.
     host = {} if devices[0].platform == "cpu" else estimate_host(run, traffic.batch_of(c))
     for memory, needs in (("memory", need), ("host memory", host)):
@@ -59,6 +66,13 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
     rate = len(devices) * (found.tokens_per_s_per_gpu or 0.0)
     say(f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s")
     return found
+
+
+def where_events_are(output_dir: Path) -> str:
+    """A line that says where the TensorBoard events of a run are, and how to look at them."""
+    folder = output_dir / TENSORBOARD_DIR
+    install = "" if importlib.util.find_spec("tensorboard") else "pip install tensorboard; "
+    return f"TensorBoard events: {folder}; to see them: {install}tensorboard --logdir {shlex.quote(str(folder))}"
 
 
 def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
