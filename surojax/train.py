@@ -25,7 +25,7 @@ from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.data.batches import batches as training_batches
 from surojax.errors import CheckpointError, ConfigError
-from surojax.exchange.sources import keeps, resolved
+from surojax.exchange.sources import keeps, replaced_fields, resolved
 from surojax.memory import nvme
 from surojax.memory.in_file import store_of
 from surojax.memory.lock import locked
@@ -73,6 +73,8 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
     for metrics, or the disk of nvme_path fails).
     """
     c = resolved(config)
+    if replaced := replaced_fields(config, c):
+        say(f"model: as {c.model_path} says, in place of the config's {', '.join(replaced)}")
     started = time.perf_counter()
     until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
 

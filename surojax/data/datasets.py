@@ -222,7 +222,7 @@ def _type_of(row: Row, dataset: Dataset) -> str:
     raise ConfigError(
         f"{row.where}: expected a field {conversation} (a conversation), {instruction}, or {other_instruction} (an "
         f"instruction), or {dataset.text_field} (text), got {field_names(row.record)}; set the dataset's type and the "
-        "names of its fields"
+        "names of its fields, in an entry of datasets"
     )
 
 
