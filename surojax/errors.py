@@ -13,3 +13,17 @@ def need(ok: bool, field: str, expected: str, got, change: str) -> None:
     """Raises ConfigError if `ok` is false."""
     if not ok:
         raise ConfigError(f"{field}: expected {expected}, got {got!r}; {change}")
+
+
+# What `train` and `launch` exit with. Others, 128 + a signal's number, are those of processes that a signal ended.
+EXIT_CODES = {
+    0: "finished, or nothing was left to do",
+    1: "an error, said in a line: mend it and start the same command again",
+    75: "asked to stop (SIGTERM, Ctrl-C, --max-minutes) and saved, not finished: start the same command again",
+    130: "Ctrl-C where nothing is saved any more or yet: start the same command again",
+}
+
+
+def exit_codes() -> str:
+    """The exit codes as lines for `--help`."""
+    return "\n".join(["exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())])

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import psutil
 
 from surojax.config import flags
-from surojax.errors import ConfigError, need
+from surojax.errors import ConfigError, exit_codes, need
 from surojax.parallel.hosts import gpus_of_machine
 from surojax.parallel.watch import STOPPED
 
@@ -272,6 +272,8 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the command line, supervise, and exit with the code above."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m surojax.launch", description=(__doc__ or "").partition("\n")[0])
+    parser.epilog = exit_codes()
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = f"%(prog)s -n N [options] -- {COMMAND}"
     parser.add_argument("-n", type=int, default=1, help="number of processes (default: %(default)s)")
     parser.add_argument("--devices-per-process", type=int, metavar="D", help="virtual CPU devices instead of GPUs")

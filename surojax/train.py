@@ -24,7 +24,7 @@ from surojax.assembly import Assembly, from_config
 from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.data.batches import batches as training_batches
-from surojax.errors import CheckpointError, ConfigError
+from surojax.errors import CheckpointError, ConfigError, exit_codes
 from surojax.exchange.sources import keeps, replaced_fields, resolved
 from surojax.memory import nvme
 from surojax.memory.in_file import store_of
@@ -189,7 +189,8 @@ def main(argv: list[str] | None = None) -> None:
     An error exits with one line and a code above 0; a run that was asked to stop, with STOPPED.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m surojax.train", description=(__doc__ or "").partition("\n")[0])
+    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{exit_codes()}"
+    parser = argparse.ArgumentParser(prog="python -m surojax.train", description=description)
     parser.add_argument(
         "--export", metavar="DIR", help="write the trained model there, as a Hugging Face folder in bfloat16"
     )
