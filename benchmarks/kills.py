@@ -53,6 +53,7 @@ OF_PROCESSES = {"gpus": 0, "zero_level": 3, "offload_optimizer": True}
 def get_config() -> Config:
     """Returns the config of all runs; this file is their `--config`."""
     c = default_config()
+    c.data = "stdlib"
     c.model.vocab_size = 320
     c.model.hidden_size = 64
     c.model.intermediate_size = 192

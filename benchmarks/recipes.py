@@ -61,6 +61,7 @@ def get_config() -> Config:
     """Returns the config that all runs share."""
     c = default_config()
     c.output_dir = "runs/recipes"
+    c.data = "stdlib"
     c.model.vocab_size = 320  # 256 bytes and the end of a document, padded to a multiple of 64
     c.model.hidden_size = 320
     c.model.intermediate_size = 864

@@ -2,7 +2,7 @@
 
     python -m surojax.train --config configs/llama125m.py --config.data='text/*.txt' --config.tokenizer=tokenizer.json
 
-With `data` and `tokenizer` left as they are it trains on this Python's own source code, in bytes.
+`--config.data=stdlib --config.model.vocab_size=320` in their place tries it on this Python's own source code, in bytes.
 """
 
 from surojax.config import default_config

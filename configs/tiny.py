@@ -12,6 +12,7 @@ from surojax.config import default_config
 def get_config():
     c = default_config()
     c.output_dir = "runs/tiny"
+    c.data = "stdlib"
     c.model.vocab_size = 320  # 256 bytes, the end of a document, and room to a multiple of 64
     c.model.hidden_size = 128
     c.model.intermediate_size = 352

@@ -5,9 +5,31 @@ The README names the files to read, in the order in which a run calls them.
 Names are imported when they are first used, so that `import surojax` loads neither checkpoints nor data loaders.
 """
 
-import importlib
+import importlib.util
 import sys
 import types
+
+_NEEDED = "jax flax optax orbax tensorstore chex ml_collections grain tokenizers jinja2 pyarrow huggingface_hub gguf"
+_NEEDED += " ml_dtypes tensorboardX tqdm psutil"
+
+
+def _cannot_run() -> str:
+    """Why surojax cannot be imported here, or "". Files beside this one may have syntax newer than this Python's."""
+    if sys.version_info < (3, 12):  # noqa: UP036
+        found = ".".join(map(str, sys.version_info[:2]))
+        return f"expected Python 3.12 or newer, got {found}; .python-version selects one for pyenv and uv"
+    if sys.platform == "win32":
+        return "expected Linux or macOS, got Windows, where JAX has no GPUs either; use WSL 2"
+    missing = [name for name in _NEEDED.split() if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"expected the package {missing[0]}, got none; pip install -e . (in the folder with pyproject.toml)"
+    return ""
+
+
+if _reason := _cannot_run():
+    if sys.argv[:1] == ["-m"]:  # while `python -m surojax.train` looks for the module: one line instead of a traceback
+        sys.exit(f"surojax: error: {_reason}")
+    raise ImportError(f"surojax: {_reason}")
 
 _HOMES = {
     "CheckpointError": "surojax.errors",

@@ -41,3 +41,18 @@ def ends_with_code(main: Callable[[], None]) -> None:
     except Refused as error:
         print(error, file=sys.stderr, flush=True)
         sys.exit(REFUSED)
+
+
+# What `train` and `launch` exit with. Others, 128 + a signal's number, are those of processes that a signal ended.
+EXIT_CODES = {
+    0: "finished, or nothing was left to do",
+    1: "an error, said in a line: mend it and start the same command again",
+    REFUSED: "settings or a command line that are refused: change them, the same command is refused again",
+    75: "asked to stop (SIGTERM, Ctrl-C, --max-minutes) and saved, not finished: start the same command again",
+    130: "Ctrl-C where nothing is saved any more or yet: start the same command again",
+}
+
+
+def exit_codes() -> str:
+    """The exit codes as lines for `--help`."""
+    return "\n".join(["exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())])

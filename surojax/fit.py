@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
         if not result.rows:
             sys.exit(1)
         best = result.rows[0]
-        out.write_text(config_file(best.config, args.config, out, describe(best, result, args.config, out)))
+        out.write_text(config_file(best.config, describe(best, result, Path(args.config).name, out)))
         print(f"written: {out}; python -m surojax.train --config {out}")
         if best.config.nvme_path == advice.FOLDER:
             print(f"  set nvme_path in it to a folder on the NVMe disk: {advice.FOLDER!r} stands for it")

@@ -2,21 +2,84 @@
 
 python -m surojax.generate --checkpoint runs/tiny --prompt "def main("
 python -m surojax.generate --checkpoint runs/chat --chat --prompt "What does os.walk do?"
+python -m surojax.generate --checkpoint runs/chat --chat
+
+Without --prompt it reads lines, from a terminal or a pipe, and loads the model once: a conversation with --chat, a
+text to continue in each line without.
 """
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 from surojax.data.templates import NAMES as TEMPLATES
 from surojax.errors import CheckpointError, ConfigError
-from surojax.inference.load import load
-from surojax.inference.prompts import message_ids, text_ids
-from surojax.inference.sample import check_options, generate_batch
+from surojax.inference.load import Trained, load
+from surojax.inference.prompts import conversation_ids, message_ids, text_ids
+from surojax.inference.sample import check_options, generate, generate_batch
+
+LENGTHS = 64  # prompts of a conversation are padded to a multiple: a program is compiled for each length
 
 
 def _exit_with(message: str) -> NoReturn:
     sys.exit(f"surojax.generate: error: {message}; see -h")
+
+
+def lines() -> Iterator[str]:
+    """Yields the lines of the standard input that are not blank; asks for each on a terminal. Raises ConfigError.
+
+    Ctrl-D ends a terminal's.
+    """
+    asks = sys.stdin.isatty()
+    if asks:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  arrow keys and history
+        print("Ctrl-C ends an answer, Ctrl-D the program", file=sys.stderr)
+    found = False
+    while True:
+        try:
+            line = input("> " if asks else "")
+        except EOFError:
+            break
+        if line.strip():
+            found = True
+            yield line
+    if not (asks or found):
+        raise ConfigError("--prompt: expected one, or lines on the standard input, got neither; give it")
+
+
+def interact(trained: Trained, *, chat: bool, system: str, **options) -> None:
+    """Answers, or continues, one line after another; prints tokens as they come. options: of `sample.stream`."""
+    messages = [{"role": "system", "content": system}] if system else []
+    on_terminal = sys.stdin.isatty()
+    seed = options.pop("seed")
+    for number, line in enumerate(lines()):
+        if number and not on_terminal:
+            print("---")
+        if chat:
+            messages.append({"role": "user", "content": line})
+            ids = conversation_ids(trained, messages)
+        else:
+            ids = text_ids(trained.tokenizer, line)
+            print(line, end="")
+        new: list[int] = []
+        shown = ""
+        try:
+            for token in generate(trained.model, trained.weights, ids, seed=seed + number, **options):
+                new.append(token)
+                text = trained.tokenizer.decode(new)
+                if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may take several tokens
+                    print(text[len(shown) :], end="", flush=True)
+                    shown = text
+        except KeyboardInterrupt:
+            if not on_terminal:
+                raise
+        text = trained.tokenizer.decode(new)
+        print(text[len(shown) :])
+        if chat:
+            messages.append({"role": "assistant", "content": text})
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,7 +95,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--prompt",
         action="append",
-        help="text to continue, or message to answer; may be given several times; empty = start a new document",
+        help="text to continue, or message to answer; may be given several times; empty = start a new document; left "
+        "out = lines of the standard input, with --chat a conversation",
     )
     parser.add_argument("--chat", action="store_true", help="answer: put the prompt into the model's chat template")
     parser.add_argument("--system", default="", help="--chat: the system message before the prompt")
@@ -56,21 +120,27 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError("--system, --chat-template: expected --chat with them, got none; add it")
         trained = load(args.checkpoint, args.tokenizer, args.chat_template)
         model, weights, tokenizer, _ = trained
-        prompts = args.prompt or [""]
+        options = {
+            "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed,
+            "stop_ids": tokenizer.stop_ids, "vocab_size": tokenizer.vocab_size,
+        }  # fmt: skip
+        if args.prompt is None:
+            interact(trained, chat=args.chat, system=args.system, multiple_of=LENGTHS, **options)
+            return
+        prompts = args.prompt
         if args.chat:
             ids = [message_ids(trained, prompt, args.system) for prompt in prompts]
         else:
             ids = [text_ids(tokenizer, prompt) for prompt in prompts]
-        found = generate_batch(
-            model, weights, ids, max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p,
-            seed=args.seed, stop_ids=tokenizer.stop_ids, vocab_size=tokenizer.vocab_size,
-        )  # fmt: skip
+        found = generate_batch(model, weights, ids, **options)
         for number, (prompt, new) in enumerate(zip(prompts, found, strict=True)):
             if number:
                 print("---")
             print(tokenizer.decode(new) if args.chat else prompt + tokenizer.decode(new))
     except (ValueError, CheckpointError) as error:
         sys.exit(f"surojax.generate: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)  # what shells expect after Ctrl-C
 
 
 if __name__ == "__main__":

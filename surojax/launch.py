@@ -28,7 +28,7 @@ from surojax.cluster.early import STOPPED  # isort: skip  # before what takes se
 from surojax.cluster.group import Group, free_port, in_words, new_message, say, start
 from surojax.cluster.hosts import gpus_of_machine
 from surojax.config import flags
-from surojax.errors import REFUSED, ConfigError, Refused, ends_with_code, need
+from surojax.errors import REFUSED, ConfigError, Refused, ends_with_code, exit_codes, need
 
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
 MAX_PROCESSES = 1024
@@ -177,6 +177,8 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the command line, supervise, and exit with the code above."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m surojax.launch", description=(__doc__ or "").partition("\n")[0])
+    parser.epilog = exit_codes()
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = f"%(prog)s -n N [options] -- {COMMAND}"
     parser.add_argument("-n", type=int, default=1, help="number of processes (default: %(default)s)")
     parser.add_argument("--devices-per-process", type=int, metavar="D", help="virtual CPU devices instead of GPUs")

@@ -32,8 +32,8 @@ from surojax.cluster.watch import Watch, leave, together
 from surojax.config.fields import Config
 from surojax.config.flags import parse
 from surojax.data.batches import batches as training_batches
-from surojax.errors import CheckpointError, ConfigError, Refused, ends_with_code, need
-from surojax.exchange.sources import keeps, resolved
+from surojax.errors import CheckpointError, ConfigError, Refused, ends_with_code, exit_codes, need
+from surojax.exchange.sources import keeps, replaced_fields, resolved
 from surojax.memory import nvme
 from surojax.memory.in_file import store_of
 from surojax.memory.lock import locked
@@ -82,6 +82,8 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
     for metrics, or the disk of nvme_path fails).
     """
     c = resolved(config)
+    if replaced := replaced_fields(config, c):
+        say(f"model: as {c.model_path} says, in place of the config's {', '.join(replaced)}")
     started = time.perf_counter()
     until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
 
@@ -207,7 +209,8 @@ def main(argv: list[str] | None = None) -> None:
     exits with STOPPED.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m surojax.train", description=(__doc__ or "").partition("\n")[0])
+    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{exit_codes()}"
+    parser = argparse.ArgumentParser(prog="python -m surojax.train", description=description)
     parser.add_argument(
         "--export", metavar="DIR", help="write the trained model there, as a Hugging Face folder in bfloat16"
     )

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from test_config import MODELS
 
 from surojax.errors import ConfigError
 from surojax.placement.mesh import find_devices, make_mesh
@@ -286,7 +287,12 @@ def test_config_files(refused, tmp_path, source, said):
         ),
         ("empty.txt", b"", "empty.txt: expected text, got an empty file"),
         ("latin.txt", b"ok\ncaf\xe9\n", "latin.txt:2: expected UTF-8 text, got the byte 0xe9 at byte offset 6"),
-        ("table.csv", b"a,b\n", "table.csv: expected a file ending in .jsonl or .txt, got '.csv'"),
+        ("table.csv", b"a,b\n", "table.csv: expected rows, got none"),
+        (
+            "table.xls",
+            b"a,b\n",
+            "table.xls: expected a file ending in .csv or .json or .jsonl or .parquet or .txt, got",
+        ),
         ("bad.jsonl", b'{"text": "a"}\n{"text"\n', "bad.jsonl:2: expected a JSON object"),
         ("field.jsonl", b'{"content": "a"}\n', "got 'content'; set text_field to the field that holds the text"),
         ("short.txt", b"one line\n" * 3, "for one step of 16 samples with sequence_len 128, got"),
@@ -325,6 +331,17 @@ def test_more_memory_than_there_is(refused, monkeypatch):
     line = refused(config=str(ROOT / "configs" / "llama7b.py"))
     assert "does not fit: needs 82.1 GiB" in line and "where 8.0 GiB are free" in line
     assert "gpus=4 zero_level=3 needs 22.0 GiB on each" in line
+
+
+def test_a_model_of_14b_is_told_of_adapters_before_its_weights_are_opened(refused, monkeypatch, tmp_path):
+    (tmp_path / "14b").mkdir()
+    (tmp_path / "14b/config.json").write_text(json.dumps(MODELS["Qwen2.5-14B"]))
+    monkeypatch.setattr(check_fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=20 * advice.GiB))
+    line = refused("--config.model_path=14b", config=str(ROOT / "configs" / "finetune.py"))
+    assert "does not fit: needs " in line and "(weights 27.5, " in line
+    assert "; adapters of the model (--config.lora --config.qlora_bnb) or a machine with more memory; " in line
+    line = refused("--config.model_path=14b", "--config.lora", config=str(ROOT / "configs" / "finetune.py"))
+    assert "(weights 27.6, " in line and "; a smaller model or a machine with more memory; " in line
 
 
 def test_no_device_at_all(monkeypatch):

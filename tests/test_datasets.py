@@ -253,7 +253,7 @@ def test_a_type_that_cannot_be_decided(tmp_path):
     path = write(tmp_path / "a.jsonl", "{broken\n" + json.dumps({"prompt": "a", "body": "b"}))
     message = error_of(resolve, parse({"path": str(path)}))
     assert f"{path}:2: expected a field messages or conversations" in message and "got 'prompt', 'body'" in message
-    assert "prompt and completion" in message and "set the dataset's type" in message
+    assert "prompt and completion" in message and "or the dataset's type and the names of its fields" in message
     assert resolve(parse({"path": str(path), "completion_field": "body"})).type == "instruction"
     only_text = write(tmp_path / "b.jsonl", json.dumps({"text": "a"}))
     message = error_of(resolve, parse({"path": str(only_text), "messages_field": "turns"}))

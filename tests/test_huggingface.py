@@ -20,7 +20,7 @@ from surojax.config.checks import check
 from surojax.exchange import weights as files
 from surojax.exchange.families import DEFAULTS
 from surojax.exchange.huggingface import read_config, settings
-from surojax.exchange.sources import open_weights, resolved
+from surojax.exchange.sources import open_weights, replaced_fields, resolved
 from surojax.models.llama import LlamaConfig
 from surojax.placement.mesh import make_mesh
 
@@ -411,15 +411,22 @@ def test_windows_of_gemma():
     assert (found["sliding_window"], found["rope_local_base_freq"]) == (0, 0.0)
 
 
-def test_model_fields_beside_a_model_path_are_refused(tmp_path):
-    """Unless they say the same, as in a config that a checkpoint restores."""
+def test_model_fields_beside_a_model_path_give_way_unless_they_are_fixed(tmp_path):
+    """Those of a config file give way; those of flags are fixed, also to a field's default."""
     folder = write(tmp_path / "model", "gemma2")
     again = resolved(config(folder))
     assert again == config(folder) and again.model.sandwich_norms
-    for name, value in (("num_hidden_layers", 2), ("qk_norm", True), ("final_logit_softcapping", 30.0)):
-        with pytest.raises(ConfigError, match=rf"^model\.{name}: expected .*, got {value}; leave it out$"):
-            config(folder, **{f"model.{name}": value})
-    assert config(folder, **{"model.num_hidden_layers": 4}).model.num_hidden_layers == 4
+    c = config(folder)
+    c.model.num_hidden_layers, c.model.qk_norm, c.model.final_logit_softcapping = 9, True, 20.0
+    assert resolved(c) == again
+    assert set(replaced_fields(c, again)) == {"num_hidden_layers", "qk_norm", "final_logit_softcapping"}
+    assert resolved(again, fixed=["num_hidden_layers", "vocab_size"]) == again
+    for name, value in (("num_hidden_layers", 9), ("qk_norm", True), ("final_logit_softcapping", 20.0)):
+        with pytest.raises(ConfigError, match=rf"^model\.{name}: expected .*, as the model at .*, got {value}; leave"):
+            resolved(c, fixed=[name])
+    c.model.num_hidden_layers = default_config().model.num_hidden_layers
+    with pytest.raises(ConfigError, match=r"^model\.num_hidden_layers: expected 4, .*, got 12; leave it out$"):
+        resolved(c, fixed=["num_hidden_layers"])
 
 
 PLACED: dict[str, dict[str, Any]] = {

@@ -193,7 +193,7 @@ def test_control_tokens_that_are_spelled_are_said_once(tmp_path):
 def test_held_out_text_and_validation_datasets_beside_data(tmp_path):
     path = write(tmp_path / "v.jsonl", texts(5))
     validation = [{"path": path}, {"path": path, "name": "again"}]
-    found = load_entries(tmp_path, (), validation)
+    found = load_entries(tmp_path, (), validation, data="stdlib")
     assert [x.name for x in found.evaluated] == ["", "v", "again"]
     assert found.train.all.name == "stdlib" and len(found.held_out.tokens) > 1e5
     for one in found.evaluated:
@@ -201,6 +201,39 @@ def test_held_out_text_and_validation_datasets_beside_data(tmp_path):
     documents = "".join(row["text"] + " " for row in texts(5))  # with its end, each has one token more
     labels = np.concatenate([batch["labels"] for batch in found.evaluated[1].batches])
     assert (labels >= 0).sum() == len(documents) - 1  # every token but the first is predicted once
+
+
+@pytest.mark.parametrize("rows", [questions, chats])
+def test_data_of_rows_is_an_entry_of_datasets(tmp_path, rows):
+    """The same samples, held out likewise; evaluated on `eval_data` as on rows of its own."""
+    path = write(tmp_path / "a.jsonl", rows(200))
+    other = write(tmp_path / "b.jsonl", questions(7))
+    settings = {"chat_template": "chatml", "sequence_len": 256}
+    entry = load_entries(tmp_path, [{"path": path}], **settings)
+    found = load_entries(tmp_path, (), data=path, **settings)
+    assert found.train.fingerprint == entry.train.fingerprint
+    assert [x.name for x in found.evaluated] == [""] and len(found.held_out.tokens) == len(entry.held_out.tokens)
+    both = load_entries(tmp_path, (), data=path, eval_data=other, **settings)
+    assert [x.name for x in both.evaluated] == [""] and len(both.train) == len(both.train.all) == 200
+    assert sum(batch["inputs"].any(axis=1).sum() for batch in both.evaluated[0].batches) == 7
+
+
+def test_data_in_a_folder_with_other_files_is_text_as_before(tmp_path):
+    """Only a kind of rows that the text files do not have, or a name of another format, makes it anything else."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    write(folder / "b.jsonl", [{"text": row["text"], "body": row["text"][::-1]} for row in texts(30)])
+    write(folder / "about.json", [{"about": "these texts"}])
+    found = load_entries(tmp_path, (), data=str(folder), sequence_len=8)
+    bodies = load_entries(tmp_path, (), data=str(folder), sequence_len=8, text_field="body")
+    assert len(found.train) == len(bodies.train) > 0 and found.train.fingerprint != bodies.train.fingerprint
+    as_table = write(tmp_path / "a.csv", ["text", *(row["text"] for row in texts(30))])
+    assert len(load_entries(tmp_path, (), data=as_table, sequence_len=8).train) > 0
+
+
+def test_a_run_without_data_asks_for_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"^data: expected what to train on, got none; --config\.data=FILES"):
+        load_entries(tmp_path, ())
 
 
 def test_a_text_file_among_questions_is_said(tmp_path):

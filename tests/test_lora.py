@@ -398,7 +398,9 @@ def test_names_are_those_of_peft():
 
 def config_of(folder: Path, **changes):
     c = default_config()
-    c.update({"output_dir": str(folder), "lora": True, "lora_rank": 4, "max_steps": 2, "sequence_len": 32})
+    c.update(
+        {"output_dir": str(folder), "data": "stdlib", "lora": True, "lora_rank": 4, "max_steps": 2, "sequence_len": 32}
+    )
     c.update({"model_dtype": "float32", "sample_tokens": 0, "eval_batches": 1, "save_steps": 1} | changes)
     sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 260}
     c.model.update(sizes | {"num_attention_heads": 4, "num_key_value_heads": 2})

@@ -8,6 +8,10 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from surojax.config import flags
+from surojax.config.fields import flat
+
+TINY = str(Path(__file__).parents[1] / "configs/tiny.py")
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
@@ -20,8 +24,9 @@ PRINTED = {
 
 SHORTER = {  # lines of its cells: what is executed instead
     "01_first_run": {
-        "config.max_steps = 120": "config.max_steps = 30",
-        "config.eval_steps = 30": "config.eval_steps = 15",
+        "config.per_device_batch_size = 16": "config.per_device_batch_size = 8",
+        "config.max_steps = 600": "config.max_steps = 30",
+        "config.eval_steps = 100": "config.eval_steps = 15",
         "config.eval_batches = 10": "config.eval_batches = 2",
         "max_tokens=200": "max_tokens=40",
     },
@@ -54,3 +59,13 @@ def test_notebook_runs(path, monkeypatch):
     printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
     expected, unexpected = PRINTED[path.stem]
     assert expected in printed and unexpected not in printed
+
+
+def test_the_first_notebook_trains_what_the_first_command_trains():
+    """So that what configs/tiny.py promises of loss and text holds there: as many steps of as many tokens."""
+    first = nbformat.read(NOTEBOOKS[0], as_version=4)
+    names: dict = {}
+    exec(next(cell.source for cell in first.cells if cell.cell_type == "code"), names)
+    shown = ("output_dir", "eval_batches", "save_steps", "sample_tokens")
+    fields = [{k: v for k, v in flat(c).items() if k not in shown} for c in (names["config"], flags.load(TINY))]
+    assert fields[0] == fields[1]

@@ -68,6 +68,6 @@ def test_kernels_at_real_sizes(op):
 
 def test_a_run_fits_as_estimated(tmp_path, capsys):
     """`train` ends with the estimate beside what the device gave out at most."""
-    train(config(output_dir=str(tmp_path), max_steps=3, sample_tokens=0, eval_steps=0, save_steps=0))
+    train(config(output_dir=str(tmp_path), data="stdlib", max_steps=3, sample_tokens=0, eval_steps=0, save_steps=0))
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("memory per device: estimated")]
     assert "too low" not in line

@@ -1,6 +1,7 @@
 """From texts and messages to ids, and from ids to answers."""
 
 import dataclasses
+import io
 
 import jax
 import pytest
@@ -10,7 +11,7 @@ from surojax import ConfigError, generate
 from surojax.data.templates import load_template
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference.load import Trained
-from surojax.inference.prompts import answer, complete, message_ids, text_ids
+from surojax.inference.prompts import answer, complete, conversation_ids, message_ids, text_ids
 from surojax.inference.sample import generate as generate_ids
 from surojax.models import llama
 
@@ -70,3 +71,65 @@ def test_the_command_answers(capsys, monkeypatch):
     for wrong in (["--system", "x"], ["--chat-template", "chatml"]):
         with pytest.raises(SystemExit, match=r"error: --system, --chat-template: expected --chat with them"):
             generate.main([*flags, *wrong])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def typed(monkeypatch, capsys, stdin: io.StringIO, *options: str) -> tuple[list[str], str]:
+    """(what a model that is loaded once is asked, what is printed) for these lines; it answers "é" and a number."""
+    asked = []
+    loads = []
+
+    def sampled(model, weights, ids, *, seed, **options):
+        assert (options["max_tokens"], options["temperature"], options["multiple_of"]) == (4, 0.5, 64)
+        assert options["stop_ids"] == WORDS.stop_ids and seed == 7 + len(asked)
+        asked.append(bytes(ids.tolist()).decode())
+        yield from f"é{len(asked)}".encode()
+
+    monkeypatch.setattr(generate, "generate", sampled)
+    monkeypatch.setattr(generate, "load", lambda *_: loads.append(1) or MODEL)
+    monkeypatch.setattr("sys.stdin", stdin)
+    generate.main(["--checkpoint", "X", "--max-tokens", "4", "--temperature", "0.5", "--seed", "7", *options])
+    assert loads == [1]
+    return asked, capsys.readouterr().out
+
+
+MODEL = Trained(llama.build(BYTES), {}, WORDS, load_template("chatml", WORDS))
+
+
+def test_lines_without_a_prompt_are_a_conversation(capsys, monkeypatch):
+    """Each answer follows from all that was said; blank lines are none; Ctrl-D ends it."""
+    system, user, assistant = ({"role": role} for role in ("system", "user", "assistant"))
+    messages = [system | {"content": "Be brief."}, user | {"content": "Hi"}]
+    expected = [conversation_ids(MODEL, messages)]
+    messages += [assistant | {"content": "é1"}, user | {"content": "And that?"}]
+    expected = [bytes(ids.tolist()).decode() for ids in (*expected, conversation_ids(MODEL, messages))]
+    chat = ["--chat", "--system", "Be brief."]
+    assert typed(monkeypatch, capsys, io.StringIO("Hi\n\nAnd that?\n"), *chat) == (expected, "é1\n---\né2\n")
+    assert typed(monkeypatch, capsys, Terminal("Hi\nAnd that?"), *chat) == (expected, "> é1\n> é2\n> ")
+
+
+def test_lines_without_a_prompt_are_continued(capsys, monkeypatch):
+    printed = "abé1\n---\nc dé2\n"
+    assert typed(monkeypatch, capsys, io.StringIO("ab\nc d\n")) == (["ab", "c d"], printed)
+    with pytest.raises(SystemExit, match="error: --prompt: expected one, or lines on the standard input, got neither"):
+        typed(monkeypatch, capsys, io.StringIO("\n"))
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(capsys, monkeypatch):
+    def interrupted(*_, **options):
+        yield ord("a")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "load", lambda *_: MODEL)
+    monkeypatch.setattr(generate, "generate", interrupted)
+    monkeypatch.setattr("sys.stdin", Terminal("Hi\nWhat?\n"))
+    generate.main(["--checkpoint", "X", "--chat"])
+    assert capsys.readouterr().out == "> a\n> a\n> "
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nWhat?\n"))
+    with pytest.raises(SystemExit) as end:
+        generate.main(["--checkpoint", "X", "--chat"])
+    assert end.value.code == 130

@@ -1,8 +1,10 @@
 """The rooms of surojax: who may import whom, and what `import surojax` costs."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,31 @@ def test_importing_surojax_loads_no_heavy_library():
     code = f"import surojax, sys; print([m for m in {heavy} if m in sys.modules]); surojax.train; surojax.Llama"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("sys.platform = 'win32'", "expected Linux or macOS, got Windows"),
+        ("sys.version_info = (3, 11, 4)", "expected Python 3.12 or newer, got 3.11"),
+        ("sys.modules['jax'] = None", "expected the package jax, got none; pip install -e ."),
+    ],
+)
+def test_what_cannot_run_says_so_in_one_line(change, said):
+    """Of a command; an import in a program raises the same as ImportError."""
+    start = f"import runpy, sys; {change}; import importlib.util as u; f = u.find_spec; "
+    start += "u.find_spec = lambda n, *a: None if sys.modules.get(n, 1) is None else f(n, *a); "
+    run = "sys.argv = ['-m']; runpy.run_module('surojax.train', run_name='__main__', alter_sys=True)"
+    done = subprocess.run([sys.executable, "-S", "-c", start + run], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 1 and done.stderr.startswith(f"surojax: error: {said}") and done.stderr.count("\n") == 1
+    done = subprocess.run([sys.executable, "-S", "-c", f"{start}import surojax"], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith(f"ImportError: surojax: {said}")
+
+
+def test_every_package_that_is_needed_is_looked_for():
+    required = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[><=]", line)[0].replace("-", "_") for line in required}
+    assert names - {"jaxlib"} == {{"orbax": "orbax_checkpoint"}.get(name, name) for name in surojax._NEEDED.split()}
 
 
 def test_every_public_name_is_there():

@@ -12,7 +12,7 @@ from small import quick_at
 
 from surojax import fit as command
 from surojax.config import checks, flags, write
-from surojax.config.fields import flat
+from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError
 from surojax.planner import advice, aot, choices, compute, fastest, footprint, layouts, roofline, search
 from surojax.planner.advice import changed
@@ -449,17 +449,17 @@ def test_the_fastest_layout_is_among_the_compiled():
 
 
 def test_a_config_file_says_what_differs(tmp_path):
-    """It loads, is the config that was written, and holds nothing else; the base's other fields follow the base."""
-    base = CONFIGS / "llama7b.py"
-    c = changed(flags.load(str(base)), {"zero_level": 3, "gpus": 4, "nvme_path": 'a "b"', "offload_master": "nvme"})
-    c.model.vocab_size = 32064
+    """It is the config that was written, without any other file, and holds what differs from the defaults."""
+    changes = {"zero_level": 3, "gpus": 4, "nvme_path": 'a "b"', "offload_master": "nvme"}
+    changes |= {"datasets": ({"path": "it's.jsonl", "weight": 2.0},)}
+    c = changed(flags.load(str(CONFIGS / "llama7b.py")), changes)
     file = tmp_path / "found.py"
-    file.write_text(write.config_file(c, str(base), file, "Found."))
-    assert flat(flags.load(str(file))) == flat(c)
-    lines = [line for line in file.read_text().splitlines() if line.startswith("    c.")]
-    assert [line.split()[0] for line in lines] == [
-        f"c.{name}" for name in ("gpus", "model.vocab_size", "zero_level", "offload_master", "nvme_path")
-    ]
+    file.write_text(write.config_file(c, "Found."))
+    loaded = flat(flags.load(str(file)))
+    assert loaded == flat(c)
+    assert str(CONFIGS) not in file.read_text() and "import" in file.read_text()
+    lines = [line.split()[0] for line in file.read_text().splitlines() if line.startswith("    c.")]
+    assert set(lines) == {f"c.{name}" for name, value in flat(default_config()).items() if value != loaded[name]}
 
 
 @pytest.mark.parametrize(

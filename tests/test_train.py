@@ -559,7 +559,7 @@ def test_what_is_sampled_is_what_the_command_line_and_the_config_say(whole, conf
     flags_of = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", str(value))]
     generate.main(["--checkpoint", str(whole), "--prompt", "abc", *flags_of])
     assert capsys.readouterr().out == "abchi\n"
-    generate.main(["--checkpoint", str(whole)])
+    generate.main(["--checkpoint", str(whole), "--prompt", ""])
     generate.main(["--checkpoint", str(whole), "--prompt", "a", "--prompt", "bc"])
     assert capsys.readouterr().out.endswith("ahi\n---\nbchi\n")
     words = ByteTokenizer()

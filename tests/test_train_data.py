@@ -1,5 +1,6 @@
 """A run on datasets: packed, mixed by weight, evaluated on several sets, stopped and continued."""
 
+import argparse
 import importlib
 import json
 import math
@@ -156,15 +157,15 @@ def test_an_epoch_of_datasets_is_all_their_samples(files, tmp_path, monkeypatch,
 
 ENTRY = [{"path": "a.jsonl"}]
 REFUSED = [
-    ({"datasets": ENTRY, "data": "b.txt"}, "data: expected 'stdlib' beside datasets, got 'b.txt'; leave it out"),
+    ({"datasets": ENTRY, "data": "b.txt"}, "data: expected '' beside datasets, got 'b.txt'; leave one of them"),
     ({"datasets": ENTRY, "eval_data": "b.txt"}, "eval_data: expected '' beside datasets, got 'b.txt'"),
     ({"datasets": ENTRY, "text_field": "body"}, "text_field: expected 'text' beside datasets, got 'body'"),
     ({"datasets": ["a.jsonl"]}, r"datasets\[0\]: expected a dict, got 'a.jsonl'; write dict\(path=...\)"),
-    ({"on_bad_row": "skip"}, "on_bad_row: expected 'error' without datasets and validation_datasets"),
-    ({"train_on": "all"}, "train_on: expected 'assistant' without datasets"),
-    ({"chat_template": "chatml"}, "chat_template: expected '' without datasets"),
-    ({"system_prompt": "x"}, "system_prompt: expected '' without datasets"),
-    ({"on_long": "drop"}, "on_long: expected 'cut' without sample_packing and datasets"),
+    ({"on_bad_row": "skip"}, "on_bad_row: expected 'error' without rows of instructions or"),
+    ({"train_on": "all"}, "train_on: expected 'assistant' without rows of"),
+    ({"chat_template": "chatml"}, "chat_template: expected '' without rows of"),
+    ({"system_prompt": "x"}, "system_prompt: expected '' without rows of"),
+    ({"on_long": "drop"}, "on_long: expected 'cut' without sample_packing and such rows"),
     ({"on_long": "split"}, "on_long: expected one of cut, drop, got 'split'"),
     ({"data_cache": " "}, "data_cache: expected text that is not empty"),
 ]
@@ -189,11 +190,16 @@ def test_entries_survive_the_json_of_a_checkpoint(files, tmp_path):
     assert checks.restored_config(old).datasets == ()
 
 
-def test_a_list_is_set_in_a_file(tmp_path):
+def test_a_list_is_set_as_json_or_in_a_file(tmp_path):
     config = tmp_path / "config.py"
     config.write_text("from surojax import default_config as get_config\n")
-    with pytest.raises(SystemExit, match="datasets: expected a config file to set this list, got a flag; set it in"):
-        module.main(["--config", str(config), "--config.datasets=a.jsonl"])
+    list_of = lambda text: flags.parse(["--config", str(config), *text], argparse.ArgumentParser())[0].datasets
+    entries = [{"path": ["a.jsonl", "b"], "weight": 2}, {"path": "c", "type": "text", "weight": 1}]
+    assert list_of([f"--config.datasets={json.dumps(entries)}"]) == tuple(entries) and list_of([]) == ()
+    for text in ("=a.jsonl", "", "={}", '=["a"]', "=" + "[" * 99999):
+        with pytest.raises(ConfigError, match=r"^--config\.datasets: expected a JSON list of objects, got ") as error:
+            list_of([f"--config.datasets{text}"])
+        assert len(str(error.value)) < 300
     config.write_text(
         "from surojax import default_config\n\ndef get_config():\n    c = default_config()\n"
         "    c.datasets = dict(path='a.jsonl')\n    return c\n"

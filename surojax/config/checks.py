@@ -129,12 +129,13 @@ RULES = (
         "-1 is all that the other sizes leave",
     ),
     Rule(
-        "output_dir data text_field data_cache tokenizer resume_from_checkpoint",
+        "output_dir text_field data_cache tokenizer resume_from_checkpoint",
         lambda v: v.strip() != "",
         "text that is not empty",
         "leave it out for the default of --help",
     ),
 )
+MOST_FOR_BYTES = 1024  # rows of an embedding that is trained on bytes, whose 257 ids may be padded to divide over GPUs
 FLOATS = ("bfloat16", "float32")
 # The allowed values of fields that have a list of them.
 CHOICES: dict[str, tuple] = {
@@ -229,17 +230,25 @@ def check_vocabulary(c: Config, size: int, name: str) -> None:
     )
 
 
+def check_tokenizer(c: Config, size: int, name: str) -> None:
+    """Raises ConfigError if a model should not be trained with this tokenizer. size, name: the tokenizer's."""
+    check_vocabulary(c, size, name)
+    expected = f"the tokenizer of a vocabulary of {c.model.vocab_size}"
+    change = "give its tokenizer.json or its model's folder, or set model.vocab_size=320 for bytes"
+    _need(c.tokenizer != "bytes" or c.model.vocab_size <= MOST_FOR_BYTES, "tokenizer", expected, "bytes", change)
+
+
 def _check_data(c: Config) -> None:
     defaults = default_config()
     for name in ("data", "eval_data", "text_field") if c.datasets else ():
-        change = "leave it out; datasets and validation_datasets say it in their entries"
+        change = f"leave one of them out (of a config file's: --config.{name}={defaults[name]} or --config.datasets=[])"
         _need(c[name] == defaults[name], name, f"{defaults[name]!r} beside datasets", c[name], change)
+    has_rows = c.datasets or c.validation_datasets or c.data not in ("", "stdlib")  # or may have, see data/load.py
     for name in ("on_bad_row", "train_on", "chat_template", "system_prompt"):
-        expected = f"{defaults[name]!r} without datasets and validation_datasets, to whose rows it applies"
-        is_used = c.datasets or c.validation_datasets
-        _need(is_used or c[name] == defaults[name], name, expected, c[name], "leave it out, or set datasets")
-    expected = "'cut' without sample_packing and datasets: text then continues in the next row"
-    is_used = c.sample_packing or c.datasets or c.validation_datasets
+        expected = f"{defaults[name]!r} without rows of instructions or conversations, to which it applies"
+        _need(has_rows or c[name] == defaults[name], name, expected, c[name], "leave it out, or set data or datasets")
+    expected = "'cut' without sample_packing and such rows: text then continues in the next row"
+    is_used = c.sample_packing or has_rows
     _need(is_used or c.on_long == "cut", "on_long", expected, c.on_long, "leave it out, or set sample_packing")
 
 

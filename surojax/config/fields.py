@@ -41,19 +41,19 @@ def default_config() -> Config:
     c.sample_temperature = 0.8  # 0 = greedy
 
     # Data
-    c.data = "stdlib"  # "stdlib" = this Python's own source, or .txt/.jsonl files: a path, folder, glob, comma list
-    c.eval_data = ""  # files for evaluation, like data; "" = documents held out from data
+    c.data = ""  # text, instructions or conversations: file, folder, glob, comma list; "stdlib" = Python's own source
+    c.eval_data = ""  # files for evaluation, like data; "" = documents or rows held out from data
     c.text_field = "text"  # field of a .jsonl line that contains the document
-    c.datasets = ()  # instead of data: a list of dict(path=..., weight=..., ...), see surojax/data/datasets.py
+    c.datasets = ()  # instead of data: a list of dict(path=..., weight=..., ...), as a flag in JSON; data/datasets.py
     c.validation_datasets = ()  # each is evaluated by itself; a list like datasets, with an optional name
     c.data_cache = "~/.cache/surojax"  # folder for tokenised data; what is in it may be deleted at any time
     c.sample_packing = False  # several documents in a row, separated by attention masks and positions
     c.on_long = "cut"  # examples longer than sequence_len: "cut" or "drop"; text without packing is never too long
-    c.on_bad_row = "error"  # rows of datasets that cannot be used: "error" = end the run, "skip" = leave out and count
+    c.on_bad_row = "error"  # rows that cannot be used: "error" = end the run, "skip" = leave out and count
     c.train_on = "assistant"  # what the loss counts in conversations: "assistant", "last" (its last turn) or "all"
     c.chat_template = ""  # "chatml", "llama3", "mistral", "gemma" or a Jinja file; "" = the tokenizer's own
     c.system_prompt = ""  # for conversations and instructions that have none of their own
-    c.tokenizer = "bytes"  # "bytes", a folder with a tokenizer.json, a tokenizer.json, or a .gguf file
+    c.tokenizer = "bytes"  # "bytes" = the model_path's, if any; a folder with a tokenizer.json, that, or a .gguf file
     c.sequence_len = 512  # tokens of a training sequence
     c.per_device_batch_size = 1  # sequences per GPU and microbatch; with cp_size, tp_size or pp_size, per so many GPUs
     c.gradient_accumulation_steps = 1  # microbatches per step; effective batch = this x batch size x data-parallel GPUs

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import inspect
+import json
 import re
 import runpy
 import sys
@@ -14,7 +15,9 @@ import ml_collections
 
 from surojax.config.fields import KINDS, WORDS_OF, Config, default_config, flat, no_field
 from surojax.errors import ConfigError
+from surojax.exchange.sources import resolved
 
+FINETUNE = Path(__file__).with_name("finetune.py")  # the config of a command line that names only a model
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -33,13 +36,18 @@ def describe() -> str:
 def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Config, argparse.Namespace]:
     """Returns the config of a command line, and the command's own options, which the caller has added to `parser`.
 
-    `--config FILE` names a Python file with `get_config()`. `--config.FIELD=VALUE` overrides one of its fields; if a
-    field is set twice, the last value counts. `--help` prints the options and every field, and exits. Raises
-    ConfigError for a bad option.
+    `--config FILE` names a Python file with `get_config()`; a `model_path` without it takes config/finetune.py.
+    `--config.FIELD=VALUE` overrides one of its fields; if a field is set twice, the last value counts. `--help` prints
+    the options and every field, and exits. Raises ConfigError for a bad option, and for a `model` field that
+    contradicts the model at `model_path`.
     """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"fields (--config.FIELD=VALUE overrides the config file's value):\n{describe()}"
-    parser.add_argument("--config", metavar="FILE", help="Python file whose get_config() returns the config")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="Python file whose get_config() returns the config; left out with --config.model_path: fine-tuning",
+    )
     parser.allow_abbrev = False
     parser.error = _refuse  # argparse's own `error` prints the usage and exits
     rest, overrides = _split(sys.argv[1:] if argv is None else argv)
@@ -49,11 +57,18 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Conf
         meant = f"did you mean --config.{field}?" if field in flat(default_config()) else "see --help"
         meant = f"did you mean --config {unknown[0]}?" if unknown[0].endswith(".py") else meant
         raise ConfigError(f"unknown option {unknown[0]!r}: fields are set with --config.FIELD=VALUE; {meant}")
+    if not args.config and "model_path" in dict(overrides):
+        args.config = str(FINETUNE)
     if not args.config:
-        raise ConfigError("no config given: pass --config FILE, for example --config configs/tiny.py; see --help")
+        raise ConfigError(
+            "no config given: pass --config FILE, for example --config configs/tiny.py, or --config.model_path=MODEL "
+            "to fine-tune a model; see --help"
+        )
     config = load(args.config)
     for name, text in overrides:
         _override(config, name, text)
+    if of_model := [name.removeprefix("model.") for name, _ in overrides if name.startswith("model.")]:
+        resolved(config, fixed=of_model)  # sizes of a file give way to those of model_path; those of flags do not
     return config, args
 
 
@@ -127,7 +142,8 @@ def _override(config: Config, name: str, text: str | None) -> None:
     if name not in defaults:
         raise ConfigError(no_field(name))
     if type(defaults[name]) is tuple:
-        raise ConfigError(f"--config.{name}: expected a config file to set this list, got a flag; set it in the file")
+        config[name] = _entries(name, text)
+        return
     optional = defaults[name] is None
     kind = bool if optional else type(defaults[name])
     owner = config.model if name.startswith("model.") else config
@@ -139,6 +155,19 @@ def _override(config: Config, name: str, text: str | None) -> None:
         expected += "".join(f" or {word}" for word in WORDS_OF.get(name, ()))
         got = "no value" if text is None else repr(text)
         raise ConfigError(f"--config.{name}: expected {expected}, got {got}; write --config.{name}=VALUE") from None
+
+
+def _entries(name: str, text: str | None) -> tuple[dict, ...]:
+    """Returns the entries of a list like `datasets` from JSON. Raises ConfigError."""
+    try:
+        entries = json.loads(text or "")
+    except (ValueError, RecursionError):
+        entries = None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        got = "no value" if text is None else repr(text[:100])
+        example = f"""--config.{name}='[{{"path": "chats.jsonl"}}]'"""
+        raise ConfigError(f"--config.{name}: expected a JSON list of objects, got {got}; for example {example}")
+    return tuple(entries)
 
 
 def _value(kind: type, text: str | None, optional: bool) -> bool | int | float | str | None:

@@ -1,4 +1,4 @@
-"""Writes a config as a Python file like those of configs/: another config file, and the fields that differ from it."""
+"""Writes a config as a Python file like those of configs/: the fields that differ from the defaults."""
 
 import json
 import os
@@ -6,32 +6,26 @@ import re
 from pathlib import Path
 from typing import Any
 
-from surojax.config.fields import Config, flat
-from surojax.config.flags import describe, load
+from surojax.config.fields import Config, default_config, flat
+from surojax.config.flags import describe
 from surojax.errors import ConfigError
 
 
-def config_file(c: Config, base: str, file: Path, description: str) -> str:
-    """The text of a config file for `file` that is `c`, based on the config file `base`, with this docstring.
-
-    It loads `base` from where it is now, relative to `file`: both may move together.
-    """
-    before = flat(load(base))
+def config_file(c: Config, description: str) -> str:
+    """The text of a config file that is `c`, with this docstring. It needs no other file."""
+    defaults = flat(default_config())
     values = flat(c)
-    differ = [name for name in re.findall(r"--config\.([\w.]+)=", describe()) if values[name] != before[name]]
+    differ = [name for name in re.findall(r"--config\.([\w.]+)=", describe()) if values[name] != defaults[name]]
     lines = [f"    c.{name} = {_literal(values[name])}" for name in differ]
-    relative = Path(os.path.relpath(Path(base).absolute(), file.absolute().parent)).as_posix()
     return "\n".join(
         [
             f'"""{description}"""',
             "",
-            "from pathlib import Path",
-            "",
-            "from surojax.config.flags import load",
+            "from surojax.config import default_config",
             "",
             "",
             "def get_config():",
-            f"    c = load(str(Path(__file__).parent / {json.dumps(relative)}))",
+            "    c = default_config()",
             *lines,
             "    return c",
             "",

@@ -31,7 +31,7 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
     c = resolved(c)
     checks.check(c)
     tokenizer = load_tokenizer(c.tokenizer)
-    checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
+    checks.check_tokenizer(c, tokenizer.vocab_size, tokenizer.name)
     entries = data.parse_entries(c.datasets, c.validation_datasets)
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
     found = data.load(entries, settings, tokenizer, eval_batch_size=c.per_device_batch_size)

@@ -24,7 +24,7 @@ def source(name: str, text_field: str) -> Source:
     Raises ConfigError if something is missing.
     """
     is_stdlib = name == STDLIB
-    files = stdlib_files() if is_stdlib else _expand(name)
+    files = stdlib_files() if is_stdlib else expand(name)
     items = _read_stdlib if is_stdlib else functools.partial(_read_files, files, text_field)
     key = {"stdlib": is_stdlib, "text_field": text_field}
     return Source(name, files, key, items, what="documents", instead="eval_data")
@@ -54,7 +54,7 @@ def _read_stdlib(with_keys: bool = True) -> Iterator[Item[Text]]:
         )
 
 
-def _expand(source: str) -> list[Path]:
+def expand(source: str) -> list[Path]:
     """Returns the files that `source` names, sorted, none of them twice."""
     paths: set[Path] = set()
     for item in (part.strip() for part in source.split(",")):

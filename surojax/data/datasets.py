@@ -221,8 +221,8 @@ def _type_of(row: Row, dataset: Dataset) -> str:
     other_instruction = f"{dataset.instruction_field} and {dataset.output_field}"
     raise ConfigError(
         f"{row.where}: expected a field {conversation} (a conversation), {instruction}, or {other_instruction} (an "
-        f"instruction), or {dataset.text_field} (text), got {field_names(row.record)}; set the dataset's type and the "
-        "names of its fields"
+        f"instruction), or {dataset.text_field} (text), got {field_names(row.record)}; set text_field to the field "
+        "that holds the text, or the dataset's type and the names of its fields in an entry of datasets"
     )
 
 

@@ -1,16 +1,20 @@
 """All data of a run: what it trains on, and what it is evaluated on, from the settings of its config.
 
-Training text comes from `data` (files or the standard library) or from `datasets` (entries for rows of any kind). It is
-evaluated on `eval_data`, or on what is held out of `data` or `datasets`, and on each of `validation_datasets`.
+It comes from `data` (files, or the standard library) or from `datasets` (entries, each with settings of its own). It is
+evaluated on `eval_data`, or on what is held out of `data` or `datasets`, and on each of `validation_datasets`. Rows of
+`data` are of the kind of its first one. Plain text in .txt and .jsonl files is read as documents (`load_corpora`); all
+else as if it were an entry of `datasets`.
 """
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax.data import datasets, templates
+from surojax.data import corpus, datasets, templates
 from surojax.data.batches import Batch, Mixture, evaluation_batches
 from surojax.data.cache import Corpus
 from surojax.data.datasets import Dataset
@@ -28,7 +32,7 @@ class Settings:
     """The fields of a config that say what is read and how it becomes samples; see `config.fields`."""
 
     sequence_len: int
-    data: str = "stdlib"
+    data: str = ""
     eval_data: str = ""
     text_field: str = "text"
     eval_batches: int = 20
@@ -135,10 +139,17 @@ def load(
 
     `settings.data` is not read if there are `entries.datasets`. eval_batch_size: samples of an evaluation batch.
 
-    Raises ConfigError for whatever is wrong with files, rows or settings, and for a set that is empty.
+    Raises ConfigError for whatever is wrong with files, rows or settings, for a set that is empty, and if neither
+    `settings.data` nor an entry says what to train on.
     """
+    if not (entries.datasets or settings.data):
+        raise ConfigError(
+            "data: expected what to train on, got none; --config.data=FILES of text, instructions or conversations "
+            "(.jsonl, .txt, .parquet, .csv), or --config.data=stdlib for a trial on Python's own source"
+        )
     open_once = functools.cache(open_set)
-    entries = entries.resolved(open_once)
+    for_held_out = "validation_datasets" if entries.datasets else "eval_data"
+    entries = _with_data(entries, settings, open_once).resolved(open_once)
     _check_uses(entries, settings)
     if _has_rows(entries) and (note := templates.note(settings.chat_template, tokenizer)):
         say(note)
@@ -164,7 +175,6 @@ def load(
     for name, dataset in entries.validation.items():
         found = loader.dataset(dataset, holds_out=False)
         sets[name] = [(found.train, found.is_text)]
-    for_held_out = "validation_datasets" if entries.datasets else "eval_data"
     evaluated = [
         _evaluated(
             name,
@@ -179,6 +189,40 @@ def load(
     return Data(train, evaluated, next(iter(sets.values()))[0][0])
 
 
+def _with_data(entries: Entries, settings: Settings, open_set: OpenSet) -> Entries:
+    """Returns the entries with one for `data`, and one named "" for `eval_data`, unless `data` is read as documents."""
+    if (
+        entries.datasets
+        or settings.data == corpus.STDLIB
+        or (rows := _rows_of(settings.data, settings, open_set)) is None
+    ):
+        return entries
+    evaluated = {}
+    if settings.eval_data:
+        evaluated[""] = _entry(settings.eval_data, settings)
+    return entries._replace(datasets=(rows,), validation=evaluated | dict(entries.validation))
+
+
+def _rows_of(names: str, settings: Settings, open_set: OpenSet) -> Dataset | None:
+    """Returns the entry that a comma list of paths means, its type decided; None: documents of `load_corpora`."""
+    found = _entry(names, settings)
+    with contextlib.suppress(ConfigError):  # other kinds of files, or none
+        documents = dataclasses.replace(found, path=tuple(map(str, corpus.expand(names))))
+        if datasets.resolve(documents, open_set).type == "text":
+            return None
+    return datasets.resolve(found, open_set)
+
+
+def _entry(names: str, settings: Settings) -> Dataset:
+    """Returns the entry that a comma list of paths means; a field of text that is named makes it one of text."""
+    is_named = settings.text_field != Settings(settings.sequence_len).text_field
+    of_text = {"type": "text", "text_field": settings.text_field} if is_named else {}
+    try:
+        return datasets.parse({"path": [name.strip() for name in names.split(",")]} | of_text)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("datasets: path:", "data:")) from None
+
+
 def _has_rows(entries: Entries) -> bool:
     """True if a dataset has rows of instructions or conversations."""
     return any(dataset.type != "text" for dataset in (*entries.datasets, *entries.validation.values()))
@@ -189,6 +233,7 @@ def _check_uses(entries: Entries, settings: Settings) -> None:
     if _has_rows(entries):
         return
     unused = ["train_on", "chat_template", "system_prompt"]
+    unused += [] if entries.datasets or entries.validation else ["on_bad_row"]
     unused += [] if settings.sample_packing else ["on_long"]
     defaults = Settings(settings.sequence_len)
     for name in unused:
@@ -198,7 +243,7 @@ def _check_uses(entries: Entries, settings: Settings) -> None:
             others = " or sample_packing" if name == "on_long" else ""
             raise ConfigError(
                 f"{name}: expected {default!r} without rows of instructions or conversations{others}, got {value!r}; "
-                "leave it out, or set the type of the dataset that has such rows"
+                "leave it out, or name the dataset that has such rows, with its type"
             )
 
 

@@ -5,6 +5,7 @@ What comes after the first step needs nothing else of the model: when the origin
 """
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,12 @@ def tensors_of(path: Path) -> Tensors:
     return gguf.GgufTensors(path) if gguf.is_gguf(path) else Weights(path)
 
 
-def resolved(c: Any) -> Any:
+def resolved(c: Any, fixed: Collection[str] = ()) -> Any:
     """A config with the `model` fields, and the tokenizer if it is the default, of the model at `model_path`.
 
+    These replace the `model` fields of `c`, except that those named in `fixed`, such as "hidden_size", must agree.
     c: a ConfigDict; the same one if it names no model. Raises ConfigError for a folder without a model that is known,
-    and for `model` fields that say something else.
+    and for a fixed field that says something else.
     """
     if not c.model_path:
         if c.from_scratch:
@@ -98,10 +100,10 @@ def resolved(c: Any) -> Any:
     if c.untied_head and not kept and not settings(config)["tie_word_embeddings"]:  # what a run keeps says so already
         raise ConfigError("untied_head: expected false for a model whose head is not tied, got True; leave it out")
     fields = defaults | settings(described(c, config))
-    for name, value in fields.items():
-        if c.model[name] not in (value, defaults[name]):
+    for name in fixed:
+        if c.model[name] != fields[name]:
             raise ConfigError(
-                f"model.{name}: expected {value!r}, as config.json in model_path says, got {c.model[name]!r}; "
+                f"model.{name}: expected {fields[name]!r}, as the model at model_path says, got {c.model[name]!r}; "
                 "leave it out"
             )
     try:
@@ -113,6 +115,12 @@ def resolved(c: Any) -> Any:
     if has_tokenizer and (c.tokenizer == "bytes" or tokenizer_gone):
         found.tokenizer = str(path)
     return found
+
+
+def replaced_fields(given: Any, found: Any) -> list[str]:
+    """The `model` fields that a config says otherwise than `resolved` found them, without those left as they are."""
+    defaults = default_config().model
+    return [name for name, value in given.model.items() if value not in (defaults[name], found.model[name])]
 
 
 def open_weights(c: Any, model: Model) -> Tensors | None:

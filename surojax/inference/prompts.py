@@ -1,5 +1,7 @@
 """From texts and messages to texts: what a model continues, and what it answers."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from surojax.data.templates import NAMES as TEMPLATES
@@ -22,14 +24,21 @@ def message_ids(trained: Trained, message: str, system: str = "") -> np.ndarray:
 
     Raises ConfigError if the model has no chat template.
     """
+    messages = [{"role": "system", "content": system}] if system else []
+    return conversation_ids(trained, [*messages, {"role": "user", "content": message}])
+
+
+def conversation_ids(trained: Trained, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+    """The ids of messages, each with a `role` and its `content`, up to where the next answer begins.
+
+    Raises ConfigError if the model has no chat template.
+    """
     if trained.template is None:
         raise ConfigError(
             "expected a chat template, which the model does not have; give chat_template: "
             f"{', '.join(TEMPLATES)} or a file"
         )
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": message})
-    return trained.tokenizer.encode(trained.template.render(messages, add_generation_prompt=True))
+    return trained.tokenizer.encode(trained.template.render(list(messages), add_generation_prompt=True))
 
 
 def complete(trained: Trained, text: str, **options) -> str:

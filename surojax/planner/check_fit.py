@@ -131,7 +131,9 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
     lines += advice.lines(found, limit)
     if found and not any(missing(found[-1][1], limit)):
         return lines
-    lines.append("a smaller model (configs/llama125m.py) or a machine with more memory")
+    frozen = c.model_path and not c.lora
+    less = "adapters of the model (--config.lora --config.qlora_bnb)" if frozen else "a smaller model"
+    lines.append(f"{less} or a machine with more memory")
     if platform == "cpu":
         changes = [{"gpus": n} | (SHARDED if n > 1 else {}) for n in (1, 4, 8) if n % gpus_per_sequence(c) == 0]
         sizes = [gib(needed(changed(c, change), change["gpus"], "gpu")) for change in changes]

@@ -42,7 +42,7 @@ class Start(NamedTuple):
 def find_start(c: Config, setup: Setup) -> Start:
     """Loads the data and finds the checkpoint. Raises ConfigError and CheckpointError."""
     tokenizer = load_tokenizer(c.tokenizer)
-    checks.check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
+    checks.check_tokenizer(c, tokenizer.vocab_size, tokenizer.name)
     batch_size = c.per_device_batch_size * data_parallel(setup.mesh)
     samples_per_step = batch_size * c.gradient_accumulation_steps
     settings = data.Settings(**{name: c[name] for name in data.SETTINGS})
