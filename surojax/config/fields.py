@@ -33,6 +33,7 @@ def default_config() -> Config:
     c.eval_batches = 20  # largest number of batches in an evaluation, spread over the held-out text
     c.save_steps = 500  # steps between checkpoints; 0 = write one only at the end
     c.save_total_limit = 2  # number of checkpoints kept, the newest ones
+    c.rates_file = "~/.cache/surojax/rates.json"  # what steps took on GPUs, for plan and fit; "" = not written or read
     c.resume_from_checkpoint = "auto"  # "auto" = newest in output_dir if any, "no" = start anew, or a checkpoint folder
     c.sample_prompt = ""  # text continued at the end of training; "" = the beginning of the held-out text
     c.sample_tokens = 200  # tokens sampled at the end; 0 = none
