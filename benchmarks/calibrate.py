@@ -250,10 +250,16 @@ def update_time(gpu: Gpu, rates: Rates, sizes: Sizes, offloaded: int, gpus: int 
     return max(in_memory, 2 * offloaded * parameters / both_ways)
 
 
-OUT_OF_SAMPLE = Row("h100", "7B", 8, 8, "", 2, 0, 112000)  # on eight; benchmarks/H100x8.md
+COMPILED = (  # rows whose settings surojax has as well
+    Row("h100", "7B", 8, 8, "", 2, 0, 112_000, 8),
+    Row("rtx4090", "0.5B", 16, 8, "", 2, 0, 154_000, 4),
+    Row("rtx4090", "14B", 32, 4, "block", 8, 6, 5_264, 4, "weights, gradients", residuals=True),
+    Row("rtx4090", "1.5B", 4, 128, "", 4, 0, 20_330, fp8=True),
+    Row("h100", "1.5B", 32, 16, "", 1, 0, 72_990, fp8=True),
+)
 
 
-def compiled_config(row: Row, gpus: int) -> Config:
+def compiled_config(row: Row) -> Config:
     """Our config with the settings of a row."""
     sizes = MODELS[row.model]
     c = flags.load(str(Path(__file__).parents[1] / "configs" / "llama7b.py"))
@@ -265,7 +271,11 @@ def compiled_config(row: Row, gpus: int) -> Config:
     c.model.vocab_size = sizes.vocabulary
     c.model.tie_word_embeddings = sizes.tied
     c.model.attention_bias = True
-    c.gpus = gpus
+    c.gpus = row.gpus
+    c.zero_level = 3 if row.sharded else 1
+    c.recipe = "fp8_current" if row.fp8 else "bf16"
+    c.offload_residual = row.residuals
+    c.offload_optimizer = c.offload_master = row.offloaded > 0
     c.sequence_len = SEQUENCE_LEN
     c.per_device_batch_size = row.sequences
     c.gradient_accumulation_steps = row.microbatches
@@ -275,30 +285,54 @@ def compiled_config(row: Row, gpus: int) -> Config:
     return c
 
 
-def line(name: str, found: float, published: float) -> float:
-    """Prints a row; returns its relative error."""
-    error = found / published - 1
-    print(f"{name:<24}{found:>12,.0f}{published:>12,.0f}{100 * error:>+9.1f} %")
+def line(row: Row, found: float, what: str = "") -> float:
+    """Prints a row; returns its relative error. what: printed behind it."""
+    error = found / row.published - 1
+    several = f"{row.gpus} x " if row.gpus > 1 else ""
+    name = f"{several}{row.gpu} {row.model}{' fp8' if row.fp8 else ''}"
+    print(f"{name:<28}{found:>12,.0f}{row.published:>12,.0f}{100 * error:>+9.1f} %{what}")
     return abs(error)
+
+
+def summary(errors: list[float]) -> float:
+    """Prints the mean of errors; returns it."""
+    mean = sum(errors) / len(errors)
+    print(f"mean error of {len(errors)} rows: {100 * mean:.1f} %, worst {100 * max(errors):.1f} %")
+    return mean
+
+
+def at_ends(row: Row) -> str:
+    """The errors of a row with the link's rate at its ends; "" if they are the same."""
+    span = GPUS[row.gpu].spans()["link"]
+    slow, fast = (100 * (predicted(row, link=end) / row.published - 1) for end in (span.slow, span.fast))
+    return f"   {slow:+.1f} to {fast:+.1f} with the link" if fast - slow > 0.1 else ""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print all rows; returns the exit code."""
     jax.config.update("jax_platforms", "cpu")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", metavar="GPU", choices=[*GPUS, "compiled"], help="rows of this GPU, or the last row")
-    only = parser.parse_args(argv).only
-    print(f"{'tokens/s':<24}{'predicted':>12}{'published':>12}{'error':>11}")
-    rows = [row for row in ROWS if only in (None, row.gpu)]
-    errors = [line(f"{row.gpu} {row.model}", predicted(row), row.published) for row in rows]
-    if only in (None, "compiled") and aot.available():
-        found = plan(compiled_config(OUT_OF_SAMPLE, 8), OUT_OF_SAMPLE.gpu)
-        assert found.tokens_per_s_per_gpu is not None
-        line("8 x h100 7B, compiled", 8 * found.tokens_per_s_per_gpu, OUT_OF_SAMPLE.published)
-    if not errors:
-        return 0
-    mean = sum(errors) / len(errors)
-    print(f"mean error of {len(errors)} rows: {100 * mean:.1f} %, worst {100 * max(errors):.1f} %")
+    parser.add_argument("--only", metavar="GPU", choices=GPUS, help="rows of this GPU")
+    parser.add_argument("--compile", action="store_true", help="also the steps that surojax compiles")
+    args = parser.parse_args(argv)
+
+    def chosen(rows: tuple[Row, ...]) -> list[Row]:
+        return [row for row in rows if args.only in (None, row.gpu)]
+
+    print(f"{'tokens/s':<28}{'predicted':>12}{'published':>12}{'error':>11}")
+    errors = [line(row, predicted(row)) for row in chosen(ROWS)]
+    mean = summary(errors) if errors else 0.0
+    if elsewhere := chosen(ELSEWHERE):
+        print("nothing is fitted to these:")
+        summary([line(row, predicted(row), at_ends(row)) for row in elsewhere])
+    if args.compile and aot.available():
+        for row in chosen(COMPILED):
+            found = plan(compiled_config(row), row.gpu, advise=False)
+            assert found.tokens_per_s_per_gpu is not None and found.predicted_range_s is not None
+            assert found.predicted_step_s is not None
+            rate = row.gpus * found.tokens_per_s_per_gpu
+            ends = (rate * found.predicted_step_s / s for s in reversed(found.predicted_range_s))
+            line(row, rate, f"   compiled, range {' to '.join(f'{end:,.0f}' for end in ends)}")
     return int(mean > MOST or math.isnan(mean))
 
 

@@ -101,9 +101,9 @@ def fastest(
 ) -> Result:
     """The fastest settings of `config.gpus` GPUs of this kind; the effective batch and the model stay as they are.
 
-    gpu: what `gpu_names.named` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs in a
-    machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`.
-    nvme: room for files in GB, on the drives of all machines together; None: no files. allow: words of
+    gpu: what `gpu_names.named` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
+    in a machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`. nvme: room
+    for files in GB, on the drives of all machines together; None: no files. allow: words of
     `choices.ALLOWED`. keep: fields that are not changed. most: settings that are compiled. say: told what goes on.
 
     Raises ConfigError for what `train` refuses, and for a GPU whose rates are not known.

@@ -126,12 +126,17 @@ def _range(gpu: Gpu, step: float, ends: Mapping[str, Sequence[float]]) -> list[f
     return [min(step - faster, shipped), max(step + slower, shipped)]
 
 
+def milliseconds(seconds: float) -> str:
+    """Milliseconds as text, with one decimal below 100."""
+    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1}f}"
+
+
 def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
     """What most of the range is of; "" if nothing matters."""
     if gpu.seen.same or not ends:
         return ""
     name = max(ends, key=lambda name: ends[name][1] - ends[name][0])
-    fast, slow = (f"{1e3 * t:,.0f}" for t in ends[name])
+    fast, slow = map(milliseconds, ends[name])
     if name == "copies":
         return f"whether copy engines do the host transfers that are kernels in this program: {fast} to {slow} ms"
     span = gpu.spans()[name]

@@ -8,6 +8,7 @@ from surojax.planner.advice import gib, memory_unit
 from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import Plan
+from surojax.planner.prediction import milliseconds
 
 RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
 ATTENTION = {
@@ -101,7 +102,7 @@ def prediction_lines(p: Plan) -> list[str]:
     idle = [f"pipeline: a stage idles {p.bubble:.1%} of a step (bubble)"] if p.bubble else []
     if p.predicted_step_s is None or p.predicted_range_s is None:
         return ["", f"no time is predicted: {p.not_predicted}", *idle]
-    low, high = (f"{1e3 * t:,.0f}" for t in p.predicted_range_s)
+    low, high = map(milliseconds, p.predicted_range_s)
     rate = p.tokens_per_s_per_gpu or 0.0
     head = f"predicted: {1e3 * p.predicted_step_s:,.1f} ms a step ({low} to {high}), "
     lines = ["", head + f"{rate:,.0f} tokens/s per GPU, {p.gpus * rate:,.0f} in all, MFU {p.mfu:.3f}"]

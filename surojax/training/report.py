@@ -60,7 +60,7 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
         return Prediction(not_predicted="the compiled step cannot be read")
     if found.predicted_step_s is None or found.predicted_range_s is None:
         return found
-    low, high = (f"{1e3 * t:,.0f}" for t in found.predicted_range_s)
+    low, high = map(prediction.milliseconds, found.predicted_range_s)
     rate = len(devices) * (found.tokens_per_s_per_gpu or 0.0)
     say(f"predicted: {1e3 * found.predicted_step_s:,.1f} ms a step ({low} to {high}), {rate:,.0f} tok/s")
     return found
