@@ -2,7 +2,7 @@
 
     python -m surojax.fit --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--host-memory GIB] [--nvme GB] \
         [--allow adamw8bit,bf16_master,fp8] [--effective-batch N] [--keep FIELD,FIELD] [--out FILE] [--top N] \
-        [--json FILE]
+        [--json FILE] [--tokens N [--price PER_GPU_HOUR]] [--host-bandwidth GB]
 
 It searches tensor, context and pipeline parallelism, placement, mesh, recomputation and microbatches by estimate, and
 compiles and simulates the best few. Model, data and the sequences of a step stay as they are. Settings that change
@@ -23,14 +23,16 @@ from surojax.config.fields import Config, default_config, flat, gpus_per_sequenc
 from surojax.config.flags import parse
 from surojax.config.write import check_new, config_file
 from surojax.errors import ConfigError, need
-from surojax.plan import check_path
+from surojax.plan import add_cost, check_cost, check_path
 from surojax.planner import advice, aot, footprint
 from surojax.planner.advice import GiB, flags
 from surojax.planner.choices import ALLOWED
 from surojax.planner.fastest import MOST_COMPILED, Result, Row, fastest
+from surojax.planner.gpu_names import named
 from surojax.planner.gpus import GPUS
 from surojax.planner.layouts import AXES, divisors
 from surojax.planner.plan import checked
+from surojax.planner.report import cost
 
 SHOWN = 5  # rows by default
 
@@ -215,7 +217,8 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         help="host memory of a machine, in GiB (2^30); unlimited if left out",
     )
-    found.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8)")
+    found.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8 of most)")
+    add_cost(found)
     found.add_argument(
         "--nvme",
         metavar="GB",
@@ -251,6 +254,8 @@ def main(argv: list[str] | None = None) -> None:
         c, args = parse(argv, parser())
         if args.gpu is None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
+        args.gpu = named(args.gpu)
+        check_cost(args)
         for option, value in (("--host-memory", args.host_memory), ("--nvme", args.nvme), ("--top", args.top)):
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{option}: expected more than 0, got {value}; leave it out")
@@ -263,6 +268,7 @@ def main(argv: list[str] | None = None) -> None:
             args.gpu,
             host_memory=args.host_memory,
             gpus_per_node=args.gpus_per_node,
+            host_bandwidth=args.host_bandwidth,
             nvme=args.nvme,
             allow=words("--allow", args.allow, tuple(ALLOWED)),
             keep=words("--keep", args.keep, tuple(flat(default_config()))),
@@ -276,6 +282,10 @@ def main(argv: list[str] | None = None) -> None:
         if not result.rows:
             sys.exit(1)
         best = result.rows[0]
+        if args.tokens is not None:
+            ends = (best.plan and best.plan.predicted_range_s) or []
+            seconds = [s / (result.gpus * best.tokens) for s in (best.seconds, *ends)]
+            print(cost(args.tokens, args.price, result.gpus, seconds))
         out.write_text(config_file(best.config, describe(best, result, Path(args.config).name, out)))
         print(f"written: {out}; python -m surojax.train --config {out}")
         if best.config.nvme_path == advice.FOLDER:

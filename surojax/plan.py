@@ -1,7 +1,7 @@
 """Plans a run without the GPUs: the memory and traffic that it needs, and the predicted time of a step.
 
     python -m surojax.plan --config configs/llama7b.py --gpu rtx4090 --config.gpus=4 [--json FILE] [--host-memory GIB] \
-        [--trace FILE]
+        [--trace FILE] [--tokens N [--price PER_GPU_HOUR]] [--host-bandwidth GB]
 
 `surojax.planner.plan.plan(config, gpu)` is the function behind this command.
 """
@@ -9,6 +9,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +20,7 @@ from surojax.config.flags import parse
 from surojax.errors import ConfigError
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import plan
-from surojax.planner.report import table
+from surojax.planner.report import cost, table
 from surojax.untrusted import expanded
 
 
@@ -41,6 +42,31 @@ def check_path(option: str, path: str) -> Path:
     return file
 
 
+def add_cost(parser: argparse.ArgumentParser) -> None:
+    """Adds the options about cost, and about the host memory of a machine, that `plan` and `fit` share."""
+    parser.add_argument("--tokens", metavar="N", type=float, help="say how many hours so many tokens take: 1e9")
+    parser.add_argument("--price", metavar="MONEY", type=float, help="of a GPU hour: say what --tokens cost")
+    parser.add_argument(
+        "--host-bandwidth",
+        metavar="GB",
+        type=float,
+        help="GB/s that the host memory of a machine moves, reads and writes; assumed if left out",
+    )
+
+
+def check_cost(args: argparse.Namespace) -> None:
+    """Raises ConfigError for values of `add_cost`'s options that make no sense."""
+    for option, value in (
+        ("--tokens", args.tokens),
+        ("--price", args.price),
+        ("--host-bandwidth", args.host_bandwidth),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{option}: expected more than 0, got {value}; leave it out")
+    if args.price is not None and args.tokens is None:
+        raise ConfigError("--price: expected --tokens as well, whose cost it says; add --tokens 1e9, for example")
+
+
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, plan, and print the plan. An error prints one line and exits with code 1."""
     jax.config.update("jax_platforms", "cpu")  # the plan needs no GPU, and should not occupy one
@@ -51,7 +77,8 @@ def main(argv: list[str] | None = None) -> None:
         "--trace", metavar="FILE", help="write a trace of the simulated step there, for ui.perfetto.dev"
     )
     parser.add_argument("--host-memory", metavar="GIB", type=float, help="host memory of a machine, to check as well")
-    parser.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8)")
+    parser.add_argument("--gpus-per-node", metavar="N", type=int, help="GPUs in a machine (8 of most)")
+    add_cost(parser)
     try:
         c, args = parse(argv, parser)
         file = check_path("--json", args.json) if args.json is not None else None
@@ -60,11 +87,22 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"no GPU given: pass --gpu NAME, one of {', '.join(GPUS)}")
         if args.host_memory is not None and not 0 < args.host_memory < float("inf"):
             raise ConfigError(f"--host-memory: expected GiB, more than 0, got {args.host_memory}; leave it out")
-        nodes = args.gpus_per_node
+        check_cost(args)
         found = plan(
-            c, args.gpu, host_memory=args.host_memory, gpus_per_node=nodes, trace=str(trace) if trace else None
+            c,
+            args.gpu,
+            host_memory=args.host_memory,
+            gpus_per_node=args.gpus_per_node,
+            host_bandwidth=args.host_bandwidth,
+            trace=str(trace) if trace else None,
         )
         print(table(found))
+        if args.tokens is not None and found.tokens_per_s_per_gpu and found.predicted_range_s:
+            tokens = found.gpus * found.tokens_per_s_per_gpu * (found.predicted_step_s or math.nan)
+            steps = (found.predicted_step_s, *found.predicted_range_s)
+            print(cost(args.tokens, args.price, found.gpus, [s / tokens for s in steps if s is not None]))
+        elif args.tokens is not None:
+            print("no cost is said: no time is predicted")
         if file:
             file.write_text(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
         for written in filter(None, (file, trace)):

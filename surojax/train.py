@@ -40,7 +40,7 @@ from surojax.memory.lock import locked
 from surojax.parallel.feed import Feed
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import own_device
-from surojax.planner import prediction, traffic
+from surojax.planner import prediction, seen, traffic
 from surojax.planner.check_fit import compare, peak_bytes
 from surojax.run import on_disk
 from surojax.run.checkpoint import Checkpoints
@@ -165,6 +165,8 @@ def train(config: Config, *, max_minutes: float | None = None) -> Result:
         durations = [record["duration_ms"] / 1e3 for record in done.history if record["log"] == "step"]
         if compared := prediction.comparison(predicted, durations, tokens_per_step):
             say(compared)
+        if is_first() and (written := seen.of_run(c, devices, predicted, durations)):
+            say(written)
         if comparison := compare(setup.need, programs.train_step, own_device(devices)):
             say(comparison)
         if is_first():

@@ -2,11 +2,18 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from surojax.planner import gpus
-from surojax.planner.gpus import GPUS, find_gpu
+from surojax.errors import ConfigError
+from surojax.planner import gpus, rates
+from surojax.planner.gpu_names import named
+from surojax.planner.gpus import GPUS, find_gpu, with_nodes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from calibrate import ROWS
 
 
 @pytest.mark.parametrize(
@@ -23,6 +30,17 @@ from surojax.planner.gpus import GPUS, find_gpu
         ("NVIDIA H200 141GB HBM3e", "h200"),
         ("NVIDIA B200", "b200"),
         ("nvidia  b200 ", "b200"),
+        ("NVIDIA A100 80GB PCIe", "a100_pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+        ("NVIDIA L40", "l40"),
+        ("NVIDIA GeForce RTX 5060", "rtx5060"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti_16gb"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("NVIDIA H100 NVL", "h100_nvl"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
     ],
 )
 def test_a_device_kind_of_a_known_card_is_found(device_kind, key):
@@ -36,23 +54,14 @@ def test_a_device_kind_of_a_known_card_is_found(device_kind, key):
         "cpu",
         "NVIDIA",
         "NVIDIA A100-PCIE-40GB",
-        "NVIDIA A100 80GB PCIe",
-        "NVIDIA A100-SXM4-40GB",
         "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
-        "NVIDIA L40",
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 5090 D",
         "NVIDIA GeForce RTX 5090 Laptop GPU",
-        "NVIDIA GeForce RTX 5060",
-        "NVIDIA H100 NVL",
-        "NVIDIA H100 PCIe",
         "NVIDIA H100 80GB HBM2e",
         "NVIDIA H800",
-        "NVIDIA GH200 480GB",
         "NVIDIA H200 NVL",
-        "NVIDIA GB200",
-        "NVIDIA B300 SXM6 AC",
         "TPU v5 lite",
     ],
 )
@@ -66,21 +75,91 @@ def test_figures_agree_with_each_other(key):
     assert gpu.tf32_flops == pytest.approx(gpu.bf16_flops / 2, rel=0.02)  # true of every architecture listed
     if gpu.fp8_flops is not None:
         assert gpu.fp8_flops == pytest.approx(gpu.bf16_flops * 2, rel=0.02)  # L40S: printed 733 against 2 x 362.05
-    has_fp8 = gpu.compute_capability not in ("8.0",)
-    has_fp4 = gpu.compute_capability in ("10.0a", "12.0a")
+    has_fp8 = gpu.compute_capability not in ("8.0", "8.6")
+    has_fp4 = gpu.compute_capability in ("10.0a", "10.3a", "12.0a")
     assert (gpu.fp8_flops is not None, gpu.fp4_flops is not None) == (has_fp8, has_fp4)
     assert gpu.link_bandwidth >= gpu.pcie_bandwidth
     # Clock = rate / (SMs x 128 lanes x 2), 64 lanes on the A100: a misplaced digit gives an impossible one.
-    lanes = 64 if key == "a100" else 128
+    lanes = 64 if gpu.compute_capability == "8.0" else 128
     assert 1.3e9 < gpu.fp32_flops / (gpu.sm_count * lanes * 2) < 2.7e9
 
 
 @pytest.mark.parametrize(
     ("key", "box_gb"),
-    [("a100", 80), ("l40s", 48), ("rtx4090", 24), ("rtx5090", 32), ("rtx5060ti_16gb", 16), ("h100", 80)],
+    [
+        *(("a100", 80), ("l40s", 48), ("rtx4090", 24), ("rtx5090", 32), ("rtx5060ti_16gb", 16), ("h100", 80)),
+        *(("a100_40gb", 40), ("rtx3060", 12), ("rtx3080", 10), ("rtx5060ti_8gb", 8), ("rtxpro6000", 96), ("l4", 24)),
+    ],
 )
 def test_memory_is_a_little_less_than_the_box_says(key, box_gb):
-    assert 0.92 < GPUS[key].memory_bytes / (box_gb * 2**30) < 1.0
+    assert 0.91 < GPUS[key].memory_bytes / (box_gb * 2**30) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ("RTX4090", "rtx4090"),
+        ("4090", "rtx4090"),
+        ("rtx-3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 5070 Ti", "rtx5070ti"),
+        ("4070 ti super", "rtx4070tisuper"),
+        ("L4", "l4"),
+        ("a6000", "rtxa6000"),
+        ("RTX 6000 Ada", "rtx6000ada"),
+        ("RTX PRO 6000", "rtxpro6000"),
+        ("a10g", "a10g"),
+        ("A100-40G", "a100_40gb"),
+        ("a100 80gb pcie", "a100_pcie"),
+        ("H100-SXM", "h100"),
+        ("h100 nvl", "h100_nvl"),
+        ("5060ti 16GB", "rtx5060ti_16gb"),
+        ("GB200", "gb200"),
+    ],
+)
+def test_a_gpu_is_found_however_it_is_written(written, key):
+    assert named(written) == key
+
+
+@pytest.mark.parametrize("written", ["rtx409", "4090 laptop", "h20", "rx7900", "", "10"])
+def test_an_unknown_name_gets_the_list_and_no_other_card(written):
+    with pytest.raises(ConfigError, match="known are a100, ") as error:
+        named(written)
+    assert "did you mean" not in str(error.value) and all(key in str(error.value) for key in GPUS)
+
+
+def test_names_of_several_cards_and_of_cards_without_bfloat16_are_refused_by_reason():
+    for written in ("4060ti", "RTX 5060 Ti", "NVIDIA GeForce RTX 4060 Ti"):
+        with pytest.raises(ConfigError, match=r"there are rtx\d060ti_\d+gb and rtx\d060ti_\d+gb$"):
+            named(written)
+    for written in ("t4", "Tesla T4", "V100-SXM2", "RTX 2080 Ti"):
+        with pytest.raises(
+            ConfigError, match=r"sm_7\d: its tensor cores have no bfloat16 .* flash attention needs sm_80"
+        ):
+            named(written)
+
+
+def test_every_gpu_has_its_ends_and_says_where_they_come_from():
+    """Wider ones for what is known less; a value lies between its ends."""
+    widths = {}
+    for gpu in GPUS.values():
+        for name, span in gpu.spans().items():
+            assert min(span.slow, span.fast) < 1 < max(span.slow, span.fast), (gpu.name, name)
+        products = gpu.spans()["products"]
+        widths[gpu.products_from] = products.fast / products.slow
+    assert widths[rates.CALIBRATED] < widths[rates.MEASURED] < widths[rates.SHEET]
+    assert {key for key, gpu in GPUS.items() if gpu.products_from == rates.CALIBRATED} >= {row.gpu for row in ROWS}
+
+
+def test_host_memory_is_shared_by_the_gpus_of_a_machine():
+    """Each of four has a quarter; what a user says replaces what is assumed, and narrows it."""
+    gpu = with_nodes("rtx4090", 4)
+    assert gpu.host_memory(4) == pytest.approx(204.8e9 / 4) == gpu.host_memory(8)
+    assert gpu.host_memory(1) == pytest.approx(89.6e9)
+    told = with_nodes("rtx4090", 4, 100.0)
+    assert told.host_memory(4) == pytest.approx(25e9) and told.spans()["dram"].slow > gpu.spans()["dram"].slow
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="--host-bandwidth"):
+            with_nodes("rtx4090", None, wrong)
 
 
 def test_gpus_needs_no_jax():

@@ -35,6 +35,7 @@ def default_config() -> Config:
     c.save_total_limit = 2  # number of checkpoints kept, the newest ones; one that is being read is kept longer
     c.log_steps = 10  # steps between printed lines, and one a minute at least; a terminal shows every step
     c.quiet = False  # print no steps and evaluations; metrics.jsonl has them
+    c.rates_file = "~/.cache/surojax/rates.json"  # what steps took on GPUs, for plan and fit; "" = not written or read
     c.resume_from_checkpoint = "auto"  # "auto" = newest in output_dir if any, "no" = start anew, or a checkpoint folder
     c.sample_prompt = ""  # text continued at the end of training; "" = the beginning of the held-out text
     c.sample_tokens = 200  # tokens sampled at the end; 0 = none

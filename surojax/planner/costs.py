@@ -267,6 +267,8 @@ def product_time(gpu: Gpu, rates: Rates, m: int, n: int, k: int, batch: int = 1,
     eight = gpu.fp8_flops or gpu.bf16_flops
     four = gpu.fp4_flops or gpu.bf16_flops
     peak = {"f8e4m3fn": eight, "f8e5m2": eight, "f4e2m1fn": four, "f32": gpu.tf32_flops}.get(dtype, gpu.bf16_flops)
+    if peak > gpu.bf16_flops:
+        peak *= rates.eight_bit
     bandwidth = gpu.memory_bandwidth * rates.memory
     itemsize = {"f32": 4, "f8e4m3fn": 1, "f8e5m2": 1, "f4e2m1fn": 0.5}.get(dtype, 2)
     moved = (itemsize * (m * k + k * n) + 2 * m * n) * batch / bandwidth

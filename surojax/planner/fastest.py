@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection
 
 from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
-from surojax.planner import advice, aot, choices, footprint, search
+from surojax.planner import advice, aot, choices, footprint, search, seen
 from surojax.planner.advice import GiB, changed, differing
 from surojax.planner.choices import ALLOWED
-from surojax.planner.gpus import Gpu, with_nodes
+from surojax.planner.gpu_names import named
+from surojax.planner.gpus import GB, Gpu, with_nodes
 from surojax.planner.plan import Plan, checked, plan
 from surojax.planner.search import Candidate, Found, Limits, Need, device_limit
 
@@ -91,6 +92,7 @@ def fastest(
     *,
     host_memory: float | None = None,
     gpus_per_node: int | None = None,
+    host_bandwidth: float | None = None,
     nvme: float | None = None,
     allow: Collection[str] = (),
     keep: Collection[str] = (),
@@ -99,15 +101,17 @@ def fastest(
 ) -> Result:
     """The fastest settings of `config.gpus` GPUs of this kind; the effective batch and the model stay as they are.
 
-    host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs in a machine; None: 8.
-    nvme: room for files in GB, on the drives of all machines together; None: no files. allow: words of
+    gpu: what `gpu_names.named` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
+    in a machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`. nvme: room
+    for files in GB, on the drives of all machines together; None: no files. allow: words of
     `choices.ALLOWED`. keep: fields that are not changed. most: settings that are compiled. say: told what goes on.
 
     Raises ConfigError for what `train` refuses, and for a GPU whose rates are not known.
     """
     started = time.perf_counter()
+    gpu = named(gpu)
     c = checked(config, gpu)
-    facts = with_nodes(gpu, gpus_per_node)
+    facts = seen.corrected(with_nodes(gpu, gpus_per_node, host_bandwidth), c.rates_file)
     if aot.available():
         aot.usable(gpu)  # before anything else: what it sets for XLA's log counts from the first use of XLA
     if facts.rates is None:
@@ -127,6 +131,8 @@ def fastest(
         f"estimated {found.tried:,} settings of {found.families:,} kinds in {searched - started:.0f} s; "
         f"candidates that fit: {len(found.candidates)}"
     )
+    if facts.seen.note:
+        say(facts.seen.note)
     rows = []
     refuted = []
     refusal = None  # of the compiler or of the checks that come with it
@@ -184,7 +190,8 @@ def _row(config: Config, candidate: Candidate, gpu: str, facts: Gpu, limits: Lim
     c = changed(config, change)
     if not aot.available():
         return Row(c, change, candidate.seconds, candidate.need, None, True)
-    p = plan(c, gpu, gpus_per_node=facts.gpus_per_node, advise=False)
+    bandwidth = facts.host_memory_bandwidth and facts.host_memory_bandwidth / GB
+    p = plan(c, gpu, gpus_per_node=facts.gpus_per_node, host_bandwidth=bandwidth, advise=False)
     need = Need(p.device_bytes, p.gpus_per_node * p.host_bytes, p.gpus * p.nvme_bytes)
     return Row(c, change, candidate.seconds, candidate.need, p, need.fits(limits))
 

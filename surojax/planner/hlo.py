@@ -12,6 +12,7 @@ permute b.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -74,14 +75,15 @@ def parse(text: str) -> Module:
     return module
 
 
-def arrays(shape: str) -> list[Array]:
+@functools.lru_cache(2**14)  # a simulated step asks for the same ones again and again
+def arrays(shape: str) -> tuple[Array, ...]:
     """The arrays of an HLO shape; nested tuples are flattened."""
 
     def one(dtype, dims, layout):
         sizes = [int(d) for d in dims.split(",") if d]
         return Array(math.ceil(math.prod(sizes) * _bits(dtype) / 8), len(sizes), "S(5)" in (layout or ""))
 
-    return [one(*found) for found in re.findall(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?", shape)]
+    return tuple(one(*found) for found in re.findall(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?", shape))
 
 
 def _bits(dtype: str) -> int:

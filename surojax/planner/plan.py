@@ -9,7 +9,6 @@ and `Plan.estimate` is True.
 
 import copy
 import dataclasses
-import difflib
 import functools
 import json
 import math
@@ -36,8 +35,22 @@ from surojax.placement.home import DEVICE, HOMES, HOST, NVME, Home
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape, pipeline_stages
 from surojax.placement.param import OUTER
-from surojax.planner import advice, aot, check_fit, footprint, hlo, links, prediction, search, stages, textbook, traffic
+from surojax.planner import (
+    advice,
+    aot,
+    check_fit,
+    footprint,
+    hlo,
+    links,
+    prediction,
+    search,
+    seen,
+    stages,
+    textbook,
+    traffic,
+)
 from surojax.planner.advice import GiB, Memory
+from surojax.planner.gpu_names import named
 from surojax.planner.gpus import GPUS, Gpu, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
@@ -90,31 +103,48 @@ def plan(
     *,
     host_memory: float | None = None,
     gpus_per_node: int | None = None,
+    host_bandwidth: float | None = None,
     trace: str | None = None,
     advise: bool = True,
 ) -> Plan:
     """Plans a run on `config.gpus` GPUs of this kind. host_memory: of the machine, in GiB; None: no limit is checked.
 
-    gpus_per_node: GPUs in a machine; None: 8. trace: a file for a trace of the simulated step (`prediction.trace`).
+    gpu: what `gpu_names.named` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
+    machine's host memory moves, both ways; None: see `Gpu.host_memory`. trace: a file for a trace of the simulated step
+    (`prediction.trace`).
     advise: look for `changes` if it does not fit.
 
     A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
     planned in a new process. Raises ConfigError for settings that `train` refuses, for an unknown GPU, for `gpus=0`,
     and for a trace of a step whose time is not predicted.
     """
+    gpu = named(gpu)
     c = checked(config, gpu)
+    options: dict[str, Any] = {
+        "host_memory": host_memory,
+        "gpus_per_node": gpus_per_node,
+        "host_bandwidth": host_bandwidth,
+        "trace": trace,
+        "advise": advise,
+    }
     if aot.available() and not aot.usable(gpu):
-        options = {"host_memory": host_memory, "gpus_per_node": gpus_per_node, "trace": trace, "advise": advise}
         return plan_in_subprocess(c, gpu, **options)
-    return _plan(c, gpu, host_memory, gpus_per_node, trace, advise)
+    return _plan(c, gpu, **options)
 
 
 def _plan(
-    c: Config, gpu: str, host_memory: float | None, gpus_per_node: int | None, trace: str | None, advise: bool
+    c: Config,
+    gpu: str,
+    *,
+    host_memory: float | None,
+    gpus_per_node: int | None,
+    host_bandwidth: float | None,
+    trace: str | None,
+    advise: bool,
 ) -> Plan:
     """`plan` of a checked config, in this process."""
     n = c.gpus
-    facts = with_nodes(gpu, gpus_per_node)
+    facts = seen.corrected(with_nodes(gpu, gpus_per_node, host_bandwidth), c.rates_file, seen.settings_key(c, n))
     batch = traffic.batch_of(c)
     found = _compiled(c, gpu, facts, batch, trace) if aot.available() else _estimated(c, batch)
     if trace is not None and found["not_predicted"]:
@@ -162,10 +192,7 @@ def _plan(
 
 def checked(config: Config, gpu: str) -> Config:
     """A copy of the config with each "auto" replaced by its meaning on this GPU. Raises ConfigError: see `plan`."""
-    if gpu not in GPUS:
-        near = difflib.get_close_matches(gpu.lower(), GPUS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "add its facts to surojax/planner/gpus.py"
-        raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {gpu!r}; {hint}")
+    gpu = named(gpu)
     config = resolved(config)
     checks.check(config)
     if config.gpus == 0:
@@ -399,18 +426,14 @@ def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
     return advice.lines(found, limit) + [more] * unsolved
 
 
-def plan_in_subprocess(
-    config: Config,
-    gpu: str,
-    *,
-    host_memory: float | None = None,
-    gpus_per_node: int | None = None,
-    trace: str | None = None,
-    advise: bool = True,
-) -> Plan:
-    """`plan` in a new process. Raises ConfigError as `plan` does, and RuntimeError if that process fails."""
+def plan_in_subprocess(config: Config, gpu: str, **options: Any) -> Plan:
+    """`plan` in a new process. options: keywords of `plan`.
+
+    Raises ConfigError as `plan` does, and RuntimeError if that process fails.
+    """
     code = "from surojax.planner.plan import serve; serve()"
-    options = {"host_memory": host_memory, "gpus_per_node": gpus_per_node, "trace": trace, "advise": advise}
+    names = ("host_memory", "gpus_per_node", "host_bandwidth", "trace")
+    options = dict.fromkeys(names) | {"advise": True} | options
     request = json.dumps({"config": config.to_dict(), "gpu": gpu, "options": options})
     done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, text=True)
     if done.returncode:

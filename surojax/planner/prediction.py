@@ -1,10 +1,15 @@
 """What the planner says about the time of a step: predicted seconds and tokens/s, what is exposed, and a trace.
 
 timeline.py simulates the compiled step; benchmarks/calibrate.py holds its model of time against published rows.
+
+A prediction has a range. The step is simulated again with each rate at its ends (rates.py), and as if copy engines did
+every host transfer. Rates err independently, so their deviations add up as the root of the sum of their squares, faster
+and slower ones apart. A step that was measured here with the same settings is known to `AGAIN`.
 """
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,25 +17,41 @@ from pathlib import Path
 from surojax.assembly import Assembly
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
 from surojax.planner import costs, hlo, traffic
-from surojax.planner.costs import MAIN, STREAMS, TRANSFERS
-from surojax.planner.gpus import Gpu
+from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS
+from surojax.planner.gpus import Gpu, known_rates
 from surojax.planner.hlo import Module
+from surojax.planner.rates import CALIBRATED, TOGETHER, WORDS
 from surojax.planner.stages import in_lockstep
 from surojax.planner.timeline import WAITS, Timeline, program, simulate
 
-ERROR = 0.10  # relative, of a prediction: that of the worst row of benchmarks/calibrate.py
+AGAIN = 0.03  # relative, of a step that was measured with the same settings: clocks, temperature, other machines
+# Kinds of work without which a rate changes nothing.
+NEEDED = {
+    "host": {HOST_IN, HOST_OUT},
+    "duplex": {HOST_IN, HOST_OUT},
+    "dram": {HOST_IN, HOST_OUT, GATHER, REDUCE},
+    "link": {GATHER, REDUCE},
+    "network": {GATHER, REDUCE},
+    "collective_sms": {GATHER, REDUCE},
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """Fields of the `Plan` about time, per step and GPU; None where no time is predicted.
 
-    predicted_range_s: from what the step would take if copy engines did all host transfers, less `ERROR`, to
-    `predicted_step_s` plus `ERROR`.
+    predicted_range_s: what follows from what is known of the rates, see above. step_at_ends_s: for each rate that
+    matters, the predicted step with it at its fast and at its slow end.
     """
 
     predicted_step_s: float | None = None
     predicted_range_s: list[float] | None = None
+    step_at_ends_s: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    hangs_on: str = ""  # the rate with the largest part in the range, with its ends and where they come from
+    calibrated: bool = False  # whether there are published rows of this GPU
+    uncorrected_s: float | None = None  # `predicted_step_s` without the factor that was measured here
+    corrected: str = ""  # what was measured here, and the file that says so
+    replaced: tuple[str, ...] = ()  # rates that were measured here
     tokens_per_s_per_gpu: float | None = None
     mfu: float | None = None  # model FLOPs, each at the peak rate of its dtype, as in `train`
     exposed_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by kind of transfer
@@ -52,7 +73,7 @@ def predict(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, tokens: 
     if compute_time > found.seconds:  # our attention kernel counts as a pass over memory: its rate was never measured
         reason = "most of its FLOPs are in our attention kernel, whose speed was never measured"
         return Prediction(host_transfers=transfers, not_predicted=reason)
-    least = simulate(program(module, gpu, mesh_shape, copies_only=True)).seconds
+    ends = at_ends(module, gpu, mesh_shape, found)
     exposed = dict.fromkeys(TRANSFERS, 0.0)
     by_loop: dict[str, dict[str, float]] = {}
     for (loop, kind), seconds in found.exposed.items():
@@ -60,13 +81,68 @@ def predict(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, tokens: 
         by_loop.setdefault(loop, {})[kind] = seconds
     return Prediction(
         predicted_step_s=found.seconds,
-        predicted_range_s=[least * (1 - ERROR), found.seconds * (1 + ERROR)],
+        predicted_range_s=_range(gpu, found.seconds, ends),
+        step_at_ends_s=ends,
+        hangs_on=_hangs_on(gpu, ends),
+        calibrated=gpu.products_from == CALIBRATED,
+        uncorrected_s=found.seconds / gpu.seen.factor,
+        corrected=gpu.seen.note,
+        replaced=gpu.seen.replaced,
         tokens_per_s_per_gpu=tokens / found.seconds,
         mfu=compute_time / found.seconds,
         exposed_s=exposed,
         exposed_by_loop_s=by_loop,
         host_transfers=transfers,
     )
+
+
+def at_ends(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], found: Timeline) -> dict[str, list[float]]:
+    """Seconds of a step with each rate at its ends, {rate: [fast, slow]}; rates that change nothing are left out.
+
+    found: the step as it is predicted. "copies" are host transfers by kernels, if copy engines did them.
+    """
+    rates = known_rates(gpu)
+
+    def seconds(name: str, end: float) -> float:
+        other = dataclasses.replace(gpu, rates=rates.with_end(name, end))
+        return simulate(program(module, other, mesh_shape)).seconds
+
+    ends = {
+        name: [seconds(name, span.fast), seconds(name, span.slow)]
+        for name, span in gpu.spans().items()
+        if not NEEDED.get(name) or NEEDED[name] & found.busy.keys()
+    }
+    ends["copies"] = [simulate(program(module, gpu, mesh_shape, copies_only=True)).seconds, found.seconds]
+    return {name: both for name, both in ends.items() if both[1] - both[0] > 1e-3 * found.seconds}
+
+
+def _range(gpu: Gpu, step: float, ends: Mapping[str, Sequence[float]]) -> list[float]:
+    """The range of a step of so many seconds, [fast, slow]."""
+    if gpu.seen.same:
+        return [step * (1 - AGAIN), step * (1 + AGAIN)]
+    faster = math.hypot(*(max(0.0, step - fast) for fast, _ in ends.values()))
+    slower = math.hypot(*(max(0.0, slow - step) for _, slow in ends.values()))
+    shipped = step / gpu.seen.factor  # what other steps took says less of this one
+    return [min(step - faster, shipped), max(step + slower, shipped)]
+
+
+def milliseconds(seconds: float) -> str:
+    """Milliseconds as text, with one decimal below 100."""
+    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1}f}"
+
+
+def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
+    """What most of the range is of; "" if nothing matters."""
+    if gpu.seen.same or not ends:
+        return ""
+    name = max(ends, key=lambda name: ends[name][1] - ends[name][0])
+    fast, slow = map(milliseconds, ends[name])
+    if name == "copies":
+        return f"whether copy engines do the host transfers that are kernels in this program: {fast} to {slow} ms"
+    span = gpu.spans()[name]
+    value = getattr(known_rates(gpu), TOGETHER.get(name, (name,))[0])
+    known = "half to twice" if name == "latencies" else f"{value * span.slow:.2f} to {value * span.fast:.2f}"
+    return f"{WORDS[name]} ({known}, {span.source}): {fast} to {slow} ms"
 
 
 def of_compiled(text: str, run: Assembly, batch: traffic.Batch, gpu: Gpu) -> Prediction:

@@ -1,6 +1,6 @@
 """A plan as text, as `python -m surojax.plan` prints it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from surojax.placement.home import HOMES
 from surojax.planner import aot
@@ -8,6 +8,7 @@ from surojax.planner.advice import gib, memory_unit
 from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import Plan
+from surojax.planner.prediction import milliseconds
 
 RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
 ATTENTION = {
@@ -101,10 +102,11 @@ def prediction_lines(p: Plan) -> list[str]:
     idle = [f"pipeline: a stage idles {p.bubble:.1%} of a step (bubble)"] if p.bubble else []
     if p.predicted_step_s is None or p.predicted_range_s is None:
         return ["", f"no time is predicted: {p.not_predicted}", *idle]
-    low, high = (f"{1e3 * t:,.0f}" for t in p.predicted_range_s)
+    low, high = map(milliseconds, p.predicted_range_s)
     rate = p.tokens_per_s_per_gpu or 0.0
     head = f"predicted: {1e3 * p.predicted_step_s:,.1f} ms a step ({low} to {high}), "
     lines = ["", head + f"{rate:,.0f} tokens/s per GPU, {p.gpus * rate:,.0f} in all, MFU {p.mfu:.3f}"]
+    lines += range_lines(p)
     lines += [f"{line}; the predicted time is an estimate, of stages that go in lockstep" for line in idle]
     kinds = list(p.exposed_s)
     lines.append(f"  {'exposed ms':<17}" + "".join(f"{kind:>13}" for kind in kinds))
@@ -118,6 +120,31 @@ def prediction_lines(p: Plan) -> list[str]:
         note = ", which occupy the multiprocessors" if kernel else ""
         lines.append(f"host transfers in loops: {engine} by copy engine, {kernel} by kernel{note}")
     return lines
+
+
+def range_lines(p: Plan) -> list[str]:
+    """What the range of a predicted time follows from."""
+    if p.corrected:
+        return [f"  {p.corrected}"] + [f"  most of the range: {p.hangs_on}"] * bool(p.hangs_on)
+    rows = "its products are fitted to published rows of this GPU"
+    if not p.calibrated:
+        rows = f"not calibrated: no published row of this GPU; its products are {GPUS[p.gpu].products_from}"
+    return [f"  {rows}"] + [f"  most of the range: {p.hangs_on}"] * bool(p.hangs_on)
+
+
+def cost(tokens: float, price: float | None, gpus: int, seconds: Sequence[float]) -> str:
+    """A line with the hours that so many tokens take, and the money. price: of a GPU hour.
+
+    seconds: of a token on all GPUs: as predicted, and the ends of the range if there is one.
+    """
+
+    def all_of(unit: float, digits: int) -> str:
+        found = [f"{s * tokens / unit:,.{digits}f}" for s in seconds]
+        return found[0] + (f" ({found[1]} to {found[2]})" if len(found) == 3 else "")
+
+    hours = f"{tokens:,.0f} tokens: {all_of(3600, 1)} hours on {gpus} GPU{'s' if gpus > 1 else ''}"
+    money = f"; {all_of(3600 / (price * gpus), 2)} at {price:g} per GPU hour" if price is not None else ""
+    return f"{hours}{money}; evaluations, checkpoints and time that is lost come on top"
 
 
 def verdict(p: Plan) -> list[str]:

@@ -39,7 +39,7 @@ loop's counter, so products wait for them.
 
 compute.py has the seconds of products and passes, collective_time.py those of collectives. Host transfers take their
 bytes at what `Rates` reaches of a link. Directions of the host link slow each other by `Rates.duplex`; GPUs without a
-link of their own share PCI Express between collectives and host copies.
+link of their own share PCI Express between collectives and host copies. All of them share host memory (timeline.py).
 
 A setting that stores something elsewhere changes only the bytes of transfers. So `Work` holds what does not depend on
 where tensors are stored, and `phases` adds the transfers for a choice of memories. `surojax.fit` prints estimated
@@ -72,6 +72,7 @@ class Work:
 
     gpu: Gpu
     rates: Rates
+    host_memory: float  # B/s of host memory that programs reach for this GPU
     microbatches: int
     rounds: int  # times that a stage's layers take the time of a microbatch, in each direction
     fetches: int  # times that each layer's weights and accumulators are fetched in each direction
@@ -130,6 +131,7 @@ def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, in
     return Work(
         gpu=gpu,
         rates=rates,
+        host_memory=gpu.host_memory(run.mesh.size) * rates.dram,
         microbatches=k,
         rounds=k + stages - 1,
         fetches=k + stages - 1 if stages > 1 else k // run.engine.microbatches_per_fetch,
@@ -278,4 +280,6 @@ def _phase(work: Work, *, chain: float, link: float, read: float, written: float
     one_way = abs(read - written) / host_rate
     both_ways = min(read, written) / (host_rate * rates.duplex)
     host = one_way + both_ways
-    return max(chain, host + link if gpu.shares_pcie else host)
+    staged = 2 * link * gpu.link_bandwidth * rates.link if gpu.staged else 0.0
+    in_host_memory = (read + written + staged) / work.host_memory
+    return max(chain, host + link if gpu.shares_pcie else host, in_host_memory)

@@ -12,6 +12,8 @@ Works slow each other as follows.
   kernel (costs.py) has tens of thousands of blocks, so a product behind it starts when it ends.
 * A host transfer has the link's rate, or `Rates.duplex` of it while the other direction is busy too. If GPUs have no
   link of their own, collectives and host transfers share PCI Express in proportion to their rates.
+* All GPUs of a machine do the same at the same time, so each has its part of what host memory moves (`Rates.dram`).
+  Host transfers, and collectives that go through host memory, which read what was written, are slowed to that.
 * A collective has the rate of the slowest link that it crosses (links.py).
 * While a collective runs, kernels lose the multiprocessors that it occupies.
 
@@ -71,7 +73,7 @@ def simulate(p: Program, *, most: int = MOST, events: bool = False) -> Timeline:
     most: iterations of each loop that are simulated. events: whether to record them; of loops without a loop inside,
     all iterations are simulated then.
     """
-    machine = Machine(p.gpu, p.rates, most, events)
+    machine = Machine(p.gpu, p.rates, math.prod(p.mesh_shape.values()), most, events)
     machine.run(p.steps())
     machine.finish()
     return machine.timeline()
@@ -97,11 +99,13 @@ class Task:
 class Machine:
     """A GPU in simulated time."""
 
-    def __init__(self, gpu: Gpu, rates: Rates, most: int, record: bool):
+    def __init__(self, gpu: Gpu, rates: Rates, gpus: int, most: int, record: bool):
         self.rates = rates
         self.most = most
         self.host_rate = gpu.pcie_bandwidth * rates.host
         self.link_rate = gpu.link_bandwidth * rates.link
+        self.host_memory = gpu.host_memory(gpus) * rates.dram
+        self.passes_host = 2 * gpu.staged  # bytes in host memory for each byte of a collective
         self.shares_link = gpu.shares_pcie
         self.time = 0.0
         self.streams: defaultdict[str, deque[Task]] = defaultdict(deque)
@@ -199,7 +203,12 @@ class Machine:
                 return x.work.rate * (share if busy & OPPOSITE.keys() else 1.0)
             return 1.0 - self.rates.collective_sms if COLLECTIVES in busy else 1.0
 
-        return [of(x) for x in heads]
+        found = [of(x) for x in heads]
+        passes = [0 if x.latency else self.passes_host if x.work.stream == COLLECTIVES else 1 for x in heads]
+        moves = [n if x.work.stream in (*OPPOSITE, COLLECTIVES) else 0 for x, n in zip(heads, passes, strict=True)]
+        moved = sum(n * v for n, v in zip(moves, found, strict=True))
+        slowed = min(1.0, self.host_memory / moved) if moved else 1.0
+        return [v * slowed if n else v for n, v in zip(moves, found, strict=True)]
 
     def book_exposed(self, task: Task, running: Task | None, step: float) -> None:
         """Books a step of time in which the main stream computes nothing to what it waits for."""

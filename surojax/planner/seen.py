@@ -1,0 +1,205 @@
+"""What was measured on GPUs here: a file that `train` writes and `plan` and `fit` read (config field `rates_file`).
+
+The file is JSON: {"version": 1, "entries": [...]}, the newest entry last. Each entry has
+
+* "device_kind": as jax reports it; "gpus": how many there were; "date": YYYY-MM-DD; "versions": {package: version}.
+* "rate": "step", or a field of `rates.Rates`. "value": of a step, measured / predicted seconds; of another rate, what
+  replaces it, in `Rates`' units.
+* of a step: "settings", `settings_key` of the run, "measured_s", "predicted_s", and "replaced": the other rates that
+  the prediction had from the file. It corrects predictions with the same ones only.
+
+A step that was measured with the same settings corrects their prediction by its own value. Other settings are corrected
+by the median of the values of that kind of GPU, one for each settings. The factor is part of the rates
+(`Rates.slower`), so simulation and estimate share it.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from surojax.config.fields import Config, flat
+from surojax.errors import ConfigError
+from surojax.planner.gpus import Gpu, find_gpu
+from surojax.planner.prediction import Prediction
+from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
+
+VERSION = 1
+STEP = "step"
+MOST_BYTES = 2**20
+MOST_ENTRIES = 500
+LEAST_STEPS = 5  # measured ones, after the first, whose median is written
+MEASURED_ENDS = 0.03  # relative, of a single rate
+PACKAGES = ("surojax", "jax", "jaxlib")
+# Fields that change no step's time, and those that `plan.checked` replaces.
+APART = """
+    output_dir seed max_steps num_epochs eval_steps eval_batches save_steps save_total_limit
+    resume_from_checkpoint sample_prompt sample_tokens sample_temperature data eval_data text_field datasets
+    validation_datasets data_cache on_long on_bad_row train_on chat_template system_prompt tokenizer model_path
+    from_scratch rates_file learning_rate lr_scheduler_type warmup_steps warmup_ratio cooldown_steps
+    final_lr_fraction weight_decay z_loss adamw_beta1 adamw_beta2 adamw_epsilon muon_learning_rate muon_momentum
+    muon_beta2 model.initializer_range lora_alpha lora_plus_ratio lora_adapter lora_base_adapter gpus attention
+    block_scaled_products
+""".split()
+
+
+def settings_key(c: Config, gpus: int) -> str:
+    """A short name of all settings that a step's time depends on. gpus: how many run it."""
+    values = {name: value for name, value in flat(c).items() if name not in APART} | {"gpus": gpus}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def corrected(gpu: Gpu, path: str, settings: str = "") -> Gpu:
+    """A GPU with the rates that were measured on its kind; as it is if none were. path: "" for none.
+
+    settings: `settings_key` of the step to predict. Raises ConfigError for a file that cannot be read.
+    """
+    if gpu.rates is None:
+        return gpu
+    mine = [entry for entry in _read(path) if find_gpu(entry["device_kind"]) is find_gpu(gpu.name) is not None]
+    single = {entry["rate"]: entry["value"] for entry in mine if entry["rate"] != STEP}
+    steps = {x["settings"]: x for x in mine if x["rate"] == STEP and set(x["replaced"]) == single.keys()}
+    if not single and not steps:
+        return gpu
+    same = settings in steps
+    values = [steps[settings]["value"]] if same else [x["value"] for x in steps.values()]
+    factor = statistics.median(values) if values else 1.0
+    of_step = (
+        f"a step took {factor:.2f} x the predicted time with {'these' if same else f'{len(values)} other'} settings"
+    )
+    said = [f"{', '.join(single)} measured"] * bool(single) + [of_step] * bool(values)
+    note = f"corrected: {' and '.join(said)} here (to {mine[-1]['date']}, {path})"
+    span = Span(1 - MEASURED_ENDS, 1 + MEASURED_ENDS, HERE)
+    ends = {name: span for name in ENDS | {"products": 0} if set(TOGETHER.get(name, (name,))) <= single.keys()}
+    rates = dataclasses.replace(gpu.rates, **single)
+    seen = Seen(factor, same, tuple(sorted(single)), note)
+    return dataclasses.replace(gpu, rates=rates.slower(factor), ends=dict(gpu.ends) | ends, seen=seen)
+
+
+def of_run(c: Config, devices: Sequence[Any], predicted: Prediction, durations_s: Sequence[float]) -> str:
+    """Writes what the steps of a run took, if they ran on a GPU and were predicted; returns a line that says so, or "".
+
+    durations_s: of steps; the median of those after the first is written if there are `LEAST_STEPS`. A file that cannot
+    be read or written is left as it is, and the line says why: it never ends a run.
+    """
+    later = durations_s[1:]
+    if devices[0].platform != "gpu" or predicted.uncorrected_s is None or len(later) < LEAST_STEPS:
+        return ""
+    kind = devices[0].device_kind
+    measured = statistics.median(later)
+    settings = settings_key(c, len(devices))
+    return record(
+        c.rates_file, kind, predicted.uncorrected_s, measured, settings, len(devices), replaced=predicted.replaced
+    )
+
+
+def record(
+    path: str,
+    device_kind: str,
+    predicted_s: float,
+    measured_s: float,
+    settings: str,
+    gpus: int,
+    replaced: Sequence[str] = (),
+) -> str:
+    """Adds a step of so many GPUs of a kind to the file; returns a line that says so. path: "" writes nothing.
+
+    The newest entry of a kind and settings replaces older ones. See `of_run` for errors.
+    """
+    value = measured_s / predicted_s
+    if not path or not 0 < value < math.inf:
+        return ""
+    entry = {
+        "device_kind": device_kind,
+        "gpus": gpus,
+        "rate": STEP,
+        "value": round(value, 4),
+        "settings": settings,
+        "measured_s": round(measured_s, 6),
+        "predicted_s": round(predicted_s, 6),
+        "replaced": sorted(replaced),
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+    this = ("device_kind", "rate", "settings")
+    try:
+        others = [x for x in _read(path) if any(x.get(name) != entry[name] for name in this)]
+        _write(path, [*others, entry][-MOST_ENTRIES:])
+    except (ConfigError, OSError) as error:
+        return f"note: what steps took is not written: {error}"
+    return f"written: a step took {value:.2f} x the predicted time; plan and fit read {path}"
+
+
+def _version(package: str) -> str:
+    """The version of a package; "" if it is not installed, as in a clone."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _read(path: str) -> list[dict[str, Any]]:
+    """The entries of a file; none if there is no file. Raises ConfigError for bad content."""
+    file = Path(path).expanduser()
+    if not path or not file.exists():
+        return []
+
+    def bad(what: str) -> ConfigError:
+        return ConfigError(
+            f"rates_file: expected what `train` writes, got {path!r} ({what}); move it away, or leave it out with "
+            "--config.rates_file="
+        )
+
+    try:
+        if not file.is_file() or file.stat().st_size > MOST_BYTES:
+            raise bad("no file" if not file.is_file() else f"more than {MOST_BYTES:,} bytes")
+        found = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise bad(str(error).partition("\n")[0] or type(error).__name__) from error
+    if not isinstance(found, dict) or found.get("version") != VERSION or not isinstance(found.get("entries"), list):
+        raise bad(f"no version {VERSION} with entries")
+    for number, entry in enumerate(found["entries"]):
+        if not _is_entry(entry):
+            raise bad(f"entry {number} is none")
+    return found["entries"]
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether something that was read is an entry, with a value that a rate can have."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("value"), int | float):
+        return False
+    texts = ("device_kind", "rate", "date", *(["settings"] if entry.get("rate") == STEP else []))
+    if not all(isinstance(entry.get(name), str) for name in texts):
+        return False
+    if entry["rate"] == STEP:
+        names = entry.get("replaced")
+        known = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        return known and 0.01 < entry["value"] < 100
+    return entry["rate"] in RATES and 0 < entry["value"] < (1 if entry["rate"] in LATENCIES else 10)
+
+
+def _write(path: str, entries: list[dict[str, Any]]) -> None:
+    """Writes the file whole, or not at all. Raises OSError."""
+    file = Path(path).expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(handle, "w") as written:
+            json.dump({"version": VERSION, "entries": entries}, written, indent=1)
+            written.write("\n")
+        os.replace(name, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
