@@ -539,7 +539,7 @@ def save_tokenizer(path: Path, words: int = 62) -> None:
     tokenizer.save(str(path))
 
 
-def test_a_run_starts_from_the_model(tmp_path):
+def test_a_run_starts_from_the_model(tmp_path, capsys):
     """With a rate of nearly 0 the weights after a step are the model's; its tokenizer is used; and it resumes."""
     folder = write(tmp_path / "model", "qwen2")
     text = " ".join(f"w{i * i % 60}" for i in range(3000))
@@ -552,7 +552,9 @@ def test_a_run_starts_from_the_model(tmp_path):
         train(c)
     assert not (tmp_path / "run").exists()
     save_tokenizer(folder / "tokenizer.json")
+    c.model.num_hidden_layers, c.model.qk_norm = 9, True  # of a config file: they give way, which is said
     result = train(c)
+    assert f"model: as {folder} says, in place of the config's num_hidden_layers, qk_norm\n" in capsys.readouterr().out
     chex.assert_trees_all_equal(jax.device_get(result.state.master), load_tree("qwen2", "weight", 2))
     c.max_steps = 2
     again = train(c)

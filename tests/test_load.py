@@ -227,6 +227,8 @@ def test_data_in_a_folder_with_other_files_is_text_as_before(tmp_path):
     found = load_entries(tmp_path, (), data=str(folder), sequence_len=8)
     bodies = load_entries(tmp_path, (), data=str(folder), sequence_len=8, text_field="body")
     assert len(found.train) == len(bodies.train) > 0 and found.train.fingerprint != bodies.train.fingerprint
+    with pytest.raises(ConfigError, match=r"^on_bad_row: expected 'error' without rows of instructions"):
+        load_entries(tmp_path, (), data=str(folder), on_bad_row="skip")
     as_table = write(tmp_path / "a.csv", ["text", *(row["text"] for row in texts(30))])
     assert len(load_entries(tmp_path, (), data=as_table, sequence_len=8).train) > 0
 

@@ -54,7 +54,7 @@ def default_config() -> Config:
     c.train_on = "assistant"  # what the loss counts in conversations: "assistant", "last" (its last turn) or "all"
     c.chat_template = ""  # "chatml", "llama3", "mistral", "gemma" or a Jinja file; "" = the tokenizer's own
     c.system_prompt = ""  # for conversations and instructions that have none of their own
-    c.tokenizer = "bytes"  # "bytes" = the model_path's, if any; a folder with a tokenizer.json, that, or a .gguf file
+    c.tokenizer = "bytes"  # "bytes" (with model_path: the model's own), a tokenizer.json, its folder, or a .gguf file
     c.sequence_len = 512  # tokens of a training sequence
     c.per_device_batch_size = 1  # sequences per GPU and microbatch; with cp_size, tp_size or pp_size, per so many GPUs
     c.gradient_accumulation_steps = 1  # microbatches per step; effective batch = this x batch size x data-parallel GPUs

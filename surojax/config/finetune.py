@@ -8,7 +8,7 @@ def get_config():
     c.output_dir = "runs/finetune"
     c.sample_packing = True
     c.sequence_len = 2048
-    c.gradient_accumulation_steps = 8
+    c.gradient_accumulation_steps = 4
     c.lmhead_chunks = 8
     c.learning_rate = 2e-5  # for all weights; adapters take about ten times as much
     c.warmup_ratio = 0.03

@@ -273,7 +273,7 @@ def check_length(samples: Samples, batch: int) -> None:
     elif len(samples) < batch:
         raise ConfigError(
             f"{samples.name}: expected at least {batch:,} samples for one step, got {len(samples):,}; add data, or "
-            "lower the batch size"
+            "lower gradient_accumulation_steps or per_device_batch_size"
         )
 
 
@@ -283,7 +283,8 @@ def check_tokens(corpus: Corpus, sequence_len: int, batch: int) -> None:
     if len(corpus.tokens) < needed:
         raise ConfigError(
             f"{corpus.name}: expected at least {needed:,} tokens for one step of {batch} samples with sequence_len "
-            f"{sequence_len}, got {len(corpus.tokens):,}; add text, or lower sequence_len or the batch size"
+            f"{sequence_len}, got {len(corpus.tokens):,}; add text, or lower "
+            "sequence_len, gradient_accumulation_steps or per_device_batch_size"
         )
 
 

@@ -1,6 +1,6 @@
 """From texts and messages to texts: what a model continues, and what it answers."""
 
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ def message_ids(trained: Trained, message: str, system: str = "") -> np.ndarray:
     return conversation_ids(trained, [*messages, {"role": "user", "content": message}])
 
 
-def conversation_ids(trained: Trained, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+def conversation_ids(trained: Trained, messages: list[dict[str, Any]]) -> np.ndarray:
     """The ids of messages, each with a `role` and its `content`, up to where the next answer begins.
 
     Raises ConfigError if the model has no chat template.
@@ -38,7 +38,7 @@ def conversation_ids(trained: Trained, messages: Sequence[Mapping[str, str]]) ->
             "expected a chat template, which the model does not have; give chat_template: "
             f"{', '.join(TEMPLATES)} or a file"
         )
-    return trained.tokenizer.encode(trained.template.render(list(messages), add_generation_prompt=True))
+    return trained.tokenizer.encode(trained.template.render(messages, add_generation_prompt=True))
 
 
 def complete(trained: Trained, text: str, **options) -> str:
