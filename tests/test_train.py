@@ -724,7 +724,7 @@ def test_adapters_say_how_many_parameters_train(config, capsys):
     devices = jax.devices()[:1]
     training_report.describe(c, from_config(c, make_mesh(devices), total_steps=1), devices, {"weights": 1})
     trained = 2 * 2 * ((32 + 32) + (32 + 16))  # layers, rank, widths of wq and wv
-    assert f"surojax: 0.0M parameters, of which {trained / 1e6:.3g}M train (1.13%), on 1 x" in capsys.readouterr().out
+    assert f"surojax: 0.0M parameters, of which {trained} train (1.13%), on 1 x" in capsys.readouterr().out
 
 
 def test_warmup_longer_than_the_data_lasts(config, tmp_path):

@@ -34,7 +34,7 @@ class Console:
     @property
     def is_terminal(self) -> bool:
         """Whether a status is shown."""
-        return self.stream.isatty()
+        return getattr(self.stream, "isatty", lambda: False)()  # what a program puts there may lack it
 
     def line(self, text: str) -> None:
         """Prints a line that stays. Characters that the stream cannot show are escaped."""

@@ -29,7 +29,7 @@ def describe(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
     axes = " x ".join(f"{name}={size}" for name, size in run.mesh.shape.items())
     total = run.model.num_parameters
     trained = run.model.num_trained_parameters
-    of_which = f", of which {trained / 1e6:,.3g}M train ({trained / total:.2%})," if trained < total else ""
+    of_which = f", of which {trained:,} train ({trained / total:.2%})," if trained < total else ""
     say(f"surojax: {total / 1e6:,.1f}M parameters{of_which} on {len(devices)} x {devices[0].device_kind} ({axes})")
     # On a CPU, `need` already includes the host memory, since it is also the devices' memory.
     host = {} if devices[0].platform == "cpu" else estimate_host(run, traffic.batch_of(c))
