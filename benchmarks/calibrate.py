@@ -66,6 +66,7 @@ MODELS = {
     "1.5B": Sizes(1536, 8960, 28, 12, 2, 151936, True),
     "3B": Sizes(2048, 11008, 36, 16, 2, 151936, True),
     "7B": Sizes(3584, 18944, 28, 28, 4, 152064, False),
+    "8B": Sizes(4096, 12288, 36, 32, 8, 151936, False),  # Qwen3
     "14B": Sizes(5120, 13824, 48, 40, 8, 152064, False),
     "32B": Sizes(5120, 27648, 64, 40, 8, 152064, False),
 }
@@ -94,6 +95,7 @@ class Row:
     """A published row. chunks: of the head. offloaded: bytes per parameter and step over PCI Express, each way, of all
     GPUs together. sharded: "" (ZeRO-1), "weights", or "weights, gradients", which are sent in each microbatch.
     residuals: each block's input goes to host memory and back. kept: quantised weights are stored for the step.
+    adapters: of rank 16 on all matrices of a frozen base, sequences of 2048; compiled only.
     """
 
     gpu: str
@@ -109,6 +111,7 @@ class Row:
     fp8: bool = False
     residuals: bool = False
     kept: bool = False
+    adapters: bool = False
 
 
 ROWS = (
@@ -250,19 +253,25 @@ def update_time(gpu: Gpu, rates: Rates, sizes: Sizes, offloaded: int, gpus: int 
     return max(in_memory, 2 * offloaded * parameters / both_ways)
 
 
-COMPILED = (  # rows whose settings surojax has as well
+# Rows whose settings surojax has as well. Adapters: Surogate's (github.com/invergent-ai/surogate, commit 524fb77 of
+# 2026-08-03, docs/reference/benchmarks.md, Qwen3 8B in bf16).
+COMPILED = (
     Row("h100", "7B", 8, 8, "", 2, 0, 112_000, 8),
     Row("rtx4090", "0.5B", 16, 8, "", 2, 0, 154_000, 4),
     Row("rtx4090", "14B", 32, 4, "block", 8, 6, 5_264, 4, "weights, gradients", residuals=True),
     Row("rtx4090", "1.5B", 4, 128, "", 4, 0, 20_330, fp8=True),
     Row("h100", "1.5B", 32, 16, "", 1, 0, 72_990, fp8=True),
+    Row("rtx5090", "8B", 2, 4, "block", 16, 0, 3_800, adapters=True),
+    Row("rtx5090", "8B", 2, 4, "block", 16, 0, 14_600, 4, adapters=True),
+    Row("h100", "8B", 2, 4, "block", 16, 0, 10_200, adapters=True),
 )
 
 
 def compiled_config(row: Row) -> Config:
     """Our config with the settings of a row."""
     sizes = MODELS[row.model]
-    c = flags.load(str(Path(__file__).parents[1] / "configs" / "llama7b.py"))
+    name = "llama7b_lora.py" if row.adapters else "llama7b.py"
+    c = flags.load(str(Path(__file__).parents[1] / "configs" / name))
     c.model.hidden_size = sizes.hidden
     c.model.intermediate_size = sizes.intermediate
     c.model.num_hidden_layers = sizes.layers
@@ -270,13 +279,14 @@ def compiled_config(row: Row) -> Config:
     c.model.num_key_value_heads = sizes.key_value_heads
     c.model.vocab_size = sizes.vocabulary
     c.model.tie_word_embeddings = sizes.tied
-    c.model.attention_bias = True
+    c.model.attention_bias = not row.adapters
+    c.model.qk_norm = row.adapters
     c.gpus = row.gpus
     c.zero_level = 3 if row.sharded else 1
     c.recipe = "fp8_current" if row.fp8 else "bf16"
     c.offload_residual = row.residuals
     c.offload_optimizer = c.offload_master = row.offloaded > 0
-    c.sequence_len = SEQUENCE_LEN
+    c.sequence_len = 2048 if row.adapters else SEQUENCE_LEN
     c.per_device_batch_size = row.sequences
     c.gradient_accumulation_steps = row.microbatches
     c.lmhead_chunks = row.chunks
@@ -289,7 +299,7 @@ def line(row: Row, found: float, what: str = "") -> float:
     """Prints a row; returns its relative error. what: printed behind it."""
     error = found / row.published - 1
     several = f"{row.gpus} x " if row.gpus > 1 else ""
-    name = f"{several}{row.gpu} {row.model}{' fp8' if row.fp8 else ''}"
+    name = f"{several}{row.gpu} {row.model}{' fp8' if row.fp8 else ''}{' adapters' if row.adapters else ''}"
     print(f"{name:<28}{found:>12,.0f}{row.published:>12,.0f}{100 * error:>+9.1f} %{what}")
     return abs(error)
 

@@ -32,7 +32,8 @@ from surojax.planner.gpu_names import named
 from surojax.planner.gpus import GPUS
 from surojax.planner.layouts import AXES, divisors
 from surojax.planner.plan import checked
-from surojax.planner.report import cost
+from surojax.planner.prediction import milliseconds
+from surojax.planner.report import cost, range_lines
 
 SHOWN = 5  # rows by default
 
@@ -282,6 +283,9 @@ def main(argv: list[str] | None = None) -> None:
         if not result.rows:
             sys.exit(1)
         best = result.rows[0]
+        if best.plan and best.plan.predicted_range_s:
+            low, high = map(milliseconds, best.plan.predicted_range_s)
+            print("\n".join([f"the first row takes {low} to {high} ms:", *range_lines(best.plan)]))
         if args.tokens is not None:
             ends = (best.plan and best.plan.predicted_range_s) or []
             seconds = [s / (result.gpus * best.tokens) for s in (best.seconds, *ends)]

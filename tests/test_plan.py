@@ -925,7 +925,7 @@ def test_the_command_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(aot, "_kinds", {FIRST})  # as if this process had compiled for another one
     trace = tmp_path / "trace.json"
     argv = ["--config", file, "--gpu", "h200", "--config.gpus=2", "--json", str(target), "--host-memory=8"]
-    out = command([*argv, "--trace", str(trace)], capsys)
+    out = command([*argv, "--trace", str(trace), "--tokens=1e9", "--price=2.5"], capsys)
     found = json.loads(target.read_text())
     check_schema(found)
     assert not found["estimate"] and "ESTIMATE" not in out
@@ -933,6 +933,9 @@ def test_the_command_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
     assert found["step_time_bound_s"] < step and low < step < high and 0 < found["mfu"] < 1
     assert found["tokens_per_s_per_gpu"] == pytest.approx(64 / step)
     assert f"predicted: {1000 * step:,.1f} ms a step" in out and f"written: {trace}" in out
+    hours = 1e9 / 64 / 2 * step / 3600
+    assert f"1,000,000,000 tokens: {hours:,.1f} (" in out and f"; {2 * 2.5 * hours:,.2f} (" in out
+    assert "not calibrated: no published row of this GPU" in out and f"most of the range: {found['hangs_on']}" in out
     assert found["exposed_s"].keys() >= {"gather", "reduce", "host in", "host out"}
     for label, row in found["exposed_by_loop_s"].items():
         assert f"\n  {label} " in out and all(seconds <= step for seconds in row.values())
@@ -956,7 +959,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path, monkeypatch):
     good = ["--config", file, "--gpu", "rtx4090"]
     assert "did you mean" not in (line := refused(["--config", file, "--gpu", "rtx4095"]))
     assert all(name in line for name in GPUS)
-    assert "no GPU given: pass --gpu NAME, one of a100" in refused(["--config", file])
+    assert "no GPU given: pass --gpu NAME, one of a10, a100," in refused(["--config", file])
     assert "--config.gpus=4" in refused([*good, "--config.gpus=0"])
     assert "dp_shard_size" in refused([*good, "--config.gpus=4", "--config.dp_shard_size=3"])
     for path, reason in (

@@ -465,7 +465,7 @@ def test_a_config_file_says_what_differs(tmp_path):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--gpu", "rtx409"], "--gpu: expected one of .*; known are a100, "),
+        (["--gpu", "rtx409"], "--gpu: expected a GPU of .*; known are a10, a100, "),
         ([], "no GPU given: pass --gpu NAME"),
         (["--gpu", GPU, "--allow", "adam8bit"], "--allow: expected adamw8bit, bf16_master, fp8, got 'adam8bit'"),
         (["--gpu", "a100", "--allow", "fp8"], "--allow fp8: recipe: expected 'bf16' on a a100"),
@@ -502,7 +502,7 @@ def test_the_command_without_a_compiler(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(aot, "available", lambda: False)
     monkeypatch.chdir(tmp_path)
     argv = ["--config", str(CONFIGS / "llama7b.py"), "--gpu", GPU, "--json", "found.json", "--top", "2"]
-    command.main([*argv, "--effective-batch", "4", "--keep", "recompute_block"])
+    command.main([*argv, "--effective-batch", "4", "--keep", "recompute_block", "--tokens", "1e9", "--price", "3"])
     text = capsys.readouterr().out
     assert "ESTIMATE from shapes" in text and "the settings as given do not fit" in text
     assert "left out since they change numbers: adamw8bit (" in text
@@ -510,6 +510,8 @@ def test_the_command_without_a_compiler(tmp_path, monkeypatch, capsys):
     rows = json.loads(Path("found.json").read_text())["rows"]
     assert rows[0]["change"].items() <= flat(c).items() and rows[0]["seconds"] <= rows[1]["seconds"]
     assert c.per_device_batch_size * c.gradient_accumulation_steps == 4
+    hours = 1e9 / (4 * c.sequence_len) * rows[0]["seconds"] / 3600
+    assert f"1,000,000,000 tokens: {hours:,.1f} hours on 1 GPU; {3 * hours:,.2f} at 3 per GPU hour" in text
     checks.check(c)
     need = footprint.needs(c, 1, "gpu")
     layer = 2 * 202_383_360  # bytes of weights: one more would not fit

@@ -38,7 +38,7 @@ from surojax.inference.load import load
 from surojax.memory.lock import locked
 from surojax.models.llama import Llama
 from surojax.placement.mesh import make_mesh
-from surojax.planner import gpus, prediction
+from surojax.planner import gpus, prediction, seen
 from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction
 from surojax.run import checkpoint, on_disk, stop
@@ -736,10 +736,14 @@ def test_warmup_longer_than_the_data_lasts(config, tmp_path):
 def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, capsys, monkeypatch):
     """Predicted beside measured tokens/s, and one line where the compiled step cannot be read."""
     short = changed(config, max_steps=2, save_steps=0, eval_steps=0, sample_tokens=0)
-    predicted = Prediction(predicted_step_s=0.5, predicted_range_s=[0.4, 0.6], tokens_per_s_per_gpu=512.0)
+    predicted = Prediction(0.5, [0.4, 0.6], uncorrected_s=0.5, tokens_per_s_per_gpu=512.0)
+    monkeypatch.setattr(seen, "LEAST_STEPS", 1)
     monkeypatch.setattr(prediction, "of_compiled", lambda text, run, batch, gpu: predicted)
     monkeypatch.setattr(gpus, "find_gpu", lambda kind: GPUS["rtx4090"])
+    short.rates_file = str(tmp_path / "rates.json")
     assert train(short).finished
+    assert not (tmp_path / "rates.json").exists()  # on a CPU
+    monkeypatch.setattr(seen, "of_run", lambda c, _, found, steps: f"seen: {found.not_predicted}, {len(steps)} steps")
     said = capsys.readouterr().out
     assert "predicted: 500.0 ms a step (400 to 600), 512 tok/s" in said
     assert re.search(r"tok/s: measured [\d,]+, predicted 512 \(427 to 640\), measured / predicted [\d.]+", said)
@@ -747,6 +751,7 @@ def test_a_known_gpu_is_predicted_and_a_failure_ends_nothing(config, tmp_path, c
     assert train(changed(short, output_dir=str(tmp_path / "again"))).finished
     said = capsys.readouterr().out
     assert "note: no time is predicted: KeyError: 'a text of XLA'" in said and "tok/s: measured" not in said
+    assert "seen: the compiled step cannot be read, 2 steps" in said
 
 
 # ----------------------------------------------------------------- ended by what goes wrong

@@ -560,6 +560,9 @@ GPUS |= {
 }
 
 
+GPUS = dict(sorted(GPUS.items()))  # as they are listed
+
+
 def with_nodes(gpu: str, gpus_per_node: int | None, host_bandwidth: float | None = None) -> Gpu:
     """Returns the facts of a GPU in machines of so many; None: as many as usual, 8 of most.
 
