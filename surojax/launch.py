@@ -25,7 +25,7 @@ import sys
 
 from surojax.cluster.early import STOPPED  # isort: skip  # before what takes seconds
 
-from surojax.cluster.group import Group, free_port, in_words, new_message, say, start
+from surojax.cluster.group import Group, free_port, in_words, new_key, say, start
 from surojax.cluster.hosts import gpus_of_machine
 from surojax.config import flags
 from surojax.errors import REFUSED, ConfigError, Refused, ends_with_code, exit_codes, need
@@ -146,12 +146,14 @@ def on_ray(command: list[str], n: int, *, restarts: int, gpus: int, again: str =
 
     def work() -> int:
         host = get_node_ip_address()
-        address, message = broadcast_from_rank_zero((f"{host}:{free_port(host)}", new_message(again)))
+        shared = {"address": f"{host}:{free_port(host)}"} | new_key()
+        shared = broadcast_from_rank_zero(shared)  # at most 1 kB
+        address = shared.pop("address")
         context = train.get_context()
         size = context.get_world_size()
         rank = context.get_world_rank()
         place = ["--coordinator", address, "--num_processes", str(size), "--process_id", str(rank)]
-        process, ours = start([*command, *place], message)
+        process, ours = start([*command, *place], shared | {"command": again})
         with ours:
             code = process.wait()
         if code not in (0, STOPPED):

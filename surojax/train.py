@@ -250,7 +250,7 @@ def connect_and_run(parser: argparse.ArgumentParser, argv: list[str], early: Ear
                 names = hosts.connect(place, os.environ, key=key, heartbeat_s=args.heartbeat, say=say, asked=asked)
             watch = Watch(names, place.process_id, args.heartbeat)
     except ConfigError as error:  # of the processes or the network: another start may connect
-        leave(SystemExit(f"surojax.train: error: {error}"))
+        leave(f"surojax.train: error: {error}")
     with together(watch):
         run_command(c, args, shlex.split(supervised.command) if supervised else COMMAND + argv)
 

@@ -15,7 +15,7 @@ import jax
 import pytest
 from test_config import MODELS
 
-from surojax.errors import ConfigError
+from surojax.errors import REFUSED, ConfigError
 from surojax.placement.mesh import find_devices, make_mesh
 from surojax.planner import advice, check_fit
 from surojax.train import main
@@ -375,7 +375,7 @@ def test_as_a_user_runs_it(tmp_path, arguments, said):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     start = time.monotonic()
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
+    assert done.returncode == REFUSED
     assert said in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == ""
     assert [p.name for p in tmp_path.iterdir()] == ["latin.txt"]

@@ -16,6 +16,7 @@ import surojax
 from surojax import ConfigError, launch
 from surojax.cluster import group
 from surojax.cluster.early import STOPPED
+from surojax.cluster.supervised import Supervised
 from surojax.errors import REFUSED, ends_with_code
 from surojax.train import main as train_main
 
@@ -209,6 +210,16 @@ def test_a_command_that_is_refused_says_a_line_and_its_exit_code_says_so(capfd, 
         ends_with_code(lambda: main(argv))
     assert ended.value.code == REFUSED
     assert re.fullmatch(r"surojax\.\w+: error: [^\n]+\n", capfd.readouterr().err)
+
+
+def test_a_program_that_cannot_be_started_says_a_line(tmp_path, capfd):
+    """And is not tried again."""
+    (tmp_path / "text").write_bytes(b"\x7fELF")
+    (tmp_path / "text").chmod(0o755)
+    assert launch.supervise([str(tmp_path / "text")], 1, devices=1, restarts=3) == REFUSED
+    assert capfd.readouterr().out.startswith(f"[0] surojax.launch: error: {tmp_path / 'text'}: Exec format error\n")
+    with pytest.raises(ConfigError, match=r"^--supervisor: expected the socket that surojax.launch makes, got 99"):
+        Supervised(99, 1)
 
 
 IMPORTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n"

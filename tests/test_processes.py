@@ -34,6 +34,7 @@ from surojax.cluster.watch import Watch
 from surojax.data.batches import batches
 from surojax.data.cache import Corpus
 from surojax.data.samples import Windows
+from surojax.errors import REFUSED
 from surojax.parallel.feed import Feed
 from surojax.run import nonfinite, on_disk, shared
 from surojax.run.metrics import TIMINGS
@@ -573,7 +574,7 @@ def watched(monkeypatch, disturb) -> str:
     said = []
 
     def leave(text: str, code: int = 1) -> None:
-        said.append(text)
+        said.append(text if code == 1 else f"{text} (exit code {code})")
         left.set()
 
     monkeypatch.setattr(watch, "_exit", leave)
@@ -605,8 +606,8 @@ def watched(monkeypatch, disturb) -> str:
 def test_the_watch_names_who_is_silent_or_failed(monkeypatch):
     silent = watched(monkeypatch, lambda c: c.values.update({"stopped/2": ""}))
     assert silent.startswith("surojax: error: process 2 (c) has not answered for 1.5 s: it hangs")
-    failed = watched(monkeypatch, lambda c: c.values.update({"surojax/failed/2": "1 no disk"}))
-    assert failed == "surojax: error: process 2 (c) ended the run: no disk"
+    failed = watched(monkeypatch, lambda c: c.values.update({"surojax/failed/2": f"{REFUSED} no such field"}))
+    assert failed == f"surojax: error: process 2 (c) ended the run: no such field (exit code {REFUSED})"
     gone = watched(monkeypatch, lambda c: setattr(c, "answers", False))
     assert gone.startswith("surojax: error: process 0 (a) has not answered")
     finished = watched(monkeypatch, lambda c: c.values.update({"stopped/2": "", "surojax/done/2": ""}))

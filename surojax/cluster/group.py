@@ -40,7 +40,8 @@ if os.getppid() != int(sys.argv[1]):
 try:
     os.execvp(sys.argv[2], sys.argv[2:])
 except OSError as error:
-    sys.exit(f"surojax.launch: error: {sys.argv[2]}: {error.strerror}")
+    print(f"surojax.launch: error: {sys.argv[2]}: {error.strerror}", file=sys.stderr)
+    sys.exit(2)
 """
 
 
@@ -68,9 +69,9 @@ def start(command: list[str], message: dict[str, str], **options) -> tuple[subpr
     return process, ours
 
 
-def new_message(command: str) -> dict[str, str]:
-    """A message for `start`: a new run's id and secret, and the command that starts its processes."""
-    return {"run": secrets.token_hex(4), "secret": secrets.token_hex(16), "command": command}
+def new_key() -> dict[str, str]:
+    """A new run's id and secret, for the message of `start`."""
+    return {"run": secrets.token_hex(4), "secret": secrets.token_hex(16)}
 
 
 class Group:
@@ -82,7 +83,7 @@ class Group:
 
     def __init__(self, command: list[str], environments: list[dict[str, str]], again: str):
         address = f"127.0.0.1:{free_port()}"
-        message = new_message(again)
+        message = new_key() | {"command": again}
         n = len(environments)
         self.processes: list[subprocess.Popen] = []
         self.readers: list[threading.Thread] = []

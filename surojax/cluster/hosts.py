@@ -100,7 +100,7 @@ LAUNCHERS = (
         process_id=("RANK",),
         local_id=("LOCAL_RANK",),
         local_processes=("LOCAL_WORLD_SIZE",),
-        run=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        run=("TORCHELASTIC_RUN_ID",),  # each agent counts restarts of its own
     ),
     Variables(
         "Open MPI",

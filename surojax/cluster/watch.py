@@ -144,11 +144,11 @@ def _leave_with(watch: Watch, message: str, code: int) -> None:
     _exit(message, code)
 
 
-def leave(error: SystemExit) -> NoReturn:
-    """Raises an exit with a line, or exits at once if JAX has connected processes: Python would wait for the others."""
+def leave(text: str) -> NoReturn:
+    """Exits with a line, at once if JAX has connected processes: Python's own end would wait for the others."""
     if jax.distributed.is_initialized():
-        _exit(str(error), REFUSED if isinstance(error, Refused) else 1)
-    raise error
+        _exit(text)
+    sys.exit(text)
 
 
 def _exit(text: str, code: int = 1) -> None:
