@@ -162,7 +162,7 @@ def test_json_that_is_nested_and_pipes_in_every_file(tmp_path):
         nested = ('{"a": ' + NESTED + "}").encode()
         start = len(nested).to_bytes(8, "little") if name.endswith("safetensors") else b""
         file.write_bytes(start + nested)
-        with pytest.raises(ConfigError, match=r"nested deeper|recursion limit") as caught:
+        with pytest.raises(ConfigError, match=r"nested deeper|tokenizers library cannot read") as caught:
             read()
         assert len(str(caught.value)) <= LONGEST + 100
         file.unlink()
@@ -202,6 +202,19 @@ def test_tensors_that_overlap_or_leave_holes(tmp_path, spans):
     (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(max(b for _, b in spans)))
     with pytest.raises(ValueError, match=r"begins at byte .* end at"):
         Shard(tmp_path / SINGLE)
+
+
+@pytest.mark.parametrize("template", [["a"], [None], [{"name": []}], [{"name": "default", "template": 1}], 1])
+def test_a_chat_template_that_is_no_text(tmp_path, template):
+    test_huggingface.save_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert load_tokenizer(str(tmp_path)).chat_template == ""
+
+
+def test_a_stop_token_that_no_tokenizer_has(tmp_path):
+    test_huggingface.save_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 2**64, 10**30, 1]}))
+    assert load_tokenizer(str(tmp_path)).eos_id == 1
 
 
 # -- Adapters ---------------------------------------------------------------------------------------------------------
@@ -308,6 +321,14 @@ def test_parquet_that_unfolds(tmp_path):
         assert path.stat().st_size < 50_000
         with pytest.raises(ConfigError, match=rf"expected at most a row for each of its .* got {rows:,} rows of"):
             rows_of(path)
+
+
+def test_parquet_with_bytes_that_are_no_text(tmp_path):
+    column = pyarrow.array([b"a", b"\x80", b"c"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    first, bad, last = rows_of(tmp_path / "a.parquet")
+    assert (first.record, last.record) == ({"text": "a"}, {"text": "c"})
+    assert isinstance(bad, BadRow) and bad.where.endswith("row 2") and "can't decode byte 0x80" in bad.reason
 
 
 def test_links_that_lead_back(tmp_path):
