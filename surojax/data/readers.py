@@ -226,7 +226,7 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _records(batch: Any) -> list[dict[str, Any] | Exception]:
-    """Returns the rows of a batch, or why one cannot be a Python object: bytes that are no text, a date in year 10^6."""
+    """Returns the rows of a batch, or why one is no Python object: bytes that are no text, a date in year 10^6."""
     try:
         return batch.to_pylist()
     except (ValueError, ArithmeticError) as error:
