@@ -1,4 +1,11 @@
-"""The two ways a run ends early on purpose; commands print them as one line and exit non-zero."""
+"""The two ways a run ends early on purpose; commands print them as one line and exit non-zero.
+
+A message may repeat what a file or another library says: it becomes one line, without its middle if it is too long.
+"""
+
+import re
+
+LONGEST = 2000  # characters of a message
 
 import sys
 from collections.abc import Callable
@@ -7,9 +14,21 @@ from collections.abc import Callable
 class ConfigError(ValueError):
     """The user asked for something impossible: the message says what was expected, what was given, what to change."""
 
+    def __init__(self, message: str):
+        super().__init__(_one_line(message))
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; nothing was overwritten."""
+
+    def __init__(self, message: str):
+        super().__init__(_one_line(message))
+
+
+def _one_line(message: str) -> str:
+    line = re.sub(r"\s*[\r\n]\s*", " ", message)
+    half = LONGEST // 2
+    return line if len(line) <= LONGEST else f"{line[:half]} ... {line[-half:]}"
 
 
 def need(ok: bool, field: str, expected: str, got, change: str) -> None:

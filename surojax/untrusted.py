@@ -65,7 +65,7 @@ def parse_first(text: str, start: int) -> tuple[Any, int]:
 def check_depth(found: Any) -> None:
     """Raises ValueError if lists and objects are nested deeper than MAX_DEPTH."""
     level = [found]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         inner = (x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list))
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
     if level:

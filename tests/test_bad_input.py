@@ -156,6 +156,11 @@ def field_cases() -> list[tuple[str, str]]:
     recompute_swiglu            | recompute_swiglu: expected False with recompute_block=True, which computes all
     gpus=9                      | gpus: expected at most 8 (cpu), got 9; lower it or use 0 for all
     gpus=-1                     | gpus: expected 0 or more
+    gpus=1e9                    | gpus: expected at most 131,072 GPUs, got 1000000000; lower it
+    dp_shard_size=1e9           | dp_shard_size: expected at most 131,072 GPUs, got 1000000000; lower it
+    sample_tokens=2e9           | sample_tokens: expected at most 2^24, got 2000000000; lower it
+    lora=true lora_rank=1e9     | lora_rank: expected at most 65,536, got 1000000000; lower it
+    model.num_hidden_layers=1e6 | model.num_hidden_layers: expected at most 2,048, as models have, got 1000000; correct
     gpus=8 dp_replicate_size=3  | dp_replicate_size: expected a divisor of the 8 devices in use, got 3; use 1, or gpus=9
     gpus=2 dp_replicate_size=2 dp_shard_size=4 | expected 2, the devices in use, got 2 x 4 = 8; set gpus=8
     dp_shard_size=4             | x dp_shard_size: expected 1, the devices in use, got 1 x 4 = 4; set gpus=4
@@ -211,6 +216,9 @@ def test_fields(refused, flags, said):
         (["--max-steps", "5"], "did you mean --config.max_steps?"),
         (["max_steps=5"], "did you mean --config.max_steps?"),
         (["--gpu"], "unknown option '--gpu'"),
+        (["--max-minutes=nan"], "--max-minutes: expected minutes, more than 0, got nan; correct it"),
+        (["--max-minutes=-1"], "--max-minutes: expected minutes, more than 0, got -1.0; correct it"),
+        (["--max-minutes=inf"], "--max-minutes: expected minutes, more than 0, got inf; correct it"),
         (["configs/tiny.py"], "did you mean --config configs/tiny.py?"),
         (["--config.sample_prompt=\ud800"], "sample_prompt: expected text without control characters, in UTF-8"),
         (["--config.output_dir=a\nb"], "output_dir: expected text without control characters"),

@@ -117,9 +117,8 @@ class NotText(ValueError):
 
 def unreadable(path: Path | str, error: OSError) -> ConfigError:
     """Returns the error of a file or folder that the operating system does not let us read."""
-    return ConfigError(
-        f"{path}: expected a readable file or folder, got '{error.strerror or error}'; correct its path or permissions"
-    )
+    reason = error.strerror or " ".join(str(error).split())[:200]
+    return ConfigError(f"{path}: expected a readable file or folder, got '{reason}'; correct its path or permissions")
 
 
 def _raise_unreadable(error: OSError) -> None:

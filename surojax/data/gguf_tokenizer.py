@@ -9,6 +9,7 @@ from typing import Any
 
 from surojax.data.tokenizer_files import TokenizerFiles
 from surojax.errors import ConfigError
+from surojax.untrusted import check_file
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -76,6 +77,7 @@ def _metadata(path: Path) -> dict[str, Any]:
     import gguf  # imported here, as `tokenizers` is: other runs neither need nor load it
 
     try:
+        check_file(path)
         fields = gguf.GGUFReader(path).fields
         return {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
     except Exception as error:  # the library raises what a damaged file happens to cause

@@ -212,14 +212,28 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
                 if batch.nbytes > _PARQUET_ROWS * LONGEST:
                     raise ConfigError(f"{path}, row {next(number)}: expected {_SHORT}, got longer ones; {_SPLIT}")
-                for record in batch.to_pylist():
-                    yield Row(record, f"{path}, row {next(number)}")
+                for record in _records(batch):
+                    where = f"{path}, row {next(number)}"
+                    if isinstance(record, Exception):
+                        reason = f"expected values that Python has, got others ({_one_line(record)}); correct the row"
+                        yield BadRow(where, reason)
+                    else:
+                        yield Row(record, where)
     except (pyarrow.ArrowException, OSError, UnicodeError, IndexError) as error:
         if isinstance(error, OSError) and error.errno:  # of the disk; those of a damaged footer have no number
             raise
         raise ConfigError(
             f"{path}: expected a Parquet file, got one that cannot be read ({_one_line(error)}); write it again"
         ) from None
+
+
+def _records(batch: Any) -> list[dict[str, Any] | Exception]:
+    """Returns the rows of a batch, or why one is no Python object: bytes that are no text, a date in year 10^6."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, ArithmeticError) as error:
+        rows = [batch.slice(i, 1) for i in range(batch.num_rows)]
+        return [_records(row)[0] for row in rows] if len(rows) > 1 else [error]
 
 
 def _check_unfolded(path: Path, metadata: Any) -> None:

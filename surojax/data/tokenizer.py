@@ -176,7 +176,8 @@ class HuggingFaceTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: id for id, token in added.items() if token.special}
-        stops = [token for token in files.stop_ids if self._tokenizer.id_to_token(token) is not None]
+        ids = (token for token in files.stop_ids if 0 <= token < 2**32)  # what the library takes
+        stops = [token for token in ids if self._tokenizer.id_to_token(token) is not None]
 
         self.vocab_size: int = 1 + max(vocabulary.values(), default=0)
         self.eos_id: int = _find_eos(files.eos, stops, special, vocabulary, source)

@@ -51,7 +51,8 @@ def _read_template(folder: Path, in_settings: Any) -> str:
         return read_text(file)
     template = _read_json(folder / "chat_template.json").get("chat_template", in_settings)
     if isinstance(template, list):  # several, by name
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = entries[-1].get("template") if entries else None
     return template if isinstance(template, str) else ""
 
 

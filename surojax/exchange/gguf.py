@@ -21,6 +21,7 @@ from surojax.errors import ConfigError
 from surojax.exchange.families import NAMES
 from surojax.exchange.finite import is_finite
 from surojax.sizes import check_largest
+from surojax.untrusted import check_file
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PERMUTED = ("llama",)
@@ -85,6 +86,7 @@ def is_gguf(path: Path) -> bool:
 def open_file(path: Path) -> Contents:
     """The contents of a file of a family that is known. Raises ConfigError if it is damaged or of another one."""
     try:
+        check_file(path)
         found = _parsed(path, path.stat().st_mtime_ns)
     except Exception as error:  # the library raises what a damaged file happens to cause
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__

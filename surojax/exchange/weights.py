@@ -98,7 +98,7 @@ class Weights:
             try:
                 found = dict(read_json(index, LARGEST_INDEX)["weight_map"])
                 for file in found.values():
-                    if not isinstance(file, str) or Path(file).name != file:
+                    if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
                         raise ValueError(f"weight_map: expected names of files in its folder, got {shown(file, 80)}")
                 return found
             except (OSError, ValueError, KeyError, TypeError) as error:

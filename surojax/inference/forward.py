@@ -6,6 +6,7 @@ V vocabulary, D hidden size.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def check_room(model: Model, rows: int, new: int, cached: int = 0, itemsize: int
         )
 
 
-def free_bytes(device: jax.Device) -> int:
+def free_bytes(device: Any) -> int:
     """Free memory of a device; of a CPU, that of the machine."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:

@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 from surojax.errors import ConfigError
 from surojax.run.console import CONSOLE, Console
+from surojax.untrusted import parse_json
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
@@ -348,7 +349,7 @@ def _parse(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 raise ValueError("not a record")
         except ValueError as e:
