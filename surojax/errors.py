@@ -5,10 +5,10 @@ A message may repeat what a file or another library says: it becomes one line, w
 
 import re
 
-LONGEST = 2000  # characters of a message
-
 import sys
 from collections.abc import Callable
+
+LONGEST = 2000  # characters of a message
 
 
 class ConfigError(ValueError):
