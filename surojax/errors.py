@@ -4,7 +4,6 @@ A message may repeat what a file or another library says: it becomes one line, w
 """
 
 import re
-
 import sys
 from collections.abc import Callable
 

@@ -193,8 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     a = parser.parse_args(argv[:dashes])
     try:
         need(bool(command), "command", f"one after --, like {COMMAND}", None, "write it after --")
-        need(a.n >= 1, "-n", "at least 1", a.n, "correct it")
-        need(a.n <= MAX_PROCESSES, "-n", f"at most {MAX_PROCESSES}", a.n, "correct it")
+        need(1 <= a.n <= MAX_PROCESSES, "-n", f"1 to {MAX_PROCESSES:,}", a.n, "correct it")
         need(a.restarts >= 0, "--restarts", "0 or more", a.restarts, "correct it")
         need(not a.elastic or a.restarts > 0, "--restarts", "1 or more with --elastic", a.restarts, "set it")
         need(a.devices_per_process is None or a.devices_per_process >= 1, "--devices-per-process", "at least 1",
