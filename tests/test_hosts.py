@@ -329,6 +329,8 @@ def test_who_is_no_process_of_the_run_is_sent_away():
         assert waiting.error(KEY._replace(run="run-2")) == other
         assert waiting.error(KEY._replace(secret=b"")) == other
         assert waiting.error(KEY._replace(secret=b"guessed"), of=3) == other  # which would end the run
+        started = time.monotonic()
+        assert waiting.say(b"x" * 5000) == b"" and time.monotonic() - started < rendezvous.HELLO_S / 2  # too long
         seen = rendezvous._line(rendezvous._sealed({"id": 1, "of": 2, "host": "", "nonce": ""}, "hello", "seen", KEY))
         assert json.loads(json.loads(waiting.say(seen))["body"]) == {"error": other}
 
@@ -339,6 +341,24 @@ def test_a_process_of_another_run_says_so():
         refused = pytest.raises(ConfigError, match="got: a process of another run, or with another secret; start")
         with Waiting(KEY) as waiting, refused:
             meet(waiting.address, 2, 1, 0.3, key=key)
+
+
+def test_a_process_believes_the_process_0_that_knows_its_secret_alone():
+    """Another one, which greets as one would, is not believed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def impostor() -> None:
+            connection = server.accept()[0]
+            with connection:
+                rendezvous._send(connection, {"hello": rendezvous.HELLO, "nonce": "0"})
+                nonce = json.loads(json.loads(connection.recv(4096))["body"])["nonce"]
+                rendezvous._send(connection, rendezvous._sealed({"hosts": ["a", "b"]}, "answer", nonce, Key("run-1")))
+
+        thread = threading.Thread(target=impostor)
+        thread.start()
+        with pytest.raises(ConfigError, match="got: a process of another run, or with another secret; start"):
+            meet(f"127.0.0.1:{server.getsockname()[1]}", 2, 1, 0.1, key=KEY)
+        thread.join()
 
 
 def test_a_process_that_left_may_come_again():
