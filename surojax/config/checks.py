@@ -210,7 +210,8 @@ def _check_types(c: Config) -> None:
             for i, entry in enumerate(value):
                 _need(isinstance(entry, dict), f"{name}[{i}]", "a dict", entry, "write dict(path=...)")
         elif kind is float:
-            _need(math.isfinite(value), name, "a finite number", value, "--help shows the default")
+            is_finite = math.isfinite(value) if type(value) is float else abs(value) < 2**63
+            _need(is_finite, name, "a finite number", value, "--help shows the default")
         else:
             _need(value < 2**31, name, "less than 2^31", value, "lower it")
 
@@ -427,7 +428,7 @@ def restored_config(values: dict, written_by: str = "the version of surojax that
     try:
         c.update(values)
         _check_types(c)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
             f"checkpoint: expected the fields of this version, got a config that has others ({reason}); "
