@@ -7,14 +7,26 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from surojax.errors import ConfigError, shown
+
 MiB = 1 << 20
 SMALL = 16 * MiB  # bytes of a file of settings
 MAX_DEPTH = 100  # of lists and objects in each other
 
 
 def expanded(path: str | Path) -> Path:
-    """Returns a path with "~" as the home folder; as it is if nobody has that name."""
-    return Path(os.path.expanduser(path))
+    """Returns a path with "~" as the home folder; as it is if nobody has that name.
+
+    Raises ConfigError if no file can have that name.
+    """
+    found = os.path.expanduser(path)
+    try:
+        os.lstat(found)
+    except (OSError, ValueError) as error:  # ValueError: a character that no name has
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"expected a path, got {shown(str(path), 80)} ({reason}); correct it") from None
+    return Path(found)
 
 
 def check_file(path: Path) -> int:

@@ -19,7 +19,7 @@ import test_huggingface
 from small import CONFIG
 
 from surojax import convert, evaluate, limited
-from surojax.config import checks
+from surojax.config import checks, flags
 from surojax.config.fields import default_config
 from surojax.data import datasets, readers, texts
 from surojax.data.conversations import Conversation
@@ -36,8 +36,10 @@ from surojax.exchange import adapters
 from surojax.exchange.shards import Shard
 from surojax.exchange.weights import INDEX, SINGLE, Weights
 from surojax.inference.forward import check_room
+from surojax.inference.load import load
 from surojax.inference.sample import check_options
 from surojax.models import llama
+from surojax.run import on_disk
 from surojax.untrusted import MAX_DEPTH, parse_json
 
 DEEP = 100_000
@@ -372,6 +374,14 @@ def test_layers_before_the_first_with_a_window(tmp_path):
     changes = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -(10**9), "layer_types": "absent"}
     test_huggingface.write(tmp_path / "model", "qwen2", **changes)
     assert test_huggingface.config(tmp_path / "model").model.sliding_window == 8
+
+
+def test_numbers_and_names_that_are_too_long(tmp_path):
+    with pytest.raises(ConfigError, match=r"checkpoint: expected the fields of this version, .* too large"):
+        checks.restored_config(default_config().to_dict() | {"learning_rate": 10**400})
+    for read in (flags.load, convert.open_model, load, on_disk.find):
+        with pytest.raises(ConfigError, match=r"expected a path, got 'aaa.* \(File name too long\); correct it"):
+            read("a" * 5000)
 
 
 def test_rows_of_a_data_set():

@@ -438,7 +438,7 @@ def restored_config(values: dict, written_by: str = "the version of surojax that
     try:
         c.update(values)
         _check_types(c)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
             f"checkpoint: expected the fields of this version, got a config that has others ({reason}); "

@@ -8,7 +8,6 @@ import re
 import runpy
 import sys
 import traceback
-from pathlib import Path
 from typing import NoReturn
 
 import ml_collections
@@ -16,6 +15,7 @@ import ml_collections
 from surojax.config.fields import KINDS, WORDS_OF, Config, default_config, flat, no_field
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
+from surojax.untrusted import expanded
 
 FINETUNE = Path(__file__).with_name("finetune.py")  # the config of a command line that names only a model
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -78,7 +78,7 @@ def _refuse(message: str) -> NoReturn:
 
 def load(path: str) -> Config:
     """Returns `get_config()` of a Python file. Raises ConfigError if there is no such file or it returns no config."""
-    file = Path(path)
+    file = expanded(path)
     if not file.is_file() or file.suffix != ".py":
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], n=1)
         hint = f"did you mean {file.parent / near[0]}?" if near else "see configs/ for examples"

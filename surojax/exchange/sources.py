@@ -108,7 +108,7 @@ def resolved(c: Any, fixed: Collection[str] = ()) -> Any:
             )
     try:
         found.model.update(fields)
-    except TypeError as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"model_path: config.json: a value has another type ({error}); fetch it again") from error
     has_tokenizer = gguf.is_gguf(path) or (path / "tokenizer.json").is_file()
     tokenizer_gone = kept and not expanded(c.tokenizer).exists()
