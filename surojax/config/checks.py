@@ -75,7 +75,7 @@ RULES = (
     Rule(
         "learning_rate adamw_epsilon model.rms_norm_eps model.rope_theta model.initializer_range "
         "model.rope_beta_slow model.rope_partial_rotary_factor lora_alpha lora_plus_ratio",
-        lambda v: np.float32(v) >= np.finfo(np.float32).tiny,  # devices take smaller ones for 0
+        lambda v: bool(np.float32(v) >= np.finfo(np.float32).tiny),  # devices take smaller ones for 0
         "more than 0 in float32",
         "--help shows the default",
     ),
@@ -87,7 +87,7 @@ RULES = (
     ),
     Rule(
         "adamw_beta1 adamw_beta2 muon_momentum muon_beta2 lora_dropout",
-        lambda v: 0 <= np.float32(v) < 1,
+        lambda v: bool(0 <= np.float32(v) < 1),
         "0 or more and below 1 in float32",
         "--help shows the default",
     ),

@@ -29,7 +29,10 @@ from surojax.numerics.quantize import Quantized, scale_for
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
 
-FIRST_INPUT = 16.0  # absmax of inputs that the first step assumes, because nothing was observed yet
+# The largest magnitudes that the first step assumes, because nothing was observed yet: of inputs, and of gradients as a
+# multiple of the scale of the loss in them. Measured: gradients have 0.004 to 200 times that scale.
+FIRST_INPUT = 16.0
+FIRST_GRADIENT = 1024.0
 
 
 class Sites(NamedTuple):
@@ -79,14 +82,17 @@ def new_observed(history: jax.Array | None) -> jax.Array | None:
     return None if history is None else jnp.zeros(history.shape[:2], jnp.float32)
 
 
-def delayed_scales(history: jax.Array, sites: Sites, margin: int, first_gradient: jax.Array) -> jax.Array:
+def delayed_scales(history: jax.Array, sites: Sites, margin: int, loss_scale: jax.Array) -> jax.Array:
     """Scales `[layers, sites]` for the next step, from a history.
 
-    If nothing was observed at a site, its absmax is assumed to be `FIRST_INPUT` for inputs and `first_gradient` for
-    gradients. A wrong guess does little harm: both formats have many binades, values that are too large are clipped,
-    and the next step has an observed absmax.
+    If nothing was observed at a site, its absmax is assumed to be `FIRST_INPUT` for inputs and `FIRST_GRADIENT` times
+    `loss_scale` for gradients. Too large a guess costs binades, of which e5m2 has 31; too small a one clips the largest
+    values, which are most of a gradient's norm. The next step has an observed absmax. docs/precision.md has figures.
+
+    loss_scale: of the loss in the gradients, 1 / the number of tokens.
     """
-    first = jnp.where(jnp.arange(sites.number) < len(sites.inputs), FIRST_INPUT, first_gradient)
+    is_input = jnp.arange(sites.number) < len(sites.inputs)
+    first = jnp.where(is_input, FIRST_INPUT, FIRST_GRADIENT * loss_scale)
     top = jnp.max(history, axis=-1)
     top = jnp.where(top == 0, first[None, :], top)
     n = len(sites.inputs)
