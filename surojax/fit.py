@@ -35,8 +35,8 @@ from surojax.planner.plan import checked
 SHOWN = 5  # rows by default
 
 
-def table(result: Result, top: int = SHOWN) -> str:
-    """The table of a search's result, as text."""
+def table(result: Result, top: int = SHOWN, given: Config | None = None) -> str:
+    """The table of a search's result, as text. given: the config that its flags change; None: the one searched for."""
     name = GPUS[result.gpu].name
     if not result.rows:
         return "\n".join(nothing_fits(result))
@@ -58,12 +58,13 @@ def table(result: Result, top: int = SHOWN) -> str:
     if result.refuted:
         lines.append(f"{len(result.refuted)} more fit by estimate only, not as compiled")
     for number, row in enumerate(shown, 1):
-        lines += ["", f"{number}: {'' if row.change else 'as given'}", *advice.wrapped(flags(row.change), "    ")]
+        change = row.change if given is None else advice.differing(given, flat(row.config))
+        lines += ["", f"{number}:" if change else f"{number}: as given", *advice.wrapped(flags(change), "    ")]
     lines += ["", *layouts_tried(result), *larger_steps(result)]
     if result.left_out:
         now = result.rows[0].estimated_s
         gains = ", ".join(f"{word} ({1 - s / now:.0%} faster by estimate)" for word, s in result.left_out.items())
-        lines += ["", f"left out since they change numbers: {gains}; --allow {','.join(result.left_out)}"]
+        lines += ["", f"left out since they change numbers: {gains};", f"  --allow {','.join(result.left_out)}"]
         lines.append("  (with the best settings as they are; the memory that they free may allow faster ones)")
     if result.rows[0].estimated.files:
         lines += ["", "nothing fits without files, whose drive's speed is not known: the time is that of the host link"]
@@ -295,7 +296,7 @@ def main(argv: list[str] | None = None) -> None:
             most=max(args.top, MOST_COMPILED),
             say=lambda text: print(text, flush=True),
         )
-        print(table(result, args.top))
+        print(table(result, args.top, c))
         if file:
             file.write_text(json.dumps(as_json(result), indent=2) + "\n")
             print(f"written: {file}")
