@@ -643,8 +643,8 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
     c = config(**SMALL | {"model.num_hidden_layers": 32}, recompute_block=True)
     keep = (*SLICES_TOO, "optimizer", "overlap_update", *(f"offload_{name}" for name in search.OFFLOADS))
     c.update({f"offload_{name}": True for name in search.OFFLOADS})
-    least = search.estimate(checked(c, GPU), GPUS[GPU])[0].device
-    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((1.5 * least + search.RESERVE) / footprint.POOL))
+    half = search.estimate(checked(changed(c, {"resident_layers": 16}), GPU), GPUS[GPU])[0].device
+    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((half + search.RESERVE) / footprint.POOL) + 1)
     monkeypatch.setitem(GPUS, GPU, card)
 
     def compiled(config, gpu, *, gpus_per_node, advise):
