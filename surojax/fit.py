@@ -38,34 +38,54 @@ from surojax.planner.report import cost, range_lines
 SHOWN = 5  # rows by default
 
 
-def table(result: Result, top: int = SHOWN) -> str:
-    """The table of a search's result, as text."""
+def table(result: Result, top: int = SHOWN, given: Config | None = None) -> str:
+    """The table of a search's result, as text. given: the config that its flags change; None: the one searched for."""
     name = GPUS[result.gpu].name
     if not result.rows:
         return "\n".join(nothing_fits(result))
-    head = f"  {'tokens/s':>9} {'in all':>9} {'ms':>8} {'estimated':>10} {'device':>8} {'estimated':>10}"
-    head += f" {'host':>7} {'NVMe':>7}  {'waits for':<18}settings"
+    head = f"  {'':>2} {'tokens/s':>9} {'in all':>9} {'ms':>8} {'estimated':>10} {'device':>8} {'estimated':>10}"
+    head += f" {'host':>7} {'NVMe':>7}  waits for"
     lines = [f"the fastest settings on {result.gpus} x {name}; tokens/s per GPU, GiB of each GPU's memory and in all:"]
     if result.rows[0].plan is None:
         lines.append(f"ESTIMATE from shapes: no compiler for GPUs is installed here; to compile the best: {aot.EXTRA}")
-    lines += ["", head, *(_cells(row, result.gpus, flags(row.change) or "as given") for row in result.rows[:top])]
-    if result.as_given is None:
+    shown = result.rows[:top]
+    lines += ["", head, *(_cells(row, result.gpus, str(number)) for number, row in enumerate(shown, 1))]
+    if result.refused:
+        lines += ["", f"the settings as given cannot run: {result.refused}"]
+    elif result.as_given is None:
         lines += ["", "the settings as given do not fit"]
     elif not result.as_given.fits:
         lines += ["", "the settings as given fit by estimate only, not as compiled"]
-    elif all(row.change for row in result.rows[:top]):
-        lines += ["", _cells(result.as_given, result.gpus, "as given")]
+    elif all(row.change for row in shown):
+        lines += [f"{_cells(result.as_given, result.gpus, '')}, as given"]
     if result.refuted:
         lines.append(f"{len(result.refuted)} more fit by estimate only, not as compiled")
-    lines += ["", *layouts_tried(result)]
+    for number, row in enumerate(shown, 1):
+        change = row.change if given is None else advice.differing(given, flat(row.config))
+        lines += ["", f"{number}:" if change else f"{number}: as given", *advice.wrapped(flags(change), "    ")]
+    lines += ["", *layouts_tried(result), *larger_steps(result)]
     if result.left_out:
         now = result.rows[0].estimated_s
         gains = ", ".join(f"{word} ({1 - s / now:.0%} faster by estimate)" for word, s in result.left_out.items())
-        lines += ["", f"left out since they change numbers: {gains}; --allow {','.join(result.left_out)}"]
+        lines += ["", f"left out since they change numbers: {gains};", f"  --allow {','.join(result.left_out)}"]
         lines.append("  (with the best settings as they are; the memory that they free may allow faster ones)")
     if result.rows[0].estimated.files:
         lines += ["", "nothing fits without files, whose drive's speed is not known: the time is that of the host link"]
     return "\n".join(lines)
+
+
+def larger_steps(result: Result) -> list[str]:
+    """Lines that say how much faster steps of more tokens would be, if they are."""
+    if not result.larger:
+        return []
+    best = result.rows[0]
+    now = best.tokens / best.estimated_s
+    gains = ", ".join(f"{n:,} sequences {rate:,.0f} ({rate / now:.1f} x)" for n, rate in result.larger.items())
+    return [
+        f"a larger step would pay, since the update takes as long for any number of tokens: estimated tokens/s per GPU "
+        f"{now:,.0f} now,",
+        f"  with steps of {gains}; --effective-batch {next(iter(result.larger))}",
+    ]
 
 
 def layouts_tried(result: Result) -> list[str]:
@@ -84,12 +104,12 @@ def axes(layout: dict) -> str:
     return " ".join(f"{axis}={layout[axis]}" for axis in AXES if layout[axis] > 1) or "none"
 
 
-def _cells(row: Row, gpus: int, settings: str) -> str:
+def _cells(row: Row, gpus: int, number: str) -> str:
     """A row of the table."""
     rate = row.tokens / row.seconds
-    cells = f"  {rate:>9,.0f} {gpus * rate:>9,.0f} {_ms(row.seconds):>8} {_ms(row.estimated_s):>10}"
+    cells = f"  {number:>2} {rate:>9,.0f} {gpus * rate:>9,.0f} {_ms(row.seconds):>8} {_ms(row.estimated_s):>10}"
     cells += f" {row.device_bytes / GiB:>8.1f} {row.estimated.device / GiB:>10.1f} {row.host_bytes / GiB:>7.1f}"
-    return cells + f" {row.estimated.files / GiB:>7.1f}  {waits_for(row):<18}{settings}"
+    return cells + f" {row.estimated.files / GiB:>7.1f}  {waits_for(row)}"
 
 
 def _ms(seconds: float) -> str:
@@ -123,7 +143,15 @@ def nothing_fits(result: Result) -> list[str]:
         lines.append(f"the nearest needs {nearest.need.text()}; too much by {over.text()}")
     else:
         lines.append("nothing that was tried can be placed with the fields that are kept")
-    return lines + [f"  {'what would change it:' if not i else ' ' * 21} {x}" for i, x in enumerate(result.remedies)]
+    if result.limits.host < float("inf"):
+        part = f"{footprint.HOST_POOL:.0%} of a machine's"
+        lines.append(
+            f"host memory: up to {advice.gib(result.limits.host)}, {part}, the rest for the system and for data"
+        )
+    lines.append("what would change it:")
+    for text, options in result.remedies:
+        lines += [f"  {text}", *(advice.wrapped(options, "    ") if options else [])]
+    return lines
 
 
 def describe(row: Row, result: Result, base: str, file: Path) -> str:
@@ -276,7 +304,7 @@ def main(argv: list[str] | None = None) -> None:
             most=max(args.top, MOST_COMPILED),
             say=lambda text: print(text, flush=True),
         )
-        print(table(result, args.top))
+        print(table(result, args.top, c))
         if file:
             file.write_text(json.dumps(as_json(result), indent=2) + "\n")
             print(f"written: {file}")

@@ -338,7 +338,7 @@ def test_more_memory_than_there_is(refused, monkeypatch):
     monkeypatch.setattr(check_fit.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * advice.GiB))
     line = refused(config=str(ROOT / "configs" / "llama7b.py"))
     assert "does not fit: needs 82.1 GiB" in line and "where 8.0 GiB are free" in line
-    assert "gpus=4 zero_level=3 needs 22.0 GiB on each" in line
+    assert "--config.gpus=4 --config.zero_level=3 needs 22.0 GiB on each" in line
 
 
 def test_a_model_of_14b_is_told_of_adapters_before_its_weights_are_opened(refused, monkeypatch, tmp_path):

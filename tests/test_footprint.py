@@ -161,7 +161,7 @@ def apply(c, text: str):
     """The config with `name=value name=value`, through the command line's own parser."""
     c = c.copy_and_resolve_references()
     for flag in text.split():
-        flags._override(c, *flag.split("=", 1))
+        flags._override(c, *flag.removeprefix("--config.").split("=", 1))
     checks.check(c)
     return c
 

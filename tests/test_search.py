@@ -1,9 +1,12 @@
 """The search for the fastest settings: its estimates against compiled steps, its rules against trying everything."""
 
+import argparse
 import dataclasses
 import itertools
 import json
 import math
+import shlex
+import types
 from pathlib import Path
 
 import jax
@@ -130,7 +133,8 @@ def test_a_phase_takes_as_long_as_its_busiest_resource():
     parameters = 8 * (4 * 512**2 + 3 * 512 * 1536 + 2 * 512) + 2 * 1024 * 512 + 512
     moved = parameters * (4 + 2 + 2)  # float32 master weights, two bfloat16 moments: there and back
     host = gpu.pcie_bandwidth * gpu.rates.host * gpu.rates.duplex
-    assert offloaded["update"] == pytest.approx(moved / host, rel=1e-6)
+    ends = 3 * moved / 8 / (gpu.pcie_bandwidth * gpu.rates.host)  # a layer is read twice before, and written after
+    assert offloaded["update"] == pytest.approx(moved / host + ends, rel=1e-6)
     assert plain["update"] < offloaded["update"] and plain["forward"] == offloaded["forward"]
     products = (
         2
@@ -267,7 +271,10 @@ def test_an_update_hides_the_first_fetchs_forward_pass():
     read = state + work.sizes["grads"]
     written = state + work.sizes["weights"] + work.sizes["residual"]
     both = min(read, written) / gpu.rates.duplex + abs(read - written)
-    assert beside["update"] == pytest.approx(both / rate) and beside["update"] > work.blocks.forward
+    ends = (
+        2 / 8 * (read + written - work.sizes["residual"])
+    )  # of two layers of eight nothing is read and written at once
+    assert beside["update"] == pytest.approx((6 / 8 * both + ends) / rate) and beside["update"] > work.blocks.forward
     assert {name: apart[name] for name in ("head", "backward", "between")} == {
         name: beside[name] for name in ("head", "backward", "between")
     }
@@ -309,6 +316,8 @@ def test_layouts_keep_the_effective_batch_and_say_what_was_not_tried():
     sizes = [tuple(of[axis] for axis in layouts.AXES) for of, _ in found.sampled]
     assert sorted(sizes) == [(1, 1, 1), (1, 1, 2), (2, 1, 1)]
     assert found.not_tried == {"cp_size": "sequences of 256 tokens are shorter than 8,192"}
+    alone = search.search(changed(c, {"gpus": 1}), GPUS[GPU], Limits(2**40), keep=keep)
+    assert not alone.not_tried and not alone.sampled
     for of, _ in found.sampled:
         splits = choices.batches(c, of)
         assert {x["per_device_batch_size"] * x["gradient_accumulation_steps"] for x in splits} == {
@@ -383,6 +392,9 @@ def test_a_mesh_of_one_gpu_can_be_kept():
     "changes",
     [
         {},
+        {"offload_residual": True, "offload_optimizer": True, "offload_master": True, "offload_weights": True}
+        | {"gpus": 1, "resident_layers": 18, "recompute_block": False, "recompute_norm": True, "recompute_ffn": True}
+        | {"lmhead_chunks": 1},
         {"gpus": 4, "zero_level": 3, "offload_master": True},
         {
             "gpus": 8,
@@ -393,7 +405,7 @@ def test_a_mesh_of_one_gpu_can_be_kept():
             "gradient_accumulation_steps": 4,
         },
     ],
-    ids=["1", "4", "8 of three axes"],
+    ids=["1", "1 with resident layers", "4", "8 of three axes"],
 )
 def test_estimates_are_near_what_is_compiled(changes):
     """Device memory within 10 %, as footprint.py says; time within 10 % of the simulated step."""
@@ -505,10 +517,15 @@ def test_the_command_without_a_compiler(tmp_path, monkeypatch, capsys):
     command.main([*argv, "--effective-batch", "4", "--keep", "recompute_block", "--tokens", "1e9", "--price", "3"])
     text = capsys.readouterr().out
     assert "ESTIMATE from shapes" in text and "the settings as given do not fit" in text
-    assert "left out since they change numbers: adamw8bit (" in text
+    assert "left out since they change numbers: adamw8bit (" in text and "was not tried" not in text
+    assert "a larger step would pay" in text and "--effective-batch 8" in text
+    assert max(map(len, text.splitlines())) <= 160
     c = flags.load("llama7b_1xrtx4090.py")
     rows = json.loads(Path("found.json").read_text())["rows"]
     assert rows[0]["change"].items() <= flat(c).items() and rows[0]["seconds"] <= rows[1]["seconds"]
+    pasted = shlex.split(text[text.index("\n1:\n") : text.index("\n2:\n")].replace("\\\n", " "))[1:]
+    given, _ = flags.parse(["--config", str(CONFIGS / "llama7b.py"), *pasted], argparse.ArgumentParser())
+    assert flat(given) == flat(c) | {"gpus": given.gpus}
     assert c.per_device_batch_size * c.gradient_accumulation_steps == 4
     hours = 1e9 / (4 * c.sequence_len) * rows[0]["seconds"] / 3600
     assert f"1,000,000,000 tokens: {hours:,.1f} hours on 1 GPU; {3 * hours:,.2f} at 3 per GPU hour" in text
@@ -565,11 +582,12 @@ def test_changes_that_make_it_fit_are_of_the_config_as_given(kept, monkeypatch):
     monkeypatch.setattr(advice, "MORE_GPUS", (8,))
     c = config("llama70b", gpus=1)
     result = fastest.fastest(c, "rtx5060ti_16gb", keep=(*BLOCK, *kept))
-    found = [line.partition(": ") for line in result.remedies if "gpus=" in line]
+    found = [(text, options) for text, options in result.remedies if "gpus=" in options]
     assert len(found) == (0 if kept else 1)
-    for options, _, said in found:
-        for flag in options.split():
-            flags._override(c, *flag.split("=", 1))
+    for text, options in found:
+        said = text.partition(": ")[2]
+        for flag in shlex.split(options):
+            flags._override(c, *flag.removeprefix("--config.").split("=", 1))
         checks.check(c)
         need = footprint.needs(c, c.gpus, "gpu")
         assert need.device <= result.limits.device and said.startswith(f"{advice.gib(need.device)} on each GPU, ")
@@ -610,6 +628,60 @@ def test_what_the_compiler_refuses_is_no_row(monkeypatch):
     result = fastest.fastest(config(**SMALL), GPU, keep=("per_device_batch_size",))
     assert result.rows and result.as_given and not result.as_given.fits
     assert "the settings as given fit by estimate only" in command.table(result)
+
+
+def test_settings_that_cannot_run_do_not_end_the_search(monkeypatch):
+    """As configs/llama8b_long.py on two GPUs, whose gradients are offloaded but not sharded."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    c = config(**SMALL | {"gpus": 2, "lmhead_chunks": 1, "offload_grads": True})
+    result = fastest.fastest(c, GPU, keep=("recompute_block", *layouts.AXES, "lmhead_chunks"))
+    assert result.rows and result.as_given is None
+    assert result.refused.startswith("offload_grads: expected sharded gradients")
+    assert f"the settings as given cannot run: {result.refused}" in command.table(result)
+
+
+def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monkeypatch):
+    """Compiled steps need 5 % of the card more than estimated, which only fewer resident layers make up for."""
+    c = config(**SMALL | {"model.num_hidden_layers": 32}, recompute_block=True)
+    keep = (*SLICES_TOO, "optimizer", "overlap_update", *(f"offload_{name}" for name in search.OFFLOADS))
+    c.update({f"offload_{name}": True for name in search.OFFLOADS})
+    half = search.estimate(checked(changed(c, {"resident_layers": 16}), GPU), GPUS[GPU])[0].device
+    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((half + search.RESERVE) / footprint.POOL) + 1)
+    monkeypatch.setitem(GPUS, GPU, card)
+
+    def compiled(config, gpu, *, gpus_per_node, advise):
+        need = search.estimate(checked(config, gpu), card)[0]
+        more = {"device_bytes": need.device + int(0.05 * card.memory_bytes), "host_bytes": need.host, "nvme_bytes": 0}
+        return types.SimpleNamespace(
+            **more, gpus=1, gpus_per_node=1, predicted_step_s=1.0 - config.resident_layers / 99
+        )
+
+    monkeypatch.setattr(aot, "available", lambda: True)
+    monkeypatch.setattr(aot, "usable", lambda gpu: True)
+    monkeypatch.setattr(fastest, "plan", compiled)
+    result = fastest.fastest(c, GPU, keep=keep)
+    first, best = result.refuted[0].config.resident_layers, result.rows[0].config.resident_layers
+    one_more = changed(result.rows[0].config, {"resident_layers": best + 1})
+    assert 0 < best < first and not result.rows[0].device_bytes > search.device_limit(card)
+    assert compiled(one_more, GPU, gpus_per_node=None, advise=False).device_bytes > search.device_limit(card)
+
+
+def test_host_memory_has_a_reserve_and_the_least_is_asked_for(monkeypatch):
+    """Not more than nine tenths are pinned; if that is too little, no placement that fits the GPU needs less."""
+    monkeypatch.setattr(aot, "available", lambda: False)
+    c = config(**SMALL, gpus=1)
+    whole = search.estimate(checked(c, GPU), GPUS[GPU])[0].device
+    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.5 * whole + search.RESERVE) / footprint.POOL))
+    monkeypatch.setitem(GPUS, GPU, card)
+    keep = ("lmhead_chunks", "overlap_update")
+    found = search.search(checked(c, GPU), card, Limits(search.device_limit(card)), keep=keep, least_host=True)
+    least = found.candidates[0].need.host
+    tried = everything(checked(c, GPU), Limits(search.device_limit(card)))
+    assert 0 < least <= min(need.host for _, need in tried)
+    enough, scarce = (fastest.fastest(c, GPU, host_memory=x * least / advice.GiB, keep=keep) for x in (1.12, 1.1))
+    assert enough.rows and all(row.host_bytes <= 0.9 * 1.12 * least for row in enough.rows)
+    assert not scarce.rows and scarce.remedies[0][0].startswith("more host memory: ")
+    assert f"{advice.gib(least)} of host memory" in scarce.remedies[0][0]
 
 
 def test_settings_as_given_are_compiled_and_shown_once(monkeypatch):

@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 import ml_collections

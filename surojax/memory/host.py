@@ -166,7 +166,7 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
         after = i + 1
         output, new = carry.results
         outputs = write(carry.outputs, output, before)
-        state, copied_in = exchange(carry.state, new, start + before, start + after, beside=inputs)
+        state, copied_in = exchange(carry.state, new, start + before, start + after, are_read_first=are_read_first)
         following = (copied_in, read(inputs, start + after))
         return SweepCarry(outputs, state, following, materialised(function(*arguments)))
 
@@ -175,6 +175,7 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
 
     # There is no layer before the first one. The first iteration writes zeros where the first layer's output follows,
     # and into the state what is there already.
+    are_read_first = balanced(state, inputs)
     before_first = jax.tree.map(jnp.zeros_like, read(outputs, 0)), read(state, max(start - 1, 0))
     carry = SweepCarry(outputs, state, read((state, inputs), start), before_first)
     # Of two layers in a body, each writes over what the other has read. With one, XLA copies what is prefetched into
@@ -188,12 +189,30 @@ def sweep(function, outputs, state, inputs, start: int, stop: int):
     return write(carry.outputs, output, n - 1), write(carry.state, new, stop - 1)
 
 
-def exchange(stacks, new, before, after, *, beside=()):
+def balanced(stacks, inputs) -> list[bool]:
+    """`are_read_first` of `exchange`, such that as many bytes are read before they are written as are written first.
+
+    inputs: stacks that are read beside these, and not written.
+    """
+
+    def in_host(x) -> int:
+        return 0 if on_device(x) else x.nbytes
+
+    sizes = [in_host(x) for x in jax.tree.leaves(stacks)]
+    excess = -sum(in_host(x) for x in jax.tree.leaves(inputs))  # bytes written first beyond those that are read first
+    found = [False] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        found[i] = excess > 0
+        excess += -sizes[i] if found[i] else sizes[i]
+    return found
+
+
+def exchange(stacks, new, before, after, *, are_read_first: Sequence[bool] = ()):
     """(stacks with the layer nearest to `before` replaced by `new`, the layer nearest to `after`).
 
     The two are different layers, or the same layer if its values already equal `new`. A stack is not read and written
-    at the same time. Some are read before they are written, the others after that, so that both directions of the host
-    link have as many bytes at a time. beside: stacks of which a layer is read, too, and none is written.
+    at the same time. are_read_first: of each stack, whether it is read before it is written; else every second one is.
+    So both directions of the host link are busy.
     """
 
     def write_first(x, y):
@@ -206,12 +225,8 @@ def exchange(stacks, new, before, after, *, beside=()):
         return write(x, y, before), next_layer
 
     leaves, structure = jax.tree.flatten(stacks)
-    written = [0 if on_device(x) else x.nbytes for x in leaves]
-    balance = -sum(x.nbytes for x in jax.tree.leaves(beside) if not on_device(x))  # written first, less read first
-    order = [write_first] * len(leaves)
-    for i in sorted(range(len(leaves)), key=lambda i: -written[i]):
-        order[i] = read_first if balance > 0 else write_first
-        balance += written[i] if balance <= 0 else -written[i]
+    are_read_first = are_read_first or [i % 2 == 1 for i in range(len(leaves))]
+    order = [read_first if is_read_first else write_first for is_read_first in are_read_first]
     pairs = zip(order, leaves, jax.tree.leaves(new), strict=True)
     pairs = [in_this_order(x, y) for in_this_order, x, y in pairs]
     return tuple(structure.unflatten([pair[i] for pair in pairs]) for i in (0, 1))

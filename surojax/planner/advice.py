@@ -9,6 +9,8 @@ again, mild ones first.
 import bisect
 import copy
 import math
+import shlex
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -26,6 +28,7 @@ SHARDED = {
     "dp_shard_size": -1,
 }
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
+LINE = 110  # characters of a line of flags
 FOLDER = "FOLDER"  # placeholder for a folder on an NVMe disk, which only the user knows
 
 
@@ -200,8 +203,18 @@ def lines(found: list[tuple[Change, Memory]], limit: Memory) -> list[str]:
 
 
 def flags(change: Change) -> str:
-    """The fields of a change as flags of a command line, without `--config.`."""
-    return " ".join(f"{name}={'unset' if value is None else value}" for name, value in change.items())
+    """The fields of a change as flags, to be pasted behind a command."""
+    values = {name: "unset" if value is None else str(value) for name, value in change.items()}
+    return " ".join(shlex.quote(f"--config.{name}={value}") for name, value in values.items())
+
+
+def wrapped(flags: str, indent: str) -> list[str]:
+    """Lines of at most `LINE` characters with these flags, which can be pasted together."""
+    if not flags:
+        return []
+    lines = textwrap.wrap(flags, LINE - 2, break_long_words=False, break_on_hyphens=False)
+    joined = " \\\n".join(lines)
+    return [f"{indent}{line}" for line in joined.split("\n")]
 
 
 def memory_unit(largest: float) -> tuple[str, int]:

@@ -8,12 +8,12 @@ more than `BAND` is not compiled.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
-from surojax.planner import advice, aot, choices, footprint, search, seen
-from surojax.planner.advice import GiB, changed, differing
+from surojax.planner import advice, aot, choices, footprint, layouts, search, seen
+from surojax.planner.advice import GiB, changed, differing, flags, gib
 from surojax.planner.choices import ALLOWED
 from surojax.planner.gpu_names import named
 from surojax.planner.gpus import GB, Gpu, with_nodes
@@ -21,6 +21,9 @@ from surojax.planner.plan import Plan, checked, plan
 from surojax.planner.search import Candidate, Found, Limits, Need, device_limit
 
 MOST_COMPILED = 10
+RETRIES = 2  # of a candidate that does not fit as compiled, each with fewer resident layers
+LARGER = (2, 4, 8)  # times the tokens of a step
+DOMINATES = 0.3  # part of a step that the update takes when a larger one is looked at
 WORTH = 0.01  # relative; what saves less time is not worth other numbers
 BAND = 0.1  # relative; roofline.py's estimates were at most so much above the predicted time
 
@@ -68,8 +71,10 @@ class Result:
     """The result of a search. rows: settings that fit, the fastest first. refuted: settings that fit by estimate only.
 
     as_given: the given config, with its own files if there is no limit for files; None if it does not fit by estimate.
-    nearest: if nothing fits, what comes closest. left_out: for each setting that changes numbers, was not allowed and
-    is worth it, the estimated seconds of the best row with it. remedies: if nothing fits, what would.
+    refused: why the given config cannot run at all, as `train` would say it; "" if it can. nearest: if nothing fits,
+    what comes closest. left_out: for each setting that changes numbers, was not allowed and is worth it, the estimated
+    seconds of the best row with it. larger: estimated tokens/s per GPU by sequences of a step, if larger steps pay:
+    see `_larger`. remedies: if nothing fits, what would, each with its flags.
     """
 
     gpu: str
@@ -78,10 +83,12 @@ class Result:
     rows: list[Row]
     refuted: list[Row]
     as_given: Row | None
+    refused: str
     found: Found
     nearest: Candidate | None
     left_out: dict[str, float]
-    remedies: list[str]
+    larger: dict[int, float]
+    remedies: list[tuple[str, str]]
     search_s: float
     compile_s: float
 
@@ -121,7 +128,7 @@ def fastest(
             checked(changed(config, ALLOWED[word]), gpu)
         except ConfigError as error:
             raise ConfigError(f"--allow {word}: {error}") from error
-    host = math.inf if host_memory is None else host_memory * GiB
+    host = math.inf if host_memory is None else search.host_limit(host_memory * GiB)
     limits = Limits(device_limit(facts), host, (nvme or 0.0) * 1e9)
     found = search.search(c, facts, limits, allow=allow, keep=keep)
     searched = time.perf_counter()
@@ -138,24 +145,30 @@ def fastest(
     refusal = None  # of the compiler or of the checks that come with it
     compiled = 0
     for candidate in in_order(found.candidates):
+        own = differing(c, candidate.change)  # without what "auto" stands for, which is no change of the given config
+        candidate = dataclasses.replace(candidate, change=own)
         best = min((row.seconds for row in rows if row.plan), default=math.inf)
-        if compiled == most or candidate.seconds > best * (1 + BAND):
+        if (compiled >= most and (rows or compiled >= 2 * most)) or candidate.seconds > best * (1 + BAND):
             continue
         try:
-            row = _row(config, candidate, gpu, facts, limits)
+            for row in _until_it_fits(config, candidate, gpu, facts, limits):
+                compiled += row.plan is not None
+                (rows if row.fits else refuted).append(row)
+                if row.plan:
+                    verdict = f"{1e3 * row.seconds:,.0f} ms" if row.fits else f"{_most(row, limits)}: does not fit"
+                    say(f"compiled {compiled}: {flags(row.change) or 'as given'}: {verdict}")
         except ConfigError as error:  # what only compiling shows, such as a kernel that does not take these shapes
             refusal = error
-            continue
-        compiled += row.plan is not None
-        (rows if row.fits else refuted).append(row)
-        if row.plan:
-            say(f"compiled {compiled}: {advice.flags(row.change) or 'as given'}: {1e3 * row.seconds:,.0f} ms")
     if refusal is not None and not rows and not refuted:
         raise refusal
     own_files = limits if nvme is not None else limits._replace(files=math.inf)
-    as_given = next((row for row in (*rows, *refuted) if not row.change), None) or _given(
-        config, c, gpu, facts, own_files
-    )
+    as_given = next((row for row in (*rows, *refuted) if not row.change), None)
+    refused = ""
+    if as_given is None:
+        try:
+            as_given = _given(config, c, gpu, facts, own_files)
+        except ConfigError as error:
+            refused = str(error)
     rows.sort(key=lambda row: row.seconds)
     return Result(
         gpu=gpu,
@@ -164,9 +177,11 @@ def fastest(
         rows=rows,
         refuted=refuted,
         as_given=as_given,
+        refused=refused,
         found=found,
         nearest=None if rows or refuted else _nearest(c, found, facts, limits, allow, keep),
         left_out=_left_out(c, rows[0], gpu, facts, allow) if rows else {},
+        larger=_larger(c, rows[0], facts, limits, allow, keep) if rows else {},
         remedies=[] if rows else _remedies(c, found, facts, limits, allow, keep),
         search_s=searched - started,
         compile_s=time.perf_counter() - searched,
@@ -196,8 +211,34 @@ def _row(config: Config, candidate: Candidate, gpu: str, facts: Gpu, limits: Lim
     return Row(c, change, candidate.seconds, candidate.need, p, need.fits(limits))
 
 
+def _most(row: Row, limits: Limits) -> str:
+    """The memory of a compiled row beyond its limit."""
+    over = row.device_bytes > limits.device
+    return f"{gib(row.device_bytes)} on each GPU" if over else f"{gib(row.host_bytes)} of host memory"
+
+
+def _until_it_fits(config: Config, candidate: Candidate, gpu: str, facts: Gpu, limits: Limits) -> Iterator[Row]:
+    """The row of a candidate. While it does not fit a GPU as compiled: with fewer resident layers, if it has any."""
+    for _ in range(1 + RETRIES):
+        row = _row(config, candidate, gpu, facts, limits)
+        yield row
+        resident = candidate.config.resident_layers
+        if row.fits or row.plan is None or not resident or row.device_bytes <= limits.device:
+            return
+        fewer = changed(candidate.config, {"resident_layers": resident - 1})
+        of_layer = max(1, search.estimate(candidate.config, facts)[0].device - search.estimate(fewer, facts)[0].device)
+        resident = max(0, resident - math.ceil((row.device_bytes - limits.device) / of_layer))
+        change = candidate.change | {"resident_layers": resident}
+        fewer = changed(candidate.config, {"resident_layers": resident})
+        need, phases = search.estimate(fewer, facts)
+        candidate = Candidate(fewer, change, sum(phases.values()), need, phases)
+
+
 def _given(config: Config, c: Config, gpu: str, facts: Gpu, limits: Limits) -> Row | None:
-    """The row of the given config; None if it does not fit by estimate. c: the checked config."""
+    """The row of the given config; None if it does not fit by estimate. c: the checked config.
+
+    Raises ConfigError if its settings do not go together.
+    """
     need, phases = search.estimate(c, facts)
     if not need.fits(limits):
         return None
@@ -235,31 +276,66 @@ def _left_out(c: Config, best: Row, gpu: str, facts: Gpu, allow: Collection[str]
     return found
 
 
+def _larger(
+    c: Config, best: Row, gpu: Gpu, limits: Limits, allow: Collection[str], keep: Collection[str]
+) -> dict[int, float]:
+    """Estimated tokens/s per GPU of steps with `LARGER` times the sequences, by their number; empty if none pays.
+
+    Looked at if the update, which takes as long for any number of tokens, is `DOMINATES` of the best step or more.
+    """
+    if set(choices.BATCH_FIELDS[:2]) & set(keep):
+        return {}
+    phases = search.estimate(changed(c, best.change), gpu)[1]
+    if phases["update"] < DOMINATES * best.estimated_s:
+        return {}
+    now = best.tokens / best.estimated_s
+    layout = {name: best.config[name] for name in layouts.layout(c, 1, 1, 1)}
+    found = {}
+    for times in LARGER:
+        more = changed(c, {"gradient_accumulation_steps": times * c.gradient_accumulation_steps})
+        fitting = search.search(more, gpu, limits, allow=allow, keep=keep, num_candidates=1, within=[layout]).candidates
+        if fitting and times * best.tokens / fitting[0].seconds > now * (1 + DOMINATES * (1 - 1 / times)):
+            sequences = more.per_device_batch_size * more.gradient_accumulation_steps
+            found[sequences * c.gpus // gpus_per_sequence(c)] = times * best.tokens / fitting[0].seconds
+    return found
+
+
 def _remedies(
     c: Config, found: Found, gpu: Gpu, limits: Limits, allow: Collection[str], keep: Collection[str]
-) -> list[str]:
-    """Lines that say what would fit where nothing does, the fastest settings of each."""
-    options: list[tuple[str, Limits, Collection[str], Collection[str]]] = []
+) -> list[tuple[str, str]]:
+    """What would fit if nothing does, each as (text, flags): the fastest settings, of host memory the least, too."""
+
+    def best(limit: Limits, words: Collection[str] = allow, fixed: Collection[str] = keep, *, least_host: bool = False):
+        """The best candidate with other limits, words or fields."""
+        again = search.search(
+            c, gpu, limit, allow=words, keep=fixed, num_candidates=1, within=found.layouts, least_host=least_host
+        )
+        return next(iter(again.candidates), None)
+
+    options: list[tuple[str, Candidate | None]] = []
     if limits.host < math.inf:
-        options.append(("more host memory", limits._replace(host=math.inf), allow, keep))
+        least = best(limits._replace(host=math.inf), least_host=True)
+        fastest = best(limits._replace(host=math.inf)) if least else None
+        options.append(("more host memory", least))
+        if least and fastest and fastest.seconds < least.seconds * (1 - BAND):
+            options.append(("more of it, for a faster step", fastest))
     if limits.files < math.inf:
         what = "more files (--nvme)" if limits.files else "files (--nvme)"
-        options.append((what, limits._replace(files=math.inf), allow, keep))
-    options += [(f"--allow {word}", limits, (*allow, word), keep) for word in ALLOWED if word not in allow]
-    options += [("without --keep", limits, allow, ())] if keep else []
-    lines = []
-    for what, limit, words, fixed in options:
-        again = search.search(c, gpu, limit, allow=words, keep=fixed, num_candidates=1, within=found.layouts)
-        best = next(iter(again.candidates), None)
-        if best is not None:
-            lines.append(f"{what}: {best.need.text()}, estimated {1e3 * best.seconds:,.0f} ms")
-    if further := _further(c, found, gpu, limits, keep):
-        lines.append(further)
-    return lines or ["a smaller model or sequence_len, or GPUs with more memory"]
+        options.append((what, best(limits._replace(files=math.inf))))
+    options += [(f"--allow {word}", best(limits, (*allow, word))) for word in ALLOWED if word not in allow]
+    options += [("without --keep", best(limits, fixed=()))] if keep else []
+    lines = [
+        (f"{what}: {x.need.text()}, estimated {1e3 * x.seconds:,.0f} ms", flags(differing(c, x.change)))
+        for what, x in options
+        if x is not None
+    ]
+    return lines + _further(c, found, gpu, limits, keep) or [
+        ("a smaller model or sequence_len, or GPUs with more memory", "")
+    ]
 
 
-def _further(c: Config, found: Found, gpu: Gpu, limits: Limits, keep: Collection[str]) -> str:
-    """All changes of the config with which it would fit, found by advice.py from what comes closest; "" if none do."""
+def _further(c: Config, found: Found, gpu: Gpu, limits: Limits, keep: Collection[str]) -> list[tuple[str, str]]:
+    """All changes of the config with which it would fit, found by advice.py from what comes closest, if any do."""
     kept = {name: flat(c)[name] for name in keep}
 
     def needs(tried: Config, n: int) -> advice.Memory:
@@ -271,7 +347,8 @@ def _further(c: Config, found: Found, gpu: Gpu, limits: Limits, keep: Collection
     memory = advice.Memory(int(limits.device), limits.host)
     helps = advice.changes_that_help(begin, c.gpus, memory, "gpu", needs)
     if not helps or any(advice.missing(helps[-1][1], memory)):
-        return ""
+        return []
     end = changed(begin, *(change for change, _ in helps))
     need, phases = search.estimate(end, gpu)
-    return f"{advice.flags(differing(c, flat(end)))}: {need.text()}, estimated {1e3 * sum(phases.values()):,.0f} ms"
+    text = f"all of these: {need.text()}, estimated {1e3 * sum(phases.values()):,.0f} ms"
+    return [(text, flags(differing(c, flat(end))))]

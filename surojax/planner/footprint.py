@@ -42,6 +42,7 @@ from surojax.step.state_plan import bytes_per_device
 POOL = 0.95  # largest fraction of a GPU's memory that JAX can use: the driver needs the remainder
 DEFAULT_POOL = 0.75  # fraction that JAX uses by default
 POOL_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={POOL}"  # environment variable that sets the fraction
+HOST_POOL = 0.9  # largest part of a machine's host memory to pin: the rest is for the system, data, and checkpoints
 NVME_LAYERS = 4  # most layers in host memory: a prefetched one, the current one before and after its update, a written
 
 

@@ -129,7 +129,7 @@ def _why_not(c: Config, axis: str, keep: Collection[str]) -> str:
     if axis in keep:
         return "kept"
     if c.gpus == 1:
-        return "one GPU has nobody to share with"
+        return ""  # there is one size
     if axis == "cp_size" and c.cp_size == 1 and c.sequence_len < LONG_SEQUENCE:
         return f"sequences of {c.sequence_len:,} tokens are shorter than {LONG_SEQUENCE:,}"
     if axis == "pp_size" and c.pp_size == 1 and (_sequences(c, c.gpus) or 0) < 2:

@@ -412,7 +412,7 @@ def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
     device_difference = max(0, need.device - estimated.device)
     host_difference = max(0, need.host - estimated.host)
 
-    left = search.Limits(search.device_limit(gpu) - device_difference, limit.host - host_difference)
+    left = search.Limits(search.device_limit(gpu) - device_difference, search.host_limit(limit.host) - host_difference)
     if gpu.rates is not None and (lines := search.alternatives(c, gpu, left)):
         return lines
 

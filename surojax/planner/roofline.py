@@ -14,7 +14,8 @@ The phases of a step, with what happens at the same time in each:
 * head, for every microbatch: three products for each slice of tokens, passes over logits, and the collectives of the
   vocabulary, which the products wait for.
 * update, once a step: master weights, moments and gradients are read, master weights, moments and weights are written;
-  then updated weights are gathered.
+  then updated weights are gathered. A layer is written two layers after it was read, so at its begin and end only one
+  direction of the host link is busy (`_update`).
 * between: what happens once a step and overlaps with nothing: collectives of outer layers, the gather of the first
   layer, and what moves between stages.
 
@@ -32,6 +33,10 @@ XLA runs one collective at a time, and the works of a layer follow from that (`_
   of the others has the gradient of a matrix for itself (`covering`), behind which no reduction hides. If no gradients
   are reduced, XLA leaves their products to the last of the four, and the others are waited for, too.
 * What was fetched is copied once, into the loop's carry.
+
+Layers whose weights are resident and those whose weights are streamed are loops of their own, and so are their phases
+forward and backward. Residuals that are written to host memory have left their buffers before the next layer's are
+computed: if blocks are not recomputed, nothing is left to be written while a layer computes its last product.
 
 Stages of `pp` go from tick to tick together: for k microbatches and p stages each of them takes the time of k + p - 1,
 and fetches its layers as often. Their residuals move by kernels, since the place of a microbatch is not linear in a
@@ -191,37 +196,46 @@ def phases(
     per_fetch = rounds // work.fetches
     by_kernel = rounds > k  # stages
     residuals = by_kernel * k * host["residual"] / (work.gpu.pcie_bandwidth * work.rates.host)
+    waits = 0.0 if work.recomputed or by_kernel or not host["residual"] else rounds * work.blocks.first
     under_update = overlap_update / work.fetches  # fraction of the forward passes
     apart = 1 - under_update
     one_forward, one_backward, with_the_last = _chains(
         work, per_fetch, from_host=weights / max(work.sizes["weights"], 1)
     )
-    forward = _phase(
-        work,
-        chain=apart * work.fetches * one_forward + residuals,
-        link=apart * (work.fetches * sent.gathered + rounds * sent.forward),
-        read=apart * work.fetches * weights,
-        written=apart * k * host["residual"],
+    in_loops = [(resident, 0.0), (1 - resident, weights)] if host["weights"] else [(1.0, 0.0)]  # parts of the layers
+    forward = sum(
+        _phase(
+            work,
+            chain=part * (apart * work.fetches * one_forward + residuals),
+            link=part * apart * (work.fetches * sent.gathered + rounds * sent.forward),
+            read=apart * work.fetches * streamed,
+            written=part * apart * k * host["residual"],
+            waits=part * apart * waits,
+        )
+        for part, streamed in in_loops
     )
     reduced = k * sent.reduced + sent.reduced_once
-    backward = _phase(
-        work,
-        chain=work.fetches * one_backward + with_the_last + residuals,
-        link=work.fetches * work.fetched_again * sent.gathered + rounds * (sent.again + sent.backward) + reduced,
-        read=work.fetches * weights + (work.fetches - 1) * host["grads"] + k * host["residual"],
-        written=work.fetches * host["grads"],
+    link = work.fetches * work.fetched_again * sent.gathered + rounds * (sent.again + sent.backward) + reduced
+    backward = sum(
+        _phase(
+            work,
+            chain=part * (work.fetches * one_backward + with_the_last + residuals),
+            link=part * link,
+            read=work.fetches * streamed + part * ((work.fetches - 1) * host["grads"] + k * host["residual"]),
+            written=part * work.fetches * host["grads"],
+        )
+        for part, streamed in in_loops
     )
-    state = host["master"] + host["optimizer"]
-    bandwidth = work.gpu.memory_bandwidth * work.rates.memory
-    copied = 2 * work.layer_bytes / bandwidth * (sent.updated > 0)
-    update = _phase(
+    update = _update(
         work,
-        chain=work.update_bytes / bandwidth + copied + sent.updated + under_update * work.fetches * one_forward,
-        link=sent.updated + under_update * (work.fetches * sent.gathered + rounds * sent.forward),
-        read=state + host["grads"],
-        written=state
-        + work.sizes["updated weights"] * ("weights" in offloaded) * (1 - resident)
-        + under_update * k * host["residual"],
+        chain=under_update * work.fetches * one_forward,
+        link=under_update * (work.fetches * sent.gathered + rounds * sent.forward),
+        state=host["master"] + host["optimizer"],
+        grads=host["grads"],
+        weights=work.sizes["updated weights"] * ("weights" in offloaded) * (1 - resident),
+        residuals=under_update * k * host["residual"],
+        loops=len([part for part, _ in in_loops if part]),
+        overlap_update=overlap_update,
     )
     between = sent.once + sent.ticks + sent.gathered / work.layers
     head = k * (work.head + sent.vocabulary)
@@ -270,9 +284,46 @@ def _chains(work: Work, per_fetch: int, *, from_host: float) -> tuple[float, flo
     return forward, backward + work.fetched_again * copied, with_the_last
 
 
-def _phase(work: Work, *, chain: float, link: float, read: float, written: float) -> float:
+def _update(
+    work: Work,
+    *,
+    chain: float,
+    link: float,
+    state: float,
+    grads: float,
+    weights: float,
+    residuals: float,
+    loops: int,
+    overlap_update: bool,
+) -> float:
+    """Seconds of the update, and of the `chain` and `link` seconds of the forward pass beside it.
+
+    state, grads, weights, residuals: bytes that cross the host link: state both ways, gradients to the device, the
+    others from it. loops: over parts of the layers. Each begins with reads and ends with writes that nothing runs
+    beside: a layer's state is read twice and written once (`host.sweep`), or under a forward pass two layers are read
+    and two are written.
+    """
+    bandwidth = work.gpu.memory_bandwidth * work.rates.memory
+    copied = 2 * work.layer_bytes / bandwidth * (work.collectives.updated > 0)
+    read = state + grads
+    written = state + weights
+    in_loops = _phase(
+        work,
+        chain=work.update_bytes / bandwidth + copied + work.collectives.updated + chain,
+        link=work.collectives.updated + link,
+        read=read,
+        written=written + residuals,
+    )
+    host_rate = work.gpu.pcie_bandwidth * work.rates.host
+    if overlap_update:
+        part = min(1.0, 2 / work.layers)
+        return (1 - part) * in_loops + part * (read + written) / host_rate
+    return in_loops + loops * (state + read + written) / work.layers / host_rate
+
+
+def _phase(work: Work, *, chain: float, link: float, read: float, written: float, waits: float = 0.0) -> float:
     """Seconds of a phase with a chain of works while collectives take `link` seconds and these bytes cross the host
-    link.
+    link. waits: seconds of the chain beside which nothing is left to be written.
     """
     rates = work.rates
     gpu = work.gpu
@@ -282,4 +333,4 @@ def _phase(work: Work, *, chain: float, link: float, read: float, written: float
     host = one_way + both_ways
     staged = 2 * link * gpu.link_bandwidth * rates.link if gpu.staged else 0.0
     in_host_memory = (read + written + staged) / work.host_memory
-    return max(chain, host + link if gpu.shares_pcie else host, in_host_memory)
+    return max(chain, host + waits + (link if gpu.shares_pcie else 0.0), in_host_memory)

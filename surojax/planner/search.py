@@ -38,7 +38,7 @@ from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import NVME
 from surojax.placement.mesh import abstract_mesh
 from surojax.planner import choices, footprint, layouts, roofline
-from surojax.planner.advice import FOLDER, OFFLOADS, Change, changed, differing, flags, gib
+from surojax.planner.advice import FOLDER, OFFLOADS, Change, changed, differing, flags, gib, wrapped
 from surojax.planner.gpus import Gpu
 from surojax.planner.traffic import batch_of
 from surojax.step.state_plan import bytes_per_device
@@ -122,6 +122,11 @@ def device_limit(gpu: Gpu) -> int:
     return int(footprint.POOL * gpu.memory_bytes) - RESERVE
 
 
+def host_limit(size: float) -> float:
+    """Bytes that a candidate may need of a host memory of this size."""
+    return footprint.HOST_POOL * size
+
+
 class Family(NamedTuple):
     """Settings that differ in placement only. floor: seconds of a step with nothing offloaded."""
 
@@ -139,13 +144,14 @@ def search(
     keep: Collection[str] = (),
     num_candidates: int = KEPT,
     within: list[Change] | None = None,
+    least_host: bool = False,
 ) -> Found:
     """The fastest settings that fit, for a checked config (`plan.checked`) and a GPU with rates.
 
     allow: words of `choices.ALLOWED`. keep: fields that are not changed. within: layouts to search; None: the best by
-    samples.
+    samples. least_host: those that need the least host memory, instead of the fastest.
     """
-    return Search(c, gpu, limits, allow, keep, num_candidates, within).run()
+    return Search(c, gpu, limits, allow, keep, num_candidates, within, least_host).run()
 
 
 class Search:
@@ -160,6 +166,7 @@ class Search:
         keep: Collection[str],
         num_candidates: int,
         within: list[Change] | None,
+        least_host: bool = False,
     ):
         self.c = c
         self.gpu = gpu
@@ -168,6 +175,7 @@ class Search:
         self.keep = {name: flat(c)[name] for name in keep}
         self.num_candidates = num_candidates
         self.within = within
+        self.least_host = least_host
         self.assemblies: dict[tuple, Assembly] = {}
         self.tried = 0
         self.nearest: Candidate | None = None
@@ -180,9 +188,12 @@ class Search:
         found: list[Candidate] = []
         for in_files in (False, True) if self.limits.files else (False,):
             for family in families:
-                if len(found) >= self.num_candidates and family.floor > found[self.num_candidates - 1].seconds:
+                enough = len(found) >= self.num_candidates and not self.least_host
+                if enough and family.floor > found[self.num_candidates - 1].seconds:
                     break
-                found = but_for_slices([*found, *self.fastest(family, in_files)])[: self.num_candidates]
+                more = [*found, *self.fastest(family, in_files)]
+                in_order = sorted(more, key=lambda x: x.need.host) if self.least_host else but_for_slices(more)
+                found = in_order[: self.num_candidates]
             if found:
                 break
         nearest = None if found else self.nearest
@@ -254,9 +265,12 @@ class Search:
         least = self.needed(self.changed(family.change)).device  # with nothing offloaded
 
         def placed(offloaded: tuple[str, ...], resident: int, overlaps: bool) -> tuple:
-            """An entry of the queue: estimated seconds first, then the number of classes, and the arguments."""
+            """An entry of the queue: bytes of host memory if the least are asked for, estimated seconds, the number of
+            classes, and the arguments."""
             found = roofline.phases(family.work, offloaded, resident / layers, overlap_update=overlaps)
-            return sum(found.values()), len(offloaded), offloaded, resident, overlaps
+            in_host = self.least_host * sum(stored[name] for name in offloaded)
+            in_host -= self.least_host * ("weights" in offloaded) * stored["weights"] * resident / layers
+            return in_host, sum(found.values()), len(offloaded), offloaded, resident, overlaps
 
         def room_for(needed: float) -> int:
             """Layers whose weights fit into what `needed` bytes leave; less than 0 if these do not fit."""
@@ -275,8 +289,8 @@ class Search:
         heapq.heapify(queue)
         found: list[Candidate] = []
         placements: list[set[str]] = []  # of what was found
-        while queue and not (found and queue[0][0] > found[0].seconds * (1 + TIE)):
-            seconds, _, offloaded, resident, overlaps = heapq.heappop(queue)
+        while queue and not (found and (self.least_host or queue[0][1] > found[0].seconds * (1 + TIE))):
+            _, seconds, _, offloaded, resident, overlaps = heapq.heappop(queue)
             if any(fewer < set(offloaded) for fewer in placements):
                 continue
             candidates = self.stored(family, offloaded, resident, in_files, seconds, overlaps)
@@ -355,16 +369,17 @@ class Search:
 
 
 def alternatives(c: Config, gpu: Gpu, limits: Limits) -> list[str]:
-    """Lines with the fastest settings that fit, by estimate: their flags, memory and time; none if nothing fits."""
+    """The fastest settings that fit, by estimate: their memory, their time, and their flags on lines of their own."""
 
-    def line(candidate: Candidate) -> str:
+    def text(candidate: Candidate) -> str:
         need = candidate.need
         host = f", {gib(need.host)} of host memory" if need.host and limits.host < math.inf else ""
-        change = differing(c, candidate.change)
-        return f"{flags(change)} -> {gib(need.device)}{host} (fits), estimated {1e3 * candidate.seconds:,.0f} ms a step"
+        time = f"estimated {1e3 * candidate.seconds:,.0f} ms a step, not compiled"
+        options = flags(differing(c, candidate.change))
+        return "\n".join([f"{gib(need.device)}{host} (fits), {time}:", *wrapped(options, "    ")])
 
     found = search(c, gpu, limits, keep=layouts.AXES, num_candidates=ALTERNATIVES).candidates
-    return [f"{'or ' if i else ''}{line(candidate)}" for i, candidate in enumerate(found)]
+    return [f"{'or ' if i else ''}{text(candidate)}" for i, candidate in enumerate(found)]
 
 
 def but_for_slices(candidates: list[Candidate]) -> list[Candidate]:

@@ -147,7 +147,7 @@ class UpdatingLayers:
                 state = write(flight.state, new, l)
                 after = self._read(state, l + 2)
             else:
-                state, old = exchange(flight.state, new, l, l + 2, beside=self.grads)
+                state, old = exchange(flight.state, new, l, l + 2)
                 after = (old, read(self.grads, l + 2))
             flight = InFlight(work, state, following, after)
             number = l + self.segment.start if self.segment.start else l
