@@ -627,7 +627,7 @@ def test_moments_in_8_bits_are_updated_in_place(level):
 
 @needs_compiler
 @pytest.mark.full
-@pytest.mark.parametrize("gpu", ["a100", "rtx5060ti_16gb", "b200"])
+@pytest.mark.parametrize("gpu", ["a100", "rtx3090", "rtx5060ti_16gb", "b200", "b300"])
 def test_every_gpu_is_compiled_for(planned, gpu):
     """Each in a process of its own, with the attention of its cuDNN. RTX 4090, H100 and H200 have other tests here;
     L40S has the architecture of RTX 4090, and RTX 5090 that of RTX 5060 Ti."""

@@ -130,12 +130,14 @@ class Gpu:
         """B/s that the host memory of a machine moves for each of its GPUs, of so many in all, reads and writes.
 
         What the machine has, or if nobody said: 89.6 GB/s, two channels of DDR5-5600, for up to two cards without a
-        link of their own; 204.8, eight of DDR4-3200, for more of them, which need that processor's lanes; 614, two
-        sockets with eight of DDR5-4800 (DGX H100), for others. What programs reach of it is `Rates.dram`.
+        link of their own; 204.8, eight of DDR4-3200, for up to four, which need that processor's lanes, and two
+        sockets of them for more; 614, two sockets with eight of DDR5-4800 (DGX H100), for cards with one. What programs
+        reach of it is `Rates.dram`.
         """
         here = self.in_a_machine(gpus)
-        typical = 614.4 * GB if self.link_bandwidth > self.pcie_bandwidth else (89.6 if here <= 2 else 204.8) * GB
-        return (self.host_memory_bandwidth or typical) / here
+        sockets = 89.6 if here <= 2 else 204.8 if here <= 4 else 409.6
+        typical = 614.4 if self.link_bandwidth > self.pcie_bandwidth else sockets
+        return (self.host_memory_bandwidth or typical * GB) / here
 
     def spans(self) -> dict[str, Span]:
         """The ends of each rate, and where they come from."""

@@ -49,6 +49,8 @@ def rate(gpu: Gpu, mesh_shape: Mapping[str, int], op: str, axes: str) -> float:
     """Returns what programs reach of `bandwidth`. Raises ValueError if that is not known of this GPU."""
     rates = known_rates(gpu)
     within = gpu.link_bandwidth * rates.link
+    if gpu.staged:  # what is written to host memory is read from there
+        within = min(within, gpu.host_memory(math.prod(mesh_shape.values())) * rates.dram / 2)
     if group(gpu, mesh_shape, axes).machines == 1:
         return within
     return min(within, bandwidth(gpu, mesh_shape, op, axes) * rates.network)

@@ -331,6 +331,6 @@ def _phase(work: Work, *, chain: float, link: float, read: float, written: float
     one_way = abs(read - written) / host_rate
     both_ways = min(read, written) / (host_rate * rates.duplex)
     host = one_way + both_ways
-    staged = 2 * link * gpu.link_bandwidth * rates.link if gpu.staged else 0.0
+    staged = link * min(2 * gpu.link_bandwidth * rates.link, work.host_memory) if gpu.staged else 0.0
     in_host_memory = (read + written + staged) / work.host_memory
     return max(chain, host + waits + (link if gpu.shares_pcie else 0.0), in_host_memory)
