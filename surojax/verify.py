@@ -1,6 +1,6 @@
 """Checks that memory and parallelism settings do not change the result of training.
 
-    python -m surojax.verify --config configs/tiny.py [--steps N] [--only NAME,...] [--list] [--mutants]
+    python -m surojax.verify --config configs/verify.py [--steps N] [--only NAME,...] [--list] [--mutants]
 
 Each row of verification/settings.py is one setting. It trains the config's model for a few steps with the config's
 dtypes, recipe and optimizer; all rows start from the weights that the first one draws, and use equal batches. The
@@ -19,8 +19,9 @@ A row does not take everything from the config. It uses:
 * at least 2 microbatches, so that accumulators are read,
 * a learning rate that starts at its peak, so that every update is large enough to show.
 
-Each row compiles its own program and then trains, which takes seconds for configs/tiny.py. For a large model, set fewer
-layers and keep the width, since the settings work layer by layer.
+Each row compiles its own program and then trains, which takes seconds for configs/verify.py, a small model whose sizes
+every row can use. With another config, rows that its sizes do not allow are named at the start, and skipped. For a
+large model, set fewer layers and keep the width, since the settings work layer by layer.
 
 With --mutants, the rows themselves are tested: each collective is taken out of the program, one at a time, and the row
 must then fail (verification/mutants.py). A small model is enough, with two layers in each pipeline stage and heads for
@@ -46,11 +47,12 @@ from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
 from surojax.verification import mutants
-from surojax.verification.rows import Row, verify
+from surojax.verification.rows import Row, refused_sizes, verify
 from surojax.verification.settings import SETTINGS, Setting
 from surojax.verification.training import make_batches
 
 STEPS = 5
+ALL_ROWS = "configs/verify.py"  # a config with sizes that every row can use
 WIDTH = max(len(s.name) for s in SETTINGS) + 2
 
 
@@ -115,8 +117,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def refusals(refused: dict[str, str]) -> str:
+    """Returns what is said at the start of rows that the model's sizes do not allow; refused: why, by name."""
+    name, why = next(iter(refused.items()))
+    which = f"{name} is skipped" if len(refused) == 1 else f"{len(refused)} rows are skipped, such as {name}"
+    return f"{which}, because of the model's sizes: {why}; --config {ALL_ROWS} has sizes that every row can use"
+
+
 def print_rows(c: Config, steps: int, only: list[str] | None) -> bool:
     """Prints the table of rows; returns whether rows passed and none failed."""
+    if refused := refused_sizes(c, only=only):
+        print(refusals(refused), flush=True)
     print(heading(), flush=True)
     rows = verify(c, steps=steps, only=only, report=lambda row: print(line(row), flush=True))
     print(summary(rows))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from surojax.errors import ConfigError
 from surojax.inference.forward import cached_logits, empty_cache
 from surojax.memory.host import Split
 from surojax.models import llama
-from surojax.models.attention import attend, visible
+from surojax.models.attention import attend, softmax, visible
 from surojax.models.layers import parameter
 from surojax.models.linear import linear
 from surojax.models.llama import Llama
@@ -100,6 +101,18 @@ def test_attention_scores_are_scaled_and_capped(start):
     half = (x.astype(jnp.bfloat16) for x in (q, k, v))
     with pytest.raises(NotImplementedError, match=r"^cudnn attention: expected no softcap, got 1\.5"):
         ours(*half, implementation="cudnn")
+
+
+def test_a_softmax_divides_sums_only():
+    """Of two arrays divided by the same sums XLA divides one and multiplies the other, which is which differs."""
+
+    def with_gradient(x):
+        y, vjp = jax.vjp(softmax, x)
+        return y, vjp(y)[0]
+
+    x = normal(0, (2, 4, 9, 9))
+    divided = re.findall(r"stablehlo\.divide.* : tensor<(\w+)xf32>", jax.jit(with_gradient).lower(x).as_text())
+    assert set(divided) == {"2x4x9x1"}
 
 
 @pytest.mark.parametrize("config", quick_at([(config,) for config in WINDOWS], 1), ids=["mistral", "gemma"])

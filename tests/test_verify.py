@@ -9,7 +9,7 @@ import pytest
 from small import quick_at
 
 from surojax import assembly, verify as verifier
-from surojax.config import fields as configs
+from surojax.config import fields as configs, flags
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import RECIPES
@@ -138,9 +138,9 @@ def test_every_setting_of_the_table_has_a_row():
 
 
 def test_every_row_compares_two_different_things():
-    """Each row draws what its reference does not, exists, and comes to the same sequences a step."""
-    c = small_config()
-    c.model.update({"hidden_size": 128, "intermediate_size": 128})  # blocks of NF4, on each of two GPUs
+    """Each row draws what its reference does not, exists, and comes to the same sequences a step; configs/verify.py has
+    sizes that all of them can use."""
+    c = flags.load(verifier.ALL_ROWS)
     batches, microbatches = training.make_batches(c, 8, 1)
     table = {s.name: s for s in SETTINGS}
     assert len(table) == len(SETTINGS)
@@ -217,6 +217,28 @@ def test_what_cannot_run_here_is_skipped_not_passed():
     assert [row.status for row in rows] == ["skipped"] * 2
     assert rows[0].why == "needs 8 devices, there are 4" and "expected false on cpu" in rows[1].why
     assert "0 passed, 0 failed, 2 skipped" in verifier.summary(rows)
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (
+            ["--only=plain,tp@4,qlora"],
+            "2 rows are skipped, such as tp@4, because of the model's sizes: model.num_attention",
+        ),
+        (["--only=plain,tp@2,memcpy_all_gather@4"], None),  # refused, but not for their sizes
+    ],
+    ids=["sizes", "none"],
+)
+def test_rows_that_the_sizes_do_not_allow_are_named_first(monkeypatch, capsys, argv, said):
+    """With the config that has sizes for all rows, before anything is compiled."""
+    monkeypatch.setattr(rows_of, "trained", lambda *_: [(1.0, 1.0)])
+    with pytest.raises(SystemExit):
+        verifier.main(["--config", "configs/tiny.py", *argv])
+    first, second, *_ = capsys.readouterr().out.splitlines()[1:]
+    if said:
+        assert first.startswith(said) and first.endswith("--config configs/verify.py has sizes that every row can use")
+    assert (second if said else first).startswith("setting")
 
 
 def test_the_configs_own_settings_are_a_row():

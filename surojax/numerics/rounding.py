@@ -11,6 +11,8 @@ read from programs and object code of XLA:CPU (jax 0.12). LLVM contracts in GPU 
   moments alone).
 * Of two arrays x / y and g / y, where y is the same broadcast array, XLA multiplies one with 1 / y and divides the
   other, whichever it finds first. A softmax and its gradient are such a pair.
+* The order of a sum over a small array is LLVM's choice for each function. A loop over layers whose arrays are small is
+  one function (`sums_in_place` in step/gradients.py says what follows).
 * x / a / y with a scalar a is rewritten by XLA to x / (a y) or to x (1 / a) / y, whichever rule matches first.
 
 XLA fuses a value from host memory or from a gather with other operations than a value in device memory. It also inlines

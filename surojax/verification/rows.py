@@ -11,7 +11,7 @@ from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
 from surojax.verification.bounds import Bound, Curve, bounds, judge
-from surojax.verification.settings import OWN, Setting, chosen, settings
+from surojax.verification.settings import OWN, SEQUENCE_LEN, SIZES, Setting, chosen, settings
 from surojax.verification.training import Built, FirstStates, built, make_batches, trained
 
 MOST_STEPS = 10_000  # all batches are in memory
@@ -77,6 +77,31 @@ class Curves:
             return self.of(self.table["plain"])
         except ConfigError as error:
             raise ConfigError(f"{error}; or verify a smaller model: --config.model.num_hidden_layers=2") from error
+
+
+def refused_sizes(
+    config: Config, *, only: Sequence[str] | None = None, devices: Sequence | None = None
+) -> dict[str, str]:
+    """Returns {name of a row that the config's sizes do not allow, but `SIZES` do: why}, before anything is compiled.
+
+    only, devices: as for `verify`.
+    """
+    curves = Curves(config, 1, devices)
+    sized = checks.restored_config(curves.config.to_dict())
+    sized.model.update(SIZES)
+    sized.sequence_len = SEQUENCE_LEN
+    in_sizes = Curves(sized, 1, devices)
+
+    def refusal(curves: Curves, s: Setting) -> str:
+        try:
+            with curves.built(s):
+                return ""
+        except ConfigError as error:
+            return str(error)
+
+    rows = [s for s in chosen(curves.table, only) if s.name != OWN]
+    refused = {s.name: refusal(curves, s) for s in rows}
+    return {s.name: refused[s.name] for s in rows if refused[s.name] and not refusal(in_sizes, s)}
 
 
 def verify(

@@ -329,6 +329,19 @@ ADAPTERS: tuple[Setting, ...] = (
 )
 SETTINGS += ADAPTERS
 
+# Sizes of a model that every row can use: heads that 4 GPUs divide, which share the 2 key/value heads in pairs; rows of
+# matrices that are blocks of 64 numbers on each of 2 GPUs; layers for 2 stages, each with one that is resident.
+SIZES: dict[str, int] = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+SEQUENCE_LEN = 64
+
 OWN = "as_configured"
 NUMBERS = ("recipe", "model_dtype", "accum_dtype", "master_dtype")  # settings of `place` that rows take from the config
 RESET = (  # fields that have their defaults in every row that does not change them
