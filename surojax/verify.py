@@ -126,7 +126,7 @@ def refusals(refused: dict[str, str]) -> str:
 
 def print_rows(c: Config, steps: int, only: list[str] | None) -> bool:
     """Prints the table of rows; returns whether rows passed and none failed."""
-    if refused := refused_sizes(c, only=only):
+    if refused := refused_sizes(c, steps=steps, only=only):
         print(refusals(refused), flush=True)
     print(heading(), flush=True)
     rows = verify(c, steps=steps, only=only, report=lambda row: print(line(row), flush=True))

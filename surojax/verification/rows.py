@@ -80,13 +80,13 @@ class Curves:
 
 
 def refused_sizes(
-    config: Config, *, only: Sequence[str] | None = None, devices: Sequence | None = None
+    config: Config, *, steps: int = 1, only: Sequence[str] | None = None, devices: Sequence | None = None
 ) -> dict[str, str]:
     """Returns {name of a row that the config's sizes do not allow, but `SIZES` do: why}, before anything is compiled.
 
-    only, devices: as for `verify`.
+    steps, only, devices: as for `verify`. Raises ConfigError, as it does.
     """
-    curves = Curves(config, 1, devices)
+    curves = Curves(config, steps, devices)
     sized = checks.restored_config(curves.config.to_dict())
     sized.model.update(SIZES)
     sized.sequence_len = SEQUENCE_LEN
