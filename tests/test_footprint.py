@@ -281,7 +281,9 @@ def test_too_little_host_memory_is_refused_with_what_would_fit(host):
     host(64)
     line = refusal(c, 1, 4.0, "gpu")
     assert "needs 75.3 GiB of host memory for 1 GPUs" in line and "64.0 GiB are free" in line
-    assert "offload_optimizer=nvme nvme_path=FOLDER -> " in line and line.endswith("of host memory (fits)")
+    assert "--config.offload_optimizer=nvme --config.nvme_path=FOLDER -> " in line and line.endswith(
+        "of host memory (fits)"
+    )
     assert "MEM_FRACTION" not in line and "master_dtype" not in line
     host(90)
     check_fit.check_fit(
@@ -315,8 +317,8 @@ def plan_of_four(c):
 def test_a_machine_without_gpus_is_told_what_gpus_would_need():
     c = flags.load(str(CONFIGS / "llama7b.py"))
     line = refusal(c, 1, 22.0, "cpu")
-    options = re.findall(r"([\w= ]+) needs ([\d.]+ GiB) on each", line)
-    assert [text.split()[0] for text, _ in options] == ["gpus=1", "gpus=4", "gpus=8"]
+    options = re.findall(r"((?:--config\.[\w=.]+ )+)needs ([\d.]+ GiB) on each", line)
+    assert [text.split()[0] for text, _ in options] == [f"--config.gpus={n}" for n in (1, 4, 8)]
     for text, number in options:
         changed = apply(c, text)
         assert advice.gib(footprint.needed(changed, changed.gpus, "gpu")) == number
