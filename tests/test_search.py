@@ -649,7 +649,7 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
     card = dataclasses.replace(GPUS[GPU], memory_bytes=int((half + search.RESERVE) / footprint.POOL) + 1)
     monkeypatch.setitem(GPUS, GPU, card)
 
-    def compiled(config, gpu, *, gpus_per_node, advise):
+    def compiled(config, gpu, *, gpus_per_node, host_bandwidth, advise):
         need = search.estimate(checked(config, gpu), card)[0]
         more = {"device_bytes": need.device + int(0.05 * card.memory_bytes), "host_bytes": need.host, "nvme_bytes": 0}
         return types.SimpleNamespace(
@@ -663,7 +663,9 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
     first, best = result.refuted[0].config.resident_layers, result.rows[0].config.resident_layers
     one_more = changed(result.rows[0].config, {"resident_layers": best + 1})
     assert 0 < best < first and not result.rows[0].device_bytes > search.device_limit(card)
-    assert compiled(one_more, GPU, gpus_per_node=None, advise=False).device_bytes > search.device_limit(card)
+    assert compiled(
+        one_more, GPU, gpus_per_node=None, host_bandwidth=None, advise=False
+    ).device_bytes > search.device_limit(card)
 
 
 def test_host_memory_has_a_reserve_and_the_least_is_asked_for(monkeypatch):
