@@ -83,10 +83,10 @@ def gradients(queries: Queries, keys: Keys, slopes: Slopes, pair: Pair) -> tuple
 
 
 def merged(one: Attended, other: Attended) -> Attended:
-    """Attention to the keys of both."""
+    """Attention to the keys of both: a weighted mean, with one product in its sum (numerics/rounding.py says why)."""
     lse_BKGt = jnp.logaddexp(one.lse_BKGt, other.lse_BKGt)
-    parts = (_over_channels(jnp.exp(x.lse_BKGt - lse_BKGt)) * x.y_BtKGh for x in (one, other))
-    return Attended(sum(parts, start=jnp.zeros_like(one.y_BtKGh)), lse_BKGt)
+    weight_BtKG1 = _over_channels(jnp.exp(one.lse_BKGt - lse_BKGt))
+    return Attended(other.y_BtKGh + weight_BtKG1 * (one.y_BtKGh - other.y_BtKGh), lse_BKGt)
 
 
 def _over_channels(x_BKGt: jax.Array) -> jax.Array:
@@ -143,7 +143,9 @@ def _seen(queries: Queries, keys: Keys) -> jax.Array:
 
 def _scores(queries: Queries, keys: Keys, rule: Rule) -> jax.Array:
     """Float32 `[B, K, G, t, u]`."""
-    return rule.score(jnp.einsum("BtKGh,BuKh->BKGtu", queries.q_BtKGh, keys.k_BuKh, preferred_element_type=f32))
+    products = jnp.einsum("BtKGh,BuKh->BKGtu", queries.q_BtKGh, keys.k_BuKh, preferred_element_type=f32)
+    # The condition changes no value. It stands between a product and the difference that it enters.
+    return jnp.where(products == 0, products, rule.score(products))
 
 
 def _exponentials(scores_BKGtu: jax.Array, less_BKGt: jax.Array, queries: Queries, keys: Keys, pair: Pair):
