@@ -199,7 +199,7 @@ def detect_flags(args: argparse.Namespace, environment: Mapping[str, str]) -> Ho
 
 
 def key_of(hosts: Hosts, environment: Mapping[str, str], secret_file: str | None) -> Key:
-    """What the processes of a run have in common, by their launcher's variables and a file. Raises ConfigError."""
+    """Returns the run's id, from its launcher's variables, and its secret, from a file. Raises ConfigError."""
     launcher = next((x for x in LAUNCHERS if x.launcher == hosts.source), None)
     run = "/".join(environment[name] for name in (launcher.run if launcher else ()) if name in environment)[:256]
     if secret_file is None:

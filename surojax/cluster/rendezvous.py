@@ -37,7 +37,7 @@ OTHER_RUN = "a process of another run, or with another secret"
 
 
 class Key(NamedTuple):
-    """What the processes of one run have in common."""
+    """The id and the secret by which the processes of one run know each other."""
 
     run: str = ""  # tells runs apart; no secret
     secret: bytes = b""

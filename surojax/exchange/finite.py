@@ -12,12 +12,12 @@ PIECE = 1 << 18  # numbers
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether numbers of this dtype may be NaN."""
+    """Returns True if numbers of this dtype may be NaN."""
     return dtype.kind not in "biu"
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """Whether no number of an array of floats, of 1 to 8 bytes each, is NaN or infinite."""
+    """Returns False if an array of floats, of 1 to 8 bytes each, holds a NaN or an infinity."""
     bits = 8 * x.dtype.itemsize
     has_infinity = x.dtype != ml_dtypes.float8_e4m3fn
     first = int(np.array(np.inf if has_infinity else np.nan, x.dtype).view(f"u{x.dtype.itemsize}"))

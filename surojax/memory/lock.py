@@ -56,7 +56,7 @@ def share(file: Path) -> int | None:
 
 
 def is_shared(file: Path) -> bool:
-    """Whether somebody has the lock of `share`."""
+    """Returns True if a process has locked the file by `share`."""
     try:
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

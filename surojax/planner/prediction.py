@@ -132,7 +132,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
-    """What most of the range is of; "" if nothing matters."""
+    """Names the rate that widens the range most, with the times at its ends; "" if there is no range."""
     if gpu.seen.same or not ends:
         return ""
     name = max(ends, key=lambda name: ends[name][1] - ends[name][0])

@@ -50,7 +50,7 @@ HERE = "measured here"
 
 @dataclass(frozen=True)
 class Rates:
-    """What programs reach of a GPU's peaks, for planner/timeline.py. Fractions, or seconds.
+    """Fractions of a GPU's peak rates that programs reach, and latencies in seconds, for planner/timeline.py.
 
     products: of the peak of a dtype, by whole waves of the largest tiles. eight_bit: of that, with operands in float8
     or float4. attention: of the bf16 peak, causal FLOPs. memory: of the device memory's bandwidth. host: of
@@ -95,7 +95,7 @@ RATES = tuple(field.name for field in fields(Rates))
 
 
 class Seen(NamedTuple):
-    """What was measured on a GPU here, see seen.py. factor: measured / predicted seconds of a step, which `Rates` have
+    """A measurement on a GPU here, see seen.py. factor: measured / predicted seconds of a step, which `Rates` have
     in them. same: with just these settings. replaced: names of single rates that were measured. note: for output.
     """
 

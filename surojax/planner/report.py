@@ -123,7 +123,7 @@ def prediction_lines(p: Plan) -> list[str]:
 
 
 def range_lines(p: Plan) -> list[str]:
-    """What the range of a predicted time follows from."""
+    """Lines that say where a GPU's rates come from, and which one a predicted time hangs on most."""
     if p.corrected:
         return [f"  {p.corrected}"] + [f"  most of the range: {p.hangs_on}"] * bool(p.hangs_on)
     rows = "its products are fitted to published rows of this GPU"

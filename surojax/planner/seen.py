@@ -176,7 +176,7 @@ def _read(path: str) -> list[dict[str, Any]]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether something that was read is an entry, with a value that a rate can have."""
+    """Returns True if a value of the file is an entry, with a number that a rate can have."""
     if not isinstance(entry, dict) or not isinstance(entry.get("value"), int | float):
         return False
     texts = ("device_kind", "rate", "date", *(["settings"] if entry.get("rate") == STEP else []))

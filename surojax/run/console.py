@@ -33,7 +33,7 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a status is shown."""
+        """True if the stream is a terminal, which shows a status."""
         return getattr(self.stream, "isatty", lambda: False)()  # what a program puts there may lack it
 
     def line(self, text: str) -> None:

@@ -62,7 +62,7 @@ class Held:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody reads a checkpoint, on this machine or on another one that shares its disk."""
+    """Returns True if a process reads a checkpoint, on this machine or on another one that shares its disk."""
     return is_shared(path / FILES)
 
 
