@@ -515,6 +515,7 @@ def run_verb(verb: str, number: int, folder: Path) -> str:
         mock.patch("surojax.planner.plan._compiled", accept),
         mock.patch("surojax.planner.plan._estimated", accept),
         mock.patch("surojax.data.prepare.cached", accept),
+        mock.patch.object(sys, "stdin", io.StringIO("Hello\n")),  # what `generate` without a prompt reads
     ]
     with contextlib.ExitStack() as stack:
         for patch in work:
