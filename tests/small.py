@@ -174,6 +174,15 @@ class Small:
         with vectors_drawn():
             return self.init()
 
+    def compile_as_users_do(self, batch) -> None:
+        """Compiles the step at the compiler's levels that tests/conftest.py turns down.
+
+        Without LLVM's optimisations, what its fast instruction selection cannot translate is contracted and the rest is
+        not, which differs from kernel to kernel, and from processor to processor.
+        """
+        options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+        self.step = self.step.lower(self.plan, *self.put(batch)).compile(options)
+
     def put(self, batch):
         """A batch `[A, B, S]` on the devices."""
         return jax.device_put(batch, batch_sharding(self.mesh))

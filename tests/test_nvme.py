@@ -111,6 +111,8 @@ def test_stages_update_their_layers_in_files_together(tmp_path, layers, devices,
     in_host = Small(devices, config=config, offload_optimizer=True, offload_master=True, **placed)
     (tmp_path / "stages").mkdir()
     small = Small(devices, config=config, nvme_path=str(tmp_path / "stages"), **BOTH, **placed)
+    for each in (small, in_host):
+        each.compile_as_users_do(BATCHES[0])
     assert small.train(BATCHES[:5]) == in_host.train(BATCHES[:5])
     assert len(store_of(small.plan).records) == layers
     for ours, theirs in zip(jax.tree.leaves(small.state.moments), jax.tree.leaves(in_host.state.moments), strict=True):
@@ -119,8 +121,6 @@ def test_stages_update_their_layers_in_files_together(tmp_path, layers, devices,
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as in test_checkpoint
-@pytest.mark.usefixtures("orbax_fails")
 def test_stages_that_are_not_full_restore_from_files_into_memory_and_back(tmp_path):
     """A checkpoint of files has zeros for padding, which stages in memory read."""
     kind: dict[str, Any] = {"config": dataclasses.replace(CONFIG, num_hidden_layers=3), "pp_size": 2}
@@ -132,9 +132,6 @@ def test_stages_that_are_not_full_restore_from_files_into_memory_and_back(tmp_pa
     assert_same(there, in_files.state)
     back = save(tmp_path / "host", there, 0, in_host.run.layers)
     assert_same(restore(back, in_files.plan, in_files.run.layers), there)
-    other = Small(config=dataclasses.replace(kind["config"], intermediate_size=96), offload_master=True)
-    with pytest.raises(CheckpointError, match=r"cannot be read \(.*stored shape: \(4, 32, 80\)"):
-        restore(saved, other.plan, other.run.layers)
 
 
 @pytest.mark.full

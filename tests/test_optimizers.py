@@ -25,17 +25,12 @@ BATCHES = [tokens(2, 8, 16, seed=i) for i in range(3)]
 WORDS = dataclasses.replace(CONFIG, vocab_size=512)  # embedding and head are updated in several parts
 
 
-# The compiler's levels that tests/conftest.py turns down. Without LLVM's optimisations, what its fast instruction
-# selection cannot translate is contracted and the rest is not, which differs from kernel to kernel.
-AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
-
-
 @functools.cache
 def trained(name: str, devices: int = 1, *, as_users_compile: bool = False, **placed) -> tuple:
     """(curve, state) after three steps."""
     small = Small(devices, optimizer=OPTIMIZERS.get(name, optim.adamw), **placed)
     if as_users_compile:
-        small.step = small.step.lower(small.plan, *small.put(BATCHES[0])).compile(AS_USERS_COMPILE)
+        small.compile_as_users_do(BATCHES[0])
     curve = small.train(BATCHES)
     for x in jax.tree.leaves(small.state):
         by_index = {}
