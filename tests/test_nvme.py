@@ -38,7 +38,7 @@ from surojax.planner.traffic import Batch
 from surojax.run import checkpoint, on_disk
 from surojax.run.checkpoint import Checkpoints
 from surojax.run.metrics import TIMINGS
-from surojax.run.restore import restore
+from surojax.run.restore import check_restorable, restore
 from surojax.step.file_step import FileStep
 from surojax.step.state_plan import bytes_per_device
 from surojax.train import main
@@ -132,6 +132,9 @@ def test_stages_that_are_not_full_restore_from_files_into_memory_and_back(tmp_pa
     assert_same(there, in_files.state)
     back = save(tmp_path / "host", there, 0, in_host.run.layers)
     assert_same(restore(back, in_files.plan, in_files.run.layers), there)
+    other = Small(config=dataclasses.replace(kind["config"], intermediate_size=96))  # fewer entries, and another width
+    with pytest.raises(CheckpointError, match=r"cannot be read .*w_(gate|up|down).*96"):
+        check_restorable(saved, other.plan, other.run.layers)
 
 
 @pytest.mark.full
