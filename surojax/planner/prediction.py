@@ -51,7 +51,7 @@ class Prediction:
     calibrated: bool = False  # whether there are published rows of this GPU
     uncorrected_s: float | None = None  # `predicted_step_s` without the factor that was measured here
     corrected: str = ""  # what was measured here, and the file that says so
-    replaced: tuple[str, ...] = ()  # rates that were measured here
+    replaced: list[str] = dataclasses.field(default_factory=list)  # rates that were measured here
     tokens_per_s_per_gpu: float | None = None
     mfu: float | None = None  # model FLOPs, each at the peak rate of its dtype, as in `train`
     exposed_s: dict[str, float] = dataclasses.field(default_factory=dict)  # by kind of transfer
@@ -87,7 +87,7 @@ def predict(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, tokens: 
         calibrated=gpu.products_from == CALIBRATED,
         uncorrected_s=found.seconds / gpu.seen.factor,
         corrected=gpu.seen.note,
-        replaced=gpu.seen.replaced,
+        replaced=list(gpu.seen.replaced),
         tokens_per_s_per_gpu=tokens / found.seconds,
         mfu=compute_time / found.seconds,
         exposed_s=exposed,
