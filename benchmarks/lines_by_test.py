@@ -62,6 +62,8 @@ class Recorder:
             self.tests[item.nodeid] = (seconds, {name: sorted(lines) for name, lines in files.items()})
 
     def pytest_sessionfinish(self):
+        sys.monitoring.set_events(sys.monitoring.COVERAGE_ID, 0)  # Python's end runs lines as well
+        sys.monitoring.free_tool_id(sys.monitoring.COVERAGE_ID)
         if self.tests:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / f"{os.getpid()}.json").write_text(json.dumps(self.tests))
