@@ -224,11 +224,11 @@ def test_groups_move_what_the_formulas_say():
         flops = sum(traffic.token_flops(run, S, again=True).values())
         assert sum(traffic.step_flops(run, batch).values()) == pytest.approx(flops * S * K / 4)
         assert found.pop(("all-gather", "dp_shard+cp")) == pytest.approx(
-            7 / 8 * 2 * ((2 * L - 1) * K * blocks(D, F, 1) + 2 * V * D + D)
+            7 / 8 * 2 * (2 * L * K * blocks(D, F, 1) + 2 * V * D + D)
         )
         of_method[method] = {op: size for (op, axis), size in found.items() if axis == "cp"}
     tokens, passes = 4, L * K
-    both = passes + (L - 1) * K  # forward passes, again too
+    both = 2 * passes  # forward passes, again too
     own = 2 * 2 * 8 * tokens  # a device's keys and values, elements
     assert of_method == {
         "ulysses": {"all-to-all": 3 / 4 * (passes + both) * (2 * 4 * 8 + 2 * 4 * 8) * tokens * 2},

@@ -17,7 +17,7 @@ from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.placement.layout import batch_sharding
 from surojax.planner import hlo
-from surojax.step import engine, weights
+from surojax.step import weights
 
 ALL = dict.fromkeys(
     ("offload_weights", "offload_master", "offload_optimizer", "offload_grads", "offload_residual"), True
@@ -107,24 +107,6 @@ def test_two_gathered_layers_in_a_body_change_no_bit(monkeypatch):
     assert {*bodies} == {2}
 
 
-ONCE = {"devices": 2, "zero_level": 3}
-OTHER_LAST = {"config": dataclasses.replace(GEMMA, num_hidden_layers=4)}  # the last layer has a window, the first none
-GROUPED = {"microbatches_per_fetch": 2, "offload_residual": True, "offload_grads": True}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [ONCE | BFLOAT16 | GROUPED, ONCE | OTHER_LAST, ONCE | GROUPED | in_recipe("fp8_hybrid", skip_last=2)],
-)
-@pytest.mark.full
-def test_a_last_layer_that_is_computed_once_changes_no_bit(monkeypatch, options):
-    """Two steps of four microbatches, with that layer in the loops and after them."""
-    batches = [tokens(4, 4, 16, seed=i) for i in range(2)]
-    found = trained(batches, **options)
-    monkeypatch.setattr(engine, "computes_last_layer_once", lambda of: False)
-    assert found == trained(batches, **options)
-
-
 def gathered_arrays(group: int) -> int:
     """All-gathers in a step of four microbatches of three layers."""
     small = Small(4, zero_level=3, microbatches_per_fetch=group)
@@ -135,10 +117,10 @@ def gathered_arrays(group: int) -> int:
 
 @pytest.mark.full
 def test_a_group_gathers_each_layer_once_a_pass():
-    """Nine arrays of three layers, forward and backward, for each group, of the last layer once for both; those of the
-    first layer of a forward pass that does not come; once a step the three outer arrays."""
+    """Nine arrays of three layers, forward and backward, for each group; those of the first layer of a forward pass
+    that does not come; once a step the three outer arrays."""
     found = {group: gathered_arrays(group) for group in (1, 2, 4)}
-    assert found == {group: 9 * ((2 * 3 - 1) * 4 // group + 1) + 3 for group in (1, 2, 4)}
+    assert found == {group: 9 * (2 * 3 * 4 // group + 1) + 3 for group in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("group, change", [(3, "use 4"), (8, "use 4")])

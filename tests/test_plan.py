@@ -239,9 +239,9 @@ def test_weights_of_fp8_recipes_travel_in_8_bits(planned, changes):
     """A byte a number and no scales: those are shared beforehand, one number for each of a layer's seven matrices."""
     p = planned(config(gpus=4, zero_level=3, gradient_accumulation_steps=2, recipe="fp8_hybrid", **changes | BLOCKS))
     found = {x["op"]: x for x in p.collectives}
-    gathers, fetches = found["all-gather"], (64 * 2 - 1) * 2 + 1  # the last layer once for both passes
+    gathers, fetches = found["all-gather"], 64 * 2 * 2 + 1
     assert gathers["bytes"] == pytest.approx(gathers["textbook_bytes"], rel=0.02)
-    assert gathers["bytes"] == pytest.approx(0.75 * 2 * (2 * 64 - 1) * (4 * 256**2 + 3 * 256 * 512), rel=0.02)
+    assert gathers["bytes"] == pytest.approx(0.75 * 2 * 2 * 64 * (4 * 256**2 + 3 * 256 * 512), rel=0.02)
     shared = 1.5 * 4 * (7 * (64 if changes else fetches) + 64 * 11)  # maxima of weights; once a step those of 11 sites
     assert found["all-reduce"]["bytes"] == pytest.approx(found["all-reduce"]["textbook_bytes"] + shared, abs=100)
 
@@ -432,8 +432,7 @@ def test_sums_over_devices_overlap_the_last_backward_pass(planned, gpu, level):
     backward = kinds(loop(p, BACKWARD), "reduce-scatter")
     layer = 2 * (p.parameters - 2 * 32000 * 4096 - 4096) // 32
     loops = [[x for x in backward if x.loop == name] for name in dict.fromkeys(x.loop for x in backward)]
-    in_loop = 31 if level == 3 else 32  # ZeRO-3 computes the last layer once, outside of the loop
-    assert [(size(x), {r.times for r in x}) for x in loops][-1] == (layer, {in_loop})
+    assert [(size(x), {r.times for r in x}) for x in loops][-1] == (layer, {32})
     assert [size(x) for x in loops[:-1]] == ([layer] if level > 1 else [])
     for rows in loops:  # all but two of the attention's four matrices, the last to be computed: 17 %
         assert size(beside(rows)) > 0.8 * size(rows)

@@ -231,11 +231,11 @@ def test_groups_move_what_the_formulas_say():
     of_gpu = traffic.step_flops(run, traffic.Batch(sequences=1, sequence_len=S, microbatches=K))
     assert sum(of_gpu.values()) == pytest.approx(flops * S * K / 4)
     assert found == {
-        ("all-gather", "tp+tp_rep"): K * ((L * 6 - 2) * x + 2 * x + 2 * ids),
-        ("reduce-scatter", "tp+tp_rep"): K * ((L * 5 - 1) * x + 2 * x),
+        ("all-gather", "tp+tp_rep"): K * (L * 6 * x + 2 * x + 2 * ids),
+        ("reduce-scatter", "tp+tp_rep"): K * (L * 5 * x + 2 * x),
         ("all-reduce", "tp+tp_rep"): K * (2 * 2 * ids + 2 * 3 * (L * 2 * D + D) * 2 // 4),
         ("all-reduce", "tp_rep"): K * L * 2 * (D // 4 * D) * 2,
-        ("all-gather", "dp_shard"): ((2 * L - 1) * K * 2 * blocks // L + 2 * outer) // 2,
+        ("all-gather", "dp_shard"): (2 * K * 2 * blocks + 2 * outer) // 2,
         ("reduce-scatter", "dp_shard"): (K * 2 * blocks + 4 * outer) // 2,
     }
 

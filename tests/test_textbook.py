@@ -39,7 +39,7 @@ def moved(replicate: int = 1, **changes) -> dict[tuple[str, str], int]:
     [
         (1, 2 * BLOCKS, 4 * BLOCKS),  # new weights in bfloat16, accumulators in float32
         (2, 2 * BLOCKS, K * 2 * BLOCKS),  # every microbatch's gradients in bfloat16
-        (3, (2 * L - 1) * K * 2 * BLOCKS // L, K * 2 * BLOCKS),  # weights both ways, but of the last layer once
+        (3, 2 * K * 2 * BLOCKS, K * 2 * BLOCKS),  # weights both ways
     ],
 )
 def test_zero_levels(level, gathered, reduced):
@@ -63,16 +63,16 @@ def test_numbers_in_8_bits():
     scales = L * (4 * D * D + 2 * D * F) // 32 * 4 + L * D * F // 96 * 4
     found = moved(zero_level=3, zero_quantized_weights="fp8", zero_quantized_gradients=True)
     assert found == {
-        ("all-gather", "dp_shard"): ((2 * L - 1) * K * (MATRICES + scales + 2 * VECTORS) // L + 2 * OUTER) * 3 // 4,
+        ("all-gather", "dp_shard"): (2 * K * (MATRICES + scales + 2 * VECTORS) + 2 * OUTER) * 3 // 4,
         ("all-to-all", "dp_shard"): (K * (MATRICES + scales + 4 * VECTORS) + 4 * OUTER) * 3 // 4,
     }
 
 
 def test_groups_of_microbatches_gather_once():
-    """Weights both ways, but of the last layer once, for each of two groups; gradients of every microbatch."""
+    """Weights both ways for each of two groups; gradients of every microbatch."""
     found = moved(zero_level=3, microbatches_per_fetch=2)
     assert found == {
-        ("all-gather", "dp_shard"): ((2 * L - 1) * (K // 2) * 2 * BLOCKS // L + 2 * OUTER) * 3 // 4,
+        ("all-gather", "dp_shard"): (2 * (K // 2) * 2 * BLOCKS + 2 * OUTER) * 3 // 4,
         ("reduce-scatter", "dp_shard"): (K * 2 * BLOCKS + 4 * OUTER) * 3 // 4,
     }
 

@@ -14,7 +14,7 @@ from surojax.placement.param import OUTER, Kind
 from surojax.planner import links, shares, textbook
 from surojax.planner.gpus import Gpu, known_rates
 from surojax.planner.stages import layer_passes
-from surojax.planner.traffic import Batch, attention_again, groups_of, layers_again
+from surojax.planner.traffic import Batch, attention_again, groups_of
 
 IN_A_SLICE = ("all-gather", "all-reduce", "all-reduce", "reduce-scatter")  # of the head: tokens, loss, gradient
 IN_A_PASS = 4  # over tp: attention and MLP each gather their inputs and scatter their results
@@ -65,8 +65,8 @@ def of_step(run: Assembly, batch: Batch, gpu: Gpu) -> CollectiveTime:
     weights = seconds(textbook.weights(run, batch))
     gathered = updated = 0.0
     if table.weights.sharded:
-        in_pass = textbook.layers_gathered(run)[0]
-        of_group = sum(textbook.layers_gathered(run))
+        in_pass = textbook.layers_gathered(run)
+        of_group = 2 * in_pass
         gathered = in_pass * (weights / (of_group * groups_of(run, batch)) + latency("all-gather", over_shards))
     else:
         updated = weights + matrices * latency("all-gather", over_shards)
@@ -129,10 +129,10 @@ def _latencies(run: Assembly, latency: Callable[[str, str], float]) -> tuple[tup
     repeats = attention_again(run) or method != "ulysses"
     layers = shares.layers_of(run, *run.model.segments)
     tensor_again = sum(
-        layers_again(run, segment) * sum(textbook.tensor_again(run, segment)) for segment in run.model.segments
+        shares.layers_of(run, segment) * sum(textbook.tensor_again(run, segment)) for segment in run.model.segments
     )
     of_layer = times * of_context
-    context_again = repeats * sum(layers_again(run, segment) for segment in run.model.segments)
+    context_again = repeats * layers
     return (
         (layers * IN_A_PASS * of_tensor, tensor_again * of_tensor, layers * IN_A_PASS * of_tensor),
         (layers * of_layer, context_again * of_layer, layers * of_layer),

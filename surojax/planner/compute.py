@@ -104,10 +104,8 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
         mlp_again=(repeated - attended * again) / 2,
     )
     found = Seconds()
-    for l, variant in enumerate(variants):
-        layer = of_layer.plus(_products(run, segment, gpu, tokens, variant.recipe_enabled))
-        repeated = l < traffic.layers_again(run, segment)
-        found = found.plus(layer if repeated else layer._replace(again=0.0, mlp_again=0.0))
+    for variant in variants:
+        found = found.plus(of_layer).plus(_products(run, segment, gpu, tokens, variant.recipe_enabled))
     return found
 
 

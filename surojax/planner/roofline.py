@@ -82,7 +82,6 @@ class Work:
     rounds: int  # times that a stage's layers take the time of a microbatch, in each direction
     fetches: int  # times that each layer's weights and accumulators are fetched in each direction
     layers: int  # of a stage
-    fetched_again: float  # the fraction of them that the backward pass fetches: not a last layer that is computed once
     blocks: Seconds  # that they compute
     collectives: CollectiveTime
     hides_forward: float  # of the forward pass, what a gather can hide behind: of the longest part between collectives
@@ -132,7 +131,6 @@ def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, in
     blocks = blocks._replace(backward=blocks.backward + 2 * grads)  # accumulators are read and written
     stages = pipeline_stages(run.mesh)
     hides_forward, hides_again = _hiding(run, blocks)
-    layers = shares.layers_of(run, *run.model.segments)
     return Work(
         gpu=gpu,
         rates=rates,
@@ -140,8 +138,7 @@ def step_work(run: Assembly, batch: traffic.Batch, gpu: Gpu, sizes: dict[str, in
         microbatches=k,
         rounds=k + stages - 1,
         fetches=k + stages - 1 if stages > 1 else k // run.engine.microbatches_per_fetch,
-        layers=layers,
-        fetched_again=1 - traffic.last_layer_once(run) / layers,
+        layers=shares.layers_of(run, *run.model.segments),
         blocks=blocks,
         collectives=collective_time.of_step(run, batch, gpu),
         hides_forward=hides_forward,
@@ -215,7 +212,7 @@ def phases(
         for part, streamed in in_loops
     )
     reduced = k * sent.reduced + sent.reduced_once
-    link = work.fetches * work.fetched_again * sent.gathered + rounds * (sent.again + sent.backward) + reduced
+    link = work.fetches * sent.gathered + rounds * (sent.again + sent.backward) + reduced
     backward = sum(
         _phase(
             work,
@@ -274,14 +271,13 @@ def _chains(work: Work, per_fetch: int, *, from_host: float) -> tuple[float, flo
         """Seconds of the gradients of a microbatch, with more collectives behind them."""
         return behind(of_one + more, products) + covering * (1 + slowed) + waited + sent.smallest * sent.reduced
 
-    gathered *= work.fetched_again
     backward = repeated - hides + behind(gathered, hides) + per_fetch * gradients(0.0)
     if from_host:
         backward = max(backward, repeated + (per_fetch - 1) * gradients(0.0) + gradients(gathered))
     with_the_last = sent.reduced_once
     if work.recomputed:
         with_the_last = gradients(sent.reduced_once) - gradients(0.0) + sent.smallest * sent.reduced_once
-    return forward, backward + work.fetched_again * copied, with_the_last
+    return forward, backward + copied, with_the_last
 
 
 def _update(

@@ -7,14 +7,13 @@ microbatches, and blocks whose work weights have P bytes, each GPU sends per ste
 |--------------------|-----------------------------------------------------|----------------------------------------|
 | master and moments |                                                     | reduce-scatter P', all-gather P        |
 | + gradients        | reduce-scatter k P                                  | all-gather P                           |
-| + weights          | all-gather 2 k P - k P_l, reduce-scatter k P        |                                        |
+| + weights          | all-gather 2 k P, reduce-scatter k P                |                                        |
 
-times (n - 1) / n. P_l is the last layer's part of P if that layer is computed once (step/weights.py). P' is the size of
-the blocks in the dtype of the gradient accumulators. With `microbatches_per_fetch` g, weights are gathered for k / g
-groups: 2 P k / g. `use_all_to_all_reduce` sends the same bytes in an all-to-all. In 8 bits (`zero_quantized_weights`,
-`zero_quantized_gradients`, weights of recipes fp8_*) P has 1 byte for each number of a matrix and 4 bytes for the scale
-of each of its blocks; fp8_* have no blocks. Vectors stay in the work dtype, gradients of vectors are float32 (ZeRO++,
-Wang et al. 2023, arXiv:2306.10209; its gradients in one hop).
+times (n - 1) / n. P' is the size of the blocks in the dtype of the gradient accumulators. With `microbatches_per_fetch`
+g, weights are gathered for k / g groups: 2 P k / g. `use_all_to_all_reduce` sends the same bytes in an
+all-to-all. In 8 bits (`zero_quantized_weights`, `zero_quantized_gradients`, weights of recipes fp8_*) P has 1 byte for
+each number of a matrix and 4 bytes for the scale of each of its blocks; fp8_* have no blocks. Vectors stay in the work
+dtype, gradients of vectors are float32 (ZeRO++, Wang et al. 2023, arXiv:2306.10209; its gradients in one hop).
 
 Of a base that is frozen, below adapters, weights are gathered like others, and gradients and updates are those of the
 adapters alone.
@@ -58,7 +57,7 @@ from surojax.placement.mesh import (
 from surojax.placement.param import OUTER, Kind, Param
 from surojax.planner import shares
 from surojax.planner.stages import layer_passes
-from surojax.planner.traffic import Batch, attention_again, groups_of, last_layer_once, layers_again
+from surojax.planner.traffic import Batch, attention_again, groups_of
 
 type Sent = dict[tuple[str, str], float]
 
@@ -103,17 +102,13 @@ def weights(run: Assembly, batch: Batch) -> Sent:
     """All-gathers of the blocks' weights: two for each group of microbatches, or of what was updated once a step."""
     gathered = _gathered_bytes(run)
     if run.engine.table.weights.sharded:
-        gathered *= sum(layers_gathered(run)) / shares.layers_of(run, *run.model.segments) * groups_of(run, batch)
+        gathered *= 2 * layers_gathered(run) / shares.layers_of(run, *run.model.segments) * groups_of(run, batch)
     return {("all-gather", axes_of_shards(run)): _ring(run) * gathered}
 
 
-def layers_gathered(run: Assembly) -> tuple[int, int]:
-    """Layers whose weights the passes over a group of microbatches gather, (forward, backward), if they are sharded.
-
-    2 passes over the n layers of a stage gather 2 (n + 1).
-    """
-    layers = shares.layers_of(run, *run.model.segments) + (pipeline_stages(run.mesh) > 1)
-    return layers, layers - last_layer_once(run)
+def layers_gathered(run: Assembly) -> int:
+    """Layers whose weights a pass over a group gathers, if they are sharded: all of its own, with stages one more."""
+    return shares.layers_of(run, *run.model.segments) + (pipeline_stages(run.mesh) > 1)
 
 
 def gradients(run: Assembly, batch: Batch) -> Sent:
@@ -195,12 +190,11 @@ def tensor(run: Assembly, batch: Batch) -> Passes:
     for segment in run.model.segments:
         layers = shares.layers_of(run, segment)
         gathers_again, results_again = tensor_again(run, segment)
-        repeated = layers_again(run, segment) / layers
         enabled = sum(variant.recipe_enabled for variant in segment.variants) / segment.num_layers
         in_recipe = layers * enabled  # of a stage, on average
         in_fp8 = run.model.precision.fp8 * in_recipe
         gathers = layers - in_fp8 + in_fp8 / work  # of layers, in the work dtype
-        of_passes = (forward, 2, 2), (again, repeated * gathers_again, repeated * results_again), (backward, 2, 2)
+        of_passes = (forward, 2, 2), (again, gathers_again, results_again), (backward, 2, 2)
         for of_pass, gathered, scattered in of_passes:
             of_pass["all-gather", along] += k * gathers * gathered * x
             of_pass["reduce-scatter", along] += k * layers * scattered * x
@@ -230,8 +224,8 @@ def context(run: Assembly, batch: Batch) -> Passes:
 
     ulysses: queries, keys and values of one pass, and its results; so are their gradients. With chunks, the backward
     pass sends keys and values of all chunks but the last once more. Others: a pass gets keys and values of all others;
-    reverse mode gets them again, and XLA joins that with what a recomputed block gets, and with the one pass of a last
-    layer that is computed once. Gradients of them are float32, until ring sends them home in one hop more.
+    reverse mode gets them again, and XLA joins that with what a recomputed block gets. Gradients of them are float32,
+    until ring sends them home in one hop more.
     """
     n = run.mesh.shape.get(CONTEXT, 1)
     forward, again, backward = sent = Passes(*(collections.defaultdict(float) for _ in range(3)))
@@ -243,7 +237,6 @@ def context(run: Assembly, batch: Batch) -> Passes:
     tokens = batch.tokens / n
     for segment in run.model.segments:
         passes = layer_passes(run, batch.microbatches) * shares.layers_of(run, segment)
-        repeated = layers_again(run, segment) / shares.layers_of(run, segment)
         heads = segment.heads
         queries = heads.query // tensor_parallel(run.mesh) * heads.channels * tokens
         of_group = heads.key_value // run.mesh.shape.get(KV_HEADS, 1)
@@ -252,7 +245,7 @@ def context(run: Assembly, batch: Batch) -> Passes:
             attended = (n - 1) / n * passes * (2 * queries + 2 * keys) * work
             forward["all-to-all", CONTEXT] += attended
             if attention_again(run):
-                again["all-to-all", CONTEXT] += repeated * attended
+                again["all-to-all", CONTEXT] += attended
             earlier = _of_earlier_chunks(run) * 2 * keys
             again["all-to-all", CONTEXT] += (n - 1) / n * passes * earlier * work
             backward["all-to-all", CONTEXT] += attended
@@ -260,7 +253,7 @@ def context(run: Assembly, batch: Batch) -> Passes:
         block = 2 * of_group * heads.channels * tokens
         to_others, home = ("all-gather", "reduce-scatter") if method == "allgather" else ("collective-permute",) * 2
         forward[to_others, CONTEXT] += (n - 1) * passes * block * work
-        again[to_others, CONTEXT] += repeated * (n - 1) * passes * block * work
+        again[to_others, CONTEXT] += (n - 1) * passes * block * work
         backward[home, CONTEXT] += passes * block * ((n - 1) * 4 + (work if method == "ring" else 0))
     return sent
 

@@ -22,7 +22,6 @@ from surojax.planner import shares
 from surojax.planner.gpus import Gpu
 from surojax.planner.stages import layer_passes, slots
 from surojax.step.state_plan import leaf_bytes
-from surojax.step.weights import computes_last_layer_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +48,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
 
     Products with the blocks' matrices have the recipe's dtypes in the layers with the recipe; attention and head have
     model_dtype. again: include the second forward pass of recomputed blocks, in which XLA drops the products that no
-    gradient needs (`Segment.last_products`), unless the last layer is computed once.
+    gradient needs (`Segment.last_products`).
     """
     model = run.model
     work_dtype = run.engine.table.weights.dtype
@@ -57,16 +56,13 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
     attention = sum(segment.attention_flops(sequence_len) for segment in model.segments)
     # One pass forward, two backward: gradients of inputs, and of what is trained.
     total = 2.0 * (2 * model.num_matmul_params + model.trained_matmul_params) + 3 * attention
-    last = model.segments[-1]
-    once = last_layer_once(run)
-    total += attention - once * last.attention_flops(sequence_len) / last.num_layers if again else 0
+    total += attention if again else 0
     for segment in model.segments:
-        for l, variant in enumerate(segment.variants):
-            repeated = again and not (once and segment is last and l == last.num_layers - 1)
+        for variant in segment.variants:
             forward, backward = operands(model.precision, variant.recipe_enabled, work_dtype)
-            recomputed = segment.recomputed_matmul_size if repeated else 0
+            recomputed = segment.recomputed_matmul_size if again else 0
             factors = segment.factor_size  # in model_dtype: among what is left below
-            found[forward] += 2 * (segment.matmul_size - factors + recomputed - factors * repeated)
+            found[forward] += 2 * (segment.matmul_size - factors + recomputed - factors * again)
             found[backward] += 2 * (segment.matmul_size + segment.trained_matmul_size - 2 * factors)
             total += 2 * recomputed
     found[work_dtype] += total - sum(found.values())
@@ -180,16 +176,6 @@ def host_bytes(run: Assembly, batch: Batch, rows: dict[str, dict[str, int]]) -> 
 def groups_of(run: Assembly, batch: Batch) -> int:
     """Groups of microbatches in a step; for each, a layer's weights and accumulators are fetched once a pass."""
     return layer_passes(run, batch.microbatches) // run.engine.microbatches_per_fetch
-
-
-def last_layer_once(run: Assembly) -> bool:
-    """True if the last layer is computed once, and not again in the backward pass."""
-    return computes_last_layer_once(run.engine) and pipeline_stages(run.mesh) == 1
-
-
-def layers_again(run: Assembly, segment: Segment) -> int:
-    """Layers of a segment, of a full stage, whose forward pass is repeated if blocks are recomputed."""
-    return shares.layers_of(run, segment) - (last_layer_once(run) and segment is run.model.segments[-1])
 
 
 def attention_again(run: Assembly) -> bool:

@@ -18,7 +18,7 @@ from surojax.placement.param import Kind
 from surojax.planner.segment_bytes import SegmentBytes, shard_sizes
 from surojax.planner.shares import layers_together
 from surojax.planner.stages import patterns
-from surojax.planner.traffic import Batch, last_layer_once
+from surojax.planner.traffic import Batch
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import comes_in_pairs
 
@@ -43,7 +43,7 @@ def working_space(
     in_flight = InFlight.sum(
         _weights_in_flight(run, platform, segments, engine.microbatches_per_fetch * x_bytes),
         _gradients_in_flight(run, batch, segments),
-        _residuals_in_flight(run, segments),
+        InFlight(0, _residuals_in_flight(run, segments)),
     )
     layer_state = max(segment.layer_state for segment in segments)
     if engine.overlap_update:
@@ -150,17 +150,16 @@ def _gradients_in_flight(run: Assembly, batch: Batch, segments: list[SegmentByte
     return InFlight(sum(of_layers), layer + (max(of_layers) if grads.sharded else 0))
 
 
-def _residuals_in_flight(run: Assembly, segments: list[SegmentBytes]) -> InFlight:
-    """Residuals on their way from host memory, and of a last layer that is computed once."""
+def _residuals_in_flight(run: Assembly, segments: list[SegmentBytes]) -> int:
+    """Residuals on their way from host memory."""
     engine = run.engine
-    head = segments[-1].saved if last_layer_once(run) else 0
     if not engine.table.residuals.home.streamed:
-        return InFlight(head, 0)
+        return 0
     # Residuals of this layer and of the next, of each microbatch of a group. The input of a recomputed block takes the
     # place of the one before it. If a block is not recomputed, `saved` includes those of a microbatch.
     group = engine.microbatches_per_fetch
     count = 1 + group if engine.recompute_block else 2 * group if group > 1 else 1
-    return InFlight(head, count * max(segment.kept for segment in segments))
+    return count * max(segment.kept for segment in segments)
 
 
 def _of_stages(run: Assembly, batch: Batch, segments: list[SegmentBytes], x_bytes: int) -> int:

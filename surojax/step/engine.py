@@ -14,10 +14,6 @@ gradient to the accumulators. Two groups may be peeled off the loop: the first, 
 memory, and the last, in which push also sums over devices what the others leave local. The loops over layers are in
 passes.py, fetch in weights.py, save in residuals.py, push and finish in gradients.py, embedding and head in outer.py.
 
-The last layer's forward pass and its backward pass have only the head between them. If weights are gathered from shards
-in device memory and blocks are recomputed, that layer is not in the loops: it is fetched once, and its residuals are
-kept while the head computes (`passes.last_layer`). The same operations, so the same bits.
-
 A group has `microbatches_per_fetch` microbatches. A layer's weights are fetched once for all of them, and so are its
 accumulators if they are in host memory: fewer transfers, more residuals. Gradients are added in the same order with
 groups of any size, so results are the same to the bit, but for a head that is also the embedding: its matrix gets the
@@ -73,11 +69,11 @@ from surojax.step.gradients import (
 )
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.passes import BackwardCarry, Forward, Group, Microbatch, backward, forward, in_turn, last_layer
+from surojax.step.passes import BackwardCarry, Forward, Group, Microbatch, backward, forward, in_turn
 from surojax.step.residuals import Residuals, block_forward
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState
-from surojax.step.weights import Layer, Layers, computes_last_layer_once, fetch
+from surojax.step.weights import Layer, Layers, fetch
 
 __all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
 
@@ -261,7 +257,7 @@ def group_forward(
     current: Group,
     carry: GroupCarry,
 ) -> dict[str, Forward]:
-    """The forward pass of each segment, without a last layer that is computed once."""
+    """The forward pass of each segment."""
     xs_BSD = [embedded(engine, step_inputs.outer, each) for each in current.microbatches]
     passes: dict[str, Forward] = {}
     for name, layers in step_inputs.segments.items():
@@ -273,30 +269,19 @@ def group_forward(
 
 
 def group_heads(
-    engine: Engine, step_inputs: StepInputs, current: Group, carry: GroupCarry, passes: dict[str, Forward]
-) -> tuple[GroupCarry, BackwardCarry, dict[str, Forward]]:
-    """(the carry with losses, the carry of the backward pass, the forward passes) after the heads.
-
-    If the last layer is computed once, also after it. All gradients are in the second carry.
-    """
-    head_of = functools.partial(head_of_microbatch, engine, step_inputs)
-    name, layers = list(step_inputs.segments.items())[-1]
-    passed = passes[name]
-    done = BackwardCarry([], step_inputs.d_auxiliary, carry.grads, collectives.no_squares(), [], carry.observed)
-    if layers.last_once:
-        grads = begin_backward(layers.segment, done.grads, current.number, first=current.first)
-        done, passed, losses = last_layer(engine, layers, passed, done._replace(grads=grads), current, head_of)
-    else:
-        losses = []
-        dxs_BSD = []
-        d_outer = carry.grads.outer
-        for each, of_microbatch in zip(current.microbatches, passed.microbatches, strict=True):
-            loss, dx_BSD, d_outer = head_of(each, of_microbatch.x_BSD, d_outer)
-            losses.append(loss)
-            dxs_BSD.append(dx_BSD)
-        done = done._replace(dxs_BSD=dxs_BSD, grads=carry.grads._replace(outer=d_outer))
-    finite = and_activations(carry.finite, [of_microbatch.x_BSD for of_microbatch in passed.microbatches])
-    return carry._replace(loss=sum(losses, carry.loss), finite=finite), done, passes | {name: passed}
+    engine: Engine, step_inputs: StepInputs, current: Group, carry: GroupCarry, xs_BSD: list[jax.Array]
+) -> tuple[GroupCarry, list[jax.Array]]:
+    """(the carry with losses and the heads' gradients, gradients of xs_BSD: the results of the last layer)."""
+    losses = []
+    dxs_BSD = []
+    d_outer = carry.grads.outer
+    for each, x_BSD in zip(current.microbatches, xs_BSD, strict=True):
+        loss, dx_BSD, d_outer = head_of_microbatch(engine, step_inputs, each, x_BSD, d_outer)
+        losses.append(loss)
+        dxs_BSD.append(dx_BSD)
+    grads = carry.grads._replace(outer=d_outer)
+    finite = and_activations(carry.finite, xs_BSD)
+    return carry._replace(grads=grads, loss=sum(losses, carry.loss), finite=finite), dxs_BSD
 
 
 def head_of_microbatch(engine: Engine, step_inputs: StepInputs, each: Microbatch, x_BSD: jax.Array, d_outer: dict):
@@ -323,13 +308,16 @@ def group_backward(
     passes: dict[str, Forward],
 ) -> GroupCarry:
     """The carry after heads, the blocks of all segments in reverse, and the embedding's gradients."""
-    carry, done, passes = group_heads(engine, step_inputs, current, carry, passes)
+    *_, last = passes.values()
+    xs_BSD = [of_microbatch.x_BSD for of_microbatch in last.microbatches]
+    carry, dxs_BSD = group_heads(engine, step_inputs, current, carry, xs_BSD)
+    no_squares = collectives.no_squares()
+    done = BackwardCarry(dxs_BSD, step_inputs.d_auxiliary, carry.grads, no_squares, [], carry.observed)
     prefetched = {}
     for name, layers in reversed(step_inputs.segments.items()):
         early = layers.turn(passes[name].prefetched, current.number, reverse=True)
         kept = [each.kept for each in passes[name].microbatches]
-        if not layers.last_once:
-            done = done._replace(grads=begin_backward(layers.segment, done.grads, current.number, first=current.first))
+        done = done._replace(grads=begin_backward(layers.segment, done.grads, current.number, first=current.first))
         done, prefetched[name] = backward(engine, layers, done, early, current, residuals[name], kept)
     d_outer = done.grads.outer
     for each, dx_BSD in zip(current.microbatches, done.dxs_BSD, strict=True):
@@ -347,12 +335,7 @@ def group_backward(
 
 def layers_of(engine: Engine, weights) -> dict[str, Layers]:
     """The `Layers` of each segment. weights: by section."""
-    last = engine.model.segments[-1]
-    once = computes_last_layer_once(engine)
-    return {
-        segment.name: Layers(engine, segment, weights[segment.name], last_once=once and segment is last)
-        for segment in engine.model.segments
-    }
+    return {segment.name: Layers(engine, segment, weights[segment.name]) for segment in engine.model.segments}
 
 
 def embedded(engine: Engine, outer, each: Microbatch) -> jax.Array:
@@ -416,7 +399,7 @@ def residuals_of(
         variant: jax.eval_shape(functools.partial(of_variant, variant))
         for variant in variants or dict.fromkeys(segment.variants)
     }
-    return Residuals(segment.num_layers - layers.last_once, engine.table.residuals.home, saved)
+    return Residuals(segment.num_layers, engine.table.residuals.home, saved)
 
 
 def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array, starts_BS=None):

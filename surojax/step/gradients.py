@@ -123,14 +123,6 @@ def read_accumulator(segment: Segment, grads: Accumulators, l: jax.Array, *, fir
     return grads.with_layers(segment.name, stack=stack), old
 
 
-def read_last_accumulator(segment: Segment, grads: Accumulators, *, first: bool):
-    """The sums of a segment's last layer to add gradients to, after `begin_backward`. first: see `read_accumulator`."""
-    sums = grads.layers[segment.name]
-    if sums.deferred is None:
-        return read(sums.stack, segment.num_layers - 1)
-    return jax.tree.map(jnp.zeros_like, sums.deferred) if first else sums.deferred
-
-
 def accumulate(engine: Engine, segment: Segment, sums, dw):
     """A layer's sums plus its gradients in a microbatch, which are reduce-scattered if accumulators are sharded."""
     table = engine.table

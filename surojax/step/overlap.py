@@ -41,7 +41,6 @@ from surojax.step.weights import (
     Layer,
     all_gather_weights,
     comes_in_pairs,
-    computes_last_layer_once,
     hides_transfers,
     in_gather_format,
 )
@@ -74,7 +73,7 @@ class InFlight(NamedTuple):
 class UpdatingLayers:
     """A segment's layers, updated one after another in the loop of a forward pass; in place of `weights.Layers`.
 
-    state, grads: of the segment, before the update. last_once: the last layer is updated, but is not in the loop.
+    state, grads: of the segment, before the update.
     """
 
     def __init__(
@@ -85,8 +84,6 @@ class UpdatingLayers:
         state: TensorState,
         grads,
         scalars: Scalars,
-        *,
-        last_once: bool = False,
     ):
         self.engine = engine
         self.optimizer = optimizer
@@ -94,7 +91,6 @@ class UpdatingLayers:
         self.state = state
         self.grads = grads
         self.scalars = scalars
-        self.last_once = last_once
         self.tensors = tensors(engine, segment.name, state, grads)
 
     def turn(self, prefetched, group, *, reverse: bool):
@@ -128,8 +124,7 @@ class UpdatingLayers:
         in_order: a layer of the state is written before another one is read. The next run begins with this flight.
         """
         is_last = layers.stop == self.segment.num_layers
-        once = self.last_once and is_last
-        variants = self.segment.variants[layers.start : layers.stop - once]
+        variants = self.segment.variants[layers.start : layers.stop]
 
         def one(k, in_turn, variant: Variant, carried, *, reads: bool = True):
             """The k-th layer of the run. in_turn: see `loop_over`. reads: the state of a layer is left to be read."""
@@ -172,11 +167,6 @@ class UpdatingLayers:
         carry, _, flight = carried
         # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
         work, state = jax.lax.optimization_barrier((flight.work, flight.state))
-        if once:
-            last = layers.stop - 1
-            work = write(work, flight.updated.weights, last - begin)
-            state = write(state, (flight.updated.master, flight.updated.moments), last)
-            work, state = jax.lax.optimization_barrier((work, state))
         return carry, flight._replace(work=work, state=state)
 
     def _read(self, state: tuple, l) -> tuple:
@@ -291,7 +281,6 @@ class OverlappedStep:
                     section(state, segment.name),
                     grads[segment.name],
                     scalars,
-                    last_once=computes_last_layer_once(engine) and segment is engine.model.segments[-1],
                 )
                 for segment in engine.model.segments
             }

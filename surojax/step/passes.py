@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from surojax.numerics.rounding import materialised
 from surojax.parallel.collectives import Squares, varying
 from surojax.step.gradients import (
     Accumulators,
@@ -17,7 +16,6 @@ from surojax.step.gradients import (
     add,
     push,
     read_accumulator,
-    read_last_accumulator,
     reduce_behind,
 )
 from surojax.step.residuals import Kept, Residuals, Slot, block_backward, block_forward
@@ -121,61 +119,6 @@ def forward(
     return Forward(done, prefetched)
 
 
-class LastLayer(NamedTuple):
-    """Results of `last_layer`. passed: the forward pass with that of this layer. losses: of each microbatch."""
-
-    carry: BackwardCarry
-    passed: Forward
-    losses: list[jax.Array]
-
-
-@jax.named_scope("last_layer")
-def last_layer(
-    engine: Engine, layers: Layers, passed: Forward, carry: BackwardCarry, group: Group, head: Callable
-) -> LastLayer:
-    """The last layer forward, the head, and the last layer backward, for one microbatch of a group after another.
-
-    The layer is fetched once, and computed once: its residuals are still there. passed: the layers before it. carry:
-    what a backward pass begins with, without gradients of activations. head: a function (Microbatch, x_BSD, gradients
-    of the outer layers) -> (loss, dx_BSD, these gradients).
-    """
-    segment = layers.segment
-    layer = layers.last(passed.prefetched)
-    early = []
-    grads = carry.grads
-    sums = read_last_accumulator(segment, grads, first=group.first)
-    d_auxiliary = carry.d_auxiliary if segment.has_auxiliary_loss else None
-    observed = carry.observed
-    done: list[ForwardCarry] = []
-    losses = []
-    dxs_BSD = []
-    for each, before in zip(group.microbatches, passed.microbatches, strict=True):
-        x_BSD = before.x_BSD
-        if done:
-            x_BSD, dxs_BSD[-1] = in_turn(x_BSD, dxs_BSD[-1])
-        inputs = each.recipe_inputs(layer.number)
-        result, saved = segment.block_forward(layer.weights, x_BSD, inputs, layer.variant, each.starts_BS)
-        x_BSD, auxiliary = materialised(result)  # `saved` without a barrier, as when a block is recomputed: same bits
-        loss, dx_BSD, outer = head(each, x_BSD, grads.outer)
-        grads = grads._replace(outer=outer)
-        # Weights that are gathered while the head computes would be in memory beside its logits.
-        (sums, position), dx_BSD = in_turn((sums, jnp.int32(segment.num_layers)), dx_BSD)
-        if not done:
-            early = layers.after_last(passed.prefetched, position)
-        d_result = dx_BSD, d_auxiliary
-        dw, dx_BSD, seen = segment.block_backward(layer.weights, saved, d_result, inputs, layer.variant, each.starts_BS)
-        if not done:  # as in `backward`
-            dw, early[-1] = reduce_behind(dw, early[-1])
-        sums = accumulate(engine, segment, sums, dw)
-        observed = and_observed(observed, seen, layer)
-        done.append(before._replace(x_BSD=x_BSD, auxiliary=add(before.auxiliary, auxiliary)))
-        losses.append(loss)
-        dxs_BSD.append(dx_BSD)
-    grads, squares = push(engine, segment, grads, sums, layer, last=group.last)
-    carry = BackwardCarry(dxs_BSD, carry.d_auxiliary, grads, add(carry.squares, squares), [], observed)
-    return LastLayer(carry, Forward(done, early), losses)
-
-
 @jax.named_scope("backward")
 def backward(
     engine: Engine,
@@ -188,8 +131,7 @@ def backward(
 ):
     """(BackwardCarry, prefetched) after all blocks of a segment in reverse, for each microbatch of a group.
 
-    kept: after the forward pass of the last layer, or of the one before it if it is computed once. `read_accumulator`
-    and `push` say what the first and last group do.
+    kept: after the forward pass. `read_accumulator` and `push` say what the first and last group do.
     """
     segment = layers.segment
 

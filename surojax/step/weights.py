@@ -31,16 +31,6 @@ def hides_transfers(tokens: int) -> bool:
     return tokens >= HIDING_TOKENS
 
 
-def computes_last_layer_once(engine: Engine) -> bool:
-    """True if the model's last layer is fetched and computed once, forward and backward (`passes.last_layer`).
-
-    Its weights, and all that its forward pass saves, are in device memory while the head computes. So weights that are
-    streamed from the host, which save memory, are left out.
-    """
-    table = engine.table
-    return engine.recompute_block and table.weights.sharded and not table.streams_weights
-
-
 def fetch(engine: Engine, segment: Segment, stack, l: jax.Array | int, variant: Variant):
     """The weights of layer l of a stack, as its products read them."""
     w = all_gather_weights(engine, segment, copy_in(engine, segment, stack, l, variant))
@@ -118,25 +108,17 @@ class Prefetch:
     """Fetches the weights of a run of layers early.
 
     A group of microbatches passes the positions 0 to 2n - 1: n layers forward, then backward; the positions after that
-    are the next one's forward pass. A last layer that is computed once has the position n - 1 only, so 2n - 2 is the
-    last one.
+    are the next one's forward pass.
 
     Weights that are stored in shards, or in host memory, are fetched one position early; those that are stored in
     shards in host memory are copied in two positions early and gathered one position early, so that neither waits.
     """
 
-    def __init__(
-        self, engine: Engine, segment: Segment, part: Part, layers: range, period: int, *, stages: int, last_once: bool
-    ):
-        """part: the stack that holds these layers; period: of their variants, see `model.runs`.
-
-        last_once: see `Layers`.
-        """
+    def __init__(self, engine: Engine, segment: Segment, part: Part, layers: range, period: int, *, stages: int):
+        """part: the stack that holds these layers; period: of their variants, see `model.runs`."""
         self.part = part
         self.layers = layers
         self.n = len(layers)
-        self.looped = layers[: self.n - last_once]
-        self.positions = 2 * self.n - last_once
         self.period = period
         self.stages = stages
         self.variants = segment.variants[layers.start : layers.stop]
@@ -148,8 +130,8 @@ class Prefetch:
 
     def copy_in(self, p):
         """The first stage of the fetch for position p."""
-        p %= self.positions
-        return self._copy_in(self._in_part(jnp.minimum(p, self.positions - 1 - p)))
+        p %= 2 * self.n
+        return self._copy_in(self._in_part(jnp.minimum(p, 2 * self.n - 1 - p)))
 
     def _in_part(self, l):
         """The index in the part's stack of the l-th of these layers."""
@@ -162,14 +144,11 @@ class Prefetch:
         """
         if self.on_device:
             return self.copy_in(p)
-        return self._copy_in(self._in_part(self.positions - 1 - p if reverse else p))
+        return self._copy_in(self._in_part(2 * self.n - 1 - p if reverse else p))
 
     def first(self, *, reverse: bool = False):
-        """The results of each stage that are prefetched before the forward pass or, if reverse, before the next one.
-
-        That is the backward pass, or a last layer that is computed once.
-        """
-        p = len(self.looped) if reverse else 0
+        """The results of each stage that are prefetched before the forward pass or, if reverse, the backward pass."""
+        p = self.n if reverse else 0
         return tuple(self._prefetched(i, p) for i in range(self.stages))
 
     def first_shards(self, *, reverse: bool):
@@ -205,7 +184,7 @@ class Prefetch:
         their transfers overlap less (docs/LOG.md, 2026-11-22). So weights copied in from host memory come in pairs
         backward only, and all-gathered ones if the pass is long enough for them all the same.
         """
-        if self.stages != 1 or not comes_in_pairs(len(self.looped), self.period, odd=self.on_device):
+        if self.stages != 1 or not comes_in_pairs(self.n, self.period, odd=self.on_device):
             return self.period
         in_pairs = self.recomputes and hides_transfers(tokens) if self.on_device else reverse
         return 2 if in_pairs else self.period
@@ -227,10 +206,9 @@ class Layers:
     (`host.parts`) and whose variants repeat.
     """
 
-    def __init__(self, engine: Engine, segment: Segment, stacks, *, last_once: bool = False):
-        """stacks: the segment's work weights. last_once: the last layer is not in the loops, but `last` gives it."""
+    def __init__(self, engine: Engine, segment: Segment, stacks):
+        """stacks: the segment's work weights."""
         self.segment = segment
-        self.last_once = last_once
         table = engine.table
         self.dtype = table.weights.dtype
         self.prefetches: list[Prefetch] = []
@@ -238,10 +216,7 @@ class Layers:
             stages = table.weights.sharded + (not on_device(part.stack))
             for run in runs(segment.variants[part.start : part.stop]):
                 layers = range(part.start + run.start, part.start + run.stop)
-                last = last_once and layers.stop == segment.num_layers
-                self.prefetches.append(
-                    Prefetch(engine, segment, part, layers, run.period, stages=stages, last_once=last)
-                )
+                self.prefetches.append(Prefetch(engine, segment, part, layers, run.period, stages=stages))
 
     def first(self, *, reverse: bool = False) -> list:
         """Weights that are prefetched before a forward pass, or before a backward pass."""
@@ -282,29 +257,16 @@ class Layers:
             def one(k, in_turn, variant: Variant, carry, prefetch=prefetch):
                 """The k-th layer of this loop, whose variant is known. in_turn: see `loop_over`."""
                 carry, prefetched = carry
-                layers = prefetch.looped
+                layers = prefetch.layers
                 p = in_turn if prefetch.on_device else k  # XLA does not find linear what is behind a barrier
                 w, prefetched = prefetch.take(prefetched, prefetch.n + p if reverse else p, reverse=reverse)
                 index = layers.stop - 1 - k if reverse else layers.start + k
                 return function(self._layer(index, variant, w), prefetched, carry)
 
-            looped = prefetch.variants[: len(prefetch.looped)]
-            in_order = looped[::-1] if reverse else looped
+            in_order = prefetch.variants[::-1] if reverse else prefetch.variants
             period = prefetch.layers_in_body(tokens, reverse=reverse)
             carry, prefetched[i] = loop_over(in_order, period, one, (carry, prefetched[i]), fixed)
         return carry, prefetched
-
-    def last(self, prefetched: list) -> Layer:
-        """The last layer, if it is computed once."""
-        return self._layer(self.segment.num_layers - 1, self.prefetches[-1].variants[-1], prefetched[-1][0])
-
-    def after_last(self, prefetched: list, position: jax.Array) -> list:
-        """Weights that are prefetched for the backward pass while the last layer computes.
-
-        prefetched: before. position: the number of layers, known only when these weights may be fetched.
-        """
-        prefetch = self.prefetches[-1]
-        return [*prefetched[:-1], (prefetch.gather(prefetch.copy_in(position - prefetch.layers.start)),)]
 
     def _layer(self, index, variant: Variant, w) -> Layer:
         """A layer to compute with. w: its weights, or codes of them."""
