@@ -12,7 +12,7 @@
 The layers are those of one segment of the model after another. The head computes in slices of tokens, and adds its
 gradient to the accumulators. Two groups may be peeled off the loop: the first, which need not read accumulators in host
 memory, and the last, in which push also sums over devices what the others leave local. The loops over layers are in
-passes.py, fetch in weights.py, save in residuals.py, push and finish in gradients.py, embedding and head in outer.py.
+blocks.py, fetch in weights.py, save in residuals.py, push and finish in gradients.py, embedding and head in outer.py.
 
 A group has `microbatches_per_fetch` microbatches. A layer's weights are fetched once for all of them, and so are its
 accumulators if they are in host memory: fewer transfers, more residuals. Gradients are added in the same order with
@@ -58,6 +58,7 @@ from surojax.parallel.context import of_each_chunk, own_tokens
 from surojax.parallel.tensor import own_part
 from surojax.placement.mesh import AXES, DATA, TOKENS
 from surojax.placement.param import OUTER
+from surojax.step.blocks import BackwardCarry, Forward, Group, Microbatch, backward, forward, in_turn
 from surojax.step.gradients import (
     Accumulators,
     accumulators,
@@ -69,7 +70,6 @@ from surojax.step.gradients import (
 )
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.passes import BackwardCarry, Forward, Group, Microbatch, backward, forward, in_turn
 from surojax.step.residuals import Residuals, block_forward
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState

@@ -1,189 +1,135 @@
-"""The loops over a segment's layers, forward and backward, each layer for all microbatches of a group; see engine.py.
+"""The passes of a step over the layers of a model, and what moves in them: declared once, without arrays.
 
-Shape suffixes: B local batch, S sequence (or its part, see outer.py), D hidden size.
+A pass computes one layer after another. Its lanes are classes of tensors that a layer reads, writes, or both, and say
+how many layers early they are read, how many late they are written, and what happens on the way. blocks.py and
+update.py run them, stream.py moves what they move, and the planner adds up bytes and seconds of the same declarations.
+
+    of a group of microbatches:  forward   reads weights, writes residuals
+                                 backward  in reverse order: reads weights and residuals, reads and writes gradients
+    of a step:                   update    reads gradients, reads and writes master weights and moments, writes weights
+
+With `Engine.overlap_update` the first group's forward pass is also the update of the step before: each layer is updated
+a layer before it computes, and its weights come from there.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import enum
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-
-from surojax.parallel.collectives import Squares, varying
-from surojax.step.gradients import (
-    Accumulators,
-    accumulate,
-    add,
-    push,
-    read_accumulator,
-    reduce_behind,
-)
-from surojax.step.residuals import Kept, Residuals, Slot, block_backward, block_forward
+from surojax.placement.home import Home
+from surojax.placement.table import Placement, Row
 from surojax.step.spec import Engine
-from surojax.step.weights import Layer, Layers
 
 
-class Microbatch(NamedTuple):
-    """The inputs of a pass over layers, of one microbatch.
+class Stage(enum.Enum):
+    """What happens to the tensors of a layer on their way."""
 
-    inputs_BS, labels_BS: of this device's tokens. starts_BS: of the documents of whole sequences, None if the engine is
-    not packed. recipe_inputs: a function of the number of a layer.
+    COPY_IN = "from host memory to the device"
+    GATHER = "from shards to all of a layer, over dp_shard x cp"
+    REDUCE = "the sum over devices of gradients, or this device's shards of it"
+    COPY_OUT = "from the device to host memory"
+
+
+class Lane(NamedTuple):
+    """A class of tensors in a pass.
+
+    row: its name in the placement table. reads, writes: whether a layer does. arriving, leaving: what happens before
+    the layer computes and after it, in order. ahead: how many layers earlier arriving begins; behind: how many later
+    leaving ends. Between them, that many layers are in device memory besides the one that computes.
+    of_microbatch: a group's microbatches have tensors of their own; else a layer moves once for all of them.
     """
 
-    inputs_BS: jax.Array
-    labels_BS: jax.Array
-    starts_BS: jax.Array | None
-    recipe_inputs: Callable
+    row: str
+    reads: bool = False
+    writes: bool = False
+    arriving: tuple[Stage, ...] = ()
+    leaving: tuple[Stage, ...] = ()
+    ahead: int = 0
+    behind: int = 0
+    of_microbatch: bool = False
 
 
-class Group(NamedTuple):
-    """Microbatches for which a layer is fetched once. first, last: of the step's groups."""
+class Pass(NamedTuple):
+    """A loop over all layers. reverse: from the last one to the first. updates: layers are updated in it."""
 
-    number: jax.Array | int
-    microbatches: list[Microbatch]
-    first: bool
-    last: bool
+    name: str
+    lanes: tuple[Lane, ...]
+    reverse: bool = False
+    updates: bool = False
 
-
-class ForwardCarry(NamedTuple):
-    """The carry of the loop over layers forward, of a microbatch: x, sum of auxiliary losses, residuals."""
-
-    x_BSD: jax.Array
-    auxiliary: jax.Array | None
-    kept: Kept
+    def lane(self, row: str) -> Lane:
+        """The lane of a row of the placement table. Raises KeyError."""
+        return {lane.row: lane for lane in self.lanes}[row]
 
 
-class Forward(NamedTuple):
-    """Results of a segment's forward pass, for each microbatch of a group.
-
-    prefetched: as the layers' `loop` returns it, weights of the backward pass; from `UpdatingLayers` the new state.
-    """
-
-    microbatches: list[ForwardCarry]
-    prefetched: Any
+def copied(home: Home, stage: Stage) -> tuple[Stage, ...]:
+    """The stage of a copy, if tensors rest in host memory."""
+    return (stage,) if home.streamed else ()
 
 
-class BackwardCarry(NamedTuple):
-    """The carry of the loop over layers backward.
-
-    dxs_BSD: for each microbatch. d_auxiliary: gradient of every auxiliary loss, None if there is none. deferred: for
-    each microbatch, residuals of the layer below, in flight to the device.
-    """
-
-    dxs_BSD: list[jax.Array]
-    d_auxiliary: jax.Array | None
-    grads: Accumulators
-    squares: Squares
-    deferred: list
-    observed: Any
+def fetched(table: Placement) -> Lane:
+    """The weights that a layer computes with. Each stage of their way is a layer ahead of the next one."""
+    gathered = (Stage.GATHER,) if table.weights.sharded else ()
+    home = table.quants.home if table.quants.home.streamed else table.weights.home
+    arriving = (*copied(home, Stage.COPY_IN), *gathered)
+    return Lane("weights", reads=True, arriving=arriving, ahead=len(arriving))
 
 
-@jax.named_scope("forward")
-def forward(
-    engine: Engine,
-    layers: Layers,
-    xs_BSD: list[jax.Array],
-    prefetched,
-    group: Group,
-    residuals: Residuals | Slot,
-    kept: list[Kept],
-) -> Forward:
-    """All blocks of a segment, for each microbatch of a group with its x. kept: before layer 0."""
-    segment = layers.segment
+def updated(table: Placement, *, ahead: int) -> tuple[Lane, ...]:
+    """What an update reads and writes."""
 
-    def block_of(each: Microbatch, layer: Layer, carry: ForwardCarry, prefetched):
-        """(carry, prefetched) after the layer's block."""
-        inputs = each.recipe_inputs(layer.number)
-        (x_BSD, auxiliary), values = block_forward(engine, segment, layer, carry.x_BSD, inputs, each.starts_BS)
-        if engine.table.weights.sharded and not engine.recompute_block:
-            # Residuals are written after the next weights are gathered, or the scheduler puts the gather behind them.
-            values, gathered = jax.lax.optimization_barrier((values, prefetched[0]))
-            prefetched = gathered, *prefetched[1:]
-        kept = residuals.keep(carry.kept, values, layer.index)
-        return ForwardCarry(x_BSD, add(carry.auxiliary, auxiliary), kept), prefetched
+    def lane(name: str, *, reads: bool, writes: bool) -> Lane:
+        row: Row = getattr(table, name)
+        into, out = copied(row.home, Stage.COPY_IN), copied(row.home, Stage.COPY_OUT)
+        return Lane(
+            name,
+            reads=reads,
+            writes=writes,
+            arriving=into if reads else (),
+            leaving=out if writes else (),
+            ahead=ahead * bool(into and reads),
+            behind=bool(out and writes),
+        )
 
-    def one(layer: Layer, prefetched, carries: list[ForwardCarry]):
-        done: list[ForwardCarry] = []
-        for each, carry in zip(group.microbatches, carries, strict=True):
-            if done:
-                x_BSD, before = in_turn(carry.x_BSD, done[-1].x_BSD)
-                carry = carry._replace(x_BSD=x_BSD)
-                done[-1] = done[-1]._replace(x_BSD=before)
-            carry, prefetched = block_of(each, layer, carry, prefetched)
-            done.append(carry)
-        return done, prefetched
-
-    auxiliary = varying(jnp.float32(0)) if segment.has_auxiliary_loss else None
-    carries = [ForwardCarry(x_BSD, auxiliary, of) for x_BSD, of in zip(xs_BSD, kept, strict=True)]
-    done, prefetched = layers.loop(one, carries, prefetched, tokens=tokens_of(xs_BSD), counter=group.number)
-    return Forward(done, prefetched)
-
-
-@jax.named_scope("backward")
-def backward(
-    engine: Engine,
-    layers: Layers,
-    carry: BackwardCarry,
-    prefetched,
-    group: Group,
-    residuals: Residuals | Slot,
-    kept: list[Kept],
-):
-    """(BackwardCarry, prefetched) after all blocks of a segment in reverse, for each microbatch of a group.
-
-    kept: after the forward pass. `read_accumulator` and `push` say what the first and last group do.
-    """
-    segment = layers.segment
-
-    def one(layer: Layer, prefetched, carry: BackwardCarry):
-        l = layer.index
-        taken = [
-            residuals.take(of_microbatch._replace(deferred=deferred), l, layer.variant)
-            for of_microbatch, deferred in zip(kept, carry.deferred, strict=True)
-        ]
-        grads, sums = read_accumulator(segment, carry.grads, l, first=group.first)
-        deferred = [of_microbatch.deferred for _, of_microbatch in taken]
-        dxs_BSD = list(carry.dxs_BSD)
-        d_auxiliary = carry.d_auxiliary if segment.has_auxiliary_loss else None
-        observed = carry.observed
-        for i, (each, (saved, _)) in enumerate(zip(group.microbatches, taken, strict=True)):
-            if i:
-                saved, dxs_BSD[i - 1] = in_turn(saved, dxs_BSD[i - 1])
-                dxs_BSD[i], sums = in_turn(dxs_BSD[i], sums)
-            d_result = dxs_BSD[i], d_auxiliary
-            inputs = each.recipe_inputs(layer.number)
-            dw, dxs_BSD[i], seen = block_backward(engine, segment, layer, saved, d_result, inputs, each.starts_BS)
-            if not i and engine.recompute_block and engine.table.weights.sharded:
-                # The next layer's weights and residuals arrive before the first gradient is reduced, or the scheduler
-                # puts them behind the last one. Nothing that computes waits for them. With weights from the host,
-                # residuals may be later, for less memory.
-                arriving = [] if engine.table.weights.home.streamed else deferred
-                dw, (gathered, arriving) = reduce_behind(dw, (prefetched[0], arriving))
-                deferred = arriving or deferred
-                prefetched = gathered, *prefetched[1:]
-            sums = accumulate(engine, segment, sums, dw)
-            observed = and_observed(observed, seen, layer)
-        grads, squares = push(engine, segment, grads, sums, layer, last=group.last)
-        squares = add(carry.squares, squares)
-        return BackwardCarry(dxs_BSD, carry.d_auxiliary, grads, squares, deferred, observed), prefetched
-
-    carry = carry._replace(deferred=[of_microbatch.deferred for of_microbatch in kept])
-    done, prefetched = layers.loop(
-        one, carry, prefetched, tokens=tokens_of(carry.dxs_BSD), reverse=True, counter=group.number
+    weights = lane("weights", reads=False, writes=True)
+    if not table.weights.sharded:
+        weights = weights._replace(leaving=(Stage.GATHER, *weights.leaving))
+    return (
+        lane("grads", reads=True, writes=False),
+        lane("master", reads=True, writes=True),
+        lane("moments", reads=True, writes=True),
+        weights,
     )
-    return done._replace(deferred=[]), prefetched
 
 
-def and_observed(observed, seen, layer: Layer):
-    """Largest magnitudes so far, and of a layer's products in this microbatch."""
-    return jax.tree.map(lambda old, new: old.at[layer.number].max(new), observed, seen)
+def forward(engine: Engine, *, updates: bool = False) -> Pass:
+    """The forward pass of a group of microbatches. updates: it is also the update of the step before."""
+    table = engine.table
+    out = copied(table.residuals.home, Stage.COPY_OUT)
+    residuals = Lane("residuals", writes=True, leaving=out, behind=len(out), of_microbatch=True)
+    weights = updated(table, ahead=2) if updates else (fetched(table),)
+    return Pass("forward", (*weights, residuals), updates=updates)
 
 
-def tokens_of(xs_BSD: list[jax.Array]) -> int:
-    """The number of tokens of these activations."""
-    return sum(x_BSD.shape[0] * x_BSD.shape[1] for x_BSD in xs_BSD)
+def backward(engine: Engine) -> Pass:
+    """The backward pass of a group of microbatches."""
+    table = engine.table
+    into = copied(table.residuals.home, Stage.COPY_IN)
+    residuals = Lane("residuals", reads=True, arriving=into, ahead=len(into), of_microbatch=True)
+    home = table.grads.home
+    out = copied(home, Stage.COPY_OUT)
+    # Sums are needed when a layer's first gradient is there, late enough to be read in the same layer.
+    grads = Lane("grads", True, True, copied(home, Stage.COPY_IN), (Stage.REDUCE, *out), behind=len(out))
+    return Pass("backward", (fetched(table), residuals, grads), reverse=True)
 
 
-def in_turn(x, before):
-    """(x, what was computed before it), both known only when both are, so that one is computed after the other."""
-    return jax.lax.optimization_barrier((x, before))
+def update(engine: Engine) -> Pass:
+    """The update of all layers after the last group."""
+    return Pass("update", updated(engine.table, ahead=1), updates=True)
+
+
+def of_step(engine: Engine, groups: int) -> list[tuple[Pass, int]]:
+    """(pass, how often it runs) in a step of so many groups of microbatches."""
+    if not engine.overlap_update:
+        return [(forward(engine), groups), (backward(engine), groups), (update(engine), 1)]
+    found = [(forward(engine, updates=True), 1), (forward(engine), groups - 1), (backward(engine), groups)]
+    return [(one, times) for one, times in found if times]

@@ -2,9 +2,9 @@
 
     for each tick of the schedule:            what all stages do together     what each stage does by itself
         if a microbatch enters stage 0:       embed it
-        if this stage has one forward:                                        passes.forward of its layers
+        if this stage has one forward:                                        blocks.forward of its layers
         if one leaves the last stage:         head and loss
-        if this stage has one backward:                                       passes.backward of its layers
+        if this stage has one backward:                                       blocks.backward of its layers
         if one has left stage 0 backward:     push the embedding's gradient
         move activations to the next stage, their gradients to the previous one
     for each layer:                           push: sum over devices what is still local
@@ -42,6 +42,7 @@ from surojax.parallel.pipeline import collect, own_part, spread
 from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, stacked_layers
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
+from surojax.step.blocks import BackwardCarry, Group, Microbatch, backward, forward
 from surojax.step.engine import Gradients, count, own_slice, recipe_inputs_of, residuals_of
 from surojax.step.gradients import (
     Accumulators,
@@ -55,7 +56,6 @@ from surojax.step.gradients import (
 )
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.passes import BackwardCarry, Group, Microbatch, backward, forward
 from surojax.step.residuals import Slot
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import StageLayers, first_layer, inputs_of_stage, stage_engine, when_any
