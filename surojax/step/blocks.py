@@ -1,4 +1,4 @@
-"""The loops over a segment's layers, forward and backward, each layer for all microbatches of a group; see engine.py.
+"""The passes over a segment's layers, forward and backward, each layer for all microbatches of a group; see engine.py.
 
 Shape suffixes: B local batch, S sequence (or its part, see outer.py), D hidden size.
 """
@@ -10,17 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from surojax.parallel.collectives import Squares, varying
-from surojax.step.gradients import (
-    Accumulators,
-    accumulate,
-    add,
-    push,
-    read_accumulator,
-    reduce_behind,
-)
-from surojax.step.residuals import Kept, Residuals, Slot, block_backward, block_forward
+from surojax.step import passes
+from surojax.step.gradients import accumulate, add, push, reduce_behind
+from surojax.step.residuals import Residuals, block_backward, block_forward
 from surojax.step.spec import Engine
-from surojax.step.weights import Layer, Layers
+from surojax.step.stream import Layer, Stream
+from surojax.step.weights import Layers
 
 
 class Microbatch(NamedTuple):
@@ -45,36 +40,21 @@ class Group(NamedTuple):
     last: bool
 
 
-class ForwardCarry(NamedTuple):
-    """The carry of the loop over layers forward, of a microbatch: x, sum of auxiliary losses, residuals."""
-
-    x_BSD: jax.Array
-    auxiliary: jax.Array | None
-    kept: Kept
-
-
 class Forward(NamedTuple):
-    """Results of a segment's forward pass, for each microbatch of a group.
+    """The carry of a forward pass: for each microbatch of a group x, and the sum of auxiliary losses or None."""
 
-    prefetched: as the layers' `loop` returns it, weights of the backward pass; from `UpdatingLayers` the new state.
-    """
-
-    microbatches: list[ForwardCarry]
-    prefetched: Any
+    xs_BSD: list[jax.Array]
+    auxiliary: list[jax.Array | None]
 
 
-class BackwardCarry(NamedTuple):
-    """The carry of the loop over layers backward.
+class Backward(NamedTuple):
+    """The carry of a backward pass.
 
-    dxs_BSD: for each microbatch. d_auxiliary: gradient of every auxiliary loss, None if there is none. deferred: for
-    each microbatch, residuals of the layer below, in flight to the device.
+    dxs_BSD: for each microbatch of a group. squares: of the accumulators. observed: largest magnitudes so far.
     """
 
     dxs_BSD: list[jax.Array]
-    d_auxiliary: jax.Array | None
-    grads: Accumulators
     squares: Squares
-    deferred: list
     observed: Any
 
 
@@ -83,95 +63,102 @@ def forward(
     engine: Engine,
     layers: Layers,
     xs_BSD: list[jax.Array],
-    prefetched,
     group: Group,
-    residuals: Residuals | Slot,
-    kept: list[Kept],
-) -> Forward:
-    """All blocks of a segment, for each microbatch of a group with its x. kept: before layer 0."""
+    residuals: Residuals,
+    flights: dict[str, Any],
+    index: Callable = lambda l: l,
+) -> tuple[Forward, dict[str, Any]]:
+    """(results, flights) of all blocks of a segment, for each microbatch of a group with its x.
+
+    flights: of the lanes "weights" and "residuals". index: of a layer in the stacks of residuals.
+    """
     segment = layers.segment
+    lanes = {"residuals": Stream(passes.forward(engine).lane("residuals"), index)}
 
-    def block_of(each: Microbatch, layer: Layer, carry: ForwardCarry, prefetched):
-        """(carry, prefetched) after the layer's block."""
-        inputs = each.recipe_inputs(layer.number)
-        (x_BSD, auxiliary), values = block_forward(engine, segment, layer, carry.x_BSD, inputs, each.starts_BS)
-        if engine.table.weights.sharded and not engine.recompute_block:
-            # Residuals are written after the next weights are gathered, or the scheduler puts the gather behind them.
-            values, gathered = jax.lax.optimization_barrier((values, prefetched[0]))
-            prefetched = gathered, *prefetched[1:]
-        kept = residuals.keep(carry.kept, values, layer.index)
-        return ForwardCarry(x_BSD, add(carry.auxiliary, auxiliary), kept), prefetched
+    def body(layer: Layer, values, carry: Forward, flights):
+        xs_BSD, auxiliary = list(carry.xs_BSD), list(carry.auxiliary)
+        kept = []
+        for i, each in enumerate(group.microbatches):
+            if i:
+                xs_BSD[i], xs_BSD[i - 1] = in_turn(xs_BSD[i], xs_BSD[i - 1])
+            inputs = each.recipe_inputs(layer.number)
+            result, saved = block_forward(engine, segment, layer, values["weights"], xs_BSD[i], inputs, each.starts_BS)
+            if engine.table.weights.sharded and not engine.recompute_block:
+                # Residuals are written after the next weights are gathered, or the scheduler puts the gather behind.
+                saved, flights = behind_weights(saved, flights)
+            kept.append(residuals.arrays(saved))
+            xs_BSD[i] = result[0]
+            auxiliary[i] = add(auxiliary[i], result[1])
+        return Forward(xs_BSD, auxiliary), {"residuals": kept}, flights
 
-    def one(layer: Layer, prefetched, carries: list[ForwardCarry]):
-        done: list[ForwardCarry] = []
-        for each, carry in zip(group.microbatches, carries, strict=True):
-            if done:
-                x_BSD, before = in_turn(carry.x_BSD, done[-1].x_BSD)
-                carry = carry._replace(x_BSD=x_BSD)
-                done[-1] = done[-1]._replace(x_BSD=before)
-            carry, prefetched = block_of(each, layer, carry, prefetched)
-            done.append(carry)
-        return done, prefetched
-
-    auxiliary = varying(jnp.float32(0)) if segment.has_auxiliary_loss else None
-    carries = [ForwardCarry(x_BSD, auxiliary, of) for x_BSD, of in zip(xs_BSD, kept, strict=True)]
-    done, prefetched = layers.loop(one, carries, prefetched, tokens=tokens_of(xs_BSD), counter=group.number)
-    return Forward(done, prefetched)
+    none = varying(jnp.float32(0)) if segment.has_auxiliary_loss else None
+    carry = Forward(xs_BSD, [none for _ in xs_BSD])
+    return layers.over(body, carry, lanes, flights, tokens=tokens_of(xs_BSD), counter=group.number)
 
 
 @jax.named_scope("backward")
 def backward(
     engine: Engine,
     layers: Layers,
-    carry: BackwardCarry,
-    prefetched,
+    carry: Backward,
+    d_auxiliary: jax.Array | None,
     group: Group,
-    residuals: Residuals | Slot,
-    kept: list[Kept],
-):
-    """(BackwardCarry, prefetched) after all blocks of a segment in reverse, for each microbatch of a group.
+    residuals: Residuals,
+    flights: dict[str, Any],
+    index: Callable = lambda l: l,
+) -> tuple[Backward, dict[str, Any]]:
+    """(carry, flights) after all blocks of a segment in reverse, for each microbatch of a group.
 
-    kept: after the forward pass. `read_accumulator` and `push` say what the first and last group do.
+    d_auxiliary: gradient of every auxiliary loss, None if there is none. flights: of the lanes "weights", "residuals"
+    and "grads". The first group reads no accumulators that rest in host memory. index: see `forward`.
     """
     segment = layers.segment
+    declared = passes.backward(engine)
+    sums_lane = declared.lane("grads")
+    from_zeros = group.first and sums_lane.behind > 0
+    lanes = {
+        "residuals": Stream(declared.lane("residuals"), index),
+        "grads": Stream(sums_lane._replace(reads=not from_zeros)),
+    }
+    d_auxiliary = d_auxiliary if segment.has_auxiliary_loss else None
 
-    def one(layer: Layer, prefetched, carry: BackwardCarry):
-        l = layer.index
-        taken = [
-            residuals.take(of_microbatch._replace(deferred=deferred), l, layer.variant)
-            for of_microbatch, deferred in zip(kept, carry.deferred, strict=True)
-        ]
-        grads, sums = read_accumulator(segment, carry.grads, l, first=group.first)
-        deferred = [of_microbatch.deferred for _, of_microbatch in taken]
+    def body(layer: Layer, values, carry: Backward, flights):
         dxs_BSD = list(carry.dxs_BSD)
-        d_auxiliary = carry.d_auxiliary if segment.has_auxiliary_loss else None
         observed = carry.observed
-        for i, (each, (saved, _)) in enumerate(zip(group.microbatches, taken, strict=True)):
+        sums = jax.tree.map(jnp.zeros_like, flights["grads"].late) if from_zeros else values["grads"]
+        for i, (each, arrays) in enumerate(zip(group.microbatches, values["residuals"], strict=True)):
+            saved = residuals.of(arrays, layer.variant)
             if i:
                 saved, dxs_BSD[i - 1] = in_turn(saved, dxs_BSD[i - 1])
                 dxs_BSD[i], sums = in_turn(dxs_BSD[i], sums)
             d_result = dxs_BSD[i], d_auxiliary
             inputs = each.recipe_inputs(layer.number)
-            dw, dxs_BSD[i], seen = block_backward(engine, segment, layer, saved, d_result, inputs, each.starts_BS)
+            dw, dxs_BSD[i], seen = block_backward(
+                engine, segment, layer, values["weights"], saved, d_result, inputs, each.starts_BS
+            )
             if not i and engine.recompute_block and engine.table.weights.sharded:
                 # The next layer's weights and residuals arrive before the first gradient is reduced, or the scheduler
                 # puts them behind the last one. Nothing that computes waits for them. With weights from the host,
                 # residuals may be later, for less memory.
-                arriving = [] if engine.table.weights.home.streamed else deferred
-                dw, (gathered, arriving) = reduce_behind(dw, (prefetched[0], arriving))
-                deferred = arriving or deferred
-                prefetched = gathered, *prefetched[1:]
+                flight = flights["residuals"]
+                next_weights, *further = flights["weights"]
+                next_residuals = None if engine.table.weights.home.streamed else flight.early
+                dw, (next_weights, arrived) = reduce_behind(dw, (next_weights, next_residuals))
+                flight = flight._replace(early=arrived) if arrived is not None else flight
+                flights = flights | {"weights": (next_weights, *further), "residuals": flight}
             sums = accumulate(engine, segment, sums, dw)
             observed = and_observed(observed, seen, layer)
-        grads, squares = push(engine, segment, grads, sums, layer, last=group.last)
-        squares = add(carry.squares, squares)
-        return BackwardCarry(dxs_BSD, carry.d_auxiliary, grads, squares, deferred, observed), prefetched
+        sums, squares = push(engine, segment, sums, last=group.last)
+        return Backward(dxs_BSD, add(carry.squares, squares), observed), {"grads": sums}, flights
 
-    carry = carry._replace(deferred=[of_microbatch.deferred for of_microbatch in kept])
-    done, prefetched = layers.loop(
-        one, carry, prefetched, tokens=tokens_of(carry.dxs_BSD), reverse=True, counter=group.number
-    )
-    return done._replace(deferred=[]), prefetched
+    return layers.over(body, carry, lanes, flights, tokens=tokens_of(carry.dxs_BSD), reverse=True, counter=group.number)
+
+
+def behind_weights(x, flights: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(x, flights), of which x is known only when the next layer's weights are."""
+    next_weights, *further = flights["weights"]
+    x, next_weights = jax.lax.optimization_barrier((x, next_weights))
+    return x, flights | {"weights": (next_weights, *further)}
 
 
 def and_observed(observed, seen, layer: Layer):

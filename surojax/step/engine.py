@@ -24,15 +24,10 @@ are reduced while the next one's block is recomputed.
 Why not `jax.grad` of the whole model: it holds all gathered weights, or a whole tree of gradients, at once. Here one
 layer's weights and gradients exist at a time, whatever the placement.
 
-The loops carry stacked `[L, ...]` arrays and read or write layer l in place. `lax.scan` with xs/ys would copy the stack
-(measured on compiled Llama-7B: 123 GiB instead of 85). Without recomputation the residuals are those of the block's own
-reverse mode, except the weights, which are fetched again: `jax.vjp(saveable_args=...)` leaves them out.
-
-Stacks may be in pinned host memory (`offload_*`): `read` copies one layer to the device, `write` copies it back. A
-transfer that depends on a layer's computation cannot overlap all of that computation, so only the reduce-scatter of its
-gradients depends on it. The inputs of a layer are prefetched one or two layers earlier, and its outputs are copied to
-host memory while the next layer computes. Values in flight are in the loops' carry. XLA's scheduler then decides what
-starts when (assembly.compiler_options; `hlo.overlaps` reads its decisions).
+Without recomputation the residuals are those of the block's own reverse mode, except the weights, which are fetched
+again: `jax.vjp(saveable_args=...)` leaves them out. What moves, how early and how late, is declared in passes.py, and
+stream.py has the loop that moves it. A transfer that depends on a layer's computation cannot overlap all of that
+computation, so only the reduce-scatter of its gradients depends on it.
 
 Everything here runs inside `jax.shard_map` over all mesh axes: arrays are one device's part. Data-parallel
 communication is only in `fetch`, `push` and `finish`; that of tensor and context parallelism is only in blocks
@@ -58,7 +53,7 @@ from surojax.parallel.context import of_each_chunk, own_tokens
 from surojax.parallel.tensor import own_part
 from surojax.placement.mesh import AXES, DATA, TOKENS
 from surojax.placement.param import OUTER
-from surojax.step.blocks import BackwardCarry, Forward, Group, Microbatch, backward, forward, in_turn
+from surojax.step.blocks import Backward, Group, Microbatch, backward, forward, in_turn
 from surojax.step.gradients import (
     Accumulators,
     accumulators,
@@ -73,7 +68,8 @@ from surojax.step.outer import embed, head, loss, push_embed
 from surojax.step.residuals import Residuals, block_forward
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState
-from surojax.step.weights import Layer, Layers, fetch
+from surojax.step.stream import Flight, Layer
+from surojax.step.weights import Layers, fetch
 
 __all__ = ["Engine", "Gradients", "evaluate", "loss_and_gradients"]
 
@@ -83,7 +79,7 @@ class Gradients(NamedTuple):
 
     loss: mean in nats per label over all microbatches and devices, plus the mean of the blocks' auxiliary losses.
     grads: as `gradients.finish` leaves them. norm: the global norm of these. history: of recipe fp8_hybrid, else None.
-    updated: by segment, the TensorState after the update of `updating`; empty without it. finite: see `metrics`.
+    updated: by segment, the TensorState after the update of `updating`; None without it. finite: see `metrics`.
     """
 
     loss: jax.Array
@@ -98,7 +94,7 @@ class StepInputs(NamedTuple):
     """What all groups of microbatches of a step read.
 
     batch: inputs, labels and starts `[A, B, S]`. outer: weights of the outer layers. segments: by name. recipe_inputs:
-    see `recipe_inputs_of`. scale: of the loss in the gradients. d_auxiliary: see `BackwardCarry`.
+    see `recipe_inputs_of`. scale: of the loss in the gradients. d_auxiliary: gradient of every auxiliary loss, or None.
     """
 
     batch: tuple
@@ -112,19 +108,18 @@ class StepInputs(NamedTuple):
 class GroupCarry(NamedTuple):
     """The carry of the loop over groups of microbatches.
 
-    loss: summed so far, on this device; auxiliary: likewise, None if no block has one. squares: of the accumulators,
-    complete after the last group. prefetched: by segment, weights of the next forward pass. observed: largest
-    magnitudes so far, for delayed scales. saved: by segment, the stacks of residuals, which every group writes anew.
-    finite: see `metrics`.
+    flights: by segment, those of the lanes "weights" (prefetched for the next forward pass), "residuals" (stacks, which
+    every group writes anew) and "grads". d_outer: accumulators of the outer layers. loss: summed so far, on this
+    device; auxiliary: likewise, None if no block has one. squares: of the accumulators, complete after the last group.
+    observed: largest magnitudes so far, for delayed scales. finite: see `metrics`.
     """
 
-    grads: Accumulators
+    flights: dict[str, dict[str, Any]]
+    d_outer: dict
     loss: jax.Array
     auxiliary: jax.Array | None
     squares: Squares
-    prefetched: dict[str, list]
     observed: Any
-    saved: dict[str, list]
     finite: Finite | None
 
 
@@ -165,22 +160,29 @@ def loss_and_gradients(
         d_auxiliary=varying(jnp.float32(auxiliary_scale)) if has_auxiliary else None,
     )
     residuals = residuals_of_segments(engine, step_inputs)
-    updated = {}
+    updated = None
+    sums = accumulators(engine, weights, updating and {name: layers.grads for name, layers in updating.items()})
     carry = GroupCarry(
-        grads=accumulators(engine, weights, updating and {name: layers.grads for name, layers in updating.items()}),
+        flights={
+            name: {
+                "weights": layers.first(),
+                "residuals": Flight(residuals[name].stacks(group_size)),
+                "grads": sums.layers[name],
+            }
+            for name, layers in step_inputs.segments.items()
+        },
+        d_outer=sums.outer,
         loss=varying(jnp.float32(0), AXES),
         auxiliary=varying(jnp.float32(0)) if has_auxiliary else None,
         squares=collectives.no_squares(),
-        prefetched={name: layers.first() for name, layers in step_inputs.segments.items()},
         observed=varying(new_observed(history), AXES),
-        saved={name: of.stacks(group_size) for name, of in residuals.items()},
         finite=all_finite(engine),
     )
     peeled = peels_last_group(engine)
     begin = 0
     if starts_in_first_group(engine):
         carry, updated = first_group(engine, step_inputs, residuals, carry, updating, last=groups == 1)
-        weights = weights | {name: of.weights for name, of in updated.items()}
+        weights = weights | {name: state.weights for name, state in (updated or {}).items()}
         # Without a loop, XLA would fetch for the next group during this one: 0.16 GiB for 7B on four GPUs.
         carry, (batch, weights) = in_turn(carry, (step_inputs.batch, weights))
         step_inputs = step_inputs._replace(batch=batch, segments=layers_of(engine, weights))
@@ -194,7 +196,8 @@ def loss_and_gradients(
     loss = collectives.add_up(carry.loss, *AXES) * scale
     if carry.auxiliary is not None:
         loss = loss + collectives.add_up(carry.auxiliary, *TOKENS) * auxiliary_scale
-    grads, norm = finish(engine, carry.grads, carry.squares)
+    sums = Accumulators({name: flights["grads"] for name, flights in carry.flights.items()}, carry.d_outer)
+    grads, norm = finish(engine, sums, carry.squares)
     history = extended(history, collectives.largest_of_devices(carry.observed))
     return Gradients(loss, grads, norm, history, updated, carry.finite)
 
@@ -211,8 +214,8 @@ def group(
 ) -> GroupCarry:
     """The carry after group g of microbatches: forward and backward. first, last: group of the step."""
     current = group_of(engine, step_inputs, g, first=first, last=last)
-    passes = group_forward(engine, step_inputs, residuals, current, carry)
-    return group_backward(engine, step_inputs, residuals, current, carry, passes)
+    carry, xs_BSD = group_forward(engine, step_inputs, residuals, current, carry)
+    return group_backward(engine, step_inputs, residuals, current, carry, xs_BSD)
 
 
 def first_group(
@@ -223,18 +226,18 @@ def first_group(
     updating: dict[str, Any] | None,
     *,
     last: bool,
-) -> tuple[GroupCarry, dict[str, TensorState]]:
+) -> tuple[GroupCarry, dict[str, TensorState] | None]:
     """(the carry after the step's first group, which updates the layers of `updating`; their new state by segment)."""
     if not updating:
-        return group(engine, step_inputs, residuals, 0, carry, first=True, last=last), {}
+        return group(engine, step_inputs, residuals, 0, carry, first=True, last=last), None
     current = group_of(engine, step_inputs, 0, first=True, last=last)
-    passes = group_forward(engine, step_inputs._replace(segments=updating), residuals, current, carry)
-    updated = {name: passed.prefetched for name, passed in passes.items()}
+    carry, xs_BSD = group_forward(engine, step_inputs._replace(segments=updating), residuals, current, carry)
+    updated = {name: flights["weights"] for name, flights in carry.flights.items()}
     new_layers = layers_of(engine, {name: state.weights for name, state in updated.items()})
-    for name, layers in new_layers.items():
-        passes[name] = passes[name]._replace(prefetched=layers.first(reverse=True))
+    prefetched = {name: {"weights": layers.first(reverse=True)} for name, layers in new_layers.items()}
+    carry = carry._replace(flights={name: flights | prefetched[name] for name, flights in carry.flights.items()})
     step_inputs = step_inputs._replace(segments=new_layers)
-    return group_backward(engine, step_inputs, residuals, current, carry, passes), updated
+    return group_backward(engine, step_inputs, residuals, current, carry, xs_BSD), updated
 
 
 def group_of(engine: Engine, step_inputs: StepInputs, g: jax.Array | int, *, first: bool, last: bool) -> Group:
@@ -251,21 +254,27 @@ def microbatch_of(engine: Engine, step_inputs: StepInputs, a: jax.Array | int) -
 
 
 def group_forward(
-    engine: Engine,
-    step_inputs: StepInputs,
-    residuals: dict[str, Residuals],
-    current: Group,
-    carry: GroupCarry,
-) -> dict[str, Forward]:
-    """The forward pass of each segment."""
+    engine: Engine, step_inputs: StepInputs, residuals: dict[str, Residuals], current: Group, carry: GroupCarry
+) -> tuple[GroupCarry, list[jax.Array]]:
+    """(the carry, results of the last layer) after the forward pass of each segment."""
     xs_BSD = [embedded(engine, step_inputs.outer, each) for each in current.microbatches]
-    passes: dict[str, Forward] = {}
+    auxiliary = []  # by segment, of each microbatch
+    done = {}
     for name, layers in step_inputs.segments.items():
-        prefetched = layers.turn(carry.prefetched[name], current.number, reverse=False)
-        kept = [residuals[name].first(stack) for stack in carry.saved[name]]
-        passes[name] = forward(engine, layers, xs_BSD, prefetched, current, residuals[name], kept)
-        xs_BSD = [each.x_BSD for each in passes[name].microbatches]
-    return passes
+        flights = carry.flights[name]
+        moving = {
+            "weights": layers.turn(flights["weights"], current.number, reverse=False),
+            "residuals": residuals[name].before_forward(flights["residuals"].stack),
+        }
+        results, moving = forward(engine, layers, xs_BSD, current, residuals[name], moving)
+        xs_BSD = results.xs_BSD
+        auxiliary.append(results.auxiliary)
+        done[name] = flights | moving
+    total = carry.auxiliary
+    for of_microbatch in zip(*auxiliary, strict=True):
+        for of_segment in of_microbatch:
+            total = total if of_segment is None else add(total, of_segment)
+    return carry._replace(flights=done, auxiliary=total), xs_BSD
 
 
 def group_heads(
@@ -274,14 +283,13 @@ def group_heads(
     """(the carry with losses and the heads' gradients, gradients of xs_BSD: the results of the last layer)."""
     losses = []
     dxs_BSD = []
-    d_outer = carry.grads.outer
+    d_outer = carry.d_outer
     for each, x_BSD in zip(current.microbatches, xs_BSD, strict=True):
         loss, dx_BSD, d_outer = head_of_microbatch(engine, step_inputs, each, x_BSD, d_outer)
         losses.append(loss)
         dxs_BSD.append(dx_BSD)
-    grads = carry.grads._replace(outer=d_outer)
     finite = and_activations(carry.finite, xs_BSD)
-    return carry._replace(grads=grads, loss=sum(losses, carry.loss), finite=finite), dxs_BSD
+    return carry._replace(d_outer=d_outer, loss=sum(losses, carry.loss), finite=finite), dxs_BSD
 
 
 def head_of_microbatch(engine: Engine, step_inputs: StepInputs, each: Microbatch, x_BSD: jax.Array, d_outer: dict):
@@ -305,32 +313,28 @@ def group_backward(
     residuals: dict[str, Residuals],
     current: Group,
     carry: GroupCarry,
-    passes: dict[str, Forward],
+    xs_BSD: list[jax.Array],
 ) -> GroupCarry:
     """The carry after heads, the blocks of all segments in reverse, and the embedding's gradients."""
-    *_, last = passes.values()
-    xs_BSD = [of_microbatch.x_BSD for of_microbatch in last.microbatches]
     carry, dxs_BSD = group_heads(engine, step_inputs, current, carry, xs_BSD)
-    no_squares = collectives.no_squares()
-    done = BackwardCarry(dxs_BSD, step_inputs.d_auxiliary, carry.grads, no_squares, [], carry.observed)
-    prefetched = {}
+    done = Backward(dxs_BSD, collectives.no_squares(), carry.observed)
+    flights_of = {}
     for name, layers in reversed(step_inputs.segments.items()):
-        early = layers.turn(passes[name].prefetched, current.number, reverse=True)
-        kept = [each.kept for each in passes[name].microbatches]
-        done = done._replace(grads=begin_backward(layers.segment, done.grads, current.number, first=current.first))
-        done, prefetched[name] = backward(engine, layers, done, early, current, residuals[name], kept)
-    d_outer = done.grads.outer
+        flights = carry.flights[name]
+        moving = {
+            "weights": layers.turn(flights["weights"], current.number, reverse=True),
+            "residuals": residuals[name].before_backward(flights["residuals"]),
+            "grads": begin_backward(layers.segment, flights["grads"], current.number, first=current.first),
+        }
+        done, moving = backward(engine, layers, done, step_inputs.d_auxiliary, current, residuals[name], moving)
+        flights_of[name] = moving | {"residuals": Flight(moving["residuals"].stack)}
+    d_outer = carry.d_outer
     for each, dx_BSD in zip(current.microbatches, done.dxs_BSD, strict=True):
         d_outer = push_embed(d_outer, each.inputs_BS, dx_BSD, engine.vocabulary_axes, engine.model.embedding_scale)
-    auxiliary = carry.auxiliary
-    for i in range(len(current.microbatches)):
-        for passed in passes.values():
-            if passed.microbatches[i].auxiliary is not None:
-                auxiliary = add(auxiliary, passed.microbatches[i].auxiliary)
-    grads = done.grads._replace(outer=d_outer)
-    saved = {name: [each.kept.stack for each in passed.microbatches] for name, passed in passes.items()}
     finite = and_gradients(carry.finite, done.dxs_BSD)
-    return GroupCarry(grads, carry.loss, auxiliary, done.squares, prefetched, done.observed, saved, finite)
+    return carry._replace(
+        flights=flights_of, d_outer=d_outer, squares=done.squares, observed=done.observed, finite=finite
+    )
 
 
 def layers_of(engine: Engine, weights) -> dict[str, Layers]:
@@ -390,10 +394,12 @@ def residuals_of(
     segment = layers.segment
 
     def of_variant(variant: Variant):
-        stack = layers.prefetches[0].part.stack  # all layers of a segment have the same shapes
-        layer = Layer(0, segment.start, variant, fetch(engine, segment, stack, 0, variant))
+        stack = layers.fetches[0].part.stack  # all layers of a segment have the same shapes
+        layer = Layer(0, 0, segment.start, variant, 1)
         x_BSD = embedded(engine, outer, each)
-        return block_forward(engine, segment, layer, x_BSD, each.recipe_inputs(layer.number), each.starts_BS)[1]
+        inputs = each.recipe_inputs(layer.number)
+        w = fetch(engine, segment, stack, 0, variant)
+        return block_forward(engine, segment, layer, w, x_BSD, inputs, each.starts_BS)[1]
 
     saved = {
         variant: jax.eval_shape(functools.partial(of_variant, variant))
@@ -410,10 +416,10 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
     for segment in engine.model.segments:
         layers = Layers(engine, segment, weights[segment.name])
 
-        def block(layer: Layer, prefetched, x_BSD, segment=segment):
-            return segment.block(layer.weights, x_BSD, None, layer.variant, starts_BS)[0], prefetched
+        def block(layer: Layer, values, x_BSD, flights, segment=segment):
+            return segment.block(values["weights"], x_BSD, None, layer.variant, starts_BS)[0], {}, flights
 
-        x_BSD, _ = layers.loop(block, x_BSD, layers.first())
+        x_BSD, _ = layers.over(block, x_BSD, {}, {"weights": layers.first()})
     total = loss(engine.model, outer, x_BSD, own_slice(engine, labels_BS), chunks=engine.lmhead_chunks, axes=axes)
     return collectives.add_up(total, *AXES), count(labels_BS)
 

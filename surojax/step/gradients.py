@@ -1,13 +1,13 @@
-"""Reduction of gradients: push adds a layer's gradient to its accumulator, finish sums the local rest over devices.
+"""Reduction of gradients: `push` completes a layer's sums, `finish` sums the local rest over devices.
 
-    before layer l computes:     sums = read_accumulator(l)
+    before layer l computes:     its sums are read
     after each microbatch of it: sums = accumulate(sums, dw)      reduce-scatter (ZeRO-2 and 3), add
-    after all in a group:        push(sums, l)                    write
-    in the last group:           push also sums over all devices what is still local (ZeRO-1, replicas)
+    after all in a group:        the sums are written; push, in the last group, first sums over all devices what is
+                                 still local (ZeRO-1, replicas)
     after the backward pass:     finish                           embedding and final norm, global norm
 
-Accumulators in host memory lag by one layer: the sums of the layer that was differentiated last are `deferred`, and are
-copied out while the next one computes.
+Accumulators in host memory lag by one layer: the sums of the layer that was differentiated last are copied out while
+the next one computes.
 
 The embedding's and the head's gradients are summed over devices once, by finish. Summing the head's in parts during the
 last backward pass would hide a transfer of 0.6 % of a step at most, and costs more than it hides: behind it, XLA waits
@@ -27,33 +27,22 @@ from surojax.parallel.collectives import Squares, varying
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import REPLICATE, SHARDS, TOKENS
 from surojax.placement.param import OUTER, Kind, part_of
+from surojax.step.passes import Lane
 from surojax.step.spec import Engine
-from surojax.step.weights import Layer, fetch
+from surojax.step.stream import Flight, Stream, sweep
+from surojax.step.weights import fetch
 
-
-class LayerSums(NamedTuple):
-    """Sums of the gradients of a segment's layers.
-
-    stack: trees `[L, ...]` in their home. deferred: sums of one layer in flight to host memory; None if the stack is in
-    device memory.
-    """
-
-    stack: Any
-    deferred: Any
+GRADS = Stream(Lane("grads", reads=True, writes=True))  # of stacks on the device, or after the last backward pass
 
 
 class Accumulators(NamedTuple):
     """Sums of gradients in a step.
 
-    layers: by segment. outer: of the outer layers, sharded as their weights are.
+    layers: by segment, the flight of the lane "grads". outer: of the outer layers, sharded as their weights are.
     """
 
-    layers: dict[str, LayerSums]
+    layers: dict[str, Flight]
     outer: dict
-
-    def with_layers(self, name: str, **changed) -> "Accumulators":
-        """The accumulators with fields of a segment's `LayerSums` replaced."""
-        return self._replace(layers=self.layers | {name: self.layers[name]._replace(**changed)})
 
 
 def add(tree, more):
@@ -65,7 +54,8 @@ def accumulators(engine: Engine, weights, used: dict | None = None) -> Accumulat
     """Zeros for all that is trained: the layers' as the placement says, the outer ones as their weights (summed over
     devices once per step).
 
-    In host memory the layers' may hold anything; see `read_accumulator`. used: by segment, stacks there to write over.
+    In host memory the layers' may hold anything, the first group reads nothing. used: by segment, stacks there to write
+    over.
     """
     row = engine.table.grads
     layers = {
@@ -81,7 +71,7 @@ def accumulators(engine: Engine, weights, used: dict | None = None) -> Accumulat
     return Accumulators(layers, outer)
 
 
-def new_sums(engine: Engine, segment: Segment, weights, used=None) -> LayerSums:
+def new_sums(engine: Engine, segment: Segment, weights, used=None) -> Flight:
     """Zeros for a segment. weights: its stacks. used: see `accumulators`."""
     row = engine.table.grads
     layouts = engine.layouts.grads[segment.name]
@@ -105,22 +95,8 @@ def new_sums(engine: Engine, segment: Segment, weights, used=None) -> LayerSums:
 
     of_layer = jax.eval_shape(gradient_of_layer)
     if used is not None:
-        return LayerSums(jax.tree.map(lambda x, layout: varying(x, axes(layout)), used, layouts), zeros())
-    return LayerSums(allocate(zeros(segment.num_layers), row.home), zeros() if row.home.streamed else None)
-
-
-def read_accumulator(segment: Segment, grads: Accumulators, l: jax.Array, *, first: bool):
-    """(accumulators, the sums of a segment's layer l to add gradients to).
-
-    In host memory, the deferred sums, of the layer before this one in the backward pass, are copied out now. first:
-    first group of microbatches, which begins with zeros and reads nothing: host memory may hold anything.
-    """
-    sums = grads.layers[segment.name]
-    if sums.deferred is None:
-        return grads, read(sums.stack, l)
-    stack = write(sums.stack, sums.deferred, l + 1)
-    old = jax.tree.map(jnp.zeros_like, sums.deferred) if first else read(stack, l)
-    return grads.with_layers(segment.name, stack=stack), old
+        return Flight(jax.tree.map(lambda x, layout: varying(x, axes(layout)), used, layouts), late=zeros())
+    return Flight(allocate(zeros(segment.num_layers), row.home), late=zeros() if row.home.streamed else None)
 
 
 def accumulate(engine: Engine, segment: Segment, sums, dw):
@@ -140,30 +116,27 @@ def reduce_behind(dw, before):
     return structure.unflatten(leaves), before
 
 
-def begin_backward(segment: Segment, grads: Accumulators, group: jax.Array | int, *, first: bool) -> Accumulators:
-    """The accumulators that a backward pass begins with, in which the last layer's sums are the deferred ones.
+def begin_backward(segment: Segment, sums: Flight, group: jax.Array | int, *, first: bool) -> Flight:
+    """The flight that a backward pass begins with, in which the last layer's sums are to be written.
 
-    The pass before left layer 0's sums deferred, which are copied out. The last layer's are read, and the pass, which
-    begins by copying out what is deferred, writes them back unchanged. The first group reads nothing: it writes zeros
-    to the last layer, and the sums of that layer afterwards. group: the loop's counter.
+    The pass before left layer 0's sums, which are copied out. The last layer's are read, and the pass, which begins by
+    writing what is late, writes them back unchanged. The first group reads nothing: it writes zeros to the last layer,
+    and the sums of that layer afterwards. group: the loop's counter.
     """
-    sums = grads.layers[segment.name]
-    if sums.deferred is None or first:
-        return grads
-    stack = write(sums.stack, sums.deferred, index_in_loop(0, group))
-    last = read(stack, index_in_loop(segment.num_layers - 1, group))
-    return grads.with_layers(segment.name, stack=stack, deferred=last)
+    if sums.late is None or first:
+        return sums
+    stack = write(sums.stack, sums.late, index_in_loop(0, group))
+    return Flight(stack, late=read(stack, index_in_loop(segment.num_layers - 1, group)))
 
 
-def push(engine: Engine, segment: Segment, grads: Accumulators, sums, layer: Layer, *, last: bool):
-    """(accumulators with a layer's `sums` after a group of microbatches, Squares of these).
+def push(engine: Engine, segment: Segment, sums, *, last: bool) -> tuple[Any, Squares]:
+    """(a layer's sums after a group of microbatches, to be written; Squares of these).
 
     If sums are made in place, `finish` computes their Squares. last: last group, also sum over devices what is still
     local.
     """
     table = engine.table
     layouts = engine.layouts.master[segment.name]
-    stack = grads.layers[segment.name].stack
     if last:
         if replicated_stacks(engine):
             sums = collectives.reduce_scatter_in_turn(sums, segment.trained_params, layouts, table.reduce)
@@ -173,10 +146,8 @@ def push(engine: Engine, segment: Segment, grads: Accumulators, sums, layer: Lay
         # As in the update, a barrier between reads and writes keeps XLA from copying the whole stack.
         sums = jax.lax.optimization_barrier(sums)
     squares = collectives.sum_of_squares(sums, layouts) if last and not in_place else collectives.no_squares()
-    sums = varying(sums, TOKENS if replicated_stacks(engine) else (REPLICATE,))  # typed like layers that still differ
-    if table.grads.home.streamed:
-        return grads.with_layers(segment.name, deferred=sums), squares
-    return grads.with_layers(segment.name, stack=write(stack, sums, layer.index)), squares
+    # Typed like layers that still differ.
+    return varying(sums, TOKENS if replicated_stacks(engine) else (REPLICATE,)), squares
 
 
 def starts_in_first_group(engine: Engine) -> bool:
@@ -240,8 +211,8 @@ def finish(engine: Engine, grads: Accumulators, squares: Squares):
     done: dict[str, Any] = {OUTER: outer}
     for name, sums in grads.layers.items():
         stack = sums.stack
-        if sums.deferred is not None:
-            stack = write(stack, sums.deferred, 0)  # the backward pass ends with layer 0
+        if sums.late is not None:
+            stack = write(stack, sums.late, 0)  # the backward pass ends with layer 0
         stack = collectives.same(stack, REPLICATE)
         if replicated_stacks(engine):
             stack = jax.tree.map(_shard_in_stack, stack, engine.layouts.master[name])
@@ -255,12 +226,12 @@ def finish(engine: Engine, grads: Accumulators, squares: Squares):
 
 def _add_squares(squares: Squares, stacks, layouts) -> Squares:
     """The sum of `squares` and the `Squares` of a segment's layers, added in the order of the backward pass."""
-    n = jax.tree.leaves(stacks)[0].shape[0]
 
-    def layer(i, squares: Squares) -> Squares:
-        return add(squares, collectives.sum_of_squares(read(stacks, n - 1 - i), layouts, in_memory=True))
+    def body(values, squares: Squares) -> tuple[Squares, dict]:
+        return add(squares, collectives.sum_of_squares(values["grads"], layouts, in_memory=True)), {}
 
-    return jax.lax.fori_loop(0, n, layer, squares)
+    layers = range(len(jax.tree.leaves(stacks)[0]))
+    return sweep(layers, {"grads": GRADS}, body, squares, {"grads": Flight(stacks)}, reverse=True)[0]
 
 
 def _shard_in_stack(stack: jax.Array, layout):

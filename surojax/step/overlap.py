@@ -18,6 +18,7 @@ the bit.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import exchange, joined, parts, read, write
-from surojax.models.model import Segment, Variant, loop_over, runs
+from surojax.models.model import Segment, Variant
 from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer, Scalars
@@ -36,14 +37,9 @@ from surojax.placement.table import Mesh
 from surojax.step.metrics import metrics_of, plan_metrics
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section, shardings, specs_of
+from surojax.step.stream import Layer, Run, comes_in_pairs, hides_transfers, over
 from surojax.step.update import as_trees, tensors, update, update_outer, update_tensor
-from surojax.step.weights import (
-    Layer,
-    all_gather_weights,
-    comes_in_pairs,
-    hides_transfers,
-    in_gather_format,
-)
+from surojax.step.weights import all_gather_weights, in_gather_format, runs_of
 
 
 class Pending(NamedTuple):
@@ -70,20 +66,49 @@ class InFlight(NamedTuple):
     following: tuple
 
 
+@dataclasses.dataclass(frozen=True)
+class UpdatedWeights:
+    """The lane of weights in a pass that updates a run of layers. Its flight is (layer l's weights, InFlight).
+
+    begin: the number of the first layer in `InFlight.work`. in_order: a layer of the state is written before another
+    one is read. reads: the state of another layer is left to be read.
+    """
+
+    layers: "UpdatingLayers"
+    begin: int
+    in_order: bool
+    reads: bool = True
+
+    def arrive(self, flight: tuple, layer: Layer) -> tuple[Any, tuple]:
+        """(the layer's weights, the flight while it computes): it is written, and the next one is updated."""
+        w, (work, state, updated, old) = flight
+        layers = self.layers
+        l = layer.index
+        following = layers.update(old, l + 1)
+        work = write(work, updated.weights, l - self.begin)
+        new = (updated.master, updated.moments)
+        # Beyond the last layer the last one is updated in vain; it is read in vain if it is in this loop.
+        if not self.reads:
+            state = write(state, new, l)
+            after = old
+        elif self.in_order:
+            # `exchange` keeps both directions busy, but the scheduler has products wait for its first reads.
+            state = write(state, new, l)
+            after = layers.read(state, l + 2)
+        else:
+            state, read_state = exchange(state, new, l, l + 2)
+            after = (read_state, read(layers.grads, l + 2))
+        return w, (layers.gathered(following, layer.variant), InFlight(work, state, following, after))
+
+
 class UpdatingLayers:
-    """A segment's layers, updated one after another in the loop of a forward pass; in place of `weights.Layers`.
+    """A segment's layers, updated one after another in a forward pass; in place of `weights.Layers`.
 
     state, grads: of the segment, before the update.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        optimizer: Optimizer,
-        segment: Segment,
-        state: TensorState,
-        grads,
-        scalars: Scalars,
+        self, engine: Engine, optimizer: Optimizer, segment: Segment, state: TensorState, grads, scalars: Scalars
     ):
         self.engine = engine
         self.optimizer = optimizer
@@ -93,87 +118,70 @@ class UpdatingLayers:
         self.scalars = scalars
         self.tensors = tensors(engine, segment.name, state, grads)
 
-    def turn(self, prefetched, group, *, reverse: bool):
-        """What is prefetched before the pass: nothing. `loop` begins with copies of its first two layers."""
+    def first(self) -> None:
+        """What is prefetched before the pass: nothing. `over` begins with copies of its first two layers."""
 
-    def loop(self, function: Callable, carry, prefetched: None, *, tokens: int = 0, counter: jax.Array | int = 0):
-        """(carry, the new state) after (carry, prefetched) = function(Layer, prefetched, carry) for every layer.
+    def turn(self, prefetched: None, counter: jax.Array | int, *, reverse: bool) -> None:
+        """See `first`."""
 
-        Within the loop, `prefetched` are the next layer's weights, in a tuple as in `Layers.loop`. tokens: see there;
-        they decide the order of transfers. counter: of the loop around, which there is none of.
+    def over(
+        self,
+        body: Callable,
+        carry: Any,
+        lanes: dict[str, Any],
+        flights: dict[str, Any],
+        *,
+        tokens: int = 0,
+        counter: jax.Array | int = 0,
+    ) -> tuple[Any, dict[str, Any]]:
+        """As `Layers.over`; afterwards the flight "weights" is the new state, a TensorState.
+
+        tokens: see there; they decide the order of transfers. counter: of the loop around, which there is none of.
         """
         in_order = hides_transfers(tokens)
         state = (self.state.master, self.state.moments)
-        updated = self._update(self._read(state, 0), 0)
-        following = self._read(state, 1)
-        stacks = []
+        updated = self.update(self.read(state, 0), 0)
+        following = self.read(state, 1)
+        done = []
         for part in parts(self.state.weights):
             flight = InFlight(part.stack, state, updated, following)
-            for run in runs(self.segment.variants[part.start : part.stop]):
-                layers = range(part.start + run.start, part.start + run.stop)
-                carry, flight = self._run(function, carry, flight, layers, part.start, run.period, in_order=in_order)
+            for run in runs_of(self.segment.variants, part):
+                moving = (self.gathered(flight.updated, run.variants[0]), flight)
+                flights = flights | {"weights": moving}
+                lane = UpdatedWeights(self, part.start, in_order)
+                for loop, reads in self._loops(run):
+                    of_loop = {"weights": dataclasses.replace(lane, reads=reads)} | lanes
+                    # Two layers in the body of a loop, as in `Layers.over`.
+                    in_body = 2 if reads and comes_in_pairs(len(loop.layers), loop.period) else loop.period
+                    carry, flights = over(
+                        loop, of_loop, body, carry, flights, first_number=self.segment.start, in_body=in_body
+                    )
+                _, flight = flights["weights"]
+                # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
+                work, state = jax.lax.optimization_barrier((flight.work, flight.state))
+                flight = flight._replace(work=work, state=state)
             work, state, updated, following = flight
-            stacks.append(work)
-        return carry, TensorState(joined(stacks), *state)
+            done.append(work)
+        return carry, flights | {"weights": TensorState(joined(done), *state)}
 
-    def _run(
-        self, function: Callable, carry, flight: InFlight, layers: range, begin: int, period: int, *, in_order: bool
-    ):
-        """(carry, flight) after a run of layers with this period; begin: the number of the first in `flight.work`.
+    def _loops(self, run: Run) -> list[tuple[Run, bool]]:
+        """The loops of a run, and whether the state of a layer is left to be read in each.
 
-        in_order: a layer of the state is written before another one is read. The next run begins with this flight.
+        The last two layers, for which nothing is left, are a loop of their own: copy engines copy in loops only, so
+        neither loop may have one round. With sharded weights that takes more memory (docs/performance.md).
         """
+        layers, variants, period = run
         is_last = layers.stop == self.segment.num_layers
-        variants = self.segment.variants[layers.start : layers.stop]
+        if not is_last or period > 1 or len(layers) in (1, 3) or self.engine.table.weights.sharded:
+            return [(run, True)]
+        loops = [(Run(layers[:-2], variants[:-2], 1), True)] if len(layers) > 2 else []
+        return [*loops, (Run(layers[-2:], variants[-2:], 1), False)]
 
-        def one(k, in_turn, variant: Variant, carried, *, reads: bool = True):
-            """The k-th layer of the run. in_turn: see `loop_over`. reads: the state of a layer is left to be read."""
-            carry, weights, flight = carried
-            l = layers.start + k
-            following = self._update(flight.following, l + 1)
-            work = write(flight.work, flight.updated.weights, l - begin)
-            new = (flight.updated.master, flight.updated.moments)
-            # Beyond the last layer the last one is updated in vain; it is read in vain if it is in this loop.
-            if not reads:
-                state = write(flight.state, new, l)
-                after = flight.following
-            elif in_order:
-                # `exchange` keeps both directions busy, but the scheduler has products wait for its first reads.
-                state = write(flight.state, new, l)
-                after = self._read(state, l + 2)
-            else:
-                state, old = exchange(flight.state, new, l, l + 2)
-                after = (old, read(self.grads, l + 2))
-            flight = InFlight(work, state, following, after)
-            number = l + self.segment.start if self.segment.start else l
-            gathered = (self._gathered(following, variant),)
-            carry, (gathered,) = function(Layer(l, number, variant, weights), gathered, carry)
-            return carry, gathered, flight
-
-        def last_two(k, in_turn, variant: Variant, carried):
-            """The k-th of the last two layers of the run."""
-            return one(len(variants) - 2 + k, in_turn, variant, carried, reads=False)
-
-        # The last two layers, for which nothing is left to be read, are a loop of their own: copy engines copy in loops
-        # only, so neither loop may have one round. With sharded weights that takes more memory (docs/performance.md).
-        apart = is_last and period == 1 and len(variants) not in (1, 3) and not self.engine.table.weights.sharded
-        before = variants[:-2] if apart else variants
-        # Two layers in the body of a loop, as in `host.sweep`.
-        in_body = 2 if comes_in_pairs(len(before), period) else period
-        carried = carry, self._gathered(flight.updated, self.segment.variants[layers.start]), flight
-        carried = loop_over(before, in_body, one, carried)
-        if apart:
-            carried = loop_over(variants[-2:], period, last_two, carried)
-        carry, _, flight = carried
-        # The next run reads what this one wrote. If XLA (0.12) sees that, it crashes.
-        work, state = jax.lax.optimization_barrier((flight.work, flight.state))
-        return carry, flight._replace(work=work, state=state)
-
-    def _read(self, state: tuple, l) -> tuple:
+    def read(self, state: tuple, l) -> tuple:
         """`InFlight.following` for layer l."""
         return read(state, l), read(self.grads, l)
 
-    def _update(self, old: tuple, l) -> TensorState:
+    def update(self, old: tuple, l) -> TensorState:
         """Layer l after its update, in device memory."""
         (master, moments), grads = materialised(old)
         structure = jax.tree.structure(master)
@@ -185,7 +193,7 @@ class UpdatingLayers:
             done.append(TensorState(work, *new))
         return materialised(as_trees(done, self.state))
 
-    def _gathered(self, updated: TensorState, variant: Variant):
+    def gathered(self, updated: TensorState, variant: Variant):
         """The weights of an updated layer, as its products read them."""
         shards = in_gather_format(self.engine, self.segment, updated.weights, variant)
         return all_gather_weights(self.engine, self.segment, shards)

@@ -42,24 +42,26 @@ from surojax.parallel.pipeline import collect, own_part, spread
 from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, stacked_layers
 from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
-from surojax.step.blocks import BackwardCarry, Group, Microbatch, backward, forward
+from surojax.step import passes
+from surojax.step.blocks import Backward, Group, Microbatch, backward, forward
 from surojax.step.engine import Gradients, count, own_slice, recipe_inputs_of, residuals_of
 from surojax.step.gradients import (
+    GRADS,
     Accumulators,
     accumulators,
     add,
     finish,
     leaves_sums_local,
     push,
-    read_accumulator,
     sums_in_place,
 )
 from surojax.step.metrics import Finite, all_finite, and_activations, and_gradients
 from surojax.step.outer import embed, head, loss, push_embed
-from surojax.step.residuals import Slot
+from surojax.step.passes import Lane
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import StageLayers, first_layer, inputs_of_stage, stage_engine, when_any
-from surojax.step.weights import Layer, Layers
+from surojax.step.stream import Flight, Layer, Stream, sweep
+from surojax.step.weights import Layers
 
 
 class TickCarry(NamedTuple):
@@ -117,6 +119,7 @@ class Stage:
         self.entries = self.segment.num_layers + self.residuals.home.streamed  # of a slot
         self.unused = 1 + self.residuals.home.streamed  # entries for the residuals of no microbatch
         self.slots = int(schedule.in_flight.max())
+        self.last = self.segment.num_layers - 1
         self.head_slots = int(schedule.in_flight[-1])
 
     def first(self, weights, history) -> TickCarry:
@@ -139,13 +142,20 @@ class Stage:
         own = functools.partial(own_slice, self.engine)
         return Microbatch(own(inputs_BS), own(labels_BS), starts_BS, functools.partial(self.recipe_inputs, a, computes))
 
-    def slot(self, a, computes: jax.Array | bool) -> Slot:
+    def entry_of(self, a, computes: jax.Array | bool) -> Callable:
+        """A function from a layer to its entry in the stacks of residuals, which have those of several microbatches.
+
+        In host memory, a microbatch's entries begin with one that belongs to no layer: these stacks lag by one layer,
+        so the first layer writes and reads there. In lockstep, the layers of a stage that has no microbatch all write
+        to one entry, which nothing needs.
+        """
         begin = a % self.slots * self.entries
         step = 1
         if self.layers.in_lockstep:
             begin = jnp.where(computes, begin, self.slots * self.entries)
             step = jnp.where(computes, 1, 0)
-        return Slot(self.residuals, begin + self.entries - self.segment.num_layers, step)
+        begin = begin + self.entries - self.segment.num_layers
+        return lambda l: begin + l * step
 
     def tick(self, t, carry: TickCarry) -> TickCarry:
         """The carry after one tick of the schedule."""
@@ -168,14 +178,16 @@ class Stage:
 
     def forward(self, layers: Layers, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
         """This stage: its layers forward. computes: see `StageLayers.when_any`."""
-        kept = self.residuals.first(carry.saved)
-        early = self.layers.early(layers)
-        slot = self.slot(a, computes)
+        entry = self.entry_of(a, computes)
         group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
-        passed = forward(self.engine, layers, [carry.x_BSD], early, group, slot, [kept])
-        (done,) = passed.microbatches
-        finite = self.if_computed(computes, and_activations(carry.finite, [done.x_BSD]), carry.finite)
-        return carry._replace(x_BSD=done.x_BSD, saved=slot.end_forward(done.kept), finite=finite)
+        moving = {
+            "weights": self.layers.early(layers),
+            "residuals": self.residuals.before_forward([carry.saved]),
+        }
+        results, moving = forward(self.engine, layers, [carry.x_BSD], group, self.residuals, moving, entry)
+        (saved,) = Stream(passes.forward(self.engine).lane("residuals"), entry).end(moving["residuals"], self.last)
+        finite = self.if_computed(computes, and_activations(carry.finite, results.xs_BSD), carry.finite)
+        return carry._replace(x_BSD=results.xs_BSD[0], saved=saved, finite=finite)
 
     def head(self, a, carry: TickCarry) -> TickCarry:
         """All stages: head and loss of the last stage's x."""
@@ -202,14 +214,18 @@ class Stage:
     def backward(self, layers: Layers, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
         """This stage: its layers backward, from the residuals in the microbatch's slot."""
         group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
-        slot = self.slot(a, computes)
-        kept = slot.begin_backward(carry.saved)
-        early = self.layers.early(layers, reverse=True)
-        grads = begin_backward(self.segment, carry.grads)
-        before = BackwardCarry([carry.dx_BSD], None, grads, collectives.no_squares(), [], carry.observed)
-        done, _ = backward(self.engine, layers, before, early, group, slot, [kept])
+        entry = self.entry_of(a, computes)
+        name = self.segment.name
+        moving = {
+            "weights": self.layers.early(layers, reverse=True),
+            "residuals": Stream(passes.backward(self.engine).lane("residuals"), entry).begin([carry.saved], self.last),
+            "grads": begin_backward(self.segment, carry.grads.layers[name]),
+        }
+        before = Backward([carry.dx_BSD], collectives.no_squares(), carry.observed)
+        done, moving = backward(self.engine, layers, before, None, group, self.residuals, moving, entry)
+        grads = carry.grads._replace(layers={name: moving["grads"]})
         finite = self.if_computed(computes, and_gradients(carry.finite, done.dxs_BSD), carry.finite)
-        return carry._replace(dx_BSD=done.dxs_BSD[0], grads=done.grads, observed=done.observed, finite=finite)
+        return carry._replace(dx_BSD=done.dxs_BSD[0], grads=grads, observed=done.observed, finite=finite)
 
     def if_computed(self, computes: jax.Array | bool, new: Finite | None, old: Finite | None) -> Finite | None:
         """`new` if this stage has a microbatch, else `old`."""
@@ -234,59 +250,48 @@ class Stage:
     def push_all(self, grads: Accumulators) -> tuple[Accumulators, Squares]:
         """(accumulators, their Squares) after the sums of every layer that are still local are summed over devices."""
         segment = self.segment
-        last = segment.num_layers - 1
-        sums = grads.layers[segment.name]
-        if sums.deferred is not None:  # the backward pass ends with layer 0
-            stack = write(sums.stack, sums.deferred, 0)
-            grads = grads.with_layers(segment.name, stack=stack, deferred=read(stack, last))
-        if not leaves_sums_local(self.engine):
-            return self.squares(grads)
+        lane = Stream(passes.backward(self.engine).lane("grads"))
+        stack = lane.end(grads.layers[segment.name], 0)  # the backward pass ends with layer 0
+        local = leaves_sums_local(self.engine)
+        layouts = self.engine.layouts.master[segment.name]
+        if not local and sums_in_place(self.engine):  # `finish` computes the Squares
+            return grads._replace(layers={segment.name: Flight(stack)}), collectives.no_squares()
 
-        def push_layer(i, carry):
-            grads, squares = carry
-            grads, sums = read_accumulator(segment, grads, last - i, first=False)
-            layer = Layer(last - i, last - i, segment.variants[0], None)
-            grads, of_layer = push(self.engine, segment, grads, sums, layer, last=True)
-            return grads, add(squares, of_layer)
+        def body(values, squares: Squares) -> tuple[Squares, dict]:
+            if not local:
+                return add(squares, collectives.sum_of_squares(values["grads"], layouts)), {}
+            sums, of_layer = push(self.engine, segment, values["grads"], last=True)
+            return add(squares, of_layer), {"grads": sums}
 
-        return jax.lax.fori_loop(0, segment.num_layers, push_layer, (grads, collectives.no_squares()))
-
-    def squares(self, grads: Accumulators) -> tuple[Accumulators, Squares]:
-        """(accumulators in which no layer is deferred, their Squares); none of them if `finish` computes them."""
-        name = self.segment.name
-        stack = grads.layers[name].stack
-        grads = grads.with_layers(name, deferred=None)
-        if sums_in_place(self.engine):
-            return grads, collectives.no_squares()
-        last = self.segment.num_layers - 1
-        layouts = self.engine.layouts.master[name]
-
-        def of_layer(i, squares: Squares) -> Squares:
-            return add(squares, collectives.sum_of_squares(read(stack, last - i), layouts))
-
-        return grads, jax.lax.fori_loop(0, self.segment.num_layers, of_layer, collectives.no_squares())
+        if not local:
+            lane = GRADS
+        flights = {"grads": lane.begin(stack, self.last, -1)}
+        layers = range(segment.num_layers)
+        squares, flights = sweep(layers, {"grads": lane}, body, collectives.no_squares(), flights, reverse=True)
+        return grads._replace(layers={segment.name: Flight(lane.end(flights["grads"], 0))}), squares
 
 
-def begin_backward(segment: Segment, grads: Accumulators) -> Accumulators:
+def begin_backward(segment: Segment, sums: Flight) -> Flight:
     """`gradients.begin_backward` in a loop of one round or none."""
-    sums = grads.layers[segment.name]
     last = segment.num_layers - 1
-    if sums.deferred is None or last == 0:
-        return grads
-    stack, of_last = exchange_in_halves(sums.stack, sums.deferred, 0, last)
-    return grads.with_layers(segment.name, stack=stack, deferred=of_last)
+    if sums.late is None or last == 0:
+        return sums
+    stack, of_last = exchange_in_halves(sums.stack, sums.late, 0, last)
+    return Flight(stack, late=of_last)
 
 
 def zeros_in_host_memory(segment: Segment, grads: Accumulators) -> Accumulators:
     """Accumulators that begin with zeros in host memory too, since which tick is a stage's first is known too late."""
     sums = grads.layers[segment.name]
-    if sums.deferred is None:
+    if sums.late is None:
         return grads
 
-    def layer(l, stack):
-        return write(stack, sums.deferred, l)
+    def body(_, carry: None) -> tuple[None, dict]:
+        return carry, {"grads": sums.late}
 
-    return grads.with_layers(segment.name, stack=jax.lax.fori_loop(0, segment.num_layers, layer, sums.stack))
+    lane = Stream(Lane("grads", writes=True))
+    _, flights = sweep(range(segment.num_layers), {"grads": lane}, body, None, {"grads": Flight(sums.stack)})
+    return grads._replace(layers={segment.name: sums._replace(stack=flights["grads"].stack)})
 
 
 def loss_and_gradients(
@@ -338,11 +343,11 @@ def evaluate(engine: Engine, weights, inputs_BS: jax.Array, labels_BS: jax.Array
     x_BsD = embed(outer, own_part(own_slice(engine, inputs_BS)), axes, model.embedding_scale)
 
     def blocks(layers: Layers, _, computes, x_BSD):
-        def block(layer: Layer, prefetched, x_BSD):
+        def block(layer: Layer, values, x_BSD, flights):
             inputs = inputs_of_stage(model, first_layer(engine) + layer.index, None, computes)
-            return segment.block(layer.weights, x_BSD, inputs, layer.variant, starts_BS)[0], prefetched
+            return segment.block(values["weights"], x_BSD, inputs, layer.variant, starts_BS)[0], {}, flights
 
-        return layers.loop(block, x_BSD, layers.first())[0]
+        return layers.over(block, x_BSD, {}, {"weights": layers.first()})[0]
 
     def of_stage(i, x_BSD):
         turn = jnp.where(jnp.arange(stages) == i, 0, NONE)  # of one microbatch

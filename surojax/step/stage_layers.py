@@ -103,13 +103,15 @@ class StageLayers:
         self.in_lockstep = in_lockstep(model)
         # Copied in once, outside of the ticks, in which their constant positions would be kernels.
         self.shards = [
-            {reverse: layers.first_shards(reverse=reverse) for reverse in (False, True)} for layers in self.of_patterns
+            {reverse: [fetch.first_shards(reverse=reverse) for fetch in layers.fetches] for reverse in (False, True)}
+            for layers in self.of_patterns
         ]
 
     def early(self, layers: Layers, *, reverse: bool = False) -> list:
         """Weights that are prefetched before a pass. layers: one of the patterns'."""
-        shards = self.shards[self.of_patterns.index(layers)]
-        return layers.from_shards(shards[reverse], reverse=reverse)
+        shards = self.shards[self.of_patterns.index(layers)][reverse]
+        pairs = zip(layers.fetches, shards, strict=True)
+        return [fetch.from_shards(of_run, reverse=reverse) for fetch, of_run in pairs]
 
     def when_any(self, of_stages: jax.Array, function: Callable, carry):
         """The carry after function(this stage's Layers, a, computes, carry), if it has a microbatch a.

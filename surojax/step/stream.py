@@ -1,0 +1,169 @@
+"""The loop over layers inside a compiled program: a layer's tensors arrive early and leave late, as passes.py declares.
+
+Stacks `[L, ...]` of layers are in device memory or in pinned host memory; a program reads and writes one layer of them
+at a time (memory/host.py). What is on its way is in the loop's carry, so that copies and collectives overlap the layers
+that compute. XLA's scheduler decides what starts when (assembly.compiler_options; `hlo.overlaps` reads its decisions).
+
+What XLA needs, and why the loop is as it is:
+
+* Loops carry whole stacks and change one layer in place. `lax.scan` with xs and ys would copy a stack (measured on
+  compiled Llama-7B: 123 GiB instead of 85).
+* Copy engines copy only what is at an offset that is linear in the loop's counter. So a layer that arrives early or
+  leaves late is named by its number, though it may lie beyond the ends of the stack, where slices take the nearest one:
+  the first layer written late writes what is there already, and what the last layers read ahead is right for the pass
+  in the other direction, or is read again (`Fetch.turn`).
+* A stack that is read and written in one layer is written first. Where both directions of the host link are to be busy
+  at once, every other stack is read first, with a barrier between, without which XLA copies the stack (`exchange`).
+* With one layer in a loop's body, XLA copies what is on its way into the carry. Two layers exchange their places
+  (`layers_in_body`). Layers that the loop does not have are unrolled, one after another behind barriers
+  (`model.loop_over`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from surojax.memory.host import exchange, on_device, read, write
+from surojax.models.model import PLAIN, Variant, loop_over
+from surojax.step.passes import Lane
+
+# Tokens whose forward pass lasts about as long as the transfers of an update beside it: 2 FLOPs a parameter and token
+# at 140 TFLOP/s, 10 bytes a parameter each way at 22 GB/s (RTX 4090). All-gathers take a third of that.
+HIDING_TOKENS = 1 << 15
+
+
+class Layer(NamedTuple):
+    """One layer of a pass.
+
+    index: in its segment's stacks, linear in the loop's counter. in_turn: the same, but known only when the layer
+    before is done. number: in the model. variant: static. step: to the next layer, 1 or -1.
+    """
+
+    index: Any
+    in_turn: Any
+    number: Any
+    variant: Variant
+    step: int
+
+
+class Run(NamedTuple):
+    """Layers of a segment that are one loop: their weights are in one memory, their variants repeat after `period`."""
+
+    layers: range
+    variants: tuple[Variant, ...]
+    period: int
+
+
+class Flight(NamedTuple):
+    """A lane in a loop's carry: its stacks, what has been read of the next layer, and results still to be written."""
+
+    stack: Any
+    early: Any = None
+    late: Any = None
+
+
+class Stream(NamedTuple):
+    """Moves a lane's layers to and from its stacks, which are in the memory that their types name.
+
+    index: a function from a layer's index in its segment to that in the stacks. are_read_first: see `host.exchange`, of
+    stacks that are read early and written late.
+    """
+
+    lane: Lane
+    index: Callable = lambda l: l
+    are_read_first: Sequence[bool] = ()
+
+    def arrive(self, flight: Flight, layer: Layer) -> tuple[Any, Flight]:
+        """(what the layer reads, the flight while it computes). Lanes are read one layer early at most."""
+        stack, early, late = flight
+        lane = self.lane
+        before, here, after = (self.index(layer.index + i * layer.step) for i in (-1, 0, 1))
+        if lane.ahead and lane.behind:
+            stack, after_next = exchange(stack, late, before, after, are_read_first=self.are_read_first)
+            return early, Flight(stack, after_next, late)
+        if lane.behind:
+            stack = write(stack, late, before)
+        if lane.ahead:
+            return early, Flight(stack, read(stack, after), late)
+        return read(stack, here) if lane.reads else None, Flight(stack, None, late)
+
+    def leave(self, flight: Flight, new, layer: Layer) -> Flight:
+        """The flight with the layer's results."""
+        if self.lane.behind:
+            return flight._replace(late=new)
+        return flight._replace(stack=write(flight.stack, new, self.index(layer.index)))
+
+    def begin(self, stack, first: int, step: int = 1) -> Flight:
+        """The flight before layer `first`. What it writes late is there already."""
+        early = read(stack, self.index(first)) if self.lane.ahead else None
+        return Flight(stack, early, read(stack, self.index(max(first - step, 0))) if self.lane.behind else None)
+
+    def end(self, flight: Flight, last: jax.Array | int) -> Any:
+        """The stacks after layer `last`."""
+        return write(flight.stack, flight.late, self.index(last)) if self.lane.behind else flight.stack
+
+
+def streamed(lane: Lane, stack: Any, **options: Any) -> Stream:
+    """The `Stream` of a lane for stacks, which move early and late only if they are not on the device."""
+    return Stream(lane._replace(ahead=0, behind=0) if on_device(stack) else lane, **options)
+
+
+def over(
+    run: Run,
+    lanes: dict[str, Any],
+    body: Callable,
+    carry: Any,
+    flights: dict[str, Any],
+    *,
+    reverse: bool = False,
+    first_number: int = 0,
+    in_body: int | None = None,
+    fixed: Callable = jax.numpy.int32,
+) -> tuple[Any, dict[str, Any]]:
+    """(carry, flights) after (carry, results, flights) = body(Layer, values, carry, flights) for every layer of a run.
+
+    lanes, flights, values, results: by name; lanes have the methods of a `Stream`. The body may return flights that are
+    known later, see `behind`. first_number: of the segment's first layer in the model. in_body: layers in the body of
+    the loop, None: the run's period. fixed: see `model.loop_over`.
+    """
+    variants = run.variants[::-1] if reverse else run.variants
+    step = -1 if reverse else 1
+
+    def one(k, in_turn, variant: Variant, state):
+        carry, flights = state
+        index, in_turn = (run.layers.stop - 1 - x if reverse else run.layers.start + x for x in (k, in_turn))
+        layer = Layer(index, in_turn, index + first_number if first_number else index, variant, step)
+        values = {}
+        flights = dict(flights)
+        for name, lane in lanes.items():
+            values[name], flights[name] = lane.arrive(flights[name], layer)
+        carry, results, flights = body(layer, values, carry, flights)
+        left = {name: lanes[name].leave(flights[name], new, layer) for name, new in results.items()}
+        return carry, flights | left
+
+    return loop_over(variants, in_body or run.period, one, (carry, flights), fixed)
+
+
+def sweep(
+    layers: range, lanes: dict[str, Any], body: Callable, carry: Any, flights: dict[str, Any], **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """`over`, for layers that are all alike and a body (values, carry) -> (carry, results)."""
+
+    def one(layer: Layer, values, carry, flights):
+        return *body(values, carry), flights
+
+    return over(Run(layers, (PLAIN,) * len(layers), 1), lanes, one, carry, flights, **options)
+
+
+def hides_transfers(tokens: int) -> bool:
+    """True if a pass over so many tokens lasts longer than the transfers beside it."""
+    return tokens >= HIDING_TOKENS
+
+
+def comes_in_pairs(n: int, period: int, *, odd: bool = False) -> bool:
+    """True if a loop over n layers may have two of them in its body. odd: n may be odd.
+
+    What is left of an odd number is unrolled. Two layers without a loop crash XLA (jax 0.12).
+    """
+    return period == 1 and n >= 4 and (odd or n % 2 == 0)
