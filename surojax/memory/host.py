@@ -127,68 +127,6 @@ def on_device(tree) -> bool:
     return all(jax.typeof(x).memory_space == DEVICE.space for x in jax.tree.leaves(tree))
 
 
-class SweepCarry(NamedTuple):
-    """The loop carry of `sweep` over layers in host memory, when layer l begins.
-
-    outputs, state: the stacks, up to date except for layer l - 1. arguments: of the function for layer l, in device
-    memory. results: of the function for layer l - 1, not yet copied to host memory.
-    """
-
-    outputs: Any
-    state: Any
-    arguments: tuple
-    results: tuple
-
-
-def sweep(function, outputs, state, inputs, start: int, stop: int):
-    """Runs (output, state) = function(state, input) for layers `start` to `stop` - 1; returns (outputs, state).
-
-    Layer l has index l - start in the stacks `outputs`, and index l in the stacks `state` and `inputs`. If any stack is
-    in host memory, layer l - 1 is copied out and layer l + 1 is prefetched while layer l computes: three layers are in
-    device memory.
-    """
-    n = stop - start
-    if on_device((outputs, state, inputs)):
-
-        def update(l, stacks):
-            outputs, state = stacks
-            # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into
-            # the function and then has to copy the entire stack, once a layer.
-            output, new = function(materialised(read(state, l)), read(inputs, l))
-            return write(outputs, output, l - start), write(state, new, l)
-
-        return jax.lax.fori_loop(start, stop, update, (outputs, state))
-
-    def layer(i, carry: SweepCarry) -> SweepCarry:
-        # A loop stores its carry in memory. XLA removes a loop over one layer, so the barriers have to do that.
-        arguments = materialised(carry.arguments)
-        before = i - 1
-        after = i + 1
-        output, new = carry.results
-        outputs = write(carry.outputs, output, before)
-        state, copied_in = exchange(carry.state, new, start + before, start + after, are_read_first=are_read_first)
-        following = (copied_in, read(inputs, start + after))
-        return SweepCarry(outputs, state, following, materialised(function(*arguments)))
-
-    def two_layers(i, carry: SweepCarry) -> SweepCarry:
-        return layer(2 * i + 1, materialised(layer(2 * i, carry)))
-
-    # There is no layer before the first one. The first iteration writes zeros where the first layer's output follows,
-    # and into the state what is there already.
-    are_read_first = balanced(state, inputs)
-    before_first = jax.tree.map(jnp.zeros_like, read(outputs, 0)), read(state, max(start - 1, 0))
-    carry = SweepCarry(outputs, state, read((state, inputs), start), before_first)
-    # Of two layers in a body, each writes over what the other has read. With one, XLA copies what is prefetched into
-    # the carry, while the link waits. A loop of one round, which XLA would dissolve, gains nothing.
-    paired = n - n % 2 if n >= 4 else 0
-    if paired:
-        carry = jax.lax.fori_loop(0, paired // 2, two_layers, carry)
-    if paired < n:
-        carry = jax.lax.fori_loop(paired, n, layer, carry)
-    output, new = carry.results
-    return write(carry.outputs, output, n - 1), write(carry.state, new, stop - 1)
-
-
 def balanced(stacks, inputs) -> list[bool]:
     """`are_read_first` of `exchange`, such that as many bytes are read before they are written as are written first.
 

@@ -4,14 +4,15 @@ If a tensor's state is in device memory, all its layers are updated at once; if 
 at a time. New work weights are made from the new master weights, all-gathered unless the work weights are sharded.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from surojax.memory.host import joined, on_device, parts, sweep
+from surojax.memory.host import Part, balanced, joined, on_device, parts, read
 from surojax.numerics.quantize import is_quantized, work_copy
+from surojax.numerics.rounding import materialised
 from surojax.optim import optimizer as optim
 from surojax.optim.optimizer import Optimizer, Scalars, UpdateContext
 from surojax.parallel import collectives
@@ -19,8 +20,11 @@ from surojax.parallel.collectives import varying
 from surojax.placement.layout import Layout
 from surojax.placement.param import OUTER, Kind, Param, part_of, with_part
 from surojax.sizes import divisor
+from surojax.step import passes
+from surojax.step.passes import Lane
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section
+from surojax.step.stream import Flight, streamed, sweep
 
 
 class Tensor(NamedTuple):
@@ -81,11 +85,12 @@ def as_trees(done: list[TensorState], old: TensorState) -> TensorState:
 def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars) -> TensorState:
     """The state of a segment's tensor, all layers, after the update."""
     weights, master, moments = tensor.state
+    lanes = lanes_of(engine)
     layers = collectives.first_layer(len(master)) + jnp.arange(len(master))
     like = parts(weights)[0].stack
 
-    def work_of_layer(old, master):
-        return work_weights(engine, tensor, master.astype(work_dtype(engine, tensor)), like), ()
+    def work_of_layer(values):
+        return {"weights": work_weights(engine, tensor, values["master"].astype(work_dtype(engine, tensor)), like)}
 
     if on_device((master, moments, tensor.grad)):
         # All layers in one pass, if the rule allows it: a loop would copy each slice before overwriting it.
@@ -99,14 +104,27 @@ def update_layers(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars:
             context = optim.stack_context(tensor.param, tensor.master_layout, UpdateContext(scalars, layers), size)
             work, master, moments = apply_to_stack(master, tensor.grad, moments, context, dtype)
             if not as_updated:
-                work, _ = _sweep_parts(work_of_layer, weights, (), master)
+                only_read = lanes | {"master": lanes["master"]._replace(writes=False, behind=0)}
+                work, _ = sweep_parts(only_read, work_of_layer, weights, {"master": master})
             return TensorState(work, master, moments)
     together = layers_together(optimizer, tensor)
     if together > 1:
         return update_groups(engine, optimizer, tensor, scalars, layers, together)
-    layer = functools.partial(update_tensor, engine, optimizer, tensor, scalars, like)
-    work, (master, moments) = _sweep_parts(layer, weights, (master, moments), (tensor.grad, layers))
-    return TensorState(work, master, moments)
+
+    def layer(values):
+        old = values["master"], values["moments"]
+        inputs = values["grads"], values["layer"]
+        work, (master, moments) = update_tensor(engine, optimizer, tensor, scalars, like, old, inputs)
+        return {"weights": work, "master": master, "moments": moments}
+
+    stacks = {"master": master, "moments": moments, "grads": tensor.grad, "layer": layers}
+    work, stacks = sweep_parts(lanes, layer, weights, stacks)
+    return TensorState(work, stacks["master"], stacks["moments"])
+
+
+def lanes_of(engine: Engine) -> dict[str, Lane]:
+    """The lanes of an update by name; "layer" has the layers' numbers."""
+    return {lane.row: lane for lane in passes.update(engine).lanes} | {"layer": Lane("layer", reads=True)}
 
 
 def layers_together(optimizer: Optimizer, tensor: Tensor) -> int:
@@ -120,7 +138,7 @@ def update_groups(
     engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars, layers: jax.Array, together: int
 ) -> TensorState:
     """The state of a segment's tensor after an update of `together` layers at a time."""
-    weights, *state = tensor.state
+    weights, master, moments = tensor.state
     layout = tensor.master_layout
     dtype = engine.table.weights.dtype
 
@@ -132,22 +150,24 @@ def update_groups(
 
     like = parts(weights)[0].stack
 
-    def group(old, inputs):
-        master, moments = old
-        grad, layers = inputs
-        context = UpdateContext(scalars, layers)
-        work, *new = optim.apply_to_group(optimizer, tensor.param, layout, master, grad, moments, context, dtype)
-        return jax.vmap(lambda layer: work_weights(engine, tensor, layer, like))(work), tuple(new)
+    def group(values):
+        context = UpdateContext(scalars, values["layer"])
+        work, *new = optim.apply_to_group(
+            optimizer, tensor.param, layout, values["master"], values["grads"], values["moments"], context, dtype
+        )
+        work = jax.vmap(lambda layer: work_weights(engine, tensor, layer, like))(work)
+        return {"weights": work} | dict(zip(("master", "moments"), new, strict=True))
 
-    work, new = _sweep_parts(group, grouped(weights), tuple(grouped(state)), grouped((tensor.grad, layers)))
-    return TensorState(single(work), *single(new))
+    stacks = {"master": master, "moments": moments, "grads": tensor.grad, "layer": layers}
+    work, stacks = sweep_parts(lanes_of(engine), group, grouped(weights), grouped(stacks))
+    return TensorState(single(work), single(stacks["master"]), single(stacks["moments"]))
 
 
 def update_tensor(engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars, like, old, inputs):
     """(work weights, (master weights, moments)) of one layer's tensor, or of an outer tensor, after the update.
 
     like: the old work weights, or anything of the same structure. old: (master weights, moments). inputs: (gradient,
-    number of the layer). old and inputs are in device memory. The signature is that of a function for `host.sweep`.
+    number of the layer). old and inputs are in device memory.
     """
     master, moments = old
     grad, layer = inputs
@@ -170,16 +190,49 @@ def work_dtype(engine: Engine, tensor: Tensor) -> str:
     return tensor.param.dtype or engine.table.weights.dtype
 
 
-def _sweep_parts(function, weights, state, inputs):
-    """(weights, state) after a `sweep` over each part of the work weights in turn."""
+def sweep_parts(lanes: dict[str, Lane], function: Callable, weights, stacks: dict[str, Any]) -> tuple[Any, dict]:
+    """(weights, stacks) after a `sweep_part` of each part of the work weights in turn."""
     done = []
     for part in parts(weights):
         if done:
             # The sweep reads what the one before wrote last. If XLA (0.12) sees that, it crashes.
-            state = jax.lax.optimization_barrier(state)
-        stack, state = sweep(function, part.stack, state, inputs, part.start, part.stop)
+            stacks = jax.lax.optimization_barrier(stacks)
+        stack, stacks = sweep_part(lanes, function, part, stacks)
         done.append(stack)
-    return joined(done), state
+    return joined(done), stacks
+
+
+def sweep_part(lanes: dict[str, Lane], function: Callable, part: Part, stacks: dict[str, Any]) -> tuple[Any, dict]:
+    """(weights, stacks) after results = function(values) of one layer of a part of the work weights after another.
+
+    lanes: of "weights" and of each of the stacks, whose layers function reads and returns by these names, as the lanes
+    say. Layer l has index l - part.start in the stacks of the part, and index l in the others.
+    """
+    is_streamed = not on_device((part.stack, stacks))
+    written = [name for name in stacks if lanes[name].writes]
+    order = balanced([stacks[name] for name in written], [stacks[name] for name in stacks if name not in written])
+    streams = {"weights": streamed(lanes["weights"], part.stack, index=lambda l: l - part.start)}
+    for name, stack in stacks.items():
+        leaves = len(jax.tree.leaves(stack)) if name in written else 0
+        streams[name] = streamed(lanes[name], stack, are_read_first=order[:leaves])
+        order = order[leaves:]
+    flights = {name: streams[name].begin(stack, part.start) for name, stack in stacks.items()}
+    # Zeros are written where the first layer's weights follow.
+    late = jax.tree.map(jnp.zeros_like, read(part.stack, 0)) if streams["weights"].lane.behind else None
+    flights["weights"] = Flight(part.stack, late=late)
+
+    def body(values, carry: None):
+        # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
+        # function and then has to copy the entire stack, once a layer.
+        if is_streamed:
+            return carry, materialised(function(materialised(values)))
+        return carry, function(values | materialised({name: values[name] for name in written}))
+
+    last = part.stop - 1
+    in_body = 2 if is_streamed and part.stop - part.start >= 4 else 1
+    _, flights = sweep(range(part.start, part.stop), streams, body, None, flights, in_body=in_body)
+    ended = {name: stream.end(flights[name], last) for name, stream in streams.items()}
+    return ended.pop("weights"), ended
 
 
 def update_outer(engine: Engine, optimizer: Optimizer, old: TensorState, grads, scalars: Scalars) -> TensorState:
@@ -200,11 +253,13 @@ def update_outer(engine: Engine, optimizer: Optimizer, old: TensorState, grads, 
             work, new = update_tensor(engine, optimizer, tensor, scalars, state.weights, old_state, inputs)
             done.append(TensorState(work, *new))
         else:
-            done.append(update_in_parts(optimizer, tensor, scalars, largest))
+            done.append(update_in_parts(engine, optimizer, tensor, scalars, largest))
     return as_trees(done, old)
 
 
-def update_in_parts(optimizer: Optimizer, tensor: Tensor, scalars: Scalars, largest: int) -> TensorState:
+def update_in_parts(
+    engine: Engine, optimizer: Optimizer, tensor: Tensor, scalars: Scalars, largest: int
+) -> TensorState:
     """The state of an outer tensor after an update in parts: groups of rows with at most `largest` elements each."""
     weights, master, moments = tensor.state
     rows = master.shape[0]
@@ -216,20 +271,17 @@ def update_in_parts(optimizer: Optimizer, tensor: Tensor, scalars: Scalars, larg
     def join(stack, x):
         return stack.reshape(x.shape)
 
-    def update_part(old, inputs):
-        master, moments = old
-        grad, k = inputs
-        context = UpdateContext(scalars, part=(k, n))
-        work, *new = optim.apply(
-            optimizer, tensor.param, tensor.master_layout, master, grad, moments, context, weights.dtype
-        )
-        return work, tuple(new)
+    def update_part(values):
+        context = UpdateContext(scalars, part=(values["layer"], n))
+        state = values["master"], values["grads"], values["moments"]
+        work, *new = optim.apply(optimizer, tensor.param, tensor.master_layout, *state, context, weights.dtype)
+        return {"weights": work} | dict(zip(("master", "moments"), new, strict=True))
 
     if tensor.master_layout.stored == tensor.weights_layout.stored:
         work = split(weights)
     else:
         work = varying(jnp.zeros(jax.eval_shape(split, master).shape, weights.dtype), tensor.master_layout.stored_axes)
-    stacks, grads = jax.tree.map(split, ((master, moments), tensor.grad))
-    work, new = sweep(update_part, work, stacks, (grads, jnp.arange(n)), 0, n)
+    stacks = jax.tree.map(split, {"master": master, "moments": moments, "grads": tensor.grad})
+    work, new = sweep_part(lanes_of(engine), update_part, Part(work, 0, n), stacks | {"layer": jnp.arange(n)})
     work = collectives.reshard(join(work, master), tensor.master_layout, tensor.weights_layout)
-    return TensorState(work, *jax.tree.map(join, new, (master, moments)))
+    return TensorState(work, *jax.tree.map(join, (new["master"], new["moments"]), (master, moments)))
