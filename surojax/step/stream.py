@@ -129,20 +129,23 @@ def over(
     """
     variants = run.variants[::-1] if reverse else run.variants
     step = -1 if reverse else 1
+    names = list(flights)  # in this order, which XLA's scheduler looks at, and not in that of the alphabet
 
     def one(k, in_turn, variant: Variant, state):
-        carry, flights = state
+        carry, in_order = state
         index, in_turn = (run.layers.stop - 1 - x if reverse else run.layers.start + x for x in (k, in_turn))
         layer = Layer(index, in_turn, index + first_number if first_number else index, variant, step)
         values = {}
-        flights = dict(flights)
+        flights = dict(zip(names, in_order, strict=True))
         for name, lane in lanes.items():
             values[name], flights[name] = lane.arrive(flights[name], layer)
         carry, results, flights = body(layer, values, carry, flights)
-        left = {name: lanes[name].leave(flights[name], new, layer) for name, new in results.items()}
-        return carry, flights | left
+        flights |= {name: lanes[name].leave(flights[name], new, layer) for name, new in results.items()}
+        return carry, [flights[name] for name in names]
 
-    return loop_over(variants, in_body or run.period, one, (carry, flights), fixed)
+    state = (carry, list(flights.values()))
+    carry, in_order = loop_over(variants, in_body or run.period, one, state, fixed)
+    return carry, dict(zip(names, in_order, strict=True))
 
 
 def sweep(

@@ -24,7 +24,7 @@ from surojax.step import passes
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine
 from surojax.step.state import TensorState, TrainState, from_sections, section
-from surojax.step.stream import Flight, streamed, sweep
+from surojax.step.stream import Flight, Stream, sweep
 
 
 class Tensor(NamedTuple):
@@ -211,21 +211,28 @@ def sweep_part(lanes: dict[str, Lane], function: Callable, part: Part, stacks: d
     is_streamed = not on_device((part.stack, stacks))
     written = [name for name in stacks if lanes[name].writes]
     order = balanced([stacks[name] for name in written], [stacks[name] for name in stacks if name not in written])
-    streams = {"weights": streamed(lanes["weights"], part.stack, index=lambda l: l - part.start)}
+
+    def in_step(lane: Lane) -> Lane:
+        """A lane that moves like those in host memory."""
+        return lane._replace(ahead=lane.reads and is_streamed, behind=lane.writes and is_streamed)
+
+    streams = {"weights": Stream(in_step(lanes["weights"]), lambda l: l - part.start)}
     for name, stack in stacks.items():
         leaves = len(jax.tree.leaves(stack)) if name in written else 0
-        streams[name] = streamed(lanes[name], stack, are_read_first=order[:leaves])
+        streams[name] = Stream(in_step(lanes[name]), are_read_first=order[:leaves])
         order = order[leaves:]
-    flights = {name: streams[name].begin(stack, part.start) for name, stack in stacks.items()}
     # Zeros are written where the first layer's weights follow.
     late = jax.tree.map(jnp.zeros_like, read(part.stack, 0)) if streams["weights"].lane.behind else None
-    flights["weights"] = Flight(part.stack, late=late)
+    flights = {"weights": Flight(part.stack, late=late)}
+    flights |= {name: streams[name].begin(stack, part.start) for name, stack in stacks.items()}
 
     def body(values, carry: None):
         # The barrier ends the reads before the writes begin; without it XLA fuses slices of the old stack into the
         # function and then has to copy the entire stack, once a layer.
         if is_streamed:
-            return carry, materialised(function(materialised(values)))
+            values = dict(zip(values, materialised(list(values.values())), strict=True))
+            results = function(values)
+            return carry, dict(zip(results, materialised(list(results.values())), strict=True))
         return carry, function(values | materialised({name: values[name] for name in written}))
 
     last = part.stop - 1
