@@ -134,12 +134,16 @@ class Assembly:
         host_temporaries: bytes of host memory that a step allocates. XLA's memory limit is corrected with these three,
         see `MEMORY_LIMIT`; without memory_bytes it is not changed.
         """
-        schedule = schedule_options(self.model.precision) if platform == "gpu" else {}
+        if platform == "cpu":
+            # With the collectives of a device in flight together, two cores deadlocked, and once read what was not
+            # there yet (jaxlib 0.12, offloaded quants under tp).
+            return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if self.mesh.size > 1 else {}
+        schedule = schedule_options(self.model.precision)
         table = self.engine.table
-        if platform == "gpu" and table.weights.sharded and not table.streams_weights:
+        if table.weights.sharded and not table.streams_weights:
             schedule |= GATHERS
         limit = {}
-        if platform == "gpu" and memory_bytes:
+        if memory_bytes:
             state = self.state_bytes()
             left = plans_with * memory_bytes - state
             wanted = 0.95 * memory_bytes - state + 2 * host_temporaries
