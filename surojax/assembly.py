@@ -32,6 +32,7 @@ from surojax.placement.mesh import pipeline_stages, shards
 from surojax.placement.param import Param
 from surojax.placement.table import SETTINGS, Mesh, Placement, place
 from surojax.step import train_step as step
+from surojax.step.objective import CrossEntropy
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import of_stage
 from surojax.step.state import TrainState, init_state, load_state
@@ -198,7 +199,7 @@ def assemble(
         of_classes,
         recompute_block=recompute_block,
         lmhead_chunks=lmhead_chunks,
-        z_loss=z_loss,
+        objective=CrossEntropy(z_loss),
         packed=packed,
         microbatches_per_fetch=microbatches_per_fetch,
         overlap_update=overlap_update,

@@ -21,12 +21,12 @@ from surojax.step.weights import Layers
 class Microbatch(NamedTuple):
     """The inputs of a pass over layers, of one microbatch.
 
-    inputs_BS, labels_BS: of this device's tokens. starts_BS: of the documents of whole sequences, None if the engine is
-    not packed. recipe_inputs: a function of the number of a layer.
+    inputs_BS, and targets: the objective's arrays by name, of this device's tokens. starts_BS: of the documents of
+    whole sequences, None if the engine is not packed. recipe_inputs: a function of the number of a layer.
     """
 
     inputs_BS: jax.Array
-    labels_BS: jax.Array
+    targets: dict[str, jax.Array]
     starts_BS: jax.Array | None
     recipe_inputs: Callable
 
