@@ -18,9 +18,9 @@ from surojax import ConfigError, default_config, train
 from surojax.assembly import architecture, from_config
 from surojax.config.checks import check
 from surojax.exchange import weights as files
-from surojax.exchange.families import DEFAULTS
 from surojax.exchange.huggingface import read_config, settings
 from surojax.exchange.sources import open_weights, replaced_fields, resolved
+from surojax.families.registry import FAMILIES
 from surojax.models.llama import LlamaConfig
 from surojax.placement.mesh import make_mesh
 
@@ -92,7 +92,7 @@ def before_5(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("family", DEFAULTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_are_left_out_have_the_values_of_transformers(family):
     """Its config class without arguments, as the fixture has it."""
     of_class = settings(json.loads(str(REFERENCE["defaults.json"]))[family])

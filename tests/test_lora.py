@@ -17,8 +17,8 @@ from test_engine import ORDER_OF_SUMS
 from surojax.config import checks, default_config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange.base import check_base, fingerprint
-from surojax.exchange.families import NAMES
 from surojax.exchange.weights import name_of
+from surojax.families.family import TENSOR_NAMES
 from surojax.models import llama
 from surojax.models.llama_fp8 import SITES
 from surojax.models.lora import TARGETS, Adapter, Lora, adapters, dropped, target_names
@@ -58,7 +58,7 @@ def names_of_peft(model) -> dict[str, tuple[str, int | None]]:
             found |= {f"{module}.lora_A.weight": (names.a, l), f"{module}.lora_B.weight": (names.b, l)}
             if names.magnitude:
                 found[f"{module}.lora_magnitude"] = (names.magnitude, l)
-    return found | {NAMES[name]: (name, None) for name in model.trained_params["outer"]}
+    return found | {TENSOR_NAMES[name]: (name, None) for name in model.trained_params["outer"]}
 
 
 def tree_of(model, prefix: str, names: dict[str, tuple[str, int | None]]) -> dict:

@@ -14,8 +14,8 @@ import surojax
 PACKAGE = Path(surojax.__file__).parent
 # A room imports rooms to its left only.
 ORDER = (
-    "numerics placement cluster parallel memory models optim step run exchange config assembly inference planner "
-    "training verification commands"
+    "numerics placement cluster parallel memory models families optim step run exchange config assembly "
+    "inference planner training verification commands"
 ).split()
 COMMANDS = ("train", "launch", "plan", "fit", "verify", "generate", "evaluate", "convert")
 ANYWHERE = ("errors", "sizes", "untrusted", "limited")

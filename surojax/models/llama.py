@@ -17,11 +17,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.models import chunked, llama_fp8
+from surojax.models import chunked, llama_checks, llama_fp8
 from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
 from surojax.models.linear import linear
 from surojax.models.lora import Lora, add_adapters, frozen, with_adapters
-from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Heads, Model, Segment, Variant, collect_params
+from surojax.models.model import (
+    DEFAULT,
+    PLAIN,
+    Architecture,
+    Cache,
+    Compute,
+    Earlier,
+    Heads,
+    Model,
+    Segment,
+    Variant,
+    collect_params,
+)
 from surojax.models.operations import Operations, softcapped
 from surojax.models.recompute import recomputed
 from surojax.models.rotary import NO_ROTATION, RopeScaling
@@ -388,3 +400,6 @@ def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, C
         return nnx.merge(graph, w).keys_values(x_BCD, Operations(compute, variant, starts=starts_BC), first)
 
     return body, keys_values
+
+
+ARCHITECTURE = Architecture("llama", from_settings, build, llama_checks.check, llama_checks.check_fp8)

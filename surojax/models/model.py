@@ -297,6 +297,21 @@ class Model:
         return stacks | {OUTER: stack((), self.outer_params)}
 
 
+class Architecture(NamedTuple):
+    """What computes the models of some families.
+
+    name: the value of `model.model_type` in a config. sizes: the `model` fields of a config -> frozen sizes, such as
+    `LlamaConfig`. build: (sizes, Compute) -> Model. check: raises ConfigError for `model` fields of a config that do
+    not go together, or not with its other fields; check_fp8: for what the recipes fp8_* do not compute.
+    """
+
+    name: str
+    sizes: Callable[[dict[str, Any]], Any]
+    build: Callable[[Any, Compute], Model]
+    check: Callable[[Any], None]
+    check_fp8: Callable[[Any], None]
+
+
 LONGEST_PERIOD = 8
 
 
