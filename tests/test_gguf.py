@@ -184,7 +184,12 @@ def test_llama_3_is_known_by_its_divisors(tmp_path):
     assert weights is not None and weights.names == stored("llama3_rope").keys()
     assert (c.model.rope_scaling, c.model.rope_factor, c.model.tie_word_embeddings) == ("llama3", 32.0, True)
     path = write_file(tmp_path / "y.gguf", "llama3_rope", tensors={"rope_freqs.weight": divisors * 1.1}, metadata=sizes)
-    with pytest.raises(ConfigError, match=r"^model_path: .*expected rope_freqs\.weight of Llama 3 .*, got others"):
+    with pytest.raises(ConfigError, match=r"^model_path: .*expected rope_freqs\.weight of llama \(low.*, got others"):
+        opened(path)
+    path = write_file(tmp_path / "z.gguf", "qwen2", tensors={"rope_freqs.weight": divisors})
+    with pytest.raises(
+        ConfigError, match=r"^model_path: .*expected no rope_freqs\.weight in a model of qwen2, got one"
+    ):
         opened(path)
 
 

@@ -27,7 +27,7 @@ from surojax.untrusted import check_file
 
 FAMILIES = {name: family.gguf for name, family in registry.FAMILIES.items() if family.gguf is not None}
 AGAIN = "fetch the file again"
-FREQUENCIES = "rope_freqs.weight"  # what rope_scaling llama3 divides each frequency by
+FREQUENCIES = "rope_freqs.weight"  # what a rotary embedding of the type llama3 divides each frequency by
 # Keys of the metadata after the architecture's name, and theirs in config.json.
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -158,7 +158,7 @@ def config(contents: Contents) -> dict[str, Any]:
 def _rope_scaling(contents: Contents, given: dict, found: dict, head_dim: int) -> dict[str, Any] | None:
     """The rope_scaling of a config.json; None if there is none."""
     if FREQUENCIES in contents.tensors:
-        return _llama3(contents, found["rope_theta"], head_dim)
+        return _from_divisors(contents, found["rope_theta"], head_dim)
     kind = given.get("rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -169,32 +169,33 @@ def _rope_scaling(contents: Contents, given: dict, found: dict, head_dim: int) -
     return scaling
 
 
-def _llama3(contents: Contents, theta: float, head_dim: int) -> dict[str, Any]:
-    """The rope_scaling of Llama 3.1 and later with which a file's divisors of the frequencies agree.
+def _from_divisors(contents: Contents, theta: float, head_dim: int) -> dict[str, Any]:
+    """The rope_scaling of the type llama3 that makes a file's divisors of the frequencies.
 
-    Files have these numbers only. Every Llama 3 has the values here, and another factor. Raises ConfigError if the
-    divisors do not follow from them.
+    Files have these numbers only. The family says the parameters; the factor is the largest divisor. Raises ConfigError
+    if the divisors do not follow from them, or if the family has no such models.
     """
+    architecture = contents.metadata["general.architecture"]
+    known = FAMILIES[architecture].llama3_rope
+    if known is None:
+        raise ConfigError(
+            f"model_path: {contents.path}: expected no {FREQUENCIES} in a model of {architecture}, got one; fetch the "
+            "model as safetensors"
+        )
     divisors_F = _read(contents, FREQUENCIES).reshape(-1)
     factor = float(divisors_F.max())
-    low = 1.0
-    high = 4.0
-    original = 8192
+    low = known["low_freq_factor"]
+    high = known["high_freq_factor"]
     wavelengths_F = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    kept_F = np.clip((original / wavelengths_F - low) / (high - low), 0, 1)
+    kept_F = np.clip((known["original_max_position_embeddings"] / wavelengths_F - low) / (high - low), 0, 1)
     expected_F = 1 / (kept_F + (1 - kept_F) / factor)
     if expected_F.shape != divisors_F.shape or not np.allclose(divisors_F, expected_F, rtol=1e-4):
+        said = ", ".join(f"{name} {value}" for name, value in known.items())
         raise ConfigError(
-            f"model_path: {contents.path}: expected {FREQUENCIES} of Llama 3 (low_freq_factor {low}, high_freq_factor "
-            f"{high}, original length {original}), got others; fetch the model as safetensors"
+            f"model_path: {contents.path}: expected {FREQUENCIES} of {architecture} ({said}), got others; fetch the "
+            "model as safetensors"
         )
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
+    return {"rope_type": "llama3", "factor": factor, **known}
 
 
 def _read(contents: Contents, name: str) -> np.ndarray:

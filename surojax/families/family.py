@@ -97,10 +97,13 @@ class Gguf(NamedTuple):
     """A family's models in GGUF files, whose `general.architecture` is the family's model_type.
 
     neighbours: rows of queries and keys are in the order that rotates neighbouring channels of a head, see gguf.py.
+    llama3_rope: the parameters, without the factor, of all models of the family whose rotary embedding is of the type
+    llama3: files have what these and the factor make of the frequencies; None: the family has no such models.
     names: our names of tensors, and theirs.
     """
 
     neighbours: bool = False
+    llama3_rope: Mapping[str, float] | None = None
     names: Mapping[str, str] = GGUF_NAMES
 
 

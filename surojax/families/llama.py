@@ -16,5 +16,8 @@ LLAMA = Family(
     defaults=LLAMA_DEFAULTS,
     required={"sliding_window": (None,)},  # transformers does not compute it
     write=_write,
-    gguf=Gguf(neighbours=True),
+    gguf=Gguf(
+        neighbours=True,
+        llama3_rope={"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    ),
 )
