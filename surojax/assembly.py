@@ -232,7 +232,7 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int, *, locates_nonf
 
 
 def architecture(c: configs.Config) -> Any:
-    """The frozen architecture of a checked config, for example a `LlamaConfig`."""
+    """The frozen architecture of a checked config, for example a `DecoderConfig`."""
     settings = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
     found = ARCHITECTURES[settings.pop("model_type")].sizes(settings)
     return dataclasses.replace(found, lora=lora(c)) if c.lora else found

@@ -29,7 +29,7 @@ from surojax.exchange.huggingface import settings
 from surojax.inference import sample
 from surojax.inference.forward import cached_logits, empty_cache
 from surojax.inference.load import load
-from surojax.models.llama import Llama
+from surojax.models.decoder import Decoder
 from surojax.models.rotary import RopeScaling, rope_frequencies
 
 NAMES = {
@@ -147,7 +147,7 @@ def test_a_file_is_the_model_it_was_made_of(tmp_path, case):
     expected["head_dim"] = expected["head_dim"] or expected["hidden_size"] // expected["num_attention_heads"]
     assert {key: c.model[key] for key in expected} == expected
     _, loaded, *_ = load(tmp_path / "x.gguf")
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(load_config(case), rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(load_config(case), rngs=nnx.Rngs(0))))
     logits = jax.jit(lambda loaded: nnx.merge(graph, loaded)(REFERENCE[f"{case}/tokens"]))(loaded)
     wanted = REFERENCE[f"{case}/logits"]
     assert np.max(np.abs(logits - wanted)) < TOLERANCE * np.max(np.abs(wanted))

@@ -21,7 +21,7 @@ from surojax.exchange import weights as files
 from surojax.exchange.huggingface import read_config, settings
 from surojax.exchange.sources import open_weights, replaced_fields, resolved
 from surojax.families.registry import FAMILIES
-from surojax.models.llama import LlamaConfig
+from surojax.models.decoder import DecoderConfig
 from surojax.placement.mesh import make_mesh
 
 # transformers ignores partial_rotary's factor for our families; models with an image encoder are in test_parts.py.
@@ -75,7 +75,7 @@ def test_settings_are_those_of_the_case(case):
         assert rounded(architecture(c)) == rounded(load_config(case))
 
 
-def rounded(config: LlamaConfig) -> LlamaConfig:
+def rounded(config: DecoderConfig) -> DecoderConfig:
     """With an attention factor that is the same however it was computed."""
     factor = round(config.rope_scaling.attention_factor, 12)
     return dataclasses.replace(config, rope_scaling=dataclasses.replace(config.rope_scaling, attention_factor=factor))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from surojax.families import rope_keys, window_keys
-from surojax.models import llama
+from surojax.models import decoder
 from surojax.models.model import Architecture
 
 # The values that transformers' class for Llama gives to keys that config.json leaves out; others differ in some.
@@ -135,7 +135,7 @@ class Family:
     model_type: str
     transformers_class: str
     write: Callable[[dict[str, Any]], dict[str, Any]]
-    architecture: Architecture = llama.ARCHITECTURE
+    architecture: Architecture = decoder.ARCHITECTURE
     defaults: dict[str, Any]
     sizes: tuple[str, ...] = SIZES
     required: dict[str, tuple] = dataclasses.field(default_factory=dict)

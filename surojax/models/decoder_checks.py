@@ -5,7 +5,7 @@ import math
 from surojax.config.fields import Config, default_config, head_dim
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
-from surojax.models.llama_fp8 import NOT_COMPUTED
+from surojax.models.decoder_fp8 import NOT_COMPUTED
 from surojax.models.rotary import ROPE_USES
 
 
