@@ -1,4 +1,6 @@
-"""The Llama family (Llama 1-3, Mistral, Qwen, SmolLM3, Gemma) as one Flax NNX module, and as a `Model` for the engine.
+"""The decoder with its options as one Flax NNX module, and as a `Model` for the engine.
+
+surojax/families declares which options a family of models has.
 
 Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, L layers.
 
@@ -50,10 +52,9 @@ class DecoderConfig:
     """The architecture, named as in a Hugging Face `config.json` if that has a name for it.
 
     sliding_window: the number of latest positions that a token attends to, its own included; 0: all of them.
-    sliding_window_pattern: n, if every n-th layer attends to all positions (Gemma 3: 6, gpt-oss: 2); 0: none does
-    (Mistral). rope_local_base_freq: the base of rotary embeddings in layers with a window, whose frequencies are not
-    stretched; 0: as in the other layers. no_rope_layer_interval: n, if every n-th layer has no rotary embedding
-    (SmolLM3: 4); 0: all have it.
+    sliding_window_pattern: n, if every n-th layer attends to all positions; 0: none does. rope_local_base_freq: the
+    base of rotary embeddings in layers with a window, whose frequencies are not stretched; 0: as in the other layers.
+    no_rope_layer_interval: n, if every n-th layer has no rotary embedding; 0: all have it.
 
     qk_norm: RMSNorm on each head's queries and keys. norm_plus_one: norms scale by 1 + weight. sandwich_norms: norms
     also on what attention and MLP add to the residual stream. scale_embedding: by sqrt(hidden_size).

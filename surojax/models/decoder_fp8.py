@@ -1,4 +1,4 @@
-"""A Llama block with all linear layers in float8. Its forward and backward passes are written out by hand.
+"""A decoder block with all linear layers in float8. Its forward and backward passes are written out by hand.
 
 Written out, the operations between two products are one pass over memory, forward and backward: a fused kernel
 (`pallas_kernels`) computes the next product's operand and its largest magnitude, and writes the operand in float8 if

@@ -1,7 +1,7 @@
 """What step, state, planner and sampler know of a model: segments of equal layers between embedding and head.
 
-A model is a value: `Param`s, and pure functions of arrays. Nothing in it depends on where a tensor is stored. A family
-of models is one function that builds it from sizes and a `Compute` (decoder.py); only assembly.py names the families.
+A model is a value: `Param`s, and pure functions of arrays. Nothing in it depends on where a tensor is stored. An
+`Architecture` builds it from sizes and a `Compute` (decoder.py); families of models name theirs (surojax/families).
 
     embedding -> segments[0]: layer 0, 1, ... -> segments[1]: ... -> final norm -> head
 
