@@ -21,7 +21,7 @@ from flax import nnx
 from surojax import assembly
 from surojax.config.checks import check
 from surojax.config.flags import parse
-from surojax.models.llama import Llama
+from surojax.models.decoder import Decoder
 from surojax.models.loss import cross_entropy
 from surojax.optim.optimizer import adamw, adamw_chain, learning_rate_schedule
 from surojax.placement.layout import batch_sharding
@@ -34,7 +34,7 @@ def plain_step(config, optimizer, chain, dtype: str, recompute_block: bool):
 
     It maps (master, moments, count, inputs, labels) to (master, moments, count, loss).
     """
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
     def loss(params, inputs, labels):
         logits = nnx.merge(graph, params)(inputs, recompute_block=recompute_block)

@@ -16,8 +16,8 @@ import jax
 
 from surojax.config import fields as configs
 from surojax.errors import ConfigError
+from surojax.families.registry import ARCHITECTURES
 from surojax.memory.host import parts
-from surojax.models.families import FAMILIES
 from surojax.models.lora import Lora, saved_names, target_names
 from surojax.models.model import Compute, Model, Recompute, Segment
 from surojax.numerics import fp8
@@ -237,9 +237,9 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int, *, locates_nonf
 
 
 def architecture(c: configs.Config) -> Any:
-    """The frozen architecture of a checked config, for example a `LlamaConfig`."""
+    """The frozen architecture of a checked config, for example a `DecoderConfig`."""
     settings = c.model.to_dict() | {"head_dim": configs.head_dim(c)}
-    found = FAMILIES[settings.pop("model_type")].architecture(settings)
+    found = ARCHITECTURES[settings.pop("model_type")].sizes(settings)
     return dataclasses.replace(found, lora=lora(c)) if c.lora else found
 
 
@@ -281,7 +281,7 @@ def compute(c: configs.Config) -> Compute:
 
 def model(c: configs.Config) -> Model:
     """The model of a checked config."""
-    return FAMILIES[c.model.model_type].build(architecture(c), compute(c))
+    return ARCHITECTURES[c.model.model_type].build(architecture(c), compute(c))
 
 
 def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedule:

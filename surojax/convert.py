@@ -24,6 +24,7 @@ from surojax.exchange import adapters, config_json, gguf, small_files
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.huggingface import read_config
 from surojax.exchange.merge import Merged
+from surojax.exchange.naming import naming_of
 from surojax.exchange.small_files import CONFIG, GENERATION, TOKENIZER_FILES, Files
 from surojax.exchange.sources import SOURCE, described, is_model, kept_in, locate, open_weights, resolved
 from surojax.exchange.stored import CheckpointTensors
@@ -83,7 +84,7 @@ def merge(
     say(f"reading {describe(opened.tensors)}")
     tensors = opened.tensors
     for path in adapter_folders:
-        tensors = Merged(tensors, adapters.read(path, opened.model), opened.model)
+        tensors = Merged(tensors, adapters.read(path, opened.model, naming_of(opened.config)), opened.model)
     config = config_json.completed(opened.config, dtype)
     return export(tensors, opened.model, config, opened.files, folder, dtype=dtype)
 

@@ -31,12 +31,12 @@ def losses(name: str) -> list[tuple[float, float]]:
     """Trains a small model over all devices for 2 steps."""
     import small
 
-    from surojax.models.llama import LlamaConfig
+    from surojax.models.decoder import DecoderConfig
     from surojax.parallel.feed import Feed
     from surojax.placement.layout import batch_sharding
     from surojax.placement.mesh import data_parallel
 
-    config = small.CONFIG if name != "PP" else LlamaConfig(**{**vars(small.CONFIG), "num_hidden_layers": 2})
+    config = small.CONFIG if name != "PP" else DecoderConfig(**{**vars(small.CONFIG), "num_hidden_layers": 2})
     run = small.Small(jax.device_count(), config=config, **PLACEMENTS[name])
     state = run.init()
     batch_size = 2 * data_parallel(run.mesh)

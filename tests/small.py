@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from surojax.assembly import assemble
-from surojax.models import llama
-from surojax.models.llama import Llama, LlamaConfig
+from surojax.models import decoder
+from surojax.models.decoder import Decoder, DecoderConfig
 from surojax.models.loss import cross_entropy
 from surojax.models.model import DEFAULT, Compute, Model
 from surojax.optim import optimizer as optim
@@ -22,7 +22,7 @@ from surojax.placement.mesh import make_mesh, shards
 from surojax.placement.param import Kind, Param
 from surojax.placement.table import place
 
-CONFIG = LlamaConfig(
+CONFIG = DecoderConfig(
     vocab_size=64,
     hidden_size=32,
     intermediate_size=80,
@@ -81,10 +81,10 @@ def vectors_drawn():
         yield
 
 
-def drawn_params(config: LlamaConfig, seed: int) -> dict:
+def drawn_params(config: DecoderConfig, seed: int) -> dict:
     """Float32 parameters `{"blocks", "outer"}` of which none is 0 or 1."""
     with vectors_drawn():
-        return llama.build(config).init(seed)
+        return decoder.build(config).init(seed)
 
 
 NEW_STATES: dict = {}
@@ -112,7 +112,7 @@ class Small:
         self,
         devices: int = 1,
         *,
-        config: LlamaConfig = CONFIG,
+        config: DecoderConfig = CONFIG,
         compute: Compute = DEFAULT,
         model: Model | None = None,
         replicate: int = 1,
@@ -143,7 +143,7 @@ class Small:
         placed = {"model_dtype": "float32", "recipe": compute.precision.recipe, **placed}
         schedule = learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
         self.run = assemble(
-            model or llama.build(config, compute),
+            model or decoder.build(config, compute),
             table=place(**placed, num_shards=shards(self.mesh)),
             optimizer=optimizer(schedule, m_dtype=m_dtype),
             mesh=self.mesh,
@@ -225,9 +225,9 @@ def new_moments(optimizer: optim.Optimizer, arrays: dict) -> dict:
     return {"blocks": jax.tree.map(lambda x: jnp.stack([x] * layers), blocks), "outer": outer}
 
 
-def plain_loss(config: LlamaConfig):
+def plain_loss(config: DecoderConfig):
     """(params, inputs `[..., S]`, labels, starts) -> mean loss of the plain model: what the engine must equal."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
     def loss(params, inputs, labels, starts=None):
         rows = (-1, inputs.shape[-1])
@@ -239,13 +239,13 @@ def plain_loss(config: LlamaConfig):
 
 
 @functools.cache
-def plain_model(config: LlamaConfig):
+def plain_model(config: DecoderConfig):
     """Compiled: (params, ids `[1, S]`) -> logits `[1, S, V]`."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     return jax.jit(lambda params, ids: nnx.merge(graph, params)(ids))
 
 
-def plain_logits(config: LlamaConfig, params, ids, length: int = 0) -> np.ndarray:
+def plain_logits(config: DecoderConfig, params, ids, length: int = 0) -> np.ndarray:
     """The plain model's logits `[S, V]`. length: of a row that begins with the ids: one program for all texts."""
     row = np.zeros((1, max(length, len(ids))), np.int32)
     row[0, : len(ids)] = ids

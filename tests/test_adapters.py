@@ -23,6 +23,7 @@ from surojax.assembly import architecture, from_config, lora, model as model_of
 from surojax.exchange import adapters, merge, weights
 from surojax.exchange.base import fingerprint
 from surojax.exchange.merge import Merged, merged, there_and_back
+from surojax.exchange.naming import Naming
 from surojax.exchange.sources import open_weights
 from surojax.models.lora import Lora
 from surojax.numerics import nf4
@@ -100,7 +101,7 @@ def test_beside_an_image_encoder_names_are_those_of_the_whole_model(tmp_path):
     """As PEFT 0.21 names them in Gemma3ForConditionalGeneration, whose image encoder has a q_proj too."""
     model = base_of(tmp_path, "lora").model
     adapter = adapters.read(save(tmp_path / "theirs", "lora"), model)
-    out = adapters.write(adapter, model, tmp_path / "ours", has_parts=True)
+    out = adapters.write(adapter, model, tmp_path / "ours", naming=Naming(in_whole=True))
     tensors = safetensors.numpy.load_file(out / "adapter_model.safetensors")
     of_text = "base_model.model.model.language_model.layers.1.self_attn.q_proj"
     np.testing.assert_array_equal(tensors[f"{of_text}.lora_A.weight"], adapter.matrices["attention.wq"]["a"][1])

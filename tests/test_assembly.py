@@ -22,7 +22,7 @@ from surojax.data.batches import evaluation_batches
 from surojax.data.cache import Corpus
 from surojax.data.load import Evaluated
 from surojax.data.samples import Windows
-from surojax.models.llama import Llama
+from surojax.models.decoder import Decoder
 from surojax.optim import normuon as muon
 from surojax.optim.optimizer import Moments
 from surojax.placement.layout import batch_sharding
@@ -76,7 +76,7 @@ def config(**settings):
 
 
 MESH = make_mesh(jax.devices()[:1])
-GRAPH = nnx.graphdef(nnx.eval_shape(lambda: Llama(architecture(config()), rngs=nnx.Rngs(0))))
+GRAPH = nnx.graphdef(nnx.eval_shape(lambda: Decoder(architecture(config()), rngs=nnx.Rngs(0))))
 
 
 @jax.jit

@@ -15,10 +15,10 @@ from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
 from surojax.inference.score import Request, Score, _scorer, pair, score
-from surojax.models import llama
+from surojax.models import decoder
 from surojax.models.model import Compute
 
-MODEL = llama.build(CONFIG)
+MODEL = decoder.build(CONFIG)
 
 
 def ids_of(*sizes: int) -> list[np.ndarray]:
@@ -214,7 +214,7 @@ def test_the_harness(tmp_path, monkeypatch):
         from surojax.inference.harness import Harness
     words = ByteTokenizer()
     config = dataclasses.replace(CONFIG, vocab_size=320)
-    model = llama.build(config)
+    model = decoder.build(config)
     params = jax.tree.map(lambda w: 3 * w, drawn_params(config, 1))
     trained = Trained(model, params, words, None)
     rng = np.random.default_rng(3)

@@ -12,8 +12,8 @@ import pytest
 from small import CONFIG, Small, drawn_params, normal, quick_at, tokens, worst_relative
 
 from pallas_kernels.quantize import Cast
-from surojax.models import llama, llama_fp8
-from surojax.models.llama_fp8 import SITE_NAMES, SITES
+from surojax.models import decoder, decoder_fp8
+from surojax.models.decoder_fp8 import SITE_NAMES, SITES
 from surojax.models.lora import Lora, target_names
 from surojax.models.loss import cross_entropy
 from surojax.models.model import Compute, Segment, Variant
@@ -38,7 +38,7 @@ def settings(recipe: str, base=WIDE, **options) -> dict[str, Any]:
 
 def block_of(base, recipe: str = "bf16") -> Segment:
     """The blocks of a model in this recipe."""
-    return llama.build(*settings(recipe, base).values()).segments[0]
+    return decoder.build(*settings(recipe, base).values()).segments[0]
 
 
 @pytest.mark.parametrize("dtype", (fp8.E4M3, fp8.E5M2))
@@ -115,8 +115,8 @@ def test_without_rounding_the_written_out_block_is_reverse_mode(monkeypatch, var
         cast_transpose=lambda x, scale, dtype, **_: Cast(x, x.T, jnp.max(jnp.abs(x))),
         transpose=lambda x, **_: x.T,
     )
-    monkeypatch.setattr(llama_fp8, "quantize", exact)
-    monkeypatch.setattr(llama_fp8, "scale_for", lambda absmax, dtype: jnp.float32(1))
+    monkeypatch.setattr(decoder_fp8, "quantize", exact)
+    monkeypatch.setattr(decoder_fp8, "scale_for", lambda absmax, dtype: jnp.float32(1))
 
     def both(model, w):
         (y, _), saved = model.block_forward(w, x, None, variant)

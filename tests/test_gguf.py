@@ -29,7 +29,7 @@ from surojax.exchange.huggingface import settings
 from surojax.inference import sample
 from surojax.inference.forward import cached_logits, empty_cache
 from surojax.inference.load import load
-from surojax.models.llama import Llama
+from surojax.models.decoder import Decoder
 from surojax.models.rotary import RopeScaling, rope_frequencies
 
 NAMES = {
@@ -147,7 +147,7 @@ def test_a_file_is_the_model_it_was_made_of(tmp_path, case):
     expected["head_dim"] = expected["head_dim"] or expected["hidden_size"] // expected["num_attention_heads"]
     assert {key: c.model[key] for key in expected} == expected
     _, loaded, *_ = load(tmp_path / "x.gguf")
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(load_config(case), rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(load_config(case), rngs=nnx.Rngs(0))))
     logits = jax.jit(lambda loaded: nnx.merge(graph, loaded)(REFERENCE[f"{case}/tokens"]))(loaded)
     wanted = REFERENCE[f"{case}/logits"]
     assert np.max(np.abs(logits - wanted)) < TOLERANCE * np.max(np.abs(wanted))
@@ -184,7 +184,12 @@ def test_llama_3_is_known_by_its_divisors(tmp_path):
     assert weights is not None and weights.names == stored("llama3_rope").keys()
     assert (c.model.rope_scaling, c.model.rope_factor, c.model.tie_word_embeddings) == ("llama3", 32.0, True)
     path = write_file(tmp_path / "y.gguf", "llama3_rope", tensors={"rope_freqs.weight": divisors * 1.1}, metadata=sizes)
-    with pytest.raises(ConfigError, match=r"^model_path: .*expected rope_freqs\.weight of Llama 3 .*, got others"):
+    with pytest.raises(ConfigError, match=r"^model_path: .*expected rope_freqs\.weight of llama \(low.*, got others"):
+        opened(path)
+    path = write_file(tmp_path / "z.gguf", "qwen2", tensors={"rope_freqs.weight": divisors})
+    with pytest.raises(
+        ConfigError, match=r"^model_path: .*expected no rope_freqs\.weight in a model of qwen2, got one"
+    ):
         opened(path)
 
 

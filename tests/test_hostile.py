@@ -38,7 +38,7 @@ from surojax.exchange.weights import INDEX, SINGLE, Weights
 from surojax.inference.forward import check_room
 from surojax.inference.load import load
 from surojax.inference.sample import check_options
-from surojax.models import llama
+from surojax.models import decoder
 from surojax.run import on_disk
 from surojax.untrusted import MAX_DEPTH, parse_json
 
@@ -400,7 +400,7 @@ def test_what_is_sampled():
 
 
 def test_texts_that_do_not_fit_memory():
-    model = llama.build(CONFIG)
+    model = decoder.build(CONFIG)
     check_room(model, 1, 2000, 2200, 4)
     for sizes in ((1, 200_000, 200_200, 4), (1, 1, 10**9, 4), (64, 100_000)):
         with pytest.raises(ValueError, match=r"expected texts whose attention scores and cache fit the .* shorten"):

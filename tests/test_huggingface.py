@@ -18,10 +18,10 @@ from surojax import ConfigError, default_config, train
 from surojax.assembly import architecture, from_config
 from surojax.config.checks import check
 from surojax.exchange import weights as files
-from surojax.exchange.families import DEFAULTS
 from surojax.exchange.huggingface import read_config, settings
 from surojax.exchange.sources import open_weights, replaced_fields, resolved
-from surojax.models.llama import LlamaConfig
+from surojax.families.registry import FAMILIES
+from surojax.models.decoder import DecoderConfig
 from surojax.placement.mesh import make_mesh
 
 # transformers ignores partial_rotary's factor for our families; models with an image encoder are in test_parts.py.
@@ -75,7 +75,7 @@ def test_settings_are_those_of_the_case(case):
         assert rounded(architecture(c)) == rounded(load_config(case))
 
 
-def rounded(config: LlamaConfig) -> LlamaConfig:
+def rounded(config: DecoderConfig) -> DecoderConfig:
     """With an attention factor that is the same however it was computed."""
     factor = round(config.rope_scaling.attention_factor, 12)
     return dataclasses.replace(config, rope_scaling=dataclasses.replace(config.rope_scaling, attention_factor=factor))
@@ -92,7 +92,7 @@ def before_5(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("family", DEFAULTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_are_left_out_have_the_values_of_transformers(family):
     """Its config class without arguments, as the fixture has it."""
     of_class = settings(json.loads(str(REFERENCE["defaults.json"]))[family])

@@ -17,10 +17,10 @@ from test_engine import ORDER_OF_SUMS
 from surojax.config import checks, default_config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange.base import check_base, fingerprint
-from surojax.exchange.families import NAMES
 from surojax.exchange.weights import name_of
-from surojax.models import llama
-from surojax.models.llama_fp8 import SITES
+from surojax.families.family import TENSOR_NAMES
+from surojax.models import decoder
+from surojax.models.decoder_fp8 import SITES
 from surojax.models.lora import TARGETS, Adapter, Lora, adapters, dropped, target_names
 from surojax.models.model import Compute
 from surojax.numerics import fp8, nf4
@@ -58,7 +58,7 @@ def names_of_peft(model) -> dict[str, tuple[str, int | None]]:
             found |= {f"{module}.lora_A.weight": (names.a, l), f"{module}.lora_B.weight": (names.b, l)}
             if names.magnitude:
                 found[f"{module}.lora_magnitude"] = (names.magnitude, l)
-    return found | {NAMES[name]: (name, None) for name in model.trained_params["outer"]}
+    return found | {TENSOR_NAMES[name]: (name, None) for name in model.trained_params["outer"]}
 
 
 def tree_of(model, prefix: str, names: dict[str, tuple[str, int | None]]) -> dict:
@@ -76,7 +76,7 @@ def tree_of(model, prefix: str, names: dict[str, tuple[str, int | None]]) -> dic
 
 def base_params() -> dict:
     """The parameters of the reference's base."""
-    model = llama.build(TINY)
+    model = decoder.build(TINY)
     (segment,) = model.segments
     names: dict = {name_of(p): (p.name, None) for p in jax.tree.leaves(model.outer_params)}
     for l in range(segment.num_layers):
@@ -97,7 +97,7 @@ def with_values(small: Small, params: dict):
 @needs(4)
 def test_forward_gradients_and_two_steps_are_those_of_peft(case, devices, placed):
     config = dataclasses.replace(TINY, lora=CASES[case])
-    model = llama.build(config)
+    model = decoder.build(config)
     names = names_of_peft(model)
     assert {f"{case} adapter {name}" for name in names} == {x for x in REFERENCE if x.startswith(f"{case} adapter ")}
     params = with_part(base_params(), tree_of(model, f"{case} adapter", names))
@@ -125,7 +125,7 @@ def test_forward_gradients_and_two_steps_are_those_of_peft(case, devices, placed
     worst = jax.tree.map(lambda a, b: np.quantile(np.abs(a - b), 0.999), found, expected)
     assert max(jax.tree.leaves(worst)) < 1e-5
     frozen = part_of(jax.device_get(state.weights), base_params())
-    trained = llama.build(config).trained_params["outer"]
+    trained = decoder.build(config).trained_params["outer"]
     assert jax.tree.all(jax.tree.map(np.array_equal, frozen["blocks"], base_params()["blocks"]))
     for name, x in base_params()["outer"].items():
         assert np.array_equal(frozen["outer"][name], x) == (name not in trained)
@@ -174,7 +174,7 @@ def test_a_block_in_float8_saves_nothing_for_gradients_of_what_is_frozen(recipe)
     """Residuals in float8 are the transposed inputs of products, for the gradients of their matrices."""
 
     def saved_in_float8(config) -> int:
-        segment = llama.build(config, Compute(precision=Precision(recipe))).segments[0]
+        segment = decoder.build(config, Compute(precision=Precision(recipe))).segments[0]
         params = segment.params
         one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
         w = jax.eval_shape(lambda w: quantise_with_one_scale(params, w, fp8.E4M3), one)
@@ -204,8 +204,8 @@ def test_adapters_that_are_new_change_no_bit():
 
 
 def test_adapters_begin_as_in_peft():
-    model = llama.build(DORA)
-    base = jax.device_get(llama.build(dataclasses.replace(DORA, lora=None)).init(1))
+    model = decoder.build(DORA)
+    base = jax.device_get(decoder.build(dataclasses.replace(DORA, lora=None)).init(1))
     small = Small(config=DORA)
     read = (lambda segment, l: jax.tree.map(lambda x: x[l], base["blocks"]), lambda model: base["outer"])
     state = jax.device_get(small.run.load_state(*read, seed=0))
@@ -248,7 +248,7 @@ def test_magnitudes_begin_as_lengths_of_the_rows_that_are_multiplied(loaded):
     small = Small(config=config, qlora_bnb=True)
     state = small.init()
     if loaded:
-        base = jax.device_get(llama.build(dataclasses.replace(config, lora=None)).init(1))
+        base = jax.device_get(decoder.build(dataclasses.replace(config, lora=None)).init(1))
         read = (lambda segment, l: jax.tree.map(lambda x: x[l], base["blocks"]), lambda model: base["outer"])
         state = small.run.load_state(*read, seed=0)
     mlp = state.weights["blocks"]["mlp"]
@@ -441,8 +441,8 @@ class InMemory:
 
 
 def test_a_base_is_told_by_its_values():
-    model = llama.build(ADAPTED)
+    model = decoder.build(ADAPTED)
     one, other = (fingerprint(InMemory(seed), model) for seed in (0, 1))
-    check_base(one, fingerprint(InMemory(0), llama.build(DORA_OF_THREE)), "folder")
+    check_base(one, fingerprint(InMemory(0), decoder.build(DORA_OF_THREE)), "folder")
     with pytest.raises(CheckpointError, match="model_path: expected the base that the adapters were trained on"):
         check_base(other, one, "folder")

@@ -11,14 +11,14 @@ from small import CONFIG, normal, vectors_drawn, worst_relative
 from surojax.config.checks import check
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.models import llama
+from surojax.models import decoder
 from surojax.models.linear import linear
 from surojax.models.loss import cross_entropy
 from surojax.placement.mesh import SHARD, make_mesh
 from surojax.step import objective as objectives, outer
 from surojax.step.objective import CrossEntropy
 
-MODEL = llama.build(CONFIG)
+MODEL = decoder.build(CONFIG)
 Z_LOSS = 0.1  # large, so that leaving it out is seen
 SCALE = 0.25
 

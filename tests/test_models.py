@@ -18,11 +18,11 @@ from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.inference.forward import cached_logits, empty_cache
 from surojax.memory.host import Split
-from surojax.models import llama
+from surojax.models import decoder
 from surojax.models.attention import attend, softmax, visible
+from surojax.models.decoder import Decoder
 from surojax.models.layers import parameter
 from surojax.models.linear import linear
-from surojax.models.llama import Llama
 from surojax.models.loss import cross_entropy
 from surojax.models.model import (
     DEFAULT,
@@ -122,7 +122,7 @@ def test_training_sees_the_window(config):
     reach = config.num_hidden_layers * 3  # a layer sees 3 positions back
 
     def last_logits(config, first: int):
-        graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+        graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
         ids = np.arange(reach + 2) % 64
         ids[0] = first
         return jax.jit(lambda ids: nnx.merge(graph, params)(ids[None])[0, -1])(ids)
@@ -176,7 +176,7 @@ def test_flops_of_attention_count_the_positions_that_are_seen():
     """Two FLOPs for each channel of a query head, in each of two products. Without a window half of the square, as
     PaLM's appendix B counts, which leaves out half of the diagonal; with one, all positions on average."""
     for config, S in ((CONFIG, 32), (MISTRAL, 32), (GEMMA, 64), (MISTRAL, 3)):
-        (segment,) = llama.build(config).segments
+        (segment,) = decoder.build(config).segments
         seen = [
             sum(min(i + 1, v.window) for i in range(S)) / S if 0 < v.window < S else S / 2 for v in segment.variants
         ]

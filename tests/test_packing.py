@@ -10,7 +10,7 @@ import pytest
 from small import CONFIG, Small, drawn_params, normal, plain_loss, quick_at, tokens, worst_relative
 from test_engine import GEMMA as GEMMA_3, MINISTRAL, ORDER_OF_SUMS, QWEN, engine_gradients
 
-from surojax.models import attention, llama, llama_fp8
+from surojax.models import attention, decoder, decoder_fp8
 from surojax.models.attention import attend
 from surojax.models.model import PLAIN, Compute, Recompute, Segment, Variant
 from surojax.models.operations import Operations
@@ -178,7 +178,7 @@ def gradients_between_documents(segment: Segment, weights, recipe_inputs, varian
 def block_in(recipe: str, kernels: str = "xla"):
     """(segment, weights of a layer, recipe_inputs) of a wide model in a recipe."""
     compute = Compute(precision=Precision(recipe=recipe, kernels=kernels))
-    model = llama.build(dataclasses.replace(WIDE, num_hidden_layers=1, qk_norm=True), compute)
+    model = decoder.build(dataclasses.replace(WIDE, num_hidden_layers=1, qk_norm=True), compute)
     (segment,) = model.segments
     w = jax.tree.map(lambda x: x[0], drawn_params(dataclasses.replace(WIDE, qk_norm=True), 0)["blocks"])
     if model.precision.fp8:
@@ -253,8 +253,8 @@ def test_positions_begin_anew(kernels):
 def test_float8_rotates_by_positions_in_documents():
     """The written-out block makes the tables of both passes by itself: those of each row are of its documents."""
     starts = jnp.asarray(np.stack([starts_of((5, 11)), starts_of((16,))]))
-    cos, sin = llama_fp8._angles(WIDE, Operations(starts=starts), 16)
-    whole = llama_fp8._angles(WIDE, Operations(), 16)
+    cos, sin = decoder_fp8._angles(WIDE, Operations(starts=starts), 16)
+    whole = decoder_fp8._angles(WIDE, Operations(), 16)
     for table, expected in zip((cos, sin), whole, strict=True):
         np.testing.assert_array_equal(table[0], jnp.concatenate([expected[:5], expected[:11]]))
         np.testing.assert_array_equal(table[1], expected)
@@ -270,7 +270,7 @@ def test_float8_rotates_by_positions_in_documents():
 def test_nothing_about_documents_is_saved_for_each_layer(recipe, recompute, kernels):
     """The residuals of a block are those without documents, or fewer: its positions are made again."""
     compute = Compute(recompute=recompute, precision=Precision(recipe=recipe, kernels=kernels))
-    model = llama.build(dataclasses.replace(WIDE, sliding_window=4), compute)
+    model = decoder.build(dataclasses.replace(WIDE, sliding_window=4), compute)
     (segment,) = model.segments
     w = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, "float32"), segment.params)
     if model.precision.fp8:

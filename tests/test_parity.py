@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from small import plain_loss, quick_at
 
-from surojax.models.llama import Llama, LlamaConfig
+from surojax.models.decoder import Decoder, DecoderConfig
 from surojax.models.rotary import RopeScaling, rope_frequencies
 
 with np.load(Path(__file__).parent / "fixtures" / "hf_reference.npz") as arrays:
@@ -50,7 +50,7 @@ OUTER = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_
 GEMMA = {"norm_plus_one": True, "sandwich_norms": True, "scale_embedding": True, "hidden_act": "gelu_pytorch_tanh"}
 
 
-def load_config(case: str) -> LlamaConfig:
+def load_config(case: str) -> DecoderConfig:
     c = json.loads(str(REFERENCE[f"{case}/config"]))
     scaling = c.pop("rope_scaling") or {}
     kind = scaling.pop("rope_type", "none")
@@ -58,9 +58,9 @@ def load_config(case: str) -> LlamaConfig:
     if "mscale" in scaling:  # (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)
         stretches = [1 + 0.1 * scaling.pop(name) * np.log(scaling["factor"]) for name in ("mscale", "mscale_all_dim")]
         scaling["attention_factor"] = float(stretches[0] / stretches[1])
-    fields = {f: c[f] for f in LlamaConfig.__dataclass_fields__ if f in c}
+    fields = {f: c[f] for f in DecoderConfig.__dataclass_fields__ if f in c}
     family = GEMMA if case.startswith("gemma") else {}
-    return LlamaConfig(**fields, **family, rope_scaling=RopeScaling(kind=kind, **scaling))
+    return DecoderConfig(**fields, **family, rope_scaling=RopeScaling(kind=kind, **scaling))
 
 
 def load_tree(case: str, what: str, layers: int) -> dict:
@@ -95,7 +95,7 @@ def test_equals_hugging_face(case):
     config = load_config(case)
     weights = load_tree(case, "weight", config.num_hidden_layers)
     tokens = REFERENCE[f"{case}/tokens"]
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     weights = jax.tree.map(jnp.asarray, weights)
     close(jax.jit(lambda w: nnx.merge(graph, w)(tokens))(weights), REFERENCE[f"{case}/logits"], "logits")
 

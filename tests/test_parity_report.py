@@ -16,7 +16,7 @@ from test_parity import REFERENCE, TOLERANCE, load_config, load_tree
 
 from surojax import ConfigError, assembly, convert
 from surojax.inference import parity
-from surojax.models.llama import Llama
+from surojax.models.decoder import Decoder
 
 
 def interpreter(path: Path, body: str) -> str:
@@ -38,7 +38,7 @@ def interpreter(path: Path, body: str) -> str:
 
 
 def plain_logits(case: str, ids: np.ndarray) -> np.ndarray:
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(load_config(case), rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(load_config(case), rngs=nnx.Rngs(0))))
     weights = jax.tree.map(jax.numpy.asarray, load_tree(case, "weight", 2))
     return np.asarray(jax.jit(lambda weights: nnx.merge(graph, weights)(ids))(weights))
 

@@ -17,7 +17,7 @@ from test_engine import ORDER_OF_SUMS
 from test_pipeline import ALL, ONE_BACK, without_padding
 from test_tensor_parallel_recipes import EXTRAS, in_recipe
 
-from surojax.models.llama import LlamaConfig
+from surojax.models.decoder import DecoderConfig
 from surojax.optim import optimizer as optim
 from surojax.optim.normuon import normuon
 from surojax.placement.layout import batch_sharding, specs
@@ -26,7 +26,7 @@ from surojax.step.train_step import passes
 BLOCKS = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=128, head_dim=32)  # in blocks of 32
 DIVIDED = dataclasses.replace(CONFIG, intermediate_size=256)  # in blocks of 256
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(5)]
-RECIPES: list[tuple[LlamaConfig, str, dict[str, Any]]] = [
+RECIPES: list[tuple[DecoderConfig, str, dict[str, Any]]] = [
     (EXTRAS, "fp8_hybrid", {"recompute_block": False, **ONE_BACK}),
     (EXTRAS, "fp8_current", {}),
     (BLOCKS, "mxfp8", ONE_BACK),

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 from small import CONFIG, Small, quick_at
 
-from surojax.models import llama
-from surojax.models.llama import Llama
+from surojax.models import decoder
+from surojax.models.decoder import Decoder
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.optim import normuon as muon, optimizer as optim
@@ -58,10 +58,10 @@ def test_new_weights_do_not_depend_on_the_placement(devices, placed):
     """They are the plain model's, drawn layer by layer; nor does any other array of a new state depend on it."""
     found, expected = Small(devices, zero_level=3, **placed).init(), Small().init()
     chex.assert_trees_all_equal(found, expected)
-    plain = nnx.to_pure_dict(nnx.state(Llama(CONFIG, rngs=nnx.Rngs(jax.random.key(0))), nnx.Param))
+    plain = nnx.to_pure_dict(nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(jax.random.key(0))), nnx.Param))
     for params in (
         found.master,
-        llama.build(CONFIG).init(0),
+        decoder.build(CONFIG).init(0),
     ):  # compiled as a whole or op by op: 1 unit in the last place
         jax.tree.map(functools.partial(np.testing.assert_array_max_ulp, maxulp=1), params, plain)
 
@@ -113,7 +113,7 @@ def test_leading_dimension_is_sharded_and_odd_ones_stay_whole():
 
 
 def test_parameters_are_declared():
-    model = llama.build(CONFIG)
+    model = decoder.build(CONFIG)
     params = model.params
     wq, embed = params["blocks"]["attention"]["wq"], params["outer"]["embed"]
     assert (wq.name, wq.shape, wq.axes, wq.kind) == ("attention.wq", (32, 32), ("heads", "embed"), Kind.MATRIX)

@@ -14,8 +14,8 @@ import surojax
 PACKAGE = Path(surojax.__file__).parent
 # A room imports rooms to its left only.
 ORDER = (
-    "numerics placement cluster parallel memory models optim step run exchange config assembly inference planner "
-    "training verification commands"
+    "numerics placement cluster parallel memory models families optim step run exchange config assembly "
+    "inference planner training verification commands"
 ).split()
 COMMANDS = ("train", "launch", "plan", "fit", "verify", "generate", "evaluate", "convert")
 ANYWHERE = ("errors", "sizes", "untrusted", "limited")
@@ -66,7 +66,7 @@ def test_the_rooms_are_those_of_the_order():
 def test_importing_surojax_loads_no_heavy_library():
     """Checkpoints, data and TensorBoard come with the first use of `train`."""
     heavy = "('orbax', 'grain', 'tensorboardX', 'tensorstore')"
-    code = f"import surojax, sys; print([m for m in {heavy} if m in sys.modules]); surojax.train; surojax.Llama"
+    code = f"import surojax, sys; print([m for m in {heavy} if m in sys.modules]); surojax.train; surojax.Decoder"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

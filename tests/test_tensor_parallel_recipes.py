@@ -18,8 +18,8 @@ from test_tensor_parallel import ALL, moves_what_is_said
 
 from pallas_kernels import nvfp4_format
 from pallas_kernels.manual_axes import mark_varying, varying_axes
-from surojax.models import llama_fp8
-from surojax.models.llama_fp8 import SITE_NAMES
+from surojax.models import decoder_fp8
+from surojax.models.decoder_fp8 import SITE_NAMES
 from surojax.models.lora import Lora, target_names
 from surojax.models.model import Compute
 from surojax.numerics.blockscaled import ALL_WHOLE, nvfp4_linear
@@ -115,7 +115,7 @@ def scaled_by(small: Small, monkeypatch) -> np.ndarray:
         jax.debug.callback(lambda x: found.add(float(x)), absmax)
         return scale_for(absmax, *how)
 
-    monkeypatch.setattr(llama_fp8, "scale_for", recorded)
+    monkeypatch.setattr(decoder_fp8, "scale_for", recorded)
     jax.block_until_ready(small.step(small.state, *small.put(tokens(1, 1, 16))))
     jax.effects_barrier()
     return np.sort(list(found))

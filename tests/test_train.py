@@ -36,7 +36,7 @@ from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference import prompts
 from surojax.inference.load import load
 from surojax.memory.lock import locked
-from surojax.models.llama import Llama
+from surojax.models.decoder import Decoder
 from surojax.placement.mesh import make_mesh
 from surojax.planner import gpus, prediction, seen
 from surojax.planner.gpus import GPUS
@@ -529,7 +529,7 @@ def test_the_command_continues_a_text_from_a_checkpoint(whole, capsys):
     assert not np.allclose(weights["outer"]["norm"], 1, atol=1e-3)  # training has moved what was 1 at the beginning
     generate.main(["--checkpoint", str(whole), "--prompt", "abc", "--max-tokens", "8", "--temperature", "0"])
     text = capsys.readouterr().out
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Llama(architecture(c), rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(architecture(c), rngs=nnx.Rngs(0))))
     logits = jax.jit(lambda ids: nnx.merge(graph, weights)(ids[None])[0])
     ids = np.zeros(11, np.int32)
     ids[:3] = tokenizer.encode("abc")

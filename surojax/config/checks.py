@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from surojax.config.adapters import check_adapters
-from surojax.config.architecture import check_fp8_blocks, check_model
 from surojax.config.fields import (
     KINDS,
     RECOMPUTE_PARTS,
@@ -28,8 +27,8 @@ from surojax.config.fields import (
 )
 from surojax.config.mesh import check_mesh
 from surojax.errors import ConfigError, need as _need
+from surojax.families.registry import ARCHITECTURES
 from surojax.models.attention import IMPLEMENTATIONS
-from surojax.models.families import FAMILIES
 from surojax.models.operations import ACTIVATIONS
 from surojax.models.rotary import ROPE_USES
 from surojax.numerics.blockscaled import WIDTHS
@@ -145,7 +144,7 @@ CHOICES: dict[str, tuple] = {
     "on_long": ("cut", "drop"),
     "on_bad_row": ("error", "skip"),
     "train_on": ("assistant", "last", "all"),
-    "model.model_type": tuple(FAMILIES),
+    "model.model_type": tuple(ARCHITECTURES),
     **dict.fromkeys(("matmul_dtype", "gradient_dtype", "lora_dtype"), ("", *FLOATS)),
     "attention": IMPLEMENTATIONS,
     "cp_method": METHODS,
@@ -178,7 +177,7 @@ def check(c: Config) -> None:
             change,
         )
     _check_data(c)
-    check_model(c)
+    ARCHITECTURES[c.model.model_type].check(c)
     check_adapters(c)
     _check_recipe(c)
     _check_schedule(c)
@@ -286,7 +285,7 @@ def _check_recipe(c: Config) -> None:
 
 
 def _check_fp8(c: Config, skipped: int) -> None:
-    check_fp8_blocks(c)
+    ARCHITECTURES[c.model.model_type].check_fp8(c)
     for name, width in _widths(c).items():
         expected = f"a multiple of 16 with recipe={c.recipe!r}, which float8 products need"
         _need(width % 16 == 0, name, expected, width, f"use {-(-width // 16) * 16}")

@@ -5,7 +5,7 @@ import math
 from pallas_kernels.attention import ROWS
 from surojax.config.fields import Config, default_config, gpus_per_sequence, head_dim, tokens_of_piece
 from surojax.errors import need
-from surojax.models.families import FAMILIES
+from surojax.families.registry import ARCHITECTURES
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
 from surojax.parallel.schedule import SCHEDULES, check_lockstep, check_stages
@@ -139,6 +139,6 @@ def _check_stages(c: Config) -> None:
 def _variants(c: Config) -> tuple:
     """The kind of each layer of a config's model."""
     settings = c.model.to_dict() | {"head_dim": head_dim(c)}
-    architecture = FAMILIES[settings.pop("model_type")].architecture(settings)
+    architecture = ARCHITECTURES[settings.pop("model_type")].sizes(settings)
     precision = Precision(c.recipe, skip_first=c.skip_quant_first_layers, skip_last=c.skip_quant_last_layers)
     return architecture.variants(precision)

@@ -10,10 +10,12 @@ import jax
 
 from surojax import limited
 from surojax.errors import ConfigError, shown
-from surojax.exchange.families import NAMES
+from surojax.exchange.naming import Naming
 from surojax.exchange.parts import in_whole
 from surojax.exchange.weights import name_of
-from surojax.models.lora import ALL_LINEAR, SAVED, Lora
+from surojax.families.family import TENSOR_NAMES
+from surojax.families.names import module
+from surojax.models.lora import ALL_LINEAR, SAVED, TARGETS, Lora
 from surojax.models.model import Model
 from surojax.placement.param import Kind
 from surojax.untrusted import read_json
@@ -52,13 +54,13 @@ def modules(model: Model) -> dict[str, list[str]]:
     return found
 
 
-def written(lora: Lora, base_name: str = "", *, has_parts: bool = False) -> dict[str, Any]:
-    """The content of adapter_config.json. base_name: what others load the base model by. has_parts: see `parts.py`.
+def written(lora: Lora, base_name: str, naming: Naming) -> dict[str, Any]:
+    """The content of adapter_config.json. base_name: what others load the base model by. naming: of its files.
 
     In a model of several parts, other parts have modules of the same names. So an expression names those of the
     language model.
     """
-    endings = [NAMES[target].split(".")[-2] for target in lora.targets]
+    endings = [_ending(target, naming) for target in lora.targets]
     theirs = {ours: name for name, ours in SAVED.items()}
     return {
         "peft_type": "LORA",
@@ -67,7 +69,7 @@ def written(lora: Lora, base_name: str = "", *, has_parts: bool = False) -> dict
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": rf"model\.language_model\..*\.({'|'.join(endings)})" if has_parts else endings,
+        "target_modules": rf"model\.language_model\..*\.({'|'.join(endings)})" if naming.in_whole else endings,
         "modules_to_save": [theirs[name] for name in lora.saved] or None,
         "use_rslora": lora.rank_stabilised,
         "use_dora": lora.magnitudes,
@@ -80,8 +82,18 @@ def written(lora: Lora, base_name: str = "", *, has_parts: bool = False) -> dict
     }
 
 
-def read(folder: Path, model: Model) -> Lora:
-    """The adapters that the adapter_config.json of a folder describes, for a model.
+def _ending(target: str, naming: Naming) -> str:
+    """The shortest end of the name of a matrix' module that no other matrix has."""
+    modules = {ours: naming.alone(module(TENSOR_NAMES[ours].format(l=0))).split(".") for ours in TARGETS.values()}
+    words = modules[target]
+    for n in range(1, len(words)):
+        if [end[-n:] for end in modules.values()].count(words[-n:]) == 1:
+            return ".".join(words[-n:])
+    raise AssertionError(f"two matrices are called {'.'.join(words)}")
+
+
+def read(folder: Path, model: Model, naming: Naming) -> Lora:
+    """The adapters that the adapter_config.json of a folder describes, for a model. naming: of the model's files.
 
     Raises ConfigError if there is none, if it says what is not computed here, or names modules that the model has not.
     """
@@ -114,7 +126,7 @@ def read(folder: Path, model: Model) -> Lora:
     return Lora(
         rank=rank,
         alpha=float(alpha),
-        targets=_targets(file, names, model, is_expression=isinstance(said, str)),
+        targets=_targets(file, names, model, naming, is_expression=isinstance(said, str)),
         saved=tuple(SAVED[name] for name in saved),
         rank_stabilised=bool(found.get("use_rslora")),
         magnitudes=bool(found.get("use_dora")),
@@ -135,13 +147,13 @@ def _content(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _targets(file: Path, names: list[str], model: Model, *, is_expression: bool) -> tuple[str, ...]:
+def _targets(file: Path, names: list[str], model: Model, naming: Naming, *, is_expression: bool) -> tuple[str, ...]:
     """Our names of the matrices that are adapted.
 
     names: ends of modules' names, or one regular expression. Raises ConfigError if one of them matches no matrix, or
     if a matrix is adapted in some layers only.
     """
-    of_matrices = modules(model)
+    of_matrices = {target: [naming.alone(name) for name in names] for target, names in modules(model).items()}
     if is_expression and names == [ALL_LINEAR]:
         return tuple(of_matrices)
     given = set(names)

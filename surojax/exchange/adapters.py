@@ -9,7 +9,7 @@ Every adapted matrix has two tensors, or three with DoRA, under its module's nam
 An embedding or head that is trained whole is stored whole: base_model.model.lm_head.weight. PEFT and transformers read
 these names.
 
-In a model of several parts (parts.py), "model." is "model.language_model." there.
+These are the names of most families. Others, and a model of several parts, have their own there (naming.py).
 
 An adapter means something only beside the model that it was trained on. What is written here names that model by its
 `fingerprint`, in the metadata of the safetensors file, which others skip; and the format that the frozen matrices had.
@@ -25,12 +25,13 @@ from typing import NamedTuple
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange import adapter_config, parts, shards
+from surojax.exchange import adapter_config, shards
 from surojax.exchange.adapter_config import CONFIG, modules
 from surojax.exchange.export import encoded
-from surojax.exchange.families import NAMES
 from surojax.exchange.finite import is_finite
+from surojax.exchange.naming import Naming
 from surojax.exchange.weights import shapes
+from surojax.families.family import TENSOR_NAMES
 from surojax.models.lora import Lora, adapters as declared
 from surojax.models.model import Model, Segment
 from surojax.numerics.base_formats import FORMATS
@@ -44,6 +45,7 @@ SUFFIXES = {"a": FACTOR_A, "b": FACTOR_B, "magnitude": MAGNITUDE}
 STORED = "stored"  # frozen matrices as their files have them
 # Or dequantised: (the format that they rested in, the dtype of their numbers).
 BASE_FORMATS = {f"{name} {dtype}": (name, dtype) for name in FORMATS for dtype in ("bfloat16", "float32")}
+OF_MOST_FAMILIES = Naming()
 FINGERPRINT, BASE_FORMAT = "surojax.base", "surojax.base_format"  # keys of the metadata
 
 
@@ -73,18 +75,20 @@ def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
         found[PREFIX + module + FACTOR_B] = (rows, lora.rank)
         if lora.magnitudes:
             found[PREFIX + module + MAGNITUDE] = (rows,)
-    return found | {PREFIX + NAMES[name]: of_base[NAMES[name]] for name in lora.saved}
+    return found | {PREFIX + TENSOR_NAMES[name]: of_base[TENSOR_NAMES[name]] for name in lora.saved}
 
 
-def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str = "", has_parts: bool = False) -> Path:
+def write(
+    adapter: Adapter, model: Model, folder: str | Path, *, base_name: str = "", naming: Naming = OF_MOST_FAMILIES
+) -> Path:
     """Writes an adapter of a model in float32, and returns its folder; an adapter there is replaced.
 
-    base_name: what others load the base model by. has_parts: the base is the language model of one of several parts.
+    base_name: what others load the base model by. naming: of the base model's files.
     Raises ConfigError if the folder cannot be written.
     """
     path = expanded(folder)
-    expected = {_written(name, has_parts): shape for name, shape in tensor_shapes(adapter.lora, model).items()}
-    arrays = {_written(name, has_parts): array for name, array in _by_name(adapter, model).items()}
+    expected = {_written(name, naming): shape for name, shape in tensor_shapes(adapter.lora, model).items()}
+    arrays = {_written(name, naming): array for name, array in _by_name(adapter, model).items()}
     metadata = {BASE_FORMAT: adapter.base_format} | ({FINGERPRINT: adapter.base} if adapter.base else {})
     float32 = np.dtype(np.float32)
     unfinished = path / f".{TENSORS}.{os.getpid()}"
@@ -92,7 +96,7 @@ def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str 
         path.mkdir(parents=True, exist_ok=True)
         shards.write(unfinished, expected, float32, (arrays[name].astype(float32) for name in expected), metadata)
         unfinished.replace(path / TENSORS)
-        (path / CONFIG).write_bytes(encoded(adapter_config.written(adapter.lora, base_name, has_parts=has_parts)))
+        (path / CONFIG).write_bytes(encoded(adapter_config.written(adapter.lora, base_name, naming)))
     except OSError as error:
         raise ConfigError(f"adapter: cannot write {path} ({error.strerror or error}); choose another folder") from error
     finally:
@@ -100,37 +104,37 @@ def write(adapter: Adapter, model: Model, folder: str | Path, *, base_name: str 
     return path
 
 
-def _written(name: str, has_parts: bool) -> str:
-    """The name of an adapter's tensor in its file, from that beside the language model alone."""
-    return PREFIX + parts.in_whole(name.removeprefix(PREFIX)) if has_parts else name
+def _written(name: str, naming: Naming) -> str:
+    """The name of an adapter's tensor in its file."""
+    return PREFIX + naming.in_files(name.removeprefix(PREFIX))
 
 
-def _alone(name: str) -> str:
-    """The opposite of `_written`, for names that may be of either kind."""
-    return PREFIX + parts.alone(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else name
+def _ours(name: str, naming: Naming) -> str:
+    """The opposite of `_written`, in a model of several parts for names of either spelling."""
+    return PREFIX + naming.ours(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else name
 
 
 def _by_name(adapter: Adapter, model: Model) -> dict[str, np.ndarray]:
     """The arrays of an adapter by the names of their tensors."""
     of_matrices = modules(model)
-    found = {PREFIX + NAMES[name]: array for name, array in adapter.saved.items()}
+    found = {PREFIX + TENSOR_NAMES[name]: array for name, array in adapter.saved.items()}
     for target, stacks in adapter.matrices.items():
         for l, module in enumerate(of_matrices[target]):
             found |= {PREFIX + module + SUFFIXES[which]: stack[l] for which, stack in stacks.items()}
     return found
 
 
-def read(folder: str | Path, model: Model) -> Adapter:
-    """Reads an adapter of this model, its arrays in float32.
+def read(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMILIES) -> Adapter:
+    """Reads an adapter of this model, its arrays in float32. naming: of the model's files.
 
     Raises ConfigError if it is of another model, adapts what is not adapted here, is damaged, or is not finite.
     """
     path = expanded(folder)
-    lora = adapter_config.read(path, model)
+    lora = adapter_config.read(path, model, naming)
     which = [name for name in SUFFIXES if name != "magnitude" or lora.magnitudes]
     try:
         file = shards.Shard(path / TENSORS)
-        stored_as = {_alone(name): name for name in file.entries}
+        stored_as = {_ours(name, naming): name for name in file.entries}
         _check_tensors(path, {name: file.entries[stored].shape for name, stored in stored_as.items()}, lora, model)
 
         def tensor(name: str) -> np.ndarray:
@@ -146,7 +150,7 @@ def read(folder: str | Path, model: Model) -> Adapter:
             return np.stack([tensor(PREFIX + module + suffix) for module in modules(model)[target]])
 
         matrices = {target: {name: stack(target, SUFFIXES[name]) for name in which} for target in lora.targets}
-        saved = {name: tensor(PREFIX + NAMES[name]) for name in lora.saved}
+        saved = {name: tensor(PREFIX + TENSOR_NAMES[name]) for name in lora.saved}
     except ConfigError:
         raise
     except (OSError, ValueError) as error:

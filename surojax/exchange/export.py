@@ -18,6 +18,7 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.exchange import shards, small_files
 from surojax.exchange.finite import is_finite
+from surojax.exchange.naming import naming_of
 from surojax.exchange.small_files import Files
 from surojax.exchange.weights import INDEX, SINGLE, Tensors, shapes
 from surojax.models.model import Model
@@ -82,7 +83,10 @@ def export(
     """
     check_dtype(dtype)
     path = check_folder(folder)
-    expected = shapes(model)
+    ours = shapes(model)
+    names = naming_of(config)
+    expected = {names.in_files(name): shape for name, shape in ours.items()}
+    stored_as = dict(zip(expected, ours, strict=True))
     parts = _parts(expected, DTYPES[dtype].itemsize, shard_bytes)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     new_parents = [parent for parent in path.parents if not parent.exists()]  # innermost first
@@ -93,7 +97,9 @@ def export(
         try:
             for file, names in parts.items():
                 part = {name: expected[name] for name in names}
-                shards.write(unfinished / file, part, DTYPES[dtype], _cast(tensors, names, dtype))
+                shards.write(
+                    unfinished / file, part, DTYPES[dtype], _cast(tensors, [stored_as[name] for name in names], dtype)
+                )
             if len(parts) > 1:
                 (unfinished / INDEX).write_text(_index(parts, expected, DTYPES[dtype]))
             small_files.write(unfinished, files | {small_files.CONFIG: encoded(config)})

@@ -1,11 +1,11 @@
-"""GGUF files, the format of llama.cpp: settings and tensors of the Llama and Qwen families, in Hugging Face's words.
+"""GGUF files, the format of llama.cpp: settings and tensors in Hugging Face's words.
 
 `config` makes a config.json of the metadata, which `huggingface.settings` reads as any other, with its refusals. The
 tensors appear under Hugging Face's names, dequantised to float32 when they are read.
 
 llama.cpp rotates neighbouring channels of a head (0 and 1, 2 and 3), Hugging Face those half a head apart (0 and h/2).
-Files of the Llama family therefore have the rows of queries and keys in another order: row 2 i + j of a head is row
-i + j h/2 of Hugging Face. Files of the Qwen families keep Hugging Face's order.
+Files of some families (`families.family.Gguf`) therefore have the rows of queries and keys in another order: row
+2 i + j of a head is row i + j h/2 of Hugging Face. Others keep Hugging Face's order.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -18,32 +18,16 @@ import gguf
 import numpy as np
 
 from surojax.errors import ConfigError
-from surojax.exchange.families import NAMES
 from surojax.exchange.finite import is_finite
+from surojax.families import registry
+from surojax.families.family import TENSOR_NAMES
+from surojax.families.names import place, renamed
 from surojax.sizes import check_largest
 from surojax.untrusted import check_file
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-PERMUTED = ("llama",)
+FAMILIES = {name: family.gguf for name, family in registry.FAMILIES.items() if family.gguf is not None}
 AGAIN = "fetch the file again"
-OUTER_NAMES = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "head"}
-LAYER_NAMES = {
-    "attn_norm.weight": "attention_norm",
-    "ffn_norm.weight": "mlp_norm",
-    "attn_q.weight": "attention.wq",
-    "attn_k.weight": "attention.wk",
-    "attn_v.weight": "attention.wv",
-    "attn_output.weight": "attention.wo",
-    "attn_q.bias": "attention.bq",
-    "attn_k.bias": "attention.bk",
-    "attn_v.bias": "attention.bv",
-    "attn_q_norm.weight": "attention.q_norm",
-    "attn_k_norm.weight": "attention.k_norm",
-    "ffn_gate.weight": "mlp.w_gate",
-    "ffn_up.weight": "mlp.w_up",
-    "ffn_down.weight": "mlp.w_down",
-}
-FREQUENCIES = "rope_freqs.weight"  # what rope_scaling llama3 divides each frequency by
+FREQUENCIES = "rope_freqs.weight"  # what a rotary embedding of the type llama3 divides each frequency by
 # Keys of the metadata after the architecture's name, and theirs in config.json.
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -92,9 +76,9 @@ def open_file(path: Path) -> Contents:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"model_path: cannot read {path} as GGUF ({reason[:200]}); {AGAIN}") from error
     architecture = found.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if architecture not in FAMILIES:
         raise ConfigError(
-            f"model_path: {path}: expected general.architecture {', '.join(ARCHITECTURES)}, got {architecture!r}; "
+            f"model_path: {path}: expected general.architecture {', '.join(FAMILIES)}, got {architecture!r}; "
             "other architectures are not known"
         )
     if found.metadata.get("split.count", 1) > 1:
@@ -134,7 +118,8 @@ def config(contents: Contents) -> dict[str, Any]:
     given.setdefault("attention.head_count_kv", given.get("attention.head_count"))
     given.setdefault("rope.freq_base", 10000.0)
     missing = [key for key in SIZES if given.get(key) is None]
-    missing += [name for name in OUTER_NAMES if name not in contents.tensors and name != "output.weight"]
+    names = FAMILIES[architecture].names
+    missing += [names[ours] for ours in ("embed", "norm") if names[ours] not in contents.tensors]
     if missing:
         raise ConfigError(f"model_path: expected {missing[0]} in {contents.path}, got none; {AGAIN}")
     found = {theirs: given[ours] for ours, theirs in SIZES.items()}
@@ -163,8 +148,8 @@ def config(contents: Contents) -> dict[str, Any]:
         | {
             "model_type": architecture,
             "head_dim": head_dim,
-            "vocab_size": contents.tensors["token_embd.weight"].shape[0],
-            "tie_word_embeddings": "output.weight" not in contents.tensors,
+            "vocab_size": contents.tensors[names["embed"]].shape[0],
+            "tie_word_embeddings": names["head"] not in contents.tensors,
             "rope_scaling": _rope_scaling(contents, given, found, head_dim),
         }
     )
@@ -173,7 +158,7 @@ def config(contents: Contents) -> dict[str, Any]:
 def _rope_scaling(contents: Contents, given: dict, found: dict, head_dim: int) -> dict[str, Any] | None:
     """The rope_scaling of a config.json; None if there is none."""
     if FREQUENCIES in contents.tensors:
-        return _llama3(contents, found["rope_theta"], head_dim)
+        return _from_divisors(contents, found["rope_theta"], head_dim)
     kind = given.get("rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -184,32 +169,33 @@ def _rope_scaling(contents: Contents, given: dict, found: dict, head_dim: int) -
     return scaling
 
 
-def _llama3(contents: Contents, theta: float, head_dim: int) -> dict[str, Any]:
-    """The rope_scaling of Llama 3.1 and later with which a file's divisors of the frequencies agree.
+def _from_divisors(contents: Contents, theta: float, head_dim: int) -> dict[str, Any]:
+    """The rope_scaling of the type llama3 that makes a file's divisors of the frequencies.
 
-    Files have these numbers only. Every Llama 3 has the values here, and another factor. Raises ConfigError if the
-    divisors do not follow from them.
+    Files have these numbers only. The family says the parameters; the factor is the largest divisor. Raises ConfigError
+    if the divisors do not follow from them, or if the family has no such models.
     """
+    architecture = contents.metadata["general.architecture"]
+    known = FAMILIES[architecture].llama3_rope
+    if known is None:
+        raise ConfigError(
+            f"model_path: {contents.path}: expected no {FREQUENCIES} in a model of {architecture}, got one; fetch the "
+            "model as safetensors"
+        )
     divisors_F = _read(contents, FREQUENCIES).reshape(-1)
     factor = float(divisors_F.max())
-    low = 1.0
-    high = 4.0
-    original = 8192
+    low = known["low_freq_factor"]
+    high = known["high_freq_factor"]
     wavelengths_F = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    kept_F = np.clip((original / wavelengths_F - low) / (high - low), 0, 1)
+    kept_F = np.clip((known["original_max_position_embeddings"] / wavelengths_F - low) / (high - low), 0, 1)
     expected_F = 1 / (kept_F + (1 - kept_F) / factor)
     if expected_F.shape != divisors_F.shape or not np.allclose(divisors_F, expected_F, rtol=1e-4):
+        said = ", ".join(f"{name} {value}" for name, value in known.items())
         raise ConfigError(
-            f"model_path: {contents.path}: expected {FREQUENCIES} of Llama 3 (low_freq_factor {low}, high_freq_factor "
-            f"{high}, original length {original}), got others; fetch the model as safetensors"
+            f"model_path: {contents.path}: expected {FREQUENCIES} of {architecture} ({said}), got others; fetch the "
+            "model as safetensors"
         )
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
+    return {"rope_type": "llama3", "factor": factor, **known}
 
 
 def _read(contents: Contents, name: str) -> np.ndarray:
@@ -229,7 +215,7 @@ def _read(contents: Contents, name: str) -> np.ndarray:
 
 
 def unpermuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of queries or keys `[heads x head_dim, ...]` of the Llama family in Hugging Face's order."""
+    """Rows of queries or keys `[heads x head_dim, ...]` that rotate with their neighbours, in Hugging Face's order."""
     pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
@@ -241,11 +227,11 @@ class GgufTensors:
         self.path = path
         self._contents = open_file(path)
         self._head_dim = config(self._contents)["head_dim"]
-        self._permuted = self._contents.metadata["general.architecture"] in PERMUTED
+        self._family = FAMILIES[self._contents.metadata["general.architecture"]]
         self._theirs = {}
         for name, stored in self._contents.tensors.items():
             if name != FREQUENCIES:
-                self._theirs[huggingface_name(name)] = name
+                self._theirs[renamed(name, self._family.names, TENSOR_NAMES)] = name
                 _check_type(path, name, stored.kind)
 
     @property
@@ -261,20 +247,10 @@ class GgufTensors:
         """A tensor, float32."""
         theirs = self._theirs[name]
         found = _read(self._contents, theirs)
-        if self._permuted and theirs.split(".")[2:3] in (["attn_q"], ["attn_k"]):
+        says = place(theirs, self._family.names)
+        if self._family.neighbours and says is not None and says.ours in ("attention.wq", "attention.wk"):
             return unpermuted(found, self._head_dim)
         return found
-
-
-def huggingface_name(name: str) -> str:
-    """Hugging Face's name of a tensor; the same one if it is not known, so that it is refused as unused."""
-    if name in OUTER_NAMES:
-        return NAMES[OUTER_NAMES[name]]
-    blk, _, rest = name.partition(".")
-    l, _, of_layer = rest.partition(".")
-    if blk == "blk" and of_layer in LAYER_NAMES:
-        return NAMES[LAYER_NAMES[of_layer]].format(l=l)
-    return name
 
 
 def _check_type(path: Path, name: str, kind: gguf.GGMLQuantizationType) -> None:

@@ -14,8 +14,8 @@ from surojax.errors import ConfigError
 from surojax.exchange.adapter_config import modules
 from surojax.exchange.adapters import BASE_FORMATS, Adapter, digest
 from surojax.exchange.base import Derived, fingerprint
-from surojax.exchange.families import NAMES
 from surojax.exchange.weights import Tensors, Weights, read_dequantised
+from surojax.families.family import TENSOR_NAMES
 from surojax.models.model import Model
 from surojax.numerics.base_formats import FORMATS
 
@@ -58,7 +58,7 @@ class Merged(Derived):
             for target, of_layers in modules(model).items()
             for l, module in enumerate(of_layers)
         }
-        self._saved = {NAMES[name]: array for name, array in adapter.saved.items()}
+        self._saved = {TENSOR_NAMES[name]: array for name, array in adapter.saved.items()}
         if adapter.base and (found := fingerprint(base, model)) != adapter.base:
             raise ConfigError(
                 f"adapter: expected the model that it was trained on, whose hash begins with {adapter.base[:12]}, got "

@@ -4,13 +4,11 @@ Both spellings of the names are read: the one in files (`language_model.model.`)
 transformers 5 (`model.language_model.`). What an image passes through before it becomes embeddings is left aside.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from surojax.errors import ConfigError
+from surojax.families.registry import IMAGE_TEXT_FAMILIES
 
-# The families of whole models, each with those of its language model; the first is the one that nothing is said of.
-FAMILIES: dict[str, tuple[str, ...]] = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
 # Keys beside text_config that say how images become embeddings, or nothing that is computed.
 OF_IMAGES = frozenset(
     "vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index image_token_id "
@@ -26,7 +24,7 @@ IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "mod
 def has_parts(config: dict[str, Any]) -> bool:
     """True if this config.json describes a model of several parts, whose language model is of a known family."""
     family = config.get("model_type")
-    return isinstance(family, str) and family in FAMILIES
+    return isinstance(family, str) and family in IMAGE_TEXT_FAMILIES
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +39,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"model_path: config.json: expected an object as text_config of {family}, got {text!r}; fetch it again"
         )
-    known = FAMILIES[family]
+    known = IMAGE_TEXT_FAMILIES[family].text_types
     of_text = text.get("model_type", known[0])
     if of_text not in known:
         raise ConfigError(
@@ -53,18 +51,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
             f"model_path: config.json has {', '.join(unknown)}, which may change what the model computes and is not "
             f"known for {family}"
         )
-    if text.get("final_logit_softcapping"):
-        raise ConfigError(
-            f"model_path: config.json: text_config: expected final_logit_softcapping None, got "
-            f"{text['final_logit_softcapping']!r}, which transformers does not compute for {family}; remove it if the "
-            "model was trained without it"
-        )
-    types = text.get("layer_types")
-    if of_text == "mistral" and types and text.get("sliding_window", 4096) and "full_attention" in types:
-        raise ConfigError(
-            "model_path: config.json: text_config: layer_types: expected sliding_attention in every layer, got "
-            f"full_attention, which transformers does not read for {family}; remove it if every layer has the window"
-        )
+    IMAGE_TEXT_FAMILIES[family].check_text(text | {"model_type": of_text})
     found = {key: value for key, value in text.items() if key not in ("architectures", "transformers_version")}
     found |= {key: config[key] for key in OF_BOTH if config.get(key) is not None}
     if config.get("tie_word_embeddings") is False:
@@ -72,12 +59,9 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return found | {"model_type": of_text}
 
 
-def text_names(names: Iterable[str]) -> dict[str, str]:
-    """The names of a whole model's tensors by the names that they would have in the language model alone.
-
-    Tensors of other parts are left out; names that are of neither stay, for who reads them to refuse.
-    """
-    return {alone(name): name for name in names if not name.startswith(IMAGES)}
+def is_of_images(name: str) -> bool:
+    """True if a tensor of a whole model is in its image encoder, or between that and the language model."""
+    return name.startswith(IMAGES)
 
 
 def in_whole(name: str) -> str:

@@ -11,10 +11,11 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange import adapters, gguf, hub, parts
+from surojax.exchange import adapters, gguf, hub
 from surojax.exchange.base import check_format
 from surojax.exchange.huggingface import read_config, read_whole_config, settings
 from surojax.exchange.merge import Merged
+from surojax.exchange.naming import Naming, naming_of
 from surojax.exchange.weights import Tensors, Weights, check
 from surojax.models.model import Model
 from surojax.numerics.base_formats import chosen
@@ -64,13 +65,13 @@ def described(c: Any, config: dict[str, Any]) -> dict[str, Any]:
     return config | {"tie_word_embeddings": False} if c.untied_head else config
 
 
-def has_parts(c: Any) -> bool:
-    """True if the base of a run is the language model of one of several parts; see parts.py."""
+def naming(c: Any) -> Naming:
+    """The names of tensors in the files of a run's base."""
     if not c.model_path:
-        return False
+        return Naming()
     gone = not expanded(c.model_path).exists() and keeps(c.output_dir, c.model_path)
     path = kept_in(c.output_dir) if gone else locate(c.model_path, weights=False)
-    return not gguf.is_gguf(path) and parts.has_parts(read_whole_config(path))
+    return Naming() if gguf.is_gguf(path) else naming_of(read_whole_config(path))
 
 
 def tensors_of(path: Path) -> Tensors:
@@ -135,7 +136,7 @@ def open_weights(c: Any, model: Model) -> Tensors | None:
     if frozen := chosen(c):
         check_format(weights, model, frozen)
     if c.lora_base_adapter:
-        return Merged(weights, adapters.read(c.lora_base_adapter, model), model)
+        return Merged(weights, adapters.read(c.lora_base_adapter, model, naming(c)), model)
     return weights
 
 

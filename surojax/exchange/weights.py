@@ -15,10 +15,12 @@ import numpy as np
 
 from surojax.errors import ConfigError, shown
 from surojax.exchange import bitsandbytes, parts
-from surojax.exchange.families import NAMES, tensor_names
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import block_size, read_config, read_whole_config
+from surojax.exchange.naming import naming_of
 from surojax.exchange.shards import Shard
+from surojax.families.family import TENSOR_NAMES
+from surojax.families.registry import tensor_names
 from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, block_fp8, nf4
 from surojax.numerics.base_formats import Coded, is_in
@@ -65,8 +67,9 @@ class Weights:
     def __init__(self, folder: str | Path):
         self.path = expanded(folder)
         files = self._files()
-        several = parts.has_parts(read_whole_config(self.path))
-        self._stored_as = parts.text_names(files) if several else {name: name for name in files}
+        naming = naming_of(read_whole_config(self.path))
+        of_text = [name for name in files if not (naming.in_whole and parts.is_of_images(name))]
+        self._stored_as = {naming.ours(name): name for name in of_text}
         self.left_aside: list[str] = sorted(files.keys() - set(self._stored_as.values()))
         shards = {name: self._open(name) for name in sorted({files[name] for name in self._stored_as.values()})}
         self._shard_of: dict[str, Shard] = {}
@@ -224,16 +227,17 @@ def describe(tensors: Tensors) -> str:
 
 
 def name_of(param: Param, segment: Segment | None = None, l: int = 0) -> str:
-    """The name of a parameter in the files: of layer l of a segment, or of an outer layer."""
+    """The name of a parameter's tensor: of layer l of a segment, or of an outer layer."""
     if segment is None:
-        return NAMES[param.name]
-    return tensor_names(segment.params)[param.name].format(l=segment.start + l)
+        return TENSOR_NAMES[param.name]
+    ours = {param.name for param in jax.tree.leaves(base(segment.params))}
+    return tensor_names(ours)[param.name].format(l=segment.start + l)
 
 
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's tensors by name: embedding, layer after layer, then the others."""
     outer = {name_of(param): param.shape for param in jax.tree.leaves(model.outer_params)}
-    found = {NAMES["embed"]: outer.pop(NAMES["embed"])}
+    found = {TENSOR_NAMES["embed"]: outer.pop(TENSOR_NAMES["embed"])}
     for segment in model.segments:
         for l in range(segment.num_layers):
             found |= {name_of(param, segment, l): param.shape for param in jax.tree.leaves(base(segment.params))}
@@ -248,7 +252,7 @@ def check(weights: Tensors, model: Model) -> None:
     expected = shapes(model)
     names = weights.names
     if missing := sorted(expected.keys() - names):
-        if missing == [NAMES["head"]]:
+        if missing == [TENSOR_NAMES["head"]]:
             raise ConfigError(
                 f"model_path: expected {missing[0]} in {weights.path}, since tie_word_embeddings is not true in "
                 f"config.json, or untied_head is set, got no such tensor; set tie_word_embeddings to true there, and "
@@ -257,8 +261,8 @@ def check(weights: Tensors, model: Model) -> None:
         raise ConfigError(f"model_path: expected {missing[0]} in {weights.path}, got no such tensor; {AGAIN}")
     # A tied head is the embedding, and the frequencies of old checkpoints follow from rope_theta.
     unused = {name for name in names - expected.keys() if not name.endswith("rotary_emb.inv_freq")}
-    tied_head = model.head == "embed" and NAMES["head"] in unused
-    unused -= {NAMES["head"]} if tied_head else set()
+    tied_head = model.head == "embed" and TENSOR_NAMES["head"] in unused
+    unused -= {TENSOR_NAMES["head"]} if tied_head else set()
     if unused:
         raise ConfigError(
             f"model_path: {weights.path} has {min(unused)}, which a model with this config.json does not use"
@@ -268,9 +272,10 @@ def check(weights: Tensors, model: Model) -> None:
             raise ConfigError(
                 f"model_path: {name}: expected {[*shape]}, as config.json says, got {[*weights.shape(name)]}"
             )
-    if tied_head and not np.array_equal(weights.read(NAMES["head"]), weights.read(NAMES["embed"])):
+    if tied_head and not np.array_equal(weights.read(TENSOR_NAMES["head"]), weights.read(TENSOR_NAMES["embed"])):
         raise ConfigError(
-            f"model_path: {weights.path}: expected {NAMES['head']} equal to {NAMES['embed']}, since config.json says "
+            f"model_path: {weights.path}: expected {TENSOR_NAMES['head']} equal to "
+            f"{TENSOR_NAMES['embed']}, since config.json says "
             "tie_word_embeddings, got another; set untied_head=True to train it apart, or tie_word_embeddings to false "
             "in config.json"
         )

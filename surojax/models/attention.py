@@ -91,7 +91,7 @@ def attend(
     positions. starts: int32 `[B, S]`, for each token the index in its row at which its document starts, if a row has
     several: a query attends to its own document only. window: number of positions that a query attends to, its own and
     those before it (Beltagy et al. 2020); 0: its own and all before it.
-    scale: of the scores; None: 1 / sqrt(h). softcap: scores s become softcap tanh(s / softcap) (Gemma 2); 0: not.
+    scale: of the scores; None: 1 / sqrt(h). softcap: scores s become softcap tanh(s / softcap); 0: not.
     implementation: "xla" runs on every backend and has the attention scores in memory, `[B, H, S, T]` of one layer at a
     time. "cudnn" is flash attention on NVIDIA GPUs of sm_80 and newer, for bfloat16 and float16. "mosaic" is flash
     attention with documents and softcaps, on the same GPUs (pallas_kernels/attention.py). "auto" is what

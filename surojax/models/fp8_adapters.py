@@ -1,4 +1,4 @@
-"""Adapters beside the float8 products of a block that is written out (models/llama_fp8.py).
+"""Adapters beside the float8 products of a block that is written out (models/decoder_fp8.py).
 
     y = x8 w8^T + scale (x a^T) b^T
 

@@ -60,7 +60,7 @@ def projection(module: nnx.Module, weight: str, bias: str = "") -> Projection:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with grouped key/value heads, optional QKV bias (Qwen2) and per-head QK-norm (Qwen3)."""
+    """Causal self-attention with grouped key/value heads; optional: QKV bias, norms of each head's queries and keys."""
 
     def __init__(self, config, *, rngs: nnx.Rngs):
         c = config

@@ -1,7 +1,7 @@
 """What step, state, planner and sampler know of a model: segments of equal layers between embedding and head.
 
-A model is a value: `Param`s, and pure functions of arrays. Nothing in it depends on where a tensor is stored. A family
-of models is one function that builds it from sizes and a `Compute` (llama.py); only assembly.py names the families.
+A model is a value: `Param`s, and pure functions of arrays. Nothing in it depends on where a tensor is stored. An
+`Architecture` builds it from sizes and a `Compute` (decoder.py); families of models name theirs (surojax/families).
 
     embedding -> segments[0]: layer 0, 1, ... -> segments[1]: ... -> final norm -> head
 
@@ -295,6 +295,21 @@ class Model:
 
         stacks = {segment.name: stack((segment.num_layers,), segment.params) for segment in self.segments}
         return stacks | {OUTER: stack((), self.outer_params)}
+
+
+class Architecture(NamedTuple):
+    """What computes the models of some families.
+
+    name: the value of `model.model_type` in a config. sizes: the `model` fields of a config -> frozen sizes, such as
+    `DecoderConfig`. build: (sizes, Compute) -> Model. check: raises ConfigError for `model` fields of a config that do
+    not go together, or not with its other fields; check_fp8: for what the recipes fp8_* do not compute.
+    """
+
+    name: str
+    sizes: Callable[[dict[str, Any]], Any]
+    build: Callable[[Any, Compute], Model]
+    check: Callable[[Any], None]
+    check_fp8: Callable[[Any], None]
 
 
 LONGEST_PERIOD = 8

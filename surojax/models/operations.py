@@ -32,7 +32,7 @@ from surojax.parallel.tensor import all_gather_sequence, is_divided, reduce_scat
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False) -> jax.Array:
     """x / rms(x) * scale over the last dimension, computed in float32 (Zhang and Sennrich 2019).
 
-    The scale is the weight, or 1 + weight (Gemma).
+    The scale is the weight, or 1 + weight.
     """
     scale = weight.astype(jnp.float32)
     scale = 1 + scale if plus_one else scale
@@ -59,7 +59,7 @@ def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
 
 @functools.partial(save_inputs_only, static_argnums=1)
 def softcapped(x: jax.Array, cap: float) -> jax.Array:
-    """cap tanh(x / cap), computed in float32: x, smoothly limited to less than the cap (Gemma 2)."""
+    """cap tanh(x / cap), computed in float32: x, smoothly limited to less than the cap."""
     return (cap * jnp.tanh(x.astype(jnp.float32) / cap)).astype(x.dtype)
 
 

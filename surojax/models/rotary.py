@@ -28,7 +28,7 @@ class RopeScaling:
     attention_factor: yarn multiplies the rotated queries and keys by it; 0: by 0.1 ln(factor) + 1, its authors' choice.
     truncate: yarn rounds the bounds between its bands to whole pairs of channels. partial_rotary_factor: the fraction
     of a head's channels, its first ones, that rotate. llama_4_scaling_beta: queries at position p are multiplied by
-    1 + beta ln(1 + floor(p / original length)) (Llama 4, Ministral 3).
+    1 + beta ln(1 + floor(p / original length)).
     """
 
     kind: str = "none"

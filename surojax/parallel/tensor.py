@@ -11,7 +11,7 @@ Reverse mode of each is the other. Parameters that all devices of a group share 
 matrices with fewer heads than devices) do not vary over it in the types of `jax.shard_map(check_vma=True)`. So reverse
 mode sums their gradients over the group, and no sum is written by hand.
 
-Blocks that are written out (models/llama_fp8.py) call the functions with `_tokens`. They gather operands in 8 bits,
+Blocks that are written out (models/decoder_fp8.py) call the functions with `_tokens`. They gather operands in 8 bits,
 quantised with one scale for the group: that of the largest magnitude on any of its devices, as on one device.
 
 Outside of a mesh with these axes nothing is communicated. Shape suffixes: B batch, S sequence, s this device's part of

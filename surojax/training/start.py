@@ -10,7 +10,7 @@ from surojax.data import load as data
 from surojax.data.samples import check_length
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
 from surojax.errors import ConfigError
-from surojax.exchange import adapters
+from surojax.exchange import adapters, sources
 from surojax.exchange.base import fingerprint
 from surojax.placement.mesh import data_parallel
 from surojax.run import on_disk
@@ -54,7 +54,7 @@ def find_start(c: Config, setup: Setup) -> Start:
         identity["base"] = fingerprint(setup.initial, setup.model)
     adapter = None
     if c.lora_adapter and not setup.continues:
-        adapter = adapters.read(c.lora_adapter, setup.model)
+        adapter = adapters.read(c.lora_adapter, setup.model, sources.naming(c))
         adapters.check_continues(adapter, lora(c), identity["base"], c.lora_adapter)
     resume = find_resume(c, setup.output_dir, identity, samples_per_step)
     meta = on_disk.read_meta(resume) if resume else {"step": 0, "samples": 0}

@@ -6,7 +6,7 @@ from surojax.assembly import Assembly, lora
 from surojax.config.fields import Config
 from surojax.exchange import adapters
 from surojax.exchange.base import described_format
-from surojax.exchange.sources import has_parts
+from surojax.exchange.sources import naming
 from surojax.exchange.weights import Tensors, describe as describe_weights, readers
 from surojax.memory.in_file import store_of
 from surojax.numerics.base_formats import chosen
@@ -64,4 +64,4 @@ def write_adapter(c: Config, run: Assembly, master: dict, base: str) -> Path:
     base_name = "" if c.lora_base_adapter else c.model_path  # nobody else merges that one first
     if not is_first():
         return folder
-    return adapters.write(found, run.model, folder, base_name=base_name, has_parts=has_parts(c))
+    return adapters.write(found, run.model, folder, base_name=base_name, naming=naming(c))

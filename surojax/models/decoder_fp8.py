@@ -1,4 +1,4 @@
-"""A Llama block with all linear layers in float8. Its forward and backward passes are written out by hand.
+"""A decoder block with all linear layers in float8. Its forward and backward passes are written out by hand.
 
 Written out, the operations between two products are one pass over memory, forward and backward: a fused kernel
 (`pallas_kernels`) computes the next product's operand and its largest magnitude, and writes the operand in float8 if
@@ -54,6 +54,16 @@ SITES = Sites(
     gradients=("d_q", "d_k", "d_v", "d_attention", "d_gate", "d_up", "d_mlp"),
 )
 SITE_NAMES = (*SITES.inputs, *SITES.gradients)
+# Options of the decoder that this block does not compute; the other recipes do.
+NOT_COMPUTED = (
+    "norm_plus_one",
+    "sandwich_norms",
+    "hidden_act",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "rope_partial_rotary_factor",
+    "rope_llama_4_scaling_beta",
+)
 
 
 class AttentionSaved(NamedTuple):

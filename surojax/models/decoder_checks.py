@@ -1,14 +1,15 @@
-"""Checks of the `model` fields of a config: sizes, windows, rotary embeddings, and who computes what."""
+"""Checks of the decoder's options, the `model` fields of a config: sizes, windows, rotary embedding, recipes."""
 
 import math
 
 from surojax.config.fields import Config, default_config, head_dim
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
+from surojax.models.decoder_fp8 import NOT_COMPUTED
 from surojax.models.rotary import ROPE_USES
 
 
-def check_model(c: Config) -> None:
+def check(c: Config) -> None:
     """Checks what several `model` fields say together. Raises ConfigError for the first that is wrong."""
     m = c.model
     heads = m.num_attention_heads
@@ -88,22 +89,10 @@ def _check_rope(c: Config, h: int) -> None:
     need(fraction <= 1 and turned > 0 and turned % 2 == 0, name, expected, fraction, change)
 
 
-# What models/llama_fp8.py does not compute; the other recipes do.
-NOT_IN_FP8 = (
-    "norm_plus_one",
-    "sandwich_norms",
-    "hidden_act",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "rope_partial_rotary_factor",
-    "rope_llama_4_scaling_beta",
-)
-
-
-def check_fp8_blocks(c: Config) -> None:
+def check_fp8(c: Config) -> None:
     """Raises ConfigError for a block that is not written out in float8."""
     defaults = default_config().model
-    for name in NOT_IN_FP8:
+    for name in NOT_COMPUTED:
         expected = f"{defaults[name]!r} with recipe={c.recipe!r}, whose blocks are written out without it"
         change = "use recipe='mxfp8', 'nvfp4' or 'bf16'"
         need(c.model[name] == defaults[name], f"model.{name}", expected, c.model[name], change)

@@ -1,10 +1,13 @@
-"""The Llama family (Llama 1-3, Mistral, Qwen, SmolLM3, Gemma) as one Flax NNX module, and as a `Model` for the engine.
+"""The decoder with its options as one Flax NNX module, and as a `Model` for the engine.
+
+surojax/families declares which options a family of models has.
 
 Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, L layers.
 
-Two ways to run the same parameters. `Llama.__call__` is the plain model: autodiff goes through all of it, which is the
-reference the engine must equal. `build` gives the pieces of it as pure functions of arrays, so that the engine can hold
-one layer at a time. Both compute `Block`. Parameters are `{"blocks": stacked [L, ...], "outer": {embed, norm, head}}`.
+Two ways to run the same parameters. `Decoder.__call__` is the plain model: autodiff goes through all of it, which is
+the reference the engine must equal. `build` gives the pieces of it as pure functions of arrays, so that the engine can
+hold one layer at a time. Both compute `Block`. Parameters are
+`{"blocks": stacked [L, ...], "outer": {embed, norm, head}}`.
 """
 
 import dataclasses
@@ -17,11 +20,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.models import chunked, llama_fp8
+from surojax.models import chunked, decoder_checks, decoder_fp8
 from surojax.models.layers import Attention, SwiGLU, norm_weight, parameter
 from surojax.models.linear import linear
 from surojax.models.lora import Lora, add_adapters, frozen, with_adapters
-from surojax.models.model import DEFAULT, PLAIN, Cache, Compute, Earlier, Heads, Model, Segment, Variant, collect_params
+from surojax.models.model import (
+    DEFAULT,
+    PLAIN,
+    Architecture,
+    Cache,
+    Compute,
+    Earlier,
+    Heads,
+    Model,
+    Segment,
+    Variant,
+    collect_params,
+)
 from surojax.models.operations import Operations, softcapped
 from surojax.models.recompute import recomputed
 from surojax.models.rotary import NO_ROTATION, RopeScaling
@@ -33,14 +48,13 @@ BLOCKS = "blocks"  # the one segment
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
+class DecoderConfig:
     """The architecture, named as in a Hugging Face `config.json` if that has a name for it.
 
     sliding_window: the number of latest positions that a token attends to, its own included; 0: all of them.
-    sliding_window_pattern: n, if every n-th layer attends to all positions (Gemma 3: 6, gpt-oss: 2); 0: none does
-    (Mistral). rope_local_base_freq: the base of rotary embeddings in layers with a window, whose frequencies are not
-    stretched; 0: as in the other layers. no_rope_layer_interval: n, if every n-th layer has no rotary embedding
-    (SmolLM3: 4); 0: all have it.
+    sliding_window_pattern: n, if every n-th layer attends to all positions; 0: none does. rope_local_base_freq: the
+    base of rotary embeddings in layers with a window, whose frequencies are not stretched; 0: as in the other layers.
+    no_rope_layer_interval: n, if every n-th layer has no rotary embedding; 0: all have it.
 
     qk_norm: RMSNorm on each head's queries and keys. norm_plus_one: norms scale by 1 + weight. sandwich_norms: norms
     also on what attention and MLP add to the residual stream. scale_embedding: by sqrt(hidden_size).
@@ -109,13 +123,13 @@ class LlamaConfig:
         return math.sqrt(self.hidden_size) if self.scale_embedding else 1.0
 
 
-def from_settings(settings: dict[str, Any]) -> LlamaConfig:
+def from_settings(settings: dict[str, Any]) -> DecoderConfig:
     """The architecture of a config's `model` fields. The fields rope_NAME, except rope_theta, are of the scaling."""
     sizes = dict(settings)
     kind = sizes.pop("rope_scaling")
     names = [field.name for field in dataclasses.fields(RopeScaling) if field.name != "kind"]
     scaling = RopeScaling(kind, **{name: sizes.pop(f"rope_{name}") for name in names})
-    return LlamaConfig(**sizes, rope_scaling=scaling)
+    return DecoderConfig(**sizes, rope_scaling=scaling)
 
 
 class Block(nnx.Module):
@@ -124,7 +138,7 @@ class Block(nnx.Module):
     With sandwich norms, x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
     """
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
 
         def norm() -> nnx.Param:
@@ -181,7 +195,7 @@ class Block(nnx.Module):
 class Outer(nnx.Module):
     """The parameters outside of the blocks: embedding, final norm, and a head of its own unless it is tied."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(config.initializer_range)
         shape = (config.vocab_size, config.hidden_size)
         self.embed = parameter(rngs, shape, ("vocab", "embed"), normal, Kind.TABLE)
@@ -190,10 +204,10 @@ class Outer(nnx.Module):
             self.head = parameter(rngs, shape, ("vocab", "embed"), normal, Kind.TABLE)
 
 
-class Llama(nnx.Module):
+class Decoder(nnx.Module):
     """tokens `[B, S]` -> logits `[B, S, V]`: the plain model. starts: of documents, see `Operations`."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=config.num_hidden_layers)
         @nnx.vmap(
             axis_size=config.num_hidden_layers,
@@ -232,10 +246,10 @@ class Llama(nnx.Module):
         return softcapped(logits_BSV, c.final_logit_softcapping) if c.final_logit_softcapping else logits_BSV
 
 
-def init_layer(config: LlamaConfig, seed: int | jax.Array, l: int | jax.Array) -> dict:
+def init_layer(config: DecoderConfig, seed: int | jax.Array, l: int | jax.Array) -> dict:
     """Random float32 parameters of layer l, drawn alone; l may be traced, so that a loop can build layer after layer.
 
-    They are those that `Llama` with `nnx.Rngs(jax.random.key(seed))` has: the stream's next key after the draws of
+    They are those that `Decoder` with `nnx.Rngs(jax.random.key(seed))` has: the stream's next key after the draws of
     `Outer`, one for each of its arrays, split into one key for each layer.
     """
     draws = len(jax.tree.leaves(jax.eval_shape(lambda: init_outer(config, 0))))
@@ -243,7 +257,7 @@ def init_layer(config: LlamaConfig, seed: int | jax.Array, l: int | jax.Array) -
     return _arrays(Block(config, rngs=nnx.Rngs(keys[l])))
 
 
-def init_outer(config: LlamaConfig, seed: int | jax.Array) -> dict:
+def init_outer(config: DecoderConfig, seed: int | jax.Array) -> dict:
     """Random float32 parameters of the outer layers."""
     return _arrays(Outer(config, rngs=nnx.Rngs(jax.random.key(seed))))
 
@@ -252,13 +266,13 @@ def _arrays(module: nnx.Module) -> dict:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def build(config: LlamaConfig, compute: Compute = DEFAULT) -> Model:
+def build(config: DecoderConfig, compute: Compute = DEFAULT) -> Model:
     """The model with these sizes, computed so; the same object for equal arguments. No array is built."""
     return _build(config, compute)
 
 
 @functools.cache
-def _build(config: LlamaConfig, compute: Compute) -> Model:
+def _build(config: DecoderConfig, compute: Compute) -> Model:
 
     def abstract(module) -> Any:
         return nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0)))
@@ -313,7 +327,7 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
         outer_params=params[OUTER],
         head=head,
         head_uses=("norm", head),
-        sites=llama_fp8.SITES,
+        sites=decoder_fp8.SITES,
         init_outer=functools.partial(init_outer, config),
         final=functools.partial(normed, compute),
         logits=logits,
@@ -324,12 +338,12 @@ def _build(config: LlamaConfig, compute: Compute) -> Model:
     )
 
 
-def _draws(config: LlamaConfig, compute: Compute) -> bool:
+def _draws(config: DecoderConfig, compute: Compute) -> bool:
     """True if training draws random numbers in the blocks."""
     return compute.precision.recipe == "nvfp4" or (config.lora is not None and config.lora.dropout > 0)
 
 
-def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> tuple[Callable, Callable, Callable]:
+def _block_functions(config: DecoderConfig, compute: Compute, graph, trained) -> tuple[Callable, Callable, Callable]:
     """`block`, `block_forward` and `block_backward` of a `Segment`: in float8 written out, else by reverse mode.
 
     trained: the `Param`s of which gradients are computed.
@@ -346,7 +360,7 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> t
     def block(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
         if in_fp8(variant):
             ops = Operations(compute, variant, starts=starts_BS)
-            return llama_fp8.block(config, ops, w, x_BSD, recipe_inputs), None
+            return decoder_fp8.block(config, ops, w, x_BSD, recipe_inputs), None
         seed = recipe_inputs if draws else None
         x_BSD, _ = nnx.merge(graph, w)(x_BSD, Operations(compute, variant, seed, starts_BS, frozen))
         return x_BSD, None
@@ -354,7 +368,7 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> t
     def block_forward(w, x_BSD, recipe_inputs=None, variant: Variant = PLAIN, starts_BS=None):
         if in_fp8(variant):
             ops = Operations(compute, variant, starts=starts_BS)
-            x_BSD, saved = llama_fp8.forward(config, ops, w, x_BSD, recipe_inputs)
+            x_BSD, saved = decoder_fp8.forward(config, ops, w, x_BSD, recipe_inputs)
             return (x_BSD, None), saved
 
         def run(w_trained, w, x_BSD, starts_BS):
@@ -368,12 +382,12 @@ def _block_functions(config: LlamaConfig, compute: Compute, graph, trained) -> t
         if in_fp8(variant):
             dy_BSD, _ = d_result
             ops = Operations(compute, variant, starts=starts_BS)
-            dw, dx_BSD, observed = llama_fp8.backward(config, ops, w, saved, dy_BSD, recipe_inputs)
+            dw, dx_BSD, observed = decoder_fp8.backward(config, ops, w, saved, dy_BSD, recipe_inputs)
             return part_of(dw, trained), dx_BSD, observed if precision.delayed else None
         # As `saveable_args` asks for: neither weights nor starts are among what is saved. Weights are fetched again.
         saved.args_res = [part_of(w, trained), w, saved.args_res[2], starts_BS]
         dw, _, dx_BSD, _ = saved(d_result)
-        return dw, dx_BSD, fp8.unobserved(llama_fp8.SITES) if precision.delayed else None
+        return dw, dx_BSD, fp8.unobserved(decoder_fp8.SITES) if precision.delayed else None
 
     return block, block_forward, block_backward
 
@@ -388,3 +402,6 @@ def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, C
         return nnx.merge(graph, w).keys_values(x_BCD, Operations(compute, variant, starts=starts_BC), first)
 
     return body, keys_values
+
+
+ARCHITECTURE = Architecture("llama", from_settings, build, decoder_checks.check, decoder_checks.check_fp8)

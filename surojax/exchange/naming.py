@@ -1,0 +1,46 @@
+"""The names of tensors in the files of a model.
+
+Everywhere else tensors have the names of `weights.name_of`, which are also those of most families in their files. A
+family may have others, and a model of several parts (parts.py) has them under a prefix.
+"""
+
+from typing import Any, NamedTuple
+
+from surojax.exchange import parts
+from surojax.families.family import Family
+from surojax.families.names import renamed
+from surojax.families.registry import FAMILIES, tensor_names
+
+
+class Naming(NamedTuple):
+    """The names in a model's files. family: None: those of most families. in_whole: it is one of several parts."""
+
+    family: Family | None = None
+    in_whole: bool = False
+
+    def alone(self, name: str) -> str:
+        """The name of a tensor or module in the files of the language model alone."""
+        return name if self.family is None else renamed(name, self._ours, self.family.tensors)
+
+    def in_files(self, name: str) -> str:
+        """The name of a tensor or module in the files of the model, or of its adapters."""
+        return parts.in_whole(self.alone(name)) if self.in_whole else self.alone(name)
+
+    def ours(self, name: str) -> str:
+        """The opposite of `alone`, and of `in_files` in either spelling; a name that is not known stays as it is."""
+        name = parts.alone(name)
+        return name if self.family is None else renamed(name, self.family.tensors, self._ours)
+
+    @property
+    def _ours(self):
+        assert self.family is not None
+        return tensor_names(self.family.tensors.keys())
+
+
+def naming_of(config: dict[str, Any]) -> Naming:
+    """The names in the files of the model with this config.json, or in those of a model that it is a part of."""
+    in_whole = parts.has_parts(config)
+    name = (parts.text_config(config) if in_whole else config).get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    standard = family is None or family.tensors == tensor_names(family.tensors.keys())
+    return Naming(None if standard else family, in_whole)

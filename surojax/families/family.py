@@ -1,0 +1,159 @@
+"""What a family of models declares, and what most families have in common.
+
+A family is a file beside this one and a row in registry.py. The file says which options of the decoder the family has,
+how these are written in Hugging Face's `config.json` and read from it, and how its tensors are called. Nothing else in
+the package knows a family by its name.
+
+A key of config.json that would change the arithmetic and is not known is refused with its name, so that a model is
+never computed with less than its config says. A family therefore declares every key: in `defaults`, in `required`, or
+in `NEUTRAL`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from surojax.families import rope_keys, window_keys
+from surojax.models import decoder
+from surojax.models.model import Architecture
+
+# The values that transformers' class for Llama gives to keys that config.json leaves out; others differ in some.
+LLAMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,  # as many as query heads
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "sliding_window": None,
+}
+# Keys that are `model` fields with the same name and meaning in every family.
+SIZES = tuple(name for name in LLAMA_DEFAULTS if name not in ("rope_theta", "sliding_window"))
+# Keys that must have one of these values in every family, since nothing else is computed here.
+REQUIRED: dict[str, tuple] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0, None),
+}
+# Keys that do not change the arithmetic, or that are read for another key.
+NEUTRAL = frozenset(
+    "architectures model_type torch_dtype dtype transformers_version use_cache max_position_embeddings _name_or_path "
+    "bos_token_id eos_token_id pad_token_id rope_parameters rope_scaling partial_rotary_factor use_sliding_window "
+    "max_window_layers layer_types output_attentions output_hidden_states return_dict chunk_size_feed_forward "
+    "is_encoder_decoder id2label label2id problem_type pretraining_tp cache_implementation "
+    "_sliding_window_pattern quantization_config _attn_implementation_autoset unsloth_version unsloth_fixed".split()
+)
+
+# Our names of tensors, and theirs; `{l}` is the number of the layer.
+LAYER = "model.layers.{l}."
+TENSOR_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "attention_norm": LAYER + "input_layernorm.weight",
+    "mlp_norm": LAYER + "post_attention_layernorm.weight",
+    "attention.wq": LAYER + "self_attn.q_proj.weight",
+    "attention.wk": LAYER + "self_attn.k_proj.weight",
+    "attention.wv": LAYER + "self_attn.v_proj.weight",
+    "attention.wo": LAYER + "self_attn.o_proj.weight",
+    "attention.bq": LAYER + "self_attn.q_proj.bias",
+    "attention.bk": LAYER + "self_attn.k_proj.bias",
+    "attention.bv": LAYER + "self_attn.v_proj.bias",
+    "attention.q_norm": LAYER + "self_attn.q_norm.weight",
+    "attention.k_norm": LAYER + "self_attn.k_norm.weight",
+    "mlp.w_gate": LAYER + "mlp.gate_proj.weight",
+    "mlp.w_up": LAYER + "mlp.up_proj.weight",
+    "mlp.w_down": LAYER + "mlp.down_proj.weight",
+}
+GGUF_LAYER = "blk.{l}."
+GGUF_NAMES = {
+    "embed": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "head": "output.weight",
+    "attention_norm": GGUF_LAYER + "attn_norm.weight",
+    "mlp_norm": GGUF_LAYER + "ffn_norm.weight",
+    "attention.wq": GGUF_LAYER + "attn_q.weight",
+    "attention.wk": GGUF_LAYER + "attn_k.weight",
+    "attention.wv": GGUF_LAYER + "attn_v.weight",
+    "attention.wo": GGUF_LAYER + "attn_output.weight",
+    "attention.bq": GGUF_LAYER + "attn_q.bias",
+    "attention.bk": GGUF_LAYER + "attn_k.bias",
+    "attention.bv": GGUF_LAYER + "attn_v.bias",
+    "attention.q_norm": GGUF_LAYER + "attn_q_norm.weight",
+    "attention.k_norm": GGUF_LAYER + "attn_k_norm.weight",
+    "mlp.w_gate": GGUF_LAYER + "ffn_gate.weight",
+    "mlp.w_up": GGUF_LAYER + "ffn_up.weight",
+    "mlp.w_down": GGUF_LAYER + "ffn_down.weight",
+}
+
+
+class Gguf(NamedTuple):
+    """A family's models in GGUF files, whose `general.architecture` is the family's model_type.
+
+    neighbours: rows of queries and keys are in the order that rotates neighbouring channels of a head, see gguf.py.
+    llama3_rope: the parameters, without the factor, of all models of the family whose rotary embedding is of the type
+    llama3: files have what these and the factor make of the frequencies; None: the family has no such models.
+    names: our names of tensors, and theirs.
+    """
+
+    neighbours: bool = False
+    llama3_rope: Mapping[str, float] | None = None
+    names: Mapping[str, str] = GGUF_NAMES
+
+
+def read_keys(given: dict[str, Any]) -> dict[str, Any]:
+    """The `read` of a family whose layers are alike, or differ as `layer_types` says."""
+    return window_keys.read(given) | rope_keys.read(given)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models of Hugging Face.
+
+    model_type: its name in config.json. transformers_class: the class that loads its models. architecture: what
+    computes them.
+
+    defaults: {key of config.json: the value of transformers' config class, if the key is left out}. sizes: those of
+    these keys that are `model` fields with the same name and meaning; null means 0. required: {key: the values that it
+    may have}, in addition to `REQUIRED` or in place of a row there. options: the `model` fields that are the same in
+    all models of the family.
+
+    read: (config.json with the defaults) -> the other `model` fields. Raises ConfigError for what transformers computes
+    otherwise, or not at all. write: (all `model` fields) -> keys of config.json in addition to those that
+    config_json.py writes for every family, as transformers 4 spells them. both_ropes: config.json -> the same with the
+    rotary embedding in the spellings of transformers 4 and 5.
+
+    tensors: our names of tensors, and theirs in safetensors files. gguf: None if its GGUF files are not read.
+    """
+
+    model_type: str
+    transformers_class: str
+    write: Callable[[dict[str, Any]], dict[str, Any]]
+    architecture: Architecture = decoder.ARCHITECTURE
+    defaults: dict[str, Any]
+    sizes: tuple[str, ...] = SIZES
+    required: dict[str, tuple] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    read: Callable[[dict[str, Any]], dict[str, Any]] = read_keys
+    both_ropes: Callable[[dict[str, Any]], dict[str, Any]] = rope_keys.both_spellings
+    tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSOR_NAMES)
+    gguf: Gguf | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageTextFamily:
+    """A family of models with an image encoder, of which the language model is used alone.
+
+    model_type: its name in config.json. text_types: those of its language models; the first one if config.json does not
+    say. check_text: (text_config) raises ConfigError for what transformers computes otherwise in such a model.
+    """
+
+    model_type: str
+    text_types: tuple[str, ...]
+    check_text: Callable[[dict[str, Any]], None]

@@ -1,0 +1,196 @@
+"""Gemma 2 and 3: norms also after attention and MLP, softcaps, and layers with and without a window.
+
+Gemma 3's layers with a window have a rotary embedding of their own; it is also part of models with an image encoder.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from surojax.errors import ConfigError
+from surojax.families import rope_keys, window_keys
+from surojax.families.family import LAYER, LLAMA_DEFAULTS, SIZES, TENSOR_NAMES, Family, ImageTextFamily
+
+ACTIVATION = "gelu_pytorch_tanh"
+OPTIONS = {"norm_plus_one": True, "sandwich_norms": True, "scale_embedding": True, "hidden_act": ACTIVATION}
+OWN_SIZES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+REQUIRED = {
+    "hidden_act": (ACTIVATION,),
+    "hidden_activation": (ACTIVATION,),
+    "use_bidirectional_attention": (False, None),
+}
+TENSORS = TENSOR_NAMES | {
+    "attention_out_norm": LAYER + "post_attention_layernorm.weight",
+    "mlp_norm": LAYER + "pre_feedforward_layernorm.weight",
+    "mlp_out_norm": LAYER + "post_feedforward_layernorm.weight",
+}
+
+
+def _read_window(given: dict[str, Any], patterns: str, is_computed: Callable[[int], bool]) -> dict[str, int]:
+    """Without layer_types, every sliding_window_pattern-th layer is without the window.
+
+    patterns, is_computed: the numbers that transformers computes, in words and as a function.
+    """
+    window = window_keys.said_window(given)
+    types = window_keys.said_layer_types(given, window)
+    if types is None:
+        n = given["sliding_window_pattern"]
+        if not n or not is_computed(n):
+            raise ConfigError(
+                f"model_path: config.json: sliding_window_pattern: expected {patterns}, got {n!r}, which transformers "
+                f"does not compute for {given['model_type']}; say layer_types in its place"
+            )
+        types = window_keys.every_nth_full(given["num_hidden_layers"], n)
+    return window_keys.fields(given, window, types)
+
+
+def _check_caps(given: dict[str, Any]) -> None:
+    """Raises ConfigError for a cap of 0, by which transformers divides."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if given[key] == 0:
+            raise ConfigError(
+                f"model_path: config.json: {key}: expected more than 0, or null for none, got {given[key]!r}, by "
+                "which transformers divides; set it to null if the model was trained without it"
+            )
+
+
+def _write(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "head_dim": fields["head_dim"],
+        "attention_bias": False,
+        "pad_token_id": None,  # the classes' own may be beyond the vocabulary
+        "hidden_act": ACTIVATION,
+        "hidden_activation": ACTIVATION,
+        "query_pre_attn_scalar": fields["query_pre_attn_scalar"],
+        "final_logit_softcapping": fields["final_logit_softcapping"] or None,
+        "sliding_window": fields["sliding_window"] or 4096,  # transformers makes a mask of it even if no layer has one
+        "layer_types": window_keys.write_layer_types(fields),
+    } | rope_keys.write(fields)
+
+
+# --- Gemma 2 ----------------------------------------------------------------------------------------------------------
+
+
+def _read_gemma2(given: dict[str, Any]) -> dict[str, Any]:
+    _check_caps(given)
+    window = _read_window(given, "2", lambda n: n == 2)  # transformers has 2, whatever config.json says
+    return window | rope_keys.read(given)
+
+
+def _write_gemma2(fields: dict[str, Any]) -> dict[str, Any]:
+    return _write(fields) | {"attn_logit_softcapping": fields["attn_logit_softcapping"] or None}
+
+
+GEMMA2 = Family(
+    model_type="gemma2",
+    transformers_class="Gemma2ForCausalLM",
+    defaults=LLAMA_DEFAULTS
+    | {
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    sizes=SIZES + OWN_SIZES,
+    required=REQUIRED | {"sliding_window_size": (4096,)},  # in gemma-2-9b; transformers does not read it
+    options=OPTIONS,
+    read=_read_gemma2,
+    write=_write_gemma2,
+    tensors=TENSORS,
+)
+
+# --- Gemma 3 ----------------------------------------------------------------------------------------------------------
+
+LOCAL_BASE = "rope_local_base_freq"  # in transformers 4 the base of layers with a window
+FULL, SLIDING = window_keys.FULL, window_keys.SLIDING  # also names of two rotary embeddings in rope_parameters
+
+
+def _read_gemma3(given: dict[str, Any]) -> dict[str, Any]:
+    _check_caps(given)
+    found = _read_window(given, "1 or more", lambda n: True)
+    rope = rope_keys.said(given)
+    base = given[LOCAL_BASE]
+    if rope.keys() & {FULL, SLIDING}:
+        base, rope = _of_layer_types(rope, base)
+    elif given.get("rope_parameters"):
+        raise ConfigError(
+            f"model_path: config.json: rope_parameters: expected full_attention and sliding_attention for gemma3_text, "
+            f"got {', '.join(rope)}, which transformers does not read there; put them into full_attention"
+        )
+    elif rope and "rope_type" not in rope:
+        raise ConfigError(
+            f"model_path: config.json: rope_scaling: expected rope_type, got {', '.join(rope)}, which transformers "
+            "does not read for gemma3_text; name it rope_type"
+        )
+    local = {LOCAL_BASE: float(base) if found["sliding_window"] else 0.0}
+    return found | local | rope_keys.fields(given, rope)
+
+
+def _of_layer_types(rope: dict[str, Any], base: float) -> tuple[float, dict[str, Any]]:
+    """(base in layers with a window, parameters of the others). base: in layers with a window if nothing is said."""
+    local = dict(rope.pop(SLIDING, None) or {})
+    full = dict(rope.pop(FULL, None) or {})
+    base = local.pop("rope_theta", base)
+    if local not in ({}, {"rope_type": "default"}) or rope:
+        raise ConfigError(
+            "model_path: config.json: rope_parameters: expected rope_type default for sliding_attention, and nothing "
+            f"beside it and full_attention, got {local | rope}"
+        )
+    return base, full
+
+
+def _write_gemma3(fields: dict[str, Any]) -> dict[str, Any]:
+    return _write(fields) | {LOCAL_BASE: fields[LOCAL_BASE] or fields["rope_theta"]}
+
+
+def _both_ropes(config: dict[str, Any]) -> dict[str, Any]:
+    said = config.get("rope_parameters")
+    if said is None:
+        if config.get(LOCAL_BASE) is None:
+            return rope_keys.both_spellings(config)
+        local = {"rope_type": "default", "rope_theta": config[LOCAL_BASE]}
+        return config | {"rope_parameters": {FULL: rope_keys.joined(config), SLIDING: local}}
+    base = said.get(SLIDING, {}).get("rope_theta")
+    return config | rope_keys.apart(said.get(FULL, said)) | ({} if base is None else {LOCAL_BASE: base})
+
+
+GEMMA3 = Family(
+    model_type="gemma3_text",
+    transformers_class="Gemma3ForCausalLM",
+    defaults=GEMMA2.defaults
+    | {
+        "vocab_size": 262208,
+        "rope_theta": 1e6,
+        LOCAL_BASE: 10000.0,
+        "sliding_window_pattern": 6,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    sizes=SIZES + OWN_SIZES,
+    required=REQUIRED | {"attn_logit_softcapping": (None,)},  # transformers does not compute it
+    options=OPTIONS | {"qk_norm": True},
+    read=_read_gemma3,
+    write=_write_gemma3,
+    both_ropes=_both_ropes,
+    tensors=TENSORS,
+)
+
+
+def _check_text(text: dict[str, Any]) -> None:
+    if text.get("final_logit_softcapping"):
+        raise ConfigError(
+            "model_path: config.json: text_config: expected final_logit_softcapping None, got "
+            f"{text['final_logit_softcapping']!r}, which transformers does not compute for gemma3; remove it if the "
+            "model was trained without it"
+        )
+
+
+GEMMA3_IMAGES = ImageTextFamily(model_type="gemma3", text_types=("gemma3_text",), check_text=_check_text)

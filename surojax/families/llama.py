@@ -1,0 +1,23 @@
+"""Llama 1 to 3: the decoder with none of its options."""
+
+from typing import Any
+
+from surojax.families import rope_keys
+from surojax.families.family import LLAMA_DEFAULTS, Family, Gguf
+
+
+def _write(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"head_dim": fields["head_dim"], "attention_bias": False, "mlp_bias": False} | rope_keys.write(fields)
+
+
+LLAMA = Family(
+    model_type="llama",
+    transformers_class="LlamaForCausalLM",
+    defaults=LLAMA_DEFAULTS,
+    required={"sliding_window": (None,)},  # transformers does not compute it
+    write=_write,
+    gguf=Gguf(
+        neighbours=True,
+        llama3_rope={"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    ),
+)

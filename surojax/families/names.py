@@ -1,0 +1,43 @@
+"""Names of tensors, translated from one table of names to another.
+
+A table has, for our name of a tensor, the name in a kind of files, with `{l}` for the number of the layer. What follows
+a module's name (".weight", ".bias", the parts of a quantised or adapted matrix) stays as it is.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class Place(NamedTuple):
+    """What a name says. ours: our name of a tensor of its module. l: number of the layer, "" outside. rest: the end."""
+
+    ours: str
+    l: str
+    rest: str
+
+
+def place(name: str, table: Mapping[str, str]) -> Place | None:
+    """What a name of this table says; None if it is none."""
+    l = ""
+    if number := LAYER_NUMBER.search(name):
+        l = number.group()
+        name = f"{name[: number.start()]}{{l}}{name[number.end() :]}"
+    matching = [ours for ours, theirs in table.items() if f"{name}.".startswith(f"{module(theirs)}.")]
+    if not matching:
+        return None
+    ours = max(matching, key=lambda ours: len(module(table[ours])))  # of several, the whole module's name
+    return Place(ours, l, name.removeprefix(module(table[ours])))
+
+
+def module(name: str) -> str:
+    """The name of the module that has this tensor."""
+    return name.rpartition(".")[0]
+
+
+def renamed(name: str, table: Mapping[str, str], to: Mapping[str, str]) -> str:
+    """A name of one table in the words of another; a name of no tensor there stays as it is."""
+    found = place(name, table)
+    return name if found is None or found.ours not in to else module(to[found.ours]).format(l=found.l) + found.rest

@@ -1,0 +1,23 @@
+"""The families that are known: a row for each. Their order is that in which `config_json.made` tries them."""
+
+from collections.abc import Mapping, Set
+
+from surojax.families.family import Family, ImageTextFamily
+from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
+from surojax.families.llama import LLAMA
+from surojax.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
+from surojax.families.qwen import QWEN2, QWEN3
+from surojax.families.smollm import SMOLLM3
+from surojax.models.model import Architecture
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3)
+}
+IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {family.model_type: family for family in (GEMMA3_IMAGES, MISTRAL3)}
+# What computes them, by the value of `model.model_type` in a config.
+ARCHITECTURES: dict[str, Architecture] = {family.architecture.name: family.architecture for family in FAMILIES.values()}
+
+
+def tensor_names(ours: Set[str]) -> Mapping[str, str]:
+    """The table of the first family that names all these tensors, as we call them."""
+    return next(family.tensors for family in FAMILIES.values() if ours <= family.tensors.keys())

@@ -1,0 +1,157 @@
+"""The keys of `config.json` about the rotary embedding, both ways.
+
+Two spellings are read and written: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before).
+"""
+
+import math
+from typing import Any
+
+from surojax.errors import ConfigError
+from surojax.models.rotary import ROPE_USES
+
+# Types of rotary embeddings that are not computed, and why.
+REFUSED: dict[Any, str] = {
+    "dynamic": ", whose frequencies follow the length of the text",
+    "longrope": ", which has other frequencies for long texts than for short ones",
+}
+
+
+def parameters(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any] | None:
+    """The `rope_parameters` that count: of config.json, or of the family's class; None if `rope_scaling` counts.
+
+    Raises ConfigError if config.json says two different things in the two spellings.
+    """
+    said = config.get("rope_parameters")
+    if not (scaling := config.get("rope_scaling")):
+        return defaults.get("rope_parameters") if said is None else said
+    if said:
+        _check_same(said, scaling, (defaults | config)["rope_theta"])
+    return said  # and not those of the class
+
+
+def _check_same(parameters: dict[str, Any], scaling: dict[str, Any], theta: float) -> None:
+    """Raises ConfigError unless `rope_parameters` and `rope_scaling` of one config.json say the same.
+
+    theta: the base beside them, which transformers takes with `rope_scaling` that has none, whatever else
+    `rope_parameters` says; those of each layer type keep their own.
+    """
+    if _of_both(parameters) != _of_both(scaling):
+        raise ConfigError("model_path: config.json: expected rope_scaling or rope_parameters, got both")
+    used = scaling.get("rope_theta", theta)
+    said = parameters.get("rope_theta", used)
+    if said != used:
+        raise ConfigError(
+            f"model_path: config.json: rope_theta: expected the same with rope_scaling as in rope_parameters, got "
+            f"{used!r} and {said!r}; remove rope_scaling if the latter is right"
+        )
+
+
+def _of_both(rope: dict[str, Any]) -> dict[str, Any]:
+    """What `rope_scaling` and `rope_parameters` both say, if a config.json has both."""
+    rope = rope.get("full_attention", rope)
+    found = {"rope_type": rope.get("type", "default")} | rope
+    return {name: found[name] for name in found if name not in ("type", "rope_theta", "partial_rotary_factor")}
+
+
+def said(given: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the `rope_parameters` of a config.json, or of its `rope_scaling`."""
+    return dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+
+
+def read(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a rotary embedding that is the same in every layer."""
+    return fields(given, said(given))
+
+
+def fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """The `model` fields of a rotary embedding with these parameters.
+
+    Raises ConfigError for a type that is not computed, and for other parameters than those of its type.
+    """
+    rope = dict(rope)
+    found: dict[str, Any] = {"rope_theta": float(rope.pop("rope_theta", given["rope_theta"]))}
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    kind = "none" if kind in ("default", None) else kind
+    if kind not in ROPE_USES:
+        expected = ", ".join(("default", *(name for name in ROPE_USES if name != "none")))
+        raise ConfigError(
+            f"model_path: config.json: rope_type: expected {expected}, got {kind!r}{REFUSED.get(kind, '')}"
+        )
+    found["rope_scaling"] = kind
+    for fraction in (rope.pop("partial_rotary_factor", None), given.get("partial_rotary_factor")):
+        if fraction not in (None, 1):
+            raise ConfigError(
+                f"model_path: config.json: partial_rotary_factor: expected 1, got {fraction!r}, which transformers "
+                f"does not compute for {given['model_type']}; remove it if the model was trained without it"
+            )
+    if kind in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = original_length(given, rope)
+    rope = _yarn(rope, given.get("max_position_embeddings")) if kind == "yarn" else rope
+    names = sorted(name for name, value in rope.items() if value is not None)
+    if set(names) != set(ROPE_USES[kind]):
+        raise ConfigError(f"model_path: config.json: rope_type {kind}: expected {ROPE_USES[kind]}, got {names}")
+    return found | {f"rope_{name}": rope[name] for name in ROPE_USES[kind]}
+
+
+def original_length(given: dict[str, Any], rope: dict[str, Any]) -> int | None:
+    """The context length before stretching, in tokens."""
+    return rope.get("original_max_position_embeddings", given.get("max_position_embeddings"))
+
+
+def _yarn(rope: dict[str, Any], longest: int | None) -> dict[str, Any]:
+    """YaRN's parameters with all that transformers infers. longest: the new context length, if it is known."""
+    found = {"truncate": True} | rope
+    original = found.get("original_max_position_embeddings")
+    if found.get("factor") is None and longest and original:
+        found["factor"] = longest / original
+    numerator = found.pop("mscale", None)
+    denominator = found.pop("mscale_all_dim", None)
+    magnitude = found.get("attention_factor")
+    if magnitude == 0:
+        raise ConfigError(
+            "model_path: config.json: attention_factor: expected more than 0, or null, which follows from the factor, "
+            f"got {magnitude!r}; remove it"
+        )
+    if magnitude is None and numerator and denominator and found.get("factor"):
+        stretch = 0.1 * math.log(max(found["factor"], 1))
+        magnitude = (numerator * stretch + 1) / (denominator * stretch + 1)
+    found["attention_factor"] = magnitude or 0.0
+    found["beta_fast"] = float(found.get("beta_fast") or 32)
+    found["beta_slow"] = float(found.get("beta_slow") or 1)
+    return found
+
+
+def write(fields: dict[str, Any]) -> dict[str, Any]:
+    """`rope_scaling` of a model with these `model` fields; null if nothing is scaled."""
+    kind = fields["rope_scaling"]
+    if kind == "none":
+        return {"rope_scaling": None}
+    scaling = {"rope_type": kind} | {name: fields[f"rope_{name}"] for name in ROPE_USES[kind]}
+    if not scaling.get("attention_factor", 1):
+        del scaling["attention_factor"]  # it follows from the factor
+    return {"rope_scaling": scaling}
+
+
+def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with its rotary embedding in both spellings, of transformers 5 and of transformers 4."""
+    said = config.get("rope_parameters")
+    if said is not None:
+        return config | apart(said)
+    found = joined(config)
+    return config | ({"rope_parameters": found} if len(found) > 1 else {})
+
+
+def joined(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of transformers 4 as `rope_parameters`; nothing but the type if there are none."""
+    scaling = dict(config.get("rope_scaling") or {})
+    kind = scaling.pop("type", "default")
+    beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    return {"rope_type": kind} | scaling | beside
+
+
+def apart(rope: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` as the keys of transformers 4."""
+    scaling = dict(rope)
+    beside = {key: scaling.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in scaling}
+    return beside | {"rope_scaling": scaling if scaling.get("rope_type", "default") != "default" else None}

@@ -1,0 +1,108 @@
+"""The keys of `config.json` about sliding windows, both ways.
+
+`layer_types` says which layers have the window. If it is not there, families differ: in most of them every layer has
+it. Here it is every layer, or every layer but each n-th.
+"""
+
+from typing import Any
+
+from surojax.errors import ConfigError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+NO_SUCH_NUMBER = "no such number"
+
+
+def read(given: dict[str, Any]) -> dict[str, int]:
+    """The fields of a window that every layer has, or those that `layer_types` names."""
+    window = said_window(given)
+    return fields(given, window, said_layer_types(given, window))
+
+
+def is_used(given: dict[str, Any]) -> bool:
+    """True if use_sliding_window is; false if it is not said."""
+    return bool(given.get("use_sliding_window", False))
+
+
+def said_window(given: dict[str, Any], *, used: bool = True) -> int | None:
+    """The window in positions; None: there is none. used: if not, `sliding_window` says nothing.
+
+    Raises ConfigError for 0, and TypeError for values of another type.
+    """
+    window = given["sliding_window"]
+    if type(given.get("use_sliding_window", False)) is not bool or type(window) is bool:
+        raise TypeError("use_sliding_window and sliding_window: expected true or false, and a number")
+    window = window if used else None
+    if window == 0:
+        raise ConfigError(
+            "model_path: config.json: sliding_window: expected more than 0, or null for none, got 0, with which "
+            "transformers attends to nothing; set it to null if the model was trained without it"
+        )
+    return window
+
+
+def said_layer_types(given: dict[str, Any], window: int | None, without: str = NO_SUCH_NUMBER) -> list[str] | None:
+    """`layer_types`; None if it is not there.
+
+    window: of the layers with sliding attention; None: there is none. without: why there is none, for the message.
+    Raises ConfigError for types that transformers refuses, and for others than these two.
+    """
+    types = given.get("layer_types")
+    if types is None:
+        return None
+    layers = given["num_hidden_layers"]
+    if len(types) != layers:
+        raise ConfigError(
+            f"model_path: config.json: layer_types: expected one for each of num_hidden_layers={layers}, got "
+            f"{len(types)}; fetch it again"
+        )
+    if unknown := sorted(set(types) - {FULL, SLIDING}):
+        raise ConfigError(
+            f"model_path: config.json: layer_types: expected full_attention and sliding_attention, got {unknown[0]!r}; "
+            f"nothing else is computed for {given['model_type']}"
+        )
+    if not window and SLIDING in types:
+        raise ConfigError(
+            f"model_path: config.json: sliding_window: expected a number, since layer_types has sliding_attention, got "
+            f"{without}; fetch it again"
+        )
+    return types
+
+
+def fields(given: dict[str, Any], window: int | None, types: list[str] | None) -> dict[str, int]:
+    """The `model` fields of a window. types: of each layer; None: every layer has the window.
+
+    Raises ConfigError unless it is every layer, or every layer but each n-th.
+    """
+    layers = given["num_hidden_layers"]
+    if not window or (types and all(kind == FULL for kind in types)):
+        return {"sliding_window": 0, "sliding_window_pattern": 0}
+    for pattern in range(layers + 1):
+        full = [pattern > 1 and (l + 1) % pattern == 0 for l in range(layers)]
+        if types is None or types == [FULL if x else SLIDING for x in full]:
+            return {"sliding_window": window, "sliding_window_pattern": pattern}
+    raise ConfigError(
+        "model_path: config.json: layer_types: expected every n-th layer with full_attention and the others with "
+        f"sliding_attention, got {types}"
+    )
+
+
+def every_nth_full(layers: int, n: int) -> list[str]:
+    """`layer_types` of layers of which every n-th has no window."""
+    return [SLIDING if (l + 1) % n else FULL for l in range(layers)]
+
+
+def write_layer_types(fields: dict[str, Any]) -> list[str]:
+    """`layer_types` of a model with these `model` fields."""
+    layers = fields["num_hidden_layers"]
+    if not fields["sliding_window"]:
+        return [FULL] * layers
+    pattern = fields["sliding_window_pattern"]
+    return every_nth_full(layers, pattern) if pattern > 1 else [SLIDING] * layers
+
+
+def write_used(fields: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the families in which a window counts if use_sliding_window says so; none without a window."""
+    if not fields["sliding_window"]:
+        return {}
+    window = fields["sliding_window"]
+    return {"use_sliding_window": True, "sliding_window": window, "layer_types": write_layer_types(fields)}
