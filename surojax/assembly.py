@@ -30,7 +30,7 @@ from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import pipeline_stages, shards
 from surojax.placement.param import Param
-from surojax.placement.table import SETTINGS, Mesh, Placement, place
+from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
 from surojax.step import train_step as step
 from surojax.step.spec import Engine
 from surojax.step.stage_layers import of_stage
@@ -214,10 +214,9 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int, *, locates_nonf
 
     locates_nonfinite: see `spec.Engine`.
     """
-    settings = {name: c[name] for name in SETTINGS}
     return assemble(
         model(c),
-        table=place(**settings, num_shards=shards(mesh)),
+        table=place(Storage(**{name: c[name] for name in SETTINGS}), num_shards=shards(mesh)),
         optimizer=_optimizer(c, total_steps),
         mesh=mesh,
         recompute_block=c.recompute_block,

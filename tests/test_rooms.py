@@ -18,7 +18,7 @@ ORDER = (
     "training verification commands"
 ).split()
 COMMANDS = ("train", "launch", "plan", "fit", "verify", "generate", "evaluate", "convert")
-ANYWHERE = ("errors", "sizes", "untrusted", "limited")
+ANYWHERE = ("errors", "refusals", "sizes", "untrusted", "limited")
 ALONE = {"data", "config.fields"}  # these import `errors` only
 
 

@@ -1,11 +1,14 @@
 """Checks of the `model` fields of a config: sizes, windows, rotary embeddings, and who computes what."""
 
+import dataclasses
 import math
+from typing import Any
 
-from surojax.config.fields import Config, default_config, head_dim
+from surojax.config.fields import Config, head_dim
 from surojax.errors import need
 from surojax.models.attention import fits_mosaic
 from surojax.models.rotary import ROPE_USES
+from surojax.refusals import Refusal, is_one_of, is_set
 
 
 def check_model(c: Config) -> None:
@@ -21,14 +24,8 @@ def check_model(c: Config) -> None:
     h = head_dim(c)
     need(h % 2 == 0, "model.head_dim", "an even number, since channels rotate in pairs", h, f"use {h + 1}")
     if c.attention == "cudnn":
-        expected = "'auto', 'mosaic' or 'xla' with sample_packing"
-        need(not c.sample_packing, "attention", expected, c.attention, "cuDNN does not separate documents")
         change = "set attention='xla', or change it"
-        need(c.model_dtype == "bfloat16", "model_dtype", "bfloat16 with attention='cudnn'", c.model_dtype, change)
         need(h % 8 == 0 and h <= 256, "model.head_dim", "a multiple of 8 up to 256 with cudnn", h, change)
-        cap = m.attn_logit_softcapping
-        change = "set attention='auto'"
-        need(not cap, "model.attn_logit_softcapping", "0 with attention='cudnn', which has no softcap", cap, change)
     if c.attention == "mosaic":
         expected = "bfloat16 heads of a multiple of 16 up to 128 channels with attention='mosaic'"
         change = "use attention='auto'"
@@ -43,12 +40,7 @@ def _check_layers(c: Config) -> None:
     layers = m.num_hidden_layers
     name = "model.sliding_window_pattern"
     pattern = m.sliding_window_pattern
-    if not m.sliding_window:
-        need(pattern == 0, name, "0 without a window", pattern, "set model.sliding_window, or leave it out")
-        base = m.rope_local_base_freq
-        change = "set model.sliding_window, or leave it out"
-        need(base == 0, "model.rope_local_base_freq", "0 without a window, whose layers use it", base, change)
-    elif pattern:
+    if pattern:
         expected = f"2 to num_hidden_layers={layers}, or 0"
         change = "0 gives all layers the window; to give it to none, leave model.sliding_window out"
         need(2 <= pattern <= layers, name, expected, pattern, change)
@@ -61,18 +53,9 @@ def _check_rope(c: Config, h: int) -> None:
     """Checks the rotary embedding's fields. h: channels of a head."""
     m = c.model
     kind = m.rope_scaling
-    defaults = default_config().model
-    used = {*ROPE_USES[kind], *(("original_max_position_embeddings",) if m.rope_llama_4_scaling_beta else ())}
-    for name in (f"rope_{field}" for fields in ROPE_USES.values() for field in fields if field not in used):
-        expected = f"{defaults[name]} with rope_scaling={kind!r}, which does not use it"
-        need(m[name] == defaults[name], f"model.{name}", expected, m[name], "leave it out, or set model.rope_scaling")
     if kind != "none":
         change = "it is the new context length divided by the old one"
         need(m.rope_factor > 1, "model.rope_factor", f"more than 1 with rope_scaling={kind!r}", m.rope_factor, change)
-    if m.rope_llama_4_scaling_beta:
-        alike = not m.rope_local_base_freq and not m.no_rope_layer_interval
-        expected = "0 with rope_local_base_freq or no_rope_layer_interval: it is of layers that all rotate alike"
-        need(alike, "model.rope_llama_4_scaling_beta", expected, m.rope_llama_4_scaling_beta, "leave one of them out")
     low = m.rope_low_freq_factor
     high = m.rope_high_freq_factor
     need(low > 0, "model.rope_low_freq_factor", "more than 0", low, "Llama 3 uses 1")
@@ -88,22 +71,29 @@ def _check_rope(c: Config, h: int) -> None:
     need(fraction <= 1 and turned > 0 and turned % 2 == 0, name, expected, fraction, change)
 
 
-# What models/llama_fp8.py does not compute; the other recipes do.
-NOT_IN_FP8 = (
-    "norm_plus_one",
-    "sandwich_norms",
-    "hidden_act",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "rope_partial_rotary_factor",
-    "rope_llama_4_scaling_beta",
-)
+BETA = "model.rope_llama_4_scaling_beta"
 
 
-def check_fp8_blocks(c: Config) -> None:
-    """Raises ConfigError for a block that is not written out in float8."""
-    defaults = default_config().model
-    for name in NOT_IN_FP8:
-        expected = f"{defaults[name]!r} with recipe={c.recipe!r}, whose blocks are written out without it"
-        change = "use recipe='mxfp8', 'nvfp4' or 'bf16'"
-        need(c.model[name] == defaults[name], f"model.{name}", expected, c.model[name], change)
+def _unused_of_rope(name: str) -> Refusal:
+    """The row that refuses a field of rotary scaling with the kinds of it that do not use the field."""
+    kinds = tuple(kind for kind, names in ROPE_USES.items() if name not in names)
+    other = is_one_of("model.rope_scaling", *kinds)
+    example: Any = {
+        "truncate": False,
+        "original_max_position_embeddings": 512,
+        "low_freq_factor": 2.0,
+        "beta_slow": 2.0,
+    }.get(name, 8.0)
+    needs = {"model.rope_scaling": next(kind for kind in ROPE_USES if kind not in kinds), "model.rope_factor": 2.0}
+    if name == "original_max_position_embeddings":
+        other = dataclasses.replace(
+            other,
+            name=f"{other.name}, and {BETA}=0",
+            fields=(*other.fields, BETA),
+            holds=lambda s, _: s["model.rope_scaling"] in kinds and not s[BETA],
+        )
+    feature = is_set(f"model.rope_{name}", example, needs)
+    return Refusal(feature, other, "which does not use it", "leave it out, or set model.rope_scaling")
+
+
+UNUSED_OF_ROPE = tuple(map(_unused_of_rope, dict.fromkeys(name for names in ROPE_USES.values() for name in names)))

@@ -11,6 +11,8 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
+from surojax import refusals
+
 type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
 
 
@@ -199,7 +201,7 @@ def default_config() -> Config:
 # KINDS: each type in words, for errors. WORDS_OF: words that a field takes in addition to True and False, see `either`.
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", tuple: "a list of dicts"}
 WORDS_OF: dict[str, tuple[str, ...]] = {"offload_optimizer": ("nvme",), "offload_master": ("nvme",)}
-RECOMPUTE_PARTS = ("recompute_norm", "recompute_swiglu", "recompute_ffn", "recompute_att")
+RECOMPUTE_PARTS = refusals.RECOMPUTE_PARTS
 
 
 def flat(c: Config) -> dict[str, Any]:
@@ -209,6 +211,9 @@ def flat(c: Config) -> dict[str, Any]:
     if not isinstance(model, ml_collections.ConfigDict):
         return values
     return values | {f"model.{name}": value for name, value in model.items()}
+
+
+DEFAULTS = flat(default_config())
 
 
 def no_field(name: str) -> str:

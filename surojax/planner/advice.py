@@ -14,9 +14,10 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from surojax.config.adapters import check_adapters
-from surojax.config.fields import RECOMPUTE_PARTS, Config, flat, gpus_per_sequence
+from surojax.config.checks import REFUSALS
+from surojax.config.fields import DEFAULTS, RECOMPUTE_PARTS, Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
+from surojax.refusals import refuse
 from surojax.sizes import divisor
 
 GiB, MiB = 2**30, 2**20
@@ -63,9 +64,9 @@ def changes_that_help(c: Config, n: int, limit: Memory, platform: str, needs: Ne
         key = tuple(flat(tried).values())
         if key not in known:
             try:
-                check_adapters(tried)
+                refuse(flat(tried), DEFAULTS, REFUSALS)
                 known[key] = missing(needs(tried, tried.gpus or n), limit)
-            except ConfigError:  # a vocabulary that so many GPUs do not divide, or what is not for adapters
+            except ConfigError:  # refused, or a vocabulary that so many GPUs do not divide
                 known[key] = None
         return known[key]
 
@@ -146,7 +147,7 @@ def _changes(c: Config, n: int, platform: str, scarce: bool) -> Iterator[Change]
         "lmhead_chunks": chunks(c.sequence_len),
     }
     length = c.sequence_len // (c.cp_size * c.tp_size)
-    if c.cp_method == "ulysses" and c.recipe == "bf16" and length > LONG_SEQUENCE:
+    if length > LONG_SEQUENCE:
         yield {"sequence_chunks": max(c.sequence_chunks, divisor(length, length // LONG_SEQUENCE))}
     if platform != "cpu":
         yield {"model_dtype": "bfloat16"}
