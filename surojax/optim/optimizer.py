@@ -246,8 +246,9 @@ def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
         return jax.tree.map(lambda _: layout, of_a_number())
 
     def apply(p, g, state, tensor: TensorContext, dtype):
-        update, state = chain.update(g.astype(jnp.float32), state, p, scalars=tensor.scalars)
-        new = rounded(p.astype(jnp.float32) + update, p.dtype, tensor)
+        old = p.astype(jnp.float32)  # optax would round the weight decay's factor to bfloat16
+        update, state = chain.update(g.astype(jnp.float32), state, old, scalars=tensor.scalars)
+        new = rounded(old + update, p.dtype, tensor)
         return None if dtype is None else new.astype(dtype), new, state
 
     def apply_to_stack(p, g, state, tensor: TensorContext, dtype):
