@@ -199,10 +199,12 @@ weights_unsharded = _without(
     lambda s: not _are_sharded(s, "weights", 3),
     {"zero_level": 1},
 )
-gradients_unsharded = _without(
-    "with shard_gradients=False on several GPUs",
+gradients_unsharded = Feature(
+    "shard_gradients=False on several GPUs",
     ("shard_gradients", "zero_level", "num_shards"),
-    lambda s: s["num_shards"] > 1 and not _are_sharded(s, "gradients", 2),
+    lambda s, _: s["num_shards"] > 1 and not _are_sharded(s, "gradients", 2),
+    lambda s: f"with shard_gradients=False on {s['num_shards']} GPUs",
+    "True",
     {"zero_level": 1, "num_shards": 2},
 )
 no_all_to_all = _without(
