@@ -6,7 +6,6 @@ abstract.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from surojax.numerics import fp8
 from surojax.numerics.base_formats import Coded, is_coded
 from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim
-from surojax.optim.optimizers import OPTIMIZERS
+from surojax.optim.optimizers import built
 from surojax.parallel import collectives
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.layout import layouts
@@ -292,28 +291,5 @@ def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedul
 
 def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
     """The optimizer of a config."""
-    settings = {
-        "b1": c.adamw_beta1,
-        "b2": c.adamw_beta2,
-        "eps": c.adamw_epsilon,
-        "weight_decay": c.weight_decay,
-        "max_grad_norm": c.max_grad_norm,
-        "m_dtype": c.opt_m_dtype,
-        "v_dtype": c.opt_v_dtype,
-    }
-    if c.optimizer == "normuon":
-        settings |= {
-            "matrices": _schedule(c, c.muon_learning_rate or c.learning_rate, total_steps),
-            "momentum": c.muon_momentum,
-            "beta2": c.muon_beta2,
-            "steps": c.muon_ns_steps,
-        }
-    if c.optimizer == "adamw8bit":
-        settings["implementation"] = compute(c).precision.implementation
-    return _made(OPTIMIZERS[c.optimizer], _schedule(c, c.learning_rate, total_steps), **settings)
-
-
-@functools.cache
-def _made(make: Callable, schedule: optim.Schedule, **settings) -> optim.Optimizer:
-    """make(schedule, **settings), the same object for equal arguments, so that what is traced of it can be cached."""
-    return make(schedule, **settings)
+    settings = configs.flat(c) | {"implementation": compute(c).precision.implementation}
+    return built(c.optimizer, settings, lambda peak: _schedule(c, peak, total_steps))

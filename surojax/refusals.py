@@ -278,7 +278,6 @@ def _unused(features: Iterable[Feature], other: Feature, change: str) -> tuple[R
     return tuple(Refusal(feature, other, "which does not use it", change) for feature in features)
 
 
-MUON = {"optimizer": "normuon"}
 ROWS = {"data": "rows.jsonl"}
 TRAINED_ON_ROWS = (
     is_set("on_bad_row", "skip", ROWS),
@@ -373,7 +372,7 @@ TABLE: tuple[Refusal, ...] = (
             (is_set("offload_master", True), "whose base has no master weights, and the adapters' are small"),
             (persistent, "whose base is not updated, so that nothing is quantised again"),
             (is_on("offload_quants", persistent_quants=True, **QUANTISED), "whose base is not quantised again"),
-            (is_set("optimizer", "normuon"), "since other optimizers are for matrices, and adapters' state is small"),
+            (is_set("optimizer", "normuon"), "since adapters' state is small, and is updated by AdamW alone"),
             (is_on("zero_quantized_gradients"), "whose adapters' gradients are small"),
             (overlap, "whose adapters' update takes no time worth hiding"),
         )
@@ -484,16 +483,6 @@ TABLE: tuple[Refusal, ...] = (
         "which decides",
         "set one of them: max_steps=0 counts epochs",
     ),
-    *_unused(
-        (
-            is_set("muon_learning_rate", 0.01, MUON),
-            is_set("muon_momentum", 0.9, MUON),
-            is_set("muon_beta2", 0.9, MUON),
-            is_set("muon_ns_steps", 6, MUON),
-        ),
-        is_other_than("optimizer", "normuon", "adamw"),
-        "leave it out, or set optimizer='normuon'",
-    ),
     # Recomputation
     *(
         Refusal(feature, all_recomputed, "which computes all of it again", "leave it out, or set recompute_block=False")
@@ -516,11 +505,6 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(overlap, no_state_offloaded, "whose transfers it hides", "leave it out, or offload one of them"),
     Refusal(stages, overlap, "which updates in the first forward pass: that of a stage is one tick of a loop"),
-    Refusal(
-        is_one_of("optimizer", "normuon", instead="another one than normuon"),
-        overlap,
-        "with which every GPU would orthogonalise every matrix",
-    ),
     # Mesh
     *(
         Refusal(

@@ -57,7 +57,7 @@ def field_cases() -> list[tuple[str, str]]:
     hidden_size=64              | no field 'hidden_size': did you mean 'model.hidden_size'?
     model.hidden_siz=64         | no field 'model.hidden_siz': did you mean 'model.hidden_size'?
     lr=1e-3                     | no field 'lr': --help lists
-    model=3                     | --config.model holds several fields: set one of model.attention_bias
+    model=3                     | --config.model holds several fields: set one of model.model_type
     max_steps=ten               | --config.max_steps: expected a whole number, got 'ten'
     max_steps=10.5              | --config.max_steps: expected a whole number, got '10.5'
     max_steps=                  | --config.max_steps: expected a whole number, got ''

@@ -391,7 +391,7 @@ def test_settings_that_do_not_go_together():
         place(offload_master="nvme")
     with pytest.raises(ConfigError, match=r"nvme_path: expected '' with nothing .*set offload_optimizer='nvme'"):
         place(nvme_path="x", offload_master=True)
-    with pytest.raises(ConfigError, match="offload_optimizer: expected one of True, False, nvme, got 'disk'"):
+    with pytest.raises(ConfigError, match="offload_optimizer: expected true or false or 'nvme', got 'disk'"):
         place(offload_optimizer="disk", nvme_path="x")
 
 

@@ -4,20 +4,14 @@
 depend on the devices are elsewhere: `placement.place`, `check_fit.check_fit`.
 """
 
-import difflib
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
 
 from surojax.config.adapters import check_adapters
 from surojax.config.architecture import UNUSED_OF_ROPE, check_model
 from surojax.config.fields import (
     DEFAULTS,
-    KINDS,
-    WORDS_OF,
+    FIELDS,
     Config,
     default_config,
     flat,
@@ -28,139 +22,14 @@ from surojax.config.fields import (
 )
 from surojax.config.mesh import check_mesh
 from surojax.errors import ConfigError, need as _need
-from surojax.models.attention import IMPLEMENTATIONS
-from surojax.models.families import FAMILIES
-from surojax.models.operations import ACTIVATIONS
-from surojax.models.rotary import ROPE_USES
 from surojax.numerics.blockscaled import WIDTHS
-from surojax.numerics.recipes import BLOCK_SCALED, BLOCK_SCALED_PRODUCTS, KERNELS, RECIPES
-from surojax.optim.optimizer import SCHEDULES
-from surojax.optim.optimizers import OPTIMIZERS
-from surojax.parallel.context import METHODS
-from surojax.parallel.schedule import SCHEDULES as STAGE_SCHEDULES
-from surojax.placement.table import WEIGHT_FORMATS, ZERO_LEVELS
+from surojax.numerics.recipes import BLOCK_SCALED
+from surojax.optim.optimizers import REFUSALS as OF_OPTIMIZERS
 from surojax.refusals import TABLE, markdown, refuse
-from surojax.sizes import MOST_GPUS, check_largest, divisor
+from surojax.sizes import check_largest, divisor
 
-
-class Rule(NamedTuple):
-    """A condition on the values of some fields, in addition to their types."""
-
-    fields: str  # names, separated by spaces
-    holds: Callable[[Any], bool]
-    expected: str  # the condition in words, for the error
-    change: str  # what to change, for the error
-
-
-RULES = (
-    Rule(
-        "num_epochs eval_batches save_total_limit sequence_len per_device_batch_size gradient_accumulation_steps "
-        "log_steps microbatches_per_fetch sequence_chunks lmhead_chunks dp_replicate_size tp_size cp_size pp_size "
-        "model.vocab_size model.hidden_size model.intermediate_size "
-        "model.num_hidden_layers model.num_attention_heads model.num_key_value_heads "
-        "model.rope_original_max_position_embeddings fp8_amax_history lora_rank",
-        lambda v: v >= 1,
-        "1 or more",
-        "raise it",
-    ),
-    Rule(
-        "seed gpus max_steps eval_steps save_steps sample_tokens sample_temperature warmup_steps cooldown_steps "
-        "resident_layers weight_decay z_loss max_grad_norm muon_learning_rate model.head_dim "
-        "model.sliding_window model.sliding_window_pattern model.no_rope_layer_interval model.rope_attention_factor "
-        "model.rope_llama_4_scaling_beta model.rope_local_base_freq model.query_pre_attn_scalar "
-        "model.attn_logit_softcapping model.final_logit_softcapping "
-        "skip_quant_first_layers skip_quant_last_layers",
-        lambda v: v >= 0,
-        "0 or more",
-        "--help says what 0 means",
-    ),
-    Rule(
-        "learning_rate adamw_epsilon model.rms_norm_eps model.rope_theta model.initializer_range "
-        "model.rope_beta_slow model.rope_partial_rotary_factor lora_alpha lora_plus_ratio",
-        lambda v: bool(np.float32(v) >= np.finfo(np.float32).tiny),  # devices take smaller ones for 0
-        "more than 0 in float32",
-        "--help shows the default",
-    ),
-    Rule(
-        "warmup_ratio final_lr_fraction",
-        lambda v: 0 <= v <= 1,
-        "a fraction from 0 to 1",
-        "divide a percentage by 100",
-    ),
-    Rule(
-        "adamw_beta1 adamw_beta2 muon_momentum muon_beta2 lora_dropout",
-        lambda v: bool(0 <= np.float32(v) < 1),
-        "0 or more and below 1 in float32",
-        "--help shows the default",
-    ),
-    # e4m3 has 17 binades, so with a large margin most numbers would be rounded to zero.
-    Rule(
-        "fp8_margin",
-        lambda v: 0 <= v <= 8,
-        "0 to 8 binades",
-        "each one more makes small numbers coarser; 0 is usual",
-    ),
-    Rule(
-        "gpus dp_replicate_size dp_shard_size cp_size tp_size pp_size",
-        lambda v: v <= MOST_GPUS,
-        f"at most {MOST_GPUS:,} GPUs",
-        "lower it",
-    ),
-    Rule(
-        "lora_rank fp8_amax_history",
-        lambda v: v <= 2**16,
-        "at most 65,536",
-        "lower it",
-    ),
-    Rule(
-        "sample_tokens",
-        lambda v: v <= 2**24,
-        "at most 2^24",
-        "lower it",
-    ),
-    Rule(
-        "muon_ns_steps",
-        lambda v: 1 <= v <= 10,
-        "1 to 10",
-        "5 is usual; the result is exact to bfloat16 from 6 on",
-    ),
-    Rule(
-        "dp_shard_size",
-        lambda v: v == -1 or v >= 1,
-        "1 or more, or -1",
-        "-1 is all that the other sizes leave",
-    ),
-    Rule(
-        "output_dir text_field data_cache tokenizer resume_from_checkpoint",
-        lambda v: v.strip() != "",
-        "text that is not empty",
-        "leave it out for the default of --help",
-    ),
-)
-REFUSALS = (*TABLE, *UNUSED_OF_ROPE)  # what does not go together: the rows of docs/refusals.md
+REFUSALS = (*TABLE, *UNUSED_OF_ROPE, *OF_OPTIMIZERS)  # what does not go together: the rows of docs/refusals.md
 MOST_FOR_BYTES = 1024  # rows of an embedding that is trained on bytes, whose 257 ids may be padded to divide over GPUs
-FLOATS = ("bfloat16", "float32")
-# The allowed values of fields that have a list of them.
-CHOICES: dict[str, tuple] = {
-    **dict.fromkeys(("model_dtype", "master_dtype", "accum_dtype", "opt_m_dtype", "opt_v_dtype"), FLOATS),
-    "lr_scheduler_type": SCHEDULES,
-    "optimizer": tuple(OPTIMIZERS),
-    "on_long": ("cut", "drop"),
-    "on_bad_row": ("error", "skip"),
-    "train_on": ("assistant", "last", "all"),
-    "model.model_type": tuple(FAMILIES),
-    **dict.fromkeys(("matmul_dtype", "gradient_dtype", "lora_dtype"), ("", *FLOATS)),
-    "attention": IMPLEMENTATIONS,
-    "cp_method": METHODS,
-    "pp_schedule": tuple(STAGE_SCHEDULES),
-    "kernels": KERNELS,
-    "recipe": RECIPES,
-    "block_scaled_products": BLOCK_SCALED_PRODUCTS,
-    "zero_level": ZERO_LEVELS,
-    "zero_quantized_weights": WEIGHT_FORMATS,
-    "model.rope_scaling": tuple(ROPE_USES),
-    "model.hidden_act": tuple(ACTIVATIONS),
-}
 
 
 def check(c: Config) -> None:
@@ -168,19 +37,8 @@ def check(c: Config) -> None:
     _check_types(c)
     values = flat(c)
     check_largest(c.model, "model.")
-    for rule in RULES:
-        for name in rule.fields.split():
-            _need(rule.holds(values[name]), name, rule.expected, values[name], rule.change)
-    for name, choices in CHOICES.items():
-        near = difflib.get_close_matches(str(values[name]), map(str, choices), n=1, cutoff=0.4)
-        change = f"did you mean {near[0]!r}?" if near else "choose one of them"
-        _need(
-            values[name] in choices,
-            name,
-            f"one of {', '.join(str(choice) or repr(choice) for choice in choices)}",
-            values[name],
-            change,
-        )
+    for name, field in FIELDS.items():
+        field.check(values[name])
     refuse(values, DEFAULTS, REFUSALS)
     check_model(c)
     check_adapters(c)
@@ -198,26 +56,8 @@ def _check_types(c: Config) -> None:
         raise ConfigError(no_field(unknown[0]))
     if missing := sorted(DEFAULTS.keys() - values.keys()):
         raise ConfigError(f"config lacks the field {missing[0]!r}: start from default_config(), which has all of them")
-    for name, default in DEFAULTS.items():
-        value = values[name]
-        kind = bool if default is None else type(default)
-        if (default is None and value is None) or (type(value) is str and value in WORDS_OF.get(name, ())):
-            continue
-        is_integer_for_float = kind is float and type(value) is int
-        words = "".join(f" or {word!r}" for word in WORDS_OF.get(name, ()))
-        has_type = type(value) is kind or is_integer_for_float
-        _need(has_type, name, KINDS[kind] + words, value, f"its type is {kind.__name__}{words}")
-        if isinstance(value, str):
-            bad = any((ord(char) < 32 and name != "sample_prompt") or 0xD800 <= ord(char) < 0xE000 for char in value)
-            _need(not bad, name, "text without control characters, in UTF-8", value, "remove those that show as codes")
-        elif isinstance(value, tuple):
-            for i, entry in enumerate(value):
-                _need(isinstance(entry, dict), f"{name}[{i}]", "a dict", entry, "write dict(path=...)")
-        elif kind is float:
-            is_finite = abs(value) <= float(np.finfo(np.float32).max)  # what devices compute with
-            _need(is_finite, name, "a finite number in float32", value, "--help shows the default")
-        else:
-            _need(value < 2**31, name, "less than 2^31", value, "lower it")
+    for name, field in FIELDS.items():
+        field.check_type(values[name])
 
 
 def check_vocabulary(c: Config, size: int, name: str) -> None:

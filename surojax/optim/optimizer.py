@@ -16,9 +16,10 @@ weights stochastically: nearly all updates are smaller than half the distance to
 lost if rounded to nearest.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ import optax
 
 from pallas_kernels import adamw8bit as kernel
 from pallas_kernels.quantize import random_bits, round_with
+from surojax.declared import BELOW_1, POSITIVE, declare
 from surojax.numerics.rounding import materialised, mix
 from surojax.parallel.collectives import device_number
 from surojax.placement.layout import Layout
@@ -71,6 +73,56 @@ def learning_rate_schedule(
         return main
     warmup = optax.linear_schedule(peak / warmup_steps, peak, max(warmup_steps - 1, 1))
     return optax.join_schedules([warmup, main], [warmup_steps])
+
+
+FLOATS = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentSettings:
+    """The dtypes of moments, for the optimizers that read them."""
+
+    # first moments (adamw8bit: only those of vectors) and the momentum of normuon
+    opt_m_dtype: str = declare("float32", choices=FLOATS)
+    # second moments (adamw8bit: only those of vectors; normuon: only those of adamw)
+    opt_v_dtype: str = declare("float32", choices=FLOATS)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamSettings:
+    """The options of AdamW, of every optimizer that has its rule for some tensors."""
+
+    # decay of the first moment
+    adamw_beta1: float = declare(0.9, BELOW_1)
+    # decay of the second moment
+    adamw_beta2: float = declare(0.95, BELOW_1)
+    # added to the square root of the second moment
+    adamw_epsilon: float = declare(1e-8, POSITIVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer as a config chooses it: a row of `optimizers.OPTIMIZERS`.
+
+    make: (schedule of the learning rate, **arguments) -> Optimizer.
+    arguments: the arguments and the settings that they are: fields of the config, or "implementation" (of kernels).
+    Fields of `options` that are not among them are refused by name.
+    peaks: arguments that are schedules, and the fields that are their peaks; 0 = learning_rate.
+    options: a frozen dataclass of the fields that it brings, see declared.py; None if it brings none.
+    summary: what stands behind its name in the help.
+    """
+
+    make: Callable[..., "Optimizer"]
+    arguments: Mapping[str, str]
+    peaks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: type | None = None
+    summary: str = ""
+    whole_matrices: bool = False  # it needs whole matrices, which are on one device or all-gathered
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The fields of the config that it reads."""
+        return frozenset((*self.arguments.values(), *self.peaks.values()))
 
 
 class NoState(NamedTuple):
@@ -351,6 +403,17 @@ def adamw8bit(
     layer_by_layer = Rule(init, state_layout, apply)
     in_one_pass = layer_by_layer._replace(apply_to_stack=apply_to_stack)
     return plain._replace(matrices=in_one_pass, tables=layer_by_layer, scalars=scalars)
+
+
+COMMON = {"weight_decay": "weight_decay", "max_grad_norm": "max_grad_norm"}
+ADAM = {"b1": "adamw_beta1", "b2": "adamw_beta2", "eps": "adamw_epsilon"}
+MOMENTS = {"m_dtype": "opt_m_dtype", "v_dtype": "opt_v_dtype"}
+ADAMW = OptimizerChoice(adamw, COMMON | ADAM | MOMENTS, options=AdamSettings)
+ADAMW8BIT = OptimizerChoice(
+    adamw8bit,
+    COMMON | ADAM | MOMENTS | {"implementation": "implementation"},
+    summary="8-bit moments of matrices",
+)
 
 
 def init(optimizer: Optimizer, params, masters, plan):

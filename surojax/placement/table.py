@@ -34,14 +34,16 @@ from typing import Literal
 
 import jax
 
-from surojax.errors import need
+from surojax.declared import AT_LEAST_0, declare, declared
 from surojax.numerics import quantize
 from surojax.numerics.base_formats import chosen
+from surojax.numerics.recipes import RECIPES
 from surojax.placement.home import DEVICE, HOST, NVME, Home
 from surojax.refusals import refuse
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 ZERO_LEVELS = (1, 2, 3)
+FLOATS = ("bfloat16", "float32")
 WEIGHT_FORMATS = ("none", *quantize.DTYPES)  # that weights are gathered in, in place of 16 bits
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.reduce_scatter
 
@@ -92,43 +94,63 @@ class Placement:
 class Storage:
     """The settings that say where each tensor class is stored, and in which format: fields of the config."""
 
-    zero_level: int = 1
+    # shards over dp_shard x cp: 1 = optimizer state, 2 = + gradients, 3 = + block weights
+    zero_level: int = declare(1, choices=ZERO_LEVELS)
+    # shard the gradient accumulators; unset = zero_level >= 2
     shard_gradients: bool | None = None
+    # shard the block weights; unset = zero_level >= 3
     shard_weights: bool | None = None
+    # shard embedding and head by token id, for large vocabularies; XLA then computes the loss
     shard_outer: bool = False
+    # residuals (saved for the backward pass) in pinned host memory
     offload_residual: bool = False
-    offload_optimizer: bool | str = False
-    offload_master: bool | str = False
+    # optimizer state in pinned host memory; "nvme" = in a file in nvme_path
+    offload_optimizer: bool | str = declare(False, words=("nvme",))
+    # master weights in pinned host memory; "nvme" = in a file in nvme_path
+    offload_master: bool | str = declare(False, words=("nvme",))
+    # gradient accumulators of the blocks in host memory; several GPUs: needs shard_gradients
     offload_grads: bool = False
+    # block weights in host memory; two layers at a time are in device memory
     offload_weights: bool = False
-    zero_quantized_weights: str = "none"
+    # all-gather block matrices in 8 bits: none, fp8 or int8; needs zero_level=3
+    zero_quantized_weights: str = declare("none", choices=WEIGHT_FORMATS)
+    # store the 8-bit matrices in place of 16-bit ones; quantised once a step
     persistent_quants: bool = False
+    # store the 8-bit matrices in pinned host memory; needs persistent_quants
     offload_quants: bool = False
+    # reduce gradients by an all-to-all, then a float32 sum on the shard's GPU
     use_all_to_all_reduce: bool = False
+    # all-to-all reduce, with the blocks' matrices in int8 (one GPU: no effect)
     zero_quantized_gradients: bool = False
+    # all-gather with the GPUs' copy engines within a machine (NCCL 2.29 or later)
     memcpy_all_gather: bool = False
+    # all-to-all with the GPUs' copy engines within a machine
     memcpy_send_recv: bool = False
-    resident_layers: int = 0
+    # offload_weights: first layers (of each stage) whose weights stay in device memory
+    resident_layers: int = declare(0, AT_LEAST_0)
+    # folder on an NVMe disk for state offloaded to "nvme"; one run at a time
     nvme_path: str = ""
-    recipe: str = "bf16"
-    model_dtype: str = "bfloat16"
-    accum_dtype: str = "float32"
-    master_dtype: str = "float32"
+    # work weights, activations, products: bfloat16 or float32 (products: TF32 on GPUs)
+    model_dtype: str = declare("bfloat16", choices=FLOATS)
+    # the weights the optimizer updates; bfloat16 is rounded stochastically
+    master_dtype: str = declare("float32", choices=FLOATS)
+    # gradient accumulators
+    accum_dtype: str = declare("float32", choices=FLOATS)
+    # bf16, fp8_hybrid (delayed scaling), fp8_current (just in time), mxfp8 or nvfp4
+    recipe: str = declare("bf16", choices=RECIPES)
+    # frozen matrices in NF4: 4 bits with double quantisation, as bitsandbytes stores them
     qlora_bnb: bool = False
+    # frozen matrices in FP8 (e4m3) with a scale for each block of 128 x 128
     qlora_fp8: bool = False
+    # frozen matrices in NVFP4: 4 bits with a scale for each 16 neighbours
     qlora_fp4: bool = False
 
     def __post_init__(self):
-        """Raises ConfigError for a value that is none of the choices."""
-        choices = {
-            "zero_level": ZERO_LEVELS,
-            "zero_quantized_weights": WEIGHT_FORMATS,
-            "offload_optimizer": (True, False, NVME.name),
-            "offload_master": (True, False, NVME.name),
-        }
-        for name, values in choices.items():
-            expected = f"one of {', '.join(map(str, values))}"
-            need(getattr(self, name) in values, name, expected, getattr(self, name), "choose one of them")
+        """Raises ConfigError for a value that a field may not have."""
+        for field in declared(Storage):
+            value = getattr(self, field.name)
+            field.check_type(value)
+            field.check(value)
 
 
 def place(storage: Storage, *, num_shards: int) -> Placement:
