@@ -89,12 +89,14 @@ class Refusal:
     """One feature that is not possible with another.
 
     reason: a clause that follows the other feature's, or "". change: what to do, in the imperative.
+    when_placed: refused when state is placed, not before: `verify` and `fit` read the setting for what they try.
     """
 
     feature: Feature
     other: Feature
     reason: str
     change: str | Callable[[Settings], str] = "leave one of them out"
+    when_placed: bool = False
 
     @functools.cached_property
     def fields(self) -> frozenset[str]:
@@ -591,6 +593,7 @@ TABLE: tuple[Refusal, ...] = (
         nothing_in_files,
         "",
         "set offload_optimizer='nvme' or offload_master='nvme', or leave it out",
+        when_placed=True,
     ),
 )
 
@@ -619,13 +622,19 @@ def about(field: str, table: Iterable[Refusal]) -> tuple[Refusal, ...]:
     return tuple(row for row in table if field in row.fields)
 
 
-def refused(settings: Settings, defaults: Settings, table: Iterable[Refusal] = TABLE) -> Refusal | None:
-    """The first row that refuses these settings, or None. Rows of fields that are not among them are passed over."""
+def refused(
+    settings: Settings, defaults: Settings, table: Iterable[Refusal] = TABLE, *, placed: bool = False
+) -> Refusal | None:
+    """The first row that refuses these settings, or None. Rows of fields that are not among them are passed over.
+
+    placed: whether state is placed by these settings.
+    """
     known = settings.keys()
-    return next((row for row in table if row.fields <= known and row.holds(settings, defaults)), None)
+    rows = (row for row in table if row.fields <= known and (placed or not row.when_placed))
+    return next((row for row in rows if row.holds(settings, defaults)), None)
 
 
-def refuse(settings: Settings, defaults: Settings, table: Iterable[Refusal] = TABLE) -> None:
-    """Raises ConfigError if two of the settings do not go together."""
-    if row := refused(settings, defaults, table):
+def refuse(settings: Settings, defaults: Settings, table: Iterable[Refusal] = TABLE, *, placed: bool = False) -> None:
+    """Raises ConfigError if two of the settings do not go together. The arguments are those of `refused`."""
+    if row := refused(settings, defaults, table, placed=placed):
         raise ConfigError(row.message(settings, defaults))

@@ -12,7 +12,7 @@ from surojax.assembly import from_config
 from surojax.config import checks
 from surojax.config.fields import DEFAULTS, default_config, flat, mesh_sizes
 from surojax.errors import ConfigError
-from surojax.placement.mesh import abstract_mesh
+from surojax.placement.mesh import abstract_mesh, shards
 from surojax.refusals import Feature, Refusal, is_above, is_on, is_set, markdown, refused
 
 DOCS = Path(__file__).parent.parent / "docs" / "refusals.md"
@@ -82,33 +82,43 @@ def assembled(c) -> None:
     from_config(c, meshes(**mesh_sizes(c)), total_steps=100)
 
 
+def settings_of(c) -> dict:
+    """What the table is asked about when the run of a config is placed."""
+    return flat(c) | {"num_shards": shards(meshes(**mesh_sizes(c)))}
+
+
 @pytest.mark.parametrize("row", checks.REFUSALS, ids=lambda row: f"{row.feature.name}-{row.other.name}")
 def test_every_row_refuses_and_says_what_to_change(row: Refusal):
     example = both(row.feature, row.other)
     assert example is not None, "no settings make both choices"
-    values = DEFAULTS | example
+    c = config({name: value for name, value in example.items() if name != "num_shards"})  # which follows from the mesh
+    values = settings_of(c)
     assert row.holds(values, DEFAULTS) and not row.holds(DEFAULTS | {"num_shards": 1}, DEFAULTS)
     message = row.message(values, DEFAULTS)
     assert message.startswith(f"{row.feature.field}: expected ") and ", got " in message and "\n" not in message
-    if "num_shards" in example:
-        return  # test_offload.py has it: only `place` knows the number of shards
-    with pytest.raises(ConfigError):
-        checks.check(config(example))
+    with pytest.raises(ConfigError) as error:
+        assembled(c)
+    if row is refused(values, DEFAULTS, checks.REFUSALS, placed=True):  # the first of several
+        assert str(error.value) == message
 
 
 def decided(one: Feature, other: Feature) -> str:
-    """ "refused" or "accepted"; fails if the table and the checks disagree, or what is accepted cannot be assembled."""
+    """ "refused", "accepted", or "exclusive" for two values of a field.
+
+    Fails if the table and the checks disagree, or if what both accept cannot be assembled.
+    """
     example = both(one, other)
     if example is None:
         return "exclusive"
     c = config(example)
-    row = refused(flat(c), DEFAULTS, checks.REFUSALS)
+    values = settings_of(c)
+    row = refused(values, DEFAULTS, checks.REFUSALS, placed=True)
     if row is None:
         assembled(c)
         return "accepted"
     with pytest.raises(ConfigError) as error:
-        checks.check(c)
-    assert str(error.value) == row.message(flat(c), DEFAULTS)
+        assembled(c)
+    assert str(error.value) == row.message(values, DEFAULTS)
     return "refused"
 
 

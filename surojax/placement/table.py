@@ -159,7 +159,8 @@ def place(storage: Storage, *, num_shards: int) -> Placement:
     The same config runs on any number of devices. On one device nothing is communicated, but weights are quantised as
     on several, so that their values are the same. Raises ConfigError for settings that do not go together.
     """
-    refuse(dataclasses.asdict(storage) | {"num_shards": num_shards}, dataclasses.asdict(Storage()))
+    settings = dataclasses.asdict(storage)
+    refuse(settings | {"num_shards": num_shards}, dataclasses.asdict(Storage()), placed=True)
     several = num_shards > 1
     level = storage.zero_level
     shard_gradients = level >= 2 if storage.shard_gradients is None else storage.shard_gradients
@@ -188,7 +189,7 @@ def place(storage: Storage, *, num_shards: int) -> Placement:
         residuals=Row("", False, home(storage.offload_residual)),
         persistent_quants=storage.persistent_quants,
         one_scale=one_scale,
-        base_format=chosen(dataclasses.asdict(storage)),
+        base_format=chosen(settings),
         reduce=reduce,
         copy_engine=tuple(name for name in ("memcpy_all_gather", "memcpy_send_recv") if getattr(storage, name)),
     )
