@@ -3,13 +3,7 @@
 A tensor's update reads that tensor's gradient only. Values shared by all tensors (learning rate, clip factor, bias
 corrections) are computed once per step (`scalars`) and passed to the rules. AdamW is elementwise, and in 8 bits within
 blocks of a row, so it needs no communication: a shard gets the update that it would get within the full matrix. NorMuon
-(normuon.py) needs the full matrix, each on one of the devices that share it.
-
-| optimizer | matrices of the blocks | embedding, head | vectors | state of a matrix, bytes per parameter          |
-|-----------|------------------------|-----------------|---------|-------------------------------------------------|
-| adamw     | AdamW                  | AdamW           | AdamW   | 8, or 4 with opt_m_dtype=opt_v_dtype=bfloat16   |
-| adamw8bit | AdamW in 8 bits        | AdamW in 8 bits | AdamW   | 2 + 8 / block, block up to 256 (pallas_kernels) |
-| normuon   | NorMuon                | AdamW           | AdamW   | 4, or 2, and 4 a row                            |
+(normuon.py) needs the full matrix, each on one of the devices that share it. optimizers.py lists all of them.
 
 The state of every rule starts as zeros. It has a layer axis if the tensor has one. All rules round bfloat16 master
 weights stochastically: nearly all updates are smaller than half the distance to the neighbouring number, and would be

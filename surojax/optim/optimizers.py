@@ -1,4 +1,11 @@
-"""The optimizers by the name that a config calls them."""
+"""The optimizers by the name that a config calls them.
+
+| optimizer | matrices of the blocks | embedding, head | vectors | state of a matrix, bytes per parameter          |
+|-----------|------------------------|-----------------|---------|-------------------------------------------------|
+| adamw     | AdamW                  | AdamW           | AdamW   | 8, or 4 with opt_m_dtype=opt_v_dtype=bfloat16   |
+| adamw8bit | AdamW in 8 bits        | AdamW in 8 bits | AdamW   | 2 + 8 / block, block up to 256 (pallas_kernels) |
+| normuon   | NorMuon                | AdamW           | AdamW   | 4, or 2, and 4 a row                            |
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +16,11 @@ from surojax.optim.normuon import NORMUON
 from surojax.optim.optimizer import ADAMW, ADAMW8BIT, MomentSettings, Optimizer, OptimizerChoice, Schedule
 from surojax.refusals import Refusal, is_one_of, is_set, overlap
 
-OPTIMIZERS: dict[str, OptimizerChoice] = {"adamw": ADAMW, "adamw8bit": ADAMW8BIT, "normuon": NORMUON}
+OPTIMIZERS: dict[str, OptimizerChoice] = {
+    "adamw": ADAMW,
+    "adamw8bit": ADAMW8BIT,
+    "normuon": NORMUON,
+}
 # The fields that some of them read: the dtypes of moments, and the options of each.
 SETTINGS: tuple[Declared, ...] = (
     *declared(MomentSettings),

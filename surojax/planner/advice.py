@@ -17,6 +17,7 @@ from typing import NamedTuple
 from surojax.config.checks import REFUSALS
 from surojax.config.fields import DEFAULTS, RECOMPUTE_PARTS, Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
+from surojax.optim.optimizers import OPTIMIZERS
 from surojax.refusals import refuse
 from surojax.sizes import divisor
 
@@ -151,7 +152,8 @@ def _changes(c: Config, n: int, platform: str, scarce: bool) -> Iterator[Change]
         yield {"sequence_chunks": max(c.sequence_chunks, divisor(length, length // LONG_SEQUENCE))}
     if platform != "cpu":
         yield {"model_dtype": "bfloat16"}
-    yield dict.fromkeys(("opt_m_dtype", "opt_v_dtype", "accum_dtype"), "bfloat16")
+    moments = OPTIMIZERS[c.optimizer].reads & {"opt_m_dtype", "opt_v_dtype"}
+    yield dict.fromkeys((*sorted(moments), "accum_dtype"), "bfloat16")
     if n > 1:
         yield SHARDED
     if platform != "cpu":  # on CPUs device memory is host memory
