@@ -112,10 +112,10 @@ def field_cases() -> list[tuple[str, str]]:
     lr_scheduler_type=wsd       | cooldown_steps: expected 1 or more with lr_scheduler_type='wsd'
     lr_scheduler_type=wsd cooldown_steps=590 | cooldown_steps: expected at most max_steps=600, got 620; shorten
     lr_scheduler_type=cosin     | lr_scheduler_type: expected one of cosine, linear, wsd, got 'cosin'; did you
-    optimizer=sgd               | optimizer: expected one of adamw, adamw8bit, normuon, got 'sgd'
+    optimizer=sgd               | optimizer: expected one of adamw, adamw8bit, normuon, lion, got 'sgd'
     model_dtype=float16         | model_dtype: expected one of bfloat16, float32, got 'float16'
     opt_m_dtype=fp8             | opt_m_dtype: expected one of bfloat16, float32, got 'fp8'
-    optimizer=adam8bit          | one of adamw, adamw8bit, normuon, got 'adam8bit'; did you mean 'adamw8bit'?
+    optimizer=adam8bit          | one of adamw, adamw8bit, normuon, lion, got 'adam8bit'; did you mean 'adamw8bit'?
     muon_momentum=0.9           | muon_momentum: expected 0.95 with optimizer='adamw', which does not use it, got 0.9
     optimizer=normuon muon_ns_steps=0 | muon_ns_steps: expected 1 to 10, got 0; 5 is usual
     optimizer=normuon muon_beta2=1.0 | muon_beta2: expected 0 or more and below 1 in float32, got 1.0

@@ -8,7 +8,7 @@ import optax
 import pytest
 from small import REPLICATED, declared, new_moments
 
-from surojax.optim import normuon as muon, optimizer as optim
+from surojax.optim import lion, normuon as muon, optimizer as optim
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD, make_mesh
 from surojax.placement.param import Kind, Param
@@ -111,7 +111,7 @@ def test_bfloat16_weights_decay_as_float32_ones():
     np.testing.assert_allclose(kept["new"], exact, rtol=1e-6)
 
 
-@pytest.mark.parametrize("make", [optim.adamw, optim.adamw8bit, muon.normuon])
+@pytest.mark.parametrize("make", [optim.adamw, optim.adamw8bit, muon.normuon, lion.lion])
 def test_small_updates_of_bfloat16_are_not_lost(make):
     """Steps of 2^-12 from 1.0, whose neighbour is 2^-8 below, for 100 steps. Each moves with a probability of 1/16: in
     standard deviations, a mean over 192 numbers is off by 2.8 % of the way; 5 of those."""

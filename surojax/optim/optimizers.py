@@ -5,6 +5,7 @@
 | adamw     | AdamW                  | AdamW           | AdamW   | 8, or 4 with opt_m_dtype=opt_v_dtype=bfloat16   |
 | adamw8bit | AdamW in 8 bits        | AdamW in 8 bits | AdamW   | 2 + 8 / block, block up to 256 (pallas_kernels) |
 | normuon   | NorMuon                | AdamW           | AdamW   | 4, or 2, and 4 a row                            |
+| lion      | Lion                   | Lion            | Lion    | 4, or 2 with opt_m_dtype=bfloat16               |
 """
 
 import functools
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from surojax.declared import Declared, declared
+from surojax.optim.lion import LION
 from surojax.optim.normuon import NORMUON
 from surojax.optim.optimizer import ADAMW, ADAMW8BIT, MomentSettings, Optimizer, OptimizerChoice, Schedule
 from surojax.refusals import Refusal, is_one_of, is_set, overlap
@@ -20,6 +22,7 @@ OPTIMIZERS: dict[str, OptimizerChoice] = {
     "adamw": ADAMW,
     "adamw8bit": ADAMW8BIT,
     "normuon": NORMUON,
+    "lion": LION,
 }
 # The fields that some of them read: the dtypes of moments, and the options of each.
 SETTINGS: tuple[Declared, ...] = (
