@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from surojax.errors import need
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", tuple: "a list of dicts"}
+FLOATS = ("bfloat16", "float32")  # dtypes
 LARGEST_FLOAT = 3.4028234663852886e38  # of float32, which devices compute with
 SMALLEST_FLOAT = 1.1754943508222875e-38  # they take smaller ones for 0
 

@@ -120,7 +120,6 @@ class Refusal:
 
 FP8 = ("fp8_hybrid", "fp8_current")
 SKIPS = ("skip_quant_first_layers", "skip_quant_last_layers")
-BASE_FORMATS = ("qlora_bnb", "qlora_fp8", "qlora_fp4")
 RECOMPUTE_PARTS = ("recompute_norm", "recompute_swiglu", "recompute_ffn", "recompute_att")
 SHARDED = {"zero_level": 3}
 QUANTISED = SHARDED | {"zero_quantized_weights": "fp8"}
@@ -164,14 +163,32 @@ lora = is_on("lora")
 no_lora = is_off("lora")
 dropout = is_other_than("lora_dropout", 0.0, 0.1, LORA)
 dora = is_on("use_dora", lora=True)
-base_formats = {name: is_on(name, lora=True) for name in BASE_FORMATS}
+in_nf4 = is_on("qlora_bnb", lora=True)
+in_fp8 = is_on("qlora_fp8", lora=True)
+in_nvfp4 = is_on("qlora_fp4", lora=True)
+adapter_files = [
+    is_set(name, "adapter", LORA | {"model_path": "base"}) for name in ("lora_adapter", "lora_base_adapter")
+]
+saved_modules = is_set("modules_to_save", "lm_head", LORA)
+from_scratch = is_on("from_scratch", model_path="base")
+offload_master = is_set("offload_master", True)
+offload_quants = is_on("offload_quants", persistent_quants=True, **QUANTISED)
+resident = is_above("resident_layers", 0, offload_weights=True)
+optimizer_in_files = is_one_of("offload_optimizer", "nvme", instead="True or False", needs={"nvme_path": "folder"})
+master_in_files = is_one_of("offload_master", "nvme", instead="True or False", needs={"nvme_path": "folder"})
 quantised_gathers = is_other_than("zero_quantized_weights", "none", "fp8", SHARDED)
 persistent = is_on("persistent_quants", **QUANTISED)
 recompute_parts = [is_on(name, recompute_block=False) for name in RECOMPUTE_PARTS]
 all_recomputed = is_on("recompute_block")
 overlap = is_on("overlap_update", zero_level=2, offload_grads=True, offload_optimizer=True, offload_master=True)
 cudnn = is_one_of("attention", "cudnn", instead="'auto', 'mosaic' or 'xla'")
+mosaic = is_one_of("attention", "mosaic")
+float32 = is_one_of("model_dtype", "float32", instead="'bfloat16'")
+softcap = is_set("model.attn_logit_softcapping", 50.0)
+local_rotation = is_set("model.rope_local_base_freq", 10000.0, {"model.sliding_window": 64})
+some_unrotated = is_above("model.no_rope_layer_interval", 0)
 stages = is_above("pp_size", 1)
+chunks = is_above("sequence_chunks", 1)
 memcpy_sends = is_on("memcpy_send_recv", use_all_to_all_reduce=True)
 no_window = is_one_of("model.sliding_window", 0)
 grows_with_position = is_other_than("model.rope_llama_4_scaling_beta", 0.0, 0.1)
@@ -275,9 +292,16 @@ continued_text = _without(
 )
 
 
-def _unused(features: Iterable[Feature], other: Feature, change: str) -> tuple[Refusal, ...]:
-    """Rows for fields that mean nothing with a feature."""
-    return tuple(Refusal(feature, other, "which does not use it", change) for feature in features)
+NOT_USED = "which does not use it"
+NOT_BUILT = "for which it is not built yet"
+OUT = "leave it out"
+ONE_CHUNK = "leave it out, or set sequence_chunks=1"
+COPIES = "since XLA decides while a step runs which transfers are copies, and no GPU has shown what it does with those "
+
+
+def _each(features: Iterable[Feature], other: Feature, reason: str, change: str) -> list[Refusal]:
+    """A row for each of these features."""
+    return [Refusal(feature, other, reason, change) for feature in features]
 
 
 ROWS = {"data": "rows.jsonl"}
@@ -296,10 +320,11 @@ OF_ADAPTERS = (
     is_on("use_rslora", lora=True),
     dora,
     is_set("lora_plus_ratio", 4.0, LORA),
-    *base_formats.values(),
-    is_set("lora_adapter", "adapter", LORA | {"model_path": "base"}),
-    is_set("lora_base_adapter", "adapter", LORA | {"model_path": "base"}),
-    is_set("modules_to_save", "lm_head", LORA),
+    in_nf4,
+    in_fp8,
+    in_nvfp4,
+    *adapter_files,
+    saved_modules,
 )
 # What blocks that are written out in float8 do not compute; the other recipes do.
 NOT_IN_FP8 = (
@@ -307,12 +332,10 @@ NOT_IN_FP8 = (
     is_on("model.sandwich_norms"),
     is_set("model.hidden_act", "gelu_pytorch_tanh"),
     is_set("model.query_pre_attn_scalar", 24.0),
-    is_set("model.attn_logit_softcapping", 50.0),
+    softcap,
     is_set("model.rope_partial_rotary_factor", 0.5),
     grows_with_position,
 )
-COPIES = "since XLA decides while a step runs which transfers are copies, and no GPU has shown what it does with those "
-
 TABLE: tuple[Refusal, ...] = (
     # Data
     *(
@@ -328,12 +351,9 @@ TABLE: tuple[Refusal, ...] = (
             ("text_field", "body", "text"),
         )
     ),
-    *(Refusal(feature, no_rows, "", "leave it out, or set data or datasets") for feature in TRAINED_ON_ROWS),
+    *_each(TRAINED_ON_ROWS, no_rows, "", "leave it out, or set data or datasets"),
     Refusal(
-        is_set("on_long", "drop", {"sample_packing": True}),
-        continued_text,
-        "",
-        "leave it out, or set sample_packing",
+        is_set("on_long", "drop", {"sample_packing": True}), continued_text, "", "leave it out, or set sample_packing"
     ),
     # Model
     Refusal(
@@ -342,117 +362,75 @@ TABLE: tuple[Refusal, ...] = (
         "since cuDNN does not separate documents",
         "use attention='auto', or leave sample_packing out",
     ),
-    *(
-        Refusal(
-            is_one_of("model_dtype", "float32", instead="'bfloat16'"),
-            is_one_of("attention", name),
-            "which computes in 16 bits",
-            "set attention='xla', or change it",
-        )
-        for name in ("cudnn", "mosaic")
+    Refusal(float32, cudnn, "which computes in 16 bits", "set attention='xla', or change it"),
+    Refusal(float32, mosaic, "which computes in 16 bits", "set attention='xla', or change it"),
+    Refusal(softcap, cudnn, "which has no softcap", "set attention='auto'"),
+    *_each(
+        (is_set("model.sliding_window_pattern", 2, {"model.sliding_window": 64}), local_rotation),
+        no_window,
+        "which leaves no layers that use it",
+        "set model.sliding_window, or leave it out",
     ),
-    Refusal(is_set("model.attn_logit_softcapping", 50.0), cudnn, "which has no softcap", "set attention='auto'"),
-    *(
-        Refusal(feature, no_window, "which leaves no layers that use it", "set model.sliding_window, or leave it out")
-        for feature in (
-            is_set("model.sliding_window_pattern", 2, {"model.sliding_window": 64}),
-            is_set("model.rope_local_base_freq", 10000.0, {"model.sliding_window": 64}),
-        )
-    ),
-    *(
-        Refusal(grows_with_position, feature, "since it is of layers that all rotate alike")
-        for feature in (
-            is_set("model.rope_local_base_freq", 10000.0, {"model.sliding_window": 64}),
-            is_above("model.no_rope_layer_interval", 0),
-        )
-    ),
+    Refusal(grows_with_position, local_rotation, "since it is of layers that all rotate alike"),
+    Refusal(grows_with_position, some_unrotated, "since it is of layers that all rotate alike"),
     # Adapters
-    *_unused(OF_ADAPTERS, no_lora, "leave it out, or set lora=True"),
-    *(
-        Refusal(feature, lora, reason, "leave it out")
-        for feature, reason in (
-            (is_set("offload_master", True), "whose base has no master weights, and the adapters' are small"),
-            (persistent, "whose base is not updated, so that nothing is quantised again"),
-            (is_on("offload_quants", persistent_quants=True, **QUANTISED), "whose base is not quantised again"),
-            (is_set("optimizer", "normuon"), "since adapters' state is small, and is updated by AdamW alone"),
-            (is_on("zero_quantized_gradients"), "whose adapters' gradients are small"),
-            (overlap, "whose adapters' update takes no time worth hiding"),
-        )
-    ),
+    *_each(OF_ADAPTERS, no_lora, NOT_USED, "leave it out, or set lora=True"),
+    Refusal(offload_master, lora, "whose base has no master weights, and the adapters' are small", OUT),
+    Refusal(persistent, lora, "whose base is not updated, so that nothing is quantised again", OUT),
+    Refusal(offload_quants, lora, "whose base is not quantised again", OUT),
+    Refusal(is_set("optimizer", "normuon"), lora, "since adapters' state is small, and is updated by AdamW alone", OUT),
+    Refusal(is_on("zero_quantized_gradients"), lora, "whose adapters' gradients are small", OUT),
+    Refusal(overlap, lora, "whose adapters' update takes no time worth hiding", OUT),
+    Refusal(optimizer_in_files, lora, "whose state is small", "set it to true or false"),
+    *_each((dora, stages, chunks), dropout, NOT_BUILT, "leave it out, or set lora_dropout=0.0"),
+    *_each((dora, dropout, in_nf4, in_fp8, in_nvfp4), fp8, NOT_BUILT, "leave it out, or use recipe='mxfp8' or 'bf16'"),
     Refusal(
-        is_one_of("offload_optimizer", "nvme", instead="true or false", needs={"nvme_path": "folder"}),
-        lora,
-        "whose state is small",
-        "set it to true or false",
-    ),
-    *(
-        Refusal(feature, dropout, "for which it is not built yet", "leave it out, or set lora_dropout=0.0")
-        for feature in (dora, stages, is_above("sequence_chunks", 1))
-    ),
-    *(
-        Refusal(feature, fp8, "for which it is not built yet", "leave it out, or use recipe='mxfp8' or 'bf16'")
-        for feature in (dora, dropout, *base_formats.values())
-    ),
-    Refusal(
-        is_set("modules_to_save", "lm_head", LORA),
+        saved_modules,
         is_on("model.tie_word_embeddings"),
         "since of a file with one of embedding and head, other programs would leave the other as it was",
-        "leave it out",
+        OUT,
     ),
-    *(
-        Refusal(is_set(name, "adapter", LORA | {"model_path": "base"}), other, reason, change)
-        for name in ("lora_adapter", "lora_base_adapter")
-        for other, reason, change in (
-            (is_one_of("model_path", ""), "", "set model_path to its base"),
-            (is_on("from_scratch", model_path="base"), "which takes no weights", "leave one of them out"),
-        )
-    ),
-    *(
-        Refusal(base_formats[second], base_formats[first], "since a matrix is stored in one format")
-        for first, second in (BASE_FORMATS[:2], BASE_FORMATS[::2], BASE_FORMATS[1:])
-    ),
-    *(
-        Refusal(quantised_gathers, feature, "in whose format weights are gathered", "leave it out")
-        for feature in base_formats.values()
-    ),
+    *_each(adapter_files, is_one_of("model_path", ""), "", "set model_path to its base"),
+    *_each(adapter_files, from_scratch, "which takes no weights", "leave one of them out"),
+    Refusal(in_fp8, in_nf4, "since a matrix is stored in one format"),
+    Refusal(in_nvfp4, in_nf4, "since a matrix is stored in one format"),
+    Refusal(in_nvfp4, in_fp8, "since a matrix is stored in one format"),
+    Refusal(quantised_gathers, in_nf4, "in whose format weights are gathered", OUT),
+    Refusal(quantised_gathers, in_fp8, "in whose format weights are gathered", OUT),
+    Refusal(quantised_gathers, in_nvfp4, "in whose format weights are gathered", OUT),
     Refusal(
-        quantised_gathers,
-        dora,
-        "whose magnitudes would begin as the lengths of other rows than those in 8 bits",
-        "leave it out",
+        quantised_gathers, dora, "whose magnitudes would begin as the lengths of other rows than those in 8 bits", OUT
     ),
     # Recipes
-    *_unused(
-        (
-            is_set("fp8_amax_history", 4, {"recipe": "fp8_hybrid"}),
-            is_set("fp8_margin", 1, {"recipe": "fp8_hybrid"}),
-        ),
+    *_each(
+        (is_set("fp8_amax_history", 4, {"recipe": "fp8_hybrid"}), is_set("fp8_margin", 1, {"recipe": "fp8_hybrid"})),
         is_other_than("recipe", "fp8_hybrid", "bf16"),
+        NOT_USED,
         "leave it out, or choose another recipe",
     ),
-    *_unused(
+    *_each(
         (is_set("block_scaled_products", "emulated", {"recipe": "mxfp8"}),),
         is_one_of("recipe", "bf16", *FP8),
+        NOT_USED,
         "leave it out, or choose another recipe",
     ),
-    *_unused(
+    *_each(
         (is_above(name, 0, recipe="fp8_current") for name in SKIPS),
         is_one_of("recipe", "bf16"),
+        NOT_USED,
         "leave it out, or choose another recipe",
     ),
-    *_unused(
+    *_each(
         (is_set("matmul_dtype", "float32"), is_set("gradient_dtype", "float32")),
         no_16_bit_products,
+        NOT_USED,
         "leave it out, or choose another recipe",
     ),
-    *(
-        Refusal(
-            feature,
-            fp8,
-            "whose blocks are saved or computed again as a whole",
-            "leave it out, or set recompute_block=True",
-        )
-        for feature in recompute_parts
+    *_each(
+        recompute_parts,
+        fp8,
+        "whose blocks are saved or computed again as a whole",
+        "leave it out, or set recompute_block=True",
     ),
     Refusal(
         is_off("recompute_block"),
@@ -460,11 +438,8 @@ TABLE: tuple[Refusal, ...] = (
         "since blocks of two kinds save different things",
         "set recompute_block=True, or leave the blocks' recipe alike",
     ),
-    *(
-        Refusal(feature, fp8, "whose blocks are written out without it", "use recipe='mxfp8', 'nvfp4' or 'bf16'")
-        for feature in NOT_IN_FP8
-    ),
-    Refusal(quantised_gathers, fp8, "whose weights travel in fp8 anyway", "leave it out"),
+    *_each(NOT_IN_FP8, fp8, "whose blocks are written out without it", "use recipe='mxfp8', 'nvfp4' or 'bf16'"),
+    Refusal(quantised_gathers, fp8, "whose weights travel in fp8 anyway", OUT),
     Refusal(persistent, skips_in_fp8, "since those layers need their 16-bit weights"),
     # Schedule of the learning rate
     Refusal(is_set("warmup_ratio", 0.1), is_set("warmup_steps", 10), "", "set only one of them"),
@@ -474,9 +449,10 @@ TABLE: tuple[Refusal, ...] = (
         "",
         "a fifth of all steps is usual",
     ),
-    *_unused(
+    *_each(
         (is_set("cooldown_steps", 10, {"lr_scheduler_type": "wsd"}),),
         is_other_than("lr_scheduler_type", "wsd", "cosine"),
+        NOT_USED,
         "leave it out, or use 'wsd'",
     ),
     Refusal(
@@ -486,9 +462,8 @@ TABLE: tuple[Refusal, ...] = (
         "set one of them: max_steps=0 counts epochs",
     ),
     # Recomputation
-    *(
-        Refusal(feature, all_recomputed, "which computes all of it again", "leave it out, or set recompute_block=False")
-        for feature in recompute_parts
+    *_each(
+        recompute_parts, all_recomputed, "which computes all of it again", "leave it out, or set recompute_block=False"
     ),
     # Update under the next forward pass
     Refusal(
@@ -497,29 +472,26 @@ TABLE: tuple[Refusal, ...] = (
         "whose gradients rest in host memory until the next step",
         "set it, or leave overlap_update out",
     ),
-    *(
-        Refusal(
-            is_one_of(name, "nvme", instead="True or False", needs={"nvme_path": "folder"}),
-            overlap,
-            "which is not built for state in files",
-        )
-        for name in ("offload_optimizer", "offload_master")
-    ),
+    Refusal(optimizer_in_files, overlap, "which is not built for state in files"),
+    Refusal(master_in_files, overlap, "which is not built for state in files"),
     Refusal(overlap, no_state_offloaded, "whose transfers it hides", "leave it out, or offload one of them"),
     Refusal(stages, overlap, "which updates in the first forward pass: that of a stage is one tick of a loop"),
     # Mesh
     *(
-        Refusal(
-            memcpy_sends,
-            is_above(size, 1),
-            COPIES + "of such groups",
-            f"leave it out, or set {size}=1",
-        )
+        Refusal(memcpy_sends, is_above(size, 1), COPIES + "of such groups", f"leave it out, or set {size}=1")
         for size in ("tp_size", "cp_size", "pp_size")
     ),
-    *_unused((is_set("cp_method", "ring", {"cp_size": 2}),), is_one_of("cp_size", 1), "leave it out, or raise cp_size"),
-    *_unused(
-        (is_set("pp_schedule", "1f1b", {"pp_size": 2}),), is_one_of("pp_size", 1), "leave it out, or raise pp_size"
+    *_each(
+        (is_set("cp_method", "ring", {"cp_size": 2}),),
+        is_one_of("cp_size", 1),
+        NOT_USED,
+        "leave it out, or raise cp_size",
+    ),
+    *_each(
+        (is_set("pp_schedule", "1f1b", {"pp_size": 2}),),
+        is_one_of("pp_size", 1),
+        NOT_USED,
+        "leave it out, or raise pp_size",
     ),
     Refusal(
         is_above("microbatches_per_fetch", 1, gradient_accumulation_steps=2),
@@ -534,19 +506,18 @@ TABLE: tuple[Refusal, ...] = (
         "use attention='auto' or 'mosaic'",
     ),
     # Chunks of the sequence
-    *(
-        Refusal(feature, is_above("sequence_chunks", 1), reason, "leave it out, or set sequence_chunks=1")
-        for feature, reason in (
-            (is_set("recipe", "mxfp8"), "whose scales are of tokens that chunks would part"),
-            (
-                is_off("recompute_block"),
-                "which saves memory because the values of one chunk at a time are computed again",
-            ),
-            (
-                is_set("cp_method", "allgather", {"cp_size": 2}),
-                "since each chunk would send the keys of all chunks before it again, and ulysses sends them once",
-            ),
-        )
+    Refusal(is_set("recipe", "mxfp8"), chunks, "whose scales are of tokens that chunks would part", ONE_CHUNK),
+    Refusal(
+        is_off("recompute_block"),
+        chunks,
+        "which saves memory because the values of one chunk at a time are computed again",
+        ONE_CHUNK,
+    ),
+    Refusal(
+        is_set("cp_method", "allgather", {"cp_size": 2}),
+        chunks,
+        "since each chunk would send the keys of all chunks before it again, and ulysses sends them once",
+        ONE_CHUNK,
     ),
     # Placement
     Refusal(
@@ -564,7 +535,7 @@ TABLE: tuple[Refusal, ...] = (
         "set zero_quantized_weights='fp8' or 'int8', or recipe='fp8_current' or 'fp8_hybrid'",
     ),
     Refusal(
-        is_on("offload_quants", persistent_quants=True, **QUANTISED),
+        offload_quants,
         is_off("persistent_quants"),
         "with which nothing quantised is stored",
         "set persistent_quants=True",
@@ -576,13 +547,13 @@ TABLE: tuple[Refusal, ...] = (
         "set use_all_to_all_reduce=True or zero_quantized_gradients=True",
     ),
     Refusal(
-        is_above("resident_layers", 0, offload_weights=True),
+        resident,
         is_off("offload_weights"),
         "which keeps all layers on the device",
         "leave it out, or set offload_weights=True",
     ),
     Refusal(
-        is_above("resident_layers", 0, offload_weights=True),
+        resident,
         persistent,
         "which leaves only vectors to offload_weights",
         "leave it out, and offload_quants too if the quants are to stay on the device",

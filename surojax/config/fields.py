@@ -21,6 +21,7 @@ from surojax.declared import (
     AT_LEAST_0,
     AT_LEAST_1,
     BELOW_1,
+    FLOATS,
     FRACTION,
     NOT_EMPTY,
     POSITIVE,
@@ -45,7 +46,6 @@ from surojax.sizes import MOST_GPUS
 type Config = Any  # an ml_collections.ConfigDict with the fields of `default_config`; its values have no static types
 
 
-FLOATS = ("bfloat16", "float32")
 GPUS = at_most(MOST_GPUS, f"{MOST_GPUS:,} GPUs")
 MARGINS = Range(lambda v: 0 <= v <= 8, "0 to 8 binades", "each one more makes small numbers coarser; 0 is usual")
 SHARDS = Range(lambda v: v == -1 or v >= 1, "1 or more, or -1", "-1 is all that the other sizes leave")

@@ -22,7 +22,7 @@ import optax
 
 from pallas_kernels import adamw8bit as kernel
 from pallas_kernels.quantize import random_bits, round_with
-from surojax.declared import BELOW_1, POSITIVE, declare
+from surojax.declared import BELOW_1, FLOATS, POSITIVE, declare
 from surojax.numerics.rounding import materialised, mix
 from surojax.parallel.collectives import device_number
 from surojax.placement.layout import Layout
@@ -67,9 +67,6 @@ def learning_rate_schedule(
         return main
     warmup = optax.linear_schedule(peak / warmup_steps, peak, max(warmup_steps - 1, 1))
     return optax.join_schedules([warmup, main], [warmup_steps])
-
-
-FLOATS = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)

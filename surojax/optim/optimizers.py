@@ -18,12 +18,7 @@ from surojax.optim.normuon import NORMUON
 from surojax.optim.optimizer import ADAMW, ADAMW8BIT, MomentSettings, Optimizer, OptimizerChoice, Schedule
 from surojax.refusals import Refusal, is_one_of, is_set, overlap
 
-OPTIMIZERS: dict[str, OptimizerChoice] = {
-    "adamw": ADAMW,
-    "adamw8bit": ADAMW8BIT,
-    "normuon": NORMUON,
-    "lion": LION,
-}
+OPTIMIZERS: dict[str, OptimizerChoice] = {"adamw": ADAMW, "adamw8bit": ADAMW8BIT, "normuon": NORMUON, "lion": LION}
 # The fields that some of them read: the dtypes of moments, and the options of each.
 SETTINGS: tuple[Declared, ...] = (
     *declared(MomentSettings),

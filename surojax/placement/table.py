@@ -34,7 +34,7 @@ from typing import Literal
 
 import jax
 
-from surojax.declared import AT_LEAST_0, declare, declared
+from surojax.declared import AT_LEAST_0, FLOATS, declare, declared
 from surojax.numerics import quantize
 from surojax.numerics.base_formats import chosen
 from surojax.numerics.recipes import RECIPES
@@ -43,7 +43,6 @@ from surojax.refusals import refuse
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 ZERO_LEVELS = (1, 2, 3)
-FLOATS = ("bfloat16", "float32")
 WEIGHT_FORMATS = ("none", *quantize.DTYPES)  # that weights are gathered in, in place of 16 bits
 Reduce = Literal["reduce_scatter", "all_to_all", "int8"]  # how gradients are summed, see collectives.reduce_scatter
 

@@ -188,7 +188,7 @@ def differing(c: Config, change: Change) -> Change:
 
 def changed(c: Config, *changes: Change) -> Config:
     """A copy of a config with these changes."""
-    c = copy.deepcopy(c)  # copy_and_resolve_references would forget which types `config.either` allows
+    c = copy.deepcopy(c)  # copy_and_resolve_references would forget the types of fields with words (declared.py)
     for change in changes:
         c.update(change)
     return c
