@@ -26,7 +26,7 @@ from surojax.models.loss import cross_entropy
 from surojax.optim.optimizer import adamw, adamw_chain, learning_rate_schedule
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import make_mesh
-from surojax.placement.table import place
+from surojax.placement.table import Storage, place
 
 
 def plain_step(config, optimizer, chain, dtype: str, recompute_block: bool):
@@ -64,7 +64,7 @@ def main() -> None:
     chain = adamw_chain(mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params))
     run = assembly.assemble(
         assembly.model(c),
-        table=place(model_dtype=c.model_dtype, num_shards=1),
+        table=place(Storage(model_dtype=c.model_dtype), num_shards=1),
         optimizer=optimizer,
         mesh=mesh,
         recompute_block=c.recompute_block,

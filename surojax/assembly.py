@@ -6,7 +6,6 @@ abstract.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +23,13 @@ from surojax.numerics import fp8
 from surojax.numerics.base_formats import Coded, is_coded
 from surojax.numerics.recipes import Precision
 from surojax.optim import optimizer as optim
-from surojax.optim.optimizers import OPTIMIZERS
+from surojax.optim.optimizers import built
 from surojax.parallel import collectives
 from surojax.placement.home import DEVICE, HOST, Home
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import pipeline_stages, shards
 from surojax.placement.param import Param
-from surojax.placement.table import SETTINGS, Mesh, Placement, place
+from surojax.placement.table import SETTINGS, Mesh, Placement, Storage, place
 from surojax.step import train_step as step
 from surojax.step.objective import CrossEntropy
 from surojax.step.spec import Engine
@@ -219,10 +218,9 @@ def from_config(c: configs.Config, mesh: Mesh, total_steps: int, *, locates_nonf
 
     locates_nonfinite: see `spec.Engine`.
     """
-    settings = {name: c[name] for name in SETTINGS}
     return assemble(
         model(c),
-        table=place(**settings, num_shards=shards(mesh)),
+        table=place(Storage(**{name: c[name] for name in SETTINGS}), num_shards=shards(mesh)),
         optimizer=_optimizer(c, total_steps),
         mesh=mesh,
         recompute_block=c.recompute_block,
@@ -298,28 +296,5 @@ def _schedule(c: configs.Config, peak: float, total_steps: int) -> optim.Schedul
 
 def _optimizer(c: configs.Config, total_steps: int) -> optim.Optimizer:
     """The optimizer of a config."""
-    settings = {
-        "b1": c.adamw_beta1,
-        "b2": c.adamw_beta2,
-        "eps": c.adamw_epsilon,
-        "weight_decay": c.weight_decay,
-        "max_grad_norm": c.max_grad_norm,
-        "m_dtype": c.opt_m_dtype,
-        "v_dtype": c.opt_v_dtype,
-    }
-    if c.optimizer == "normuon":
-        settings |= {
-            "matrices": _schedule(c, c.muon_learning_rate or c.learning_rate, total_steps),
-            "momentum": c.muon_momentum,
-            "beta2": c.muon_beta2,
-            "steps": c.muon_ns_steps,
-        }
-    if c.optimizer == "adamw8bit":
-        settings["implementation"] = compute(c).precision.implementation
-    return _made(OPTIMIZERS[c.optimizer], _schedule(c, c.learning_rate, total_steps), **settings)
-
-
-@functools.cache
-def _made(make: Callable, schedule: optim.Schedule, **settings) -> optim.Optimizer:
-    """make(schedule, **settings), the same object for equal arguments, so that what is traced of it can be cached."""
-    return make(schedule, **settings)
+    settings = configs.flat(c) | {"implementation": compute(c).precision.implementation}
+    return built(c.optimizer, settings, lambda peak: _schedule(c, peak, total_steps))

@@ -20,7 +20,7 @@ from surojax.optim.optimizer import learning_rate_schedule
 from surojax.placement.layout import Layout, batch_sharding
 from surojax.placement.mesh import make_mesh, shards
 from surojax.placement.param import Kind, Param
-from surojax.placement.table import place
+from surojax.placement.table import Storage, place
 
 CONFIG = DecoderConfig(
     vocab_size=64,
@@ -144,7 +144,7 @@ class Small:
         schedule = learning_rate_schedule("cosine", peak=1e-2, total_steps=20, warmup_steps=2)
         self.run = assemble(
             model or decoder.build(config, compute),
-            table=place(**placed, num_shards=shards(self.mesh)),
+            table=place(Storage(**placed), num_shards=shards(self.mesh)),
             optimizer=optimizer(schedule, m_dtype=m_dtype),
             mesh=self.mesh,
             recompute_block=recompute_block,

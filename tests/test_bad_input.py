@@ -57,7 +57,7 @@ def field_cases() -> list[tuple[str, str]]:
     hidden_size=64              | no field 'hidden_size': did you mean 'model.hidden_size'?
     model.hidden_siz=64         | no field 'model.hidden_siz': did you mean 'model.hidden_size'?
     lr=1e-3                     | no field 'lr': --help lists
-    model=3                     | --config.model holds several fields: set one of model.attention_bias
+    model=3                     | --config.model holds several fields: set one of model.model_type
     max_steps=ten               | --config.max_steps: expected a whole number, got 'ten'
     max_steps=10.5              | --config.max_steps: expected a whole number, got '10.5'
     max_steps=                  | --config.max_steps: expected a whole number, got ''
@@ -97,9 +97,9 @@ def field_cases() -> list[tuple[str, str]]:
     sequence_len=-128           | sequence_len: expected 1 or more
     sequence_len=2147483647     | per_device_batch_size x sequence_len: expected less than 2^31 tokens
     max_steps=0 num_epochs=0    | num_epochs: expected 1 or more
-    num_epochs=3                | num_epochs: expected 1 beside max_steps=600, which decides, got 3
+    num_epochs=3                | num_epochs: expected 1 with max_steps=600, which decides, got 3
     warmup_ratio=3              | warmup_ratio: expected a fraction from 0 to 1, got 3.0; divide a percentage by 100
-    warmup_steps=30             | warmup_ratio: expected 0 beside warmup_steps=30, got 0.05; set only one
+    warmup_steps=30             | warmup_ratio: expected 0.0 with warmup_steps=30, got 0.05; set only one
     warmup_ratio=0 warmup_steps=601 | warmup_steps + cooldown_steps: expected at most max_steps=600, got 601
     warmup_ratio=0 warmup_steps=30 max_steps=20 | warmup_steps + cooldown_steps: expected at most max_steps=20, got 30
     adamw_beta2=1               | adamw_beta2: expected 0 or more and below 1 in float32, got 1.0
@@ -112,10 +112,10 @@ def field_cases() -> list[tuple[str, str]]:
     lr_scheduler_type=wsd       | cooldown_steps: expected 1 or more with lr_scheduler_type='wsd'
     lr_scheduler_type=wsd cooldown_steps=590 | cooldown_steps: expected at most max_steps=600, got 620; shorten
     lr_scheduler_type=cosin     | lr_scheduler_type: expected one of cosine, linear, wsd, got 'cosin'; did you
-    optimizer=sgd               | optimizer: expected one of adamw, adamw8bit, normuon, got 'sgd'
+    optimizer=sgd               | optimizer: expected one of adamw, adamw8bit, normuon, lion, got 'sgd'
     model_dtype=float16         | model_dtype: expected one of bfloat16, float32, got 'float16'
     opt_m_dtype=fp8             | opt_m_dtype: expected one of bfloat16, float32, got 'fp8'
-    optimizer=adam8bit          | one of adamw, adamw8bit, normuon, got 'adam8bit'; did you mean 'adamw8bit'?
+    optimizer=adam8bit          | one of adamw, adamw8bit, normuon, lion, got 'adam8bit'; did you mean 'adamw8bit'?
     muon_momentum=0.9           | muon_momentum: expected 0.95 with optimizer='adamw', which does not use it, got 0.9
     optimizer=normuon muon_ns_steps=0 | muon_ns_steps: expected 1 to 10, got 0; 5 is usual
     optimizer=normuon muon_beta2=1.0 | muon_beta2: expected 0 or more and below 1 in float32, got 1.0
@@ -131,7 +131,7 @@ def field_cases() -> list[tuple[str, str]]:
     skip_quant_first_layers=1   | skip_quant_first_layers: expected 0 with recipe='bf16', which does not use it
     recipe=nvfp4 skip_quant_last_layers=4 | expected fewer than the 4 layers, both together, got 4; lower them
     recipe=fp8_current model.intermediate_size=344 | model.intermediate_size: expected a multiple of 16 with recipe
-    recipe=mxfp8 model.intermediate_size=336 | expected a multiple of 32 with recipe='mxfp8', got 336; use 352
+    recipe=mxfp8 model.intermediate_size=336 | a multiple of 32 with recipe='mxfp8', which its products need, got 336
     recipe=fp8_hybrid sequence_len=250 per_device_batch_size=1 | expected a multiple of 16 tokens with recipe
     recipe=fp8_hybrid zero_level=3 zero_quantized_weights=int8 | zero_quantized_weights: expected 'none' with recipe
     recipe=fp8_hybrid skip_quant_first_layers=1 recompute_block=false | recompute_block: expected True with skip_quant_*
@@ -142,13 +142,13 @@ def field_cases() -> list[tuple[str, str]]:
     kernels=triton              | kernels: expected one of auto, xla, mosaic, got 'triton'
     z_loss=-1                   | z_loss: expected 0 or more
     attention=flash             | attention: expected one of auto, xla, cudnn, mosaic, got 'flash'
-    sample_packing=true attention=cudnn | attention: expected 'auto', 'mosaic' or 'xla' with sample_packing, got 'cudnn'
-    attention=mosaic model_dtype=float32 | model.head_dim: expected bfloat16 heads of a multiple of 16 up to 128
-    attention=cudnn             | model_dtype: expected bfloat16 with attention='cudnn', got 'float32'
+    sample_packing=true attention=cudnn | attention: expected 'auto', 'mosaic' or 'xla' with sample_packing=True
+    attention=mosaic model_dtype=float32 | model_dtype: expected 'bfloat16' with attention='mosaic', which computes
+    attention=cudnn             | model_dtype: expected 'bfloat16' with attention='cudnn', which computes in 16 bits
     attention=cudnn model_dtype=bfloat16 | attention: expected 'auto' or 'xla' on cpu, got 'cudnn'
     qlora_fp4=true              | qlora_fp4: expected False with lora=False, which does not use it, got True
-    lora=true qlora_bnb=true qlora_fp8=true | qlora_fp8: expected False with qlora_bnb=True, got True; leave one of
-    lora=true qlora_fp8=true recipe=fp8_current | qlora_fp8: expected False with lora=True and recipe='fp8_current'
+    lora=true qlora_bnb=true qlora_fp8=true | qlora_fp8: expected False with qlora_bnb=True, since a matrix
+    lora=true qlora_fp8=true recipe=fp8_current | qlora_fp8: expected False with recipe='fp8_current', for which
     zero_level=0                | zero_level: expected one of 1, 2, 3, got 0
     zero_level=4                | zero_level: expected one of 1, 2, 3, got 4
     lmhead_chunks=7             | a divisor of per_device_batch_size x sequence_len = 2048, got 7; use 8
@@ -189,11 +189,11 @@ def field_cases() -> list[tuple[str, str]]:
     model.rope_scaling=yarn model.rope_factor=4 model.rope_beta_slow=64 | rope_beta_fast: expected more than rope_beta
     model.rope_partial_rotary_factor=0.3 | rope_partial_rotary_factor: expected a fraction up to 1 that leaves an even
     model.rope_partial_rotary_factor=1.5 | rope_partial_rotary_factor: expected a fraction up to 1
-    model.rope_local_base_freq=10000 | rope_local_base_freq: expected 0 without a window, whose layers use it
+    model.rope_local_base_freq=10000 | rope_local_base_freq: expected 0.0 with sliding_window=0, which leaves no
     model.no_rope_layer_interval=9 model.num_hidden_layers=8 | no_rope_layer_interval: expected at most num_hidden
-    model.rope_llama_4_scaling_beta=0.1 model.no_rope_layer_interval=2 | rope_llama_4_scaling_beta: expected 0 with
+    model.rope_llama_4_scaling_beta=0.1 model.no_rope_layer_interval=2 | llama_4_scaling_beta: expected 0.0 with
     model.hidden_act=gelu       | model.hidden_act: expected one of silu, gelu_pytorch_tanh, got 'gelu'; did you mean
-    attention=cudnn model_dtype=bfloat16 model.attn_logit_softcapping=50 | attn_logit_softcapping: expected 0 with
+    attention=cudnn model_dtype=bfloat16 model.attn_logit_softcapping=50 | attn_logit_softcapping: expected 0.0
     recipe=fp8_hybrid model.sandwich_norms=true | model.sandwich_norms: expected False with recipe='fp8_hybrid', whose
     model.rope_factor=8         | expected 1.0 with rope_scaling='none', which does not use it, got 8.0
     model.rope_scaling=linear   | model.rope_factor: expected more than 1 with rope_scaling='linear', got 1.0

@@ -29,6 +29,7 @@ CASES = {
         ("optimizer=adamw8bit", "model_dtype=bfloat16", "master_dtype=bfloat16"),
         "offload_grouped@4",
     ),
+    "lion": (("optimizer=lion", "model_dtype=float32"), "nvme@4,overlap_update@4"),
     "fp8_hybrid": (("recipe=fp8_hybrid", "model_dtype=bfloat16"), "resident_layers@4"),
 }
 

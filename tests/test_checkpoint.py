@@ -87,7 +87,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def small_plan(devices: int, **placed) -> state.TrainState:
     """The plan of the tests' small model, in two float dtypes."""
     mesh = make_mesh(jax.devices()[:devices])
-    table = placement.place(model_dtype="bfloat16", num_shards=devices, **placed)
+    table = placement.place(placement.Storage(model_dtype="bfloat16", **placed), num_shards=devices)
     optimizer = optim.adamw(lambda _: jnp.float32(1e-3), m_dtype="bfloat16")
     return assemble(decoder.build(CONFIG), table=table, optimizer=optimizer, mesh=mesh).plan
 

@@ -378,15 +378,16 @@ def test_gradients_travel_as_bytes(level):
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_impossible_combinations_are_refused_with_the_fix(settings, message, num_shards):
     with pytest.raises(ConfigError, match=message):
-        placement.place(**settings, num_shards=num_shards)
+        placement.place(placement.Storage(**settings), num_shards=num_shards)
 
 
 def test_the_table_has_the_quants():
     placed = {"zero_level": 3, "zero_quantized_weights": "fp8", "persistent_quants": True, "offload_quants": True}
-    table = placement.place(**placed, num_shards=4)
+    table = placement.place(placement.Storage(**placed), num_shards=4)
     assert table.quants == placement.Row("float8_e4m3fn", True, HOST) and table.persistent_quants
-    assert placement.place(num_shards=4).quants.dtype == ""
-    assert placement.place(use_all_to_all_reduce=True, zero_quantized_gradients=True, num_shards=4).reduce == "int8"
+    assert placement.place(placement.Storage(), num_shards=4).quants.dtype == ""
+    both = placement.Storage(use_all_to_all_reduce=True, zero_quantized_gradients=True)
+    assert placement.place(both, num_shards=4).reduce == "int8"
 
 
 def drawn(**settings) -> assembly.Assembly:

@@ -25,7 +25,7 @@ from surojax.parallel import context
 from surojax.parallel.context import METHODS
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import CONTEXT, SHARD, abstract_mesh, data_parallel, make_mesh, mesh_shape, shards
-from surojax.placement.table import place
+from surojax.placement.table import Storage, place
 from surojax.planner import hlo, textbook, traffic
 
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
@@ -249,11 +249,11 @@ def test_layouts_and_meshes():
     with pytest.raises(ConfigError, match=r"^dp_replicate_size x cp_size: expected a divisor of the 8 devices in use"):
         mesh_shape(8, cp_size=3)
     mesh = abstract_mesh(8, cp_size=4)
-    found = layouts(decoder.build(CONFIG).params, place(zero_level=3, num_shards=shards(mesh)), mesh)
+    found = layouts(decoder.build(CONFIG).params, place(Storage(zero_level=3), num_shards=shards(mesh)), mesh)
     wq = found.weights["blocks"]["attention"]["wq"]
     assert wq.stored == jax.P((SHARD, CONTEXT)) and wq.computed == jax.P() and wq.sharded_dim == 0
     alone = abstract_mesh(4, cp_size=4)
-    found = layouts(decoder.build(CONFIG).params, place(zero_level=3, num_shards=shards(alone)), alone)
+    found = layouts(decoder.build(CONFIG).params, place(Storage(zero_level=3), num_shards=shards(alone)), alone)
     assert found.weights["blocks"]["attention"]["wq"].stored == jax.P(CONTEXT)
 
 

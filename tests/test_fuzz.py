@@ -43,7 +43,7 @@ import test_huggingface
 
 from surojax import convert, evaluate, fit, generate, launch, limited, plan, train, verify
 from surojax.config import checks, flags
-from surojax.config.fields import default_config, flat
+from surojax.config.fields import FIELDS, default_config, flat
 from surojax.data import __main__ as data_command, corpus, datasets
 from surojax.data.conversations import Conversation
 from surojax.data.datasets import parse
@@ -441,7 +441,7 @@ def use_fields(r: random.Random) -> None:
     overrides = []
     for _ in range(r.choice((1, 1, 2, 3))):
         name = r.choice(names)
-        choices = [str(choice) for choice in checks.CHOICES.get(name, ())]
+        choices = [str(choice) for choice in FIELDS[name].choices]
         values = NUMBERS if isinstance(flat(c)[name], int | float) and r.random() < 0.8 else FLAGS
         overrides.append((name, r.choice([*values, *choices * 5])))
     for name, text in overrides:

@@ -268,13 +268,13 @@ BAD = {
     "quants": ({"offload_quants": True}, "offload_quants: expected False with lora=True"),
     "dora in float8": (
         {"recipe": "fp8_current", "use_dora": True},
-        "use_dora: expected False with lora=True and recipe='fp8_current'",
+        "use_dora: expected False with recipe='fp8_current', for which it is not built yet",
     ),
     "optimizer": ({"optimizer": "normuon"}, "optimizer: expected 'adamw' with lora=True"),
     "nvme": ({"offload_optimizer": "nvme", "nvme_path": "/x"}, "offload_optimizer: expected true or false with lora"),
     "tied": (
         {"modules_to_save": "embed_tokens", "model.tie_word_embeddings": True},
-        "modules_to_save: expected none with a model whose head is its embedding",
+        "modules_to_save: expected '' with tie_word_embeddings=True, since of a file",
     ),
     "module": ({"modules_to_save": "norm"}, "modules_to_save: expected names among embed_tokens, lm_head"),
     "alpha": ({"lora_alpha": 0.0}, "lora_alpha: expected more than 0"),

@@ -233,13 +233,13 @@ def test_arrays_rest_where_the_table_says():
 
 def test_impossible_combinations_are_refused_with_the_fix():
     with pytest.raises(ConfigError, match="shard_gradients=True or zero_level=2"):
-        placement.place(offload_grads=True, num_shards=4)
+        placement.place(placement.Storage(offload_grads=True), num_shards=4)
     with pytest.raises(ConfigError, match=r"set shard_gradients=True$"):  # the level is set already
-        placement.place(offload_grads=True, zero_level=2, shard_gradients=False, num_shards=4)
+        placement.place(placement.Storage(offload_grads=True, zero_level=2, shard_gradients=False), num_shards=4)
     with pytest.raises(ConfigError, match="divides"):
         Small(5, shard_outer=True)
     with pytest.raises(ConfigError, match="leave it out, or set offload_weights=True"):
-        placement.place(resident_layers=1, num_shards=1)
+        placement.place(placement.Storage(resident_layers=1), num_shards=1)
     with pytest.raises(ConfigError, match="fewer than the 3 layers, got 3; leave it out with offload_weights=False"):
         Small(offload_weights=True, resident_layers=3)
-    assert placement.place(offload_grads=True, num_shards=1).grads.home == HOST
+    assert placement.place(placement.Storage(offload_grads=True), num_shards=1).grads.home == HOST

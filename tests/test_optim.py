@@ -8,7 +8,7 @@ import optax
 import pytest
 from small import REPLICATED, declared, new_moments
 
-from surojax.optim import normuon as muon, optimizer as optim
+from surojax.optim import lion, normuon as muon, optimizer as optim
 from surojax.placement.layout import Layout
 from surojax.placement.mesh import DATA, SHARD, make_mesh
 from surojax.placement.param import Kind, Param
@@ -91,7 +91,27 @@ def test_bfloat16_gradients_are_updated_in_float32():
     chex.assert_trees_all_equal(*results)
 
 
-@pytest.mark.parametrize("make", [optim.adamw, optim.adamw8bit, muon.normuon])
+def test_bfloat16_weights_decay_as_float32_ones():
+    """0.1 is 0.1001 in bfloat16: 7.7e-4 more. With no gradient all of the update is the decay."""
+    optimizer = optim.adamw(optax.constant_schedule(1.0), weight_decay=0.1, max_grad_norm=0)
+    p = jnp.linspace(0.5, 2, 64, dtype=jnp.bfloat16).reshape(8, 8)
+    zero = jnp.zeros((8, 8))
+    state = optimizer.matrices.init(p.shape, 1)
+    scalars = optimizer.scalars(jnp.int32(0), jnp.float32(1))
+    kept = {}
+
+    def rounded(new, dtype, tensor):
+        kept["new"] = new
+        return new.astype(dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim, "rounded", rounded)
+        optimizer.matrices.apply(p, zero, state, optim.TensorContext(scalars, REPLICATED, jnp.zeros(2)), None)
+    exact = np.asarray(p, np.float64) * (1 - 0.1)
+    np.testing.assert_allclose(kept["new"], exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [optim.adamw, optim.adamw8bit, muon.normuon, lion.lion])
 def test_small_updates_of_bfloat16_are_not_lost(make):
     """Steps of 2^-12 from 1.0, whose neighbour is 2^-8 below, for 100 steps. Each moves with a probability of 1/16: in
     standard deviations, a mean over 192 numbers is off by 2.8 % of the way; 5 of those."""

@@ -83,6 +83,8 @@ def test_a_large_embedding_is_updated_in_parts_to_the_same_bits():
     """In host memory it is: 256 words are four parts, none larger than a matrix of a block, `[80, 32]`."""
     large = dataclasses.replace(CONFIG, vocab_size=256, num_hidden_layers=1)
     plain, offloaded = (Small(config=large, master_dtype="bfloat16", **placed) for placed in ({}, OFFLOADED))
+    for small in (plain, offloaded):
+        small.compile_as_users_do(BATCHES[0])
     assert plain.train(BATCHES[:2]) == offloaded.train(BATCHES[:2])
     same(jax.device_get(plain.state.master), jax.device_get(offloaded.state.master))
 

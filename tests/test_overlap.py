@@ -106,10 +106,19 @@ GIVEN = STATE | {"overlap_update": True}
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"offload_grads": False}, "offload_grads: expected True with overlap_update, .* got False; set it, or leave"),
-        ({"offload_master": "nvme", "nvme_path": "/tmp"}, "offload_master: expected True or False with overlap_update"),
-        ({"offload_master": False, "offload_optimizer": False}, "overlap_update: expected False without offload_opt"),
-        ({"pp_size": 2, "gpus": 2}, "pp_size: expected 1 with overlap_update, .* got 2; leave one of them out"),
+        (
+            {"offload_grads": False},
+            "offload_grads: expected True with overlap_update=True, .* got False; set it, or leave",
+        ),
+        (
+            {"offload_master": "nvme", "nvme_path": "/tmp"},
+            "offload_master: expected True or False with overlap_update=True",
+        ),
+        (
+            {"offload_master": False, "offload_optimizer": False},
+            "overlap_update: expected False without offload_optimizer and offload_master, whose tr",
+        ),
+        ({"pp_size": 2, "gpus": 2}, "pp_size: expected 1 with overlap_update=True, .* got 2; leave one of them out"),
     ],
 )
 def test_what_it_is_not_built_for_is_refused(changes, message):

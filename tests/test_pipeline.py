@@ -29,7 +29,7 @@ from surojax.models.model import Compute
 from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.param import OUTER
-from surojax.placement.table import place
+from surojax.placement.table import Storage, place
 from surojax.planner import compute, footprint, hlo, stages, textbook, traffic
 from surojax.planner.gpus import GPUS
 from surojax.step import pipeline, stage_layers, state
@@ -255,7 +255,7 @@ def test_a_run_goes_on_with_stages_and_without(tmp_path):
 def test_layouts():
     """Layers and words are divided over stages, and what a stage has over `dp_shard`; norms of the head are shared."""
     mesh = abstract_mesh(8, pp_size=4)
-    found = layouts(decoder.build(FOUR).params, place(zero_level=3, num_shards=2), mesh)
+    found = layouts(decoder.build(FOUR).params, place(Storage(zero_level=3), num_shards=2), mesh)
     wq = found.weights["blocks"]["attention"]["wq"]
     assert wq.layers == (PIPELINE,) and PIPELINE not in (*wq.stored_axes, *wq.computed_axes)
     of_weights, of_master = specs(found.weights), specs(found.master)
@@ -263,7 +263,7 @@ def test_layouts():
     assert of_weights["outer"] == {"embed": jax.P(PIPELINE), "head": jax.P(PIPELINE), "norm": jax.P()}
     assert of_master["outer"]["embed"] == jax.P((PIPELINE, SHARD))
     with pytest.raises(ConfigError, match=r"^pp_size: expected a divisor of embed's 64 vocab, got 3; lower it"):
-        layouts(decoder.build(CONFIG).params, place(num_shards=1), abstract_mesh(3, pp_size=3))
+        layouts(decoder.build(CONFIG).params, place(Storage(), num_shards=1), abstract_mesh(3, pp_size=3))
 
 
 def test_meshes():

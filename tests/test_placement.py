@@ -26,15 +26,16 @@ from surojax.step.state_plan import bytes_per_device
 
 @pytest.mark.parametrize("level, grads, weights", [(1, False, False), (2, True, False), (3, True, True)])
 def test_zero_levels_fill_the_table(level, grads, weights):
-    table = placement.place(zero_level=level, num_shards=4)
+    table = placement.place(placement.Storage(zero_level=level), num_shards=4)
     assert (table.grads.sharded, table.weights.sharded) == (grads, weights)
     assert table.master.sharded and not table.outer.sharded
-    assert placement.place(zero_level=level, shard_gradients=not grads, num_shards=4).grads.sharded is not grads
+    other = placement.Storage(zero_level=level, shard_gradients=not grads)
+    assert placement.place(other, num_shards=4).grads.sharded is not grads
 
 
 def test_unknown_level_is_refused():
-    with pytest.raises(ValueError, match="1, 2 or 3"):
-        placement.place(zero_level=4, num_shards=1)
+    with pytest.raises(ValueError, match="expected one of 1, 2, 3, got 4"):
+        placement.place(placement.Storage(zero_level=4), num_shards=1)
 
 
 def test_state_is_built_as_planned():

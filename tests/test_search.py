@@ -636,7 +636,7 @@ def test_settings_that_cannot_run_do_not_end_the_search(monkeypatch):
     c = config(**SMALL | {"gpus": 2, "lmhead_chunks": 1, "offload_grads": True})
     result = fastest.fastest(c, GPU, keep=("recompute_block", *layouts.AXES, "lmhead_chunks"))
     assert result.rows and result.as_given is None
-    assert result.refused.startswith("offload_grads: expected sharded gradients")
+    assert result.refused.startswith("offload_grads: expected False with shard_gradients=False on 2 GPUs")
     assert f"the settings as given cannot run: {result.refused}" in command.table(result)
 
 

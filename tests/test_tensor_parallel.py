@@ -26,7 +26,7 @@ from surojax.optim.optimizer import UpdateContext, _seed
 from surojax.parallel import tensor
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import KV_HEADS, SAME_KV_HEADS, SHARD, abstract_mesh, data_parallel, mesh_shape
-from surojax.placement.table import place
+from surojax.placement.table import Storage, place
 from surojax.planner import hlo, textbook, traffic
 
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
@@ -150,7 +150,7 @@ def test_no_device_has_whole_logits():
 def test_layouts():
     """A product's dimension is divided by `tp` first and by `dp_shard` after it; keys of one head are shared."""
     mesh = abstract_mesh(8, tp_size=4, kv_heads=2)
-    found = layouts(decoder.build(CONFIG).params, place(zero_level=3, num_shards=2), mesh)
+    found = layouts(decoder.build(CONFIG).params, place(Storage(zero_level=3), num_shards=2), mesh)
     attention, mlp = found.weights["blocks"]["attention"], found.weights["blocks"]["mlp"]
     both = (KV_HEADS, SAME_KV_HEADS)
     assert attention["wq"].computed == jax.P(both) and attention["wq"].stored == jax.P((*both, SHARD))
@@ -161,7 +161,7 @@ def test_layouts():
     with pytest.raises(
         ConfigError, match=r"tp_size: expected a divisor of attention\.wk's 16 kv_heads, got 3; lower it"
     ):
-        layouts(decoder.build(CONFIG).params, place(num_shards=1), abstract_mesh(3, tp_size=3))
+        layouts(decoder.build(CONFIG).params, place(Storage(), num_shards=1), abstract_mesh(3, tp_size=3))
 
 
 def test_meshes():

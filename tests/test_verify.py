@@ -1,7 +1,6 @@
 """The verifier: it passes what is right, fails what is not, and has a row for every setting of the table."""
 
 import functools
-import inspect
 
 import jax
 import numpy as np
@@ -123,16 +122,15 @@ def test_what_is_held_against_a_bound():
         assert judge(moved(bad), moved(bad), bounds["same"])[0] == "FAIL"
 
 
-NO_ROW = {  # keywords of `place` that no row has, and why
+NO_ROW = {  # fields of `Storage` that no row has, and why
     **dict.fromkeys(settings_of.NUMBERS, "numbers are the config's"),
-    "num_shards": "follows from the mesh",
     "nvme_path": "rows with nvme get a temporary folder",
 }
 
 
 def test_every_setting_of_the_table_has_a_row():
-    """A new keyword of `placement.place`, or a new way to recompute, needs a line in SETTINGS."""
-    keywords = {*inspect.signature(placement.place).parameters, *configs.RECOMPUTE_PARTS}
+    """A new field of `placement.Storage`, or a new way to recompute, needs a line in SETTINGS."""
+    keywords = {*placement.SETTINGS, *configs.RECOMPUTE_PARTS}
     keywords |= {"recompute_block", "microbatches_per_fetch", "sequence_chunks", "overlap_update"}
     assert keywords - {name for s in SETTINGS for name in s.changes} == set(NO_ROW)
 

@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import inspect
 import json
 import re
 import runpy
@@ -13,7 +12,8 @@ from typing import NoReturn
 
 import ml_collections
 
-from surojax.config.fields import KINDS, WORDS_OF, Config, default_config, flat, no_field
+from surojax.config.fields import DEFAULTS, FIELDS, SECTIONS, Config, no_field
+from surojax.declared import KINDS
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.untrusted import expanded
@@ -23,14 +23,11 @@ WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no":
 
 
 def describe() -> str:
-    """Returns the help for every field, `--config.field=default  comment`, read from the source of `default_config`."""
+    """Returns the help for every field, `--config.field=default  comment`, by section."""
     lines = []
-    for line in inspect.getsource(default_config).splitlines():
-        if section := re.fullmatch(r"    # (.+)", line):
-            lines.append(f"\n{section[1]}")
-        elif field := re.fullmatch(r"    c\.([\w.]+) = (.+?)  # (.+)", line):
-            value = "unset" if "placeholder" in field[2] else re.sub(r"either\((.+)\)", r"\1", field[2])
-            lines.append(f"  --config.{field[1]}={value}\n        {field[3]}")
+    for title, fields in SECTIONS.items():
+        lines.append(f"\n{title}")
+        lines += [f"  --config.{field.name}={field.default_text}\n        {field.comment}" for field in fields]
     return "\n".join(lines)
 
 
@@ -55,7 +52,7 @@ def parse(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Conf
     args, unknown = parser.parse_known_args(rest)
     if unknown:
         field = unknown[0].strip("-").partition("=")[0].replace("-", "_")
-        meant = f"did you mean --config.{field}?" if field in flat(default_config()) else "see --help"
+        meant = f"did you mean --config.{field}?" if field in DEFAULTS else "see --help"
         meant = f"did you mean --config {unknown[0]}?" if unknown[0].endswith(".py") else meant
         raise ConfigError(f"unknown option {unknown[0]!r}: fields are set with --config.FIELD=VALUE; {meant}")
     if not args.config and "model_path" in dict(overrides):
@@ -137,7 +134,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
 
 def _override(config: Config, name: str, text: str | None) -> None:
     """Set one field from the text of a command line, converted to the field's type."""
-    defaults = flat(default_config())
+    defaults = DEFAULTS
     if inside := [field for field in defaults if field.startswith(f"{name}.")]:
         raise ConfigError(f"--config.{name} holds several fields: set one of {', '.join(inside)}")
     if name not in defaults:
@@ -146,14 +143,15 @@ def _override(config: Config, name: str, text: str | None) -> None:
         config[name] = _entries(name, text)
         return
     optional = defaults[name] is None
+    words = FIELDS[name].words
     kind = bool if optional else type(defaults[name])
     owner = config.model if name.startswith("model.") else config
     try:
-        word = text.lower() if text and text.lower() in WORDS_OF.get(name, ()) else None
+        word = text.lower() if text and text.lower() in words else None
         owner[name.removeprefix("model.")] = word or _value(kind, text, optional)
     except (KeyError, TypeError, ValueError, OverflowError):
         expected = KINDS[kind] + (" or unset" if optional else "")
-        expected += "".join(f" or {word}" for word in WORDS_OF.get(name, ()))
+        expected += "".join(f" or {word}" for word in words)
         got = "no value" if text is None else repr(text)
         raise ConfigError(f"--config.{name}: expected {expected}, got {got}; write --config.{name}=VALUE") from None
 

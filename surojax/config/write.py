@@ -2,20 +2,17 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
-from surojax.config.fields import Config, default_config, flat
-from surojax.config.flags import describe
+from surojax.config.fields import DEFAULTS, Config, flat
 from surojax.errors import ConfigError
 
 
 def config_file(c: Config, description: str) -> str:
     """The text of a config file that is `c`, with this docstring. It needs no other file."""
-    defaults = flat(default_config())
     values = flat(c)
-    differ = [name for name in re.findall(r"--config\.([\w.]+)=", describe()) if values[name] != defaults[name]]
+    differ = [name for name, default in DEFAULTS.items() if values[name] != default]
     lines = [f"    c.{name} = {_literal(values[name])}" for name in differ]
     return "\n".join(
         [

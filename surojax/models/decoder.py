@@ -404,4 +404,4 @@ def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, C
     return body, keys_values
 
 
-ARCHITECTURE = Architecture("llama", from_settings, build, decoder_checks.check, decoder_checks.check_fp8)
+ARCHITECTURE = Architecture("llama", from_settings, build, decoder_checks.check, decoder_checks.REFUSALS)

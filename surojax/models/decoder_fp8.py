@@ -54,16 +54,6 @@ SITES = Sites(
     gradients=("d_q", "d_k", "d_v", "d_attention", "d_gate", "d_up", "d_mlp"),
 )
 SITE_NAMES = (*SITES.inputs, *SITES.gradients)
-# Options of the decoder that this block does not compute; the other recipes do.
-NOT_COMPUTED = (
-    "norm_plus_one",
-    "sandwich_norms",
-    "hidden_act",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "rope_partial_rotary_factor",
-    "rope_llama_4_scaling_beta",
-)
 
 
 class AttentionSaved(NamedTuple):

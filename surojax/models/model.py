@@ -302,14 +302,14 @@ class Architecture(NamedTuple):
 
     name: the value of `model.model_type` in a config. sizes: the `model` fields of a config -> frozen sizes, such as
     `DecoderConfig`. build: (sizes, Compute) -> Model. check: raises ConfigError for `model` fields of a config that do
-    not go together, or not with its other fields; check_fp8: for what the recipes fp8_* do not compute.
+    not go together, or not with its other fields, as far as `refusals`, rows of a table (refusals.py), do not say it.
     """
 
     name: str
     sizes: Callable[[dict[str, Any]], Any]
     build: Callable[[Any, Compute], Model]
     check: Callable[[Any], None]
-    check_fp8: Callable[[Any], None]
+    refusals: tuple = ()
 
 
 LONGEST_PERIOD = 8

@@ -25,14 +25,28 @@ every device computes all of O. For Llama-7B (5 steps) O takes 6.8e14 FLOPs, as 
 The second moment of the rows is replicated (4 bytes a row), so that no norm has to be summed over devices.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from surojax.declared import AT_LEAST_0, BELOW_1, Range, declare
 from surojax.numerics.rounding import materialised, mix
-from surojax.optim.optimizer import Optimizer, Rule, Scalars, Schedule, TensorContext, adamw, rounded
+from surojax.optim.optimizer import (
+    ADAM,
+    COMMON,
+    MOMENTS,
+    Optimizer,
+    OptimizerChoice,
+    Rule,
+    Scalars,
+    Schedule,
+    TensorContext,
+    adamw,
+    rounded,
+)
 from surojax.parallel.collectives import active, device_number
 from surojax.placement.layout import Layout, mesh_axes
 
@@ -82,6 +96,23 @@ def orthogonalised(x: jax.Array, steps: int = 5) -> jax.Array:
         gram = dot(y, y.T)
         y = a * y + dot(b * gram + c * dot(gram, gram), y)
     return y.T if tall else y
+
+
+STEPS = Range(lambda v: 1 <= v <= 10, "1 to 10", "5 is usual; the result is exact to bfloat16 from 6 on")
+
+
+@dataclasses.dataclass(frozen=True)
+class NormuonSettings:
+    """The options of NorMuon."""
+
+    # normuon: the peak for the blocks' matrices; 0 = learning_rate
+    muon_learning_rate: float = declare(0.0, AT_LEAST_0)
+    # normuon: decay of the momentum of the blocks' matrices
+    muon_momentum: float = declare(0.95, BELOW_1)
+    # normuon: decay of the mean squares of their rows
+    muon_beta2: float = declare(0.95, BELOW_1)
+    # normuon: steps of the orthogonalisation, 1 to 10
+    muon_ns_steps: int = declare(5, STEPS)
 
 
 class Momentum(NamedTuple):
@@ -155,6 +186,17 @@ def normuon(
         matrices=Rule(init, state_layout, apply, apply_to_group=apply_to_group, flops=functools.partial(flops, steps)),
         scalars=scalars,
     )
+
+
+OF_MATRICES = {"momentum": "muon_momentum", "beta2": "muon_beta2", "steps": "muon_ns_steps"}
+NORMUON = OptimizerChoice(
+    normuon,
+    COMMON | ADAM | MOMENTS | OF_MATRICES,
+    peaks={"matrices": "muon_learning_rate"},
+    options=NormuonSettings,
+    summary="blocks' matrices; others: adamw",
+    whole_matrices=True,
+)
 
 
 def flops(steps: int, shape: tuple[int, ...]) -> int:

@@ -3,22 +3,17 @@
 A tensor's update reads that tensor's gradient only. Values shared by all tensors (learning rate, clip factor, bias
 corrections) are computed once per step (`scalars`) and passed to the rules. AdamW is elementwise, and in 8 bits within
 blocks of a row, so it needs no communication: a shard gets the update that it would get within the full matrix. NorMuon
-(normuon.py) needs the full matrix, each on one of the devices that share it.
-
-| optimizer | matrices of the blocks | embedding, head | vectors | state of a matrix, bytes per parameter          |
-|-----------|------------------------|-----------------|---------|-------------------------------------------------|
-| adamw     | AdamW                  | AdamW           | AdamW   | 8, or 4 with opt_m_dtype=opt_v_dtype=bfloat16   |
-| adamw8bit | AdamW in 8 bits        | AdamW in 8 bits | AdamW   | 2 + 8 / block, block up to 256 (pallas_kernels) |
-| normuon   | NorMuon                | AdamW           | AdamW   | 4, or 2, and 4 a row                            |
+(normuon.py) needs the full matrix, each on one of the devices that share it. optimizers.py lists all of them.
 
 The state of every rule starts as zeros. It has a layer axis if the tensor has one. All rules round bfloat16 master
 weights stochastically: nearly all updates are smaller than half the distance to the neighbouring number, and would be
 lost if rounded to nearest.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +22,7 @@ import optax
 
 from pallas_kernels import adamw8bit as kernel
 from pallas_kernels.quantize import random_bits, round_with
+from surojax.declared import BELOW_1, FLOATS, POSITIVE, declare
 from surojax.numerics.rounding import materialised, mix
 from surojax.parallel.collectives import device_number
 from surojax.placement.layout import Layout
@@ -71,6 +67,53 @@ def learning_rate_schedule(
         return main
     warmup = optax.linear_schedule(peak / warmup_steps, peak, max(warmup_steps - 1, 1))
     return optax.join_schedules([warmup, main], [warmup_steps])
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentSettings:
+    """The dtypes of moments, for the optimizers that read them."""
+
+    # first moments (adamw8bit: only those of vectors) and the momentum of normuon
+    opt_m_dtype: str = declare("float32", choices=FLOATS)
+    # second moments (adamw8bit: only those of vectors; normuon: only those of adamw)
+    opt_v_dtype: str = declare("float32", choices=FLOATS)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamSettings:
+    """The options of AdamW, of every optimizer that has its rule for some tensors."""
+
+    # decay of the first moment
+    adamw_beta1: float = declare(0.9, BELOW_1)
+    # decay of the second moment
+    adamw_beta2: float = declare(0.95, BELOW_1)
+    # added to the square root of the second moment
+    adamw_epsilon: float = declare(1e-8, POSITIVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer as a config chooses it: a row of `optimizers.OPTIMIZERS`.
+
+    make: (schedule of the learning rate, **arguments) -> Optimizer.
+    arguments: the arguments and the settings that they are: fields of the config, or "implementation" (of kernels).
+    Fields of `options` that are not among them are refused by name.
+    peaks: arguments that are schedules, and the fields that are their peaks; 0 = learning_rate.
+    options: a frozen dataclass of the fields that it brings, see declared.py; None if it brings none.
+    summary: what stands behind its name in the help.
+    """
+
+    make: Callable[..., "Optimizer"]
+    arguments: Mapping[str, str]
+    peaks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: type | None = None
+    summary: str = ""
+    whole_matrices: bool = False  # it needs whole matrices, which are on one device or all-gathered
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The fields of the config that it reads."""
+        return frozenset((*self.arguments.values(), *self.peaks.values()))
 
 
 class NoState(NamedTuple):
@@ -246,8 +289,9 @@ def by_optax(chain: optax.GradientTransformationExtraArgs) -> Rule:
         return jax.tree.map(lambda _: layout, of_a_number())
 
     def apply(p, g, state, tensor: TensorContext, dtype):
-        update, state = chain.update(g.astype(jnp.float32), state, p, scalars=tensor.scalars)
-        new = rounded(p.astype(jnp.float32) + update, p.dtype, tensor)
+        old = p.astype(jnp.float32)  # optax would round the weight decay's factor to bfloat16
+        update, state = chain.update(g.astype(jnp.float32), state, old, scalars=tensor.scalars)
+        new = rounded(old + update, p.dtype, tensor)
         return None if dtype is None else new.astype(dtype), new, state
 
     def apply_to_stack(p, g, state, tensor: TensorContext, dtype):
@@ -350,6 +394,17 @@ def adamw8bit(
     layer_by_layer = Rule(init, state_layout, apply)
     in_one_pass = layer_by_layer._replace(apply_to_stack=apply_to_stack)
     return plain._replace(matrices=in_one_pass, tables=layer_by_layer, scalars=scalars)
+
+
+COMMON = {"weight_decay": "weight_decay", "max_grad_norm": "max_grad_norm"}
+ADAM = {"b1": "adamw_beta1", "b2": "adamw_beta2", "eps": "adamw_epsilon"}
+MOMENTS = {"m_dtype": "opt_m_dtype", "v_dtype": "opt_v_dtype"}
+ADAMW = OptimizerChoice(adamw, COMMON | ADAM | MOMENTS, options=AdamSettings)
+ADAMW8BIT = OptimizerChoice(
+    adamw8bit,
+    COMMON | ADAM | MOMENTS | {"implementation": "implementation"},
+    summary="8-bit moments of matrices",
+)
 
 
 def init(optimizer: Optimizer, params, masters, plan):

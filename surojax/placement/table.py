@@ -30,15 +30,16 @@ Tensor parallelism shards what it divides in every class, before and besides `dp
 """
 
 import dataclasses
-import inspect
 from typing import Literal
 
 import jax
 
-from surojax.errors import ConfigError
+from surojax.declared import AT_LEAST_0, FLOATS, declare, declared
 from surojax.numerics import quantize
 from surojax.numerics.base_formats import chosen
+from surojax.numerics.recipes import RECIPES
 from surojax.placement.home import DEVICE, HOST, NVME, Home
+from surojax.refusals import refuse
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 ZERO_LEVELS = (1, 2, 3)
@@ -88,134 +89,109 @@ class Placement:
         return self.weights.home.streamed or self.quants.home.streamed
 
 
-def place(
-    *,
-    zero_level: int = 1,
-    shard_gradients: bool | None = None,
-    shard_weights: bool | None = None,
-    shard_outer: bool = False,
-    offload_residual: bool = False,
-    offload_optimizer: bool | str = False,
-    offload_master: bool | str = False,
-    offload_grads: bool = False,
-    offload_weights: bool = False,
-    zero_quantized_weights: str = "none",
-    persistent_quants: bool = False,
-    offload_quants: bool = False,
-    use_all_to_all_reduce: bool = False,
-    zero_quantized_gradients: bool = False,
-    memcpy_all_gather: bool = False,
-    memcpy_send_recv: bool = False,
-    resident_layers: int = 0,
-    nvme_path: str = "",
-    recipe: str = "bf16",
-    model_dtype: str = "bfloat16",
-    accum_dtype: str = "float32",
-    master_dtype: str = "float32",
-    qlora_bnb: bool = False,
-    qlora_fp8: bool = False,
-    qlora_fp4: bool = False,
-    num_shards: int,
-) -> Placement:
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """The settings that say where each tensor class is stored, and in which format: fields of the config."""
+
+    # shards over dp_shard x cp: 1 = optimizer state, 2 = + gradients, 3 = + block weights
+    zero_level: int = declare(1, choices=ZERO_LEVELS)
+    # shard the gradient accumulators; unset = zero_level >= 2
+    shard_gradients: bool | None = None
+    # shard the block weights; unset = zero_level >= 3
+    shard_weights: bool | None = None
+    # shard embedding and head by token id, for large vocabularies; XLA then computes the loss
+    shard_outer: bool = False
+    # residuals (saved for the backward pass) in pinned host memory
+    offload_residual: bool = False
+    # optimizer state in pinned host memory; "nvme" = in a file in nvme_path
+    offload_optimizer: bool | str = declare(False, words=("nvme",))
+    # master weights in pinned host memory; "nvme" = in a file in nvme_path
+    offload_master: bool | str = declare(False, words=("nvme",))
+    # gradient accumulators of the blocks in host memory; several GPUs: needs shard_gradients
+    offload_grads: bool = False
+    # block weights in host memory; two layers at a time are in device memory
+    offload_weights: bool = False
+    # all-gather block matrices in 8 bits: none, fp8 or int8; needs zero_level=3
+    zero_quantized_weights: str = declare("none", choices=WEIGHT_FORMATS)
+    # store the 8-bit matrices in place of 16-bit ones; quantised once a step
+    persistent_quants: bool = False
+    # store the 8-bit matrices in pinned host memory; needs persistent_quants
+    offload_quants: bool = False
+    # reduce gradients by an all-to-all, then a float32 sum on the shard's GPU
+    use_all_to_all_reduce: bool = False
+    # all-to-all reduce, with the blocks' matrices in int8 (one GPU: no effect)
+    zero_quantized_gradients: bool = False
+    # all-gather with the GPUs' copy engines within a machine (NCCL 2.29 or later)
+    memcpy_all_gather: bool = False
+    # all-to-all with the GPUs' copy engines within a machine
+    memcpy_send_recv: bool = False
+    # offload_weights: first layers (of each stage) whose weights stay in device memory
+    resident_layers: int = declare(0, AT_LEAST_0)
+    # folder on an NVMe disk for state offloaded to "nvme"; one run at a time
+    nvme_path: str = ""
+    # work weights, activations, products: bfloat16 or float32 (products: TF32 on GPUs)
+    model_dtype: str = declare("bfloat16", choices=FLOATS)
+    # the weights the optimizer updates; bfloat16 is rounded stochastically
+    master_dtype: str = declare("float32", choices=FLOATS)
+    # gradient accumulators
+    accum_dtype: str = declare("float32", choices=FLOATS)
+    # bf16, fp8_hybrid (delayed scaling), fp8_current (just in time), mxfp8 or nvfp4
+    recipe: str = declare("bf16", choices=RECIPES)
+    # frozen matrices in NF4: 4 bits with double quantisation, as bitsandbytes stores them
+    qlora_bnb: bool = False
+    # frozen matrices in FP8 (e4m3) with a scale for each block of 128 x 128
+    qlora_fp8: bool = False
+    # frozen matrices in NVFP4: 4 bits with a scale for each 16 neighbours
+    qlora_fp4: bool = False
+
+    def __post_init__(self):
+        """Raises ConfigError for a value that a field may not have."""
+        for field in declared(Storage):
+            value = getattr(self, field.name)
+            field.check_type(value)
+            field.check(value)
+
+
+def place(storage: Storage, *, num_shards: int) -> Placement:
     """The table for these settings and `num_shards` devices of `dp_shard x cp`.
 
     The same config runs on any number of devices. On one device nothing is communicated, but weights are quantised as
-    on several, so that their values are the same.
-
-    Raises ConfigError for a level other than 1, 2, 3, and for a combination of settings that cannot work, with the fix.
+    on several, so that their values are the same. Raises ConfigError for settings that do not go together.
     """
-    if zero_level not in ZERO_LEVELS:
-        raise ConfigError(f"zero_level: expected 1, 2 or 3, got {zero_level}; choose one of them")
-    # The settings that would shard them. zero_level does not, if the field itself is False.
-    to_shard_gradients = "shard_gradients=True" + (" or zero_level=2" if shard_gradients is None else "")
-    to_shard_weights = "shard_weights=True" + (" or zero_level=3" if shard_weights is None else "")
-    shard_gradients = zero_level >= 2 if shard_gradients is None else shard_gradients
-    shard_weights = zero_level >= 3 if shard_weights is None else shard_weights
+    settings = dataclasses.asdict(storage)
+    refuse(settings | {"num_shards": num_shards}, dataclasses.asdict(Storage()), placed=True)
     several = num_shards > 1
-    if offload_grads and several and not shard_gradients:
-        raise ConfigError(
-            f"offload_grads: expected sharded gradients on {num_shards} GPUs, got shard_gradients=False, with which "
-            f"every GPU would move whole gradients over its host link; set {to_shard_gradients}"
-        )
-    one_scale = recipe.startswith("fp8_")
-    to_shard = "" if shard_weights else to_shard_weights
-    _check_quants(zero_quantized_weights, to_shard, persistent_quants, offload_quants, one_scale)
-    quants = quantize.DTYPES["fp8"] if one_scale else quantize.DTYPES.get(zero_quantized_weights, "")
-    if memcpy_send_recv and not (use_all_to_all_reduce or zero_quantized_gradients):
-        raise ConfigError(
-            "memcpy_send_recv: expected false with use_all_to_all_reduce=False, got True: only an all-to-all is sent "
-            "and received; set use_all_to_all_reduce=True or zero_quantized_gradients=True"
-        )
-    if resident_layers and not offload_weights:
-        raise ConfigError(
-            f"resident_layers: expected 0 with offload_weights=False, which keeps all layers on the device, got "
-            f"{resident_layers}; leave it out, or set offload_weights=True"
-        )
-    if resident_layers and persistent_quants:
-        raise ConfigError(
-            f"resident_layers: expected 0 with persistent_quants=True, which leaves only vectors to offload_weights, "
-            f"got {resident_layers}; leave it out, and offload_quants too if the quants are to stay on the device"
-        )
-    homes = {"offload_master": offload_master, "offload_optimizer": offload_optimizer}
-    for name, value in homes.items():
-        if value not in (True, False, "nvme"):
-            raise ConfigError(f"{name}: expected true, false or 'nvme', got {value!r}; choose one of them")
-        if value == "nvme" and not nvme_path:
-            raise ConfigError(f"nvme_path: expected a folder with {name}='nvme', got ''; set it to one on an NVMe disk")
-    if nvme_path and "nvme" not in homes.values():
-        raise ConfigError(
-            f"nvme_path: expected '' with nothing to keep there, got {nvme_path!r}; set offload_optimizer='nvme' or "
-            "offload_master='nvme', or leave it out"
-        )
+    level = storage.zero_level
+    shard_gradients = level >= 2 if storage.shard_gradients is None else storage.shard_gradients
+    shard_weights = level >= 3 if storage.shard_weights is None else storage.shard_weights
+    one_scale = storage.recipe.startswith("fp8_")
+    quants = quantize.DTYPES["fp8"] if one_scale else quantize.DTYPES.get(storage.zero_quantized_weights, "")
+    reduce: Reduce = "reduce_scatter"
+    if storage.use_all_to_all_reduce:
+        reduce = "all_to_all"
+    if storage.zero_quantized_gradients:
+        reduce = "int8"
 
     def home(offloaded: bool | str) -> Home:
         if offloaded == NVME.name:
             return NVME
         return HOST if offloaded else DEVICE
 
+    weights = Row(storage.model_dtype, shard_weights and several, home(storage.offload_weights))
     return Placement(
-        weights=Row(model_dtype, shard_weights and several, home(offload_weights), resident=resident_layers),
-        quants=Row(quants, shard_weights and several, home(offload_quants)),
-        outer=Row(model_dtype, shard_outer and several),
-        grads=Row(accum_dtype, shard_gradients and several, home(offload_grads)),
-        master=Row(master_dtype, True, home(offload_master), nvme_path),
-        moments=Row("", True, home(offload_optimizer), nvme_path),
-        residuals=Row("", False, home(offload_residual)),
-        persistent_quants=persistent_quants,
+        weights=dataclasses.replace(weights, resident=storage.resident_layers),
+        quants=Row(quants, shard_weights and several, home(storage.offload_quants)),
+        outer=Row(storage.model_dtype, storage.shard_outer and several),
+        grads=Row(storage.accum_dtype, shard_gradients and several, home(storage.offload_grads)),
+        master=Row(storage.master_dtype, True, home(storage.offload_master), storage.nvme_path),
+        moments=Row("", True, home(storage.offload_optimizer), storage.nvme_path),
+        residuals=Row("", False, home(storage.offload_residual)),
+        persistent_quants=storage.persistent_quants,
         one_scale=one_scale,
-        base_format=chosen({"qlora_bnb": qlora_bnb, "qlora_fp8": qlora_fp8, "qlora_fp4": qlora_fp4}),
-        reduce="int8" if zero_quantized_gradients else "all_to_all" if use_all_to_all_reduce else "reduce_scatter",
-        copy_engine=("memcpy_all_gather",) * memcpy_all_gather + ("memcpy_send_recv",) * memcpy_send_recv,
+        base_format=chosen(settings),
+        reduce=reduce,
+        copy_engine=tuple(name for name in ("memcpy_all_gather", "memcpy_send_recv") if getattr(storage, name)),
     )
 
 
-def _check_quants(weights: str, to_shard: str, persistent: bool, offloaded: bool, in_fp8: bool) -> None:
-    """Raises ConfigError for settings of quantised weights that need another one.
-
-    to_shard: the settings that would shard the weights; "" if the weights are sharded.
-    """
-    if weights not in WEIGHT_FORMATS:
-        raise ConfigError(
-            f"zero_quantized_weights: expected one of {', '.join(WEIGHT_FORMATS)}, got {weights!r}; choose one"
-        )
-    if weights != "none" and to_shard:
-        raise ConfigError(
-            f"zero_quantized_weights: expected 'none' with shard_weights=False, got {weights!r}, which is for "
-            f"sharded weights; set {to_shard}"
-        )
-    if persistent and to_shard:
-        also = "" if in_fp8 else ", and zero_quantized_weights or a recipe in fp8"
-        raise ConfigError(f"persistent_quants: expected false with shard_weights=False, got True; set {to_shard}{also}")
-    if persistent and weights == "none" and not in_fp8:
-        raise ConfigError(
-            "persistent_quants: expected false with zero_quantized_weights='none', got True; "
-            "set zero_quantized_weights='fp8' or 'int8', or recipe='fp8_current' or 'fp8_hybrid'"
-        )
-    if offloaded and not persistent:
-        raise ConfigError(
-            "offload_quants: expected false with persistent_quants=False, got True: nothing quantised rests then; "
-            "set persistent_quants=True"
-        )
-
-
-SETTINGS = tuple(name for name in inspect.signature(place).parameters if name != "num_shards")  # fields of the config
+SETTINGS = tuple(field.name for field in dataclasses.fields(Storage))  # fields of the config

@@ -14,9 +14,11 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from surojax.config.adapters import check_adapters
-from surojax.config.fields import RECOMPUTE_PARTS, Config, flat, gpus_per_sequence
+from surojax.config.checks import REFUSALS
+from surojax.config.fields import DEFAULTS, RECOMPUTE_PARTS, Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
+from surojax.optim.optimizers import OPTIMIZERS
+from surojax.refusals import refuse
 from surojax.sizes import divisor
 
 GiB, MiB = 2**30, 2**20
@@ -63,9 +65,9 @@ def changes_that_help(c: Config, n: int, limit: Memory, platform: str, needs: Ne
         key = tuple(flat(tried).values())
         if key not in known:
             try:
-                check_adapters(tried)
+                refuse(flat(tried), DEFAULTS, REFUSALS)
                 known[key] = missing(needs(tried, tried.gpus or n), limit)
-            except ConfigError:  # a vocabulary that so many GPUs do not divide, or what is not for adapters
+            except ConfigError:  # refused, or a vocabulary that so many GPUs do not divide
                 known[key] = None
         return known[key]
 
@@ -146,11 +148,12 @@ def _changes(c: Config, n: int, platform: str, scarce: bool) -> Iterator[Change]
         "lmhead_chunks": chunks(c.sequence_len),
     }
     length = c.sequence_len // (c.cp_size * c.tp_size)
-    if c.cp_method == "ulysses" and c.recipe == "bf16" and length > LONG_SEQUENCE:
+    if length > LONG_SEQUENCE:
         yield {"sequence_chunks": max(c.sequence_chunks, divisor(length, length // LONG_SEQUENCE))}
     if platform != "cpu":
         yield {"model_dtype": "bfloat16"}
-    yield dict.fromkeys(("opt_m_dtype", "opt_v_dtype", "accum_dtype"), "bfloat16")
+    moments = OPTIMIZERS[c.optimizer].reads & {"opt_m_dtype", "opt_v_dtype"}
+    yield dict.fromkeys((*sorted(moments), "accum_dtype"), "bfloat16")
     if n > 1:
         yield SHARDED
     if platform != "cpu":  # on CPUs device memory is host memory
@@ -185,7 +188,7 @@ def differing(c: Config, change: Change) -> Change:
 
 def changed(c: Config, *changes: Change) -> Config:
     """A copy of a config with these changes."""
-    c = copy.deepcopy(c)  # copy_and_resolve_references would forget which types `config.either` allows
+    c = copy.deepcopy(c)  # copy_and_resolve_references would forget the types of fields with words (declared.py)
     for change in changes:
         c.update(change)
     return c

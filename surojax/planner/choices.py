@@ -4,15 +4,19 @@ import itertools
 import math
 from collections.abc import Collection, Iterator
 
-from surojax.config.fields import RECOMPUTE_PARTS, Config
+from surojax.config.checks import REFUSALS
+from surojax.config.fields import DEFAULTS, RECOMPUTE_PARTS, Config, flat
 from surojax.planner import layouts
 from surojax.planner.advice import Change, differing
 from surojax.planner.layouts import divisors, with_own
+from surojax.refusals import about, refused
 from surojax.sizes import divisor
 
 SLICES = (4096, 1024)  # most tokens in a slice of the head
 SAMPLED = {"recompute_block": True}, {"recompute_block": False, "recompute_swiglu": True, "recompute_ffn": False}
-BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", "microbatches_per_fetch")
+FETCH = "microbatches_per_fetch"
+OF_FETCH = about(FETCH, REFUSALS)
+BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", FETCH)
 
 # Settings that change numbers, by the word that allows them.
 ALLOWED: dict[str, Change] = {
@@ -39,8 +43,9 @@ def recomputations(c: Config) -> list[Change]:
 def batches(c: Config, layout: Change) -> list[Change]:
     """Ways to split the sequences of a group and step into microbatches and slices.
 
-    The config's own is among them for its own layout. Stages compute one microbatch at a time.
+    The config's own is among them for its own layout.
     """
+    values = flat(c) | layout
     sequences = layouts.sequences(c, layout)
     found = []
     for size, most in itertools.product(divisors(sequences), SLICES):
@@ -53,8 +58,8 @@ def batches(c: Config, layout: Change) -> list[Change]:
             "gradient_accumulation_steps": microbatches,
             "lmhead_chunks": divisor(tokens, math.ceil(tokens / most)),
         }
-        fetches = divisors(microbatches) if layout["pp_size"] == 1 else [1]
-        changes = [change | {"microbatches_per_fetch": group} for group in fetches]
+        fetches = [n for n in divisors(microbatches) if not refused(values | {FETCH: n}, DEFAULTS, OF_FETCH)]
+        changes = [change | {FETCH: group} for group in fetches]
         found += [x for x in changes if x not in found]
     return found if differing(c, layout) else with_own(c, found)
 

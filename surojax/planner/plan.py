@@ -201,7 +201,7 @@ def checked(config: Config, gpu: str) -> Config:
             "set --config.gpus=4, for example"
         )
     mesh_shape(config.gpus, **configs.mesh_sizes(config))
-    c = copy.deepcopy(config)  # copy_and_resolve_references would drop the types that `config.either` allows
+    c = copy.deepcopy(config)  # copy_and_resolve_references would drop the types of fields with words (declared.py)
     if not configs.tokens_of_piece(c):  # else the compiled program chooses for each layer, by its window
         c.attention = _attention(c)
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":

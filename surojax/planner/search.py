@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from surojax.assembly import Assembly, from_config
 from surojax.config import checks
-from surojax.config.fields import Config, flat, mesh_sizes
+from surojax.config.fields import DEFAULTS, Config, flat, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import NVME
@@ -41,6 +41,7 @@ from surojax.planner import choices, footprint, layouts, roofline
 from surojax.planner.advice import FOLDER, OFFLOADS, Change, changed, differing, flags, gib, wrapped
 from surojax.planner.gpus import Gpu
 from surojax.planner.traffic import batch_of
+from surojax.refusals import about, refused
 from surojax.step.state_plan import bytes_per_device
 
 ALTERNATIVES = 3  # that are proposed for settings that do not fit
@@ -169,10 +170,11 @@ class Search:
         least_host: bool = False,
     ):
         self.c = c
+        self.values = flat(c)
         self.gpu = gpu
         self.limits = limits
         self.allow = allow
-        self.keep = {name: flat(c)[name] for name in keep}
+        self.keep = {name: self.values[name] for name in keep}
         self.num_candidates = num_candidates
         self.within = within
         self.least_host = least_host
@@ -239,23 +241,34 @@ class Search:
             change["overlap_update"] = False
             if self.c.persistent_quants:
                 change["offload_quants"] = False
+            if row := refused(self.values | change, DEFAULTS, checks.REFUSALS):
+                self.note_refusal(layout, row.message(self.values | change, DEFAULTS))
+                continue
             try:
                 tried = self.changed(change)
                 run = self.assembly(tried)
-            except ConfigError as error:
-                for axis in layouts.AXES:
-                    if layout[axis] != self.c[axis]:
-                        self.refused.setdefault(axis, str(error))
+            except ConfigError as error:  # sizes that do not divide
+                self.note_refusal(layout, str(error))
                 continue
             rows = footprint.by_class(run, batch_of(tried), "gpu")
             work = work_of(tried, run, rows, self.gpu)
             yield Family(change, work, sum(roofline.phases(work, ()).values()))
 
-    def may_overlap(self, offloaded: Collection[str], in_files: bool) -> tuple[bool, ...]:
+    def note_refusal(self, layout: Change, message: str) -> None:
+        """Remembers why a layout is refused, for each axis that it changes and that has no reason yet."""
+        for axis in layouts.AXES:
+            if layout[axis] != self.c[axis]:
+                self.refused.setdefault(axis, message)
+
+    def allows(self, field: str, change: Change) -> bool:
+        """Whether the table of refusals has no row about this field that refuses a change."""
+        return refused(self.values | change, DEFAULTS, about(field, checks.REFUSALS)) is None
+
+    def may_overlap(self, family: Family, offloaded: Collection[str], in_files: bool) -> list[bool]:
         """The values of `overlap_update` to try with these in host memory."""
-        state = {"optimizer", "master"} & set(offloaded)
-        possible = state and "grads" in offloaded and not in_files and self.c.optimizer != "normuon"
-        return (False, True) if possible else (False,)
+        stored = {name: "nvme" if in_files and name in ("optimizer", "master") else True for name in offloaded}
+        placed = family.change | {f"offload_{name}": value for name, value in stored.items()}
+        return [x for x in (False, True) if self.allows("overlap_update", placed | {"overlap_update": x})]
 
     def fastest(self, family: Family, in_files: bool) -> list[Candidate]:
         """The fastest placement of a family that fits, and those that take as long within `TIE`; empty if none fits."""
@@ -277,15 +290,16 @@ class Search:
             return math.floor((self.limits.device - needed) * layers / max(1, sizes["weights"]))
 
         queue = []
-        # A frozen base has no master weights, and those of its adapters stay where they are.
-        offloads = tuple(name for name in OFFLOADS if not (self.c.lora and name == "master"))
+        offloads = tuple(x for x in OFFLOADS if self.allows(f"offload_{x}", family.change | {f"offload_{x}": True}))
         for offloaded in choices.subsets(offloads):
             room = room_for(least - sum(stored[name] for name in offloaded))
-            streams = "weights" in offloaded and not self.c.persistent_quants
+            first = family.change | {"offload_weights": "weights" in offloaded, "resident_layers": 1}
+            streams = self.allows("resident_layers", first)
             resident = min(max(room, 0), layers - 1) if streams else 0
             resident = self.keep.get("resident_layers", resident)
+            overlapping = self.may_overlap(family, offloaded, in_files)
             if room >= 0 or len(offloaded) == len(offloads):
-                queue += [placed(offloaded, resident, overlaps) for overlaps in self.may_overlap(offloaded, in_files)]
+                queue += [placed(offloaded, resident, overlaps) for overlaps in overlapping]
         heapq.heapify(queue)
         found: list[Candidate] = []
         placements: list[set[str]] = []  # of what was found

@@ -29,6 +29,7 @@ from typing import Any
 
 from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
+from surojax.optim.optimizers import SETTINGS as OPTIMIZER_SETTINGS
 from surojax.planner.gpus import Gpu, find_gpu
 from surojax.planner.prediction import Prediction
 from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
@@ -46,10 +47,10 @@ APART = """
     resume_from_checkpoint sample_prompt sample_tokens sample_temperature data eval_data text_field datasets
     validation_datasets data_cache on_long on_bad_row train_on chat_template system_prompt tokenizer model_path
     from_scratch rates_file learning_rate lr_scheduler_type warmup_steps warmup_ratio cooldown_steps
-    final_lr_fraction weight_decay z_loss adamw_beta1 adamw_beta2 adamw_epsilon muon_learning_rate muon_momentum
-    muon_beta2 model.initializer_range lora_alpha lora_plus_ratio lora_adapter lora_base_adapter gpus attention
-    block_scaled_products
+    final_lr_fraction weight_decay z_loss model.initializer_range lora_alpha lora_plus_ratio lora_adapter
+    lora_base_adapter gpus attention block_scaled_products
 """.split()
+APART += [field.name for field in OPTIMIZER_SETTINGS if isinstance(field.default, float)]
 
 
 def settings_key(c: Config, gpus: int) -> str:

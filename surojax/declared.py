@@ -1,0 +1,134 @@
+"""Settings that are declared where they are used: a frozen dataclass is a section of the config.
+
+    @dataclasses.dataclass(frozen=True)
+    class Mesh:
+        # number of replicas of the sharded state
+        dp_replicate_size: int = declare(1, AT_LEAST_1)
+
+The comment above a field is its help. `declare` adds the values that it may have; a field without it may have every
+value of its type. `declared(Mesh)` lists the fields, from which config/fields.py makes the config.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from surojax.errors import need
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", tuple: "a list of dicts"}
+FLOATS = ("bfloat16", "float32")  # dtypes
+LARGEST_FLOAT = 3.4028234663852886e38  # of float32, which devices compute with
+SMALLEST_FLOAT = 1.1754943508222875e-38  # they take smaller ones for 0
+
+
+class Range(NamedTuple):
+    """The values that a field may have: a condition, the condition in words, and what to change."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+    change: str
+
+
+AT_LEAST_1 = Range(lambda v: v >= 1, "1 or more", "raise it")
+AT_LEAST_0 = Range(lambda v: v >= 0, "0 or more", "--help says what 0 means")
+POSITIVE = Range(lambda v: v >= SMALLEST_FLOAT, "more than 0 in float32", "--help shows the default")
+FRACTION = Range(lambda v: 0 <= v <= 1, "a fraction from 0 to 1", "divide a percentage by 100")
+# 1 - 2^-25 is the largest number that float32 does not round to 1.
+BELOW_1 = Range(lambda v: 0 <= v < 1 - 2**-25, "0 or more and below 1 in float32", "--help shows the default")
+NOT_EMPTY = Range(lambda v: v.strip() != "", "text that is not empty", "leave it out for the default of --help")
+
+
+def at_most(most: int, words: str = "") -> Range:
+    """Numbers up to this one. words: it in words."""
+    return Range(lambda v: v <= most, f"at most {words or f'{most:,}'}", "lower it")
+
+
+def declare(default, *ranges: Range, choices: tuple = (), words: tuple[str, ...] = ()) -> Any:
+    """A field with a default. choices: its values, if they are a list; words: that it takes besides True and False."""
+    return dataclasses.field(default=default, metadata={"ranges": ranges, "choices": choices, "words": words})
+
+
+class Declared(NamedTuple):
+    """A field of the config. comment: its help. default: None if it is true, false or unset."""
+
+    name: str
+    default: Any
+    comment: str
+    ranges: tuple[Range, ...] = ()
+    choices: tuple = ()
+    words: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> type:
+        """The type of its values; words are text."""
+        return bool if self.default is None else type(self.default)
+
+    @property
+    def kind_in_words(self) -> str:
+        return KINDS[self.kind] + "".join(f" or {word!r}" for word in self.words)
+
+    @property
+    def default_text(self) -> str:
+        """The default as a config file writes it."""
+        if self.default is None:
+            return "unset"
+        if isinstance(self.default, str):
+            return json.dumps(self.default)
+        if isinstance(self.default, float) and 0 < self.default < 1e-3:
+            return re.sub(r"\.?0*e-0*", "e-", f"{self.default:e}")
+        return repr(self.default)
+
+    def check_type(self, value) -> None:
+        """Raises ConfigError for a value of another type, and for one that devices cannot compute with."""
+        if (self.default is None and value is None) or (type(value) is str and value in self.words):
+            return
+        is_integer_for_float = self.kind is float and type(value) is int
+        has_type = type(value) is self.kind or is_integer_for_float
+        need(has_type, self.name, self.kind_in_words, value, f"its type is {self._kind_name}")
+        if isinstance(value, str):
+            newlines = self.name == "sample_prompt"
+            bad = any((ord(char) < 32 and not newlines) or 0xD800 <= ord(char) < 0xE000 for char in value)
+            expected = "text without control characters, in UTF-8"
+            need(not bad, self.name, expected, value, "remove those that show as codes")
+        elif isinstance(value, tuple):
+            for i, entry in enumerate(value):
+                need(isinstance(entry, dict), f"{self.name}[{i}]", "a dict", entry, "write dict(path=...)")
+        elif self.kind is float:
+            is_finite = abs(value) <= LARGEST_FLOAT
+            need(is_finite, self.name, "a finite number in float32", value, "--help shows the default")
+        else:
+            need(value < 2**31, self.name, "less than 2^31", value, "lower it")
+
+    @property
+    def _kind_name(self) -> str:
+        return self.kind.__name__ + "".join(f" or {word!r}" for word in self.words)
+
+    def check(self, value) -> None:
+        """Raises ConfigError for a value of the right type that the field may not have."""
+        for within in self.ranges:
+            need(within.holds(value), self.name, within.expected, value, within.change)
+        if self.choices:
+            near = difflib.get_close_matches(str(value), map(str, self.choices), n=1, cutoff=0.4)
+            change = f"did you mean {near[0]!r}?" if near else "choose one of them"
+            expected = f"one of {', '.join(str(choice) or repr(choice) for choice in self.choices)}"
+            need(value in self.choices, self.name, expected, value, change)
+
+
+@functools.cache
+def declared(section: type, prefix: str = "") -> tuple[Declared, ...]:
+    """The fields of a section, in their order. prefix: of their names."""
+    comments = {}
+    comment: list[str] = []
+    for line in inspect.getsource(section).splitlines():
+        if text := re.fullmatch(r"    # (.+)", line):
+            comment.append(text[1])
+        elif name := re.match(r"    (\w+): ", line):
+            comments[name[1]] = " ".join(comment)
+            comment = []
+    fields = dataclasses.fields(section)
+    return tuple(Declared(prefix + x.name, x.default, comments[x.name], **x.metadata) for x in fields)
