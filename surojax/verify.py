@@ -43,7 +43,7 @@ import jax
 
 from surojax.config import Config, checks
 from surojax.config.flags import parse
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
 from surojax.verification import mutants
@@ -107,7 +107,9 @@ def summary_of_mutants(found: list[mutants.Outcome]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of this command's own flags."""
-    made = argparse.ArgumentParser(prog="python -m surojax.verify", description=(__doc__ or "").partition("\n")[0])
+    codes = short_exit_codes("a row that failed", "none that passed")
+    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{codes}"
+    made = argparse.ArgumentParser(prog="python -m surojax.verify", description=description)
     made.add_argument(
         "--steps", metavar="N", type=int, help=f"optimizer steps of each row ({STEPS}; of a mutant {mutants.STEPS})"
     )
@@ -148,7 +150,7 @@ def print_mutants(c: Config, steps: int, only: list[str] | None) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, verify, and print the table. Exits with 1 if a row fails, with one line for an error.
+    """Parse the command line, verify, and print the table. Exits with 1 if a row fails; an error ends it with a line.
 
     With --mutants, exits with 1 if a mutant is not found.
     """
@@ -171,11 +173,11 @@ def main(argv: list[str] | None = None) -> None:
         print(f"verify: {steps} steps of {size}, {numbers}, on up to {len(devices)} x {kind}")
         passed = print_mutants(c, steps, only) if args.mutants else print_rows(c, steps, only)
     except (ConfigError, OSError) as error:
-        sys.exit(f"surojax.verify: error: {error}")
+        raise ending("verify", error) from error
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(not passed)
 
 
 if __name__ == "__main__":
-    main()
+    ends_with_code(main)

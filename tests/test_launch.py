@@ -1,5 +1,7 @@
 """The supervisor of several processes, with processes that need no JAX."""
 
+import importlib
+import inspect
 import os
 import re
 import signal
@@ -17,8 +19,7 @@ from surojax import ConfigError, launch
 from surojax.cluster import group
 from surojax.cluster.early import STOPPED
 from surojax.cluster.supervised import Supervised
-from surojax.errors import REFUSED, ends_with_code
-from surojax.train import main as train_main
+from surojax.errors import REFUSED, Refused, ending, ends_with_code
 
 # What each test's processes do, by their number `i` of `n`; the launcher appends its options to the command.
 PROGRAM = """
@@ -207,14 +208,38 @@ sys.exit(%s[count])
     assert launch.supervise(command(tmp_path, program % [1, REFUSED, 0]), 1, devices=1, restarts=3) == 0
 
 
-@pytest.mark.parametrize(
-    "main, argv", [(launch.main, ["--", "no-such-program"]), (train_main, ["--config", "none.py"])]
-)
-def test_a_command_that_is_refused_says_a_line_and_its_exit_code_says_so(capfd, main, argv):
+REFUSED_COMMANDS = {
+    "launch": ["--", "no-such-program"],
+    "train": ["--config", "none.py"],
+    "plan": ["--config", "none.py"],
+    "fit": ["--config", "none.py"],
+    "verify": ["--config", "none.py"],
+    "data.__main__": ["--config", "none.py"],
+    "evaluate": ["--checkpoint", "none", "--questions", "none.jsonl"],
+    "convert": ["--checkpoint", "none"],
+    "generate": ["--checkpoint", "none", "--max-tokens", "x"],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_COMMANDS)
+def test_a_command_that_is_refused_says_a_line_and_its_exit_code_says_so(capfd, name):
+    command = importlib.import_module(f"surojax.{name}")
     with pytest.raises(SystemExit) as ended:
-        ends_with_code(lambda: main(argv))
+        ends_with_code(lambda: command.main(REFUSED_COMMANDS[name]))
     assert ended.value.code == REFUSED
-    assert re.fullmatch(r"surojax\.\w+: error: [^\n]+\n", capfd.readouterr().err)
+    assert re.fullmatch(rf"surojax\.{name.partition('.')[0]}: error: [^\n]+\n", capfd.readouterr().err)
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    text = capfd.readouterr().out
+    assert re.search(rf"\b{REFUSED}[, ]\s*settings or a command line that\s+are\s+refused", text), text
+    last = inspect.getsource(command).splitlines()[-1]
+    assert "ends_with_code" in last and "main" in last  # as `python -m` runs it
+
+
+def test_errors_that_are_not_of_settings_end_with_1():
+    assert isinstance(ending("plan", ConfigError("a field")), Refused)
+    of_a_disk = ending("plan", OSError("no space"))
+    assert type(of_a_disk) is SystemExit and of_a_disk.code == "surojax.plan: error: no space"  # Python exits with 1
 
 
 def test_a_program_that_cannot_be_started_says_a_line(tmp_path, capfd):
