@@ -20,8 +20,9 @@ A row does not take everything from the config. It uses:
 * a learning rate that starts at its peak, so that every update is large enough to show.
 
 Each row compiles its own program and then trains, which takes seconds for configs/verify.py, a small model whose sizes
-every row can use. With another config, rows that its sizes do not allow are named at the start, and skipped. For a
-large model, set fewer layers and keep the width, since the settings work layer by layer.
+every row can use; on CPUs, the next rows compile meanwhile. With another config, rows that its sizes do not allow are
+named at the start, and skipped. For a large model, set fewer layers and keep the width, since the settings work layer
+by layer.
 
 With --mutants, the rows themselves are tested: each collective is taken out of the program, one at a time, and the row
 must then fail (verification/mutants.py). A small model is enough, with two layers in each pipeline stage and heads for
