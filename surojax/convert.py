@@ -19,7 +19,7 @@ from surojax.config import checks
 from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
 from surojax.data.tokenizer import load_tokenizer
-from surojax.errors import CheckpointError, ConfigError
+from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.exchange import adapters, config_json, gguf, small_files
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.huggingface import read_config
@@ -197,7 +197,7 @@ def keep(c: Config) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and convert. An error prints one line and exits with code 1."""
+    """Parse the command line and convert. An error ends it with one line (`errors.ending`)."""
     parser = argparse.ArgumentParser(prog="python -m surojax.convert", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--checkpoint", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder, a .gguf file"
@@ -220,6 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     merging.add_argument("adapters", metavar="ADAPTER", nargs="+", help="a folder that PEFT or a run wrote")
     merging.add_argument("out", metavar="DIR", help="the folder to write, new or empty")
     merging.add_argument("--dtype", default=DEFAULT_DTYPE, help=f"{', '.join(DTYPES)} (default {DEFAULT_DTYPE})")
+    parser.epilog = short_exit_codes("--check that found a difference")
     parser.error = merging.error = refuse  # type: ignore[method-assign]
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -243,8 +244,8 @@ def main(argv: list[str] | None = None) -> None:
         path = convert(args.checkpoint, args.out, dtype=dtype, tokenizer=args.tokenizer)
         print(f"written: {path}")
     except (ConfigError, CheckpointError) as error:
-        sys.exit(f"surojax.convert: error: {error}")
+        raise ending("convert", error) from error
 
 
 if __name__ == "__main__":
-    main()
+    ends_with_code(main)

@@ -52,6 +52,12 @@ class Refused(SystemExit):
     """Ends a command with a line; with the exit code REFUSED under `ends_with_code`."""
 
 
+def ending(command: str, error: Exception) -> SystemExit:
+    """Returns what ends a command, such as "plan", with a line for an error: `Refused` for a ConfigError."""
+    line = f"surojax.{command}: error: {error}"
+    return Refused(line) if isinstance(error, ConfigError) else SystemExit(line)
+
+
 def ends_with_code(main: Callable[[], None]) -> None:
     """Runs a command; what it refuses is printed, and ends the process with REFUSED."""
     try:
@@ -61,7 +67,8 @@ def ends_with_code(main: Callable[[], None]) -> None:
         sys.exit(REFUSED)
 
 
-# What `train` and `launch` exit with. Others, 128 + a signal's number, are those of processes that a signal ended.
+# What commands exit with, 75 only `train` and `launch`. Others, 128 + a signal's number, are those of processes that a
+# signal ended.
 EXIT_CODES = {
     0: "finished, or nothing was left to do",
     1: "an error, said in a line: mend it and start the same command again",
@@ -71,6 +78,12 @@ EXIT_CODES = {
 }
 
 
+def short_exit_codes(*others: str) -> str:
+    """The exit codes of commands that leave nothing to go on from, for `--help`. others: what else exits with 1."""
+    failed = ", ".join([*others, "any other error"])
+    return f"Exit codes: 0, done; 1, {failed}; {REFUSED}, settings or a command line that are refused."
+
+
 def exit_codes() -> str:
-    """The exit codes as lines for `--help`."""
+    """The exit codes of `train` and `launch` as lines for `--help`."""
     return "\n".join(["exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())])

@@ -12,7 +12,6 @@ import argparse
 import importlib.util
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from surojax.data.templates import NAMES as TEMPLATES
-from surojax.errors import CheckpointError, ConfigError, need
+from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, need, short_exit_codes
 from surojax.inference.load import Trained, load
 from surojax.inference.sample import MOST_TOKENS
 from surojax.inference.score import Request, pair, score
@@ -152,7 +151,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and print the results. An error exits with one line."""
+    """Parse the command line and print the results. An error ends it with one line (`errors.ending`)."""
     parser = argparse.ArgumentParser(
         prog="python -m surojax.evaluate", description="Measure a model by multiple choice or by tasks of lm_eval."
     )
@@ -179,6 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     def refuse(message: str):
         raise ConfigError(f"{message}; see --help")
 
+    parser.epilog = short_exit_codes()
     parser.error = refuse  # type: ignore[method-assign]
     try:
         args = parser.parse_args(argv)
@@ -203,8 +203,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.json:
             Path(args.json).write_text(json.dumps(found, indent=1, default=str) + "\n")
     except (ValueError, CheckpointError, OSError) as error:
-        sys.exit(f"surojax.evaluate: error: {error}")
+        raise ending("evaluate", error) from error
 
 
 if __name__ == "__main__":
-    main()
+    ends_with_code(main)

@@ -22,7 +22,7 @@ import jax
 from surojax.config.fields import Config, default_config, flat, gpus_per_sequence
 from surojax.config.flags import parse
 from surojax.config.write import check_new, config_file
-from surojax.errors import ConfigError, need
+from surojax.errors import ConfigError, ending, ends_with_code, need, short_exit_codes
 from surojax.plan import add_cost, check_cost, check_path
 from surojax.planner import advice, aot, footprint
 from surojax.planner.advice import GiB, flags
@@ -238,6 +238,7 @@ def as_json(result: Result) -> dict:
 def parser() -> argparse.ArgumentParser:
     """The command's own options."""
     description = f"{(__doc__ or '').partition(chr(10))[0]} Model, data and the sequences of a step stay as they are."
+    description += f"\n\n{short_exit_codes('nothing that fits')}"
     found = argparse.ArgumentParser(prog="python -m surojax.fit", description=description)
     found.add_argument("--gpu", metavar="NAME", help=f"the GPU to search for: {', '.join(GPUS)}")
     found.add_argument(
@@ -277,7 +278,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, search, print, write. An error prints one line; it and "nothing fits" exit with 1."""
+    """Parse the command line, search, print, write. An error ends it with one line, "nothing fits" with 1."""
     jax.config.update("jax_platforms", "cpu")  # the search needs no GPU, and should not occupy one
     try:
         c, args = parse(argv, parser())
@@ -323,8 +324,8 @@ def main(argv: list[str] | None = None) -> None:
         if best.config.nvme_path == advice.FOLDER:
             print(f"  set nvme_path in it to a folder on the NVMe disk: {advice.FOLDER!r} stands for it")
     except (ConfigError, OSError) as error:
-        sys.exit(f"surojax.fit: error: {error}")
+        raise ending("fit", error) from error
 
 
 if __name__ == "__main__":
-    main()
+    ends_with_code(main)

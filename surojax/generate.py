@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from surojax.data.templates import NAMES as TEMPLATES
-from surojax.errors import CheckpointError, ConfigError
+from surojax.errors import CheckpointError, ConfigError, Refused, ending, ends_with_code, short_exit_codes
 from surojax.inference.load import Trained, load
 from surojax.inference.prompts import conversation_ids, message_ids, text_ids
 from surojax.inference.sample import check_options, generate, generate_batch
@@ -24,7 +24,7 @@ LENGTHS = 64  # prompts of a conversation are padded to a multiple: a program is
 
 
 def _exit_with(message: str) -> NoReturn:
-    sys.exit(f"surojax.generate: error: {message}; see -h")
+    raise Refused(f"surojax.generate: error: {message}; see -h")
 
 
 def lines() -> Iterator[str]:
@@ -112,6 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
     )
+    parser.epilog = short_exit_codes()
     parser.error = _exit_with
     args = parser.parse_args(argv)
     try:
@@ -138,10 +139,10 @@ def main(argv: list[str] | None = None) -> None:
                 print("---")
             print(tokenizer.decode(new) if args.chat else prompt + tokenizer.decode(new))
     except (ValueError, CheckpointError) as error:
-        sys.exit(f"surojax.generate: error: {error}")
+        raise ending("generate", error) from error
     except KeyboardInterrupt:
         sys.exit(130)  # what shells expect after Ctrl-C
 
 
 if __name__ == "__main__":
-    main()
+    ends_with_code(main)

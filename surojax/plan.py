@@ -10,14 +10,13 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 import tempfile
 from pathlib import Path
 
 import jax
 
 from surojax.config.flags import parse
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import plan
 from surojax.planner.report import cost, table
@@ -68,9 +67,10 @@ def check_cost(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, plan, and print the plan. An error prints one line and exits with code 1."""
+    """Parse the command line, plan, and print the plan. An error ends it with one line (`errors.ending`)."""
     jax.config.update("jax_platforms", "cpu")  # the plan needs no GPU, and should not occupy one
-    parser = argparse.ArgumentParser(prog="python -m surojax.plan", description=(__doc__ or "").partition("\n")[0])
+    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
+    parser = argparse.ArgumentParser(prog="python -m surojax.plan", description=description)
     parser.add_argument("--gpu", metavar="NAME", help=f"the GPU to plan for: {', '.join(GPUS)}")
     parser.add_argument("--json", metavar="FILE", help="write the plan there, as JSON")
     parser.add_argument(
@@ -108,8 +108,8 @@ def main(argv: list[str] | None = None) -> None:
         for written in filter(None, (file, trace)):
             print(f"written: {written}")
     except (ConfigError, OSError) as error:
-        sys.exit(f"surojax.plan: error: {error}")
+        raise ending("plan", error) from error
 
 
 if __name__ == "__main__":
-    main()
+    ends_with_code(main)

@@ -20,8 +20,9 @@ A row does not take everything from the config. It uses:
 * a learning rate that starts at its peak, so that every update is large enough to show.
 
 Each row compiles its own program and then trains, which takes seconds for configs/verify.py, a small model whose sizes
-every row can use. With another config, rows that its sizes do not allow are named at the start, and skipped. For a
-large model, set fewer layers and keep the width, since the settings work layer by layer.
+every row can use; on CPUs, the next rows compile meanwhile. With another config, rows that its sizes do not allow are
+named at the start, and skipped. For a large model, set fewer layers and keep the width, since the settings work layer
+by layer.
 
 With --mutants, the rows themselves are tested: each collective is taken out of the program, one at a time, and the row
 must then fail (verification/mutants.py). A small model is enough, with two layers in each pipeline stage and heads for
@@ -36,6 +37,7 @@ each device. All rows take about twenty minutes of CPU time:
 import argparse
 import collections
 import contextlib
+import gc
 import os
 import sys
 
@@ -43,7 +45,7 @@ import jax
 
 from surojax.config import Config, checks
 from surojax.config.flags import parse
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
 from surojax.verification import mutants
@@ -107,7 +109,9 @@ def summary_of_mutants(found: list[mutants.Outcome]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of this command's own flags."""
-    made = argparse.ArgumentParser(prog="python -m surojax.verify", description=(__doc__ or "").partition("\n")[0])
+    codes = short_exit_codes("a row that failed", "none that passed")
+    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{codes}"
+    made = argparse.ArgumentParser(prog="python -m surojax.verify", description=description)
     made.add_argument(
         "--steps", metavar="N", type=int, help=f"optimizer steps of each row ({STEPS}; of a mutant {mutants.STEPS})"
     )
@@ -148,7 +152,7 @@ def print_mutants(c: Config, steps: int, only: list[str] | None) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, verify, and print the table. Exits with 1 if a row fails, with one line for an error.
+    """Parse the command line, verify, and print the table. Exits with 1 if a row fails; an error ends it with a line.
 
     With --mutants, exits with 1 if a mutant is not found.
     """
@@ -171,11 +175,12 @@ def main(argv: list[str] | None = None) -> None:
         print(f"verify: {steps} steps of {size}, {numbers}, on up to {len(devices)} x {kind}")
         passed = print_mutants(c, steps, only) if args.mutants else print_rows(c, steps, only)
     except (ConfigError, OSError) as error:
-        sys.exit(f"surojax.verify: error: {error}")
+        raise ending("verify", error) from error
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(not passed)
 
 
 if __name__ == "__main__":
-    main()
+    gc.set_threshold(100_000, 10, 10)  # by default, collections take a fifth of the time of tracing
+    ends_with_code(main)

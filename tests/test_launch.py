@@ -1,5 +1,8 @@
 """The supervisor of several processes, with processes that need no JAX."""
 
+import contextlib
+import importlib
+import inspect
 import os
 import re
 import signal
@@ -7,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -14,11 +18,10 @@ import pytest
 
 import surojax
 from surojax import ConfigError, launch
-from surojax.cluster import group
+from surojax.cluster import group, watch
 from surojax.cluster.early import STOPPED
 from surojax.cluster.supervised import Supervised
-from surojax.errors import REFUSED, ends_with_code
-from surojax.train import main as train_main
+from surojax.errors import REFUSED, Refused, ending, ends_with_code
 
 # What each test's processes do, by their number `i` of `n`; the launcher appends its options to the command.
 PROGRAM = """
@@ -103,6 +106,45 @@ time.sleep(60)
     assert out.endswith("surojax.launch: stopped: start again to continue\n")
 
 
+def test_a_process_that_stops_on_request_has_not_failed(tmp_path, capfd, monkeypatch):
+    """One ends with STOPPED at once, another takes longer than failed processes may; none is named, all have saved."""
+    monkeypatch.setattr(group, "GRACE_S", 0.1)
+    program = f"""
+def save(*_):
+    time.sleep(i)
+    (folder / f"saved-{{i}}").touch()
+    os._exit({STOPPED})
+signal.signal(signal.SIGTERM, save)
+(folder / f"ready-{{i}}").touch()
+time.sleep(60)
+"""
+
+    def stop() -> None:
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    code = launch.supervise(command(tmp_path, program), 2, devices=1, restarts=3)
+    thread.join()
+    out = capfd.readouterr().out
+    assert code == STOPPED and "first to end" not in out and "start 2 of" not in out, out
+    assert {p.name for p in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+
+
+@pytest.mark.parametrize("code, told", [(None, "done"), (0, "done"), (STOPPED, "done"), (1, "failed"), (2, "failed")])
+def test_the_other_processes_are_told_which_end_is_a_failure(monkeypatch, code, told):
+    """What `together` tells them: one that stops on request waits for the others at the end, as one that finished."""
+    events = []
+    of_processes = types.SimpleNamespace(finish=lambda: events.append("done"), fail=lambda *_: events.append("failed"))
+    monkeypatch.setattr(watch, "_exit", lambda text, code: events.append(code))
+    with contextlib.suppress(SystemExit), watch.together(of_processes):  # pyright: ignore[reportArgumentType]
+        if code is not None:
+            sys.exit(code)
+    assert events == ([told] if told == "done" else [told, code])
+
+
 HANGS = """
 import ctypes
 from surojax.cluster.supervised import Supervised
@@ -165,7 +207,7 @@ def test_a_signal_to_the_supervisor_is_answered_if_all_hang(tmp_path, capfd, sho
 
 SUPERVISOR = """
 import os, sys
-from surojax.cluster import group
+from surojax.cluster import group, watch
 group.BOUND = group.BOUND.replace('"linux"', repr(sys.argv[1]))
 with group.Group(sys.argv[2:], [dict(os.environ)] * 2, "") as started:
     started.wait()
@@ -207,14 +249,38 @@ sys.exit(%s[count])
     assert launch.supervise(command(tmp_path, program % [1, REFUSED, 0]), 1, devices=1, restarts=3) == 0
 
 
-@pytest.mark.parametrize(
-    "main, argv", [(launch.main, ["--", "no-such-program"]), (train_main, ["--config", "none.py"])]
-)
-def test_a_command_that_is_refused_says_a_line_and_its_exit_code_says_so(capfd, main, argv):
+REFUSED_COMMANDS = {
+    "launch": ["--", "no-such-program"],
+    "train": ["--config", "none.py"],
+    "plan": ["--config", "none.py"],
+    "fit": ["--config", "none.py"],
+    "verify": ["--config", "none.py"],
+    "data.__main__": ["--config", "none.py"],
+    "evaluate": ["--checkpoint", "none", "--questions", "none.jsonl"],
+    "convert": ["--checkpoint", "none"],
+    "generate": ["--checkpoint", "none", "--max-tokens", "x"],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_COMMANDS)
+def test_a_command_that_is_refused_says_a_line_and_its_exit_code_says_so(capfd, name):
+    command = importlib.import_module(f"surojax.{name}")
     with pytest.raises(SystemExit) as ended:
-        ends_with_code(lambda: main(argv))
+        ends_with_code(lambda: command.main(REFUSED_COMMANDS[name]))
     assert ended.value.code == REFUSED
-    assert re.fullmatch(r"surojax\.\w+: error: [^\n]+\n", capfd.readouterr().err)
+    assert re.fullmatch(rf"surojax\.{name.partition('.')[0]}: error: [^\n]+\n", capfd.readouterr().err)
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    text = capfd.readouterr().out
+    assert re.search(rf"\b{REFUSED}[, ]\s*settings or a command line that\s+are\s+refused", text), text
+    last = inspect.getsource(command).splitlines()[-1]
+    assert "ends_with_code" in last and "main" in last  # as `python -m` runs it
+
+
+def test_errors_that_are_not_of_settings_end_with_1():
+    assert isinstance(ending("plan", ConfigError("a field")), Refused)
+    of_a_disk = ending("plan", OSError("no space"))
+    assert type(of_a_disk) is SystemExit and of_a_disk.code == "surojax.plan: error: no space"  # Python exits with 1
 
 
 def test_a_program_that_cannot_be_started_says_a_line(tmp_path, capfd):

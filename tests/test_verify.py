@@ -1,6 +1,7 @@
 """The verifier: it passes what is right, fails what is not, and has a row for every setting of the table."""
 
 import functools
+import types
 
 import jax
 import numpy as np
@@ -47,6 +48,9 @@ def get_config():
     return c
 """
 
+
+# In place of a row that compiles.
+TRAINED = types.SimpleNamespace(trained=lambda first: [(1.0, 1.0)], close=lambda: None)
 
 FOUR = [f"{name}@4" for name in (*OFFLOADS, "offload_all")]
 
@@ -230,7 +234,7 @@ def test_what_cannot_run_here_is_skipped_not_passed():
 )
 def test_rows_that_the_sizes_do_not_allow_are_named_first(monkeypatch, capsys, argv, said):
     """With the config that has sizes for all rows, before anything is compiled."""
-    monkeypatch.setattr(rows_of, "trained", lambda *_: [(1.0, 1.0)])
+    monkeypatch.setattr(rows_of, "Started", lambda *_: TRAINED)
     with pytest.raises(SystemExit):
         verifier.main(["--config", "configs/tiny.py", *argv])
     first, second, *_ = capsys.readouterr().out.splitlines()[1:]
@@ -258,7 +262,7 @@ def test_the_configs_own_settings_are_a_row():
     ],
 )
 def test_errors_are_one_line(tmp_path, monkeypatch, capsys, argv, message):
-    monkeypatch.setattr(rows_of, "trained", lambda *_: [(1.0, 1.0)])
+    monkeypatch.setattr(rows_of, "Started", lambda *_: TRAINED)
     (tmp_path / "small.py").write_text(CONFIG_FILE)
     with pytest.raises(SystemExit) as end:
         verifier.main(["--config", str(tmp_path / "small.py"), *argv])
@@ -300,10 +304,44 @@ def test_the_list_of_rows(capsys):
     assert [x.split()[0] for x in out] == [s.name for s in SETTINGS]
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_rows_compile_ahead_in_their_order_and_leave_nothing(monkeypatch, ends):
+    """At most as many as there are threads wait beside the one that trains, also if that one ends with an error."""
+    monkeypatch.setattr(rows_of.os, "cpu_count", lambda: 2)
+    events = []
+
+    class Started:
+        def __init__(self, c, s, *_):
+            self.name = s.name
+            events.append(("start", s.name))
+
+        def trained(self, first):
+            events.append(("train", self.name))
+            if self.name == "offload_grads" and not ends:
+                raise OSError("no space left")
+            return [(1.0, 1.0)]
+
+        def close(self):
+            events.append(("close", self.name))
+
+    monkeypatch.setattr(rows_of, "Started", Started)
+    names = ["plain", "offload_grads", "offload_all", "tp@2", "tp_offload_all@2"]
+    try:
+        rows = verify(small_config(), steps=1, only=names)
+    except OSError:
+        assert not ends
+        assert events[-2:] == [("close", "offload_all"), ("close", "tp@2")]
+        return
+    assert ends and [row.setting.name for row in rows] == names
+    order = "start plain, train plain, start offload_grads, start offload_all, start tp@2, train offload_grads, "
+    order += "start tp_offload_all@2, train offload_all, train tp@2, train tp_offload_all@2"
+    assert ", ".join(map(" ".join, events)) == order
+
+
 def test_a_model_that_does_not_fit_says_what_to_do(monkeypatch):
     def refuse(*_):
         raise ConfigError("does not fit: needs 9 GiB")
 
-    monkeypatch.setattr(rows_of, "trained", refuse)
+    monkeypatch.setattr(rows_of, "Started", refuse)
     with pytest.raises(ConfigError, match=r"does not fit.*; or verify a smaller model"):
         verify(small_config(), only=["plain"])

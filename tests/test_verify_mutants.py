@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_verify import CONFIG_FILE, small_config
+from test_verify import CONFIG_FILE, TRAINED, small_config
 
 from surojax import verify as verifier
 from surojax.errors import ConfigError
@@ -102,7 +102,7 @@ def test_both_ways_to_find_one(tmp_path, monkeypatch, capsys):
 
 def test_a_row_that_fails_by_itself_shows_nothing(monkeypatch):
     """Its mutants would all be found."""
-    monkeypatch.setattr(rows, "trained", lambda *_: [(1.0, 1.0)])
+    monkeypatch.setattr(rows, "Started", lambda *_: TRAINED)
     monkeypatch.setattr(mutants, "compiled", lambda row, step: step)
     monkeypatch.setattr(FirstStates, "of", lambda *_: None)
     monkeypatch.setattr(mutants, "curve", lambda *_: iter([(2.0, 1.0)]))
@@ -111,7 +111,7 @@ def test_a_row_that_fails_by_itself_shows_nothing(monkeypatch):
 
 
 def test_rows_that_cannot_run_are_said_to_be_skipped(monkeypatch):
-    monkeypatch.setattr(rows, "trained", lambda *_: [(1.0, 1.0)])
+    monkeypatch.setattr(rows, "Started", lambda *_: TRAINED)
     skipped = []
     found = verify_mutants(
         small_config(),

@@ -19,7 +19,7 @@ from surojax.data.batches import batches
 from surojax.data.samples import check_length
 from surojax.data.show import table
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.exchange.sources import resolved
 
 
@@ -50,7 +50,8 @@ def first_samples(found: data.Data, tokenizer: Tokenizer, *, rows: int, seed: in
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, prepare, and print. An error or Ctrl-C exits with one line, a closed pipe with none."""
-    parser = argparse.ArgumentParser(prog="python -m surojax.data", description=(__doc__ or "").partition("\n")[0])
+    description = f"{(__doc__ or '').partition(chr(10))[0]}\n\n{short_exit_codes()}"
+    parser = argparse.ArgumentParser(prog="python -m surojax.data", description=description)
     parser.add_argument(
         "--debug", type=int, default=0, metavar="N", help="print the first N samples: token, text, label, document"
     )
@@ -70,8 +71,8 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at its end
     except (ConfigError, OSError) as error:
-        sys.exit(f"surojax.data: error: {error}")
+        raise ending("data", error) from error
 
 
 if __name__ == "__main__":
-    main()
+    ends_with_code(main)

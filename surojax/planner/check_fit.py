@@ -131,8 +131,11 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
     lines += advice.lines(found, limit)
     if found and not any(missing(found[-1][1], limit)):
         return lines
-    frozen = c.model_path and not c.lora
-    less = "adapters of the model (--config.lora --config.qlora_bnb)" if frozen else "a smaller model"
+    less = "a smaller model"
+    if c.lora and not (c.qlora_bnb or c.qlora_fp8 or c.qlora_fp4):
+        less = "a base in 4 bits (--config.qlora_bnb)"
+    elif c.model_path and not c.lora:
+        less = "adapters of the model (--config.lora --config.qlora_bnb)"
     lines.append(f"{less} or a machine with more memory")
     if platform == "cpu":
         changes = [{"gpus": n} | (SHARDED if n > 1 else {}) for n in (1, 4, 8) if n % gpus_per_sequence(c) == 0]

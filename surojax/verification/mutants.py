@@ -9,7 +9,7 @@ that differs between devices where it must not), or if losses and gradient norms
 import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from surojax.config import Config
@@ -110,11 +110,20 @@ def verify_mutants(
 
     Raises ConfigError as `verify`, and for a row that fails with all of its collectives.
     """
-    curves = Curves(config, steps, devices)
-    curves.of_plain()
+    with Curves(config, steps, devices) as curves:
+        curves.of_plain()
+        return list(_outcomes(curves, chosen(curves.table, only), report, skipped))
+
+
+def _outcomes(
+    curves: Curves,
+    rows: Sequence[Setting],
+    report: Callable[[Outcome], None],
+    skipped: Callable[[Setting, str], None],
+) -> Iterator[Outcome]:
+    """Yields what becomes of each mutant of the rows; see `verify_mutants`."""
     known: set[Collective] = set()
-    found = []
-    for s in chosen(curves.table, only):
+    for s in rows:
         if s.devices == 1:
             continue
         with contextlib.ExitStack() as until_end:
@@ -130,6 +139,6 @@ def verify_mutants(
             known.update(new)
             keep_whole(curves, s, row, step)
             for collective in new:
-                found.append(outcome(curves, Mutant(s, collective), row))
-                report(found[-1])
-    return found
+                found = outcome(curves, Mutant(s, collective), row)
+                report(found)
+                yield found

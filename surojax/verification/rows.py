@@ -3,7 +3,9 @@
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from surojax.config import Config, checks
@@ -12,9 +14,10 @@ from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
 from surojax.verification.bounds import Bound, Curve, bounds, judge
 from surojax.verification.settings import OWN, SEQUENCE_LEN, SIZES, Setting, chosen, settings
-from surojax.verification.training import Built, FirstStates, built, make_batches, trained
+from surojax.verification.training import Built, FirstStates, Started, built, make_batches
 
 MOST_STEPS = 10_000  # all batches are in memory
+MOST_COMPILERS = 8  # more than tracing, which is one thread's, keeps busy
 
 
 class Row(NamedTuple):
@@ -26,7 +29,7 @@ class Row(NamedTuple):
     grad_norm: float | None  # as `loss`, over the steps that the bound compares
     bound: Bound
     why: str  # reason if it failed or was skipped, else ""
-    seconds: float
+    seconds: float  # since the row before; other rows compile meanwhile
 
 
 class Curves:
@@ -44,7 +47,24 @@ class Curves:
         self.table = {s.name: s for s in settings(self.config, len(self.devices))}
         self.batches, self.microbatches = make_batches(self.config, len(self.devices), steps)
         self.first = FirstStates()
+        # A program compiles mostly on one core, so on CPUs the next rows compile meanwhile. On GPUs, where compiling
+        # measures kernels, nothing else runs.
+        compilers = min(os.cpu_count() or 1, MOST_COMPILERS) if self.devices[0].platform == "cpu" else 1
+        self._compiler = ThreadPoolExecutor(compilers, "verify-compile")
+        self._ahead = compilers if compilers > 1 else 0  # rows
+        self._planned: deque[Setting] = deque()
+        self._started: dict[str, Started | ConfigError] = {}
         self._found: dict[str, Curve | ConfigError] = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Waits for programs that compile, and removes the files of rows that were not trained."""
+        self._compiler.shutdown(cancel_futures=True)
+        for started in self._started.values():
+            if not isinstance(started, ConfigError):
+                started.close()
 
     def microbatches_of(self, s: Setting) -> int:
         """Returns the number of microbatches of a row's step."""
@@ -58,14 +78,29 @@ class Curves:
         """Keeps the curve of a row that was trained elsewhere."""
         self._found[s.name] = curve
 
+    def plan(self, rows: Sequence[Setting]) -> None:
+        """Says in which order the curves of rows will be asked for, each with its reference."""
+        self._planned.extend(x for s in rows for x in (s, self.table[s.like]))
+
+    def _start(self, s: Setting) -> None:
+        """Lowers a row and begins to compile it, unless that was done."""
+        if s.name in self._started or s.name in self._found:
+            return
+        try:
+            microbatches = self.microbatches_of(s)
+            started = Started(self.config, s, self.batches, microbatches, self.devices, self._compiler)
+        except ConfigError as error:
+            started = error
+        self._started[s.name] = started
+
     def of(self, s: Setting) -> Curve:
         """Returns the curve of a row. Raises ConfigError, in every call, if the row cannot run."""
         if s.name not in self._found:
-            try:
-                microbatches = self.microbatches_of(s)
-                self._found[s.name] = trained(self.config, s, self.batches, microbatches, self.devices, self.first)
-            except ConfigError as error:
-                self._found[s.name] = error
+            self._start(s)
+            while self._planned and len(self._started) <= self._ahead:
+                self._start(self._planned.popleft())
+            started = self._started.pop(s.name)
+            self._found[s.name] = started if isinstance(started, ConfigError) else started.trained(self.first)
         found = self._found[s.name]
         if isinstance(found, ConfigError):
             raise found
@@ -123,22 +158,23 @@ def verify(
     Raises ConfigError for settings that `train` would refuse, an unknown name, a missing nvme_path, or a plain run that
     does not fit on one device. Raises OSError if a disk fails.
     """
-    curves = Curves(config, steps, devices)
-    settings_of_rows = chosen(curves.table, only)
-    if any(s.like == "plain" and s.devices <= len(curves.devices) for s in settings_of_rows):
-        curves.of_plain()  # first, as it may not fit
-    allowed = bounds(curves.config)
     rows = []
-    for s in settings_of_rows:
-        started = time.perf_counter()
-        bound = allowed[s.expect]
-        try:
-            judged = judge(curves.of(s), curves.of(curves.table[s.like]), bound)
-        except ConfigError as error:
-            if s.name == OWN and s.devices <= len(curves.devices):
-                raise
-            judged = "skipped", None, None, str(error)
-        status, loss, grad_norm, why = judged
-        rows.append(Row(s, status, loss, grad_norm, bound, why, time.perf_counter() - started))
-        report(rows[-1])
+    with Curves(config, steps, devices) as curves:
+        settings_of_rows = chosen(curves.table, only)
+        if any(s.like == "plain" and s.devices <= len(curves.devices) for s in settings_of_rows):
+            curves.of_plain()  # first, as it may not fit
+        curves.plan(settings_of_rows)
+        allowed = bounds(curves.config)
+        for s in settings_of_rows:
+            started = time.perf_counter()
+            bound = allowed[s.expect]
+            try:
+                judged = judge(curves.of(s), curves.of(curves.table[s.like]), bound)
+            except ConfigError as error:
+                if s.name == OWN and s.devices <= len(curves.devices):
+                    raise
+                judged = "skipped", None, None, str(error)
+            status, loss, grad_norm, why = judged
+            rows.append(Row(s, status, loss, grad_norm, bound, why, time.perf_counter() - started))
+            report(rows[-1])
     return rows

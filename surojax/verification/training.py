@@ -4,6 +4,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 import jax
@@ -141,10 +142,24 @@ class FirstStates:
         return jax.device_put(self._drawn[key], shardings, may_alias=False)
 
 
-def trained(
-    c: Config, s: Setting, batches: list[Batch], microbatches: int, devices: Sequence, first: FirstStates
-) -> Curve:
-    """Trains a row and returns its losses and gradient norms. Raises ConfigError if it cannot run here."""
-    with built(c, s, batches, microbatches, devices) as row:
-        step = compiled(row, lowered(row))
-        return list(curve(row, step, first.of(row), batches))
+class Started:
+    """A row whose step is lowered, and compiles in a thread of `compiler`.
+
+    Raises ConfigError if the row cannot run here. Its files are there until `trained` returns, or `close` is called.
+    """
+
+    def __init__(
+        self, c: Config, s: Setting, batches: list[Batch], microbatches: int, devices: Sequence, compiler: Executor
+    ):
+        self.batches = batches
+        with contextlib.ExitStack() as until_end:
+            self.row = until_end.enter_context(built(c, s, batches, microbatches, devices))
+            self.step = compiler.submit(compiled, self.row, lowered(self.row))
+            self.close = until_end.pop_all().close
+
+    def trained(self, first: FirstStates) -> Curve:
+        """Trains the row and returns its losses and gradient norms."""
+        try:
+            return list(curve(self.row, self.step.result(), first.of(self.row), self.batches))
+        finally:
+            self.close()
