@@ -122,7 +122,7 @@ def fastest(
     if aot.available():
         aot.usable(gpu)  # before anything else: what it sets for XLA's log counts from the first use of XLA
     if facts.rates is None:
-        raise ConfigError(f"--gpu: expected a GPU with rates in surojax/planner/gpus.py, got {gpu!r}; add them there")
+        raise ConfigError(f"--gpu: expected a GPU with rates in surojax/planner/gpus.csv, got {gpu!r}; add them there")
     for word in allow:
         try:
             checked(changed(config, ALLOWED[word]), gpu)

@@ -52,7 +52,7 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
     """
     gpu = gpus.find_gpu(devices[0].device_kind)
     if gpu is None:
-        return Prediction(not_predicted="a GPU that is not in surojax/planner/gpus.py")
+        return Prediction(not_predicted="a GPU that is not in surojax/planner/gpus.csv")
     batch = traffic.batch_of(c)
     try:
         gpu = seen.corrected(gpu, c.rates_file, seen.settings_key(c, len(devices)))
