@@ -17,7 +17,7 @@ from surojax.models.attention import chosen_here
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
 from surojax.planner import gpus, prediction, report as planned, seen, traffic
-from surojax.planner.advice import summed
+from surojax.planner.amounts import summed
 from surojax.planner.footprint import estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
