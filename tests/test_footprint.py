@@ -162,7 +162,7 @@ def refusal(c, n: int, gibs: float, platform: str) -> str:
 
 def apply(c, text: str):
     """The config with `name=value name=value`, through the command line's own parser."""
-    c = c.copy_and_resolve_references()
+    c = changed(c)
     for flag in text.split():
         flags._override(c, *flag.removeprefix("--config.").split("=", 1))
     checks.check(c)
@@ -239,7 +239,8 @@ def test_what_is_not_needed_is_not_advised():
     assert len(found) == remedies.ALTERNATIVES and not any(numbers & proposal.change.keys() for proposal in found)
     for name in ("residual", "optimizer", "master", "grads", "weights"):
         c[f"offload_{name}"] = True
-    assert all(proposal.change["offload_residual"] is False for proposal in proposed(c, Memory(48 * GiB)))
+    homes = [{name: x for name, x in y.change.items() if "offload" in name} for y in proposed(c, Memory(48 * GiB))]
+    assert all(home and not any(home.values()) for home in homes)
 
 
 def test_each_limit_is_lifted_by_itself():
@@ -257,11 +258,9 @@ def test_each_limit_is_lifted_by_itself():
     assert all(found[name].change.keys() & {"optimizer", "master_dtype", "recipe"} for name in other)
 
 
-def test_advice_if_no_single_limit_is_enough():
-    """All together; and if that is too little, more GPUs besides."""
+def test_nothing_is_advised_if_nothing_helps(monkeypatch):
+    monkeypatch.setattr(remedies, "MORE_GPUS", (2,))
     c = apply(flags.load(str(CONFIGS / "llama7b.py")), "gpus=1")
-    (found,) = proposed(c, Memory(int(0.9 * GiB), GiB))
-    assert found.lifted == "more GPUs" and found.change.keys() >= {"gpus", "optimizer", "nvme_path"}
     assert proposed(c, Memory(GiB // 16, GiB)) == []
 
 

@@ -131,7 +131,7 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
     gpu = dataclasses.replace(facts or GPUS[UNKNOWN], gpus_per_node=room.devices)
     limits = Memory(available, math.inf if platform == "cpu" else room.host, math.inf if c.nvme_path else 0)
     own = changed(c, {"gpus": n})
-    if found := remedies.proposals(Space(own, gpu, limits, platform=platform)):
+    if found := remedies.proposals(Space(own, gpu, limits, few=True, platform=platform)):
         device = "GPU" if platform == "gpu" else "device"
         return lines + [proposal.line(timed=facts is not None, device=device) for proposal in found]
     frozen = c.model_path and not c.lora

@@ -73,14 +73,14 @@ def with_limits_lifted(space: Space) -> list[Proposal]:
     limits = space.limits
     unlimited = limits._replace(host=math.inf)
     lifted: list[tuple[str, Candidate | None]] = []
-    if limits.host < math.inf:
+    if limits.host < math.inf and space.platform == "gpu":
         least, fastest = best(whole.of(limits=unlimited), least_host=True), best(space.of(limits=unlimited))
         lifted.append(("more host memory", least))
         if least and fastest and fastest.seconds < least.seconds * (1 - FASTER):
             lifted.append(("more of it, for a faster step", fastest))
-    if limits.files < math.inf and space.platform == "gpu":
-        what = "more files (--nvme)" if limits.files else "files on a drive (--nvme)"
-        lifted.append((what, best(space.of(limits=limits._replace(files=math.inf)))))
+        if limits.files < math.inf:  # files are for what host memory has no room for
+            what = "more files (--nvme)" if limits.files else "files on a drive (--nvme)"
+            lifted.append((what, best(space.of(limits=limits._replace(files=math.inf)))))
     words = [word for word in other_numbers(space) if word not in space.allow]
     lifted += [(f"other numbers (--allow {word})", best(space.of(allow=(*space.allow, word)))) for word in words]
     if space.keep:
