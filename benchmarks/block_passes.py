@@ -129,7 +129,7 @@ def count(module: Module) -> dict[str, dict[str, int]]:
 def main() -> None:
     """Compile the block, and print the table, JSON, or the list of launches."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gpu", default="rtx4090", help="a GPU of surojax/planner/gpus.py (default: %(default)s)")
+    parser.add_argument("--gpu", default="rtx4090", help="a GPU of surojax/planner/gpus.csv (default: %(default)s)")
     parser.add_argument("--model", default="configs/llama7b.py", help="config file with the sizes (%(default)s)")
     parser.add_argument("--recipe", default="fp8_current", help="see surojax/numerics/recipes.py (%(default)s)")
     parser.add_argument("--kernels", default="mosaic", choices=("mosaic", "xla"), help="default: %(default)s")

@@ -4,7 +4,7 @@
 
 The rows are LLMQ's (https://github.com/IST-DASLab/llmq, README.md and benchmarks/*.md; Qwen2.5 in bf16, sequences of
 1024 tokens, 524,288 tokens a step). Its list of operations is written out below; `costs.product_time`, the attention's
-rates and the bandwidths of planner/gpus.py give their times. `Rates.products` of a GPU is fitted to its rows of one GPU
+rates and the bandwidths of gpus.csv give their times. `Rates.products` of a GPU is fitted to its rows of one GPU
 in bf16 (`ROWS`): one constant for each GPU. `ELSEWHERE` are rows to which nothing is fitted: several GPUs, which send
 over links of other kinds, and FP8, whose quantising passes are part of the list. Beside their error is what the rate of
 the link, at its ends, would make of it.

@@ -20,7 +20,7 @@ from calibrate import MODELS, SEQUENCE_LEN
 
 from surojax.config.fields import Config
 from surojax.config.flags import parse
-from surojax.planner.advice import GiB
+from surojax.planner.amounts import GiB
 from surojax.planner.plan import Plan, plan
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ import jax
 
 from surojax.config.fields import Config
 from surojax.config.flags import parse
-from surojax.planner.advice import GiB
+from surojax.planner.amounts import GiB
 from surojax.planner.plan import Plan, plan
 
 ROOT = Path(__file__).parents[1]

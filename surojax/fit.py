@@ -19,20 +19,21 @@ from pathlib import Path
 
 import jax
 
-from surojax.config.fields import Config, default_config, flat, gpus_per_sequence
+from surojax.config.fields import Config, default_config, flat
 from surojax.config.flags import parse
 from surojax.config.write import check_new, config_file
-from surojax.errors import ConfigError, ending, ends_with_code, need, short_exit_codes
+from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.plan import add_cost, check_cost, check_path
-from surojax.planner import advice, aot, footprint
-from surojax.planner.advice import GiB, flags
-from surojax.planner.choices import ALLOWED
+from surojax.planner import aot, footprint
+from surojax.planner.amounts import GiB, gib
+from surojax.planner.changes import differing, flags, wrapped
+from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
 from surojax.planner.fastest import MOST_COMPILED, Result, Row, fastest
 from surojax.planner.gpu_names import named
 from surojax.planner.gpus import GPUS
-from surojax.planner.layouts import AXES, divisors
 from surojax.planner.plan import checked
 from surojax.planner.prediction import milliseconds
+from surojax.planner.remedies import NOTHING
 from surojax.planner.report import cost, range_lines
 
 SHOWN = 5  # rows by default
@@ -61,15 +62,15 @@ def table(result: Result, top: int = SHOWN, given: Config | None = None) -> str:
     if result.refuted:
         lines.append(f"{len(result.refuted)} more fit by estimate only, not as compiled")
     for number, row in enumerate(shown, 1):
-        change = row.change if given is None else advice.differing(given, flat(row.config))
-        lines += ["", f"{number}:" if change else f"{number}: as given", *advice.wrapped(flags(change), "    ")]
+        change = row.change if given is None else differing(given, flat(row.config))
+        lines += ["", f"{number}:" if change else f"{number}: as given", *wrapped(flags(change), "    ")]
     lines += ["", *layouts_tried(result), *larger_steps(result)]
     if result.left_out:
-        now = result.rows[0].estimated_s
+        now = result.rows[0].estimate.seconds
         gains = ", ".join(f"{word} ({1 - s / now:.0%} faster by estimate)" for word, s in result.left_out.items())
         lines += ["", f"left out since they change numbers: {gains};", f"  --allow {','.join(result.left_out)}"]
         lines.append("  (with the best settings as they are; the memory that they free may allow faster ones)")
-    if result.rows[0].estimated.files:
+    if result.rows[0].estimate.need.files:
         lines += ["", "nothing fits without files, whose drive's speed is not known: the time is that of the host link"]
     return "\n".join(lines)
 
@@ -79,7 +80,7 @@ def larger_steps(result: Result) -> list[str]:
     if not result.larger:
         return []
     best = result.rows[0]
-    now = best.tokens / best.estimated_s
+    now = best.tokens / best.estimate.seconds
     gains = ", ".join(f"{n:,} sequences {rate:,.0f} ({rate / now:.1f} x)" for n, rate in result.larger.items())
     return [
         f"a larger step would pay, since the update takes as long for any number of tokens: estimated tokens/s per GPU "
@@ -107,9 +108,9 @@ def axes(layout: dict) -> str:
 def _cells(row: Row, gpus: int, number: str) -> str:
     """A row of the table."""
     rate = row.tokens / row.seconds
-    cells = f"  {number:>2} {rate:>9,.0f} {gpus * rate:>9,.0f} {_ms(row.seconds):>8} {_ms(row.estimated_s):>10}"
-    cells += f" {row.device_bytes / GiB:>8.1f} {row.estimated.device / GiB:>10.1f} {row.host_bytes / GiB:>7.1f}"
-    return cells + f" {row.estimated.files / GiB:>7.1f}  {waits_for(row)}"
+    cells = f"  {number:>2} {rate:>9,.0f} {gpus * rate:>9,.0f} {_ms(row.seconds):>8} {_ms(row.estimate.seconds):>10}"
+    cells += f" {row.need.device / GiB:>8.1f} {row.estimate.need.device / GiB:>10.1f} {row.need.host / GiB:>7.1f}"
+    return cells + f" {row.estimate.need.files / GiB:>7.1f}  {waits_for(row)}"
 
 
 def _ms(seconds: float) -> str:
@@ -128,16 +129,14 @@ def waits_for(row: Row) -> str:
 
 def nothing_fits(result: Result) -> list[str]:
     """Lines that say by how much nothing fits, and what would."""
-    limit = advice.gib(result.limits.device)
+    limit = gib(result.limits.device)
     lines = [f"nothing fits {result.gpus} x {GPUS[result.gpu].name} with {limit} of each for the program"]
     nearest = result.nearest
-    if result.as_given is not None and result.as_given.estimated.files and result.as_given.fits:
+    if result.as_given is not None and result.as_given.estimate.need.files and result.as_given.fits:
         lines.append("without files, that is; the settings as given use files and fit: pass --nvme")
     if result.refuted:
         least = min(row.plan.device_bytes for row in result.refuted if row.plan)
-        lines.append(
-            f"{len(result.refuted)} settings fit by estimate; as compiled they need {advice.gib(least)} or more"
-        )
+        lines.append(f"{len(result.refuted)} settings fit by estimate; as compiled they need {gib(least)} or more")
     elif nearest is not None:
         over = nearest.need.beyond(result.limits)
         lines.append(f"the nearest needs {nearest.need.text()}; too much by {over.text()}")
@@ -145,22 +144,19 @@ def nothing_fits(result: Result) -> list[str]:
         lines.append("nothing that was tried can be placed with the fields that are kept")
     if result.limits.host < float("inf"):
         part = f"{footprint.HOST_POOL:.0%} of a machine's"
-        lines.append(
-            f"host memory: up to {advice.gib(result.limits.host)}, {part}, the rest for the system and for data"
-        )
+        lines.append(f"host memory: up to {gib(result.limits.host)}, {part}, the rest for the system and for data")
     lines.append("what would change it:")
-    for text, options in result.remedies:
-        lines += [f"  {text}", *(advice.wrapped(options, "    ") if options else [])]
-    return lines
+    lines += [f"  {line}" for proposal in result.proposals for line in proposal.lines()]
+    return lines if result.proposals else [*lines, f"  {NOTHING}"]
 
 
 def describe(row: Row, result: Result, base: str, file: Path) -> str:
     """The docstring of the config file of a row."""
     name = GPUS[result.gpu].name
     what = "predicted" if row.plan and row.plan.predicted_step_s else "estimated"
-    device = row.device_bytes
-    host = row.host_bytes
-    needs = f"Needs {advice.gib(device)} on each GPU" + (f" and {advice.gib(host)} of host memory" if host else "")
+    device = row.need.device
+    host = row.need.host
+    needs = f"Needs {gib(device)} on each GPU" + (f" and {gib(host)} of host memory" if host else "")
     lines = [
         f"{base} on {result.gpus} x {name}, as surojax.fit found it on {time.strftime('%Y-%m-%d')}.",
         "",
@@ -182,37 +178,6 @@ def words(option: str, text: str, known) -> tuple[str, ...]:
     return found
 
 
-def with_batch(c: Config, sequences: int | None) -> Config:
-    """The config with so many sequences a step on all GPUs; its microbatches stay as large as they are if they can.
-
-    Raises ConfigError if the GPUs do not divide them.
-    """
-    if sequences is None:
-        return c
-    need(sequences < 2**31, "--effective-batch", "less than 2^31 sequences", sequences, "lower it")
-    groups = c.gpus // gpus_per_sequence(c)
-    if sequences < 1 or groups < 1 or sequences % groups:
-        what = "GPUs" if groups == c.gpus else "groups of GPUs"
-        raise ConfigError(
-            f"--effective-batch: expected a multiple of the {groups} {what}, got {sequences}; it counts sequences of a "
-            "step on all GPUs"
-        )
-    of_gpu = sequences // groups
-    size = largest_divisor(of_gpu, c.per_device_batch_size)
-    change = {
-        "per_device_batch_size": size,
-        "gradient_accumulation_steps": of_gpu // size,
-        "microbatches_per_fetch": largest_divisor(of_gpu // size, c.microbatches_per_fetch),
-        "lmhead_chunks": largest_divisor(size * c.sequence_len // gpus_per_sequence(c), c.lmhead_chunks),
-    }
-    return advice.changed(c, change)
-
-
-def largest_divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is not above `most`, at least 1."""
-    return max((d for d in divisors(n) if d <= most), default=1)
-
-
 def as_json(result: Result) -> dict:
     """The result for `--json`: {"rows", "given", "left_out", "remedies"}, each row with its plan."""
 
@@ -220,8 +185,8 @@ def as_json(result: Result) -> dict:
         return {
             "change": row.change,
             "seconds": row.seconds,
-            "estimated_s": row.estimated_s,
-            "estimated_bytes": row.estimated._asdict(),
+            "estimated_s": row.estimate.seconds,
+            "estimated_bytes": row.estimate.need._asdict(),
             "plan": dataclasses.asdict(row.plan) if row.plan else None,
         }
 
@@ -231,7 +196,7 @@ def as_json(result: Result) -> dict:
         "rows": [of(row) for row in result.rows],
         "given": of(result.as_given) if result.as_given else None,
         "left_out": result.left_out,
-        "remedies": result.remedies,
+        "remedies": [(proposal.text(), flags(proposal.change)) for proposal in result.proposals],
     }
 
 
@@ -259,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
         "--allow",
         metavar="WORDS",
         default="",
-        help=f"settings that change numbers: a comma list of {', '.join(ALLOWED)}",
+        help=f"settings that change numbers: a comma list of {', '.join(NUMBERS)}",
     )
     found.add_argument("--keep", metavar="FIELDS", default="", help="comma list of fields that stay as in the config")
     found.add_argument(
@@ -300,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
             gpus_per_node=args.gpus_per_node,
             host_bandwidth=args.host_bandwidth,
             nvme=args.nvme,
-            allow=words("--allow", args.allow, tuple(ALLOWED)),
+            allow=words("--allow", args.allow, tuple(NUMBERS)),
             keep=words("--keep", args.keep, tuple(flat(default_config()))),
             most=max(args.top, MOST_COMPILED),
             say=lambda text: print(text, flush=True),
@@ -321,8 +286,8 @@ def main(argv: list[str] | None = None) -> None:
             print(cost(args.tokens, args.price, result.gpus, seconds))
         out.write_text(config_file(best.config, describe(best, result, Path(args.config).name, out)))
         print(f"written: {out}; python -m surojax.train --config {out}")
-        if best.config.nvme_path == advice.FOLDER:
-            print(f"  set nvme_path in it to a folder on the NVMe disk: {advice.FOLDER!r} stands for it")
+        if best.config.nvme_path == FOLDER:
+            print(f"  set nvme_path in it to a folder on the NVMe disk: {FOLDER!r} stands for it")
     except (ConfigError, OSError) as error:
         raise ending("fit", error) from error
 

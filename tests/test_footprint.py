@@ -15,8 +15,11 @@ from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, data_parallel, make_mesh
-from surojax.planner import advice, check_fit, footprint
-from surojax.planner.advice import GiB, Memory
+from surojax.planner import check_fit, choices, footprint, remedies
+from surojax.planner.amounts import GiB, Memory, gib, summed
+from surojax.planner.changes import changed
+from surojax.planner.gpus import GPUS
+from surojax.planner.search import Space
 from surojax.planner.traffic import Batch, batch_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -139,7 +142,7 @@ def test_host_memory_is_that_of_all_gpus():
 
 def test_flash_attention_has_no_scores():
     c = small(model_dtype="bfloat16", sequence_len=1024, per_device_batch_size=1)
-    flash, xla = (estimate(advice.changed(c, {"attention": a}), "gpu")["working space"] for a in ("auto", "xla"))
+    flash, xla = (estimate(changed(c, {"attention": a}), "gpu")["working space"] for a in ("auto", "xla"))
     assert xla - flash > 8 * 1024 * 1024 * 4
     assert estimate(c, "cpu")["working space"] > xla
 
@@ -159,7 +162,7 @@ def refusal(c, n: int, gibs: float, platform: str) -> str:
 
 def apply(c, text: str):
     """The config with `name=value name=value`, through the command line's own parser."""
-    c = c.copy_and_resolve_references()
+    c = changed(c)
     for flag in text.split():
         flags._override(c, *flag.removeprefix("--config.").split("=", 1))
     checks.check(c)
@@ -192,81 +195,84 @@ def host(monkeypatch):
     ],
 )
 def test_advice_is_true(name, changes, n, gibs, platform, host):
-    """Each suggested change is a valid command line and leads to the number beside it; the last one fits."""
+    """Each proposal is a valid command line, leads to the memory beside it, which fits, and keeps the batch."""
     c = apply(flags.load(str(CONFIGS / f"{name}.py")), f"gpus={n} {changes}")
     batch = c.per_device_batch_size * c.gradient_accumulation_steps
     line = refusal(c, n, gibs, platform)
-    assert f"needs {advice.gib(footprint.needed(c, n, platform))} (" in line and f"{gibs} GiB are free" in line
-    steps = re.findall(r"[:;] (?:then )?([\w=.\- ]+) -> ([\d.]+ GiB)(?:, [\d.]+ GiB of host memory)?( \(fits\))?", line)
-    assert steps and [fits for *_, fits in steps] == [""] * (len(steps) - 1) + [" (fits)"], line
-    for text, number, _ in steps:
-        c = apply(c, text)
-        assert advice.gib(footprint.needed(c, c.gpus, platform)) == number
-        assert c.per_device_batch_size * c.gradient_accumulation_steps == batch
-    assert footprint.needed(c, c.gpus, platform) <= gibs * GiB
+    assert f"needs {gib(footprint.needed(c, n, platform))} (" in line and f"{gibs} GiB are free" in line
+    found = re.findall(r"[:;] ([\w=.\- ]+) -> ([\d.]+ [GM]iB) on each (\w+)[^;]* \(fits\)", line)
+    assert found and len(found) == line.count("(fits)") - line.count("by itself"), line
+    for text, number, device in found:
+        tried = apply(c, text)
+        assert gib(footprint.needed(tried, n, platform)) == number
+        assert footprint.needed(tried, n, platform) <= gibs * GiB
+        assert tried.per_device_batch_size * tried.gradient_accumulation_steps == batch
+        assert device == ("GPU" if platform == "gpu" else "device")
 
 
-def test_impossible_changes_are_not_advised():
-    """Cut by words over four GPUs, a vocabulary that eight do not divide cannot be spread further."""
-    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "gpus=4 zero_level=3 shard_outer=true model.vocab_size=32004")
-    found = changes(c, 4, Memory(GiB))
-    assert {"offload_weights": True} in found and not any("gpus" in change for change in found)
-
-
-def changes(c, n: int, limit: Memory) -> list[dict]:
-    return [
-        change for change, _ in advice.changes_that_help(c, n, limit, "gpu", lambda c, n: footprint.needs(c, n, "gpu"))
-    ]
+def proposed(c, limits: Memory, gpu: str = "rtx4090") -> list[remedies.Proposal]:
+    """The proposals for a config, each of which is a config that is accepted and fits."""
+    found = remedies.proposals(Space(c, GPUS[gpu], limits))
+    for proposal in found:
+        tried = changed(c, proposal.change)
+        checks.check(tried)
+        need = footprint.needs(tried, tried.gpus, "gpu")
+        assert need.device == proposal.candidate.need.device and need.device <= limits.device
+        assert need.host == proposal.candidate.need.host
+    return found
 
 
 def test_the_fewest_gpus_are_advised():
-    """What saves little of 793 GiB saves much of the last 18; and with more GPUs outer layers can be cut by words."""
-    c = apply(flags.load(str(CONFIGS / "llama70b.py")), "per_device_batch_size=1 gradient_accumulation_steps=2")
-    offloads = {f"offload_{name}": True for name in ("residual", "optimizer", "master", "grads", "weights")}
-    found = changes(c, 1, Memory(int(14.7 * GiB)))
-    assert found == [*({name: True} for name in offloads), {"gpus": 2, "zero_level": 3}]
-    found = changes(c, 1, Memory(int(10.6 * GiB)))
-    assert found[-2:] == [{"gpus": 2, "zero_level": 3}, {"shard_outer": True}]
+    """70B on cards of 16 GB: two with all in host memory; and with more GPUs outer layers can be cut by words."""
+    c = apply(flags.load(str(CONFIGS / "llama70b.py")), "per_device_batch_size=1 gradient_accumulation_steps=2 gpus=1")
+    for size, fields in ((14.7, {"gpus"}), (10.6, {"gpus", "shard_outer"})):
+        (found,) = proposed(c, Memory(int(size * GiB)))
+        assert found.lifted == "more GPUs" and found.change["gpus"] == 2 and fields <= found.change.keys()
+        assert found.candidate.config.gradient_accumulation_steps == 1  # the same two sequences a step
 
 
-def test_what_is_not_needed_in_the_end_is_not_advised():
-    """Moments in 16 bits are tried first, but once they rest in host memory they save nothing on the device."""
-    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "opt_m_dtype=float32 opt_v_dtype=float32")
-    found = changes(c, 1, Memory(16 * GiB))
-    assert found == [{"offload_optimizer": True}, {"offload_master": True}, {"offload_grads": True}]
-
-
-def test_advice_leaves_room_in_host_memory():
-    """Files where host memory has no room for the state; and less in host memory where the device has room."""
-    c = flags.load(str(CONFIGS / "llama7b.py"))
-    files = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "FOLDER"}
-    limit = Memory(int(22.5 * GiB), 30 * GiB)
-    assert changes(c, 1, limit) == [files | {"offload_grads": True}]
+def test_what_is_not_needed_is_not_advised():
+    """Settings that change numbers, where what does not is enough; and tensors in host memory that have room."""
+    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "opt_m_dtype=float32 opt_v_dtype=float32 gpus=1")
+    numbers = {name for change in choices.NUMBERS.values() for name in change}
+    found = proposed(c, Memory(16 * GiB))
+    assert len(found) == remedies.ALTERNATIVES and not any(numbers & proposal.change.keys() for proposal in found)
     for name in ("residual", "optimizer", "master", "grads", "weights"):
         c[f"offload_{name}"] = True
-    assert changes(c, 1, limit._replace(host=64 * GiB)) == [{"offload_weights": False}]
-    tight = Memory(4 * GiB, 64 * GiB)  # no room for the weights
-    assert changes(c, 1, tight) == [{"offload_optimizer": "nvme", "nvme_path": "FOLDER"}]
+    homes = [{name: x for name, x in y.change.items() if "offload" in name} for y in proposed(c, Memory(48 * GiB))]
+    assert all(home and not any(home.values()) for home in homes)
 
 
-def test_advice_of_files_for_sequences_that_are_divided():
-    c = advice.changed(flags.load(str(CONFIGS / "llama7b.py")), {"gpus": 2, "cp_size": 2, "zero_level": 3})
-    files = [advice.differing(c, x) for x in advice._offloads(c, 2, scarce=True) if "nvme" in x.values()]
-    assert files
-    for change in files:
-        checks.check(advice.changed(c, change))
+def test_each_limit_is_lifted_by_itself():
+    """Files, more GPUs, more host memory, each with what it then needs; nothing beyond the other limits."""
+    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "gpus=1")
+    limits = Memory(int(22.5 * GiB), 30 * GiB)
+    found = {proposal.lifted.partition(" (")[0]: proposal for proposal in proposed(c, limits)}
+    assert {"more host memory", "files on a drive", "more GPUs"} <= found.keys()
+    for lifted, proposal in found.items():
+        need = proposal.candidate.need
+        assert (need.files > 0) == (lifted == "files on a drive")
+        assert (need.host > limits.host) == ("more host memory" in lifted or lifted.startswith("more of it"))
+    assert found["files on a drive"].change["nvme_path"] == "FOLDER"
+    other = {name for name in found if name.startswith("other numbers")}
+    assert all(found[name].change.keys() & {"optimizer", "master_dtype", "recipe"} for name in other)
+
+
+def test_nothing_is_advised_if_nothing_helps(monkeypatch):
+    monkeypatch.setattr(remedies, "MORE_GPUS", (2,))
+    c = apply(flags.load(str(CONFIGS / "llama7b.py")), "gpus=1")
+    assert proposed(c, Memory(GiB // 16, GiB)) == []
 
 
 def test_advice_of_long_sequences_and_of_stages():
-    """What changes no number comes first: chunks of the sequence, and a schedule with fewer microbatches in flight."""
-    long = flags.load(str(CONFIGS / "llama8b_long.py"))
-    long.sequence_chunks = 1
-    assert changes(long, 1, Memory(int(22.5 * GiB), 200 * GiB)) == [{"sequence_chunks": 16}]
+    """Chunks of the sequence, and a schedule with fewer microbatches in flight, are among what is tried."""
+    long = apply(flags.load(str(CONFIGS / "llama8b_long.py")), "gpus=1 sequence_chunks=1")
+    assert all(x.change["sequence_chunks"] == 16 for x in proposed(long, Memory(int(22.5 * GiB), 200 * GiB)))
     c = flags.load(str(CONFIGS / "llama7b.py"))
     c.update({"gpus": 4, "pp_size": 4, "gradient_accumulation_steps": 64, "offload_optimizer": True})
-    before, after = (footprint.needed(advice.changed(c, x), 4, "gpu") for x in ({}, {"pp_schedule": "1f1b"}))
-    found = changes(c, 4, Memory((before + after) // 2, 200 * GiB))
-    assert {"pp_schedule": "1f1b"} in found
+    before, after = (footprint.needed(changed(c, x), 4, "gpu") for x in ({}, {"pp_schedule": "1f1b"}))
+    found = proposed(c, Memory((before + after) // 2, 200 * GiB))
+    assert any(x.change.get("pp_schedule") == "1f1b" for x in found)
 
 
 def test_replicas_of_sequences_that_are_divided_have_shards():
@@ -320,8 +326,8 @@ def test_a_machine_without_gpus_is_told_what_gpus_would_need():
     options = re.findall(r"((?:--config\.[\w=.]+ )+)needs ([\d.]+ GiB) on each", line)
     assert [text.split()[0] for text, _ in options] == [f"--config.gpus={n}" for n in (1, 4, 8)]
     for text, number in options:
-        changed = apply(c, text)
-        assert advice.gib(footprint.needed(changed, changed.gpus, "gpu")) == number
+        there = apply(c, text)
+        assert gib(footprint.needed(there, there.gpus, "gpu")) == number
 
 
 def test_sums_and_their_parts_have_one_unit():
@@ -331,8 +337,8 @@ def test_sums_and_their_parts_have_one_unit():
     assert found and "10.2 MiB are free" in line
     parts = [float(part.split()[-1]) for part in found[2].split(", ")]
     assert min(parts) > 0 and sum(parts) == pytest.approx(float(found[1]), abs=0.4)
-    assert advice.summed({"a": 3 * GiB // 2, "b": GiB // 2}, digits=2) == "2.00 GiB (a 1.50, b 0.50)"
-    assert [advice.gib(size) for size in (0, 3 * 2**19, GiB)] == ["0.0 MiB", "1.5 MiB", "1.0 GiB"]
+    assert summed({"a": 3 * GiB // 2, "b": GiB // 2}, digits=2) == "2.00 GiB (a 1.50, b 0.50)"
+    assert [gib(size) for size in (0, 3 * 2**19, GiB)] == ["0.0 MiB", "1.5 MiB", "1.0 GiB"]
 
 
 def test_share_of_the_gpu_that_jax_takes(monkeypatch):

@@ -58,7 +58,7 @@ def test_hops_of_rings_and_of_a_tree_between_machines(op, axes, expected):
 
 def test_host_memory_is_that_of_a_machine():
     c = config(gpus=16, zero_level=3, offload_master=True)
-    one, two = (search.estimate(c, with_nodes("h100", n))[0] for n in (16, 8))
+    one, two = (search.estimated(c, with_nodes("h100", n)).need for n in (16, 8))
     assert one.host == 2 * two.host > 0 and one.device == two.device
 
 
@@ -80,7 +80,7 @@ def test_a_collective_between_machines_takes_longer():
 def test_a_search_knows_the_links():
     """By estimate, 16 GPUs of one machine take less time than 16 in machines of 2."""
     c = config(gpus=16, zero_level=3)
-    one, eight = (sum(search.estimate(c, with_nodes("h100", n))[1].values()) for n in (16, 2))
+    one, eight = (search.estimated(c, with_nodes("h100", n)).seconds for n in (16, 2))
     assert one < eight
 
 

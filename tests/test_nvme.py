@@ -33,7 +33,8 @@ from surojax.placement import table as placement
 from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import abstract_mesh, make_mesh
-from surojax.planner import advice, footprint
+from surojax.planner import footprint
+from surojax.planner.changes import changed
 from surojax.planner.traffic import Batch
 from surojax.run import checkpoint, on_disk
 from surojax.run.checkpoint import Checkpoints
@@ -370,7 +371,7 @@ def test_the_settings_in_config_files_flags_and_checkpoints(tmp_path, capsys):
         checks.check(c)
         assert c.offload_master is value or c.offload_master == "nvme" == value
         assert checks.restored_config(json.loads(json.dumps(c.to_dict()))).to_dict() == c.to_dict()
-        assert advice.changed(c, {"offload_master": True}).offload_master is True and c.offload_master == value
+        assert changed(c, {"offload_master": True}).offload_master is True and c.offload_master == value
     with pytest.raises(ConfigError, match="expected true or false or nvme, got 'disk'"):
         parse("--config.offload_optimizer=disk")
     for wrong in ("disk", 1, None, 2.0):

@@ -17,14 +17,15 @@ from surojax import fit as command
 from surojax.config import checks, flags, write
 from surojax.config.fields import default_config, flat
 from surojax.errors import ConfigError
-from surojax.planner import advice, aot, choices, compute, fastest, footprint, layouts, roofline, search
-from surojax.planner.advice import changed
+from surojax.planner import aot, choices, compute, fastest, footprint, remedies, roofline, search
+from surojax.planner.amounts import GiB, Memory, gib
+from surojax.planner.changes import changed, differing, flags as flags_of
 from surojax.planner.collective_time import CollectiveTime
 from surojax.planner.compute import Seconds
 from surojax.planner.costs import product_time
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import checked, plan
-from surojax.planner.search import Limits, Need
+from surojax.planner.search import Space
 from surojax.planner.traffic import batch_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -59,17 +60,17 @@ def work_of(c) -> roofline.Work:
     return search.work_of(c, run, footprint.by_class(run, batch_of(c), "gpu"), GPUS[GPU])
 
 
-def everything(c, limits: Limits) -> list[tuple[float, Need]]:
+def everything(c, limits: Memory) -> list[tuple[float, Memory]]:
     """(estimated seconds, need) of every setting of a space without rules: placement, recomputation, microbatches."""
     found = []
-    homes = [dict(zip(search.OFFLOADS, on, strict=True)) for on in itertools.product((False, True), repeat=5)]
+    homes = [dict(zip(choices.OFFLOADS, on, strict=True)) for on in itertools.product((False, True), repeat=5)]
     splits = [(1, 2), (2, 1)]
     for home, again, (size, count) in itertools.product(homes, choices.recomputations(c), splits):
         change = {f"offload_{name}": on for name, on in home.items()} | again
         change |= {"per_device_batch_size": size, "gradient_accumulation_steps": count, "lmhead_chunks": 1}
-        need, phases = search.estimate(changed(c, change), GPUS[GPU])
-        if need.fits(limits):
-            found.append((sum(phases.values()), need))
+        tried = search.estimated(changed(c, change), GPUS[GPU])
+        if tried.need.fits(limits):
+            found.append((tried.seconds, tried.need))
     return found
 
 
@@ -78,26 +79,26 @@ def everything(c, limits: Limits) -> list[tuple[float, Need]]:
 def test_the_rules_lose_nothing(part, host):
     """Trying everything finds nothing faster that fits; resident layers only add to what the search can do."""
     c = checked(config(**SMALL), GPU)
-    whole = search.estimate(c, GPUS[GPU])[0]
-    limits = Limits(part * whole.device, float("inf") if host is None else host * whole.device)
-    found = search.search(c, GPUS[GPU], limits)
+    whole = search.estimated(c, GPUS[GPU]).need
+    limits = Memory(part * whole.device, float("inf") if host is None else host * whole.device)
+    found = search.search(Space(c, GPUS[GPU], limits))
     best = min(seconds for seconds, _ in everything(c, limits))
     assert found.candidates[0].seconds <= best * (1 + 1e-9)
     assert all(x.need.fits(limits) for x in found.candidates)
     assert [x.seconds for x in found.candidates] == sorted(x.seconds for x in found.candidates)
     for x in found.candidates[:3]:  # what is said of it is what an estimate of its config says
-        need, phases = search.estimate(x.config, GPUS[GPU])
-        assert need == x.need and sum(phases.values()) == pytest.approx(x.seconds)
+        tried = search.estimated(x.config, GPUS[GPU])
+        assert tried.need == x.need and tried.seconds == pytest.approx(x.seconds)
         checks.check(x.config)
         assert x.config.per_device_batch_size * x.config.gradient_accumulation_steps == 2
 
 
 def test_only_allowed_settings_change_numbers():
     c = checked(config(**SMALL), GPU)
-    limits = Limits(search.device_limit(GPUS[GPU]))
-    numbers = {name for change in choices.ALLOWED.values() for name in change} | {"model_dtype", "accum_dtype"}
+    limits = Memory(search.device_limit(GPUS[GPU]))
+    numbers = {name for change in choices.NUMBERS.values() for name in change} | {"model_dtype", "accum_dtype"}
     for allow in ((), ("adamw8bit",)):
-        found = search.search(c, GPUS[GPU], limits, allow=allow, keep=BLOCK).candidates
+        found = search.search(Space(c, GPUS[GPU], limits, allow=allow, keep=BLOCK)).candidates
         changed_fields = {name for x in found for name in numbers if x.config[name] != c[name]}
         assert changed_fields == ({"optimizer"} if allow else set())
 
@@ -108,19 +109,19 @@ def test_what_is_kept_is_not_changed(kept):
     again = {"recompute_block": not kept.get("recompute_norm"), "validation_datasets": ({"path": "x"},)}
     c = checked(config(**SMALL | again, **kept), GPU)
     keep = ("recompute_block", "recompute_norm", "per_device_batch_size", "offload_master")
-    found = search.search(c, GPUS[GPU], Limits(2**40), keep=keep).candidates
+    found = search.search(Space(c, GPUS[GPU], Memory(2**40), keep=keep)).candidates
     assert found and all(x.config[name] == c[name] for x in found for name in keep)
 
 
 def test_files_are_for_what_does_not_fit_otherwise():
     """Nothing in files while host memory is enough; then the fewest bytes that do, within the room for files."""
     c = checked(config(**SMALL), GPU)
-    whole = search.estimate(c, GPUS[GPU])[0].device
-    roomy = search.search(c, GPUS[GPU], Limits(0.4 * whole, files=2**40), keep=BLOCK).candidates
+    whole = search.estimated(c, GPUS[GPU]).need.device
+    roomy = search.search(Space(c, GPUS[GPU], Memory(0.4 * whole, files=2**40), keep=BLOCK)).candidates
     assert roomy and not any(x.need.files for x in roomy)
-    scarce = Limits(0.4 * whole, 0.45 * whole, files=2**40)
-    assert not search.search(c, GPUS[GPU], scarce._replace(files=0), keep=BLOCK).candidates
-    found = search.search(c, GPUS[GPU], scarce, keep=BLOCK).candidates
+    scarce = Memory(0.4 * whole, 0.45 * whole, files=2**40)
+    assert not search.search(Space(c, GPUS[GPU], scarce._replace(files=0), keep=BLOCK)).candidates
+    found = search.search(Space(c, GPUS[GPU], scarce, keep=BLOCK)).candidates
     assert found and all(x.need.files and x.config.nvme_path for x in found)
 
 
@@ -285,48 +286,48 @@ def test_an_update_hides_the_first_fetchs_forward_pass():
 def test_an_overlapped_update_is_found_where_state_has_to_be_in_host_memory(keep, expected):
     """Not if the config's own value is kept."""
     c = checked(config(**SMALL | {"model.num_hidden_layers": 32}), GPU)
-    offloads = {f"offload_{name}": True for name in search.OFFLOADS}
-    need, _ = search.estimate(search.changed(c, offloads | {"overlap_update": True}), GPUS[GPU])
-    best = search.search(c, GPUS[GPU], search.Limits(need.device), keep=keep).candidates[0]
+    offloads = {f"offload_{name}": True for name in choices.OFFLOADS}
+    need = search.estimated(changed(c, offloads | {"overlap_update": True}), GPUS[GPU]).need
+    best = search.search(Space(c, GPUS[GPU], Memory(need.device), keep=keep)).candidates[0]
     assert best.config.overlap_update is expected
-    assert search.estimate(best.config, GPUS[GPU])[1] == best.phases
+    assert search.estimated(best.config, GPUS[GPU]).phases == best.phases
 
 
 def test_state_in_files_is_not_faster_than_in_host_memory():
     """The estimate of a step has no time of a drive, but that of the host link."""
     in_host = {"offload_optimizer": True, "offload_master": True, "offload_grads": True}
     in_files = in_host | {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "x"}
-    host, files = (search.estimate(checked(config(**SMALL | x), GPU), GPUS[GPU])[1] for x in (in_host, in_files))
+    host, files = (search.estimated(checked(config(**SMALL | x), GPU), GPUS[GPU]).phases for x in (in_host, in_files))
     assert files["update"] == pytest.approx(host["update"])
 
 
 def test_what_has_nothing_more_to_offer_is_not_searched():
     """A word that the config has already, and where all fits, an offload of anything."""
     c = checked(config(**SMALL | {"optimizer": "adamw8bit"}), GPU)
-    found = search.search(c, GPUS[GPU], Limits(2**40), allow=("adamw8bit",), keep=BLOCK).candidates
+    found = search.search(Space(c, GPUS[GPU], Memory(2**40), allow=("adamw8bit",), keep=BLOCK)).candidates
     assert len({tuple(flat(x.config).items()) for x in found}) == len(found) > 0
-    assert not any(x.config[f"offload_{name}"] for x in found for name in search.OFFLOADS)
+    assert not any(x.config[f"offload_{name}"] for x in found for name in choices.OFFLOADS)
 
 
 def test_layouts_keep_the_effective_batch_and_say_what_was_not_tried():
     """Of two GPUs: alone, tp_size=2 and pp_size=2; the latter is refused with a setting that it is not built for."""
     keep = ("recompute_block", "zero_level", "lmhead_chunks")
     c = checked(config(**SMALL | {"gpus": 2, "lmhead_chunks": 1}), GPU)
-    found = search.search(c, GPUS[GPU], Limits(2**40), keep=keep)
-    sizes = [tuple(of[axis] for axis in layouts.AXES) for of, _ in found.sampled]
+    found = search.search(Space(c, GPUS[GPU], Memory(2**40), keep=keep))
+    sizes = [tuple(of[axis] for axis in choices.AXES) for of, _ in found.sampled]
     assert sorted(sizes) == [(1, 1, 1), (1, 1, 2), (2, 1, 1)]
     assert found.not_tried == {"cp_size": "sequences of 256 tokens are shorter than 8,192"}
-    alone = search.search(changed(c, {"gpus": 1}), GPUS[GPU], Limits(2**40), keep=keep)
+    alone = search.search(Space(changed(c, {"gpus": 1}), GPUS[GPU], Memory(2**40), keep=keep))
     assert not alone.not_tried and not alone.sampled
     for of, _ in found.sampled:
         splits = choices.batches(c, of)
         assert {x["per_device_batch_size"] * x["gradient_accumulation_steps"] for x in splits} == {
-            2 * layouts.group(of)
+            2 * choices.group(of)
         }
     c = checked(
         config(**SMALL | {"gpus": 2, "zero_level": 3, "use_all_to_all_reduce": True, "memcpy_send_recv": True}), GPU
     )
-    found = search.search(c, GPUS[GPU], Limits(2**40), keep=("recompute_block", "tp_size"))
+    found = search.search(Space(c, GPUS[GPU], Memory(2**40), keep=("recompute_block", "tp_size")))
     assert found.not_tried["tp_size"] == "kept"
     assert found.not_tried["pp_size"].startswith("memcpy_send_recv: expected False with pp_size=2")
 
@@ -349,7 +350,7 @@ def test_layouts_keep_the_effective_batch_and_say_what_was_not_tried():
 )
 def test_a_layout_attends_in_a_way_that_its_sizes_allow(sizes, changes, expected):
     c = config(**SMALL | {"gpus": math.prod(sizes), "sequence_len": 8192, "zero_level": 3} | changes)
-    of = layouts.layout(c, *sizes)
+    of = choices.layout(c, *sizes)
     assert of["cp_method"] == expected
     checks.check(changed(c, of))
 
@@ -360,15 +361,15 @@ def test_a_ring_is_found_for_a_model_with_windows():
     windows = {"gpus": 4, "model.sliding_window": 1024, "sequence_len": 16384, "zero_level": 3}
     c = checked(config(**SMALL | heads | windows), GPU)
     keep = ("recompute_block", "pp_size", "lmhead_chunks")
-    found = search.search(c, GPUS[GPU], Limits(2**40), keep=keep).sampled
+    found = search.search(Space(c, GPUS[GPU], Memory(2**40), keep=keep)).sampled
     assert {of["cp_method"]: of["attention"] for of, _ in found if of["cp_size"] == 4} == {"ring": "auto"}
-    found = search.search(c, GPUS[GPU], Limits(2**40), keep=(*keep, "attention")).sampled
+    found = search.search(Space(c, GPUS[GPU], Memory(2**40), keep=(*keep, "attention"))).sampled
     assert found and not any(of["cp_size"] == 4 for of, _ in found)
 
 
 def test_a_machine_that_is_not_full_counts():
     c = config(**SMALL | {"gpus": 12})
-    tried = layouts.meshes(c, GPUS[GPU], layouts.layout(c, 1, 1, 1), ())
+    tried = choices.meshes(c, GPUS[GPU], choices.layout(c, 1, 1, 1), ())
     assert {mesh["dp_replicate_size"] for mesh in tried} == {1, 2}
 
 
@@ -382,7 +383,7 @@ def test_stages_divide_the_layers_and_idle_in_the_first_and_last_ticks():
 
 def test_a_mesh_of_one_gpu_can_be_kept():
     c = checked(config(**SMALL | {"zero_level": 3}), GPU)
-    found = search.search(c, GPUS[GPU], Limits(2**40), keep=(*BLOCK, "zero_level")).candidates
+    found = search.search(Space(c, GPUS[GPU], Memory(2**40), keep=(*BLOCK, "zero_level"))).candidates
     assert found and all(x.config.zero_level == 3 for x in found)
 
 
@@ -409,12 +410,12 @@ def test_a_mesh_of_one_gpu_can_be_kept():
 )
 def test_estimates_are_near_what_is_compiled(changes):
     """Device memory within 10 %, as footprint.py says; time within 10 % of the simulated step."""
-    changes = changes or {f"offload_{name}": True for name in search.OFFLOADS} | {"gpus": 1}
+    changes = changes or {f"offload_{name}": True for name in choices.OFFLOADS} | {"gpus": 1}
     c = checked(config(**changes), aot.kind() or GPU)
-    need, phases = search.estimate(c, GPUS[GPU])
+    tried = search.estimated(c, GPUS[GPU])
     p = plan(c, GPU)
-    assert p.device_bytes / need.device == pytest.approx(1, abs=0.1)
-    assert sum(phases.values()) / p.predicted_step_s == pytest.approx(1, abs=0.1)
+    assert p.device_bytes / tried.need.device == pytest.approx(1, abs=0.1)
+    assert tried.seconds / p.predicted_step_s == pytest.approx(1, abs=0.1)
 
 
 @needs_compiler
@@ -423,7 +424,7 @@ def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
     """Compiles every setting of a small space, on a card on which some do not fit, and what the search chooses."""
     c = config(**SMALL, gpus=1, recompute_block=True)
     keep = [name for name in flat(c) if name not in ("offload_master", "offload_optimizer", "nvme_path")]
-    whole = search.estimate(checked(c, GPU), GPUS[GPU])[0].device
+    whole = search.estimated(checked(c, GPU), GPUS[GPU]).need.device
     card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.8 * whole + search.RESERVE) / footprint.POOL))
     monkeypatch.setitem(GPUS, GPU, card)
     compiled = {}
@@ -441,7 +442,7 @@ def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
         tried = changed(c, {"offload_master": master, "offload_optimizer": moments})
         p = planned(tried, GPU)
         # `train` refuses what does not fit by estimate.
-        estimated = search.estimate(checked(tried, GPU), card)[0].device
+        estimated = search.estimated(checked(tried, GPU), card).need.device
         if max(p.device_bytes, estimated) <= search.device_limit(card):
             plans.append(p.predicted_step_s)
     assert 0 < len(plans) < 4
@@ -453,10 +454,10 @@ def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
 def test_the_fastest_layout_is_among_the_compiled():
     """Compiles every layout of two GPUs."""
     c = config(**SMALL | {"gpus": 2, "lmhead_chunks": 1})
-    free = (*layouts.layout(c, 1, 1, 1), "gradient_accumulation_steps")
+    free = (*choices.layout(c, 1, 1, 1), "gradient_accumulation_steps")
     result = fastest.fastest(c, GPU, keep=[name for name in flat(c) if name not in free])
-    tried = (layouts.layout(c, *of) for of in ((1, 1, 1), (2, 1, 1), (1, 1, 2)))
-    of_all = [changed(c, of, {"gradient_accumulation_steps": 2 * layouts.group(of)}) for of in tried]
+    tried = (choices.layout(c, *of) for of in ((1, 1, 1), (2, 1, 1), (1, 1, 2)))
+    of_all = [changed(c, of, {"gradient_accumulation_steps": 2 * choices.group(of)}) for of in tried]
     assert result.rows[0].seconds == pytest.approx(min(plan(x, GPU, advise=False).predicted_step_s for x in of_all))
 
 
@@ -479,7 +480,10 @@ def test_a_config_file_says_what_differs(tmp_path):
     [
         (["--gpu", "rtx409"], "--gpu: expected a GPU of .*; known are a10, a100, "),
         ([], "no GPU given: pass --gpu NAME"),
-        (["--gpu", GPU, "--allow", "adam8bit"], "--allow: expected adamw8bit, bf16_master, fp8, got 'adam8bit'"),
+        (
+            ["--gpu", GPU, "--allow", "adam8bit"],
+            "--allow: expected adamw8bit, bf16_master, bf16_state, bf16_weights, fp8, got 'adam8bit'",
+        ),
         (["--gpu", "a100", "--allow", "fp8"], "--allow fp8: recipe: expected 'bf16' on a a100"),
         (["--gpu", GPU, "--keep", "zero"], "--keep: expected fields of the config, see --help, got 'zero'"),
         (["--gpu", GPU, "--host-memory", "0"], "--host-memory: expected more than 0, got 0"),
@@ -534,7 +538,7 @@ def test_the_command_without_a_compiler(tmp_path, monkeypatch, capsys):
     layer = 2 * 202_383_360  # bytes of weights: one more would not fit
     assert c.offload_weights and c.resident_layers and need.device + 1.1 * layer > search.device_limit(GPUS[GPU])
     assert need.device <= search.device_limit(GPUS[GPU])
-    assert f"Needs {advice.gib(need.device)} on each GPU" in Path("llama7b_1xrtx4090.py").read_text()
+    assert f"Needs {gib(need.device)} on each GPU" in Path("llama7b_1xrtx4090.py").read_text()
 
 
 def test_if_nothing_fits_it_says_by_how_much_and_what_would(tmp_path, monkeypatch, capsys):
@@ -546,7 +550,7 @@ def test_if_nothing_fits_it_says_by_how_much_and_what_would(tmp_path, monkeypatc
     assert code.value.code == 1 and not list(tmp_path.iterdir())
     text = capsys.readouterr().out
     assert "nothing fits 1 x NVIDIA GeForce RTX 4090" in text
-    assert "more host memory: " in text and "files (--nvme): " in text
+    assert "more host memory: " in text and "files on a drive (--nvme): " in text
 
 
 SLICES_TOO = (*BLOCK, "lmhead_chunks")
@@ -555,15 +559,15 @@ SLICES_TOO = (*BLOCK, "lmhead_chunks")
 def test_it_says_which_resource_is_too_small(monkeypatch):
     """Files; then both memories at once."""
     monkeypatch.setattr(aot, "available", lambda: False)
-    monkeypatch.setattr(fastest, "_remedies", lambda *of: [])  # seconds, and other tests are about them
+    monkeypatch.setattr(remedies, "with_limits_lifted", lambda space: [])  # seconds, and other tests are about them
     c = config(**SMALL, gpus=1)
-    whole = search.estimate(checked(c, GPU), GPUS[GPU])[0].device
+    whole = search.estimated(checked(c, GPU), GPUS[GPU]).need.device
 
     def tried(of_device: float, of_host: float, nvme: float | None) -> fastest.Result:
         """On a card and in host memory with these parts of what the settings as given need on the card."""
         memory = int((of_device * whole + search.RESERVE) / footprint.POOL)
         monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], memory_bytes=memory))
-        return fastest.fastest(c, GPU, host_memory=of_host * whole / advice.GiB, nvme=nvme, keep=(*SLICES_TOO, "gpus"))
+        return fastest.fastest(c, GPU, host_memory=of_host * whole / GiB, nvme=nvme, keep=(*SLICES_TOO, "gpus"))
 
     files = tried(0.4, 0.45, 0.001)
     assert files.nearest and [x > 0 for x in files.nearest.need.beyond(files.limits)] == [False, False, True]
@@ -572,25 +576,25 @@ def test_it_says_which_resource_is_too_small(monkeypatch):
     assert f"too much by {over / 1e9:.1f} GB of files" in said
     both = tried(0.05, 0.1, None)
     assert both.nearest and [x > 0 for x in both.nearest.need.beyond(both.limits)] == [True, True, False]
-    assert Need(2**30, 3 * 2**30, 5 * 10**8).text() == "1.0 GiB on each GPU, 3.0 GiB of host memory, 0.5 GB of files"
+    assert Memory(2**30, 3 * 2**30, 5 * 10**8).text() == "1.0 GiB on each GPU, 3.0 GiB of host memory, 0.5 GB of files"
 
 
 @pytest.mark.parametrize("kept", quick_at([((),), (("gpus",),)], 1), ids=["free", "kept"])
 def test_changes_that_make_it_fit_are_of_the_config_as_given(kept, monkeypatch):
     """As flags beside the given config they lead to the memory that is said; what is kept is not among them."""
     monkeypatch.setattr(aot, "available", lambda: False)
-    monkeypatch.setattr(advice, "MORE_GPUS", (8,))
+    monkeypatch.setattr(remedies, "MORE_GPUS", (8,))
     c = config("llama70b", gpus=1)
     result = fastest.fastest(c, "rtx5060ti_16gb", keep=(*BLOCK, *kept))
-    found = [(text, options) for text, options in result.remedies if "gpus=" in options]
+    found = [proposal for proposal in result.proposals if "gpus" in proposal.change]
     assert len(found) == (0 if kept else 1)
-    for text, options in found:
-        said = text.partition(": ")[2]
-        for flag in shlex.split(options):
+    for proposal in found:
+        said = proposal.text().partition(": ")[2]
+        for flag in shlex.split(flags_of(proposal.change)):
             flags._override(c, *flag.removeprefix("--config.").split("=", 1))
         checks.check(c)
         need = footprint.needs(c, c.gpus, "gpu")
-        assert need.device <= result.limits.device and said.startswith(f"{advice.gib(need.device)} on each GPU, ")
+        assert need.device <= result.limits.device and said.startswith(f"{gib(need.device)} on each GPU, ")
 
 
 def test_a_config_that_uses_files_fits_with_them(monkeypatch):
@@ -599,17 +603,16 @@ def test_a_config_that_uses_files_fits_with_them(monkeypatch):
     home = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "x", "offload_grads": True}
     c = config(**home | {"offload_residual": True, "offload_weights": True})
     without, scarce = (fastest.fastest(c, GPU, nvme=nvme, keep=SLICES_TOO) for nvme in (None, 1))
-    assert without.as_given and without.as_given.estimated.files and "as given" in command.table(without)
+    assert without.as_given and without.as_given.estimate.need.files and "as given" in command.table(without)
     assert scarce.as_given is None and "the settings as given do not fit" in command.table(scarce)
 
 
 def faked_rows(monkeypatch, row):
     """Has `row(change)` compile the settings, which takes no compiler."""
 
-    def compiled(config, candidate, gpu, limits, gpus_per_node):
-        change = advice.differing(config, candidate.change)
-        seconds, need = candidate.seconds, candidate.need
-        return fastest.Row(changed(config, change), change, seconds, need, None, row(change))
+    def compiled(config, candidate, gpu, space):
+        change = differing(config, candidate.change)
+        return fastest.Row(changed(config, change), change, candidate, None, row(change))
 
     monkeypatch.setattr(aot, "available", lambda: False)
     monkeypatch.setattr(fastest, "_row", compiled)
@@ -634,7 +637,7 @@ def test_settings_that_cannot_run_do_not_end_the_search(monkeypatch):
     """As configs/llama8b_long.py on two GPUs, whose gradients are offloaded but not sharded."""
     monkeypatch.setattr(aot, "available", lambda: False)
     c = config(**SMALL | {"gpus": 2, "lmhead_chunks": 1, "offload_grads": True})
-    result = fastest.fastest(c, GPU, keep=("recompute_block", *layouts.AXES, "lmhead_chunks"))
+    result = fastest.fastest(c, GPU, keep=("recompute_block", *choices.AXES, "lmhead_chunks"))
     assert result.rows and result.as_given is None
     assert result.refused.startswith("offload_grads: expected False with shard_gradients=False on 2 GPUs")
     assert f"the settings as given cannot run: {result.refused}" in command.table(result)
@@ -643,14 +646,14 @@ def test_settings_that_cannot_run_do_not_end_the_search(monkeypatch):
 def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monkeypatch):
     """Compiled steps need 5 % of the card more than estimated, which only fewer resident layers make up for."""
     c = config(**SMALL | {"model.num_hidden_layers": 32}, recompute_block=True)
-    keep = (*SLICES_TOO, "optimizer", "overlap_update", *(f"offload_{name}" for name in search.OFFLOADS))
-    c.update({f"offload_{name}": True for name in search.OFFLOADS})
-    half = search.estimate(checked(changed(c, {"resident_layers": 16}), GPU), GPUS[GPU])[0].device
+    keep = (*SLICES_TOO, "optimizer", "overlap_update", *(f"offload_{name}" for name in choices.OFFLOADS))
+    c.update({f"offload_{name}": True for name in choices.OFFLOADS})
+    half = search.estimated(checked(changed(c, {"resident_layers": 16}), GPU), GPUS[GPU]).need.device
     card = dataclasses.replace(GPUS[GPU], memory_bytes=int((half + search.RESERVE) / footprint.POOL) + 1)
     monkeypatch.setitem(GPUS, GPU, card)
 
     def compiled(config, gpu, *, gpus_per_node, host_bandwidth, advise):
-        need = search.estimate(checked(config, gpu), card)[0]
+        need = search.estimated(checked(config, gpu), card).need
         more = {"device_bytes": need.device + int(0.05 * card.memory_bytes), "host_bytes": need.host, "nvme_bytes": 0}
         return types.SimpleNamespace(
             **more, gpus=1, gpus_per_node=1, predicted_step_s=1.0 - config.resident_layers / 99
@@ -662,7 +665,7 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
     result = fastest.fastest(c, GPU, keep=keep)
     first, best = result.refuted[0].config.resident_layers, result.rows[0].config.resident_layers
     one_more = changed(result.rows[0].config, {"resident_layers": best + 1})
-    assert 0 < best < first and not result.rows[0].device_bytes > search.device_limit(card)
+    assert 0 < best < first and not result.rows[0].need.device > search.device_limit(card)
     assert compiled(
         one_more, GPU, gpus_per_node=None, host_bandwidth=None, advise=False
     ).device_bytes > search.device_limit(card)
@@ -672,18 +675,18 @@ def test_host_memory_has_a_reserve_and_the_least_is_asked_for(monkeypatch):
     """Not more than nine tenths are pinned; if that is too little, no placement that fits the GPU needs less."""
     monkeypatch.setattr(aot, "available", lambda: False)
     c = config(**SMALL, gpus=1)
-    whole = search.estimate(checked(c, GPU), GPUS[GPU])[0].device
+    whole = search.estimated(checked(c, GPU), GPUS[GPU]).need.device
     card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.5 * whole + search.RESERVE) / footprint.POOL))
     monkeypatch.setitem(GPUS, GPU, card)
     keep = ("lmhead_chunks", "overlap_update")
-    found = search.search(checked(c, GPU), card, Limits(search.device_limit(card)), keep=keep, least_host=True)
+    found = search.search(Space(checked(c, GPU), card, Memory(search.device_limit(card)), keep=keep), least_host=True)
     least = found.candidates[0].need.host
-    tried = everything(checked(c, GPU), Limits(search.device_limit(card)))
+    tried = everything(checked(c, GPU), Memory(search.device_limit(card)))
     assert 0 < least <= min(need.host for _, need in tried)
-    enough, scarce = (fastest.fastest(c, GPU, host_memory=x * least / advice.GiB, keep=keep) for x in (1.12, 1.1))
-    assert enough.rows and all(row.host_bytes <= 0.9 * 1.12 * least for row in enough.rows)
-    assert not scarce.rows and scarce.remedies[0][0].startswith("more host memory: ")
-    assert f"{advice.gib(least)} of host memory" in scarce.remedies[0][0]
+    enough, scarce = (fastest.fastest(c, GPU, host_memory=x * least / GiB, keep=keep) for x in (1.12, 1.1))
+    assert enough.rows and all(row.need.host <= 0.9 * 1.12 * least for row in enough.rows)
+    assert not scarce.rows and scarce.proposals[0].text().startswith("more host memory: ")
+    assert f"{gib(least)} of host memory" in scarce.proposals[0].text()
 
 
 def test_settings_as_given_are_compiled_and_shown_once(monkeypatch):
@@ -691,7 +694,9 @@ def test_settings_as_given_are_compiled_and_shown_once(monkeypatch):
     faked_rows(monkeypatch, lambda change: compiled.append(change) is None)
     result = fastest.fastest(config(**SMALL), GPU, keep=("recompute_block", "recompute_norm", *SLICES_TOO))
     assert compiled.count({}) == 1 and command.table(result, top=99).count("as given") == 1
-    assert all(result.rows[0].estimated_s - s > 0.01 * result.rows[0].estimated_s for s in result.left_out.values())
+    assert all(
+        result.rows[0].estimate.seconds - s > 0.01 * result.rows[0].estimate.seconds for s in result.left_out.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -700,7 +705,7 @@ def test_settings_as_given_are_compiled_and_shown_once(monkeypatch):
 )
 def test_another_batch_keeps_its_microbatches_where_it_can(size, group, sequences, expected):
     c = config("tiny", per_device_batch_size=size, microbatches_per_fetch=group, gradient_accumulation_steps=4)
-    c = command.with_batch(c, sequences)
+    c = choices.with_batch(c, sequences)
     checks.check(c)
     assert (c.per_device_batch_size, c.gradient_accumulation_steps, c.microbatches_per_fetch) == expected
 
@@ -710,4 +715,4 @@ def test_a_gpu_without_rates_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="--gpu: expected a GPU with rates"):
         fastest.fastest(config(), GPU)
     with pytest.raises(ValueError, match="rates: expected a GPU with rates"):
-        search.estimate(checked(config(), GPU), GPUS[GPU])
+        search.estimated(checked(config(), GPU), GPUS[GPU])

@@ -163,7 +163,7 @@ def test_fit_reads_the_file_and_names_it(file, monkeypatch):
     said: list[str] = []
     fit.fastest(c, "3090", say=said.append)
     assert any(file in line and "1.50 x" in line for line in said)
-    once, longer = (sum(search.estimate(c, gpu)[1].values()) for gpu in (GPUS["rtx3090"], *facts))
+    once, longer = (search.estimated(c, gpu).seconds for gpu in (GPUS["rtx3090"], *facts))
     assert longer == pytest.approx(1.5 * once)
     with open(file, "w") as written:
         written.write("{")

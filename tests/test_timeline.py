@@ -328,7 +328,7 @@ def test_measured_beside_predicted():
 def test_nothing_is_predicted_for_a_gpu_without_rates():
     unknown = dataclasses.replace(GPU, rates=None)
     found = prediction.predict(program(f"  %y {Y}"), unknown, MESH, tokens=1, compute_time=1.0)
-    assert found.predicted_step_s is None and "gpus.py" in found.not_predicted and found.host_transfers
+    assert found.predicted_step_s is None and "gpus.csv" in found.not_predicted and found.host_transfers
     with pytest.raises(ValueError, match="rates"):
         simulated(program(f"  %y {Y}"), unknown)
 

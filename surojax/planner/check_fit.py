@@ -1,5 +1,6 @@
 """Checks that a run fits the devices of this machine before anything is built, and says what to change if not."""
 
+import dataclasses
 import math
 import os
 from typing import NamedTuple
@@ -11,17 +12,22 @@ import psutil
 from pallas_kernels import dispatch
 from surojax import assembly
 from surojax.cluster.hosts import processes_here
-from surojax.config.fields import Config, gpus_per_sequence
+from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import check_recipe
 from surojax.parallel.collectives import check_copy_engine
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, own_device
 from surojax.placement.table import Mesh
-from surojax.planner import advice
-from surojax.planner.advice import SHARDED, Memory, changed, changes_that_help, differing, flags, gib, missing, summed
-from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING, estimate, estimate_host, needed, needs
+from surojax.planner import choices, remedies
+from surojax.planner.amounts import Memory, gib, summed
+from surojax.planner.changes import changed, differing, flags
+from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING, estimate, estimate_host, needed
+from surojax.planner.gpus import GPUS, find_gpu
+from surojax.planner.search import Space
 from surojax.planner.traffic import batch_of
+
+UNKNOWN = "rtx4090"  # whose rates rank the settings for a device that gpus.csv does not have
 
 
 class Room(NamedTuple):
@@ -121,16 +127,13 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
             f"{POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} of a GPU's memory by itself, so {gib(more)} "
             "(fits)"
         )
-    limit = Memory(available, math.inf if platform == "cpu" else room.host)
-
-    def needed_here(c: Config, n: int) -> Memory:
-        """The memory that a run on n devices needs of each, and of the host memory of this process."""
-        return needs(c, n, platform, in_a_machine=min(n, room.devices))
-
-    found = changes_that_help(c, n, limit, platform, needed_here)
-    lines += advice.lines(found, limit)
-    if found and not any(missing(found[-1][1], limit)):
-        return lines
+    facts = find_gpu(devices[0].device_kind)
+    gpu = dataclasses.replace(facts or GPUS[UNKNOWN], gpus_per_node=room.devices)
+    limits = Memory(available, math.inf if platform == "cpu" else room.host, math.inf if c.nvme_path else 0)
+    own = changed(c, {"gpus": n})
+    if found := remedies.proposals(Space(own, gpu, limits, few=True, platform=platform)):
+        device = "GPU" if platform == "gpu" else "device"
+        return lines + [proposal.line(timed=facts is not None, device=device) for proposal in found]
     less = "a smaller model"
     if c.lora and not (c.qlora_bnb or c.qlora_fp8 or c.qlora_fp4):
         less = "a base in 4 bits (--config.qlora_bnb)"
@@ -138,11 +141,11 @@ def _advice(c: Config, devices, room: Room) -> list[str]:
         less = "adapters of the model (--config.lora --config.qlora_bnb)"
     lines.append(f"{less} or a machine with more memory")
     if platform == "cpu":
-        changes = [{"gpus": n} | (SHARDED if n > 1 else {}) for n in (1, 4, 8) if n % gpus_per_sequence(c) == 0]
-        sizes = [gib(needed(changed(c, change), change["gpus"], "gpu")) for change in changes]
-        flagged = [flags({"gpus": change["gpus"]} | differing(c, change)) for change in changes]
-        needed_on_gpus = [f"{f} needs {size} on each" for f, size in zip(flagged, sizes, strict=True)]
-        lines += [f"NVIDIA GPUs: {', '.join(needed_on_gpus)}"] if needed_on_gpus else []
+        on_gpus = [choices.with_gpus(own, gpus) for gpus in (1, 4, 8) if gpus % gpus_per_sequence(c) == 0]
+        named = [flags({"gpus": x.gpus} | differing(own, flat(x))) for x in on_gpus]
+        sizes = [gib(needed(x, x.gpus, "gpu")) for x in on_gpus]
+        each = ", ".join(f"{name} needs {size} on each" for name, size in zip(named, sizes, strict=True))
+        lines += [f"NVIDIA GPUs: {each}"] if each else []
     return lines
 
 

@@ -1,35 +1,215 @@
-"""The values of settings that a search tries, besides layouts: recomputation, batches, placements, and numbers."""
+"""What may change so that a run fits or is faster: every field that a search changes, and the values that it tries.
+
+| choice           | fields                                                          | price                         |
+|------------------|-----------------------------------------------------------------|-------------------------------|
+| `layouts`        | tp_size, cp_size, pp_size; cp_method, pp_schedule, attention    | time: what a group sends      |
+| `meshes`         | zero_level, dp_replicate_size, shard_outer, shard_*             | time: gathers and reductions  |
+| `recomputations` | recompute_*                                                     | time: products                |
+| `batches`        | per_device_batch_size, microbatches, fetches, lmhead_chunks     | time: passes over the weights |
+| `chunks`         | sequence_chunks, of long sequences                              | time: smaller products        |
+| `placements`     | offload_*, overlap_update (and resident_layers, see search.py)  | time and host memory          |
+| `in_files`       | offload_optimizer, offload_master = "nvme", nvme_path           | time and a drive; if allowed  |
+| `numbers`        | `NUMBERS`                                                       | other numbers; if allowed     |
+
+The effective batch stays as it is. Only `with_gpus` and `with_batch` change it or the number of GPUs, for proposals.
+
+A *layout* is how the work of a step is divided: the `tp_size x cp_size x pp_size` GPUs of a *group* share sequences. A
+larger group has the sequences of all its GPUs. An axis is left out, with the reason, where it can only cost: `cp_size`
+divides the activations of long sequences, `pp_size` needs several microbatches, and `tp_size` sends in every layer, so
+its groups stay within a machine.
+"""
 
 import itertools
 import math
 from collections.abc import Collection, Iterator
 
 from surojax.config.checks import REFUSALS
-from surojax.config.fields import DEFAULTS, RECOMPUTE_PARTS, Config, flat
-from surojax.planner import layouts
-from surojax.planner.advice import Change, differing
-from surojax.planner.layouts import divisors, with_own
+from surojax.config.fields import (
+    DEFAULTS,
+    RECOMPUTE_PARTS,
+    Config,
+    default_config,
+    flat,
+    gpus_per_sequence,
+    tokens_of_piece,
+)
+from surojax.errors import ConfigError, need
+from surojax.planner.changes import Change, changed, differing
+from surojax.planner.gpus import Gpu
 from surojax.refusals import about, refused
-from surojax.sizes import divisor
+from surojax.sizes import divisor, largest_divisor
 
+AXES = ("tp_size", "cp_size", "pp_size")
+OFFLOADS = ("residual", "optimizer", "master", "grads", "weights")
+FETCH = "microbatches_per_fetch"
+BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", FETCH)
+FOLDER = "FOLDER"  # placeholder for a folder on an NVMe disk, which only the user knows
+MOST_STAGES = 16
+LONG_SEQUENCE = 8192  # tokens on a device; chunks of shorter ones save little
+LEAST_TOKENS = LONG_SEQUENCE // 4  # of a sequence on each GPU
 SLICES = (4096, 1024)  # most tokens in a slice of the head
 SAMPLED = {"recompute_block": True}, {"recompute_block": False, "recompute_swiglu": True, "recompute_ffn": False}
-FETCH = "microbatches_per_fetch"
-OF_FETCH = about(FETCH, REFUSALS)
-BATCH_FIELDS = ("per_device_batch_size", "gradient_accumulation_steps", FETCH)
 
 # Settings that change numbers, by the word that allows them.
-ALLOWED: dict[str, Change] = {
+NUMBERS: dict[str, Change] = {
     "adamw8bit": {"optimizer": "adamw8bit"},
     "bf16_master": {"master_dtype": "bfloat16"},
+    "bf16_state": dict.fromkeys(("opt_m_dtype", "opt_v_dtype", "accum_dtype"), "bfloat16"),
+    "bf16_weights": {"model_dtype": "bfloat16"},
     "fp8": {"recipe": "fp8_hybrid"},
 }
 
 
+def layouts(c: Config, gpu: Gpu, keep: Collection[str]) -> tuple[list[Change], dict[str, str]]:
+    """(layouts to try, the config's own first; why an axis is not tried, by its name)."""
+    why = {axis: reason for axis in AXES if (reason := _why_not(c, axis, keep))}
+    sizes = [[c[axis]] if axis in why else _sizes(c, gpu, axis) for axis in AXES]
+    own = tuple(c[axis] for axis in AXES)
+    tried = [of for of in itertools.product(*sizes) if c.gpus % math.prod(of) == 0 and _sequences(c, math.prod(of))]
+    found = [layout(c, *of) for of in sorted(tried, key=lambda of: (of != own, math.prod(of)))]
+    found += [of | {"pp_schedule": "1f1b"} for of in found if of["pp_size"] > 1 and of["pp_schedule"] != "1f1b"]
+    return found, why
+
+
+def own_layout(c: Config) -> Change:
+    """The config's own layout."""
+    return layout(c, *(c[axis] for axis in AXES))
+
+
+def layout(c: Config, tp: int, cp: int, pp: int) -> Change:
+    """The change of a config to groups of these sizes."""
+    schedule = "1f1b" if pp > 1 else default_config().pp_schedule
+    method = _method(c, tp, cp, pp)
+    in_pieces = cp > 1 and method != "ulysses"
+    return {
+        "tp_size": tp,
+        "cp_size": cp,
+        "pp_size": pp,
+        "cp_method": method,
+        "pp_schedule": c.pp_schedule if c.pp_size > 1 and pp > 1 else schedule,
+        "attention": _attention(c) if in_pieces else c.attention,
+    }
+
+
+def _attention(c: Config) -> str:
+    """The `attention` of a layout whose attention is in pairs of pieces: the config's own if it is of pieces, too.
+
+    Else "auto" in place of a flash attention, which may not be one that takes these pairs, such as cuDNN's a window.
+    """
+    return c.attention if c.attention == "xla" or tokens_of_piece(c) else "auto"
+
+
+def _method(c: Config, tp: int, cp: int, pp: int) -> str:
+    """The `cp_method` of a layout: the config's own if the layout can have it.
+
+    Else ulysses, or pairs of pieces if it does not divide the heads. Attention by XLA takes pairs too, which have fewer
+    scores in memory: four layers of 8,192 tokens, compiled for two RTX 4090, need 1.2 GiB instead of 2.7.
+    """
+    if cp == 1:
+        return default_config().cp_method
+    possible = {"ulysses": _divides_heads(c, tp, cp), "allgather": True, "ring": pp == 1}
+    if c.cp_size > 1 and possible[c.cp_method]:
+        return c.cp_method
+    if possible["ulysses"] and c.attention != "xla":
+        return "ulysses"
+    return "ring" if possible["ring"] else "allgather"
+
+
+def _divides_heads(c: Config, tp: int, cp: int) -> bool:
+    """True if ulysses can divide the heads of a tensor-parallel group, as config/mesh.py checks."""
+    of_group = max(c.model.num_key_value_heads // tp, 1)
+    return c.model.num_attention_heads % (cp * tp) == 0 and (of_group % cp == 0 or cp % of_group == 0)
+
+
+def group(of: Change) -> int:
+    """GPUs of a layout that share sequences."""
+    return math.prod(of[axis] for axis in AXES)
+
+
+def sequences(c: Config, of: Change) -> int:
+    """Sequences of a step of each group of a layout."""
+    return _sequences(c, group(of))
+
+
+def meshes(
+    c: Config, gpu: Gpu, of: Change, keep: Collection[str], *, few: bool = False, outer: bool = True
+) -> list[Change]:
+    """Ways to share state between the groups of a layout, the config's own among them.
+
+    With one GPU, its own only if one of its fields is kept. Replicas gather less from each other and store more, so
+    they are for sharded gradients or weights only, and of several full machines each replica has whole ones. Larger
+    groups have the vocabulary divided already, and are tried, as all are if `few`, with all shards or with those of a
+    machine. outer: whether outer layers are divided by words, too.
+    """
+    groups = c.gpus // group(of)
+    fixed = {"shard_weights": None, "shard_gradients": None, "dp_shard_size": -1}
+    if c.gpus == 1:
+        plain = fixed | {"zero_level": 1, "dp_replicate_size": 1, "shard_outer": False}
+        return [{name: c[name] for name in plain} if any(name in keep for name in plain) else plain]
+    machines = math.ceil(c.gpus / gpu.gpus_per_node)
+    replicas = [number for number in divisors(groups)[:-1] if c.gpus <= gpu.gpus_per_node or machines % number == 0]
+    if group(of) > 1 or few:
+        replicas = [number for number in replicas if number in (1, machines)]
+    found = [(1, 1)] + [(level, number) for level in (2, 3) for number in replicas]
+    tried = [
+        fixed | {"zero_level": level, "dp_replicate_size": number, "shard_outer": sharded}
+        for level, number in found
+        for sharded in ((False, True) if outer and group(of) == 1 else (False,))
+    ]
+    is_own = all(c[axis] == of[axis] for axis in AXES)
+    return with_own(c, tried) if is_own else tried
+
+
+def with_own(c: Config, changes: list[Change]) -> list[Change]:
+    """The changes, and what the config has itself for their fields if that is none of them."""
+    own = {name: c[name] for name in changes[0]}
+    return changes if own in changes else [*changes, own]
+
+
+def allows(c: Config, field: str, change: Change) -> bool:
+    """Whether no row about this field in the table of refusals refuses a change."""
+    return refused(flat(c) | change, DEFAULTS, about(field, REFUSALS)) is None
+
+
+def divisors(n: int) -> list[int]:
+    """The divisors of n in ascending order."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _why_not(c: Config, axis: str, keep: Collection[str]) -> str:
+    """Why no other size of an axis is tried; "" if there is no reason."""
+    if axis in keep:
+        return "kept"
+    if c.gpus == 1:
+        return ""  # there is one size
+    if axis == "cp_size" and c.cp_size == 1 and c.sequence_len < LONG_SEQUENCE:
+        return f"sequences of {c.sequence_len:,} tokens are shorter than {LONG_SEQUENCE:,}"
+    if axis == "pp_size" and c.pp_size == 1 and (_sequences(c, c.gpus) or 0) < 2:
+        return "one sequence a step cannot be divided into microbatches"
+    return ""
+
+
+def _sizes(c: Config, gpu: Gpu, axis: str) -> list[int]:
+    """The sizes of an axis to try."""
+    most = {
+        "tp_size": gpu.gpus_per_node,
+        "cp_size": c.sequence_len // LEAST_TOKENS,
+        "pp_size": min(MOST_STAGES, c.model.num_hidden_layers),
+    }
+    return [size for size in divisors(c.gpus) if size <= most[axis] or size == c[axis]]
+
+
+def _sequences(c: Config, gpus: int) -> int:
+    """Sequences of a step of each group of so many GPUs; 0 if groups cannot have the same number."""
+    of_all = c.per_device_batch_size * c.gradient_accumulation_steps * c.gpus // gpus_per_sequence(c)
+    groups = c.gpus // gpus
+    return of_all // groups if of_all % groups == 0 else 0
+
+
 def numbers(c: Config, allow: Collection[str]) -> list[Change]:
     """Every combination of the settings that change numbers, are allowed and not set yet, none of them first."""
-    words = [word for word in allow if differing(c, ALLOWED[word])]
-    return [{k: v for word in of for k, v in ALLOWED[word].items()} for of in subsets(words)]
+    words = [word for word in allow if differing(c, NUMBERS[word])]
+    return [{k: v for word in of for k, v in NUMBERS[word].items()} for of in subsets(words)]
 
 
 def recomputations(c: Config) -> list[Change]:
@@ -45,12 +225,11 @@ def batches(c: Config, layout: Change) -> list[Change]:
 
     The config's own is among them for its own layout.
     """
-    values = flat(c) | layout
-    sequences = layouts.sequences(c, layout)
+    of_group = sequences(c, layout)
     found = []
-    for size, most in itertools.product(divisors(sequences), SLICES):
-        microbatches = sequences // size
-        tokens = size * c.sequence_len // layouts.group(layout)
+    for size, most in itertools.product(divisors(of_group), SLICES):
+        microbatches = of_group // size
+        tokens = size * c.sequence_len // group(layout)
         if not tokens:
             continue
         change = {
@@ -58,7 +237,7 @@ def batches(c: Config, layout: Change) -> list[Change]:
             "gradient_accumulation_steps": microbatches,
             "lmhead_chunks": divisor(tokens, math.ceil(tokens / most)),
         }
-        fetches = [n for n in divisors(microbatches) if not refused(values | {FETCH: n}, DEFAULTS, OF_FETCH)]
+        fetches = [n for n in divisors(microbatches) if allows(c, FETCH, layout | {FETCH: n})]
         changes = [change | {FETCH: group} for group in fetches]
         found += [x for x in changes if x not in found]
     return found if differing(c, layout) else with_own(c, found)
@@ -72,11 +251,88 @@ def sample(splits: list[Change]) -> list[Change]:
     return [split for size, split in strongest.items() if size in some]
 
 
+def smallest(splits: list[Change]) -> Change:
+    """The one of `batches` with the least memory: small microbatches, one a fetch, in small slices."""
+    return min(splits, key=lambda x: (*(x[name] for name in (BATCH_FIELDS[0], BATCH_FIELDS[2])), -x["lmhead_chunks"]))
+
+
 def subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
     """Every choice of some of these names, the smallest first."""
     return itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
 
 
-def stored_in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:
+def in_files(offloaded: Collection[str]) -> list[tuple[str, ...]]:
     """Offloaded tensors that files can store, in every combination, one class first."""
     return [of for of in subsets([name for name in ("optimizer", "master") if name in offloaded]) if of]
+
+
+def chunks(c: Config, layout: Change) -> list[Change]:
+    """The config's own chunks of a sequence, and for a long one as many as have `LONG_SEQUENCE` tokens each."""
+    length = c.sequence_len // (layout["cp_size"] * layout["tp_size"])
+    own = {"sequence_chunks": c.sequence_chunks}
+    more = {"sequence_chunks": divisor(length, length // LONG_SEQUENCE)} if length > LONG_SEQUENCE else own
+    return with_own(c, [more]) if allows(c, "sequence_chunks", layout | more) else [own]
+
+
+def offloadable(c: Config) -> tuple[str, ...]:
+    """Classes of tensors that host memory can store."""
+    return tuple(name for name in OFFLOADS if allows(c, f"offload_{name}", {f"offload_{name}": True}))
+
+
+def overlaps(c: Config, offloaded: Collection[str], files: Collection[str] | bool) -> tuple[bool, ...]:
+    """Values of overlap_update with these classes in host memory. files: whether some of them are in files."""
+    stored = {f"offload_{name}": "nvme" if files and name in ("optimizer", "master") else True for name in offloaded}
+    return tuple(x for x in (False, True) if allows(c, "overlap_update", stored | {"overlap_update": x}))
+
+
+def nothing_offloaded(c: Config) -> Change:
+    """The placement with all state on the device."""
+    change: Change = {f"offload_{name}": False for name in OFFLOADS} | {"resident_layers": 0, "nvme_path": ""}
+    return change | {"overlap_update": False} | ({"offload_quants": False} if c.persistent_quants else {})
+
+
+def placement(c: Config, offloaded: Collection[str], files: Collection[str], resident: int, overlaps: bool) -> Change:
+    """The fields that differ from `nothing_offloaded` with these classes offloaded, some of them to files."""
+    change: Change = {f"offload_{name}": "nvme" if name in files else True for name in offloaded}
+    change |= {"resident_layers": resident, "overlap_update": overlaps}
+    if "weights" in offloaded and c.persistent_quants:
+        change["offload_quants"] = True
+    return change | ({"nvme_path": c.nvme_path or FOLDER} if files else {})
+
+
+def with_gpus(c: Config, gpus: int) -> Config:
+    """The config on so many GPUs, with the same sequences a step if they can be divided, else with more."""
+    more = changed(c, {"gpus": gpus, "dp_shard_size": -1, "dp_replicate_size": 1})
+    if gpus > 1:
+        more.update({"zero_level": 3, "shard_weights": None, "shard_gradients": None})
+    try:
+        return with_batch(more, _sequences(c, gpus_per_sequence(c)) * c.gpus // gpus_per_sequence(c))
+    except ConfigError:
+        return more
+
+
+def with_batch(c: Config, sequences: int | None) -> Config:
+    """The config with so many sequences a step on all GPUs; its microbatches stay as large as they are if they can.
+
+    Raises ConfigError if the GPUs do not divide them.
+    """
+    if sequences is None:
+        return c
+    need(sequences < 2**31, "--effective-batch", "less than 2^31 sequences", sequences, "lower it")
+    groups = c.gpus // gpus_per_sequence(c)
+    if sequences < 1 or groups < 1 or sequences % groups:
+        what = "GPUs" if groups == c.gpus else "groups of GPUs"
+        raise ConfigError(
+            f"--effective-batch: expected a multiple of the {groups} {what}, got {sequences}; it counts sequences of a "
+            "step on all GPUs"
+        )
+    of_group = sequences // groups
+    size = largest_divisor(of_group, c.per_device_batch_size)
+    tokens = size * c.sequence_len // gpus_per_sequence(c)
+    change = {
+        "per_device_batch_size": size,
+        "gradient_accumulation_steps": of_group // size,
+        "microbatches_per_fetch": largest_divisor(of_group // size, c.microbatches_per_fetch),
+        "lmhead_chunks": largest_divisor(tokens, c.lmhead_chunks),
+    }
+    return changed(c, change)

@@ -31,7 +31,7 @@ from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import DEVICE, HOST, NVME, Home
 from surojax.placement.mesh import abstract_mesh, devices_per_sequence, pipeline_stages
 from surojax.placement.param import OUTER, part_of
-from surojax.planner.advice import Memory
+from surojax.planner.amounts import Memory
 from surojax.planner.segment_bytes import SegmentBytes, segment_bytes, size
 from surojax.planner.stages import slots
 from surojax.planner.traffic import Batch, batch_of

@@ -1,4 +1,4 @@
-"""What users call GPUs: any writing of the names in gpus.py, without guessing.
+"""What users call GPUs: any writing of the names in gpus.csv, without guessing.
 
 A name that is not known is refused with a list of those that are. Another card is never proposed for it: a card that is
 near in name is not near in speed. This file imports no jax.
@@ -17,24 +17,7 @@ REFUSED = {
     "rtx2080ti": f"sm_75: {_NO_BF16.format(7, 59)}",
     "p100": "sm_60: it has no tensor cores",
 }
-_OTHERS = {  # what people call them, beside keys and device kinds; see `_word`
-    "a100": "a10080gb a100sxm a100sxm80gb a100sxm480gb",
-    "a100_40gb": "a100sxm40gb",
-    "a100_pcie": "a100pcie80gb a10080gbpcie",
-    "rtxpro6000": "pro6000blackwell pro6000ws pro6000workstation pro6000server",
-    "h100": "h100sxm h100sxm5 h10080gb h100sxm80gb h100sxm580gb hgxh100",
-    "h100_pcie": "h100pcie80gb h10080gbpcie",
-    "h100_nvl": "h100nvl94gb",
-    "h200": "h200sxm h200141gb hgxh200",
-    "gh200": "gh20096gb gh200480gb",
-    "b200": "b200sxm b200180gb b200192gb hgxb200",
-    "b300": "b300sxm hgxb300 b300288gb",
-    "rtx6000ada": "6000adageneration ada6000",
-    "rtx3060": "306012gb",
-    "rtx3080": "308010gb",
-    "t4": "t416gb",
-    "v100": "v10016gb v10032gb v100sxm2 v100s v100pcie",
-}
+_REFUSED_WORDS = {"t4": "t416gb", "v100": "v10016gb v10032gb v100sxm2 v100s v100pcie"}
 
 
 def named(text: str) -> str:
@@ -50,7 +33,7 @@ def named(text: str) -> str:
         return found
     sizes = [key for key in GPUS if "_" in key and _word(key.partition("_")[0]) == word]
     known = f"there are {' and '.join(sizes)}" if sizes else f"known are {', '.join(GPUS)}"
-    raise ConfigError(f"--gpu: expected a GPU of surojax/planner/gpus.py, got {text!r}; {known}")
+    raise ConfigError(f"--gpu: expected a GPU of surojax/planner/gpus.csv, got {text!r}; {known}")
 
 
 def _word(text: str) -> str:
@@ -64,6 +47,7 @@ _BY_WORD = {_word(key): key for key in (*GPUS, *REFUSED)}
 _BY_WORD |= {
     _word(kind): key for key, gpu in GPUS.items() if not key.endswith("ti_8gb") for kind in (gpu.name, *gpu.aliases)
 }
-_BY_WORD |= {word: key for key, words in _OTHERS.items() for word in words.split()}
+_BY_WORD |= {word: key for key, gpu in GPUS.items() for word in gpu.also_called}
+_BY_WORD |= {word: key for key, words in _REFUSED_WORDS.items() for word in words.split()}
 for _key in [key for key in GPUS if key.endswith("ti_8gb")]:
     del _BY_WORD[_word(GPUS[_key].name)]  # two cards have it

@@ -36,20 +36,20 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import abstract_mesh, data_parallel, make_mesh, mesh_shape, pipeline_stages
 from surojax.placement.param import OUTER
 from surojax.planner import (
-    advice,
     aot,
     check_fit,
     footprint,
     hlo,
     links,
     prediction,
+    remedies,
     search,
     seen,
     stages,
     textbook,
     traffic,
 )
-from surojax.planner.advice import GiB, Memory
+from surojax.planner.amounts import GiB, Memory
 from surojax.planner.gpu_names import named
 from surojax.planner.gpus import GPUS, Gpu, with_nodes
 from surojax.planner.prediction import Prediction
@@ -164,9 +164,10 @@ def _plan(
     )
     host_limit = None if host_memory is None else int(host_memory * GiB)
     in_files = sum(row["nvme"] for row in found["classes"].values())
-    limit = Memory(int(footprint.POOL * facts.memory_bytes), math.inf if host_limit is None else host_limit)
+    device_limit = int(footprint.POOL * facts.memory_bytes)
+    limit = Memory(device_limit, math.inf if host_limit is None else host_limit)
     need = Memory(found["device_bytes"], facts.in_a_machine(n) * found["host_bytes"])
-    fits = not any(advice.missing(need, limit))
+    fits = need.fits(limit)
     bound_by = max(times, key=lambda resource: times[resource])
     return Plan(
         gpu=gpu,
@@ -183,7 +184,7 @@ def _plan(
         step_time_bound_s=times[bound_by],
         bound_by=bound_by,
         times_s=times,
-        device_limit_bytes=limit.device,
+        device_limit_bytes=device_limit,
         host_limit_bytes=host_limit,
         changes=_changes(c, facts, need, limit) if advise and not fits else [],
         **found,
@@ -404,26 +405,17 @@ def classes(run: Assembly, batch: traffic.Batch) -> dict[str, dict[str, int]]:
 
 
 def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
-    """Changes of settings that would make it fit, by estimate: the fastest ones, or if there are none, a chain.
+    """Changes of settings that would make it fit, by estimate.
 
-    If the estimate for this config is below `need`, the difference is added to all estimates.
+    If the estimate for this config is below `need`, the difference is subtracted from what there is.
     """
     estimated = footprint.needs(c, c.gpus, "gpu", in_a_machine=gpu.in_a_machine(c.gpus))
-    device_difference = max(0, need.device - estimated.device)
-    host_difference = max(0, need.host - estimated.host)
-
-    left = search.Limits(search.device_limit(gpu) - device_difference, search.host_limit(limit.host) - host_difference)
-    if gpu.rates is not None and (lines := search.alternatives(c, gpu, left)):
-        return lines
-
-    def needs(c: Config, n: int) -> Memory:
-        found = footprint.needs(c, n, "gpu", in_a_machine=gpu.in_a_machine(n))
-        return Memory(found.device + device_difference, found.host + host_difference)
-
-    found = advice.changes_that_help(c, c.gpus, limit, "gpu", needs)
-    unsolved = any(advice.missing(found[-1][1] if found else need, limit))
-    more = "a smaller model or sequence_len, or a machine with more memory"
-    return advice.lines(found, limit) + [more] * unsolved
+    device = search.device_limit(gpu) - max(0, need.device - estimated.device)
+    host = search.host_limit(limit.host) - max(0, need.host - estimated.host)
+    limits = Memory(device, host, math.inf if c.nvme_path else 0)
+    found = remedies.proposals(search.Space(c, gpu, limits)) if gpu.rates is not None else []
+    lines = ["\n".join(proposal.lines()) for proposal in found]
+    return [f"{'or ' if i else ''}{line}" for i, line in enumerate(lines)] or [remedies.NOTHING]
 
 
 def plan_in_subprocess(config: Config, gpu: str, **options: Any) -> Plan:

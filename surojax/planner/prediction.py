@@ -67,7 +67,7 @@ def predict(module: Module, gpu: Gpu, mesh_shape: Mapping[str, int], *, tokens: 
     """
     transfers = costs.host_transfers(module)
     if gpu.rates is None:
-        reason = f"what a {gpu.name} reaches of its peaks is not in surojax/planner/gpus.py"
+        reason = f"what a {gpu.name} reaches of its peaks is not in surojax/planner/gpus.csv"
         return Prediction(host_transfers=transfers, not_predicted=reason)
     found = simulate(program(module, gpu, mesh_shape))
     if compute_time > found.seconds:  # our attention kernel counts as a pass over memory: its rate was never measured

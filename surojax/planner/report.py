@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from surojax.placement.home import HOMES
 from surojax.planner import aot
-from surojax.planner.advice import gib, memory_unit
+from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan import Plan

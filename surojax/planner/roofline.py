@@ -63,7 +63,7 @@ from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.mesh import CONTEXT, pipeline_stages, tensor_parallel
 from surojax.placement.param import OUTER, part_of
 from surojax.planner import collective_time, compute, shares, traffic
-from surojax.planner.advice import OFFLOADS
+from surojax.planner.choices import OFFLOADS
 from surojax.planner.collective_time import IN_A_PASS, CollectiveTime
 from surojax.planner.compute import Seconds
 from surojax.planner.gpus import Gpu, Rates, known_rates

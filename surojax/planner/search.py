@@ -1,11 +1,7 @@
-"""Searches the settings of memory, mesh and microbatches for the fastest step that fits.
+"""Searches what may change (choices.py) for the fastest step that fits, and for what would make it fit.
 
-What is searched: layout (`tp_size`, `cp_size`, `pp_size`), mesh (`zero_level`, `dp_replicate_size`, `shard_outer`),
-placement (every `offload_*`, `resident_layers`, `overlap_update`, state in files), recomputation, the split of the
-effective batch into microbatches, `microbatches_per_fetch`, `lmhead_chunks`, and of settings that change numbers those
-that are allowed (`choices.ALLOWED`).
-
-There are too many combinations to try all. Four rules make few of them enough.
+`search` is behind `fit`, and behind the changes that `plan` and `train` propose for settings that do not fit. There are
+too many combinations to try all. Four rules make few of them enough.
 
 * A layout is tried with a few families first (`choices.SAMPLED`). The `MOST_LAYOUTS` fastest are searched, but for
   those that take more than `FAR` longer than the fastest one.
@@ -27,24 +23,23 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from surojax.assembly import Assembly, from_config
 from surojax.config import checks
-from surojax.config.fields import DEFAULTS, Config, flat, mesh_sizes
+from surojax.config.fields import Config, flat, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.parallel.schedule import layers_of_stage
 from surojax.placement.home import NVME
 from surojax.placement.mesh import abstract_mesh
-from surojax.planner import choices, footprint, layouts, roofline
-from surojax.planner.advice import FOLDER, OFFLOADS, Change, changed, differing, flags, gib, wrapped
+from surojax.planner import choices, footprint, roofline
+from surojax.planner.amounts import Memory
+from surojax.planner.changes import Change, changed, differing
 from surojax.planner.gpus import Gpu
 from surojax.planner.traffic import batch_of
-from surojax.refusals import about, refused
 from surojax.step.state_plan import bytes_per_device
 
-ALTERNATIVES = 3  # that are proposed for settings that do not fit
 TIE = 0.01  # relative; placements of a family that the estimate cannot tell apart, as classes of equal size
 MOST_LAYOUTS = 3  # that are searched
 FAR = 0.15  # relative; layouts whose sample is so much slower are not searched
@@ -54,66 +49,73 @@ RESERVE = 512 * 2**20  # bytes of a GPU left for cuDNN's workspaces and fragment
 IRRELEVANT = (*choices.BATCH_FIELDS[:2], "datasets", "validation_datasets")
 
 
-class Limits(NamedTuple):
-    """Bytes that there are: on each GPU, in the host memory of a machine, and in files for all GPUs."""
-
-    device: float
-    host: float = math.inf
-    files: float = 0.0
-
-
-class Need(NamedTuple):
-    """Bytes that a run needs: on each GPU, in the host memory of a machine, and in files for all GPUs."""
-
-    device: int
-    host: int
-    files: int
-
-    def fits(self, limits: Limits) -> bool:
-        return all(need <= limit for need, limit in zip(self, limits, strict=True))
-
-    def text(self) -> str:
-        """As text: "1.0 GiB on each GPU, 2.0 GiB of host memory, 3 GB of files", without what is 0."""
-        sizes = (
-            f"{gib(self.device)} on each GPU",
-            f"{gib(self.host)} of host memory",
-            f"{self.files / 1e9:,.1f} GB of files",
-        )
-        return ", ".join(text for text, size in zip(sizes, self, strict=True) if size > 0)
-
-    def beyond(self, limits: Limits) -> "Need":
-        """The bytes that exceed the limits."""
-        return Need(*(math.ceil(max(0, need - limit)) for need, limit in zip(self, limits, strict=True)))
-
-
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Settings that fit by estimate.
+    """Settings and what they need by estimate. change: of the config that the search began with.
 
-    change: of the config that the search began with. seconds: estimated, of a step; phases: of each part of it.
+    phases: estimated seconds of each part of a step.
     """
 
     config: Config
     change: Change
-    seconds: float
-    need: Need
+    need: Memory
     phases: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds of a step."""
+        return sum(self.phases.values())
+
+
+class Family(NamedTuple):
+    """Settings that differ in placement only. floor, least: seconds of a step, and bytes of a device, with nothing
+    offloaded."""
+
+    change: Change
+    work: roofline.Work
+    floor: float
+    least: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """What a search may choose from. config: checked (`plan.checked`). gpu: with rates.
+
+    allow: words of `choices.NUMBERS`. keep: fields that are not changed. layouts: to search; None: the best by samples.
+    few: a few families of each layout. platform: "gpu" or "cpu"; on CPUs nothing is offloaded, and all memory counts as
+    that of the device.
+    """
+
+    config: Config
+    gpu: Gpu
+    limits: Memory
+    allow: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    layouts: tuple[Change, ...] | None = None
+    few: bool = False
+    platform: str = "gpu"
+    # Families, placements and parts of runs by what they are of; shared by spaces that differ in limits and words.
+    known: dict[tuple, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    def of(self, **changes: Any) -> "Space":
+        """Returns this space with other values of some fields."""
+        return dataclasses.replace(self, **changes, **({"known": {}} if "config" in changes else {}))
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
     """The result of a search. candidates: the fastest that fit, by estimated time.
 
-    nearest: if nothing fits, the settings that miss the least memory, within the host memory that there is.
-    layouts: that were searched. sampled: of each layout that fits, the estimated seconds of the fastest of a few
-    families, if there are several layouts. not_tried: why an axis has no other size, by its name.
+    nearest: if nothing fits, the settings that miss the least memory, within the host memory that there is. tried:
+    settings whose memory was estimated. layouts: that were searched. sampled: of each layout that fits, the estimated
+    seconds of the fastest of a few families, if there are several layouts. not_tried: why an axis has no other size.
     """
 
     candidates: list[Candidate]
     families: int
-    tried: int  # settings whose memory was estimated
+    tried: int
     nearest: Candidate | None
-    layouts: list[Change]
+    layouts: tuple[Change, ...]
     sampled: list[tuple[Change, float]]
     not_tried: dict[str, str]
 
@@ -128,235 +130,203 @@ def host_limit(size: float) -> float:
     return footprint.HOST_POOL * size
 
 
-class Family(NamedTuple):
-    """Settings that differ in placement only. floor: seconds of a step with nothing offloaded."""
-
-    change: Change
-    work: roofline.Work
-    floor: float
+def search(space: Space, most: int = KEPT, *, least_host: bool = False) -> Found:
+    """Returns the fastest settings that fit, at most so many; least_host: those that need the least host memory."""
+    return _Search(space, most, least_host).run()
 
 
-def search(
-    c: Config,
-    gpu: Gpu,
-    limits: Limits,
-    *,
-    allow: Collection[str] = (),
-    keep: Collection[str] = (),
-    num_candidates: int = KEPT,
-    within: list[Change] | None = None,
-    least_host: bool = False,
-) -> Found:
-    """The fastest settings that fit, for a checked config (`plan.checked`) and a GPU with rates.
-
-    allow: words of `choices.ALLOWED`. keep: fields that are not changed. within: layouts to search; None: the best by
-    samples. least_host: those that need the least host memory, instead of the fastest.
-    """
-    return Search(c, gpu, limits, allow, keep, num_candidates, within, least_host).run()
+def best(space: Space, *, least_host: bool = False) -> Candidate | None:
+    """Returns the fastest settings that fit, or None; least_host: those that need the least host memory."""
+    return next(iter(search(space, 1, least_host=least_host).candidates), None)
 
 
-class Search:
+class _Search:
     """One search: what was estimated so far."""
 
-    def __init__(
-        self,
-        c: Config,
-        gpu: Gpu,
-        limits: Limits,
-        allow: Collection[str],
-        keep: Collection[str],
-        num_candidates: int,
-        within: list[Change] | None,
-        least_host: bool = False,
-    ):
-        self.c = c
-        self.values = flat(c)
-        self.gpu = gpu
-        self.limits = limits
-        self.allow = allow
-        self.keep = {name: self.values[name] for name in keep}
-        self.num_candidates = num_candidates
-        self.within = within
+    def __init__(self, space: Space, most: int, least_host: bool):
+        self.space = space
+        self.most = most
         self.least_host = least_host
-        self.assemblies: dict[tuple, Assembly] = {}
+        self.keep = {name: flat(space.config)[name] for name in space.keep}
         self.tried = 0
         self.nearest: Candidate | None = None
         self.sampled: list[tuple[Change, float]] = []
         self.refused: dict[str, str] = {}  # why the checks refuse an axis, by its name
 
     def run(self) -> Found:
-        searched, not_tried = self.layouts()
-        families = sorted((x for of in searched for x in self.families(of)), key=lambda family: family.floor)
-        found: list[Candidate] = []
-        for in_files in (False, True) if self.limits.files else (False,):
+        """Searches the layouts."""
+        layouts, not_tried = self.layouts()
+        families = [family for of in layouts for family in self.families(of, sampled=self.space.few)]
+        if self.space.few and not families:  # a field that is kept has none of their values
+            families = [family for of in layouts for family in self.families(of)]
+        families.sort(key=lambda family: family.least if self.least_host else family.floor)
+        candidates: list[Candidate] = []
+        for in_files in (False, True) if self.space.limits.files else (False,):
             for family in families:
-                enough = len(found) >= self.num_candidates and not self.least_host
-                if enough and family.floor > found[self.num_candidates - 1].seconds:
+                if len(candidates) == self.most and self.cannot_improve(family, candidates[-1]):
                     break
-                more = [*found, *self.fastest(family, in_files)]
-                in_order = sorted(more, key=lambda x: x.need.host) if self.least_host else but_for_slices(more)
-                found = in_order[: self.num_candidates]
-            if found:
+                more = [*candidates, *self.fastest(family, in_files)]
+                ordered = sorted(more, key=lambda x: x.need.host) if self.least_host else but_for_slices(more)
+                candidates = ordered[: self.most]
+            if candidates:
                 break
-        nearest = None if found else self.nearest
-        return Found(found, len(families), self.tried, nearest, searched, self.sampled, not_tried)
+        nearest = None if candidates else self.nearest
+        return Found(candidates, len(families), self.tried, nearest, tuple(layouts), self.sampled, not_tried)
 
-    def layouts(self) -> tuple[list[Change], dict[str, str]]:
+    def cannot_improve(self, family: Family, last: Candidate) -> bool:
+        """Whether no placement of a family is better than a candidate: what does not fit a GPU is in host memory."""
+        if not self.least_host:
+            return family.floor > last.seconds
+        gpus = self.space.gpu.in_a_machine(self.space.config.gpus)
+        return gpus * (family.least - self.space.limits.device) > last.need.host
+
+    def layouts(self) -> tuple[tuple[Change, ...], dict[str, str]]:
         """(the layouts to search, why an axis is not tried). If nothing fits: the config's own, and the nearest."""
-        if self.within:
-            return self.within, {}
-        possible, not_tried = layouts.layouts(self.c, self.gpu, self.keep)
+        c = self.space.config
+        if self.space.layouts:
+            return self.space.layouts, {}
+        possible, not_tried = choices.layouts(c, self.space.gpu, self.keep)
         if len(possible) == 1:
-            return possible, not_tried
+            return tuple(possible), not_tried
         accepted: set[str] = set()  # axes of which the checks accept another size
-        for of in possible:
-            families = sorted(self.families(of, sampled=True), key=lambda family: family.floor)
-            accepted |= {axis for axis in layouts.AXES if families and of[axis] != self.c[axis]}
-            best = math.inf
+        for layout in possible:
+            families = sorted(self.families(layout, sampled=True), key=lambda family: family.floor)
+            accepted |= {axis for axis in choices.AXES if families and layout[axis] != c[axis]}
+            seconds = math.inf
             for family in families:
-                if family.floor > best:
+                if family.floor > seconds:
                     break
-                best = min([best, *(x.seconds for x in self.fastest(family, in_files=False))])
-            if best < math.inf:
-                self.sampled.append((of, best))
+                seconds = min([seconds, *(x.seconds for x in self.fastest(family, in_files=False))])
+            if seconds < math.inf:
+                self.sampled.append((layout, seconds))
         not_tried |= {axis: reason for axis, reason in self.refused.items() if axis not in accepted}
         self.sampled.sort(key=lambda x: x[1])
-        near = [of for of, seconds in self.sampled if seconds <= (1 + FAR) * self.sampled[0][1]]
-        of_nearest = [of for of in possible[1:] if self.nearest and not differing(self.nearest.config, of)]
-        return near[:MOST_LAYOUTS] or [possible[0], *of_nearest], not_tried
+        near = tuple(layout for layout, seconds in self.sampled if seconds <= (1 + FAR) * self.sampled[0][1])
+        of_nearest = [x for x in possible[1:] if self.nearest and not differing(self.nearest.config, x)]
+        return near[:MOST_LAYOUTS] or (possible[0], *of_nearest), not_tried
 
     def families(self, layout: Change, *, sampled: bool = False) -> Iterator[Family]:
         """All families of a layout that the checks accept; sampled: a few of them."""
-        meshes = layouts.meshes(self.c, self.gpu, layout, self.keep, few=sampled)
-        again = choices.recomputations(self.c)
-        splits = choices.batches(self.c, layout)
+        c = self.space.config
+        outer = self.space.few or not sampled
+        meshes = choices.meshes(c, self.space.gpu, layout, self.keep, few=sampled, outer=outer)
+        recomputations = choices.recomputations(c)
+        batches = choices.batches(c, layout)
         if sampled:
-            again = [x for x in again if any(kind.items() <= x.items() for kind in choices.SAMPLED)]
-            splits = choices.sample(splits)
-        for of_part in itertools.product([layout], choices.numbers(self.c, self.allow), meshes, again, splits):
+            recomputations = [x for x in recomputations if any(kind.items() <= x.items() for kind in choices.SAMPLED)]
+            smallest = [choices.smallest(batches)] * self.space.few
+            batches = [*choices.sample(batches), *smallest]
+        parts = ([layout], choices.numbers(c, self.space.allow), meshes, recomputations, batches)
+        for of_part in itertools.product(*parts, choices.chunks(c, layout)):
             change = {name: value for part in of_part for name, value in part.items()}
             if self.changes_kept(change):
                 continue
-            change |= {f"offload_{name}": False for name in OFFLOADS} | {"resident_layers": 0, "nvme_path": ""}
-            change["overlap_update"] = False
-            if self.c.persistent_quants:
-                change["offload_quants"] = False
-            if row := refused(self.values | change, DEFAULTS, checks.REFUSALS):
-                self.note_refusal(layout, row.message(self.values | change, DEFAULTS))
+            change |= choices.nothing_offloaded(c)
+            family = self.known(("family", *change.items()), lambda change=change: self.family(change))
+            if isinstance(family, Family):
+                yield family
                 continue
-            try:
-                tried = self.changed(change)
-                run = self.assembly(tried)
-            except ConfigError as error:  # sizes that do not divide
-                self.note_refusal(layout, str(error))
-                continue
-            rows = footprint.by_class(run, batch_of(tried), "gpu")
-            work = work_of(tried, run, rows, self.gpu)
-            yield Family(change, work, sum(roofline.phases(work, ()).values()))
+            for axis in choices.AXES:
+                if layout[axis] != c[axis]:
+                    self.refused.setdefault(axis, family)
 
-    def note_refusal(self, layout: Change, message: str) -> None:
-        """Remembers why a layout is refused, for each axis that it changes and that has no reason yet."""
-        for axis in layouts.AXES:
-            if layout[axis] != self.c[axis]:
-                self.refused.setdefault(axis, message)
-
-    def allows(self, field: str, change: Change) -> bool:
-        """Whether the table of refusals has no row about this field that refuses a change."""
-        return refused(self.values | change, DEFAULTS, about(field, checks.REFUSALS)) is None
-
-    def may_overlap(self, family: Family, offloaded: Collection[str], in_files: bool) -> list[bool]:
-        """The values of `overlap_update` to try with these in host memory."""
-        stored = {name: "nvme" if in_files and name in ("optimizer", "master") else True for name in offloaded}
-        placed = family.change | {f"offload_{name}": value for name, value in stored.items()}
-        return [x for x in (False, True) if self.allows("overlap_update", placed | {"overlap_update": x})]
+    def family(self, change: Change) -> Family | str:
+        """The family of a change, or why the checks refuse it."""
+        space = self.space
+        try:
+            tried = self.changed(change)
+            run = self.assembly(tried)
+        except ConfigError as error:
+            return str(error)
+        rows = footprint.by_class(run, batch_of(tried), space.platform)
+        work = work_of(tried, run, rows, space.gpu)
+        least = needed(tried, run, rows, space.gpu, space.platform).device
+        return Family(change, work, sum(roofline.phases(work, ()).values()), least)
 
     def fastest(self, family: Family, in_files: bool) -> list[Candidate]:
         """The fastest placement of a family that fits, and those that take as long within `TIE`; empty if none fits."""
-        layers = layers_of_stage(self.c.model.num_hidden_layers, family.change["pp_size"])
+        c, limits = self.space.config, self.space.limits
+        layers = layers_of_stage(c.model.num_hidden_layers, family.change["pp_size"])
         sizes = family.work.sizes
         stored = sizes | {"residual": sizes["residuals at once"]}  # bytes that are in a memory, not those that move
-        least = self.needed(self.changed(family.change)).device  # with nothing offloaded
 
         def placed(offloaded: tuple[str, ...], resident: int, overlaps: bool) -> tuple:
             """An entry of the queue: bytes of host memory if the least are asked for, estimated seconds, the number of
             classes, and the arguments."""
-            found = roofline.phases(family.work, offloaded, resident / layers, overlap_update=overlaps)
+            phases = roofline.phases(family.work, offloaded, resident / layers, overlap_update=overlaps)
             in_host = self.least_host * sum(stored[name] for name in offloaded)
             in_host -= self.least_host * ("weights" in offloaded) * stored["weights"] * resident / layers
-            return in_host, sum(found.values()), len(offloaded), offloaded, resident, overlaps
+            return in_host, sum(phases.values()), len(offloaded), offloaded, resident, overlaps
 
-        def room_for(needed: float) -> int:
-            """Layers whose weights fit into what `needed` bytes leave; less than 0 if these do not fit."""
-            return math.floor((self.limits.device - needed) * layers / max(1, sizes["weights"]))
+        def room_for(need: float) -> int:
+            """Layers whose weights fit into what `need` bytes leave; less than 0 if these do not fit."""
+            return math.floor((limits.device - need) * layers / max(1, sizes["weights"]))
 
         queue = []
-        offloads = tuple(x for x in OFFLOADS if self.allows(f"offload_{x}", family.change | {f"offload_{x}": True}))
+        offloads = choices.offloadable(c) if self.space.platform == "gpu" else ()
         for offloaded in choices.subsets(offloads):
-            room = room_for(least - sum(stored[name] for name in offloaded))
-            first = family.change | {"offload_weights": "weights" in offloaded, "resident_layers": 1}
-            streams = self.allows("resident_layers", first)
+            room = room_for(family.least - sum(stored[name] for name in offloaded))
+            streams = "weights" in offloaded and not c.persistent_quants
             resident = min(max(room, 0), layers - 1) if streams else 0
             resident = self.keep.get("resident_layers", resident)
-            overlapping = self.may_overlap(family, offloaded, in_files)
             if room >= 0 or len(offloaded) == len(offloads):
-                queue += [placed(offloaded, resident, overlaps) for overlaps in overlapping]
+                queue += [placed(offloaded, resident, x) for x in choices.overlaps(c, offloaded, in_files)]
         heapq.heapify(queue)
-        found: list[Candidate] = []
-        placements: list[set[str]] = []  # of what was found
-        while queue and not (found and (self.least_host or queue[0][1] > found[0].seconds * (1 + TIE))):
-            _, seconds, _, offloaded, resident, overlaps = heapq.heappop(queue)
+        fastest: list[Candidate] = []
+        placements: list[set[str]] = []  # of `fastest`
+        while queue and not (fastest and (self.least_host or queue[0][1] > fastest[0].seconds * (1 + TIE))):
+            *_, offloaded, resident, overlaps = heapq.heappop(queue)
             if any(fewer < set(offloaded) for fewer in placements):
                 continue
-            candidates = self.stored(family, offloaded, resident, in_files, seconds, overlaps)
-            if best := next((x for x in candidates if x.need.fits(self.limits)), None):
-                found.append(best)
+            candidates = self.stored(family, offloaded, resident, in_files, overlaps)
+            if fits := next((x for x in candidates if x.need.fits(limits)), None):
+                fastest.append(fits)
                 placements.append(set(offloaded))
                 continue
             for x in candidates:
-                if x.need.host <= self.limits.host and (not self.nearest or self.beyond(x) < self.beyond(self.nearest)):
+                if x.need.host <= limits.host and (not self.nearest or self.over(x) < self.over(self.nearest)):
                     self.nearest = x
             # Working space has grown.
-            if candidates and resident and candidates[0].need.device > self.limits.device:
-                then = resident + min(-1, room_for(candidates[0].need.device))
-                heapq.heappush(queue, placed(offloaded, max(0, then), overlaps))
-        return found
+            if candidates and resident and candidates[0].need.device > limits.device:
+                fewer_resident = resident + min(-1, room_for(candidates[0].need.device))
+                heapq.heappush(queue, placed(offloaded, max(0, fewer_resident), overlaps))
+        return fastest
 
     def stored(
-        self,
-        family: Family,
-        offloaded: tuple[str, ...],
-        resident: int,
-        in_files: bool,
-        seconds: float,
-        overlaps: bool,
+        self, family: Family, offloaded: tuple[str, ...], resident: int, in_files: bool, overlaps: bool
     ) -> list[Candidate]:
         """The candidates of a placement that the checks accept: in host memory, or each choice of what is in files."""
-        found = []
-        for files in choices.stored_in_files(offloaded) if in_files else [()]:
+        c = self.space.config
+        candidates = []
+        for files in choices.in_files(offloaded) if in_files else [()]:
             in_host = sum(family.work.sizes[name] for name in offloaded if name not in (*files, "weights"))
-            if self.gpu.in_a_machine(self.c.gpus) * in_host > self.limits.host:
+            if self.space.gpu.in_a_machine(c.gpus) * in_host > self.space.limits.host:
                 continue
-            change = family.change | {f"offload_{name}": "nvme" if name in files else True for name in offloaded}
-            change |= {"resident_layers": resident, "overlap_update": overlaps}
-            if "weights" in offloaded and self.c.persistent_quants:
-                change["offload_quants"] = True
-            if files:
-                change["nvme_path"] = self.c.nvme_path or FOLDER
+            change = family.change | choices.placement(c, offloaded, files, resident, overlaps)
             if self.changes_kept(change):
                 continue
-            try:
-                tried = self.changed(change)
-                need = self.needed(tried)
-            except ConfigError:
+            tried, need = self.known(("placed", *change.items()), lambda change=change: self.needed(change))
+            if need is None:
                 continue
-            resident_part = resident / layers_of_stage(self.c.model.num_hidden_layers, tried.pp_size)
-            phases = roofline.phases(family.work, offloaded, resident_part, overlap_update=overlaps)
-            found.append(Candidate(tried, change, seconds, need, phases))
-        return found
+            part = resident / layers_of_stage(c.model.num_hidden_layers, tried.pp_size)
+            phases = roofline.phases(family.work, offloaded, part, overlap_update=overlaps)
+            candidates.append(Candidate(tried, change, need, phases))
+        return candidates
 
-    def beyond(self, candidate: Candidate) -> int:
+    def needed(self, change: Change) -> tuple[Config, Memory | None]:
+        """(the config with a change, the bytes that it needs by estimate); None if the checks refuse it."""
+        self.tried += 1
+        try:
+            tried = self.changed(change)
+            run = self.assembly(tried)
+        except ConfigError:
+            return self.space.config, None
+        rows = footprint.by_class(run, batch_of(tried), self.space.platform)
+        return tried, needed(tried, run, rows, self.space.gpu, self.space.platform)
+
+    def over(self, candidate: Candidate) -> float:
         """Bytes that a candidate needs beyond the limits, of any memory."""
-        return sum(candidate.need.beyond(self.limits))
+        return sum(candidate.need.beyond(self.space.limits))
 
     def changes_kept(self, change: Change) -> bool:
         """Whether a change has another value for a field that is to be kept."""
@@ -364,36 +334,20 @@ class Search:
 
     def changed(self, change: Change) -> Config:
         """The config with a change. Raises ConfigError if the checks refuse it."""
-        tried = changed(self.c, change)
+        tried = changed(self.space.config, change)
         checks.check(tried)
         return tried
 
+    def known(self, key: tuple, compute) -> Any:
+        """What this space knows by a key, computed the first time."""
+        if key not in self.space.known:
+            self.space.known[key] = compute()
+        return self.space.known[key]
+
     def assembly(self, c: Config) -> Assembly:
         """The parts of a run of this config."""
-        key = tuple((k, v) for k, v in flat(c).items() if k not in IRRELEVANT)
-        if key not in self.assemblies:
-            self.assemblies[key] = assembly(c)
-        return self.assemblies[key]
-
-    def needed(self, c: Config) -> Need:
-        """Estimated bytes that a config needs."""
-        self.tried += 1
-        run = self.assembly(c)
-        return needed(c, run, footprint.by_class(run, batch_of(c), "gpu"), self.gpu)
-
-
-def alternatives(c: Config, gpu: Gpu, limits: Limits) -> list[str]:
-    """The fastest settings that fit, by estimate: their memory, their time, and their flags on lines of their own."""
-
-    def text(candidate: Candidate) -> str:
-        need = candidate.need
-        host = f", {gib(need.host)} of host memory" if need.host and limits.host < math.inf else ""
-        time = f"estimated {1e3 * candidate.seconds:,.0f} ms a step, not compiled"
-        options = flags(differing(c, candidate.change))
-        return "\n".join([f"{gib(need.device)}{host} (fits), {time}:", *wrapped(options, "    ")])
-
-    found = search(c, gpu, limits, keep=layouts.AXES, num_candidates=ALTERNATIVES).candidates
-    return [f"{'or ' if i else ''}{text(candidate)}" for i, candidate in enumerate(found)]
+        key = ("run", *((name, value) for name, value in flat(c).items() if name not in IRRELEVANT))
+        return self.known(key, lambda: assembly(c))
 
 
 def but_for_slices(candidates: list[Candidate]) -> list[Candidate]:
@@ -409,16 +363,16 @@ def kind(candidate: Candidate, *without: str) -> tuple:
     return tuple((name, value) for name, value in candidate.change.items() if name not in without)
 
 
-def estimate(c: Config, gpu: Gpu) -> tuple[Need, dict[str, float]]:
-    """(estimated bytes, estimated seconds of each phase of a step) of a checked config on a GPU with rates."""
+def estimated(c: Config, gpu: Gpu, change: Change | None = None) -> Candidate:
+    """A checked config as a candidate, with the bytes and the time that it needs on a GPU with rates."""
     run = assembly(c)
     rows = footprint.by_class(run, batch_of(c), "gpu")
-    offloaded = [name for name in OFFLOADS if c[f"offload_{name}"]]
+    offloaded = [name for name in choices.OFFLOADS if c[f"offload_{name}"]]
     if c.offload_quants and "weights" not in offloaded:
         offloaded.append("weights")
     resident = c.resident_layers / layers_of_stage(run.model.num_layers, c.pp_size)
     phases = roofline.phases(work_of(c, run, rows, gpu), offloaded, resident, overlap_update=c.overlap_update)
-    return needed(c, run, rows, gpu), phases
+    return Candidate(c, change or {}, needed(c, run, rows, gpu), phases)
 
 
 def assembly(c: Config) -> Assembly:
@@ -432,7 +386,10 @@ def work_of(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu)
     return roofline.step_work(run, batch, gpu, roofline.stored_bytes(run, rows, batch.microbatches))
 
 
-def needed(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu) -> Need:
+def needed(c: Config, run: Assembly, rows: dict[str, dict[str, int]], gpu: Gpu, platform: str = "gpu") -> Memory:
     """Estimated bytes that a run of a config needs. rows: `footprint.by_class` of the run."""
     device, host = (sum(row[home] for row in rows.values()) for home in ("device", "host"))
-    return Need(device, gpu.in_a_machine(c.gpus) * host, c.gpus * bytes_per_device(run.plan, NVME))
+    files = c.gpus * bytes_per_device(run.plan, NVME)
+    return (
+        Memory(device + host, 0, files) if platform == "cpu" else Memory(device, gpu.in_a_machine(c.gpus) * host, files)
+    )

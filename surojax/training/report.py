@@ -17,7 +17,7 @@ from surojax.models.attention import chosen_here
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
 from surojax.planner import gpus, prediction, report as planned, seen, traffic
-from surojax.planner.advice import summed
+from surojax.planner.amounts import summed
 from surojax.planner.footprint import estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
@@ -52,7 +52,7 @@ def predict(c: Config, run: Assembly, compiled, devices) -> Prediction:
     """
     gpu = gpus.find_gpu(devices[0].device_kind)
     if gpu is None:
-        return Prediction(not_predicted="a GPU that is not in surojax/planner/gpus.py")
+        return Prediction(not_predicted="a GPU that is not in surojax/planner/gpus.csv")
     batch = traffic.batch_of(c)
     try:
         gpu = seen.corrected(gpu, c.rates_file, seen.settings_key(c, len(devices)))
