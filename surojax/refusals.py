@@ -190,7 +190,9 @@ some_unrotated = is_above("model.no_rope_layer_interval", 0)
 stages = is_above("pp_size", 1)
 chunks = is_above("sequence_chunks", 1)
 memcpy_sends = is_on("memcpy_send_recv", use_all_to_all_reduce=True)
-no_window = is_one_of("model.sliding_window", 0)
+no_window = _without(
+    "without a window", ("model.sliding_window",), lambda s: not s["model.sliding_window"], {"model.sliding_window": 0}
+)
 grows_with_position = is_other_than("model.rope_llama_4_scaling_beta", 0.0, 0.1)
 in_files = Feature(
     "offload_optimizer or offload_master='nvme'",
@@ -359,7 +361,7 @@ TABLE: tuple[Refusal, ...] = (
     *each(
         (is_set("model.sliding_window_pattern", 2, {"model.sliding_window": 64}), local_rotation),
         no_window,
-        "which leaves no layers that use it",
+        "",
         "set model.sliding_window, or leave it out",
     ),
     Refusal(grows_with_position, local_rotation, "since it is of layers that all rotate alike"),

@@ -190,7 +190,7 @@ def field_cases() -> list[tuple[str, str]]:
     model.rope_scaling=yarn model.rope_factor=4 model.rope_beta_slow=64 | rope_beta_fast: expected more than rope_beta
     model.rope_partial_rotary_factor=0.3 | rope_partial_rotary_factor: expected a fraction up to 1 that leaves an even
     model.rope_partial_rotary_factor=1.5 | rope_partial_rotary_factor: expected a fraction up to 1
-    model.rope_local_base_freq=10000 | rope_local_base_freq: expected 0.0 with sliding_window=0, which leaves no
+    model.rope_local_base_freq=10000 | rope_local_base_freq: expected 0.0 without a window, got 10000.0
     model.no_rope_layer_interval=9 model.num_hidden_layers=8 | no_rope_layer_interval: expected at most num_hidden
     model.rope_llama_4_scaling_beta=0.1 model.no_rope_layer_interval=2 | llama_4_scaling_beta: expected 0.0 with
     model.hidden_act=gelu       | model.hidden_act: expected one of silu, gelu_pytorch_tanh, got 'gelu'; did you mean
