@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 
 from surojax.data.corpus import source
-from surojax.data.load import Settings, load, parse_entries
 from surojax.data.prepare import load_corpora
+from surojax.data.run_data import Settings, load, parse_entries
 from surojax.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -20,17 +20,17 @@ from surojax.config.fields import Config, default_config
 from surojax.data import gguf_tokenizer
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
-from surojax.exchange import adapters, config_json, gguf, small_files
+from surojax.exchange import config_json, gguf, peft, small_files
+from surojax.exchange.checkpoint_tensors import CheckpointTensors
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.huggingface import read_config
 from surojax.exchange.merge import Merged
+from surojax.exchange.model_tensors import Tensors, describe
 from surojax.exchange.naming import naming_of
 from surojax.exchange.small_files import CONFIG, GENERATION, TOKENIZER_FILES, Files
 from surojax.exchange.sources import SOURCE, described, is_model, kept_in, locate, open_weights, resolved
-from surojax.exchange.stored import CheckpointTensors
-from surojax.exchange.weights import Tensors, describe
 from surojax.inference import parity
-from surojax.inference.load import check_trained_with
+from surojax.inference.trained_model import check_trained_with
 from surojax.models.model import Model
 from surojax.run import on_disk
 from surojax.untrusted import expanded
@@ -84,7 +84,7 @@ def merge(
     say(f"reading {describe(opened.tensors)}")
     tensors = opened.tensors
     for path in adapter_folders:
-        tensors = Merged(tensors, adapters.read(path, opened.model, naming_of(opened.config)), opened.model)
+        tensors = Merged(tensors, peft.read(path, opened.model, naming_of(opened.config)), opened.model)
     config = config_json.completed(opened.config, dtype)
     return export(tensors, opened.model, config, opened.files, folder, dtype=dtype)
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from surojax.data.templates import NAMES as TEMPLATES
 from surojax.errors import CheckpointError, ConfigError, need
-from surojax.inference.load import Trained, load
 from surojax.inference.sample import MOST_TOKENS
 from surojax.inference.score import Request, pair, score
+from surojax.inference.trained_model import Trained, load
 from surojax.untrusted import expanded, parse_json, read_bytes
 
 LARGEST = 1 << 30  # bytes of a file of questions

@@ -16,9 +16,9 @@ from typing import NoReturn
 
 from surojax.data.templates import NAMES as TEMPLATES
 from surojax.errors import CheckpointError, ConfigError
-from surojax.inference.load import Trained, load
 from surojax.inference.prompts import conversation_ids, message_ids, text_ids
 from surojax.inference.sample import check_options, generate, generate_batch
+from surojax.inference.trained_model import Trained, load
 
 LENGTHS = 64  # prompts of a conversation are padded to a multiple: a program is compiled for each length
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from small import quick_at
 
-from surojax.data import cache, corpus as sources, texts, write
+from surojax.data import cache, corpus as sources, texts
 from surojax.data.cache import Corpus, PartWriter, cached
 from surojax.data.prepare import load_corpora
 from surojax.data.tokenizer import ByteTokenizer
@@ -157,12 +157,12 @@ def test_parts_with_tokens_that_are_not_trained(tmp_path):
 
 LOAD = """
 import errno, fcntl, os, signal, sys, time
-from surojax.data import write
+from surojax.data import cache_writer
 from surojax.data.cache import PartWriter
 from surojax.data.prepare import load_corpora
 from surojax.data.tokenizer import ByteTokenizer
 
-write._GROUP_BYTES = 1  # one document is written at a time
+cache_writer._GROUP_BYTES = 1  # one document is written at a time
 plain = PartWriter.append
 def append(self, *args, **keywords):
     plain(self, *args, **keywords)

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from surojax.data import texts, write
+from surojax.data import texts
 from surojax.data.cache import Corpus
 from surojax.data.corpus import source
 from surojax.data.prepare import load_corpora

@@ -13,7 +13,7 @@ from surojax import default_config
 from surojax.data import __main__ as command
 from surojax.data.__main__ import first_samples, main, prepare
 from surojax.data.batches import batches
-from surojax.data.load import SETTINGS, Settings, load, parse_entries
+from surojax.data.run_data import SETTINGS, Settings, load, parse_entries
 from surojax.data.show import table
 from surojax.data.tokenizer import ByteTokenizer
 

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from surojax.data import texts
+from surojax.data.data_rows import BadRow, Row
 from surojax.data.datasets import Dataset, parse, read, resolve
 from surojax.data.readers import read_file
-from surojax.data.rows import BadRow, Row
 from surojax.errors import ConfigError
 
 TEXTS = ['one, "two"', "zwei\nlines ü 🎈", "x" * 200_000]

@@ -13,11 +13,11 @@ from test_examples import TOKENIZERS
 
 from surojax.data import texts
 from surojax.data.cache import Corpus
+from surojax.data.data_rows import BadRow, Row
 from surojax.data.documents import TextEncoder, documents
 from surojax.data.items import Item, Unit
-from surojax.data.load import Settings, load, parse_entries
 from surojax.data.prepare import load_corpora
-from surojax.data.rows import BadRow, Row
+from surojax.data.run_data import Settings, load, parse_entries
 from surojax.data.texts import Piece, open_text, parts, pieces, split
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.errors import ConfigError
@@ -211,7 +211,7 @@ PEAK = """
 import contextlib, re, sys
 from pathlib import Path
 from surojax.data.batches import batches
-from surojax.data.load import Settings, load, parse_entries
+from surojax.data.run_data import Settings, load, parse_entries
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.errors import ConfigError
 

@@ -12,9 +12,9 @@ from small import CONFIG, drawn_params, plain_logits
 
 from surojax import ConfigError, evaluate
 from surojax.data.tokenizer import ByteTokenizer
-from surojax.inference.load import Trained
 from surojax.inference.prompts import complete
 from surojax.inference.score import Request, Score, _scorer, pair, score
+from surojax.inference.trained_model import Trained
 from surojax.models import decoder
 from surojax.models.model import Compute
 

@@ -16,10 +16,10 @@ import pytest
 
 import surojax.data.seams as seams
 from surojax.data import texts
+from surojax.data.data_rows import BadRow, Row
 from surojax.data.datasets import Dataset
 from surojax.data.examples import TRAIN_ON, Encoder, Example
 from surojax.data.pieces import Piece
-from surojax.data.rows import BadRow, Row
 from surojax.data.show import table
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer

@@ -38,7 +38,7 @@ MEASURE = """
     import jax
     from surojax import assembly, convert, default_config
     from surojax.exchange import sources
-    from surojax.exchange.weights import readers
+    from surojax.exchange.model_tensors import readers
     from surojax.placement.home import DEVICE, HOST
     from surojax.placement.mesh import make_mesh
     from surojax.step.state_plan import bytes_per_device

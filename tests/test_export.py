@@ -27,9 +27,9 @@ from surojax import CheckpointError, ConfigError, convert, default_config, gener
 from surojax.assembly import from_config
 from surojax.exchange import config_json, export as exporting, sources
 from surojax.exchange.huggingface import settings
-from surojax.exchange.weights import INDEX, SINGLE, Weights, readers
+from surojax.exchange.model_tensors import INDEX, SINGLE, Weights, readers
 from surojax.inference import parity
-from surojax.inference.load import load
+from surojax.inference.trained_model import load
 from surojax.placement.mesh import make_mesh
 
 
@@ -318,7 +318,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(tmp_path):
     code = f"""
         import os, signal
         from surojax import convert
-        from surojax.exchange.weights import Weights
+        from surojax.exchange.model_tensors import Weights
         read, count = Weights.read, [0]
         def killed(self, name):
             count[0] += 1

@@ -16,11 +16,11 @@ from test_stored_bases import SIZES as FP8_SIZES, tensors as fp8_tensors
 
 from surojax import CheckpointError, ConfigError, convert
 from surojax.assembly import from_config
-from surojax.exchange import adapters
+from surojax.exchange import peft
 from surojax.exchange.finite import PIECE, is_finite
+from surojax.exchange.model_tensors import readers
 from surojax.exchange.sources import open_weights
-from surojax.exchange.weights import readers
-from surojax.inference.load import load
+from surojax.inference.trained_model import load
 from surojax.placement.mesh import make_mesh
 from surojax.run import checkpoint
 from surojax.run.restore import restore_weights
@@ -135,7 +135,7 @@ def test_an_adapter_that_is_not_finite_is_named(tmp_path):
         with pytest.raises(
             ConfigError, match=rf"^adapter: .*: expected finite numbers, got NaN or infinity in {name};"
         ):
-            adapters.read(folder, base.model)
+            peft.read(folder, base.model)
 
 
 def test_a_checkpoint_that_is_not_finite_is_not_restored(tmp_path, monkeypatch):

@@ -46,15 +46,15 @@ from surojax.config import checks, flags
 from surojax.config.fields import default_config, flat
 from surojax.data import __main__ as data_command, corpus, datasets
 from surojax.data.conversations import Conversation
+from surojax.data.data_rows import NotARow
 from surojax.data.datasets import parse
 from surojax.data.examples import Encoder, items
 from surojax.data.files import NotText
-from surojax.data.rows import NotARow
 from surojax.data.templates import load_template
 from surojax.data.texts import TextFile, parts
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
 from surojax.errors import CheckpointError, ConfigError
-from surojax.exchange import adapters
+from surojax.exchange import peft
 from surojax.training.setup import set_up
 from surojax.untrusted import read_json
 
@@ -244,7 +244,7 @@ def use_adapter(folder: Path) -> None:
     if "lora" not in _models:
         with tempfile.TemporaryDirectory() as base:
             _models["lora"] = test_adapters.base_of(Path(base), "lora").model
-    adapters.read(folder / "adapter", _models["lora"])
+    peft.read(folder / "adapter", _models["lora"])
 
 
 def make_questions(folder: Path) -> None:

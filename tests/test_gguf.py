@@ -28,7 +28,7 @@ from surojax.exchange import sources
 from surojax.exchange.huggingface import settings
 from surojax.inference import sample
 from surojax.inference.forward import cached_logits, empty_cache
-from surojax.inference.load import load
+from surojax.inference.trained_model import load
 from surojax.models.decoder import Decoder
 from surojax.models.rotary import RopeScaling, rope_frequencies
 

@@ -23,21 +23,21 @@ from surojax.config import checks, flags
 from surojax.config.fields import default_config
 from surojax.data import datasets, readers, texts
 from surojax.data.conversations import Conversation
+from surojax.data.data_rows import BadRow, NotARow, Row
 from surojax.data.datasets import parse
 from surojax.data.examples import Encoder, Example
 from surojax.data.files import find
 from surojax.data.pieces import conversation_pieces
 from surojax.data.rendering import Program
-from surojax.data.rows import BadRow, NotARow, Row
 from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
 from surojax.errors import LONGEST, ConfigError
-from surojax.exchange import adapters
+from surojax.exchange import peft
+from surojax.exchange.model_tensors import INDEX, SINGLE, Weights
 from surojax.exchange.shards import Shard
-from surojax.exchange.weights import INDEX, SINGLE, Weights
 from surojax.inference.forward import check_room
-from surojax.inference.load import load
 from surojax.inference.sample import check_options
+from surojax.inference.trained_model import load
 from surojax.models import decoder
 from surojax.run import on_disk
 from surojax.untrusted import MAX_DEPTH, parse_json
@@ -151,8 +151,8 @@ def in_every_file(folder: Path) -> dict[str, tuple]:
         "model/model-00001-of-00002.safetensors": read_model,
         "model/tokenizer.json": lambda: load_tokenizer(str(model)),
         "model/tokenizer_config.json": lambda: load_tokenizer(str(model)),
-        "adapter/adapter_config.json": lambda: adapters.read(adapter, base),
-        "adapter/adapter_model.safetensors": lambda: adapters.read(adapter, base),
+        "adapter/adapter_config.json": lambda: peft.read(adapter, base),
+        "adapter/adapter_model.safetensors": lambda: peft.read(adapter, base),
         "questions.jsonl": lambda: evaluate.read_questions(folder / "questions.jsonl"),
     }  # fmt: skip
 
@@ -240,7 +240,7 @@ def test_a_stop_token_that_no_tokenizer_has(tmp_path):
 def test_adapters_that_are_refused(tmp_path, changes, message):
     model = test_adapters.base_of(tmp_path, "lora").model
     with pytest.raises(ConfigError, match=message) as caught:
-        adapters.read(test_adapters.save(tmp_path / "adapter", "lora", **changes), model)
+        peft.read(test_adapters.save(tmp_path / "adapter", "lora", **changes), model)
     assert len(str(caught.value)) <= LONGEST + 100
 
 

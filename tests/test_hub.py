@@ -9,8 +9,8 @@ from test_huggingface import save_tokenizer, stored, write
 
 from surojax import ConfigError, default_config, generate
 from surojax.exchange import hub
+from surojax.exchange.model_tensors import Weights
 from surojax.exchange.sources import is_model, keeps, locate, resolved
-from surojax.exchange.weights import Weights
 
 
 @pytest.fixture

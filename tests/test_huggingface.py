@@ -17,7 +17,7 @@ from test_parity import CASES as ALL_CASES, REFERENCE, load_config, load_tree
 from surojax import ConfigError, default_config, train
 from surojax.assembly import architecture, from_config
 from surojax.config.checks import check
-from surojax.exchange import weights as files
+from surojax.exchange import model_tensors as files
 from surojax.exchange.huggingface import read_config, settings
 from surojax.exchange.sources import open_weights, replaced_fields, resolved
 from surojax.families.registry import FAMILIES

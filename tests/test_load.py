@@ -13,7 +13,7 @@ from test_examples import TOKENIZERS
 
 from surojax.data import examples, prepare
 from surojax.data.batches import batches
-from surojax.data.load import Data, Settings, load, parse_entries
+from surojax.data.run_data import Data, Settings, load, parse_entries
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.errors import ConfigError
 

@@ -17,7 +17,7 @@ from test_engine import ORDER_OF_SUMS
 from surojax.config import checks, default_config
 from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange.base import check_base, fingerprint
-from surojax.exchange.weights import name_of
+from surojax.exchange.model_tensors import name_of
 from surojax.families.family import TENSOR_NAMES
 from surojax.models import decoder
 from surojax.models.decoder_fp8 import SITES
@@ -410,7 +410,7 @@ def config_of(folder: Path, **changes):
 @pytest.mark.full
 def test_a_run_continues_and_its_checkpoints_have_adapters_alone(tmp_path):
     from surojax.convert import convert
-    from surojax.inference.load import load
+    from surojax.inference.trained_model import load
     from surojax.train import train
 
     c = config_of(tmp_path / "run", use_dora=True, lora_plus_ratio=2.0)

@@ -16,10 +16,10 @@ import safetensors.numpy
 from test_rooms import FILES, PACKAGE, room_of
 
 from surojax import ConfigError, assembly, convert, default_config, train
-from surojax.exchange import adapters, config_json, sources
+from surojax.exchange import config_json, peft, sources
 from surojax.exchange.huggingface import settings
+from surojax.exchange.model_tensors import SINGLE, Weights, shapes
 from surojax.exchange.naming import naming_of
-from surojax.exchange.weights import SINGLE, Weights, shapes
 from surojax.families import rope_keys, window_keys
 from surojax.families.family import LLAMA_DEFAULTS, Family
 from surojax.families.registry import FAMILIES, IMAGE_TEXT_FAMILIES
@@ -135,7 +135,7 @@ def test_its_adapters_have_its_names(tmp_path):
     folder_of_nova(tmp_path / "model")
     train(config_of_run(tmp_path, lora=True, lora_rank=2, model_dtype="float32"))
     folder = tmp_path / "run" / "adapter"
-    found = safetensors.numpy.load_file(folder / adapters.TENSORS)
+    found = safetensors.numpy.load_file(folder / peft.TENSORS)
     assert found["base_model.model.decoder.layer.2.mlp.out.lora_A.weight"].shape == (2, 48)
     endings = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
     assert endings == ["q", "k", "v", "attention.out", "gate", "up", "mlp.out"]  # two modules are called out

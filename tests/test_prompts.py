@@ -10,9 +10,9 @@ from small import CONFIG, drawn_params
 from surojax import ConfigError, generate
 from surojax.data.templates import load_template
 from surojax.data.tokenizer import ByteTokenizer
-from surojax.inference.load import Trained
 from surojax.inference.prompts import answer, complete, conversation_ids, message_ids, text_ids
 from surojax.inference.sample import generate as generate_ids
+from surojax.inference.trained_model import Trained
 from surojax.models import decoder
 
 WORDS = ByteTokenizer()

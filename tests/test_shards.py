@@ -12,7 +12,7 @@ from test_huggingface import config, stored, write
 
 from surojax import ConfigError, convert
 from surojax.exchange import shards
-from surojax.exchange.weights import INDEX, SINGLE, Weights
+from surojax.exchange.model_tensors import INDEX, SINGLE, Weights
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from surojax import read_metrics
-from surojax.inference.load import load
 from surojax.inference.prompts import answer
+from surojax.inference.trained_model import load
 from surojax.run import on_disk
 from surojax.train import main
 

@@ -34,7 +34,7 @@ from surojax.config import flags
 from surojax.config.checks import restored_config
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference import prompts
-from surojax.inference.load import load
+from surojax.inference.trained_model import load
 from surojax.memory.lock import locked
 from surojax.models.decoder import Decoder
 from surojax.placement.mesh import make_mesh

@@ -242,7 +242,7 @@ def _check_data(c: Config) -> None:
     for name in ("data", "eval_data", "text_field") if c.datasets else ():
         change = f"leave one of them out (of a config file's: --config.{name}={defaults[name]} or --config.datasets=[])"
         _need(c[name] == defaults[name], name, f"{defaults[name]!r} beside datasets", c[name], change)
-    has_rows = c.datasets or c.validation_datasets or c.data not in ("", "stdlib")  # or may have, see data/load.py
+    has_rows = c.datasets or c.validation_datasets or c.data not in ("", "stdlib")  # or may have, see data/run_data.py
     for name in ("on_bad_row", "train_on", "chat_template", "system_prompt"):
         expected = f"{defaults[name]!r} without rows of instructions or conversations, to which it applies"
         _need(has_rows or c[name] == defaults[name], name, expected, c[name], "leave it out, or set data or datasets")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from surojax.config import checks
 from surojax.config.fields import Config, gpus_per_sequence
 from surojax.config.flags import parse
-from surojax.data import load as data
+from surojax.data import run_data as data
 from surojax.data.batches import batches
 from surojax.data.samples import check_length
 from surojax.data.show import table

@@ -7,9 +7,9 @@ read. Each function raises NotARow if a field is missing or holds something else
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from surojax.data.data_rows import NotARow
 from surojax.data.datasets import INSTRUCTION_FIELDS, MESSAGES, PROMPT_FIELDS, Dataset, field_names
 from surojax.data.rendering import Message
-from surojax.data.rows import NotARow
 from surojax.untrusted import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from surojax.data import docstrings, files, readers
+from surojax.data.data_rows import BadRow, Row
 from surojax.data.readers import OpenSet, open_set
-from surojax.data.rows import BadRow, Row
 from surojax.errors import ConfigError, shown
 
 TYPES = ("auto", "text", "instruction", "conversation")

@@ -10,8 +10,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from surojax.data.data_rows import Row
 from surojax.data.files import stdlib_files
-from surojax.data.rows import Row
 from surojax.errors import ConfigError
 
 NAME = "stdlib_docstrings"

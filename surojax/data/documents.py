@@ -12,10 +12,10 @@ import numpy as np
 
 from surojax.data import texts
 from surojax.data.conversations import text as text_of
+from surojax.data.data_rows import BadRow, NotARow, Row, half_a_pair
 from surojax.data.examples import Example
 from surojax.data.files import NotText
 from surojax.data.items import Item, Unit, json_of, key_of, key_of_bad, new_hash
-from surojax.data.rows import BadRow, NotARow, Row, half_a_pair
 from surojax.data.texts import Piece, TextFile
 from surojax.data.tokenizer import Tokenizer
 

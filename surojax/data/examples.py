@@ -16,10 +16,10 @@ import numpy as np
 
 from surojax.data import conversations, pieces
 from surojax.data.conversations import Conversation
+from surojax.data.data_rows import BadRow, NotARow, Row, half_a_pair
 from surojax.data.datasets import Dataset
 from surojax.data.items import Item, Unit, json_of, key_of, key_of_bad, new_hash
 from surojax.data.pieces import Piece
-from surojax.data.rows import BadRow, NotARow, Row, half_a_pair
 from surojax.data.seams import encode_pieces
 from surojax.data.templates import Template
 from surojax.data.texts import TextFile

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surojax.data.rows import BadRow
+from surojax.data.data_rows import BadRow
 
 
 class Item[T](NamedTuple):

@@ -9,8 +9,8 @@ import re
 from typing import Any, NamedTuple
 
 from surojax.data.conversations import Conversation, Pair
+from surojax.data.data_rows import NotARow
 from surojax.data.rendering import Message, Program
-from surojax.data.rows import NotARow
 
 
 class Piece(NamedTuple):

@@ -1,8 +1,8 @@
 """Prepares data: from a source of text or an entry of `datasets` to corpora of mapped files.
 
 A source has an entry of the cache (`surojax.data.cache`) under the names, sizes and times of its files and all else
-that its tokens depend on; `surojax.data.write` makes those that are missing. If a part of it is held out, the entry has
-both parts.
+that its tokens depend on; `surojax.data.cache_writer` makes those that are missing. If a part of it is held out, the
+entry has both parts.
 """
 
 import functools
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from surojax.data import corpus, datasets, examples
 from surojax.data.cache import HELD_OUT, TRAIN, Corpus, Entry, cached, identify
+from surojax.data.cache_writer import ItemEncoder, write
 from surojax.data.datasets import Dataset
 from surojax.data.documents import TextEncoder, documents
 from surojax.data.examples import Encoder
 from surojax.data.items import Item, Source
 from surojax.data.readers import OpenSet, open_set
 from surojax.data.tokenizer import Tokenizer
-from surojax.data.write import ItemEncoder, write
 
 DATA_CACHE = "~/.cache/surojax"
 HELD_OUT_STDLIB = 0.05  # fraction of its few hundred files; about half a megabyte

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from surojax.data.data_rows import BadRow, Row
 from surojax.data.files import NotText, decode, unreadable
-from surojax.data.rows import BadRow, Row
 from surojax.data.texts import READ, open_text, parts
 from surojax.errors import ConfigError
 from surojax.untrusted import parse_first, parse_json

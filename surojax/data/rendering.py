@@ -16,7 +16,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from surojax.data.rows import NotARow
+from surojax.data.data_rows import NotARow
 
 DATE = datetime.datetime(2024, 7, 26)  # the day that Llama 3's own template names if it is told none
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from surojax import limited
 from surojax.data.conversations import Conversation
+from surojax.data.data_rows import NotARow
 from surojax.data.pieces import Piece
 from surojax.data.rendering import Message, Program
-from surojax.data.rows import NotARow
 from surojax.data.tokenizer import Tokenizer
 from surojax.data.tokenizer_files import one_line
 from surojax.errors import ConfigError

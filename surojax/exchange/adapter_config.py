@@ -10,9 +10,9 @@ import jax
 
 from surojax import limited
 from surojax.errors import ConfigError, shown
+from surojax.exchange.model_tensors import name_of
 from surojax.exchange.naming import Naming
 from surojax.exchange.parts import in_whole
-from surojax.exchange.weights import name_of
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import module
 from surojax.models.lora import ALL_LINEAR, SAVED, TARGETS, Lora

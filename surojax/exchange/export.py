@@ -18,9 +18,9 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.exchange import shards, small_files
 from surojax.exchange.finite import is_finite
+from surojax.exchange.model_tensors import INDEX, SINGLE, Tensors, shapes
 from surojax.exchange.naming import naming_of
 from surojax.exchange.small_files import Files
-from surojax.exchange.weights import INDEX, SINGLE, Tensors, shapes
 from surojax.models.model import Model
 from surojax.untrusted import expanded
 

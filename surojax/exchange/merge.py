@@ -1,7 +1,7 @@
 """A model with an adapter merged into its weights, tensor by tensor: w + scale b a, in float32.
 
 With DoRA every row of that is stretched to its magnitude. A base that was frozen in few bits is dequantised here too,
-since the adapter was trained beside those numbers. As `weights.Tensors`, the result can be exported, merged with
+since the adapter was trained beside those numbers. As `model_tensors.Tensors`, the result can be exported, merged with
 another adapter, or be the base of a run; no more than one tensor is in memory.
 """
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange.adapter_config import modules
-from surojax.exchange.adapters import BASE_FORMATS, Adapter, digest
 from surojax.exchange.base import Derived, fingerprint
-from surojax.exchange.weights import Tensors, Weights, read_dequantised
+from surojax.exchange.model_tensors import Tensors, Weights, read_dequantised
+from surojax.exchange.peft import BASE_FORMATS, Adapter, digest
 from surojax.families.family import TENSOR_NAMES
 from surojax.models.model import Model
 from surojax.numerics.base_formats import FORMATS

@@ -1,6 +1,6 @@
 """The names of tensors in the files of a model.
 
-Everywhere else tensors have the names of `weights.name_of`, which are also those of most families in their files. A
+Everywhere else tensors have the names of `model_tensors.name_of`, which most families also have in their files. A
 family may have others, and a model of several parts (parts.py) has them under a prefix.
 """
 

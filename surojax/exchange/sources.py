@@ -11,12 +11,12 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange import adapters, gguf, hub
+from surojax.exchange import gguf, hub, peft
 from surojax.exchange.base import check_format
 from surojax.exchange.huggingface import read_config, read_whole_config, settings
 from surojax.exchange.merge import Merged
+from surojax.exchange.model_tensors import Tensors, Weights, check
 from surojax.exchange.naming import Naming, naming_of
-from surojax.exchange.weights import Tensors, Weights, check
 from surojax.models.model import Model
 from surojax.numerics.base_formats import chosen
 from surojax.untrusted import expanded, read_json
@@ -136,7 +136,7 @@ def open_weights(c: Any, model: Model) -> Tensors | None:
     if frozen := chosen(c):
         check_format(weights, model, frozen)
     if c.lora_base_adapter:
-        return Merged(weights, adapters.read(c.lora_base_adapter, model, naming(c)), model)
+        return Merged(weights, peft.read(c.lora_base_adapter, model, naming(c)), model)
     return weights
 
 

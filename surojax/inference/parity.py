@@ -21,7 +21,7 @@ from surojax.config.fields import default_config
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import ConfigError
 from surojax.exchange import gguf, sources
-from surojax.exchange.weights import stacks
+from surojax.exchange.model_tensors import stacks
 from surojax.inference.forward import hidden
 from surojax.models.model import Model
 from surojax.placement.mesh import find_devices

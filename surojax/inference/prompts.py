@@ -7,8 +7,8 @@ import numpy as np
 from surojax.data.templates import NAMES as TEMPLATES
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
-from surojax.inference.load import Trained
 from surojax.inference.sample import generate
+from surojax.inference.trained_model import Trained
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:

@@ -14,7 +14,7 @@ from surojax.errors import CheckpointError, ConfigError
 from surojax.exchange import sources
 from surojax.exchange.base import check_base, fingerprint
 from surojax.exchange.merge import InBaseFormat
-from surojax.exchange.weights import stacks
+from surojax.exchange.model_tensors import stacks
 from surojax.models.model import Model
 from surojax.numerics import base_formats
 from surojax.numerics.quantize import work_copy

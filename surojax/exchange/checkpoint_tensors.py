@@ -5,14 +5,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from surojax.exchange.weights import name_of
+from surojax.exchange.model_tensors import name_of
 from surojax.models.model import Model
 from surojax.placement.param import OUTER, base
 from surojax.run.stored import StoredMaster
 
 
 class CheckpointTensors:
-    """The tensors of a checkpoint of this model; see `weights.Tensors`."""
+    """The tensors of a checkpoint of this model; see `model_tensors.Tensors`."""
 
     def __init__(self, path: Path, model: Model):
         self.path = path

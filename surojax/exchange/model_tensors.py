@@ -1,7 +1,7 @@
 """Weights under Hugging Face's names, read tensor by tensor into a training state of any placement.
 
 `Tensors` is what has them: a folder with safetensors files (`Weights`, here), a GGUF file (gguf.py), or a checkpoint
-(stored.py).
+(checkpoint_tensors.py).
 """
 
 import functools

@@ -29,8 +29,8 @@ from surojax.exchange import adapter_config, shards
 from surojax.exchange.adapter_config import CONFIG, modules
 from surojax.exchange.export import encoded
 from surojax.exchange.finite import is_finite
+from surojax.exchange.model_tensors import shapes
 from surojax.exchange.naming import Naming
-from surojax.exchange.weights import shapes
 from surojax.families.family import TENSOR_NAMES
 from surojax.models.lora import Lora, adapters as declared
 from surojax.models.model import Model, Segment
@@ -224,7 +224,7 @@ def _at(tree: dict, name: str):
 
 
 def with_adapter(layer: Callable, outer: Callable, adapter: Adapter) -> tuple[Callable, Callable]:
-    """`weights.readers` of a base, as readers of the base with an adapter's arrays."""
+    """`model_tensors.readers` of a base, as readers of the base with an adapter's arrays."""
 
     def layer_with(segment: Segment, l: int):
         found = layer(segment, l)
