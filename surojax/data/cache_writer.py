@@ -61,7 +61,7 @@ class _Marked(NamedTuple):
     is_held_out: bool
 
 
-def write(
+def write_entry(
     folder: Path,
     *,
     source: Source,

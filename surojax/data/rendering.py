@@ -24,7 +24,7 @@ type Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Program:
+class TemplateProgram:
     """A Jinja chat template. source: where it comes from, for messages. bos, eos: texts of tokens that it may name."""
 
     text: str
@@ -58,15 +58,15 @@ class Program:
 
 
 def rendered(program: tuple[str, ...], request: tuple[list[Message], list[Any] | None, bool]) -> dict[str, str]:
-    """Returns {"text"} of a template (the fields of a `Program`) and a conversation, or {"refused": why}."""
+    """Returns {"text"} of a template (the fields of a `TemplateProgram`) and a conversation, or {"refused": why}."""
     messages, tools, prompts = request
     try:
-        return {"text": Program(*program).render(messages, tools, add_generation_prompt=prompts)}
+        return {"text": TemplateProgram(*program).render(messages, tools, add_generation_prompt=prompts)}
     except NotARow as error:
         return {"refused": str(error)}
 
 
-def checked(text: str) -> dict[str, Any]:
+def checked_template(text: str) -> dict[str, Any]:
     """Returns {"shows_tools"} of a template, or {"refused": why, "line"} if it cannot be compiled."""
     try:
         _compiled(text)

@@ -97,12 +97,12 @@ def export(
         try:
             for file, names in parts.items():
                 part = {name: expected[name] for name in names}
-                shards.write(
+                shards.write_shard(
                     unfinished / file, part, DTYPES[dtype], _cast(tensors, [stored_as[name] for name in names], dtype)
                 )
             if len(parts) > 1:
                 (unfinished / INDEX).write_text(_index(parts, expected, DTYPES[dtype]))
-            small_files.write(unfinished, files | {small_files.CONFIG: encoded(config)})
+            small_files.write_small_files(unfinished, files | {small_files.CONFIG: encoded(config)})
             unfinished.replace(path)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

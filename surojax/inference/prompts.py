@@ -46,7 +46,7 @@ def complete(trained: Trained, text: str, **options) -> str:
     return _sampled(trained, text_ids(trained.tokenizer, text), **options)
 
 
-def answer(trained: Trained, message: str, system: str = "", **options) -> str:
+def answer_message(trained: Trained, message: str, system: str = "", **options) -> str:
     """The answer to a message; options of `sample.stream`. Raises ConfigError if the model has no chat template."""
     return _sampled(trained, message_ids(trained, message, system), **options)
 

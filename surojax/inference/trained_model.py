@@ -33,7 +33,7 @@ class Trained(NamedTuple):
     template: Template | None
 
 
-def load(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trained:
+def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "") -> Trained:
     """Opens a checkpoint, or another model, with its work weights on the first device.
 
     path: a checkpoint, the output_dir of a run, which means its newest checkpoint, a Hugging Face folder or name, or a

@@ -9,7 +9,7 @@ from surojax.models.decoder_fp8 import NOT_COMPUTED
 from surojax.models.rotary import ROPE_USES
 
 
-def check(c: Config) -> None:
+def check_decoder(c: Config) -> None:
     """Checks what several `model` fields say together. Raises ConfigError for the first that is wrong."""
     m = c.model
     heads = m.num_attention_heads
@@ -89,7 +89,7 @@ def _check_rope(c: Config, h: int) -> None:
     need(fraction <= 1 and turned > 0 and turned % 2 == 0, name, expected, fraction, change)
 
 
-def check_fp8(c: Config) -> None:
+def check_decoder_in_fp8(c: Config) -> None:
     """Raises ConfigError for a block that is not written out in float8."""
     defaults = default_config().model
     for name in NOT_COMPUTED:
